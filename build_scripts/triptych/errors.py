@@ -1,0 +1,70 @@
+"""What can go wrong, as values: a user's mistake (`UserError`), a result of a check (`Finding`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "info"]
+
+
+class UserError(Exception):
+    """A mistake the user can mend. The command line prints it without a traceback and exits with 2.
+
+    Attributes:
+        field: what is wrong, as the user wrote it (``core.max_batch_size``, a file, a flag).
+        rule: what must hold.
+        given: what was found instead; empty where there is nothing to show.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, field: str, rule: str, *, given: object = "", remedy: str = "") -> None:
+        self.field = field
+        self.rule = rule
+        self.given = str(given)
+        self.remedy = remedy
+        super().__init__(self.message)
+
+    @property
+    def message(self) -> str:
+        """One sentence each: field and rule, given, remedy."""
+        parts = [f"`{self.field}` {self.rule.rstrip('.')}."]
+        if self.given:
+            parts.append(f"Given: {self.given.rstrip('.')}.")
+        if self.remedy:
+            parts.append(f"{self.remedy.rstrip('.')}.")
+        return " ".join(parts)
+
+    def as_dict(self) -> dict[str, str]:
+        """The four parts, for ``--json``."""
+        return {
+            "field": self.field,
+            "rule": self.rule,
+            "given": self.given,
+            "remedy": self.remedy,
+        }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of `lint` or `doctor`: what rule is broken, where, and what mends it.
+
+    Attributes:
+        id: stable name of the check, in kebab case (``ensemble-closes``).
+        severity: ``error`` makes the command exit with 1; ``warning`` and ``info`` do not.
+        file: path relative to what was checked; empty for the machine itself.
+        rule: what must hold.
+        given: what was found.
+        remedy: what to do about it.
+    """
+
+    id: str
+    severity: Severity
+    file: str
+    rule: str
+    given: str
+    remedy: str
+
+    def as_dict(self) -> dict[str, str]:
+        """The six parts, for ``--json``."""
+        return asdict(self)

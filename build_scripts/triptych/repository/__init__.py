@@ -1,0 +1,1 @@
+"""The model repository: its configs, its files, and the checks on them."""

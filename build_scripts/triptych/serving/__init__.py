@@ -1,0 +1,1 @@
+"""Running what was built: the local server and the client."""
