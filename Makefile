@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh Linux x86-64 machine with Python 3.11: make demo, make test.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SHELL := bash
+
+.PHONY: help setup demo test check lint types unit serve compare soak clean
+help:  ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+setup: $(INSTALLED)  ## Make .venv with everything pinned
+$(INSTALLED): pyproject.toml build_scripts/constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing pinned dependencies into $(VENV) (a minute or two) ..."
+	$(BIN)/python -m pip install --quiet --constraint build_scripts/constraints.txt \
+	  --editable ".[build,local,demo,dev]"
+	@touch $@
+
+demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, stop it
+	$(BIN)/triptych build minilm
+	$(BIN)/python -m triptych.demo model_repository minilm
+
+test: check unit  ## Lint, types and every test, against a real server
+
+check: lint types
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest
+
+serve: setup  ## Build MiniLM and serve it until Ctrl-C
+	$(BIN)/triptych build minilm
+	$(BIN)/triptych serve
+
+compare: setup  ## Measure against infinity-emb, a tutorial-style ensemble and bare ONNX Runtime
+	$(BIN)/python build_scripts/peers/compare.py
+
+soak: setup  ## Watch memory over 200,000 requests
+	$(BIN)/python build_scripts/peers/soak.py
+
+clean:  ## Remove what was built and cached
+	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache
+	find model_repository -mindepth 1 -maxdepth 1 -type d -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""From a model's files to the core artifact: source, export, packing, lock."""

@@ -1,0 +1,69 @@
+"""The build record beside the ensemble: what went in, what came out, what the gate said."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from triptych.plan import Plan
+
+LOCK_FILE = "triptych.lock.json"
+SCHEMA = 1
+
+
+def make_lock(
+    plan: Plan,
+    file_hashes: Mapping[str, str],
+    *,
+    versions: Mapping[str, str],
+    gate: Mapping[str, object],
+    previous: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The lock as JSON data. Only ``built_at`` differs between two builds of the same inputs.
+
+    Args:
+        plan: what was built.
+        file_hashes: path relative to the repository -> SHA-256 in hex.
+        versions: of the libraries that made the artifact.
+        gate: the gate's result.
+        previous: the lock in place; its time is kept where all else is equal.
+    """
+    spec = plan.spec.model_dump(mode="json", exclude={"folder"})
+    lock = {
+        "schema": SCHEMA,
+        "built_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "spec": spec,
+        "model_sha256": plan.facts.sha256,
+        "architecture": plan.facts.architecture,
+        "versions": dict(versions),
+        "plan": {"max_length": plan.max_length, "bucket_edges": list(plan.bucket_edges)},
+        "traffic": {
+            "rows": plan.lengths.rows,
+            "mean_tokens": round(plan.lengths.mean, 2),
+            "p99_tokens": plan.lengths.quantile(0.99),
+            "truncated_share": round(plan.lengths.truncated_share, 4),
+        },
+        "gate": dict(gate),
+        "files": dict(sorted(file_hashes.items())),
+    }
+    if previous is not None and {**previous, "built_at": ""} == {**lock, "built_at": ""}:
+        lock["built_at"] = previous["built_at"]
+    return lock
+
+
+def print_lock(lock: Mapping[str, Any]) -> bytes:
+    """The lock's file content."""
+    return (json.dumps(lock, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def read_lock(repository: Path, pipeline: str) -> dict[str, Any] | None:
+    """The lock of a built pipeline, or None where there is none or it is not JSON."""
+    try:
+        text = (repository / pipeline / LOCK_FILE).read_text(encoding="utf-8")
+        lock = json.loads(text)
+    except (OSError, ValueError):
+        return None
+    return lock if isinstance(lock, dict) else None

@@ -1,0 +1,297 @@
+"""The command line: parse, call, print, exit code. No domain logic lives here.
+
+Exit codes: 0 done, 1 findings or a failed gate, 2 a mistake of the user's; anything else is a bug.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from triptych.errors import UserError
+
+EXIT_FINDINGS = 1
+EXIT_MISTAKE = 2
+
+app = typer.Typer(
+    help="Turn a Hugging Face model into a Triton ensemble that tokenizes, infers and decodes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Progress and errors go to stderr, results to stdout: `--json` output stays parseable.
+status = Console(stderr=True, highlight=False, soft_wrap=True)
+output = Console(highlight=False, soft_wrap=True)
+
+Name = Annotated[str, typer.Argument(help="Pipeline: the name of its folder.")]
+Names = Annotated[list[str], typer.Argument(help="Pipelines: the names of their folders.")]
+Pipelines = Annotated[Path, typer.Option("--pipelines", help="Folder of the pipelines.")]
+Repository = Annotated[
+    Path, typer.Option("--repository", "-r", help="Folder of the model repository.")
+]
+RepositoryArgument = Annotated[Path, typer.Argument(help="Folder of the model repository.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the spec."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+PIPELINES = Path("pipelines")
+REPOSITORY = Path("model_repository")
+
+
+def main() -> None:
+    """Entry point of the ``triptych`` command."""
+    try:
+        app()
+    except UserError as error:
+        if "--json" in sys.argv:
+            print(json.dumps({"error": error.as_dict()}, ensure_ascii=False))
+        status.print(f"error: {error.message}", style="red", markup=False)
+        sys.exit(EXIT_MISTAKE)
+
+
+@app.command()
+def inspect(
+    name: Name, pipelines: Pipelines = PIPELINES, overrides: Overrides = None, as_json: Json = False
+) -> None:
+    """Print the plan of a pipeline: models, shapes, limits and why. Writes nothing."""
+    from triptych.assemble import prepare
+    from triptych.build.cache import cache_root
+    from triptych.describe import describe_plan
+    from triptych.spec import load_spec
+
+    plan = prepare(load_spec(pipelines / name, overrides or ()), _progress).plan
+    description = describe_plan(plan)
+    if as_json:
+        _print_json({**description, "cache": str(cache_root())})
+        return
+    _print_tree(description)
+
+
+@app.command()
+def build(
+    names: Names,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Build pipelines into the model repository; nothing is written unless every check passed."""
+    from triptych import assemble
+    from triptych.spec import load_spec
+
+    # Every spec is read before the first build: a typo in the last one costs no time.
+    specs = [load_spec(pipelines / name, overrides or ()) for name in names]
+    results = []
+    for spec in specs:
+        status.print(f"{spec.name}", style="bold", markup=False)
+        try:
+            built = assemble.build(assemble.prepare(spec, _progress), repository, _progress)
+        except assemble.GateFailure as failure:
+            _fail(as_json, {"pipeline": spec.name, "gate": failure.failures}, str(failure))
+        except assemble.LintFailure as failure:
+            findings = [finding.as_dict() for finding in failure.findings]
+            _fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
+        for finding in built.findings:
+            if finding.severity == "warning":
+                _print_finding(finding.as_dict(), status)
+        results.append(
+            {
+                "pipeline": spec.name,
+                "repository": str(repository),
+                "changed": built.changed,
+                "gate": built.gate,
+                "findings": [finding.as_dict() for finding in built.findings],
+            }
+        )
+    if as_json:
+        _print_json(results)
+
+
+@app.command()
+def lint(
+    repository: RepositoryArgument = REPOSITORY,
+    triton: Annotated[
+        str, typer.Option("--triton", metavar="YY.MM", help="Oldest release it must load on.")
+    ] = "24.10",
+    as_json: Json = False,
+) -> None:
+    """Check a model repository without a server: wiring, shapes, files, versions."""
+    from triptych.repository.lint import run_checks
+
+    if not repository.is_dir():
+        raise UserError(
+            "repository", "must be a folder", given=repository, remedy="Run `triptych build NAME`"
+        )
+    findings = [finding.as_dict() for finding in run_checks(repository, triton=triton)]
+    errors = sum(finding["severity"] == "error" for finding in findings)
+    if as_json:
+        _print_json(findings)
+    else:
+        for finding in findings:
+            _print_finding(finding, output)
+        output.print(f"{errors} errors, {len(findings) - errors} other findings", markup=False)
+    raise typer.Exit(EXIT_FINDINGS if errors else 0)
+
+
+@app.command()
+def serve(
+    repository: RepositoryArgument = REPOSITORY,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")] = 8001,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")] = 8000,
+    metrics_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 picks a free port.")
+    ] = 8002,
+    timeout_s: Annotated[float, typer.Option(help="Time the models may take to load.")] = 120.0,
+    log_file: Annotated[Path | None, typer.Option(help="Where the server's log goes.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve a model repository with a real tritonserver until interrupted."""
+    from triptych.repository.store import locked
+    from triptych.serving.server import Server
+    from triptych.serving.wait import wait_for_end
+
+    if not repository.is_dir() or not any(repository.glob("*/config.pbtxt")):
+        raise UserError(
+            "repository",
+            "must be a folder with models",
+            given=repository,
+            remedy="Run `triptych build NAME` first",
+        )
+    with locked(repository):  # completes what a killed build left
+        pass
+    server = Server(
+        repository,
+        host=host,
+        grpc_port=grpc_port,
+        http_port=http_port,
+        metrics_port=metrics_port,
+        log_file=log_file,
+    )
+    with wait_for_end(server) as ended:
+        server.start()
+        server.wait_ready(timeout_s, on_progress=lambda line: _progress("load", line))
+        endpoints = {
+            "grpc": server.grpc_url,
+            "http": server.http_url,
+            "metrics": server.metrics_url,
+            "pid": server.pid,
+        }
+        if as_json:
+            print(json.dumps(endpoints), flush=True)
+        else:
+            output.print("ready; stop with Ctrl-C", style="green")
+            for kind in ("grpc", "http", "metrics"):
+                output.print(f"  {kind:8} {endpoints[kind]}", markup=False)
+        reason = ended()
+    status.print(f"stopped ({reason})", markup=False)
+
+
+@app.command()
+def infer(
+    name: Name,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", "-t", help="A text; may be repeated.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="A file with one text a line.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="gRPC endpoint.")] = "127.0.0.1:8001",
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--parameter", "-p", metavar="KEY=VALUE", help="For the request."),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="Deadline.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Send texts to a served pipeline and print what comes back."""
+    from triptych.serving.ask import ask, parse_parameters, read_texts
+
+    texts = read_texts(text or (), file)
+    outputs = ask(
+        name, texts, url=url, parameters=parse_parameters(parameters or ()), timeout_s=timeout_s
+    )
+    if as_json:
+        columns = zip(*outputs.values(), strict=True)
+        _print_json([dict(zip(outputs, values, strict=True)) for values in columns])
+        return
+    for row, content in enumerate(texts):
+        output.print(f"{content!r:.70}", style="bold", markup=False)
+        for key, values in outputs.items():
+            output.print(f"  {key}: {_shorten(values[row])}", markup=False)
+
+
+@app.command()
+def doctor(
+    grpc_port: Annotated[int, typer.Option(help="Port that serve will use.")] = 8001,
+    http_port: Annotated[int, typer.Option(help="Port that serve will use.")] = 8000,
+    metrics_port: Annotated[int, typer.Option(help="Port that serve will use.")] = 8002,
+    as_json: Json = False,
+) -> None:
+    """Say what works on this machine, what does not, and what to do about it."""
+    from triptych.serving.doctor import examine
+
+    findings = [
+        finding.as_dict()
+        for finding in examine(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    ]
+    errors = sum(finding["severity"] == "error" for finding in findings)
+    if as_json:
+        _print_json(findings)
+    else:
+        for finding in findings:
+            _print_finding(finding, output)
+        output.print(f"{errors} errors" if errors else "nothing stops you", markup=False)
+    raise typer.Exit(EXIT_FINDINGS if errors else 0)
+
+
+def _progress(stage: str, line: str) -> None:
+    status.print(f"  {stage:8} {line}", markup=False)
+
+
+def _fail(as_json: bool, result: dict[str, Any], message: str) -> None:
+    if as_json:
+        _print_json(result)
+    status.print(f"failed: {message}", style="red", markup=False)
+    raise typer.Exit(EXIT_FINDINGS)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def _print_finding(finding: dict[str, str], console: Console) -> None:
+    style = {"error": "red", "warning": "yellow"}.get(finding["severity"], "")
+    where = f" {finding['file']}" if finding["file"] else ""
+    console.print(f"{finding['severity']}: {finding['id']}{where}", style=style, markup=False)
+    console.print(f"  {finding['rule']}. Given: {finding['given']}", markup=False)
+    if finding["remedy"]:
+        console.print(f"  -> {finding['remedy']}", markup=False)
+
+
+def _print_tree(value: Any, indent: int = 0) -> None:
+    pad = "  " * indent
+    for key, item in value.items():
+        if isinstance(item, dict):
+            output.print(f"{pad}{key}", style="bold", markup=False)
+            _print_tree(item, indent + 1)
+        else:
+            output.print(f"{pad}{key:22} {item}", markup=False)
+
+
+def _shorten(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 6:
+        return f"[{', '.join(f'{v:.4f}' for v in value[:6])}, …] ({len(value)} elements)"
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What is known of a model from its own files: read once by `build.source`, used by everyone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer after pooling.
+
+    Attributes:
+        folder: of its weights, relative to the model.
+        in_features: size of its input vector.
+        out_features: size of its output vector.
+        bias: whether it adds one.
+        activation: dotted name of the torch module applied after it.
+    """
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Scale each vector to length 1."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as its files describe it.
+
+    Attributes:
+        sha256: hash over names and contents of the files that decide the result.
+        architecture: class name in ``config.json``.
+        hidden_size: elements of a token's vector.
+        max_length: tokens a row may have, special tokens included, by the model's own files.
+        pad_token_id: fills a row up; its value never reaches a result.
+        lowercase: texts are lower-cased before they are tokenized.
+        pooling: ways a row's token vectors become one, concatenated in this order.
+        head: what follows pooling, in order.
+        prompts: name to text put before each input.
+        default_prompt: name of the prompt used when a request names none; None for no prompt.
+    """
+
+    sha256: str
+    architecture: str
+    hidden_size: int
+    max_length: int
+    pad_token_id: int
+    lowercase: bool = False
+    pooling: tuple[str, ...] = ("mean",)
+    head: tuple[Dense | Normalize, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of the final vector."""
+        size = self.hidden_size * len(self.pooling)
+        for module in self.head:
+            if isinstance(module, Dense):
+                size = module.out_features
+        return size

@@ -1,0 +1,1 @@
+"""The proof that what was built is right."""

@@ -1,0 +1,238 @@
+"""What a user may write in ``pipeline.yaml``: frozen, complete, every default in this one place.
+
+>>> spec = load_spec(Path("pipelines/minilm"), overrides=["core.layout=bucketed"])
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from triptych.errors import UserError
+from triptych.yaml_text import parse_yaml
+
+SPEC_FILE = "pipeline.yaml"
+Positive = Annotated[int, Field(ge=1)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelSource(_Frozen):
+    """Where the model's files come from.
+
+    Attributes:
+        source: ``package:<module>/<folder>``, a local folder (relative to the pipeline's own
+            folder, or absolute), or a Hub id ``owner/name``.
+        revision: commit, tag or branch of a Hub id.
+    """
+
+    source: str
+    revision: str | None = None
+
+
+class Tokenizer(_Frozen):
+    """Limits on what is tokenized.
+
+    Attributes:
+        max_length: tokens a row may have, special tokens included; None takes the model's own.
+        overflow: what becomes of a longer row.
+        max_text_bytes: a longer text is refused whole, so that one request cannot hold up a batch.
+    """
+
+    max_length: Annotated[int, Field(ge=3)] | None = None
+    overflow: Literal["truncate", "reject"] = "truncate"
+    max_text_bytes: Positive = 131_072
+
+
+class Core(_Frozen):
+    """The compiled model.
+
+    Attributes:
+        backend: Triton's name of what runs it.
+        device: ``gpu`` asks Triton for KIND_GPU instances.
+        precision: of weights and activations.
+        layout: how rows of different length share a batch.
+        max_batch_size: rows Triton may put into one batch, and a client into one request.
+        bucket_count: number of padded lengths of the bucketed layout.
+    """
+
+    backend: Literal["onnxruntime"] = "onnxruntime"
+    device: Literal["cpu", "gpu"] = "cpu"
+    precision: Literal["fp32"] = "fp32"
+    layout: Literal["packed", "bucketed"] = "packed"
+    max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
+    bucket_count: Annotated[int, Field(ge=1, le=32)] = 6
+
+
+class Instances(_Frozen):
+    """Instances of each step; each is a process of its own for Python steps."""
+
+    preprocess: Positive = 1
+    core: Positive = 1
+    postprocess: Positive = 1
+
+
+class Queue(_Frozen):
+    """The queue of each step.
+
+    Attributes:
+        max_delay_us: how long the core may hold a batch open for more rows.
+        max_size: requests that may wait; one more is refused at once (Unavailable).
+        timeout_ms: a request that waited longer for a step is refused (Unavailable).
+    """
+
+    max_delay_us: Annotated[int, Field(ge=0)] = 0
+    max_size: Positive = 1024
+    timeout_ms: Positive = 5000
+
+
+class Serving(_Frozen):
+    """How Triton runs the steps.
+
+    Attributes:
+        triton: the oldest release (``YY.MM``) the repository must load on. 24.10 is the embedded
+            server's; fields newer than it are left out.
+        gpus: device ids of the core's instances when ``core.device`` is ``gpu``.
+    """
+
+    triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = "24.10"
+    instances: Instances = Instances()
+    gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
+    queue: Queue = Queue()
+
+
+class Accuracy(_Frozen):
+    """Overrides of the task's own thresholds; None keeps the task's."""
+
+    min_cosine: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_difference: Annotated[float, Field(gt=0)] | None = None
+
+
+class PipelineSpec(_Frozen):
+    """One pipeline as declared; ``name`` is its folder's name, ``folder`` where it was read."""
+
+    name: str
+    folder: Path
+    task: str
+    model: ModelSource
+    tokenizer: Tokenizer = Tokenizer()
+    core: Core = Core()
+    serving: Serving = Serving()
+    accuracy: Accuracy = Accuracy()
+
+
+def load_spec(folder: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
+    """Read ``folder/pipeline.yaml`` and apply ``KEY=VALUE`` overrides (dotted keys, YAML values).
+
+    Raises:
+        UserError: a missing file, bad YAML, an unknown key or a value out of range.
+    """
+    path = folder / SPEC_FILE
+    _check_folder(folder, path)
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError is one, too
+        raise UserError(str(path), "must be YAML", given=error, remedy="Mend the line") from error
+    if not isinstance(document, dict):
+        raise UserError(
+            str(path),
+            "must be a mapping of `task` and `model` at least",
+            given=type(document).__name__,
+            remedy="See pipelines/minilm/pipeline.yaml for a small example",
+        )
+    for override in overrides:
+        _apply_override(document, override)
+    for reserved in ("name", "folder"):
+        if reserved in document:
+            raise UserError(
+                f"{path}: {reserved}",
+                "is given by the pipeline's folder",
+                given=document[reserved],
+                remedy=f"Remove `{reserved}`; rename the folder to rename the pipeline",
+            )
+    try:
+        return PipelineSpec.model_validate({**document, "name": folder.name, "folder": folder})
+    except ValidationError as error:
+        raise _as_user_error(path, error) from error
+
+
+def _check_folder(folder: Path, path: Path) -> None:
+    if not path.is_file():
+        siblings = sorted(p.parent.name for p in folder.parent.glob(f"*/{SPEC_FILE}"))
+        raise UserError(
+            str(folder),
+            f"must be a pipeline's folder with a {SPEC_FILE}",
+            given="no such folder" if not folder.is_dir() else f"a folder without {SPEC_FILE}",
+            remedy=f"Pipelines here: {', '.join(siblings) or 'none'}",
+        )
+    if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", folder.name):
+        raise UserError(
+            str(folder),
+            "must be named with lower-case letters, digits, `_`, `-`, a letter first (64 at most)",
+            given=folder.name,
+            remedy="Rename the folder: Triton's model names derive from it",
+        )
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.split(".")
+    if not separator or not all(parts):
+        raise UserError(
+            "--set",
+            "must be KEY=VALUE with a dotted key",
+            given=override,
+            remedy="Write for example --set core.layout=bucketed",
+        )
+    node = document
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise UserError(
+                f"--set {key}",
+                "must name a field of the spec",
+                given=f"`{part}` is a plain value",
+                remedy="See `triptych inspect NAME --json` for the fields",
+            )
+        node = child
+    try:
+        node[parts[-1]] = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(
+            f"--set {key}", "must have a YAML value", given=error, remedy="Quote the value"
+        ) from error
+
+
+def _as_user_error(path: Path, error: ValidationError) -> UserError:
+    """The first problem as field, rule, given, remedy; the others are counted."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    location = ".".join(str(part) for part in first["loc"])
+    more = f" ({len(problems) - 1} more problems follow)" if len(problems) > 1 else ""
+    kind = first["type"]
+    if kind == "extra_forbidden":
+        rule, given = "is not a field of the spec", first["loc"][-1]
+        remedy = f"Fields here: {', '.join(_fields_at(first['loc'][:-1]))}"
+    elif kind == "missing":
+        rule, given, remedy = "is required", "nothing", "Add it; see pipelines/README.md"
+    else:
+        message = first["msg"]
+        rule = "must be valid: " + message[0].lower() + message[1:]
+        given, remedy = first["input"], "Correct the value"
+    return UserError(f"{path}: {location}", rule, given=given, remedy=remedy + more)
+
+
+def _fields_at(location: Sequence[int | str]) -> list[str]:
+    model: type[BaseModel] = PipelineSpec
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return [field for field in model.model_fields if field not in ("name", "folder")]

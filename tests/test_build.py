@@ -1,0 +1,185 @@
+"""`build`: cached, atomic, reproducible, and nothing written unless every check passed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import LAYOUTS, build_into, quiet, write_pipeline
+from triptych.assemble import GateFailure, build, prepare
+from triptych.build.lock import LOCK_FILE, read_lock
+from triptych.errors import UserError
+from triptych.repository.config import read_config
+from triptych.repository.lint import run_checks
+from triptych.repository.store import locked, write_models
+from triptych.spec import load_spec
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder` with its content."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, tiny_model: Path) -> Path:
+    """A pipeline on the tiny model."""
+    folder = write_pipeline(tmp_path / "pipelines/tiny", model={"source": str(tiny_model)})
+    return folder
+
+
+def test_minilm_is_built_in_both_layouts_without_a_finding(minilm_repository: Path) -> None:
+    findings = run_checks(minilm_repository)
+    assert [f for f in findings if f.severity in ("error", "warning")] == []
+    models = {path.name for path in minilm_repository.iterdir()}
+    steps = ("", "_preprocess", "_core", "_postprocess")
+    assert models == {f"minilm_{layout}{step}" for layout in LAYOUTS for step in steps}
+
+
+def test_the_packed_core_is_ragged_and_the_bucketed_one_is_not(minilm_repository: Path) -> None:
+    packed = read_config(minilm_repository / "minilm_packed_core/config.pbtxt")
+    assert packed.input[0].allow_ragged_batch
+    assert packed.batch_input[0].target_name == ["row_stride"]
+    bucketed = read_config(minilm_repository / "minilm_bucketed_core/config.pbtxt")
+    assert not bucketed.input[0].allow_ragged_batch
+    assert not bucketed.batch_input
+    edges = [w.inputs["input_ids"].dims[0] for w in bucketed.model_warmup]
+    assert edges[-1] == 256
+
+
+def test_the_lock_records_the_build(minilm_repository: Path) -> None:
+    lock = read_lock(minilm_repository, "minilm_packed")
+    assert lock is not None
+    assert lock["gate"]["failures"] == []
+    assert lock["gate"]["max_difference"] < 1e-5
+    assert lock["traffic"]["rows"] > 300
+    assert set(lock["versions"]) >= {"torch", "transformers", "onnx"}
+    assert all(len(value) == 64 for value in lock["files"].values())
+    assert str(Path.cwd()) not in json.dumps(lock)
+
+
+def test_a_second_build_does_no_work(tiny: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    assert len(build_into(tiny, repository).changed) == 4
+    before = {path: path.stat() for path in repository.rglob("*")}
+    lines: list[str] = []
+    spec = load_spec(tiny)
+    again = build(prepare(spec, quiet), repository, lambda stage, line: lines.append(stage + line))
+    assert again.changed == ()
+    assert sum("(cached)" in line for line in lines) == 2
+    after = {path: path.stat() for path in repository.rglob("*")}
+    assert {p: (s.st_ino, s.st_mtime_ns) for p, s in before.items()} == {
+        p: (s.st_ino, s.st_mtime_ns) for p, s in after.items()
+    }
+
+
+def test_only_changed_models_are_written(tiny: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    build_into(tiny, repository)
+    changed = build_into(tiny, repository, "serving.instances.postprocess=2").changed
+    assert changed == ("tiny", "tiny_postprocess")  # the lock in `tiny` records the spec
+
+
+def test_two_cold_builds_give_the_same_bytes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trees = []
+    for run in ("one", "two"):
+        monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / run / "cache"))
+        build_into(tiny, tmp_path / run / "repository")
+        files = tree(tmp_path / run / "repository")
+        lock = json.loads(files.pop(f"tiny/{LOCK_FILE}"))
+        lock.pop("built_at")
+        trees.append((files, lock))
+    assert trees[0] == trees[1]
+
+
+def test_a_failed_gate_writes_nothing(tiny: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    build_into(tiny, repository)
+    before = tree(repository)
+    with pytest.raises(GateFailure, match="max difference"):
+        build_into(tiny, repository, "accuracy.max_difference=1e-12", "core.layout=bucketed")
+    assert tree(repository) == before
+
+
+def test_a_limit_beyond_the_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="at most the model's own limit of 512"):
+        build_into(tiny, tmp_path / "repository", "tokenizer.max_length=513")
+    assert not (tmp_path / "repository").exists()
+
+
+def test_pipelines_share_a_repository(tiny: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(tiny, tiny.parent / "other"))
+    build_into(tiny, tmp_path / "repository")
+    before = tree(tmp_path / "repository")
+    build_into(other, tmp_path / "repository")
+    after = tree(tmp_path / "repository")
+    assert {path: after[path] for path in before} == before
+    assert len(after) == 2 * len(before)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from triptych.repository.store import write_models
+write_models(Path(sys.argv[1]), {"a/config.pbtxt": b"new", "b/1/model.onnx": Path(sys.argv[2])})
+"""
+
+
+def test_a_killed_build_leaves_the_repository_as_it_was(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    write_models(repository, {"a/config.pbtxt": b"old", "b/1/model.onnx": b"old"})
+    before = tree(repository)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # the writer blocks on it in the middle of staging
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(repository), str(pipe)])
+    staged = tmp_path / ".repository.staging/new/a/config.pbtxt"
+    deadline = time.monotonic() + 20
+    while not (staged.exists() and staged.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert staged.exists()
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    assert tree(repository) == before
+    with locked(repository):
+        pass
+    assert not (tmp_path / ".repository.staging").exists()
+    assert tree(repository) == before
+
+
+def test_a_build_killed_between_renames_is_completed(tmp_path: Path) -> None:
+    repository, staging = tmp_path / "repository", tmp_path / ".repository.staging"
+    write_models(repository, {"a/x": b"old", "b/x": b"old", "c/x": b"old"})
+    # As the swap leaves it when killed after `a` and in the middle of `b`:
+    for name in ("b", "c"):
+        (staging / "new" / name).mkdir(parents=True)
+        (staging / "new" / name / "x").write_bytes(b"new")
+    (repository / "a/x").write_bytes(b"new")
+    (staging / "old").mkdir()
+    (repository / "b").rename(staging / "old/b")
+    (staging / "commit").touch()
+    with locked(repository):
+        pass
+    assert tree(repository) == {"a/x": b"new", "b/x": b"new", "c/x": b"new"}
+    assert not staging.exists()
+
+
+def test_two_builds_at_a_time_are_refused(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    with locked(repository), pytest.raises(UserError, match="another build"):
+        write_models(repository, {"a/x": b"1"})
+
+
+def test_files_that_are_no_longer_part_of_a_model_go(tmp_path: Path) -> None:
+    write_models(tmp_path / "r", {"a/x": b"1", "a/1/y": b"2"})
+    assert write_models(tmp_path / "r", {"a/x": b"1"}) == ["a"]
+    assert tree(tmp_path / "r") == {"a/x": b"1"}

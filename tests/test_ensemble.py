@@ -1,0 +1,292 @@
+"""The served ensembles, both layouts, on a real tritonserver: right, fair, and hard to break."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
+from triptych.serving.client import Client
+
+STRANGE = [
+    "",
+    " ",
+    "\t\n  \u3000",
+    "\x00",
+    "a\x00b",
+    "🙂",
+    "👩‍👩‍👧‍👦 family",
+    "مرحبا بالعالم",
+    "שלום עולם",
+    "漢字かな交じり文",
+    "\\ud800 is an escape of a lone surrogate",
+    "e\u0301 combining",
+    "\u202eright to left override",
+    "x" * 3000,
+    "[CLS] [SEP] [MASK] [PAD]",
+    "a " * 2000,
+    "ﬁ ligature ½ ²",
+    "\ufeffbom",
+]
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(params=LAYOUTS)
+def pipeline(request: pytest.FixtureRequest) -> str:
+    return f"minilm_{request.param}"
+
+
+@pytest.fixture
+def client(pipeline: str, minilm_server: Any) -> Any:
+    with Client(pipeline, minilm_server.grpc_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def raw(minilm_server: Any) -> Any:
+    with triton.InferenceServerClient(minilm_server.grpc_url) as raw:
+        yield raw
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Any) -> dict[str, Any]:
+    """Text -> what sentence-transformers makes of it."""
+    texts = [*traffic_texts()[:160], *STRANGE]
+    return dict(zip(texts, reference.encode(texts, batch_size=16), strict=True))
+
+
+def ask(raw: Any, pipeline: str, rows: list[bytes], **options: Any) -> Any:
+    """One request of `rows` in Triton's own client."""
+    tensor = triton.InferInput("text", [len(rows), 1], "BYTES")
+    tensor.set_data_from_numpy(np.array(rows, dtype=np.object_).reshape(-1, 1))
+    return raw.infer(pipeline, [tensor], client_timeout=60, **options).as_numpy("embedding")
+
+
+def test_a_list_equals_sentence_transformers(client: Any, expected: dict[str, Any]) -> None:
+    vectors = client.embed(list(expected))
+    assert vectors.dtype == np.float32
+    assert np.abs(vectors - np.stack(list(expected.values()))).max() < 1e-5
+
+
+@pytest.mark.parametrize("text", STRANGE, ids=range(len(STRANGE)))
+def test_strange_text_gives_what_the_reference_gives(
+    client: Any, expected: dict[str, Any], text: str
+) -> None:
+    assert np.abs(client.embed([text])[0] - expected[text]).max() < 1e-5
+
+
+@pytest.mark.parametrize("clients", [1, 8, 32])
+def test_concurrent_clients_get_the_reference(
+    pipeline: str, minilm_server: Any, expected: dict[str, Any], clients: int
+) -> None:
+    texts = list(expected)
+    random.Random(clients).shuffle(texts)
+    with Client(pipeline, minilm_server.grpc_url) as client, ThreadPoolExecutor(clients) as pool:
+        vectors = list(pool.map(lambda text: client.embed([text])[0], texts))
+    for text, vector in zip(texts, vectors, strict=True):
+        assert np.abs(vector - expected[text]).max() < 1e-5
+
+
+def test_a_client_batch_of_mixed_lengths(raw: Any, pipeline: str, expected: dict[str, Any]) -> None:
+    texts = list(expected)[:32]
+    vectors = ask(raw, pipeline, [text.encode() for text in texts])
+    assert np.abs(vectors - np.stack([expected[text] for text in texts])).max() < 1e-5
+    backwards = ask(raw, pipeline, [text.encode() for text in texts[::-1]])
+    assert np.abs(backwards[::-1] - vectors).max() < 1e-6
+
+
+def test_alone_equals_in_batch(raw: Any, pipeline: str) -> None:
+    rows = [text.encode() for text in traffic_texts()[:32]]
+    alone = np.concatenate([ask(raw, pipeline, [row]) for row in rows])
+    together = ask(raw, pipeline, rows)
+    with ThreadPoolExecutor(32) as pool:
+        beside = np.concatenate(list(pool.map(lambda row: ask(raw, pipeline, [row]), rows)))
+    assert np.abs(alone - together).max() < 1e-6
+    assert np.abs(alone - beside).max() < 1e-6
+
+
+def test_requests_really_share_batches(pipeline: str, minilm_server: Any) -> None:
+    def core(client: Any) -> Any:
+        return next(s for s in client.step_statistics() if s.model.endswith("_core"))
+
+    with Client(pipeline, minilm_server.grpc_url, rows_per_request=1, max_in_flight=32) as client:
+        before = core(client)
+        client.embed(["the same words in every text"] * 320)
+        after = core(client)
+    rows = after.rows - before.rows
+    assert rows == 320
+    assert rows / (after.executions - before.executions) > 4
+
+
+BAD_ROWS = [
+    (b"\xff\xfe", ["row 0", "valid UTF-8", "0xff", "position 0"]),
+    (b"ok \xed\xa0\x80", ["row 0", "valid UTF-8", "position 3"]),
+    (b"x" * 5_000_000, ["row 0", "at most 131072 bytes", "5000000 bytes"]),
+]
+
+
+@pytest.mark.parametrize(("row", "words"), BAD_ROWS, ids=["utf8", "surrogate", "megabytes"])
+def test_a_bad_row_fails_alone_among_neighbours(
+    raw: Any, pipeline: str, expected: dict[str, Any], row: bytes, words: list[str]
+) -> None:
+    texts = list(expected)[:24]
+    failures: list[InferenceServerException] = []
+
+    def send(item: str | bytes) -> Any:
+        try:
+            return ask(raw, pipeline, [item if isinstance(item, bytes) else item.encode()])
+        except InferenceServerException as error:
+            failures.append(error)
+            return None
+
+    items: list[str | bytes] = [*texts[:12], row, *texts[12:]]
+    with ThreadPoolExecutor(25) as pool:
+        answers = list(pool.map(send, items))
+    assert [error.status() for error in failures] == ["StatusCode.INVALID_ARGUMENT"]
+    for word in words:
+        assert word in str(failures[0].message())
+    for item, answer in zip(items, answers, strict=True):
+        if isinstance(item, str):
+            assert np.abs(answer[0] - expected[item]).max() < 1e-5
+
+
+def test_the_row_at_fault_is_named(raw: Any, pipeline: str) -> None:
+    with pytest.raises(InferenceServerException, match=r"row 2: `text` must be valid UTF-8"):
+        ask(raw, pipeline, [b"a", b"b", b"\x80", b"d"])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"dimensions": 0}, ["dimensions", "integer from 1 to 384", "0"]),
+        ({"dimensions": 385}, ["dimensions", "385"]),
+        ({"dimensions": "12"}, ["dimensions", "integer", "'12'"]),
+        ({"dimensions": True}, ["dimensions", "integer", "True"]),
+        ({"dimensons": 12}, ["dimensons", "not known", "Known parameters: dimensions"]),
+    ],
+)
+def test_a_bad_parameter_is_refused(
+    raw: Any, pipeline: str, parameters: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        ask(raw, pipeline, [b"a"], parameters=parameters)
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    for word in words:
+        assert word in str(caught.value.message())
+
+
+def test_dimensions_shorten_and_scale(client: Any, expected: dict[str, Any]) -> None:
+    text = next(iter(expected))
+    short = client.embed([text], dimensions=64)[0]
+    want = expected[text][:64] / np.linalg.norm(expected[text][:64])
+    assert short.shape == (64,)
+    assert np.abs(short - want).max() < 1e-5
+
+
+def request(shape: list[int], dtype: str, data: Any, name: str = "text") -> triton.InferInput:
+    tensor = triton.InferInput(name, shape, dtype)
+    tensor.set_data_from_numpy(data)
+    return tensor
+
+
+BAD_TENSORS = {
+    "two columns": lambda: request([1, 2], "BYTES", np.array([[b"a", b"b"]], dtype=np.object_)),
+    "no batch": lambda: request([1], "BYTES", np.array([b"a"], dtype=np.object_)),
+    "int32": lambda: request([1, 1], "INT32", np.array([[1]], dtype=np.int32)),
+    "other name": lambda: request([1, 1], "BYTES", np.array([[b"a"]], dtype=np.object_), "txt"),
+    "33 rows": lambda: request([33, 1], "BYTES", np.array([[b"a"]] * 33, dtype=np.object_)),
+    "no rows": lambda: request([0, 1], "BYTES", np.empty((0, 1), dtype=np.object_)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_a_bad_tensor_is_refused(raw: Any, pipeline: str, case: str) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        raw.infer(pipeline, [BAD_TENSORS[case]()], client_timeout=30)
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    assert len(ask(raw, pipeline, [b"still well"])) == 1
+
+
+@pytest.fixture(scope="module")
+def strict_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Any:
+    """Tiny pipelines that reject long rows, with prompts, and with short queues."""
+    import json
+    import shutil
+
+    from triptych.serving.server import Server
+
+    base = tmp_path_factory.mktemp("strict")
+    prompted = Path(shutil.copytree(tiny_model, base / "prompted"))
+    prompts = {"prompts": {"query": "query: ", "passage": "passage: "}}
+    (prompted / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    for layout in LAYOUTS:
+        core = {"layout": layout, "max_batch_size": 4}
+        reject = write_pipeline(
+            base / f"pipelines/reject_{layout}",
+            model={"source": str(prompted)},
+            core=core,
+            tokenizer={"max_length": 16, "overflow": "reject"},
+        )
+        queue = write_pipeline(
+            base / f"pipelines/queue_{layout}",
+            core=core,
+            serving={"queue": {"max_size": 4}},
+        )
+        build_into(reject, base / "repository")
+        build_into(queue, base / "repository")
+    with Server(base / "repository") as server:
+        yield server
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_long_row_is_rejected_where_the_spec_says_so(strict_server: Any, layout: str) -> None:
+    with triton.InferenceServerClient(strict_server.grpc_url) as raw:
+        name = f"reject_{layout}"
+        assert ask(raw, name, [b"word " * 14]).shape == (1, 32)
+        with pytest.raises(
+            InferenceServerException, match=r"row 1: .*at most 16 tokens.*17 tokens"
+        ):
+            ask(raw, name, [b"short", b"word " * 15])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prompt_is_chosen_by_name(strict_server: Any, layout: str) -> None:
+    with Client(f"reject_{layout}", strict_server.grpc_url) as client:
+        named = client.embed(["a text"], prompt_name="query")
+        assert np.abs(named - client.embed(["query: a text"])).max() < 1e-6
+        assert np.abs(named - client.embed(["a text"])).max() > 1e-3
+    with (
+        triton.InferenceServerClient(strict_server.grpc_url) as raw,
+        pytest.raises(InferenceServerException, match="one of passage, query"),
+    ):
+        ask(raw, f"reject_{layout}", [b"a"], parameters={"prompt_name": "nope"})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_overload_is_refused_at_once_and_nothing_hangs(strict_server: Any, layout: str) -> None:
+    """400 long requests at once against queues of 4: each is answered or refused, none is stuck."""
+    outcomes: list[str] = []
+    done = threading.Event()
+    total = 400
+
+    def record(result: Any, error: InferenceServerException | None) -> None:
+        outcomes.append("ok" if error is None else error.status())
+        if len(outcomes) == total:
+            done.set()
+
+    with triton.InferenceServerClient(strict_server.grpc_url) as raw:
+        tensor = request([1, 1], "BYTES", np.array([[b"long text " * 100]], dtype=np.object_))
+        for _ in range(total):
+            raw.async_infer(f"queue_{layout}", [tensor], record)
+        assert done.wait(60), f"{total - len(outcomes)} requests are stuck"
+        assert set(outcomes) == {"ok", "StatusCode.UNAVAILABLE"}
+        assert outcomes.count("ok") >= 4
+        assert len(ask(raw, f"queue_{layout}", [b"served again"])) == 1

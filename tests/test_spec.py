@@ -1,0 +1,136 @@
+"""Bad specs end in field, rule, given, remedy; good ones have every default."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from conftest import write_pipeline
+from triptych.errors import UserError
+from triptych.spec import load_spec
+from triptych.tasks import find_task
+from triptych.traffic import Lengths, read_traffic
+
+
+def test_two_fields_suffice(tmp_path: Path) -> None:
+    spec = load_spec(write_pipeline(tmp_path / "a"))
+    assert (spec.name, spec.core.layout, spec.core.max_batch_size) == ("a", "packed", 32)
+
+
+def test_overrides_reach_nested_fields(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "a")
+    spec = load_spec(folder, ["core.layout=bucketed", "serving.queue.max_size=7"])
+    assert spec.core.layout == "bucketed"
+    assert spec.serving.queue.max_size == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("core.layoot=packed", ["core.layoot", "not a field", "layout"]),
+        ("core.layout=ragged", ["core.layout", "'packed' or 'bucketed'", "ragged"]),
+        ("core.max_batch_size=0", ["core.max_batch_size", "greater than or equal to 1", "0"]),
+        ("core.max_batch_size=yes", ["core.max_batch_size", "integer", "True"]),
+        ("core=5", ["core", "5"]),
+        ("core.layout.x=5", ["--set core.layout.x"]),
+        ("tokenizer.overflow=cut", ["overflow", "truncate", "cut"]),
+        ("serving.triton=24.13", ["serving.triton", "24.13"]),
+        ("serving.gpus=[]", ["serving.gpus"]),
+        ("model.source=5", ["model.source", "string", "5"]),
+        ("name=x", ["name", "folder"]),
+        ("core.layout", ["--set", "KEY=VALUE", "core.layout"]),
+        ("=5", ["--set", "KEY=VALUE"]),
+        ("core.layout=[", ["--set core.layout", "YAML"]),
+    ],
+)
+def test_a_bad_field_is_named(tmp_path: Path, override: str, words: list[str]) -> None:
+    folder = write_pipeline(tmp_path / "a")
+    with pytest.raises(UserError) as caught:
+        load_spec(
+            folder, [override] if override != "core.layout.x=5" else ["core.layout=a", override]
+        )
+    for word in words:
+        assert word in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("task: text-embedding", ["model", "required"]),
+        ("- a\n- b", ["mapping", "list"]),
+        ("task: [", ["YAML"]),
+        ("", ["mapping"]),
+        ("task: text-embedding\ntask: x", ["'task' is given twice", "line 2"]),
+        ("task: text-embedding\nmodel: {source: a, sauce: b}", ["model.sauce", "source, revision"]),
+    ],
+)
+def test_a_bad_file_is_explained(tmp_path: Path, text: str, words: list[str]) -> None:
+    folder = write_pipeline(tmp_path / "a")
+    (folder / "pipeline.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_spec(folder)
+    for word in words:
+        assert word in caught.value.message
+
+
+def test_numbers_in_e_notation_are_numbers(tmp_path: Path) -> None:
+    spec = load_spec(write_pipeline(tmp_path / "a"), ["accuracy.max_difference=1e-5"])
+    assert spec.accuracy.max_difference == 1e-5
+
+
+def test_a_missing_pipeline_lists_those_there(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "there")
+    with pytest.raises(UserError, match="Pipelines here: there"):
+        load_spec(tmp_path / "nope")
+
+
+@pytest.mark.parametrize("name", ["Upper", "1st", "with space", "ä", "a" * 65])
+def test_a_name_triton_cannot_use_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="lower-case"):
+        load_spec(write_pipeline(tmp_path / name))
+
+
+def test_an_unknown_task_lists_those_known() -> None:
+    with pytest.raises(UserError, match="Choose one of: text-embedding"):
+        find_task("text-embeding")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["must have rows"]),
+        (b"\n\n", ["must have rows"]),
+        (b'{"text": "a"}\nnope\n', [":2", "JSON object"]),
+        (b'{"text": 5}', [":1", "string"]),
+        (b'{"txt": "a"}', [":1", '"text"']),
+        (b'["a"]', [":1"]),
+        (b'{"text": "\xff"}', [":1"]),
+        (b'{"text": "\\ud800"}', [":1"]),
+    ],
+)
+def test_bad_traffic_is_named_by_line(tmp_path: Path, content: bytes, words: list[str]) -> None:
+    (tmp_path / "traffic.jsonl").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_traffic(tmp_path, ["text"])
+    for word in words:
+        assert word in caught.value.message
+
+
+def test_missing_traffic_says_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape('{"text": "…"}')):
+        read_traffic(tmp_path, ["text"])
+
+
+def test_traffic_may_hold_other_line_separators(tmp_path: Path) -> None:
+    (tmp_path / "traffic.jsonl").write_text('{"text": "a\u2028b\x85c"}\n\n{"text": ""}\n')
+    assert read_traffic(tmp_path, ["text"]) == [{"text": "a\u2028b\x85c"}, {"text": ""}]
+
+
+def test_lengths_count_truncated_rows_and_quantiles() -> None:
+    lengths = Lengths.of([2, 4, 4, 9, 30], max_length=10)
+    assert lengths.counts == {2: 1, 4: 2, 9: 1, 10: 1}
+    assert lengths.truncated_share == 0.2
+    assert lengths.mean == 29 / 5
+    assert [lengths.quantile(q) for q in (0.0, 0.2, 0.5, 0.61, 1.0)] == [2, 2, 4, 9, 10]
