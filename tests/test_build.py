@@ -32,8 +32,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def tiny(tmp_path: Path, tiny_model: Path) -> Path:
     """A pipeline on the tiny model."""
-    folder = write_pipeline(tmp_path / "pipelines/tiny", model={"source": str(tiny_model)})
-    return folder
+    return write_pipeline(tmp_path / "pipelines/tiny", model={"source": str(tiny_model)})
 
 
 def test_minilm_is_built_in_both_layouts_without_a_finding(minilm_repository: Path) -> None:
@@ -79,6 +78,13 @@ def test_a_second_build_does_no_work(tiny: Path, tmp_path: Path) -> None:
     assert {p: (s.st_ino, s.st_mtime_ns) for p, s in before.items()} == {
         p: (s.st_ino, s.st_mtime_ns) for p, s in after.items()
     }
+
+
+def test_byte_code_of_a_served_step_is_no_change(tmp_path: Path) -> None:
+    write_models(tmp_path / "r", {"a/1/model.py": b"x"})
+    (tmp_path / "r/a/1/__pycache__").mkdir()
+    (tmp_path / "r/a/1/__pycache__/model.cpython-311.pyc").write_bytes(b"x")
+    assert write_models(tmp_path / "r", {"a/1/model.py": b"x"}) == []
 
 
 def test_only_changed_models_are_written(tiny: Path, tmp_path: Path) -> None:

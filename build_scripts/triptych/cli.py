@@ -157,7 +157,7 @@ def serve(
     """Serve a model repository with a real tritonserver until interrupted."""
     from triptych.repository.store import locked
     from triptych.serving.server import Server
-    from triptych.serving.wait import wait_for_end
+    from triptych.serving.wait import serve_until_asked
 
     if not repository.is_dir() or not any(repository.glob("*/config.pbtxt")):
         raise UserError(
@@ -176,23 +176,27 @@ def serve(
         metrics_port=metrics_port,
         log_file=log_file,
     )
-    with wait_for_end(server) as ended:
-        server.start()
-        server.wait_ready(timeout_s, on_progress=lambda line: _progress("load", line))
+
+    def announce() -> None:
         endpoints = {
             "grpc": server.grpc_url,
             "http": server.http_url,
             "metrics": server.metrics_url,
-            "pid": server.pid,
         }
         if as_json:
-            print(json.dumps(endpoints), flush=True)
-        else:
-            output.print("ready; stop with Ctrl-C", style="green")
-            for kind in ("grpc", "http", "metrics"):
-                output.print(f"  {kind:8} {endpoints[kind]}", markup=False)
-        reason = ended()
-    status.print(f"stopped ({reason})", markup=False)
+            print(json.dumps({**endpoints, "pid": server.pid}), flush=True)
+            return
+        output.print("ready; stop with Ctrl-C", style="green")
+        for kind, endpoint in endpoints.items():
+            output.print(f"  {kind:8} {endpoint}", markup=False)
+
+    name = serve_until_asked(
+        server,
+        timeout_s=timeout_s,
+        on_progress=lambda line: _progress("load", line),
+        on_ready=announce,
+    )
+    status.print(f"stopped ({name})", markup=False)
 
 
 @app.command()

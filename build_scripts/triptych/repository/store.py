@@ -79,8 +79,16 @@ def locked(repository: Path) -> Iterator[None]:
 
 
 def _holds(model: Path, contents: Mapping[str, Content]) -> bool:
-    """Whether the folder `model` holds exactly `contents` (relative path -> content)."""
-    if {str(p.relative_to(model)) for p in model.rglob("*") if p.is_file()} != set(contents):
+    """Whether the folder `model` holds exactly `contents` (relative path -> content).
+
+    Byte code does not count: a Python step that was served has left it there.
+    """
+    there = {
+        str(path.relative_to(model))
+        for path in model.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+    if there != set(contents):
         return False
     return all(
         filecmp.cmp(model / inner, content, shallow=False)

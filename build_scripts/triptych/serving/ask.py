@@ -66,12 +66,19 @@ def ask(
     """Send `texts` and return each output as plain lists, one entry a text.
 
     Raises:
-        InferenceError: the server refused, or could not be reached.
+        UserError: the server refused, or could not be reached.
     """
-    from triptych.serving.client import Client
+    from triptych.serving.client import Client, InferenceError, ServerUnreachable
 
-    with Client(pipeline, url, timeout_s=timeout_s) as client:
-        outputs = client.infer({"text": texts}, parameters=parameters)
+    try:
+        with Client(pipeline, url, timeout_s=timeout_s) as client:
+            outputs = client.infer({"text": texts}, parameters=parameters)
+    except InferenceError as error:
+        unreachable = isinstance(error, ServerUnreachable)
+        remedy = "Start one with `triptych serve`, or name it with --url" if unreachable else ""
+        raise UserError(
+            f"{pipeline} at {url}", "must answer the request", given=error, remedy=remedy
+        ) from error
     return {name: _plain(values) for name, values in outputs.items()}
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 
 from triptych.serving.server import Server
@@ -14,36 +13,45 @@ class _Asked(BaseException):
     """Raised in the main thread by the first signal, wherever it is."""
 
 
-@contextlib.contextmanager
-def wait_for_end(server: Server) -> Iterator[Callable[[], str]]:
-    """Stop `server` on the way out, however it comes; a signal during start-up counts, too.
+def serve_until_asked(
+    server: Server,
+    *,
+    timeout_s: float,
+    on_progress: Callable[[str], None],
+    on_ready: Callable[[], None],
+) -> str:
+    """Start `server`, call `on_ready` once every model is, and stop it at the first signal.
 
-    Yields:
-        A function that blocks until a signal came or the server died, and says which.
+    A signal counts from the start on, also while models load; requests in flight are answered.
+
+    Args:
+        server: not started yet.
+        timeout_s: time the models may take to load, in seconds.
+        on_progress: called with one line for each model that became ready.
+        on_ready: called once.
+
+    Returns:
+        The signal's name.
 
     Raises:
-        ServerError: the server died by itself.
+        ServerError: a step did not load, or the server died by itself.
     """
     asked: list[str] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        # Later signals are heeded by nobody: the server is being stopped already.
+        # Later signals change nothing: the server is being stopped already.
         if not asked:
             asked.append(signal.Signals(number).name)
             raise _Asked
 
-    def ended() -> str:
-        try:
-            server.wait_dead()
-        except _Asked:
-            return asked[0]
-        return "the server ended"
-
     previous = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield ended
+        server.start()
+        server.wait_ready(timeout_s, on_progress=on_progress)
+        on_ready()
+        server.wait_dead()
     except _Asked:
-        pass
+        return asked[0]
     finally:
         asked.append("stopping")
         server.stop()

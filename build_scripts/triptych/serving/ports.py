@@ -1,0 +1,119 @@
+"""TCP ports on this machine: which are busy, and which can be had."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from contextlib import ExitStack
+
+from triptych.errors import UserError
+
+# Below the kernel's ephemeral range (from 32768), so that no outgoing connection takes a picked
+# port between the pick and the server's own bind.
+_PICK_FROM = range(20000, 32000)
+_ATTEMPTS = 200
+
+
+def port_is_busy(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether something listens on this port already.
+
+    Raises:
+        UserError: `host` is no address of this machine, or the port may not be used at all.
+    """
+    _check_range("port", port)
+    try:
+        _bind(host, port).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return True
+        raise _unusable(host, port, error) from error
+    return False
+
+
+def claim_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
+    """Checks the wanted ports and picks a free one for every 0.
+
+    Args:
+        host: the address that the server will listen on.
+        wanted: port by the name of its field (``grpc_port``); 0 asks for any free port.
+
+    Returns:
+        The same names with the ports to use.
+
+    Raises:
+        UserError: a port is busy, out of range, wanted twice, or the host is not this machine.
+    """
+    claimed: dict[str, int] = {}
+    # All sockets stay open until every port is known, so that no port is picked twice.
+    with ExitStack() as held:
+        for field, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
+            sock = _pick(host) if port == 0 else _claim(host, field, port, claimed)
+            held.enter_context(sock)
+            claimed[field] = sock.getsockname()[1]
+    return claimed
+
+
+def _claim(host: str, field: str, port: int, claimed: dict[str, int]) -> socket.socket:
+    _check_range(field, port)
+    for other, taken in claimed.items():
+        if taken == port:
+            raise UserError(field, f"must differ from `{other}`", given=port)
+    try:
+        return _bind(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                field,
+                "must be a free port",
+                given=f"{port}, where something listens already on {host}",
+                remedy="Stop that process, name another port, or 0 to have a free one picked",
+            ) from error
+        raise _unusable(host, port, error, field) from error
+
+
+def _check_range(field: str, port: int) -> None:
+    if not 0 < port < 65536:
+        raise UserError(field, "must be a port from 1 to 65535, or 0 for a free one", given=port)
+
+
+def _pick(host: str) -> socket.socket:
+    last: OSError | None = None
+    for port in random.sample(_PICK_FROM, _ATTEMPTS):
+        try:
+            return _bind(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise _unusable(host, port, error) from error
+            last = error
+    raise UserError(
+        "port",
+        f"must be free: {_ATTEMPTS} ports from {_PICK_FROM.start} to {_PICK_FROM.stop} were tried",
+        remedy="Name the ports yourself",
+    ) from last
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # As the server does: a port whose last connections are still closing is free.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _unusable(host: str, port: int, error: OSError, field: str = "") -> UserError:
+    if isinstance(error, PermissionError):
+        return UserError(
+            field or "port", "must be one that this user may open", given=port, remedy="Use 1024 up"
+        )
+    return UserError(
+        "host",
+        "must be an address of this machine",
+        given=f"{host} ({error.strerror or error})",
+        remedy="Use 127.0.0.1, or 0.0.0.0 to listen on every address",
+    )

@@ -1,0 +1,153 @@
+"""Reading a tritonserver's log: which models loaded, which died, and why in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# `E1120 10:38:17.351952 5534 model_lifecycle.cc:642] message`; the message is quoted and escaped
+# from 24.09 on.
+_HEADER = re.compile(r"[IWEF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ")
+_LOADING = re.compile(r"^loading: (\S+):\d+$")
+_LOADED = re.compile(r"successfully loaded '([^']+)'")
+# What the server says when a model dies. Matched from the start of a message only: a step may
+# print the like of it.
+_DIED = [
+    re.compile(r"failed to load '(?P<step>[^']+)' version \d+: (?P<reason>.*)", re.DOTALL),
+    re.compile(r"failed to load model '(?P<step>[^']+)': (?P<reason>.*)", re.DOTALL),
+    re.compile(r"Poll failed for model directory '(?P<step>[^']+)': (?P<reason>.*)", re.DOTALL),
+    re.compile(r"Invalid argument: (?P<reason>(?:in )?ensemble '?(?P<step>[^' ,]+).*)", re.DOTALL),
+    # The server goes on waiting for such a model for ever: this line is the only sign.
+    re.compile(r".*: (?P<reason>Python model file not found in '.*/(?P<step>[^/]+)/\d+/[^/]+')"),
+]
+_PARSE_ERROR = re.compile(r"Error parsing text-format inference\.ModelConfig: (.*)")
+_UNPARSED = "failed to read text proto"
+# An ensemble that dies of a step's death says nothing new.
+_DEPENDENT = "which has no loaded version"
+_CODE = re.compile(r"(?:Internal|Invalid argument|Not found|Unavailable|Unsupported|Unknown): ")
+_FRAME = re.compile(r"  (?P<file>\S.*)\((?P<line>\d+)\): (?P<function>.+)")
+_DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy")
+
+_ERROR = re.compile(r"[EF]\d{4} |error: |failed to |.*tritonserver: ")
+
+# What every machine without a GPU says: never the reason of anything.
+_HARMLESS = (
+    "CUDA driver version is insufficient",
+    "CudaDriverHelper has not been initialized",
+    "Failed to initialize NVML",
+    "DCGM unable to start",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A model that did not load.
+
+    Attributes:
+        step: the model's name.
+        reason: one sentence: the exception and its place, or the server's own words.
+    """
+
+    step: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LoadState:
+    """What a log tells about the models.
+
+    Attributes:
+        loading: the models that began to load and neither loaded nor died yet.
+        loaded: the models that loaded, in order.
+        failures: the models that died, causes before the ensembles that depend on them.
+    """
+
+    loading: tuple[str, ...]
+    loaded: tuple[str, ...]
+    failures: tuple[Failure, ...]
+
+
+def read_load_state(log: str, repository: Path) -> LoadState:
+    """Reads the log's text so far; places inside the repository are given relative to it."""
+    loading: dict[str, None] = {}
+    loaded: dict[str, None] = {}
+    failures: dict[str, Failure] = {}
+    parse_error = ""
+    for message in _messages(log):
+        if found := _LOADING.match(message):
+            loading[found[1]] = None
+        elif found := _LOADED.match(message):
+            loaded[found[1]] = None
+        elif found := _PARSE_ERROR.search(message):
+            parse_error = found[1].strip()
+        elif found := next((hit for died in _DIED if (hit := died.match(message))), None):
+            reason = found["reason"]
+            if _UNPARSED in reason and parse_error:
+                reason = f"config.pbtxt {parse_error}"
+            failure = Failure(found["step"], _sentence(reason, repository))
+            failures.setdefault(failure.step, failure)
+    causes_first = sorted(failures.values(), key=lambda failure: _DEPENDENT in failure.reason)
+    still = [name for name in loading if name not in loaded and name not in failures]
+    return LoadState(tuple(still), tuple(loaded), tuple(causes_first))
+
+
+def last_words(log: str) -> str:
+    """Why a server that exited did so: its first error, else the last line that it wrote."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    said = [line for line in lines if not any(word in line for word in _HARMLESS)]
+    errors = [line for line in said if _ERROR.match(line)]
+    line = (errors or said[-1:] or ["nothing"])[0]
+    return " ".join(_unquoted(_HEADER.sub("", line)).split())
+
+
+def _messages(log: str) -> Iterator[str]:
+    """The entries' messages, unescaped; a line without a header belongs to the entry above it."""
+    entry = ""
+    for line in log.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break  # still being written
+        if _HEADER.match(line) or line.startswith("["):
+            yield _unquoted(entry)
+            entry = _HEADER.sub("", line, count=1)
+        else:
+            entry += line
+    yield _unquoted(entry)
+
+
+def _unquoted(message: str) -> str:
+    head = message.partition("\n")[0]
+    if head.startswith('"') and head.endswith('"'):
+        try:
+            return str(json.loads(head))
+        except ValueError:
+            return head[1:-1]
+    return message
+
+
+def _sentence(reason: str, repository: Path) -> str:
+    """An exception with its place, without the stack of the import system."""
+    said, _, stack = reason.partition("\n\nAt:\n")
+    said = " ".join(_CODE.sub("", said, count=1).split()).rstrip(".")
+    if _DEAD_STUB.search(said):
+        said += ": its Python process died without a traceback, in native code or out of memory"
+    places = _places(stack, repository)
+    return f"{said} ({', called from '.join(places)})" if places else said
+
+
+def _places(stack: str, repository: Path) -> list[str]:
+    """The innermost frame, and the innermost one of the repository where it is another."""
+    frames = [found for line in stack.splitlines() if (found := _FRAME.fullmatch(line.rstrip()))]
+    frames = [frame for frame in frames if not frame["file"].startswith("<")]
+    own = [frame for frame in frames if Path(frame["file"]).is_relative_to(repository)]
+    chosen = dict.fromkeys(
+        f"{_relative(Path(frame['file']), repository)}:{frame['line']}"
+        for frame in (*frames[:1], *own[:1])
+    )
+    return list(chosen)
+
+
+def _relative(path: Path, repository: Path) -> Path:
+    return path.relative_to(repository) if path.is_relative_to(repository) else path

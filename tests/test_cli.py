@@ -1,0 +1,210 @@
+"""Each verb at the command line: results, ``--json``, exit codes, and messages without traces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import ROOT, write_pipeline
+
+TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
+
+
+def triptych(*words: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TRIPTYCH, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=200
+    )
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path) -> Path:
+    """A folder as a user has it, with one pipeline on the tiny model."""
+    write_pipeline(tmp_path / "pipelines/tiny", model={"source": str(tiny_model)})
+    return tmp_path
+
+
+def test_inspect_prints_the_plan_and_writes_nothing(project: Path) -> None:
+    done = triptych("inspect", "tiny", "--set", "core.layout=bucketed", cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert "fewest padded tokens" in done.stdout
+    assert sorted(path.name for path in project.iterdir()) == ["pipelines"]
+    plan = json.loads(triptych("inspect", "tiny", "--json", cwd=project).stdout)
+    assert plan["models"]["tiny_core"]["backend"] == "onnxruntime"
+
+
+def test_build_then_lint_as_json(project: Path) -> None:
+    done = triptych("build", "tiny", "--json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)
+    assert result["changed"] == ["tiny", "tiny_core", "tiny_postprocess", "tiny_preprocess"]
+    assert result["gate"]["failures"] == []
+    findings = json.loads(triptych("lint", "--json", cwd=project).stdout)
+    assert [f for f in findings if f["severity"] == "error"] == []
+    assert triptych("lint", cwd=project).returncode == 0
+
+
+def test_a_failed_gate_exits_with_1(project: Path) -> None:
+    done = triptych("build", "tiny", "--set", "accuracy.max_difference=1e-12", cwd=project)
+    assert done.returncode == 1
+    assert "accuracy gate" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (project / "model_repository").exists()
+
+
+def test_lint_of_a_broken_repository_exits_with_1(project: Path) -> None:
+    assert triptych("build", "tiny", cwd=project).returncode == 0
+    (project / "model_repository/tiny_core/1/model.onnx").unlink()
+    done = triptych("lint", cwd=project)
+    assert done.returncode == 1
+    assert "model.onnx" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["inspect", "nope"], "Pipelines here: tiny"),
+        (["build", "tiny", "nope"], "Pipelines here: tiny"),
+        (["build", "tiny", "--set", "core.layoot=x"], "not a field"),
+        (["build", "tiny", "--set", "model.source=./nowhere"], "./nowhere"),
+        (["build", "tiny", "--set", "task=translation"], "Choose one of"),
+        (["lint", "nowhere"], "triptych build"),
+        (["serve", "nowhere"], "triptych build"),
+        (["infer", "tiny"], "--text"),
+        (["infer", "tiny", "--file", "nowhere.txt"], "nowhere.txt"),
+        (["infer", "tiny", "--text", "a", "--parameter", "x"], "KEY=VALUE"),
+        (["infer", "tiny", "--text", "a", "--url", "127.0.0.1:9"], "127.0.0.1:9"),
+        (["lint", "pipelines", "--triton", "soon"], "soon"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_exits_with_2_and_no_trace(
+    project: Path, words: list[str], expected: str
+) -> None:
+    done = triptych(*words, cwd=project)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (project / "model_repository").exists()
+
+
+def test_a_mistake_as_json_keeps_its_parts(project: Path) -> None:
+    done = triptych("inspect", "nope", "--json", cwd=project)
+    assert done.returncode == 2
+    error = json.loads(done.stdout)["error"]
+    assert set(error) == {"field", "rule", "given", "remedy"}
+
+
+def test_doctor_reports_this_machine(project: Path) -> None:
+    done = triptych("doctor", "--json", cwd=project)
+    findings = json.loads(done.stdout)
+    assert {"id", "severity", "rule", "given", "remedy"} <= set(findings[0])
+    errors = [finding for finding in findings if finding["severity"] == "error"]
+    assert done.returncode == (1 if errors else 0)
+
+
+@contextlib.contextmanager
+def serving(repository: Path) -> Iterator[subprocess.Popen[str]]:
+    """`triptych serve --json` on free ports; killed at the end if a test left it running."""
+    ports = [f"--{kind}-port=0" for kind in ("grpc", "http", "metrics")]
+    with subprocess.Popen(
+        [TRIPTYCH, "serve", str(repository), "--json", *ports],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+def endpoints_of(server: subprocess.Popen[str]) -> dict[str, Any]:
+    """What it printed when it was ready."""
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    assert line, server.communicate()[1]
+    endpoints: dict[str, Any] = json.loads(line)
+    return endpoints
+
+
+def running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_answers_and_ends_cleanly(
+    minilm_repository: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    listed = tmp_path / "texts.txt"
+    listed.write_text("second\nthird\n")
+    with serving(minilm_repository) as server:
+        endpoints = endpoints_of(server)
+        url = endpoints["grpc"]
+        assert url.startswith("127.0.0.1:")
+        done = triptych(
+            *("infer", "minilm_packed", "--text", "first", "--file", listed),
+            *("--url", url, "--parameter", "dimensions=8", "--json"),
+        )
+        assert done.returncode == 0, done.stderr
+        assert [len(row["embedding"]) for row in json.loads(done.stdout)] == [8, 8, 8]
+        shown = triptych("infer", "minilm_packed", "-t", "first", "--url", url)
+        assert "(384 elements)" in shown.stdout
+        refused = triptych("infer", "minilm_packed", "-t", "a", "--url", url, "-p", "dimensions=0")
+        assert refused.returncode == 2
+        assert "integer from 1 to 384" in refused.stderr
+        marks = {path.name for path in Path("/dev/shm").glob("triptych_*")}
+        assert marks
+        server.send_signal(number)
+        _, errors = server.communicate(timeout=60)
+    assert server.returncode == 0, errors
+    assert number.name in errors
+    assert not running(endpoints["pid"])
+    own = f"triptych_{server.pid}_"
+    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(own)]
+
+
+def test_serve_says_when_the_server_dies(minilm_repository: Path) -> None:
+    with serving(minilm_repository) as server:
+        os.kill(endpoints_of(server)["pid"], signal.SIGKILL)
+        _, errors = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert "SIGKILL" in errors
+    assert "Traceback" not in errors
+
+
+def test_serve_names_the_step_that_died(project: Path) -> None:
+    assert triptych("build", "tiny", cwd=project).returncode == 0
+    repository = project / "model_repository"
+    model = repository / "tiny_preprocess/1/model.py"
+    model.write_text(model.read_text() + "\nimport no_such_module\n")
+    done = triptych("serve", repository, "--grpc-port=0", "--http-port=0", "--metrics-port=0")
+    assert done.returncode == 2
+    assert "tiny_preprocess" in done.stderr
+    assert "No module named 'no_such_module'" in done.stderr
+    assert len(done.stderr) < 3000
+
+
+def test_a_signal_during_start_up_ends_it(minilm_repository: Path) -> None:
+    with serving(minilm_repository) as server:
+        time.sleep(1.5)
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=60)
+    assert server.returncode == 0, errors
+    assert "Traceback" not in errors
+
+
+def test_another_folder_of_pipelines(project: Path) -> None:
+    moved = project / "elsewhere"
+    shutil.move(project / "pipelines", moved)
+    assert triptych("inspect", "tiny", "--pipelines", moved, cwd=project).returncode == 0

@@ -1,0 +1,226 @@
+"""What is said when a model or the server dies: which one, why, and where in its code."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from triptych.serving.server import Server, ServerError
+from triptych.serving.server_log import last_words, read_load_state
+
+CONFIG = """backend: "python"
+max_batch_size: 4
+input [{ name: "text" data_type: TYPE_STRING dims: [1] }]
+output [{ name: "echo" data_type: TYPE_STRING dims: [1] }]
+instance_group [{ kind: KIND_CPU }]
+"""
+
+MODEL = """import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        pass
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        text = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("echo", text)])
+"""
+
+ENSEMBLE = """platform: "ensemble"
+max_batch_size: 4
+input [{ name: "text" data_type: TYPE_STRING dims: [1] }]
+output [{ name: "out" data_type: TYPE_STRING dims: [1] }]
+ensemble_scheduling { step [{
+  model_name: "STEP" model_version: -1
+  input_map { key: "text" value: "text" }
+  output_map { key: "OUTPUT" value: "out" }
+}] }
+"""
+
+
+def write_model(repository: Path, name: str, code: str | None, config: str = CONFIG) -> Path:
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(config)
+    if code is not None:
+        (version / "model.py").write_text(code)
+    return repository
+
+
+def initializing_with(statement: str) -> str:
+    return MODEL.replace("        pass", f"        {statement}")
+
+
+def failure_of(repository: Path, timeout_s: float = 60.0) -> ServerError:
+    """The error of a server that cannot become ready; it is stopped, and its log removed."""
+    server = Server(repository)
+    try:
+        server.start()
+        with pytest.raises(ServerError) as caught:
+            server.wait_ready(timeout_s=timeout_s)
+    finally:
+        server.stop(grace_s=0.0)
+    error = caught.value
+    assert error.log_file.is_file()  # kept after the stop, and named in the message
+    assert str(error.log_file) in error.message
+    assert "CUDA" not in error.message
+    error.log_file.unlink()
+    return error
+
+
+# name -> (model.py, config.pbtxt, what the reason must match)
+DEATHS: dict[str, tuple[str | None, str, str]] = {
+    "raises": (
+        initializing_with('raise ValueError("the scales do not add up")'),
+        CONFIG,
+        r"ValueError: the scales do not add up \(dying/1/model\.py:7\)",
+    ),
+    "raises-in-a-library": (
+        initializing_with('import json; json.loads("{")'),
+        CONFIG,
+        r"JSONDecodeError: .* \(/.*/json/decoder\.py:\d+, called from dying/1/model\.py:7\)",
+    ),
+    "syntax-error": ("def (:\n", CONFIG, r"SyntaxError: invalid syntax \(model\.py, line 1\)"),
+    "missing-module": (
+        "import a_module_nobody_has\n" + MODEL,
+        CONFIG,
+        r"ModuleNotFoundError: No module named 'a_module_nobody_has' \(dying/1/model\.py:1\)",
+    ),
+    "exits": (initializing_with("raise SystemExit(3)"), CONFIG, r"SystemExit: 3 .*"),
+    "crash-in-native-code": (
+        initializing_with("import ctypes; ctypes.string_at(0)"),
+        CONFIG,
+        r"Stub process .*: its Python process died without a traceback, .*",
+    ),
+    "missing-model-file": (None, CONFIG, r"Python model file not found in '.*/dying/1/model\.py'"),
+    "unknown-field": (MODEL, 'backnd: "python"', r'config\.pbtxt 1:7: .* no field named "backnd"'),
+    "input-without-dims": (
+        MODEL,
+        CONFIG.replace("dims: [1]", ""),
+        r"model input 'text' must specify 'dims' for dying",
+    ),
+    "unknown-backend": (
+        MODEL,
+        CONFIG.replace("python", "abacus"),
+        r"unable to find backend library for backend 'abacus', .*",
+    ),
+}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(("code", "config", "reason"), DEATHS.values(), ids=DEATHS)
+def test_a_dying_model_is_named_with_its_reason(
+    tmp_path: Path, code: str | None, config: str, reason: str
+) -> None:
+    error = failure_of(write_model(tmp_path, "dying", code, config))
+    assert error.step == "dying"
+    assert error.field == "dying"
+    assert re.fullmatch(reason, error.reason), error.reason
+
+
+@pytest.mark.server
+def test_the_step_that_died_is_named_and_not_its_ensemble(tmp_path: Path) -> None:
+    write_model(tmp_path, "a_chain", None, ENSEMBLE.replace("STEP", "step"))
+    write_model(tmp_path, "step", initializing_with("raise KeyError('vocabulary')"))
+    error = failure_of(tmp_path)
+    assert error.step == "step"
+    assert error.reason.startswith("KeyError: 'vocabulary' (step/1/model.py:7)")
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("step", "output", "reason"),
+    [
+        ("nobody", "echo", "contains models that are not available or ambiguous: nobody"),
+        ("step", "ecco", "mapped from non-existing output ecco in model step"),
+    ],
+)
+def test_an_ensemble_that_does_not_close_is_named(
+    tmp_path: Path, step: str, output: str, reason: str
+) -> None:
+    chain = ENSEMBLE.replace("STEP", step).replace("OUTPUT", output)
+    write_model(tmp_path, "chain", None, chain)
+    write_model(tmp_path, "step", MODEL)
+    error = failure_of(tmp_path)
+    assert error.step == "chain"
+    assert reason in error.reason
+
+
+@pytest.mark.server
+def test_a_model_that_loads_for_too_long_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path, "quick", MODEL)
+    write_model(tmp_path, "slow", initializing_with("import time; time.sleep(60)"))
+    error = failure_of(tmp_path, timeout_s=5.0)
+    assert error.step == "slow"
+    assert error.message.startswith("`slow` must be ready within 5 s. Given: still loading: slow.")
+
+
+@pytest.mark.server
+def test_a_server_that_refuses_a_flag_says_which(tmp_path: Path) -> None:
+    write_model(tmp_path, "step", MODEL)
+    with pytest.raises(ServerError) as caught, Server(tmp_path, extra_args=["--frobnicate"]):
+        raise RuntimeError("it started")
+    assert caught.value.step == ""
+    assert "exit status 1" in caught.value.reason
+    assert "unrecognized option '--frobnicate'" in caught.value.reason
+    caught.value.log_file.unlink()
+
+
+@pytest.mark.server
+def test_a_port_taken_while_models_load_is_named(tmp_path: Path) -> None:
+    server = Server(write_model(tmp_path, "step", MODEL))
+    server.start()
+    host, port = server.http_url.split(":")
+    try:
+        with socket.socket() as taken:
+            taken.bind((host, int(port)))
+            taken.listen()
+            with pytest.raises(ServerError, match=f"{host}:{port}' already in use") as caught:
+                server.wait_ready()
+    finally:
+        server.stop()
+    assert caught.value.step == ""
+    caught.value.log_file.unlink()
+
+
+# Releases before 24.09 write messages unquoted, over several lines.
+OLD_LOG = """\
+I0812 09:00:01.000001 1 model_lifecycle.cc:461] loading: tokenizer:1
+I0812 09:00:01.000002 1 model_lifecycle.cc:461] loading: core:2
+I0812 09:00:01.000003 1 model_lifecycle.cc:461] loading: waiting:1
+E0812 09:00:01.000004 1 model_lifecycle.cc:642] failed to load 'tokenizer' version 1: Internal: \
+OSError: no such file
+
+At:
+  <frozen importlib._bootstrap>(241): _call_with_frames_removed
+  /models/tokenizer/1/model.py(12): initialize
+
+I0812 09:00:01.000005 1 model_lifecycle.cc:839] successfully loaded 'core'
+failed to load 'core' version 7: Internal: so says a step that prints, and nobody else
+successfully loaded 'waiting', says the same step
+E0812 09:00:01.000006 1 model_repository_manager.cc:703] Invalid argument: ensemble 'whole' \
+depends on 'tokenizer' which has no loaded version. Model 'tokenizer' loading failed with error: x
+E0812 09:00:01.000007 1 model_lifecycle.cc:642] "failed to load 'half' version 1: Internal: \
+not written to its e"""
+
+
+def test_a_log_of_an_older_release_is_read() -> None:
+    state = read_load_state(OLD_LOG, Path("/models"))
+    assert state.loaded == ("core",)
+    assert state.loading == ("waiting",)
+    assert [failure.step for failure in state.failures] == ["tokenizer", "whole"]
+    assert state.failures[0].reason == "OSError: no such file (tokenizer/1/model.py:12)"
+
+
+def test_an_empty_log_says_nothing() -> None:
+    state = read_load_state("", Path("/models"))
+    assert (state.loading, state.loaded, state.failures) == ((), (), ())
+    assert last_words("") == "nothing"

@@ -1,0 +1,93 @@
+"""What a user can get wrong before a server starts, and which server is taken."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.errors import UserError
+from triptych.serving.ports import claim_ports, port_is_busy
+from triptych.serving.server import Server, ServerError
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository that no server gets to read."""
+    folder = tmp_path / "repository"
+    (folder / "echo" / "1").mkdir(parents=True)
+    (folder / "echo" / "config.pbtxt").write_text('backend: "python"')
+    return folder
+
+
+def test_a_busy_port_is_named(repository: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match="free port") as caught:
+            Server(repository, grpc_port=port).start()
+    assert caught.value.field == "grpc_port"
+    assert str(port) in caught.value.given
+    assert "Stop that process" in caught.value.remedy
+
+
+def test_a_picked_port_differs_from_the_wanted_ones(repository: Path) -> None:
+    wanted = {"grpc_port": 0, "http_port": 0, "metrics_port": 0}
+    ports = claim_ports("127.0.0.1", wanted)
+    assert set(ports) == set(wanted)
+    assert len(set(ports.values())) == 3
+    assert not any(port_is_busy(port) for port in ports.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"grpc_port": 21000, "http_port": 21000}, "http_port"),
+        ({"metrics_port": 70000}, "metrics_port"),
+        ({"host": "192.0.2.1"}, "host"),
+        ({"models": ["ecco"]}, "models"),
+        ({"backend_directory": Path("nowhere")}, "backend_directory"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(
+    repository: Path, arguments: dict[str, Any], field: str
+) -> None:
+    server = Server(repository, **arguments)
+    with pytest.raises(UserError) as caught:
+        server.start()
+    assert caught.value.field == field
+    with pytest.raises(RuntimeError, match="not started"):
+        print(server.pid)
+
+
+def test_a_repository_must_be_there_and_hold_a_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="at least one model"):
+        Server(tmp_path).start()
+    with pytest.raises(UserError, match="must be a folder"):
+        Server(tmp_path / "nowhere").start()
+
+
+def test_a_server_on_path_is_taken_with_its_own_backends(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "tritonserver"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "error: no luck today" >&2\nexit 7\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    log_file = tmp_path / "logs" / "server.log"
+    server = Server(repository, extra_args=["--log-verbose=1"], log_file=log_file)
+    try:
+        server.start()
+        with pytest.raises(ServerError, match="exit status 7; it said: error: no luck today"):
+            server.wait_ready()
+    finally:
+        server.stop()
+    arguments = log_file.read_text().splitlines()
+    assert f"--model-repository={repository}" in arguments
+    assert f"--grpc-port={server.grpc_url.rpartition(':')[2]}" in arguments
+    assert arguments[-2] == "--log-verbose=1"
+    assert not [line for line in arguments if line.startswith("--backend-directory")]
