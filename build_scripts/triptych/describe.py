@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from triptych.plan import Plan
-from triptych.tensors import ROW_STRIDE, Tensor
+from triptych.tensors import ROW_STRIDE, TICKET, Tensor
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
@@ -13,9 +13,9 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     core, serving = plan.spec.core, plan.spec.serving
     stride = (ROW_STRIDE,) if plan.packed else ()
     steps = {
-        "preprocess": (plan.task.inputs, plan.core_inputs, "python"),
+        "preprocess": (plan.task.inputs, (*plan.core_inputs, TICKET), "python"),
         "core": (plan.core_inputs + stride, plan.core_outputs, core.backend),
-        "postprocess": (plan.core_outputs, plan.outputs, "python"),
+        "postprocess": ((*plan.core_outputs, TICKET), plan.outputs, "python"),
     }
     return {
         "pipeline": plan.spec.name,
@@ -40,8 +40,8 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
             "max_batch_size": f"{core.max_batch_size}: {plan.reasons['max_batch_size']}",
             "bucket_edges": _describe_edges(plan),
             "padding": f"{plan.padding_share:.1%} of computed tokens on this traffic",
-            "queue": f"{serving.queue.max_delay_us} us, {serving.queue.max_size} requests, "
-            f"{serving.queue.timeout_ms} ms: {plan.reasons['queue']}",
+            "queue": f"{serving.queue.max_delay_us} us, {serving.queue.max_size} requests: "
+            f"{plan.reasons['queue']}",
             "warm_ups": ", ".join(f"{w.rows}x{w.tokens}" for w in plan.warm_ups),
         },
         "request_parameters": {

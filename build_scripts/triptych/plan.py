@@ -169,7 +169,7 @@ def _reasons(
         "max_length": limit,
         "max_batch_size": "core.max_batch_size; about "
         f"{spec.core.max_batch_size * lengths.mean:.0f} tokens in a full batch of this traffic",
-        "queue": "core.queue: no delay by default, since a busy core gathers a batch by itself",
+        "queue": "no delay by default, since a busy core gathers a batch by itself",
     }
     if edges:
         spans = ", ".join(f"{low + 1}-{high}" for low, high in pairwise((0, *edges)))

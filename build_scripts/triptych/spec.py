@@ -79,17 +79,15 @@ class Instances(_Frozen):
 
 
 class Queue(_Frozen):
-    """The queue of each step.
+    """How requests wait.
 
     Attributes:
         max_delay_us: how long the core may hold a batch open for more rows.
-        max_size: requests that may wait; one more is refused at once (Unavailable).
-        timeout_ms: a request that waited longer for a step is refused (Unavailable).
+        max_size: requests that may be under way; one more is refused at once (Unavailable).
     """
 
     max_delay_us: Annotated[int, Field(ge=0)] = 0
     max_size: Positive = 1024
-    timeout_ms: Positive = 5000
 
 
 class Serving(_Frozen):

@@ -39,5 +39,8 @@ INPUT_IDS = Tensor("input_ids", "INT32", ("tokens",))
 ROW_LENGTH = Tensor("row_length", "INT32", (1,))
 """Tokens of a row without its padding."""
 
+TICKET = Tensor("ticket", "INT64", (1,))
+"""Goes past the core from preprocess to postprocess: see `runtime.admission`."""
+
 ROW_STRIDE = Tensor("row_stride", "INT32", ())
 """Packed only, made by the server: places each row occupies in `input_ids`, pads included."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from triptych.plan import Plan
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
-from triptych.tensors import ROW_LENGTH, ROW_STRIDE, Tensor
+from triptych.tensors import ROW_LENGTH, ROW_STRIDE, TICKET, Tensor
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
 RAGGED = "input_ids"
@@ -43,7 +43,8 @@ def render(plan: Plan, *, core_file: Path, tokenizer_json: str) -> dict[str, Con
     files[f"{plan.step('preprocess')}/1/tokenizer.json"] = tokenizer_json.encode()
     files[f"{plan.step('postprocess')}/1/model.py"] = postprocess.read_bytes()
     for step in ("preprocess", "postprocess"):
-        files[f"{plan.step(step)}/1/stub_io.py"] = (RUNTIME / "stub_io.py").read_bytes()
+        for module in ("admission.py", "stub_io.py"):
+            files[f"{plan.step(step)}/1/{module}"] = (RUNTIME / module).read_bytes()
     for part in sorted(core_file.parent.glob(f"{core_file.name}*")):
         files[f"{plan.step('core')}/1/{part.name}"] = part
     return files
@@ -54,9 +55,9 @@ def _ensemble(plan: Plan) -> Any:
         return {tensor.name: tensor.name for tensor in tensors}
 
     steps = [
-        ("preprocess", plan.task.inputs, plan.core_inputs),
+        ("preprocess", plan.task.inputs, (*plan.core_inputs, TICKET)),
         ("core", plan.core_inputs, plan.core_outputs),
-        ("postprocess", plan.core_outputs, plan.outputs),
+        ("postprocess", (*plan.core_outputs, TICKET), plan.outputs),
     ]
     return new_config(
         name=plan.spec.name,
@@ -84,12 +85,13 @@ def _preprocess(plan: Plan) -> Any:
         plan,
         "preprocess",
         plan.task.inputs,
-        plan.core_inputs,
+        (*plan.core_inputs, TICKET),
         {
             "bucket_edges": json.dumps(plan.bucket_edges),
             "default_prompt": facts.default_prompt or "",
             "lowercase": json.dumps(facts.lowercase),
             "max_length": str(plan.max_length),
+            "max_requests": str(plan.spec.serving.queue.max_size),
             "max_text_bytes": str(tokenizer.max_text_bytes),
             "overflow": tokenizer.overflow,
             "pad_token_id": str(facts.pad_token_id),
@@ -99,7 +101,7 @@ def _preprocess(plan: Plan) -> Any:
 
 
 def _postprocess(plan: Plan) -> Any:
-    return _python_step(plan, "postprocess", plan.core_outputs, plan.outputs, {})
+    return _python_step(plan, "postprocess", (*plan.core_outputs, TICKET), plan.outputs, {})
 
 
 def _python_step(
@@ -110,7 +112,7 @@ def _python_step(
     parameters: dict[str, str],
 ) -> Any:
     rules = json.dumps(plan.request_parameters, sort_keys=True)
-    texts = {**parameters, "request_parameters": rules}
+    texts = {**parameters, "pipeline": plan.spec.name, "request_parameters": rules}
     return new_config(
         name=plan.step(step),
         backend="python",
@@ -119,7 +121,8 @@ def _python_step(
         output=[_declare(tensor) for tensor in outputs],
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build.
         instance_group=[{"kind": "KIND_CPU", "count": getattr(plan.spec.serving.instances, step)}],
-        dynamic_batching=_dynamic_batching(plan, step, delay_us=0),
+        # No queue policy anywhere, nor a delay here: see `runtime.admission`.
+        dynamic_batching={},
         parameters={key: {"string_value": value} for key, value in texts.items()},
     )
 
@@ -136,7 +139,7 @@ def _core(plan: Plan) -> Any:
         input=[_declare(tensor) for tensor in plan.core_inputs],
         output=[_declare(tensor) for tensor in plan.core_outputs],
         instance_group=[group],
-        dynamic_batching=_dynamic_batching(plan, "core", delay_us=serving.queue.max_delay_us),
+        dynamic_batching={"max_queue_delay_microseconds": serving.queue.max_delay_us},
         model_warmup=[_warm_up(plan, rows=w.rows, tokens=w.tokens) for w in plan.warm_ups],
     )
     if plan.packed:
@@ -165,20 +168,6 @@ def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
             for tensor in plan.core_inputs
         },
     }
-
-
-def _dynamic_batching(plan: Plan, step: str, *, delay_us: int) -> dict[str, Any]:
-    queue = plan.spec.serving.queue
-    policy: dict[str, Any] = {
-        "timeout_action": "REJECT",
-        "default_timeout_microseconds": queue.timeout_ms * 1000,
-    }
-    if step != "postprocess":
-        # The core's queue is where overload gathers, since preprocess is much faster. One request
-        # makes one response of each step, so the hang that a full later queue can cause before
-        # 26.02 (triton-inference-server/core pull request 466) does not arise: a test holds that.
-        policy["max_queue_size"] = queue.max_size
-    return {"max_queue_delay_microseconds": delay_us, "default_queue_policy": policy}
 
 
 def _declare(tensor: Tensor) -> dict[str, Any]:

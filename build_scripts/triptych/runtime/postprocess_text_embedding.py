@@ -10,6 +10,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from .admission import Ledger
 from .stub_io import check_parameters, error_response, parameters_of
 
 
@@ -20,6 +21,7 @@ class TritonPythonModel:
         """Read the rules for request parameters."""
         settings = parameters_of(json.loads(args["model_config"]))
         self._rules = json.loads(settings["request_parameters"])
+        self._ledger = Ledger(settings["pipeline"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request; a request at fault gets its own error."""
@@ -27,6 +29,8 @@ class TritonPythonModel:
 
     def _respond(self, request: Any) -> Any:
         try:
+            ticket = pb_utils.get_input_tensor_by_name(request, "ticket").as_numpy()
+            self._ledger.settle(int(ticket[0, 0]))
             vectors = pb_utils.get_input_tensor_by_name(request, "sentence_embedding").as_numpy()
             parameters = check_parameters(request.parameters(), self._rules)
             if "dimensions" in parameters:

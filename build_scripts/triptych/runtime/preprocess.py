@@ -11,7 +11,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
+from .admission import Door, Ledger
 from .stub_io import (
+    Overloaded,
     RequestError,
     check_parameters,
     error_response,
@@ -25,6 +27,7 @@ class TritonPythonModel:
     """``text`` BYTES ``[n, 1]`` to ``input_ids`` INT32 ``[n, L]`` and ``row_length`` ``[n, 1]``.
 
     L is the longest row of the request (packed) or the bucket edge that holds it (bucketed).
+    ``ticket`` INT64 ``[n, 1]`` goes past the core to postprocess.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -42,14 +45,22 @@ class TritonPythonModel:
         if settings["overflow"] == "truncate":
             self._tokenizer.enable_truncation(self._max_length)
         self._tokenizer.encode_batch_fast(["warm up"])
+        self._limit = int(settings["max_requests"])
+        self._door = Door(Ledger(settings["pipeline"]), self._limit)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request; a request at fault gets its own error."""
         responses: list[Any] = [None] * len(requests)
         texts: list[str] = []
         readable: list[tuple[int, int, int]] = []
+        room = self._door.room()
         for index, request in enumerate(requests):
             try:
+                if len(readable) >= room:
+                    raise Overloaded(
+                        f"`queue` must have at most {self._limit} requests under way. Given: one "
+                        "more. Try again later, or raise serving.queue.max_size in the pipeline."
+                    )
                 rows = self._read(request)
             except Exception as error:
                 responses[index] = error_response(error)
@@ -115,6 +126,7 @@ class TritonPythonModel:
             [
                 pb_utils.Tensor("input_ids", pad_rows(rows, longest, self._pad_token_id)),
                 pb_utils.Tensor("row_length", lengths),
+                pb_utils.Tensor("ticket", np.full((len(rows), 1), self._door.admit())),
             ]
         )
         return response, longest

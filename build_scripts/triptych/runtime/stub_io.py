@@ -27,10 +27,17 @@ def parameters_of(model_config: Mapping[str, Any]) -> dict[str, str]:
     return {key: value["string_value"] for key, value in model_config["parameters"].items()}
 
 
+class Overloaded(Exception):
+    """There is no room for another request."""
+
+
 def error_response(error: Exception) -> Any:
     """A response that fails its own request: InvalidArgument for a fault of the request."""
     if isinstance(error, RequestError):
         code = pb_utils.TritonError.INVALID_ARG
+        message = str(error)
+    elif isinstance(error, Overloaded):
+        code = pb_utils.TritonError.UNAVAILABLE
         message = str(error)
     else:
         code = pb_utils.TritonError.INTERNAL

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # Set in the server's environment; its stubs and whatever they start inherit it.
-MARK_VARIABLE = "TRIPTYCH_SERVER_MARK"
+MARK_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.admission` reads it
 SHM = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02

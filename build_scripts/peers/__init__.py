@@ -1,0 +1,1 @@
+"""Triptych against its peers on this machine; nothing of the package imports it."""

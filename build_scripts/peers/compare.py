@@ -1,0 +1,207 @@
+"""Triptych against its peers: one command, interleaved rounds, a table of medians and a JSON file.
+
+Usage: ``.venv/bin/python build_scripts/peers/compare.py --rounds 3 --seconds 8``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from peers import bounds, hops, tutorial
+from peers.ensemble import Ensemble
+from peers.infinity import Infinity
+from peers.measurement import Measurement, Summary, summarise
+from peers.model import CACHE, PIPELINE, build, lowest_cosine, reference
+from triptych.traffic import read_traffic
+
+_NAME = PIPELINE.name
+_CHECKED_TEXTS = 96
+_LOWEST_COSINE = 0.9999
+_PACKAGES = ("nvidia-pytriton", "onnxruntime", "torch", "transformers", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server of embeddings, and the numbers of clients that it is measured with."""
+
+    server: Ensemble | Infinity
+    clients: tuple[int, ...]
+
+
+def main() -> int:
+    """Build what is compared, check that the vectors agree, measure, print, write."""
+    options = _parse()
+    texts = [row["text"] for row in read_traffic(PIPELINE, ("text",))]
+    contenders = _contenders(options)
+    if not options.skip_check:
+        _check_vectors(contenders, texts)
+    measurements: list[Measurement] = []
+    for number in range(options.rounds):
+        turns = _turns(contenders, texts, options)
+        # Each round starts elsewhere, so that what warms up or drifts does not favour one place.
+        shift = number * len(turns) // max(1, options.rounds)
+        for turn in turns[shift:] + turns[:shift]:
+            for one in turn():
+                measurements.append(one)
+                _say(f"round {number + 1}/{options.rounds}  {_line(one)}")
+    summaries = summarise(sorted(measurements, key=lambda one: _place(one, contenders)))
+    print(_table(summaries))
+    _write(options.output, options, len(texts), measurements, summaries)
+    _say(f"written: {options.output}")
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="each contender once a round")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of load for a measurement")
+    parser.add_argument("--bucketed", action="store_true", help="measure the bucketed layout too")
+    parser.add_argument("--only", nargs="+", default=[], help="parts of the names to measure")
+    parser.add_argument("--skip-check", action="store_true", help="do not compare the vectors")
+    parser.add_argument("--output", type=Path, default=CACHE / "compare.json")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.seconds < 1:
+        parser.error("--rounds and --seconds must be at least 1")
+    return options
+
+
+def _contenders(options: argparse.Namespace) -> list[Contender]:
+    """Everything that answers texts with vectors, its repositories built."""
+    _say("building the repositories")
+    packed = build(CACHE / "packed")
+    wanted = [Contender(Ensemble("triptych, packed", packed, _NAME), (32, 256, 1))]
+    if options.bucketed:
+        bucketed = build(CACHE / "bucketed", "core.layout=bucketed")
+        wanted.append(Contender(Ensemble("triptych, bucketed", bucketed, _NAME), (32, 1)))
+    tutorial.write_repository(CACHE / "tutorial")
+    ensemble = Ensemble("tutorial ensemble", CACHE / "tutorial", tutorial.ENSEMBLE)
+    wanted += [
+        Contender(ensemble, (32, 1)),
+        Contender(Infinity("infinity-emb"), (32, 1)),
+    ]
+    return [one for one in wanted if _is_wanted(one.server.name, options)]
+
+
+def _check_vectors(contenders: Sequence[Contender], texts: Sequence[str]) -> None:
+    """End the program unless every contender gives the vectors of the reference."""
+    checked = texts[:_CHECKED_TEXTS]
+    expected = reference(checked)
+    for contender in contenders:
+        with contender.server as server:
+            lowest = lowest_cosine(server.embed(checked), expected)
+        _say(f"check  {contender.server.name}: lowest cosine {lowest:.7f} of {len(checked)} texts")
+        if not lowest > _LOWEST_COSINE:
+            raise SystemExit(f"{contender.server.name} does not give the reference's vectors")
+
+
+def _turns(
+    contenders: Sequence[Contender], texts: Sequence[str], options: argparse.Namespace
+) -> list[Callable[[], list[Measurement]]]:
+    seconds = options.seconds
+
+    def loads(contender: Contender) -> Callable[[], list[Measurement]]:
+        def turn() -> list[Measurement]:
+            with contender.server as server:
+                return [server.load(texts, clients=n, seconds=seconds) for n in contender.clients]
+
+        return turn
+
+    def in_process() -> list[Measurement]:
+        core = CACHE / "packed" / f"{_NAME}_core" / "1" / "model.onnx"
+        return bounds.measure(core, texts, seconds=seconds)
+
+    def hop_cost() -> list[Measurement]:
+        results = []
+        for name, model in (("hops: empty core", _NAME), ("hops: one echo", hops.ECHO)):
+            with Ensemble(name, CACHE / "hops", model) as server:
+                results.append(server.load(texts, clients=32, seconds=seconds))
+        return results
+
+    turns = [loads(contender) for contender in contenders]
+    packed = CACHE / "packed"
+    if _is_wanted("onnxruntime", options):
+        if not packed.is_dir():
+            build(packed)
+        turns.append(in_process)
+    if _is_wanted("hops", options):
+        hops.write_repository(packed if packed.is_dir() else build(packed), _NAME, CACHE / "hops")
+        turns.append(hop_cost)
+    return turns
+
+
+def _is_wanted(name: str, options: argparse.Namespace) -> bool:
+    return not options.only or any(part in name for part in options.only)
+
+
+def _place(one: Measurement, contenders: Sequence[Contender]) -> int:
+    names = [contender.server.name for contender in contenders]
+    return names.index(one.contender) if one.contender in names else len(names)
+
+
+def _line(one: Measurement) -> str:
+    return (
+        f"{one.contender} x{one.clients}: {one.throughput_per_s:.0f}/s, "
+        f"p50 {one.p50_ms:.1f} ms, p99 {one.p99_ms:.1f} ms"
+    )
+
+
+def _table(summaries: Sequence[Summary]) -> str:
+    """Markdown: medians, with the lowest and the highest round."""
+    lines = [
+        "| contender | clients | texts/s | lowest-highest | p50 ms | p99 ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in summaries:
+        spread = f"{one.throughput_lowest_per_s:.0f}-{one.throughput_highest_per_s:.0f}"
+        cells = [one.contender, str(one.clients or "in process"), f"{one.throughput_per_s:.0f}"]
+        cells += [spread, f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _write(
+    path: Path,
+    options: argparse.Namespace,
+    texts: int,
+    measurements: Sequence[Measurement],
+    summaries: Sequence[Summary],
+) -> None:
+    report = {
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "texts": texts,
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": {
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "load_average": os.getloadavg(),
+            "python": platform.python_version(),
+            "packages": {name: metadata.version(name) for name in _PACKAGES},
+        },
+        "medians": [asdict(one) for one in summaries],
+        "measurements": [asdict(one) for one in measurements],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

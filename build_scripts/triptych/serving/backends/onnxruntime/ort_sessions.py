@@ -1,0 +1,203 @@
+"""ONNX Runtime sessions as a config's parameters ask for them, and the threads that run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TOKEN_BUDGET_VARIABLE = "TRIPTYCH_TOKEN_BUDGET"
+DEFAULT_TOKEN_BUDGET = 128
+MODEL_FILE = "model.onnx"
+
+
+class SettingError(Exception):
+    """A parameter, an environment variable or a file that keeps the model from loading."""
+
+
+def model_file(version_folder: Path, config: Mapping[str, Any]) -> Path:
+    """The ONNX file of one model version: the config's file, or ``model.onnx``, or one inside it.
+
+    Raises:
+        SettingError: there is none.
+    """
+    path = version_folder / (config.get("default_model_filename") or MODEL_FILE)
+    if path.is_dir():
+        path = path / MODEL_FILE
+    if not path.exists():
+        raise SettingError(f"unable to find '{path}' for model instance '{config['name']}'")
+    return path
+
+
+def instance_cores(config: Mapping[str, Any]) -> int:
+    """Cores one instance may keep busy: this machine's, shared out among the model's instances."""
+    instances = sum(int(group.get("count", 1)) for group in config.get("instance_group", []))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
+
+
+def token_budget() -> int:
+    """Most elements in a micro-batch; 0 for no limit.
+
+    Raises:
+        SettingError: the environment variable is set to something else than a number.
+    """
+    text = os.environ.get(TOKEN_BUDGET_VARIABLE, "")
+    if not text:
+        return DEFAULT_TOKEN_BUDGET
+    if not text.isdecimal():
+        raise SettingError(
+            f"{TOKEN_BUDGET_VARIABLE} must be a number of tokens, 0 for no limit. Given: {text}"
+        )
+    return int(text)
+
+
+def intra_op_threads(config: Mapping[str, Any]) -> int:
+    """`intra_op_thread_count` of the config; 0 if it leaves the choice to the backend."""
+    return max(0, _int_parameter(config, "intra_op_thread_count"))
+
+
+def check_settings(config: Mapping[str, Any], *, kind: str) -> None:
+    """Refuse what no session can be made for.
+
+    Raises:
+        SettingError: a GPU instance, or an accelerator this machine's ONNX Runtime lacks.
+    """
+    if kind == "GPU":
+        raise SettingError(
+            f"unable to load model '{config['name']}', the local stand-in of the onnxruntime "
+            "backend runs on the CPU only; use KIND_CPU or the native backend"
+        )
+    accelerators = config.get("optimization", {}).get("execution_accelerators", {})
+    for accelerator in accelerators.get("cpu_execution_accelerator", []):
+        raise SettingError(
+            f"unknown Execution Accelerator '{accelerator['name']}' is requested: the local "
+            "stand-in of the onnxruntime backend has none"
+        )
+    _bool_parameter(config, "share_session_between_instances")
+
+
+def open_session(path: Path, config: Mapping[str, Any], *, threads: int) -> Any:
+    """An `onnxruntime.InferenceSession` on the CPU, set up as the config's parameters say.
+
+    Args:
+        path: the ONNX file.
+        config: a ModelConfig in JSON form.
+        threads: threads that share the work of one operator.
+
+    Raises:
+        SettingError: a parameter has a value its type does not allow.
+    """
+    import onnxruntime
+
+    options = _session_options(config, threads=threads)
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def open_sessions(path: Path, config: Mapping[str, Any], *, threads: Sequence[int]) -> list[Any]:
+    """One session for each number of threads, all on one copy of the weights.
+
+    ONNX Runtime repacks weights for its matrix kernels, once a session. Written to a file first,
+    the repacked weights are mapped into memory and so shared (MiniLM-L6, two sessions: 67 MB of
+    private memory instead of 232 MB, and no slower to load). The file is gone when this returns.
+
+    Raises:
+        SettingError: a parameter has a value its type does not allow.
+    """
+    import onnxruntime
+
+    with tempfile.TemporaryDirectory(prefix="triptych-onnxruntime-") as folder:
+        packed = Path(folder) / MODEL_FILE
+        options = _session_options(config, threads=1)
+        options.optimized_model_filepath = str(packed)
+        options.log_severity_level = 3  # a warning that such a file is for this machine only
+        prefix = "session.optimized_model_external_initializers_"
+        options.add_session_config_entry(f"{prefix}file_name", "weights.bin")
+        options.add_session_config_entry(f"{prefix}min_size_in_bytes", "1024")
+        options.add_session_config_entry(
+            "session.save_external_prepacked_constant_initializers", "1"
+        )
+        try:
+            onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            return [open_session(packed, config, threads=count) for count in threads]
+        except Exception:  # no room for the file, or a graph that cannot be written: do without
+            return [open_session(path, config, threads=count) for count in threads]
+
+
+def run_options(config: Mapping[str, Any]) -> Any:
+    """`onnxruntime.RunOptions` with the config's one run parameter, or None."""
+    import onnxruntime
+
+    shrinkage = "memory.enable_memory_arena_shrinkage"
+    value = _parameter(config, shrinkage)
+    if value is None:
+        return None
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry(shrinkage, value)
+    return options
+
+
+def _session_options(config: Mapping[str, Any], *, threads: int) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = {
+        -1: levels.ORT_ENABLE_BASIC,
+        1: levels.ORT_ENABLE_EXTENDED,
+        2: levels.ORT_DISABLE_ALL,
+    }.get(_graph_level(config), levels.ORT_ENABLE_ALL)
+    mode = _int_parameter(config, "execution_mode")
+    if mode not in (0, 1):
+        raise SettingError(
+            "Invalid configuration value provided. Expected values for execution_mode are 0 or 1 "
+            f"but got {mode}."
+        )
+    modes = onnxruntime.ExecutionMode
+    options.execution_mode = modes.ORT_PARALLEL if mode else modes.ORT_SEQUENTIAL
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = max(0, _int_parameter(config, "inter_op_thread_count"))
+    arena = _bool_parameter(config, "enable_mem_arena")
+    if arena is not None:
+        options.enable_cpu_mem_arena = arena
+    pattern = _bool_parameter(config, "enable_mem_pattern")
+    if pattern is not None:
+        options.enable_mem_pattern = pattern
+    device_allocator = "session.use_device_allocator_for_initializers"
+    if (value := _parameter(config, device_allocator)) is not None:
+        options.add_session_config_entry(device_allocator, value)
+    for library in config.get("model_operations", {}).get("op_library_filename", []):
+        options.register_custom_ops_library(library)
+    return options
+
+
+def _graph_level(config: Mapping[str, Any]) -> int:
+    graph = config.get("optimization", {}).get("graph", {})
+    return int(graph.get("level", 0))
+
+
+def _parameter(config: Mapping[str, Any], key: str) -> str | None:
+    entry = config.get("parameters", {}).get(key)
+    return None if entry is None else str(entry["string_value"])
+
+
+def _int_parameter(config: Mapping[str, Any], key: str) -> int:
+    text = _parameter(config, key)
+    if text is None:
+        return 0
+    number = re.match(r"\s*[+-]?\d+", text)
+    if number is None:
+        raise SettingError(f"failed to convert '{text}' to integral number (parameter '{key}')")
+    return int(number[0])
+
+
+def _bool_parameter(config: Mapping[str, Any], key: str) -> bool | None:
+    text = _parameter(config, key)
+    if text is None:
+        return None
+    words = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+    if text.lower() not in words:
+        raise SettingError(f"failed to convert '{text}' to boolean (parameter '{key}')")
+    return words[text.lower()]

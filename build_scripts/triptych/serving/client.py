@@ -1,0 +1,274 @@
+"""The typed gRPC client of a pipeline: texts in, arrays out; `Client` for threads, `AsyncClient`.
+
+with Client("minilm") as client:
+    vectors = client.embed(["a text", "another"])  # float32 [2, 384]
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2_grpc
+
+from triptych.serving.client_async import AsyncClient
+from triptych.serving.client_channel import KeepAlive, Tls
+from triptych.serving.client_errors import (
+    AccessDenied,
+    Cancelled,
+    DeadlineExceeded,
+    InferenceError,
+    InvalidRequest,
+    Overloaded,
+    PipelineFailed,
+    PipelineNotFound,
+    PipelineNotReady,
+    ServerUnreachable,
+)
+from triptych.serving.client_settings import PipelineClient
+from triptych.serving.client_statistics import StepStatistics, read_statistics
+from triptych.serving.client_tasks import (
+    RowOutputs,
+    Vectors,
+    embed_parameters,
+    read_each_vector,
+    read_vectors,
+    texts_to_embed,
+)
+from triptych.serving.client_wire import (
+    Parameter,
+    PipelineConfig,
+    Rows,
+    config_request,
+    encode_rows,
+    read_config,
+    statistics_request,
+)
+from triptych.serving.client_work import Deadline, Portion, Retry, Work
+
+__all__ = [
+    "AccessDenied",
+    "AsyncClient",
+    "Cancelled",
+    "Client",
+    "DeadlineExceeded",
+    "InferenceError",
+    "InvalidRequest",
+    "KeepAlive",
+    "Overloaded",
+    "PipelineFailed",
+    "PipelineNotFound",
+    "PipelineNotReady",
+    "Retry",
+    "ServerUnreachable",
+    "StepStatistics",
+    "Tls",
+]
+
+
+class Client(PipelineClient):
+    """A client for ordinary and threaded code; one serves any number of threads.
+
+    Its settings are those of `PipelineClient`. Open it after a fork, not before.
+    """
+
+    def embed(
+        self,
+        texts: Sequence[str | bytes],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Vectors:
+        """Embed `texts`.
+
+        Args:
+            texts: str, or bytes of UTF-8.
+            dimensions: keep this many leading numbers of a vector and normalise it again.
+            prompt_name: the model's prompt to put before each text.
+            timeout_s: deadline of the whole call; None takes the client's own.
+
+        Returns:
+            float32 [texts, dimensions], in the order of `texts`; of the right width without any.
+
+        Raises:
+            InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
+        """
+        asked = texts_to_embed(texts)
+        parameters = embed_parameters(dimensions, prompt_name)
+        outputs = self.infer({"text": asked}, parameters=parameters, timeout_s=timeout_s)
+        return read_vectors(outputs)[: len(texts)]
+
+    def embed_each(
+        self,
+        texts: Sequence[str | bytes],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Vectors | InvalidRequest]:
+        """For each of `texts` its vector, or why it was refused.
+
+        Arguments and errors are those of `embed`, but a refused text does not raise.
+        """
+        parameters = embed_parameters(dimensions, prompt_name)
+        rows = self.infer_each({"text": texts}, parameters=parameters, timeout_s=timeout_s)
+        return read_each_vector(rows)
+
+    def infer(
+        self,
+        inputs: Rows,
+        *,
+        parameters: Mapping[str, Parameter] | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """Send rows of any inputs and return every output.
+
+        Args:
+            inputs: name -> one element a row; all of the same length.
+            parameters: request parameters; `priority` and `timeout` are Triton's own.
+            timeout_s: deadline of the whole call; None takes the client's own.
+
+        Returns:
+            Name -> array [rows, …] in the order of the rows; BYTES are objects, each `bytes`.
+
+        Raises:
+            InferenceError: one of its kinds; an `InvalidRequest` names the row at fault in `row`.
+        """
+        return self._perform(inputs, parameters, timeout_s, keep_going=False).outputs()
+
+    def infer_each(
+        self,
+        inputs: Rows,
+        *,
+        parameters: Mapping[str, Parameter] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[RowOutputs | InvalidRequest]:
+        """For each row its outputs, or why it was refused.
+
+        Arguments and errors are those of `infer`, but a refused row does not raise: the other rows
+        of its request are sent again without it.
+        """
+        return self._perform(inputs, parameters, timeout_s, keep_going=True).each()
+
+    def step_statistics(self, *, timeout_s: float | None = None) -> list[StepStatistics]:
+        """What each step of the pipeline has done since the server loaded it, in order.
+
+        Subtract an earlier value to see a span of time.
+
+        Raises:
+            InferenceError: one of its kinds.
+        """
+        deadline = self._deadline(timeout_s)
+        ask = self._stub.ModelStatistics
+        return [
+            read_statistics(step, self._ask(ask, statistics_request(step), deadline))
+            for step in self._known_config(deadline).steps
+        ]
+
+    def close(self) -> None:
+        """Close the connection; calls under way in other threads raise `Cancelled`."""
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        self._channel = self._connection.open()
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def _perform(
+        self,
+        inputs: Rows,
+        parameters: Mapping[str, Parameter] | None,
+        timeout_s: float | None,
+        *,
+        keep_going: bool,
+    ) -> Work:
+        deadline = self._deadline(timeout_s)
+        encoded = encode_rows(inputs)
+        if self._needs_config(encoded, keep_going=keep_going):
+            self._known_config(deadline)
+        work = self._work(encoded, parameters, deadline, keep_going=keep_going)
+        try:
+            if work.waiting > 1:
+                self._send_at_once(work)
+            else:
+                self._send_in_turn(work)
+        except ValueError:
+            self._raise_if_closed()
+            raise
+        return work
+
+    def _send_in_turn(self, work: Work) -> None:
+        # A blocking call spares the two thread switches of a future: 15 % of a short request.
+        while work.waiting:
+            portion = work.take()
+            if portion is None:
+                time.sleep(work.pause_s() or 0.0)
+                continue
+            request, left_s = work.request(portion)
+            try:
+                response = self._stub.ModelInfer(request, timeout=left_s, metadata=self._metadata)
+            except grpc.RpcError as status:
+                work.failed(portion, self._error(status.code(), status.details(), portion.rows))
+            else:
+                work.answered(portion, response)
+
+    def _send_at_once(self, work: Work) -> None:
+        ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        in_flight: dict[Any, Portion] = {}
+        try:
+            while work.waiting or in_flight:
+                while len(in_flight) < self._max_in_flight and (portion := work.take()):
+                    request, left_s = work.request(portion)
+                    send = self._stub.ModelInfer.future
+                    call = send(request, timeout=left_s, metadata=self._metadata)
+                    in_flight[call] = portion
+                    call.add_done_callback(ended.put)
+                full = len(in_flight) == self._max_in_flight
+                try:
+                    call = ended.get(timeout=None if full else work.pause_s())
+                except queue.Empty:
+                    continue
+                portion = in_flight.pop(call)
+                code = call.code()
+                if code is grpc.StatusCode.OK:
+                    work.answered(portion, call.result())
+                else:
+                    work.failed(portion, self._error(code, call.details(), portion.rows))
+        finally:
+            # Whatever ended the call, an interrupt too, leaves no request behind.
+            for call in in_flight:
+                call.cancel()
+
+    def _known_config(self, deadline: Deadline) -> PipelineConfig:
+        config = self._config
+        if config is None:
+            ask = self._stub.ModelConfig
+            config = read_config(self._ask(ask, config_request(self.pipeline), deadline))
+            self._config = config
+        return config
+
+    def _ask(self, method: Any, request: Any, deadline: Deadline) -> Any:
+        try:
+            return method(request, timeout=deadline.left_s(), metadata=self._metadata)
+        except grpc.RpcError as status:
+            raise self._error(status.code(), status.details()) from None
+        except ValueError:
+            self._raise_if_closed()
+            raise

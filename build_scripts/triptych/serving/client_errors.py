@@ -1,0 +1,141 @@
+"""What a call to a pipeline can end in besides an answer: one root, one class a cause.
+
+InferenceError
+├── InvalidRequest      the request, or one of its rows, breaks a rule
+├── Overloaded          the pipeline's queue is full, or the request waited in it too long
+├── DeadlineExceeded    the caller's own time limit passed
+├── Cancelled           the client was closed, or the server gave the request up
+├── PipelineNotFound    the server does not know the pipeline
+├── PipelineNotReady    the server knows it but does not serve it now
+├── PipelineFailed      a step broke on the request
+├── AccessDenied        a header is missing or not accepted
+└── ServerUnreachable   no server answered at the address
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+class InferenceError(Exception):
+    """A call that got no answer.
+
+    Attributes:
+        message: what happened and what to do about it, without the row.
+        row: index, in the list the caller gave, of the row at fault; None where no single row is.
+    """
+
+    def __init__(self, message: str, row: int | None = None) -> None:
+        # Both go to `args`, so that the error survives a trip between processes.
+        super().__init__(message, row)
+        self.message = message
+        self.row = row
+
+    def __str__(self) -> str:
+        return self.message if self.row is None else f"row {self.row}: {self.message}"
+
+
+class InvalidRequest(InferenceError):
+    """The request breaks a rule of the pipeline; sending it again cannot help."""
+
+
+class Overloaded(InferenceError):
+    """The pipeline has more work than its queue takes; later, or slower, it may answer."""
+
+
+class DeadlineExceeded(InferenceError):
+    """The time the caller gave passed; what was still under way has been cancelled."""
+
+
+class Cancelled(InferenceError):
+    """The client was closed while the call was under way, or the server gave the request up."""
+
+
+class PipelineNotFound(InferenceError):
+    """The server runs but knows no pipeline of that name."""
+
+
+class PipelineNotReady(InferenceError):
+    """The server knows the pipeline but is loading it, unloading it or going down."""
+
+
+class PipelineFailed(InferenceError):
+    """A step of the pipeline broke; the message is the server's own."""
+
+
+class AccessDenied(InferenceError):
+    """The server, or a proxy before it, wants a header that was missing or not accepted."""
+
+
+class ServerUnreachable(InferenceError):
+    """No server answered: wrong address, not running, not the same TLS, or the line was cut."""
+
+
+# Triton says UNAVAILABLE for a full queue as well as gRPC does for a refused connection, so the
+# text decides; the first row that fits does. A text that no row knows leaves it to `_CODES`.
+_TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
+    ("UNAVAILABLE", "exceeds maximum queue size", Overloaded),
+    ("UNAVAILABLE", "request timeout expired", Overloaded),
+    ("UNAVAILABLE", "protocol is restricted", AccessDenied),
+    ("UNAVAILABLE", "request for unknown model", PipelineNotReady),
+    ("UNAVAILABLE", "is not ready", PipelineNotReady),
+    ("UNAVAILABLE", "server is stopping", PipelineNotReady),
+    ("UNAVAILABLE", "server exiting", PipelineNotReady),
+    ("NOT_FOUND", "has no available versions", PipelineNotReady),
+    ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequest),
+)
+_CODES: dict[str, type[InferenceError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "OUT_OF_RANGE": InvalidRequest,
+    "UNIMPLEMENTED": InvalidRequest,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CANCELLED": Cancelled,
+    "NOT_FOUND": PipelineNotFound,
+    "PERMISSION_DENIED": AccessDenied,
+    "UNAUTHENTICATED": AccessDenied,
+    "RESOURCE_EXHAUSTED": Overloaded,
+    "UNAVAILABLE": ServerUnreachable,
+}
+_REMEDIES: dict[type[InferenceError], str] = {
+    DeadlineExceeded: "Raise `timeout_s`, or send fewer rows a call",
+    Overloaded: "Try again later, send less at once, or give the client a `retry`",
+    PipelineNotFound: "Check the name, and that the server's repository holds it",
+    PipelineNotReady: "Wait until the server reports the pipeline ready",
+    AccessDenied: "Give the header in `headers`",
+    ServerUnreachable: "Check the address and `tls`, and that the server is running",
+}
+# What Triton puts before a step's own message.
+_PREFIX = re.compile(r"(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*(?:row (\d+): )?")
+
+
+def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ()) -> InferenceError:
+    """The typed error for a gRPC status.
+
+    Args:
+        code: name of the status code, ``UNAVAILABLE``.
+        details: the status' message.
+        url: where the request went, for the message.
+        rows: the caller's index of each row of the request: a message that names a row of the
+            request (``row 0: …``) becomes an error that names the caller's row.
+    """
+    prefix = _PREFIX.match(details)
+    said = details[prefix.end() :] if prefix else details
+    row = None
+    if prefix and prefix[1] is not None and int(prefix[1]) < len(rows):
+        row = rows[int(prefix[1])]
+    kind = _kind(code, said.lower())
+    if kind is ServerUnreachable:
+        said = f"No Triton server answered at {url}: {said}"
+    elif kind is InvalidRequest and code == "RESOURCE_EXHAUSTED":
+        said = f"{said}. Lower `rows_per_request` or raise `max_message_bytes`"
+    remedy = _REMEDIES.get(kind)
+    message = said if remedy is None else f"{said.rstrip('.')}. {remedy}."
+    return kind(message, row)
+
+
+def _kind(code: str, said: str) -> type[InferenceError]:
+    for row_code, text, kind in _TEXTS:
+        if row_code == code and text in said:
+            return kind
+    return _CODES.get(code, PipelineFailed)

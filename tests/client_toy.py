@@ -1,0 +1,275 @@
+"""A small pipeline that writes down what it executes, on a real server, and calls to it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.serving.client import (
+    AsyncClient,
+    Client,
+)
+from triptych.serving.server import Server
+
+DIM = 8
+MAX_BATCH_SIZE = 16
+
+EMBED = """
+import hashlib, json, time
+from pathlib import Path
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        self.dim = int(config["output"][0]["dims"][0])
+        self.seen = Path(args["model_repository"]) / "seen.jsonl"
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        rows = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()[:, 0]
+        parameters = json.loads(request.parameters())
+        vectors, error = [], None
+        for row, text in enumerate(rows):
+            try:
+                vectors.append(self.embed(text, parameters, request))
+            except UnicodeDecodeError as broken:
+                error = (f"row {row}: `text` must be valid UTF-8. Given: byte "
+                         f"0x{text[broken.start]:02x} at position {broken.start}. Send UTF-8.")
+            except ValueError as broken:
+                error = f"row {row}: {broken}"
+            if error:
+                break
+        with self.seen.open("a") as file:
+            texts = [text.decode(errors="replace") for text in rows]
+            file.write(json.dumps({"texts": texts, "cancelled": request.is_cancelled(),
+                                   "parameters": parameters}) + "\\n")
+        if error:
+            refusal = pb_utils.TritonError(error, pb_utils.TritonError.INVALID_ARG)
+            return pb_utils.InferenceResponse([], error=refusal)
+        tensor = pb_utils.Tensor("embedding", np.array(vectors, np.float32))
+        return pb_utils.InferenceResponse([tensor])
+
+    def embed(self, text, parameters, request):
+        decoded = parameters.get("prompt_name", "") + text.decode()
+        if decoded.startswith("refuse"):
+            time.sleep(0.4 if "late" in decoded else 0)
+            raise ValueError("`text` must not be refused. Given: row 0: x. Send another.")
+        if decoded == "break":
+            raise KeyError("the step is broken")
+        if decoded.startswith("sleep:"):
+            end = time.monotonic() + float(decoded[6:].split()[0])
+            while time.monotonic() < end and not request.is_cancelled():
+                time.sleep(0.01)
+        vector = np.frombuffer(hashlib.sha256(decoded.encode()).digest()[:self.dim], np.uint8) + 1.0
+        vector = vector[:parameters.get("dimensions")]
+        return vector / np.linalg.norm(vector)
+"""
+
+PAIR = """
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        texts, pairs = (pb_utils.get_input_tensor_by_name(request, name).as_numpy()[:, 0]
+                        for name in ("text", "text_pair"))
+        parameters = request.parameters().encode()
+        score = np.array([[len(a) - len(b)] for a, b in zip(texts, pairs)], np.int32)
+        label = np.array([[a + b, parameters] for a, b in zip(texts, pairs)], np.object_)
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor("score", score), pb_utils.Tensor("label", label)])
+"""
+
+MEASURE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        texts = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
+        length = np.array([[len(text)] for text in texts[:, 0]], np.int32)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("length", length)])
+"""
+
+STEP = """
+backend: "python"
+max_batch_size: {max_batch_size}
+input {{ name: "text" data_type: TYPE_STRING dims: [1] }}
+output {{ name: "embedding" data_type: TYPE_FP32 dims: [{dim}] }}
+instance_group {{ kind: KIND_CPU count: {instances} }}
+dynamic_batching {{ {queue_policy} }}
+"""
+
+# A policy makes Triton 24.10 pause for up to half a second between batches when no request comes
+# in meanwhile, so only the pipeline that is there to be overloaded has one.
+QUEUE_OF_TWO = """
+  default_queue_policy {
+    max_queue_size: 2 default_timeout_microseconds: 20000000 allow_timeout_override: true
+  }
+"""
+
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: {max_batch_size}
+input {{ name: "text" data_type: TYPE_STRING dims: [1] }}
+output {{ name: "embedding" data_type: TYPE_FP32 dims: [{dim}] }}
+ensemble_scheduling {{
+  step {{
+    model_name: "{step}" model_version: -1
+    input_map {{ key: "text" value: "text" }}
+    output_map {{ key: "embedding" value: "embedding" }}
+  }}
+}}
+"""
+
+MEASURE_CONFIG = """
+backend: "python"
+max_batch_size: 4
+input { name: "text" data_type: TYPE_STRING dims: [1] }
+output { name: "length" data_type: TYPE_INT32 dims: [1] }
+instance_group { kind: KIND_CPU count: 1 }
+"""
+
+PAIR_CONFIG = """
+backend: "python"
+max_batch_size: 4
+input [{ name: "text" data_type: TYPE_STRING dims: [1] },
+       { name: "text_pair" data_type: TYPE_STRING dims: [1] }]
+output [{ name: "score" data_type: TYPE_INT32 dims: [1] },
+        { name: "label" data_type: TYPE_STRING dims: [2] }]
+instance_group { kind: KIND_CPU count: 1 }
+"""
+
+
+def write_repository(root: Path) -> Path:
+    """Ensembles of one step: `toy`, `single` (2 instances, batches of 1), `narrow` (queue of 2).
+
+    Beside them two models alone, `pair` and `measure`, which have the interfaces of other tasks.
+    """
+    steps = {
+        "toy": {"max_batch_size": MAX_BATCH_SIZE, "instances": 1, "queue_policy": ""},
+        "single": {"max_batch_size": 1, "instances": 2, "queue_policy": ""},
+        "narrow": {"max_batch_size": 1, "instances": 1, "queue_policy": QUEUE_OF_TWO},
+    }
+    for name, settings in steps.items():
+        step = f"{name}_step"
+        write_model(root / step, STEP.format(**settings, dim=DIM), EMBED)
+        batch = settings["max_batch_size"]
+        write_model(root / name, ENSEMBLE.format(max_batch_size=batch, dim=DIM, step=step))
+    write_model(root / "pair", PAIR_CONFIG, PAIR)
+    write_model(root / "measure", MEASURE_CONFIG, MEASURE)
+    return root
+
+
+def write_model(folder: Path, config: str, code: str = "") -> None:
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(config)
+    if code:
+        (folder / "1" / "model.py").write_text(code)
+
+
+def expected(text: str, dimensions: int | None = None) -> NDArray[np.float32]:
+    digest = hashlib.sha256(text.encode()).digest()[:DIM]
+    vector = (np.frombuffer(digest, np.uint8) + 1.0)[:dimensions]
+    return np.asarray(vector / np.linalg.norm(vector), np.float32)
+
+
+def expected_all(texts: list[str]) -> NDArray[np.float32]:
+    return np.stack([expected(text) for text in texts])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request that a step executed."""
+
+    texts: list[str]
+    cancelled: bool
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """The running server."""
+
+    url: str
+    repository: Path
+
+    def seen(self, containing: str, step: str = "toy_step") -> list[Seen]:
+        """What `step` executed with a text that contains the string."""
+        file = self.repository / step / "seen.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        requests = [Seen(**json.loads(line)) for line in lines]
+        return [seen for seen in requests if any(containing in text for text in seen.texts)]
+
+    def wait_seen(self, containing: str, step: str = "toy_step") -> list[Seen]:
+        """The same, once there is some."""
+        for _ in range(500):
+            if seen := self.seen(containing, step):
+                return seen
+            time.sleep(0.01)
+        raise AssertionError(f"{step} did not execute {containing!r} within 5 s")
+
+
+@contextmanager
+def serve_toy(folder: Path) -> Iterator[Toy]:
+    """Serve the toys from `folder`."""
+    repository = write_repository(folder)
+    # By name, so that the server lets a test unload one of them.
+    with Server(repository, models=("toy", "single", "narrow", "pair", "measure")) as server:
+        yield Toy(server.grpc_url, repository)
+
+
+Call = Callable[..., Any]
+
+
+def caller(style: str, url: str) -> Call:
+    """A function that makes one call with a fresh client of either kind.
+
+    Its arguments are the pipeline, the method, what the method takes, and the client's `options`.
+    """
+
+    def call(
+        pipeline: str,
+        method: str,
+        *args: object,
+        options: dict[str, Any] | None = None,
+        **kwargs: object,
+    ) -> Any:
+        settings = {"url": url, **(options or {})}
+
+        async def in_loop() -> Any:
+            async with AsyncClient(pipeline, **settings) as client:
+                return await getattr(client, method)(*args, **kwargs)
+
+        if style == "async":
+            return asyncio.run(in_loop())
+        with Client(pipeline, **settings) as client:
+            return getattr(client, method)(*args, **kwargs)
+
+    return call
+
+
+def texts_of_many_lengths(count: int, mark: str) -> list[str]:
+    lengths = np.random.default_rng(7).integers(0, 400, count)
+    return [f"{mark} {index} " + "é" * int(length) for index, length in enumerate(lengths)]

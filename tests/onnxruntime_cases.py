@@ -1,0 +1,239 @@
+"""Small ONNX models and their configs, for the tests of the local ONNX Runtime backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# One output for each kind of batch_input, spread over the batch dimension that `tag` brings.
+DESCRIBED = """
+described (int32[T] tokens, float[B,1] tag, int32[R] counts, float[R] sums, int32[Q] bounds,
+           int32[M] longest, int32[B,K] shapes, int32[S] strides)
+=> (int32[B,N] seen, int32[B,N] counts_out, float[B,N] sums_out, int32[B,N] bounds_out,
+    int32[B,1] longest_out, int32[B,K] shapes_out, int32[B,N] strides_out)
+<int64[1] front = {0}> {
+  spread_f = Sub(tag, tag)
+  spread = Cast<to: int = 6>(spread_f)
+  tokens_row = Unsqueeze(tokens, front)
+  seen = Add(spread, tokens_row)
+  counts_row = Unsqueeze(counts, front)
+  counts_out = Add(spread, counts_row)
+  sums_row = Unsqueeze(sums, front)
+  sums_out = Add(spread_f, sums_row)
+  bounds_row = Unsqueeze(bounds, front)
+  bounds_out = Add(spread, bounds_row)
+  longest_shape = Shape(longest)
+  longest_size = Cast<to: int = 6>(longest_shape)
+  longest_out = Add(spread, longest_size)
+  shapes_out = Identity(shapes)
+  strides_row = Unsqueeze(strides, front)
+  strides_out = Add(spread, strides_row)
+}
+"""
+DESCRIBED_CONFIG = """
+max_batch_size: 4
+input { name: "tokens" data_type: TYPE_INT32 dims: [-1] allow_ragged_batch: true }
+input { name: "tag" data_type: TYPE_FP32 dims: [1] }
+batch_input { kind: BATCH_ELEMENT_COUNT target_name: "counts" data_type: TYPE_INT32
+  source_input: "tokens" }
+batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "sums" data_type: TYPE_FP32
+  source_input: "tokens" }
+batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "bounds"
+  data_type: TYPE_INT32 source_input: "tokens" }
+batch_input { kind: BATCH_MAX_ELEMENT_COUNT_AS_SHAPE target_name: "longest" data_type: TYPE_INT32
+  source_input: "tokens" }
+batch_input { kind: BATCH_ITEM_SHAPE target_name: "shapes" data_type: TYPE_INT32
+  source_input: "tokens" }
+batch_input { kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "strides" data_type: TYPE_INT32
+  source_input: "tokens" }
+output { name: "seen" data_type: TYPE_INT32 dims: [-1] }
+output { name: "counts_out" data_type: TYPE_INT32 dims: [-1] }
+output { name: "sums_out" data_type: TYPE_FP32 dims: [-1] }
+output { name: "bounds_out" data_type: TYPE_INT32 dims: [-1] }
+output { name: "longest_out" data_type: TYPE_INT32 dims: [1] }
+output { name: "shapes_out" data_type: TYPE_INT32 dims: [-1] }
+output { name: "strides_out" data_type: TYPE_INT32 dims: [-1] }
+dynamic_batching { preferred_batch_size: [4] max_queue_delay_microseconds: 1000000 }
+instance_group { kind: KIND_CPU count: 1 }
+"""
+
+# Every row's mean of a table's vectors over its first `length` tokens: a packed core in small.
+PACKED = """
+packed (int32[T] tokens, int32[B,1] length, int32[B] stride)
+=> (float[B,4] mean, float[V] each)
+<float[10,4] table = {0.9,0.1,0.2,0.3, 1.4,1.1,1.2,1.3, 2.4,2.1,2.2,2.3, 3.4,3.1,3.2,3.3,
+  4.4,4.1,4.2,4.3, 5.4,5.1,5.2,5.3, 6.4,6.1,6.2,6.3, 7.4,7.1,7.2,7.3, 8.4,8.1,8.2,8.3,
+  9.4,9.1,9.2,9.3}, int64 zero = {0}, int64 one = {1}, int64[1] last = {1}, int64[1] front = {0},
+  int64[1] flat = {-1}> {
+  vectors = Gather(table, tokens)
+  stride64 = Cast<to: int = 7>(stride)
+  length64 = Cast<to: int = 7>(length)
+  ends = CumSum(stride64, zero)
+  starts = Sub(ends, stride64)
+  starts_column = Unsqueeze(starts, last)
+  stops_column = Add(starts_column, length64)
+  shape = Shape(tokens)
+  count = Squeeze(shape)
+  places = Range(zero, count, one)
+  places_row = Unsqueeze(places, front)
+  after = GreaterOrEqual(places_row, starts_column)
+  before = Less(places_row, stops_column)
+  inside = And(after, before)
+  weights = Cast<to: int = 1>(inside)
+  sums = MatMul(weights, vectors)
+  lengths = Cast<to: int = 1>(length)
+  mean = Div(sums, lengths)
+  waves = Sin(vectors)
+  each = Reshape(waves, flat)
+}
+"""
+PACKED_CONFIG = """
+max_batch_size: 32
+input { name: "tokens" data_type: TYPE_INT32 dims: [-1] allow_ragged_batch: true }
+input { name: "length" data_type: TYPE_INT32 dims: [1] }
+batch_input { kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "stride" data_type: TYPE_INT32
+  source_input: "tokens" }
+output { name: "mean" data_type: TYPE_FP32 dims: [4] }
+output { name: "each" data_type: TYPE_FP32 dims: [-1, 4] }
+batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "each" source_input: "tokens" }
+"""
+PACKED_BATCHING = "dynamic_batching { max_queue_delay_microseconds: 20000 }\n"
+ONE_INSTANCE = "instance_group { kind: KIND_CPU count: 1 }\n"
+WARM_UP = """
+model_warmup { name: "zeros" batch_size: 3
+  inputs { key: "tokens" value { data_type: TYPE_INT32 dims: [5] zero_data: true } }
+  inputs { key: "length" value { data_type: TYPE_INT32 dims: [1] zero_data: true } } }
+"""
+
+# The same over rows padded to one length: nothing ragged, but a variable dimension.
+PADDED = """
+padded (int32[B,L] tokens, float[B,1] scale) => (float[B,L] scaled, float[B,1] total)
+<int64[1] last = {1}> {
+  values = Cast<to: int = 1>(tokens)
+  scaled = Mul(values, scale)
+  total = ReduceSum(scaled, last)
+}
+"""
+PADDED_CONFIG = """
+max_batch_size: 8
+input { name: "tokens" data_type: TYPE_INT32 dims: [-1] }
+input { name: "scale" data_type: TYPE_FP32 dims: [1] }
+output { name: "scaled" data_type: TYPE_FP32 dims: [-1] }
+output { name: "total" data_type: TYPE_FP32 dims: [1] }
+dynamic_batching { max_queue_delay_microseconds: 20000 }
+instance_group { kind: KIND_CPU count: 2 }
+parameters { key: "intra_op_thread_count" value { string_value: "1" } }
+parameters { key: "execution_mode" value { string_value: "1" } }
+parameters { key: "inter_op_thread_count" value { string_value: "1" } }
+parameters { key: "enable_mem_pattern" value { string_value: "off" } }
+parameters { key: "memory.enable_memory_arena_shrinkage" value { string_value: "cpu:0" } }
+optimization { graph { level: 1 } }
+"""
+
+ONNX_TYPES = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "FP32": "float",
+    "FP64": "double",
+    "STRING": "string",
+}
+TYPED = "typed ({}) => ({}) {{ {} }}".format(
+    ", ".join(f"{onnx}[B,2] {name}_in" for name, onnx in ONNX_TYPES.items()),
+    ", ".join(f"{onnx}[B,2] {name}_out" for name, onnx in ONNX_TYPES.items()),
+    " ".join(f"{name}_out = Identity({name}_in)" for name in ONNX_TYPES),
+)
+TYPED_CONFIG = "max_batch_size: 4\n" + "".join(
+    f'{role}put {{ name: "{name}_{role}" data_type: TYPE_{name} dims: [2] }}\n'
+    for role in ("in", "out")
+    for name in ONNX_TYPES
+)
+
+# No batch dimension: a scalar in, a scalar out, and an input that an initializer can stand for.
+UNBATCHED = """
+unbatched (float[N] x, float[] factor, float[1] bias = {0.5}) => (float[N] y, float[] top) {
+  scaled = Mul(x, factor)
+  y = Add(scaled, bias)
+  top = ReduceMax<keepdims: int = 0>(y)
+}
+"""
+UNBATCHED_CONFIG = """
+max_batch_size: 0
+input { name: "x" data_type: TYPE_FP32 dims: [-1] }
+input { name: "factor" data_type: TYPE_FP32 dims: [1] }
+input { name: "bias" data_type: TYPE_FP32 dims: [1] optional: true }
+output { name: "y" data_type: TYPE_FP32 dims: [-1] }
+output { name: "top" data_type: TYPE_FP32 dims: [1] }
+"""
+
+# One number a row, without a dimension of its own: needs `reshape`.
+PLAIN = "plain (float[B] x, float[B,3] v) => (float[B] y, float[B,3] w) {{ {} }}"
+DOUBLE = PLAIN.format("y = Add(x, x) w = Identity(v)")
+SQUARE = PLAIN.format("y = Mul(x, x) w = Identity(v)")
+RESHAPED_CONFIG = """
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [1] reshape { shape: [] } }
+input { name: "v" data_type: TYPE_FP32 dims: [3, 1] reshape { shape: [3] } }
+output { name: "y" data_type: TYPE_FP32 dims: [1] reshape { shape: [] } }
+output { name: "w" data_type: TYPE_FP32 dims: [1, 3] reshape { shape: [3] } }
+version_policy { all {} }
+default_model_filename: "other.onnx"
+"""
+
+# Counts down from the row's first token, so that the token says how long the row takes.
+SLOW = """
+slow (int32[T] tokens, int32[B,1] length, int32[B] stride) => (int32[B,1] done)
+<int64 zero = {0}, bool go = {1}> {
+  most = ReduceMax<keepdims: int = 0>(tokens)
+  rounds = Cast<to: int = 7>(most)
+  last = Loop(rounds, go, zero) <body = step (int64 i, bool on, int64 kept)
+    => (bool next, int64 kept_next) { next = Identity(on) kept_next = Add(kept, i) }>
+  small = Sub(last, last)
+  small32 = Cast<to: int = 6>(small)
+  done = Add(length, small32)
+}
+"""
+SLOW_CONFIG = """
+max_batch_size: 3
+input { name: "tokens" data_type: TYPE_INT32 dims: [-1] allow_ragged_batch: true }
+input { name: "length" data_type: TYPE_INT32 dims: [1] }
+batch_input { kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "stride" data_type: TYPE_INT32
+  source_input: "tokens" }
+output { name: "done" data_type: TYPE_INT32 dims: [1] }
+dynamic_batching { preferred_batch_size: [3] max_queue_delay_microseconds: 1000000 }
+instance_group { kind: KIND_CPU count: 1 }
+"""
+
+# An even number of tokens only, and no output row for a row whose length is 0.
+FAULTY = """
+faulty (int32[T] tokens, int32[B,1] length, int32[B] stride) => (int32[B,1] kept)
+<int64[2] pairs = {2, -1}, int64 zero = {0}> {
+  halves = Reshape(tokens, pairs)
+  total = ReduceSum<keepdims: int = 0>(halves)
+  nothing = Sub(total, total)
+  places = NonZero(length)
+  rows = Gather(places, zero)
+  lengths = Gather(length, rows)
+  kept = Add(lengths, nothing)
+}
+"""
+FAULTY_CONFIG = SLOW_CONFIG.replace('"done"', '"kept"')
+
+
+def write_model(folder: Path, config: str, graphs: dict[str, str]) -> None:
+    """Write a model: its config, and by path (``1/model.onnx``) graphs in ONNX's text form."""
+    import onnx.parser
+
+    folder.mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(f'backend: "onnxruntime"\n{config}', encoding="utf-8")
+    for path, text in graphs.items():
+        header = '<ir_version: 9, opset_import: ["": 17]>'
+        model = onnx.parser.parse_model(header + text)
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(model.SerializeToString())

@@ -1,0 +1,297 @@
+"""The client against a real tritonserver: results, order, splitting, refused rows, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from client_toy import (
+    DIM,
+    MAX_BATCH_SIZE,
+    Call,
+    Toy,
+    caller,
+    expected,
+    expected_all,
+    serve_toy,
+    texts_of_many_lengths,
+)
+from triptych.errors import UserError
+from triptych.serving.client import (
+    AsyncClient,
+    Client,
+    InvalidRequest,
+    KeepAlive,
+    PipelineFailed,
+    Retry,
+    Tls,
+)
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    with serve_toy(tmp_path_factory.mktemp("repository")) as toy:
+        yield toy
+
+
+@pytest.fixture(params=["sync", "async"])
+def call(request: pytest.FixtureRequest, toy: Toy) -> Call:
+    return caller(request.param, toy.url)
+
+
+def test_embed_keeps_the_order_of_a_thousand_texts(call: Call) -> None:
+    texts = texts_of_many_lengths(1000, "order")
+    vectors = call("toy", "embed", texts)
+    assert vectors.dtype == np.float32
+    assert vectors.shape == (1000, DIM)
+    np.testing.assert_array_equal(vectors, expected_all(texts))
+
+
+def test_embed_takes_one_text_in_str_or_bytes_and_any_character(call: Call) -> None:
+    for text in ("plain", "", "nul \0 inside", "😀 é", "\u2028"):
+        np.testing.assert_array_equal(call("toy", "embed", [text]), [expected(text)])
+        np.testing.assert_array_equal(call("toy", "embed", [text.encode()]), [expected(text)])
+
+
+def test_the_result_belongs_to_the_caller(toy: Toy) -> None:
+    with Client("toy", toy.url) as client:
+        vectors = client.embed(["mine"])
+        vectors += 1.0
+        np.testing.assert_array_equal(client.embed(["mine"]), [expected("mine")])
+
+
+def test_no_texts_give_an_empty_array_of_the_right_width(call: Call) -> None:
+    assert call("toy", "embed", []).shape == (0, DIM)
+    assert call("toy", "embed", [], dimensions=3).shape == (0, 3)
+    assert call("toy", "embed_each", []) == []
+    outputs = call("pair", "infer", {"text": [], "text_pair": []})
+    assert {name: array.shape for name, array in outputs.items()} == {
+        "score": (0, 1),
+        "label": (0, 2),
+    }
+
+
+def test_dimensions_and_prompt_name_reach_the_model(call: Call) -> None:
+    texts = [f"parameter {index}" for index in range(40)]
+    vectors = call("toy", "embed", texts, dimensions=3, prompt_name="query: ")
+    assert vectors.shape == (40, 3)
+    np.testing.assert_array_equal(
+        vectors, np.stack([expected("query: " + text, 3) for text in texts])
+    )
+
+
+def test_infer_sends_any_inputs_and_parameters_and_returns_every_output(call: Call) -> None:
+    texts = ["a" * (index % 7) for index in range(30)]
+    pairs = ["b" * (index % 5) for index in range(30)]
+    parameters = {"top_k": 2, "sharp": True, "floor": 0.5, "name": "x", "count": np.int64(9)}
+    outputs = call(
+        "pair", "infer", {"text": texts, "text_pair": pairs}, parameters=parameters, timeout_s=None
+    )
+    assert outputs["score"].dtype == np.int32
+    lengths = [[len(text) - len(pair)] for text, pair in zip(texts, pairs, strict=True)]
+    assert outputs["score"].tolist() == lengths
+    assert outputs["label"].shape == (30, 2)
+    joined = [(text + pair).encode() for text, pair in zip(texts, pairs, strict=True)]
+    assert outputs["label"][:, 0].tolist() == joined
+    arrived = json.loads(outputs["label"][0, 1])
+    assert {name: arrived[name] for name in parameters} == parameters
+
+
+def test_threads_share_one_client(toy: Toy) -> None:
+    with Client("toy", toy.url) as client, ThreadPoolExecutor(8) as pool:
+
+        def embed(number: int) -> bool:
+            texts = [f"thread {number} {index}" for index in range(1 + number % 30)]
+            return bool(np.array_equal(client.embed(texts), expected_all(texts)))
+
+        assert all(pool.map(embed, range(200)))
+
+
+def test_tasks_share_one_client(toy: Toy) -> None:
+    async def embed(client: AsyncClient, number: int) -> bool:
+        texts = [f"task {number} {index}" for index in range(1 + number % 30)]
+        return bool(np.array_equal(await client.embed(texts), expected_all(texts)))
+
+    async def embed_all() -> list[bool]:
+        async with AsyncClient("toy", toy.url) as client:
+            return await asyncio.gather(*(embed(client, number) for number in range(100)))
+
+    assert all(asyncio.run(embed_all()))
+
+
+def test_rows_of_like_length_share_a_request_within_the_batch_limit(call: Call, toy: Toy) -> None:
+    mark = f"split {time.monotonic()}"
+    texts = texts_of_many_lengths(300, mark)
+    call("toy", "embed", texts, options={"rows_per_request": 1000})
+    requests = toy.seen(mark)
+    sizes = [[len(text.encode()) for text in request.texts] for request in requests]
+    assert sorted(text for request in requests for text in request.texts) == sorted(texts)
+    assert max(map(len, sizes)) <= MAX_BATCH_SIZE
+    padded = sum(len(rows) * max(rows) for rows in sizes)
+    assert padded < 1.15 * sum(map(sum, sizes))
+
+
+def test_a_long_text_does_not_pad_the_short_ones(call: Call, toy: Toy) -> None:
+    mark = f"pad {time.monotonic()}"
+    texts = [f"{mark} a", f"{mark} b" + "long" * 500, f"{mark} c"]
+    np.testing.assert_array_equal(call("toy", "embed", texts), expected_all(texts))
+    assert sorted(request.texts for request in toy.seen(mark)) == [[texts[0], texts[2]], [texts[1]]]
+
+
+def test_requests_leave_room_for_each_other_in_a_batch(call: Call, toy: Toy) -> None:
+    mark = f"room {time.monotonic()}"
+    call("toy", "embed", texts_of_many_lengths(100, mark))
+    assert max(len(request.texts) for request in toy.seen(mark)) == MAX_BATCH_SIZE // 4
+
+
+def test_no_more_requests_are_in_flight_than_asked(call: Call) -> None:
+    # `narrow` runs one row at a time and lets two wait; a third in the queue would be refused.
+    texts = [f"sleep:0.02 {index}" for index in range(12)]
+    vectors = call("narrow", "embed", texts, options={"max_in_flight": 2})
+    np.testing.assert_array_equal(vectors, expected_all(texts))
+
+
+def test_a_refused_row_is_named_by_the_callers_index(call: Call) -> None:
+    texts: list[str | bytes] = [f"fine {index}" * (1 + index % 9) for index in range(50)]
+    texts[37] = b"abc \xff"
+    with pytest.raises(InvalidRequest) as caught:
+        call("toy", "embed", texts)
+    assert caught.value.row == 37
+    assert str(caught.value) == (
+        "row 37: `text` must be valid UTF-8. Given: byte 0xff at position 4. Send UTF-8."
+    )
+    with pytest.raises(InvalidRequest, match=r"^row 0: `text` must not be refused") as caught:
+        call("toy", "embed", ["refuse"])
+    assert caught.value.message.endswith("Given: row 0: x. Send another.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("half \ud83d pair", "must be text that UTF-8 can write. Given: the lone surrogate U+D83D"),
+        (7, "must be str or bytes. Given: int."),
+        (None, "must be str or bytes. Given: NoneType."),
+        (bytearray(b"x"), "must be str or bytes. Given: bytearray."),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_before_sending(
+    call: Call, toy: Toy, wrong: object, message: str
+) -> None:
+    mark = f"unsent {time.monotonic()}"
+    with pytest.raises(InvalidRequest) as caught:
+        call("toy", "embed", [mark, mark, wrong, mark])
+    assert caught.value.row == 2
+    assert message in str(caught.value)
+    str(caught.value).encode()
+    assert toy.seen(mark) == []
+
+
+def test_inputs_that_are_no_rows_are_refused(call: Call) -> None:
+    with pytest.raises(InvalidRequest, match="must be a list with one element a row"):
+        call("toy", "embed", "one text")
+    with pytest.raises(InvalidRequest, match="must be a list with one element a row"):
+        call("toy", "embed", "")
+    with pytest.raises(InvalidRequest, match="Given: `text` 2, `text_pair` 1"):
+        call("pair", "infer", {"text": ["a", "b"], "text_pair": ["c"]})
+    with pytest.raises(InvalidRequest, match="Given: no input"):
+        call("pair", "infer", {})
+    with pytest.raises(InvalidRequest, match="The parameter `dimensions` must be"):
+        call("toy", "embed", ["a"], dimensions=[3])
+    # The interface of another task: it has the input that `embed` sends, but not its output.
+    with pytest.raises(InvalidRequest, match=r"must have the output `embedding`.*Given: length"):
+        call("measure", "embed", ["a"])
+
+
+def test_embed_each_loses_only_the_bad_rows(call: Call) -> None:
+    texts: list[Any] = [f"good {index}" for index in range(60)]
+    bad = {3: b"\xff", 4: "refuse", 21: "refuse this too", 33: "\udc00", 59: 5}
+    for row, text in bad.items():
+        texts[row] = text
+    results = call("toy", "embed_each", texts)
+    assert len(results) == 60
+    for row, (text, result) in enumerate(zip(texts, results, strict=True)):
+        if row in bad:
+            assert isinstance(result, InvalidRequest)
+            assert result.row == row
+        else:
+            np.testing.assert_array_equal(result, expected(text))
+
+
+def test_embed_each_survives_a_request_of_bad_rows_only(call: Call) -> None:
+    results = call("toy", "embed_each", ["refuse"] * 9)
+    assert [result.row for result in results] == list(range(9))
+    assert [result.row for result in call("toy", "embed_each", ["\ud800"])] == [0]
+
+
+def test_embed_each_raises_what_no_row_is_to_blame_for(call: Call) -> None:
+    with pytest.raises(PipelineFailed):
+        call("toy", "embed_each", ["good", "break"])
+
+
+def test_step_statistics_count_what_happened_between(call: Call) -> None:
+    before = call("toy", "step_statistics")
+    assert [step.model for step in before] == ["toy_step"]
+    texts = [f"counted {index}" for index in range(100)]
+    call("toy", "embed", texts, options={"rows_per_request": 1})
+    with pytest.raises(InvalidRequest):
+        call("toy", "embed", ["refuse"])
+    (during,) = (
+        after - earlier
+        for after, earlier in zip(call("toy", "step_statistics"), before, strict=True)
+    )
+    assert during.model == "toy_step"
+    assert during.rows == 101
+    assert during.requests + during.failures == 101
+    assert 1 <= during.executions <= 101
+    assert during.mean_batch == 101 / during.executions
+    assert during.compute_infer_us > 0
+    assert during.queue_us > 0
+    assert during.compute_infer_total_us == pytest.approx(during.compute_infer_us * during.requests)
+
+
+def test_a_step_that_did_nothing_has_no_means(toy: Toy) -> None:
+    with Client("toy", toy.url) as client:
+        (now,) = client.step_statistics()
+    nothing = now - now
+    assert (nothing.mean_batch, nothing.queue_us, nothing.compute_infer_us) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"max_in_flight": 0}, "max_in_flight"),
+        ({"rows_per_request": 0}, "rows_per_request"),
+        ({"url": "http://localhost:8000"}, "url"),
+        ({"url": ""}, "url"),
+        ({"tls": Tls(Path("no/such/file.pem"))}, "tls.root_certificates"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_the_users_mistake(
+    settings: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        Client("toy", **settings)
+    assert caught.value.field == field
+
+
+def test_half_a_client_certificate_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="`certificate` and `key` together"):
+        Tls(certificate=Path("client.pem"))
+    with pytest.raises(UserError, match=r"retry\.attempts"):
+        Retry(attempts=0)
+
+
+def test_keep_alive_without_calls_works_on_a_live_line(toy: Toy) -> None:
+    keep_alive = KeepAlive(interval_s=400, timeout_s=5, without_calls=True)
+    with Client("toy", toy.url, keep_alive=keep_alive) as client:
+        np.testing.assert_array_equal(client.embed(["alive"]), [expected("alive")])

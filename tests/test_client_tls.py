@@ -1,0 +1,165 @@
+"""The client and a guarded server: TLS, the client's own certificate, restricted protocols."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client_toy import (
+    Call,
+    Toy,
+    caller,
+    expected,
+    expected_all,
+    serve_toy,
+    texts_of_many_lengths,
+    write_repository,
+)
+from triptych.serving.client import (
+    AccessDenied,
+    Client,
+    ServerUnreachable,
+    Tls,
+)
+from triptych.serving.server import Server
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    with serve_toy(tmp_path_factory.mktemp("repository")) as toy:
+        yield toy
+
+
+@pytest.fixture(params=["sync", "async"])
+def call(request: pytest.FixtureRequest, toy: Toy) -> Call:
+    return caller(request.param, toy.url)
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files made for one test run: an authority, a server and a client signed by it."""
+
+    folder: Path
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*args: str) -> None:
+        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for authority in ("authority", "stranger"):
+        openssl(
+            *("req", "-x509", *key, "-days", "2", "-subj", f"/CN={authority}"),
+            *("-keyout", f"{authority}.key", "-out", f"{authority}.pem"),
+        )
+    for name, extension in (
+        ("server", "subjectAltName=IP:127.0.0.1,DNS:triton.example"),
+        ("client", "extendedKeyUsage=clientAuth"),
+    ):
+        (folder / f"{name}.ext").write_text(extension)
+        openssl(
+            *("req", *key, "-subj", f"/CN={name}"),
+            *("-keyout", f"{name}.key", "-out", f"{name}.csr"),
+        )
+        openssl(
+            *("x509", "-req", "-in", f"{name}.csr", "-days", "2", "-extfile", f"{name}.ext"),
+            *("-CA", "authority.pem", "-CAkey", "authority.key", "-CAcreateserial"),
+            *("-out", f"{name}.pem"),
+        )
+    return Certificates(folder)
+
+
+@pytest.fixture(scope="module")
+def guarded(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    """A server that wants mutual TLS, one header to infer and another to tell its config."""
+    repository = write_repository(tmp_path_factory.mktemp("guarded"))
+    arguments = (
+        "--grpc-use-ssl=1",
+        "--grpc-use-ssl-mutual=1",
+        f"--grpc-server-cert={certificates.path('server.pem')}",
+        f"--grpc-server-key={certificates.path('server.key')}",
+        f"--grpc-root-cert={certificates.path('authority.pem')}",
+        "--grpc-restricted-protocol=inference:infer-key=secret",
+        "--grpc-restricted-protocol=model-config:config-key=other",
+    )
+    with Server(repository, models=("toy",), extra_args=arguments) as server:
+        yield Toy(server.grpc_url, repository)
+
+
+INFER_HEADER = {"Triton-Grpc-Protocol-Infer-Key": "secret"}
+BOTH_HEADERS = {**INFER_HEADER, "triton-grpc-protocol-config-key": "other"}
+
+
+@pytest.fixture
+def tls(certificates: Certificates) -> Tls:
+    return Tls(
+        root_certificates=certificates.path("authority.pem"),
+        certificate=certificates.path("client.pem"),
+        key=certificates.path("client.key"),
+    )
+
+
+def test_mutual_tls_and_headers_open_a_guarded_server(call: Call, guarded: Toy, tls: Tls) -> None:
+    options = {"url": guarded.url, "tls": tls, "headers": BOTH_HEADERS}
+    texts = texts_of_many_lengths(50, "guarded")
+    np.testing.assert_array_equal(call("toy", "embed", texts, options=options), expected_all(texts))
+
+
+def test_the_name_in_the_certificate_may_differ_from_the_host(
+    guarded: Toy, certificates: Certificates, tls: Tls
+) -> None:
+    port = guarded.url.rpartition(":")[2]
+    for name, reaches in (("triton.example", True), ("elsewhere.example", False)):
+        named = Tls(tls.root_certificates, tls.certificate, tls.key, server_name=name)
+        url = f"localhost:{port}"
+        with Client("toy", url, tls=named, headers=INFER_HEADER, keep_alive=None) as client:
+            if reaches:
+                np.testing.assert_array_equal(client.embed(["named"]), [expected("named")])
+            else:
+                with pytest.raises(ServerUnreachable):
+                    client.embed(["named"])
+
+
+def test_a_missing_or_wrong_header_is_denied(call: Call, guarded: Toy, tls: Tls) -> None:
+    for headers in ({}, {"triton-grpc-protocol-infer-key": "wrong"}):
+        options = {"url": guarded.url, "tls": tls, "headers": headers}
+        with pytest.raises(AccessDenied, match="expecting header 'triton-grpc-protocol-infer-key'"):
+            call("toy", "embed", ["a"], options=options)
+
+
+def test_one_row_needs_no_access_to_the_config(call: Call, guarded: Toy, tls: Tls) -> None:
+    options = {"url": guarded.url, "tls": tls, "headers": INFER_HEADER}
+    np.testing.assert_array_equal(
+        call("toy", "embed", ["single"], options=options), [expected("single")]
+    )
+    with pytest.raises(AccessDenied, match="triton-grpc-protocol-config-key"):
+        call("toy", "embed", ["a", "b"], options=options)
+
+
+def test_strangers_do_not_get_through_tls(
+    call: Call, guarded: Toy, toy: Toy, certificates: Certificates, tls: Tls
+) -> None:
+    stranger = Tls(certificates.path("stranger.pem"), tls.certificate, tls.key)
+    nameless = Tls(tls.root_certificates)
+    for url, wrong in (
+        (guarded.url, stranger),  # the server's certificate is not of an authority we trust
+        (guarded.url, nameless),  # the server wants a certificate of the client
+        (guarded.url, None),
+        (toy.url, tls),  # the server talks in the clear
+    ):
+        options = {"url": url, "tls": wrong, "headers": BOTH_HEADERS}
+        with pytest.raises(ServerUnreachable, match="Check the address and `tls`"):
+            call("toy", "embed", ["a"], options=options)

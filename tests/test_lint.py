@@ -1,0 +1,126 @@
+"""Lint finds every planted fault with the check it belongs to, and nothing where all is well."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from lint_broken_models import BROKEN_MODELS
+from lint_broken_wires import BROKEN_WIRES
+from lint_cases import Broken, Fine
+from lint_fine import FINE
+from lint_repositories import LAYOUTS, good_files, put, write_repository
+from triptych.errors import Finding, UserError
+from triptych.repository.lint import CHECKS, run_checks
+from triptych.serving.server import Server
+
+BROKEN = BROKEN_MODELS + BROKEN_WIRES
+
+
+def serious(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.severity != "info"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_good_repository_has_no_error_and_no_warning(layout: str, tmp_path: Path) -> None:
+    assert serious(run_checks(write_repository(tmp_path, layout))) == []
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("layout", ["packed", "bucketed"])
+def test_a_real_server_takes_what_lint_calls_good(layout: str, tmp_path: Path) -> None:
+    with Server(write_repository(tmp_path / "repository", layout)) as server:
+        assert server.grpc_url
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.check}-{case.given}")
+def test_a_fault_is_found_by_its_own_check_alone(case: Broken, tmp_path: Path) -> None:
+    write_repository(tmp_path, case.layout, *case.edits)
+    findings = serious(run_checks(tmp_path, triton=case.triton))
+    assert {finding.id for finding in findings} == {case.check}
+    found = [f for f in findings if f.severity == case.severity and case.given in f.given]
+    assert found, findings
+    places = {name for f in found for name in (f.file, f.file.removesuffix("/config.pbtxt"))}
+    assert case.file in places
+    assert all(finding.rule and finding.remedy for finding in found)
+
+
+def test_every_check_has_a_broken_case() -> None:
+    assert {case.check for case in BROKEN} == {name for name, _ in CHECKS}
+
+
+def test_every_check_has_a_name_of_its_own_and_says_what_it_holds() -> None:
+    assert len({name for name, _ in CHECKS}) == len(CHECKS)
+    assert all(check.__doc__ for _, check in CHECKS)
+
+
+@pytest.mark.parametrize("case", FINE, ids=lambda case: case.why)
+def test_what_is_right_is_left_alone(case: Fine, tmp_path: Path) -> None:
+    write_repository(tmp_path, case.layout, *case.edits)
+    assert serious(run_checks(tmp_path, triton=case.triton)) == []
+
+
+def test_a_bucketed_core_of_ours_is_explained_not_blamed(tmp_path: Path) -> None:
+    (finding,) = run_checks(write_repository(tmp_path, "bucketed"))
+    assert (finding.id, finding.severity) == ("batch-shapes", "info")
+    assert "padded to the same bucket" in finding.rule
+
+
+def test_several_faults_are_found_at_once_errors_first(tmp_path: Path) -> None:
+    cases = {case.check: case for case in BROKEN if case.layout == "packed"}
+    several = [cases[name] for name in ("traffic", "preferred-batch-size", "backend-known")]
+    write_repository(tmp_path, "packed", *(edit for case in several for edit in case.edits))
+    findings = serious(run_checks(tmp_path))
+    assert {finding.id for finding in findings} >= {case.check for case in several}
+    order = [finding.severity for finding in findings]
+    assert order == sorted(order)
+
+
+def test_without_onnx_one_info_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = put("minilm_core/1/model.onnx", "not a protobuf")
+    write_repository(tmp_path, "packed", broken)
+    monkeypatch.setitem(sys.modules, "onnx", None)  # makes the import fail as if not installed
+    (finding,) = run_checks(tmp_path)
+    assert (finding.id, finding.severity, finding.file) == ("onnx-readable", "info", "")
+    assert "pip install onnx" in finding.remedy
+
+
+def test_a_folder_that_does_not_exist_is_a_finding(tmp_path: Path) -> None:
+    (finding,) = run_checks(tmp_path / "nowhere")
+    assert (finding.id, finding.given) == ("repository-readable", "not a folder")
+
+
+def test_an_unknown_release_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"YY\.MM"):
+        run_checks(tmp_path, triton="2024")
+
+
+def damage(content: bytes, chance: random.Random) -> bytes:
+    """Cut, repeat or overwrite a few bytes."""
+    data = bytearray(content)
+    for _ in range(chance.randint(1, 4)):
+        start = chance.randrange(len(data) + 1)
+        stop = min(len(data), start + chance.randint(0, 12))
+        data[start:stop] = chance.choice(
+            [b"", bytes(data[start:stop]) * 2, chance.randbytes(stop - start), b"}", b'"', b"-1"]
+        )
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_no_damage_makes_lint_raise(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    layout = chance.choice(LAYOUTS)
+    write_repository(tmp_path, layout)
+    victims = [name for name in good_files(layout) if not name.endswith("/")]
+    for name in chance.sample(victims, chance.randint(1, 4)):
+        target = tmp_path / name
+        target.write_bytes(damage(target.read_bytes(), chance))
+    for finding in run_checks(tmp_path, triton=chance.choice(["23.03", "24.10", "26.08"])):
+        assert isinstance(finding, Finding)
+        assert all(isinstance(text, str) for text in finding.as_dict().values())

@@ -1,0 +1,226 @@
+"""The local ONNX Runtime backend without a server: what it refuses, and how it cuts batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from triptych.serving.backends.onnxruntime import ort_contract, ort_feeds, ort_sessions
+
+PACKED_INPUTS = [
+    ort_contract.GraphTensor("input_ids", "tensor(int32)", (-1,)),
+    ort_contract.GraphTensor("row_length", "tensor(int32)", (-1, 1)),
+    ort_contract.GraphTensor("row_stride", "tensor(int32)", (-1,)),
+]
+PACKED_OUTPUTS = [ort_contract.GraphTensor("embedding", "tensor(float)", (-1, 384))]
+
+
+def entry(name: str, data_type: str, dims: Sequence[int], **more: Any) -> dict[str, Any]:
+    return {"name": name, "data_type": data_type, "dims": list(dims), **more}
+
+
+RAGGED = entry("input_ids", "TYPE_INT32", [-1], allow_ragged_batch=True)
+LENGTH = entry("row_length", "TYPE_INT32", [1])
+STRIDE = {
+    "kind": "BATCH_ITEM_SHAPE_FLATTEN",
+    "target_name": ["row_stride"],
+    "data_type": "TYPE_INT32",
+    "source_input": ["input_ids"],
+}
+
+
+def packed_contract(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "core",
+        "max_batch_size": 32,
+        "input": [RAGGED, LENGTH],
+        "output": [entry("embedding", "TYPE_FP32", [384])],
+        "batch_input": [STRIDE],
+        **changes,
+    }
+
+
+def with_dims(tensors: Sequence[Any], name: str, dims: tuple[int, ...]) -> list[Any]:
+    return [
+        ort_contract.GraphTensor(t.name, t.type, dims if t.name == name else t.dims)
+        for t in tensors
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "inputs", "outputs", "message"),
+    [
+        (
+            {"batch_input": []},
+            PACKED_INPUTS,
+            PACKED_OUTPUTS,
+            "configuration expects 2 inputs, model provides 3",
+        ),
+        (
+            {"batch_input": [{**STRIDE, "target_name": ["row_stride", "more"]}]},
+            [*PACKED_INPUTS, ort_contract.GraphTensor("more", "tensor(int32)", (-1,))],
+            PACKED_OUTPUTS,
+            "configuration expects 3 inputs, model provides 4",
+        ),
+        (
+            {},
+            with_dims(PACKED_INPUTS, "input_ids", (-1, -1)),
+            PACKED_OUTPUTS,
+            "shape [-1] for ragged input 'input_ids', model provides [-1,-1]",
+        ),
+        (
+            {},
+            with_dims(PACKED_INPUTS, "row_length", (8, 1)),
+            PACKED_OUTPUTS,
+            "the first dimension must be -1; but shape expected by the model is [8,1]",
+        ),
+        (
+            {},
+            PACKED_INPUTS,
+            with_dims(PACKED_OUTPUTS, "embedding", (-1, -1)),
+            "specifies 2 dimensions (an initial batch dimension because max_batch_size > 0",
+        ),
+        (
+            {"input": [RAGGED, entry("row_length", "TYPE_INT64", [1])]},
+            PACKED_INPUTS,
+            PACKED_OUTPUTS,
+            "expects datatype TYPE_INT64 for input 'row_length', model provides TYPE_INT32",
+        ),
+        (
+            {"input": [RAGGED, entry("row_length", "TYPE_BF16", [1])]},
+            PACKED_INPUTS,
+            PACKED_OUTPUTS,
+            "unsupported datatype TYPE_BF16 for input 'row_length'",
+        ),
+        (
+            {"output": [entry("embedding", "TYPE_FP16", [384])]},
+            PACKED_INPUTS,
+            PACKED_OUTPUTS,
+            "expects datatype TYPE_FP16 for output 'embedding', model provides TYPE_FP32",
+        ),
+        (
+            {"input": [RAGGED, entry("length", "TYPE_INT32", [1])]},
+            PACKED_INPUTS,
+            PACKED_OUTPUTS,
+            "unexpected inference input 'length', allowed inputs are: input_ids, row_length, row_",
+        ),
+        (
+            {"output": [entry("logits", "TYPE_FP32", [384])]},
+            PACKED_INPUTS,
+            PACKED_OUTPUTS,
+            "unexpected inference output 'logits', allowed outputs are: embedding",
+        ),
+        (
+            {"batch_input": [{**STRIDE, "target_name": ["strides"]}]},
+            PACKED_INPUTS,
+            PACKED_OUTPUTS,
+            "unexpected batch input 'strides'",
+        ),
+        (
+            {"batch_input": [{**STRIDE, "kind": "BATCH_ITEM_SHAPE"}]},
+            PACKED_INPUTS,
+            PACKED_OUTPUTS,
+            "of kind BATCH_ITEM_SHAPE has 2 dimension(s), model provides [-1]",
+        ),
+        (
+            {"input": [RAGGED, {**LENGTH, "optional": True}]},
+            PACKED_INPUTS[:1] + PACKED_INPUTS[2:],
+            PACKED_OUTPUTS,
+            "optional input 'row_length' is not supported for models that support batching",
+        ),
+        (
+            {},
+            PACKED_INPUTS,
+            [ort_contract.GraphTensor("embedding", "seq(tensor(float))", ())],
+            "Unsupported ONNX Type 'seq(tensor(float))' for I/O 'embedding'",
+        ),
+    ],
+)
+def test_contract_refuses(
+    changes: dict[str, Any], inputs: list[Any], outputs: list[Any], message: str
+) -> None:
+    ort_contract.check_contract(
+        ort_contract.parse_contract(packed_contract()), PACKED_INPUTS, PACKED_OUTPUTS
+    )
+    contract = ort_contract.parse_contract(packed_contract(**changes))
+    with pytest.raises(ort_contract.ContractError) as refusal:
+        ort_contract.check_contract(contract, inputs, outputs)
+    assert message in str(refusal.value)
+
+
+def tickets(*requests: tuple[int, int]) -> list[ort_feeds.Ticket]:
+    """Requests as (rows, elements a row)."""
+    return [
+        ort_feeds.Ticket(index, {}, rows=rows, row_cost=cost)
+        for index, (rows, cost) in enumerate(requests)
+    ]
+
+
+@pytest.mark.parametrize("separable", [True, False])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("budget", [1, 16, 128, 1000])
+@pytest.mark.parametrize("seed", range(4))
+def test_micro_batches_hold_every_row_once_and_in_order(
+    seed: int, budget: int, workers: int, separable: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    asked = tickets(*((int(rng.integers(1, 9)), int(rng.lognormal(3, 0.8)) + 1) for _ in range(20)))
+    batches = ort_feeds.form_micro_batches(
+        asked, budget=budget, workers=workers, separable=separable
+    )
+    rows = [
+        (part.ticket.index, row)
+        for parts in batches
+        for part in parts
+        for row in range(part.start, part.stop)
+    ]
+    assert rows == [(ticket.index, row) for ticket in asked for row in range(ticket.rows)]
+    for parts in batches:
+        assert parts
+        pieces = sum(part.stop - part.start for part in parts) if separable else len(parts)
+        cost = sum((part.stop - part.start) * part.ticket.row_cost for part in parts)
+        assert cost <= budget or pieces == 1
+        if not separable:
+            assert all((part.start, part.stop) == (0, part.ticket.rows) for part in parts)
+
+
+def test_micro_batches_keep_all_workers_busy_alike() -> None:
+    batches = ort_feeds.form_micro_batches(
+        tickets(*[(1, 30)] * 32), budget=128, workers=2, separable=True
+    )
+    assert [sum(part.ticket.row_cost for part in parts) for parts in batches] == [120] * 8
+    (first, second) = ort_feeds.form_micro_batches(
+        tickets((6, 20)), budget=128, workers=2, separable=True
+    )
+    assert [(part.start, part.stop) for part in first + second] == [(0, 3), (3, 6)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "budget", "workers", "count"),
+    [
+        ([(1, 100)], 128, 2, 1),  # a lone row has all cores
+        ([(1, 10), (1, 10)], 128, 4, 1),  # as have fewer rows than workers
+        ([(1, 10), (1, 10)], 128, 2, 2),
+        ([(8, 500)], 0, 2, 1),  # no limit
+    ],
+)
+def test_one_micro_batch_when_all_cores_had_better_share_it(
+    requests: list[tuple[int, int]], budget: int, workers: int, count: int
+) -> None:
+    batches = ort_feeds.form_micro_batches(
+        tickets(*requests), budget=budget, workers=workers, separable=True
+    )
+    assert len(batches) == count
+
+
+def test_token_budget_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ort_sessions.TOKEN_BUDGET_VARIABLE, raising=False)
+    assert ort_sessions.token_budget() == 128
+    monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "64")
+    assert ort_sessions.token_budget() == 64
+    monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "much")
+    with pytest.raises(ort_sessions.SettingError, match="must be a number of tokens"):
+        ort_sessions.token_budget()
