@@ -152,7 +152,7 @@ FILES = (
         "python-kind",
         POST,
         "no instance_group",
-        replace(POST, "instance_group [{ count: 1 kind: KIND_CPU }]", ""),
+        replace(POST, "instance_group [{ count: 2 kind: KIND_CPU }]", ""),
     ),
 )
 
@@ -220,9 +220,9 @@ CONFIGS = (
         "optimization",
         append(ENS, "optimization { priority: PRIORITY_MAX }"),
     ),
-    warning("instance-group", POST, "takes 1", replace(POST, "count: 1 ", "")),
-    warning("instance-group", CORE, "takes 2", replace(CORE, "count: 1 ", "")),
-    warning("instance-group", POST, "-1", replace(POST, "count: 1", "count: -1")),
+    warning("instance-group", POST, "takes 1", replace(POST, "count: 2 ", "")),
+    warning("instance-group", CORE, "takes 2", replace(CORE, "count: 2 ", "")),
+    warning("instance-group", POST, "-1", replace(POST, "count: 2", "count: -1")),
     error("instance-group", POST, "gpus 0", replace(POST, "KIND_CPU", "KIND_CPU gpus: [0]")),
     error(
         "instance-group", CORE, "gpus -1", replace(CORE, "gpus: [0]", "gpus: [-1]"), layout="plan"

@@ -330,6 +330,14 @@ BATCHES = (
     error("queue-policy", CORE, "400", replace(CORE, "5000000", "400")),
     warning("queue-policy", CORE, "900", replace(CORE, "5000000", "900")),
     warning("queue-policy", CORE, "2000000", replace(CORE, DELAY, DELAY.replace("500", "2000000"))),
+    warning("queue-wake-up", PRE, "a queue policy", replace(PRE, "count: 2", "count: 1")),
+    warning(
+        "queue-wake-up",
+        POST,
+        "or priority levels",
+        replace(POST, BATCHING, f"dynamic_batching {{ {PRIORITIES} }}"),
+        replace(POST, "count: 2", "count: 1"),
+    ),
     warning("queue-policy", CORE, "max_queue_size 16", replace(CORE, LIMIT, "max_queue_size: 16")),
     warning("queue-policy", POST, "no default_timeout", post_policy("timeout_action: DELAY")),
     error(

@@ -182,7 +182,7 @@ FINE = (
         replace(POST, "input [", f"input [{{ {MORE} }}, "),
     ),
     fine("a sequence model", solo("max_batch_size: 4 sequence_batching { }")),
-    fine("a named instance group", replace(CORE, "count: 1 kind", 'name: "main" count: 3 kind')),
+    fine("a named instance group", replace(CORE, "count: 2 kind", 'name: "main" count: 3 kind')),
     fine("warm-up data that suffices", warm(IDS_FROM_FILE), put(f"{CORE}/warmup/ids", b"\0" * 64)),
     fine(
         "a Python step on a GPU",

@@ -101,7 +101,7 @@ backend: "python"
 max_batch_size: 32
 input [{ name: "sentence_embedding" data_type: TYPE_FP32 dims: [384] }]
 output [{ name: "embedding" data_type: TYPE_FP32 dims: [384] }]
-instance_group [{ count: 1 kind: KIND_CPU }]
+instance_group [{ count: 2 kind: KIND_CPU }]
 dynamic_batching { }
 """
 _CORE = """
@@ -133,9 +133,9 @@ batch_input [{
   source_input: "input_ids"
 }]
 """
-_CPU = "instance_group [{ count: 1 kind: KIND_CPU }]"
+_CPU = "instance_group [{ count: 2 kind: KIND_CPU }]"
 _GPU = """
-instance_group [{ count: 1 kind: KIND_GPU gpus: [0] profile: ["0"] }]
+instance_group [{ count: 2 kind: KIND_GPU gpus: [0] profile: ["0"] }]
 optimization { cuda {
   graphs: true
   graph_spec [{
@@ -288,7 +288,7 @@ def solo(extra: str = "", code: bytes | str = PLAIN_PY) -> Edit:
             name: "solo" backend: "python"
             input [{{ name: "a" {tensor} }}, {{ name: "b" {tensor} optional: true }}]
             output [{{ name: "c" {tensor} }}]
-            instance_group [{{ count: 1 kind: KIND_CPU }}] {extra}"""
+            instance_group [{{ count: 2 kind: KIND_CPU }}] {extra}"""
         put("solo/config.pbtxt", config)(files)
         put("solo/1/model.py", code)(files)
 

@@ -13,7 +13,6 @@ import pytest
 from triptych.runtime import admission
 from triptych.runtime.admission import Door, Ledger
 
-
 PIPELINE = f"test-{os.getpid()}"
 
 

@@ -33,7 +33,7 @@ LAYERS = (
 HEAVY = {
     "torch": {"build/export.py", "build/packing.py", "quality/reference.py"},
     "transformers": {"build/export.py", "build/source.py"},
-    "onnx": {"build/export.py", "repository/graph.py"},
+    "onnx": {"build/export.py", "repository/lint/graph.py"},
     "onnxruntime": {"quality/artifact.py", "serving/backends"},
     "huggingface_hub": {"build/source.py"},
     "sentence_transformers": set(),

@@ -10,10 +10,10 @@ from typing import Any
 
 from triptych.build.lock import LOCK_FILE
 from triptych.errors import UserError
-from triptych.repository.backends import BACKENDS, ENSEMBLE, backend_of, inferred_backend
 from triptych.repository.config import CONFIG_FILE, read_config
-from triptych.repository.graph import Graph, onnx_installed, read_graph
-from triptych.repository.source import Source, defines, read_sources
+from triptych.repository.lint.backends import BACKENDS, ENSEMBLE, backend_of, inferred_backend
+from triptych.repository.lint.graph import Graph, onnx_installed, read_graph
+from triptych.repository.lint.python_source import Source, defines, read_sources
 from triptych.repository.versions import Release
 
 # Every Python step that Triptych writes carries it, and nothing else does.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from triptych.repository.flaw import Flaw, error, names, warning
-from triptych.repository.snapshot import Model, Repository, exists, is_file
-from triptych.repository.source import files_beside
+from triptych.repository.lint.flaw import Flaw, error, names, warning
+from triptych.repository.lint.python_source import files_beside
+from triptych.repository.lint.snapshot import Model, Repository, exists, is_file
 
 # Pointer files of git LFS are about 130 bytes; no model is that small.
 _LFS_START = b"version https://git-lfs"

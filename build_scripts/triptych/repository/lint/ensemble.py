@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.repository.flaw import Flaw, dims_text, error, names, warning
-from triptych.repository.snapshot import Model, Repository, enum_name
-from triptych.repository.wiring import Step, Wiring, wirings
+from triptych.repository.lint.flaw import Flaw, dims_text, error, names, warning
+from triptych.repository.lint.snapshot import Model, Repository, enum_name
+from triptych.repository.lint.wiring import Step, Wiring, wirings
 
 
 def ensemble_steps(repository: Repository) -> Iterator[Flaw]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from triptych.repository.flaw import Flaw, dims_text, error, names, warning
-from triptych.repository.snapshot import Model, Repository, enum_name, is_file
+from triptych.repository.lint.flaw import Flaw, dims_text, error, names, warning
+from triptych.repository.lint.snapshot import Model, Repository, enum_name, is_file
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("TYPE_BOOL", "TYPE_UINT8", "TYPE_INT8"), 1),

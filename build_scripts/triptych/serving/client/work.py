@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import UserError
-from triptych.serving.client_errors import (
+from triptych.serving.client.errors import (
     DeadlineExceeded,
     InferenceError,
     InvalidRequest,
     Overloaded,
     PipelineFailed,
 )
-from triptych.serving.client_wire import (
+from triptych.serving.client.wire import (
     EncodedRows,
     Parameter,
     PipelineConfig,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.serving.client_errors import InvalidRequest
-from triptych.serving.client_wire import Parameter
+from triptych.serving.client.errors import InvalidRequest
+from triptych.serving.client.wire import Parameter
 
 RowOutputs = dict[str, NDArray[Any]]
 Vectors = NDArray[np.float32]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.repository.snapshot import Model, Repository
+from triptych.repository.lint.snapshot import Model, Repository
 
 
 @dataclass(frozen=True)

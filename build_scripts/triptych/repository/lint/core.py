@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from triptych.repository.flaw import Flaw, dims_text, error, info, names, warning
-from triptych.repository.graph import Graph, GraphTensor
-from triptych.repository.snapshot import Model, Repository, enum_name, exists
+from triptych.repository.lint.flaw import Flaw, dims_text, error, info, names, warning
+from triptych.repository.lint.graph import Graph, GraphTensor
+from triptych.repository.lint.snapshot import Model, Repository, enum_name, exists
 
 # How many dims the tensor has that the server makes for each kind of batch_input.
 _RANKS = {"BATCH_ITEM_SHAPE": 2}

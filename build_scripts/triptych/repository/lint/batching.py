@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from triptych.repository.backends import BACKENDS
-from triptych.repository.flaw import Flaw, dims_text, error, info, names, warning
-from triptych.repository.snapshot import Model, Repository, enum_name
+from triptych.repository.lint.backends import BACKENDS
+from triptych.repository.lint.config import instances_of
+from triptych.repository.lint.flaw import Flaw, dims_text, error, info, names, warning
+from triptych.repository.lint.snapshot import Model, Repository, enum_name
+from triptych.repository.lint.wiring import Step, Wiring, wirings
 from triptych.repository.versions import PRESERVE_ORDERING_BROKEN, STEP_QUEUE_LIMIT_SAFE
-from triptych.repository.wiring import Step, Wiring, wirings
 
 # Beyond these a number was most likely written in another unit than microseconds.
 _SHORTEST_TIMEOUT_US = 1_000
@@ -190,6 +191,26 @@ def queue_policy(repository: Repository) -> Iterator[Flaw]:
                     given=f"max_queue_size {policy.max_queue_size}",
                     remedy="Raise max_queue_size to a few times max_batch_size",
                 )
+
+
+def queue_wake_up(repository: Repository) -> Iterator[Flaw]:
+    """A queue policy turns pre-fetching off, and a lone instance then misses requests.
+
+    Measured on 24.10: a request that comes while the instance works is not seen for up to 500 ms
+    (triton-inference-server/server issue 8870 is a related report).
+    """
+    for model in repository.executed():
+        batching = model.config.dynamic_batching
+        policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
+        lone = sum(instances_of(model, g) for g in model.config.instance_group) <= 1
+        if lone and (batching.priority_levels or any(policy.ByteSize() for policy in policies)):
+            yield warning(
+                model.config_file,
+                "should have no queue policy while it has one instance: a request that arrives "
+                "beside a working one can wait 500 ms",
+                given="a queue policy or priority levels",
+                remedy="Remove it, or give the step a second instance",
+            )
 
 
 def _check_timeout(model: Model, policy: Any, delay_us: int) -> Iterator[Flaw]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from triptych.repository.backends import BACKENDS, ENSEMBLE
-from triptych.repository.flaw import Flaw, dims_text, error, names, warning
-from triptych.repository.snapshot import Model, Repository, enum_name, is_file
+from triptych.repository.lint.backends import BACKENDS, ENSEMBLE
+from triptych.repository.lint.flaw import Flaw, dims_text, error, names, warning
+from triptych.repository.lint.snapshot import Model, Repository, enum_name, is_file
 from triptych.repository.versions import TENSORRT_INT64, fields_newer_than
 
 
@@ -156,10 +156,16 @@ def instance_group(repository: Repository) -> Iterator[Flaw]:
                 yield kind(model.config_file, rule, given=place, remedy=remedy)
 
 
+def instances_of(model: Model, group: Any) -> int:
+    """Instances the server starts for `group`, its own default included."""
+    on_cpu = (model.backend, enum_name(group, "kind")) == ("onnxruntime", "KIND_CPU")
+    return group.count if group.count > 0 else 2 if on_cpu else 1
+
+
 def _group_faults(model: Model, group: Any) -> Iterator[tuple[Any, str, str, str]]:
     place = enum_name(group, "kind")
     if group.count < 1:
-        default = 2 if (model.backend, place) == ("onnxruntime", "KIND_CPU") else 1
+        default = instances_of(model, group)
         rule = "should have a count of at least 1"
         given = f"count {group.count}, for which the server takes {default}"
         yield warning, rule, given, "Write count: 1 or more"

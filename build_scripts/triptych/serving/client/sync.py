@@ -1,8 +1,4 @@
-"""The typed gRPC client of a pipeline: texts in, arrays out; `Client` for threads, `AsyncClient`.
-
-with Client("minilm") as client:
-    vectors = client.embed(["a text", "another"])  # float32 [2, 384]
-"""
+"""The client for threads: the work of a call on gRPC's own callbacks."""
 
 from __future__ import annotations
 
@@ -16,23 +12,12 @@ import grpc  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2_grpc
 
-from triptych.serving.client_async import AsyncClient
-from triptych.serving.client_channel import KeepAlive, Tls
-from triptych.serving.client_errors import (
-    AccessDenied,
-    Cancelled,
-    DeadlineExceeded,
-    InferenceError,
+from triptych.serving.client.errors import (
     InvalidRequest,
-    Overloaded,
-    PipelineFailed,
-    PipelineNotFound,
-    PipelineNotReady,
-    ServerUnreachable,
 )
-from triptych.serving.client_settings import PipelineClient
-from triptych.serving.client_statistics import StepStatistics, read_statistics
-from triptych.serving.client_tasks import (
+from triptych.serving.client.settings import PipelineClient
+from triptych.serving.client.statistics import StepStatistics, read_statistics
+from triptych.serving.client.tasks import (
     RowOutputs,
     Vectors,
     embed_parameters,
@@ -40,7 +25,7 @@ from triptych.serving.client_tasks import (
     read_vectors,
     texts_to_embed,
 )
-from triptych.serving.client_wire import (
+from triptych.serving.client.wire import (
     Parameter,
     PipelineConfig,
     Rows,
@@ -49,26 +34,7 @@ from triptych.serving.client_wire import (
     read_config,
     statistics_request,
 )
-from triptych.serving.client_work import Deadline, Portion, Retry, Work
-
-__all__ = [
-    "AccessDenied",
-    "AsyncClient",
-    "Cancelled",
-    "Client",
-    "DeadlineExceeded",
-    "InferenceError",
-    "InvalidRequest",
-    "KeepAlive",
-    "Overloaded",
-    "PipelineFailed",
-    "PipelineNotFound",
-    "PipelineNotReady",
-    "Retry",
-    "ServerUnreachable",
-    "StepStatistics",
-    "Tls",
-]
+from triptych.serving.client.work import Deadline, Portion, Work
 
 
 class Client(PipelineClient):

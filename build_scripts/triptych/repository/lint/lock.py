@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from triptych.build.lock import LOCK_FILE
-from triptych.repository.flaw import Flaw, error, warning
-from triptych.repository.snapshot import Model, Repository, is_file
+from triptych.repository.lint.flaw import Flaw, error, warning
+from triptych.repository.lint.snapshot import Model, Repository, is_file
 
 _FEWEST_ROWS = 50
 _MOST_TRUNCATED_SHARE = 0.05

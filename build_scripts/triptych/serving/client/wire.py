@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from triptych.serving.client_errors import InvalidRequest, PipelineFailed
+from triptych.serving.client.errors import InvalidRequest, PipelineFailed
 
 Parameter = bool | int | float | str
 Rows = Mapping[str, Sequence["str | bytes"]]

@@ -11,10 +11,10 @@ import grpc  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2_grpc
 
-from triptych.serving.client_errors import InferenceError, InvalidRequest
-from triptych.serving.client_settings import PipelineClient
-from triptych.serving.client_statistics import StepStatistics, read_statistics
-from triptych.serving.client_tasks import (
+from triptych.serving.client.errors import InferenceError, InvalidRequest
+from triptych.serving.client.settings import PipelineClient
+from triptych.serving.client.statistics import StepStatistics, read_statistics
+from triptych.serving.client.tasks import (
     RowOutputs,
     Vectors,
     embed_parameters,
@@ -22,7 +22,7 @@ from triptych.serving.client_tasks import (
     read_vectors,
     texts_to_embed,
 )
-from triptych.serving.client_wire import (
+from triptych.serving.client.wire import (
     Parameter,
     PipelineConfig,
     Rows,
@@ -31,7 +31,7 @@ from triptych.serving.client_wire import (
     read_config,
     statistics_request,
 )
-from triptych.serving.client_work import Deadline, Portion, Work
+from triptych.serving.client.work import Deadline, Portion, Work
 
 
 class AsyncClient(PipelineClient):

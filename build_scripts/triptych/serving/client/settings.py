@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triptych.errors import UserError
-from triptych.serving.client_channel import LARGEST_MESSAGE_BYTES, Connection, KeepAlive, Tls
-from triptych.serving.client_errors import Cancelled, InferenceError, InvalidRequest, status_error
-from triptych.serving.client_wire import EncodedRows, Parameter, PipelineConfig
-from triptych.serving.client_work import Deadline, Retry, Work
+from triptych.serving.client.channel import LARGEST_MESSAGE_BYTES, Connection, KeepAlive, Tls
+from triptych.serving.client.errors import Cancelled, InferenceError, InvalidRequest, status_error
+from triptych.serving.client.wire import EncodedRows, Parameter, PipelineConfig
+from triptych.serving.client.work import Deadline, Retry, Work
 
 # With a quarter of the batch limit in each request these are two full batches: one that runs and
 # one that forms meanwhile.
