@@ -144,6 +144,10 @@ ONNX_TYPES = {
     "FP64": "double",
     "STRING": "string",
 }
+NUMPY_TYPES = {
+    name: {"FP16": "float16", "FP32": "float32", "FP64": "float64"}.get(name, name.lower())
+    for name in ONNX_TYPES
+}
 TYPED = "typed ({}) => ({}) {{ {} }}".format(
     ", ".join(f"{onnx}[B,2] {name}_in" for name, onnx in ONNX_TYPES.items()),
     ", ".join(f"{onnx}[B,2] {name}_out" for name, onnx in ONNX_TYPES.items()),
@@ -223,7 +227,66 @@ faulty (int32[T] tokens, int32[B,1] length, int32[B] stride) => (int32[B,1] kept
   kept = Add(lengths, nothing)
 }
 """
-FAULTY_CONFIG = SLOW_CONFIG.replace('"done"', '"kept"')
+FAULTY_CONFIG = (
+    SLOW_CONFIG.replace('"done"', '"kept"')
+    + 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
+)
+
+# Config and graphs by path, as `write_model` takes them.
+MODELS: dict[str, tuple[str, dict[str, str]]] = {
+    "described": (DESCRIBED_CONFIG, {"1/model.onnx": DESCRIBED}),
+    "packed": (
+        PACKED_CONFIG + PACKED_BATCHING + ONE_INSTANCE,
+        {"1/model.onnx": PACKED},
+    ),
+    "warmed": (
+        PACKED_CONFIG + ONE_INSTANCE + WARM_UP,
+        {"1/model.onnx": PACKED},
+    ),
+    "packed_twice": (
+        PACKED_CONFIG + PACKED_BATCHING + "instance_group { kind: KIND_CPU count: 2 }",
+        {"1/model.onnx": PACKED},
+    ),
+    "padded": (PADDED_CONFIG, {"1/model.onnx": PADDED}),
+    "typed": (TYPED_CONFIG, {"1/model.onnx": TYPED}),
+    "unbatched": (UNBATCHED_CONFIG, {"1/model.onnx": UNBATCHED}),
+    "reshaped": (
+        RESHAPED_CONFIG,
+        # A folder of the file's name is natively allowed too.
+        {"1/other.onnx": DOUBLE, "2/other.onnx/model.onnx": SQUARE},
+    ),
+    "completed": ("", {"1/model.onnx": DOUBLE}),
+    "completed_unbatched": ("", {"1/model.onnx": UNBATCHED}),
+    "slow": (SLOW_CONFIG, {"1/model.onnx": SLOW}),
+    "faulty": (FAULTY_CONFIG, {"1/model.onnx": FAULTY}),
+}
+
+# The same, with what the refusal says.
+REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
+    "no_file": (PACKED_CONFIG, {"1/elsewhere.onnx": PACKED}, "unable to find"),
+    "not_ragged": (
+        PACKED_CONFIG.replace("allow_ragged_batch: true", ""),
+        {"1/model.onnx": PACKED},
+        "the model expects 1 dimensions (shape [-1]) but the model configuration specifies 2",
+    ),
+    "no_batching": (
+        "max_batch_size: 2",
+        {"1/model.onnx": UNBATCHED},
+        "model does not support batching while non-zero max_batch_size is specified",
+    ),
+    "parameter": (
+        PADDED_CONFIG + 'parameters { key: "execution_mode" value { string_value: "2" } }',
+        {"1/model.onnx": PADDED},
+        "Expected values for execution_mode are 0 or 1 but got 2",
+    ),
+    "sequence": (
+        PADDED_CONFIG.replace("dynamic_batching", "sequence_batching").replace(
+            "max_queue_delay_microseconds: 20000", ""
+        ),
+        {"1/model.onnx": PADDED},
+        "sequence_batching is not supported by the local stand-in",
+    ),
+}
 
 
 def write_model(folder: Path, config: str, graphs: dict[str, str]) -> None:

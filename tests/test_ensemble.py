@@ -14,7 +14,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
-from triptych.serving.client import Client
+from triptych.serving.client import Client, Retry
 
 STRANGE = [
     "",
@@ -290,3 +290,27 @@ def test_overload_is_refused_at_once_and_nothing_hangs(strict_server: Any, layou
         assert set(outcomes) == {"ok", "StatusCode.UNAVAILABLE"}
         assert outcomes.count("ok") >= 4
         assert len(ask(raw, f"queue_{layout}", [b"served again"])) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clients_that_leave_in_an_overload_hurt_nobody(strict_server: Any, layout: str) -> None:
+    """Deadlines shorter than the work: what its client left must not fill the pipeline for ever."""
+    outcomes: list[str] = []
+    done = threading.Event()
+    total = 200
+
+    def record(result: Any, error: InferenceServerException | None) -> None:
+        outcomes.append("ok" if error is None else error.status())
+        if len(outcomes) == total:
+            done.set()
+
+    with triton.InferenceServerClient(strict_server.grpc_url) as raw:
+        tensor = request([1, 1], "BYTES", np.array([[b"long text " * 100]], dtype=np.object_))
+        for number in range(total):
+            raw.async_infer(
+                f"queue_{layout}", [tensor], record, client_timeout=0.02 + 0.002 * (number % 50)
+            )
+        assert done.wait(60)
+        assert "StatusCode.DEADLINE_EXCEEDED" in outcomes
+    with Client(f"queue_{layout}", strict_server.grpc_url, retry=Retry(attempts=20)) as client:
+        assert len(client.embed(["served again"])) == 1

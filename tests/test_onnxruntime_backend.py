@@ -23,67 +23,13 @@ pytestmark = pytest.mark.server
 Arrays = dict[str, Any]
 BUDGET = 8
 
-MODELS: dict[str, tuple[str, dict[str, str]]] = {
-    "described": (cases.DESCRIBED_CONFIG, {"1/model.onnx": cases.DESCRIBED}),
-    "packed": (
-        cases.PACKED_CONFIG + cases.PACKED_BATCHING + cases.ONE_INSTANCE,
-        {"1/model.onnx": cases.PACKED},
-    ),
-    "warmed": (
-        cases.PACKED_CONFIG + cases.ONE_INSTANCE + cases.WARM_UP,
-        {"1/model.onnx": cases.PACKED},
-    ),
-    "packed_twice": (
-        cases.PACKED_CONFIG + cases.PACKED_BATCHING + "instance_group { kind: KIND_CPU count: 2 }",
-        {"1/model.onnx": cases.PACKED},
-    ),
-    "padded": (cases.PADDED_CONFIG, {"1/model.onnx": cases.PADDED}),
-    "typed": (cases.TYPED_CONFIG, {"1/model.onnx": cases.TYPED}),
-    "unbatched": (cases.UNBATCHED_CONFIG, {"1/model.onnx": cases.UNBATCHED}),
-    "reshaped": (
-        cases.RESHAPED_CONFIG,
-        # A folder of the file's name is natively allowed too.
-        {"1/other.onnx": cases.DOUBLE, "2/other.onnx/model.onnx": cases.SQUARE},
-    ),
-    "completed": ("", {"1/model.onnx": cases.DOUBLE}),
-    "completed_unbatched": ("", {"1/model.onnx": cases.UNBATCHED}),
-    "slow": (cases.SLOW_CONFIG, {"1/model.onnx": cases.SLOW}),
-    "faulty": (cases.FAULTY_CONFIG, {"1/model.onnx": cases.FAULTY}),
-}
-
-REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
-    "no_file": (cases.PACKED_CONFIG, {"1/elsewhere.onnx": cases.PACKED}, "unable to find"),
-    "not_ragged": (
-        cases.PACKED_CONFIG.replace("allow_ragged_batch: true", ""),
-        {"1/model.onnx": cases.PACKED},
-        "the model expects 1 dimensions (shape [-1]) but the model configuration specifies 2",
-    ),
-    "no_batching": (
-        "max_batch_size: 2",
-        {"1/model.onnx": cases.UNBATCHED},
-        "model does not support batching while non-zero max_batch_size is specified",
-    ),
-    "parameter": (
-        cases.PADDED_CONFIG + 'parameters { key: "execution_mode" value { string_value: "2" } }',
-        {"1/model.onnx": cases.PADDED},
-        "Expected values for execution_mode are 0 or 1 but got 2",
-    ),
-    "sequence": (
-        cases.PADDED_CONFIG.replace("dynamic_batching", "sequence_batching").replace(
-            "max_queue_delay_microseconds: 20000", ""
-        ),
-        {"1/model.onnx": cases.PADDED},
-        "sequence_batching is not supported by the local stand-in",
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("onnxruntime")
-    for name, (config, graphs) in MODELS.items():
+    for name, (config, graphs) in cases.MODELS.items():
         cases.write_model(folder / name, config, graphs)
-    for name, (config, graphs, _) in REFUSED.items():
+    for name, (config, graphs, _) in cases.REFUSED.items():
         cases.write_model(folder / name, config, graphs)
     return folder
 
@@ -92,7 +38,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(repository: Path) -> Iterator[InferenceServerClient]:
     """A server that runs every dynamic batch as one."""
     environment = {TOKEN_BUDGET_VARIABLE: "0"}
-    models = [name for name in MODELS if name != "slow"]
+    models = [name for name in cases.MODELS if name != "slow"]
     with Server(repository, models=models, environment=environment) as server:
         yield InferenceServerClient(server.grpc_url)
 
@@ -282,8 +228,7 @@ def test_every_data_type_passes_unchanged(whole: InferenceServerClient) -> None:
     inputs: Arrays = {"STRING_in": np.array([["a", ""], ["zwölf", "日本"]], dtype=object)}
     for name in cases.ONNX_TYPES:
         if name != "STRING":
-            dtype = ort_numpy_type(name)
-            inputs[f"{name}_in"] = np.array([[0, 1], [1, 0]]).astype(dtype)
+            inputs[f"{name}_in"] = np.array([[0, 1], [1, 0]]).astype(cases.NUMPY_TYPES[name])
     answer = ask(whole, "typed", inputs)
     texts = [[item.decode() for item in row] for row in answer.pop("STRING_out")]
     assert texts == inputs["STRING_in"].tolist()
@@ -293,15 +238,9 @@ def test_every_data_type_passes_unchanged(whole: InferenceServerClient) -> None:
         assert value.tolist() == expected.tolist()
 
 
-def ort_numpy_type(name: str) -> str:
-    return {"BOOL": "bool", "FP16": "float16", "FP32": "float32", "FP64": "float64"}.get(
-        name, name.lower()
-    )
-
-
 def test_text_that_is_not_utf8_fails_alone(whole: InferenceServerClient) -> None:
     inputs: Arrays = {
-        f"{name}_in": np.zeros((1, 2), ort_numpy_type(name))
+        f"{name}_in": np.zeros((1, 2), cases.NUMPY_TYPES[name])
         for name in cases.ONNX_TYPES
         if name != "STRING"
     }
@@ -348,13 +287,13 @@ def test_a_config_without_tensors_is_completed(whole: InferenceServerClient) -> 
     assert [(t["name"], t["dims"]) for t in config["output"]] == [("y", ["-1"]), ("top", ["1"])]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", cases.REFUSED)
 def test_what_the_native_backend_refuses_does_not_load(
     name: str, whole: InferenceServerClient
 ) -> None:
     with pytest.raises(InferenceServerException) as refusal:
         whole.load_model(name)
-    assert REFUSED[name][2] in refusal.value.message()
+    assert cases.REFUSED[name][2] in refusal.value.message()
 
 
 def test_a_request_is_answered_before_the_slowest_of_its_batch(

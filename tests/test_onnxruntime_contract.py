@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from onnxruntime_cases import PACKED, PADDED, write_model
 from triptych.serving.backends.onnxruntime import ort_contract, ort_feeds, ort_sessions
 
 PACKED_INPUTS = [
@@ -172,12 +175,12 @@ def test_micro_batches_hold_every_row_once_and_in_order(
         asked, budget=budget, workers=workers, separable=separable
     )
     rows = [
-        (part.ticket.index, row)
+        (part.ticket.caller, row)
         for parts in batches
         for part in parts
         for row in range(part.start, part.stop)
     ]
-    assert rows == [(ticket.index, row) for ticket in asked for row in range(ticket.rows)]
+    assert rows == [(ticket.caller, row) for ticket in asked for row in range(ticket.rows)]
     for parts in batches:
         assert parts
         pieces = sum(part.stop - part.start for part in parts) if separable else len(parts)
@@ -224,3 +227,71 @@ def test_token_budget_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "much")
     with pytest.raises(ort_sessions.SettingError, match="must be a number of tokens"):
         ort_sessions.token_budget()
+
+
+def settings(**parameters: str) -> dict[str, Any]:
+    return {
+        "name": "core",
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "message"),
+    [
+        (settings(), "GPU", "runs on the CPU only; use KIND_CPU or the native backend"),
+        (
+            {
+                **settings(),
+                "optimization": {
+                    "execution_accelerators": {"cpu_execution_accelerator": [{"name": "openvino"}]}
+                },
+            },
+            "CPU",
+            "unknown Execution Accelerator 'openvino' is requested",
+        ),
+        (settings(share_session_between_instances="maybe"), "CPU", "'maybe' to boolean"),
+    ],
+)
+def test_settings_refuse(config: dict[str, Any], kind: str, message: str) -> None:
+    ort_sessions.check_settings(settings(share_session_between_instances="TRUE"), kind="CPU")
+    with pytest.raises(ort_sessions.SettingError) as refusal:
+        ort_sessions.check_settings(config, kind=kind)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"inter_op_thread_count": "two"}, "failed to convert 'two' to integral number"),
+        ({"enable_mem_arena": "2"}, "failed to convert '2' to boolean"),
+        ({"execution_mode": "2"}, "Expected values for execution_mode are 0 or 1 but got 2"),
+    ],
+)
+def test_parameters_refuse(parameters: dict[str, str], message: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "", {"1/model.onnx": PADDED})
+    path = ort_sessions.model_file(tmp_path / "model" / "1", settings())
+    for threads in ([1], [1, 2]):
+        with pytest.raises(ort_sessions.SettingError, match=message):
+            ort_sessions.open_sessions(path, settings(**parameters), threads=threads)
+
+
+def test_sessions_on_one_copy_of_the_weights_give_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "model", "", {"1/model.onnx": PACKED})
+    path = ort_sessions.model_file(tmp_path / "model" / "1", settings())
+    feed = {
+        "tokens": np.array([1, 2, 3, 4, 5], np.int32),
+        "length": np.array([[2], [2]], np.int32),
+        "stride": np.array([3, 2], np.int32),
+    }
+    expected = ort_sessions.open_session(path, settings(), threads=1).run(None, feed)
+    for folder in (tmp_path, tmp_path / "missing"):  # without a place to write, they still open
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        first, second = ort_sessions.open_sessions(path, settings(), threads=(2, 1))
+        for session in (first, second):
+            for value, wanted in zip(session.run(None, feed), expected, strict=True):
+                np.testing.assert_array_equal(value, wanted)
+        assert first.get_session_options().intra_op_num_threads == 2
+        assert [entry.name for entry in tmp_path.iterdir()] == ["model"]

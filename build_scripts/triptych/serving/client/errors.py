@@ -75,6 +75,7 @@ class ServerUnreachable(InferenceError):
 # Triton says UNAVAILABLE for a full queue as well as gRPC does for a refused connection, so the
 # text decides; the first row that fits does. A text that no row knows leaves it to `_CODES`.
 _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
+    ("UNAVAILABLE", "requests under way", Overloaded),  # `runtime.admission`
     ("UNAVAILABLE", "exceeds maximum queue size", Overloaded),
     ("UNAVAILABLE", "request timeout expired", Overloaded),
     ("UNAVAILABLE", "protocol is restricted", AccessDenied),

@@ -6,10 +6,10 @@ Triton runs this file in a process of its own for each model instance, with this
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -26,6 +26,14 @@ else:
     import ort_feeds
     import ort_runner
     import ort_sessions
+
+
+class _Caller(NamedTuple):
+    """Whom to answer: a request's place in its dynamic batch, its sender, what it asked for."""
+
+    place: int
+    sender: Any
+    wanted: Collection[str]
 
 
 class TritonPythonModel:
@@ -85,6 +93,7 @@ class TritonPythonModel:
             run_beside=partial(beside.run, self._names, run_options=options),
             workers=workers,
             budget=budget if splits else 0,
+            answer=self._send,
         )
         pb_utils.Logger.log_info(
             f"{args['model_instance_name']}: local ONNX Runtime stand-in, {workers} worker(s), "
@@ -93,27 +102,23 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer each request once its rows are done; those that end last are returned instead."""
+        """Answer each request once its rows are done; those that end last are returned instead.
+
+        Some may still be running when this returns: they are answered by their response senders.
+        """
         responses: list[Any] = [None] * len(requests)
         tickets = []
         for index, request in enumerate(requests):
             try:
-                tickets.append(ort_feeds.new_ticket(self._contract, index, self._read(request)))
+                inputs = self._read(request)
             except ValueError as error:
                 responses[index] = _failure(error, pb_utils.TritonError.INVALID_ARG)
-        for ticket, failure, more in self._runner.run(tickets):
-            request = requests[ticket.index]
-            if failure is None:
-                response = self._response(request, ticket)
-            else:
-                response = _failure(failure, _error_code(failure))
-            if more:
-                # Returning is cheaper than sending, but would keep this one waiting for the rest.
-                request.get_response_sender().send(
-                    response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-                )
-            else:
-                responses[ticket.index] = response
+                continue
+            caller = _Caller(index, request.get_response_sender(), self._wanted(request))
+            tickets.append(ort_feeds.new_ticket(self._contract, caller, inputs))
+        if tickets:
+            for outcome in self._runner.run(tickets):
+                responses[outcome.ticket.caller.place] = self._response(outcome)
         return responses
 
     def finalize(self) -> None:
@@ -124,14 +129,30 @@ class TritonPythonModel:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         for name in self._strings.intersection(inputs):
             inputs[name] = _decode(name, inputs[name])
+        if self._runner.outlives_batches:
+            # Triton takes the tensors' memory back when `execute` returns.
+            return {name: value.copy() for name, value in inputs.items()}
         return inputs
 
-    def _response(self, request: Any, ticket: ort_feeds.Ticket) -> Any:
-        wanted = self._names if len(self._names) == 1 else request.requested_output_names()
+    def _wanted(self, request: Any) -> Collection[str]:
+        return self._names if len(self._names) == 1 else request.requested_output_names()
+
+    def _send(self, outcome: ort_runner.Outcome) -> None:
+        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        sender = outcome.ticket.caller.sender
+        try:
+            sender.send(self._response(outcome), flags=final)
+        except Exception as error:  # raised here, it would end a worker for good
+            pb_utils.Logger.log_error(f"{self._contract.model}: a response was lost: {error}")
+
+    def _response(self, outcome: ort_runner.Outcome) -> Any:
+        if outcome.error is not None:
+            return _failure(outcome.error, _error_code(outcome.error))
+        wanted = outcome.ticket.caller.wanted
         return pb_utils.InferenceResponse(
             [
                 pb_utils.Tensor(name, _encode(value))
-                for name, value in zip(self._names, ticket.outputs(), strict=True)
+                for name, value in zip(self._names, outcome.ticket.outputs(), strict=True)
                 if name in wanted
             ]
         )

@@ -22,7 +22,7 @@ class Ticket:
     """One request under way: its inputs, and the pieces of its outputs as they come in.
 
     Attributes:
-        index: its place in the dynamic batch.
+        caller: whom to answer; nothing here looks into it.
         inputs: tensors by name, with the batch dimension; strings are `str` objects.
         rows: size of the batch dimension; 1 for a model without one.
         row_cost: what one row adds to the load of a micro-batch, in elements.
@@ -30,10 +30,10 @@ class Ticket:
         closed: whether it has failed, so that what else comes of it is of no interest.
     """
 
-    __slots__ = ("closed", "index", "inputs", "pieces", "row_cost", "rows", "rows_left")
+    __slots__ = ("caller", "closed", "inputs", "pieces", "row_cost", "rows", "rows_left")
 
-    def __init__(self, index: int, inputs: Feed, *, rows: int, row_cost: int) -> None:
-        self.index = index
+    def __init__(self, caller: Any, inputs: Feed, *, rows: int, row_cost: int) -> None:
+        self.caller = caller
         self.inputs = inputs
         self.rows = rows
         self.row_cost = row_cost
@@ -61,13 +61,13 @@ class SplitError(Exception):
     """The graph returned fewer rows or elements than its requests asked for."""
 
 
-def new_ticket(contract: Contract, index: int, inputs: Feed) -> Ticket:
-    """A ticket for the request at `index`, with its rows counted and its row cost measured."""
+def new_ticket(contract: Contract, caller: Any, inputs: Feed) -> Ticket:
+    """A ticket for a request of `caller`, its rows counted and its row cost measured."""
     if contract.max_batch_size == 0:
-        return Ticket(index, inputs, rows=1, row_cost=1)
+        return Ticket(caller, inputs, rows=1, row_cost=1)
     rows = next(iter(inputs.values())).shape[0]
     elements = max((inputs[name].size for name in contract.measured_inputs), default=rows)
-    return Ticket(index, inputs, rows=rows, row_cost=max(1, elements // max(1, rows)))
+    return Ticket(caller, inputs, rows=rows, row_cost=max(1, elements // max(1, rows)))
 
 
 def form_micro_batches(

@@ -106,24 +106,13 @@ def open_sessions(path: Path, config: Mapping[str, Any], *, threads: Sequence[in
     Raises:
         SettingError: a parameter has a value its type does not allow.
     """
-    import onnxruntime
-
-    with tempfile.TemporaryDirectory(prefix="triptych-onnxruntime-") as folder:
-        packed = Path(folder) / MODEL_FILE
-        options = _session_options(config, threads=1)
-        options.optimized_model_filepath = str(packed)
-        options.log_severity_level = 3  # a warning that such a file is for this machine only
-        prefix = "session.optimized_model_external_initializers_"
-        options.add_session_config_entry(f"{prefix}file_name", "weights.bin")
-        options.add_session_config_entry(f"{prefix}min_size_in_bytes", "1024")
-        options.add_session_config_entry(
-            "session.save_external_prepacked_constant_initializers", "1"
-        )
-        try:
-            onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    try:
+        with tempfile.TemporaryDirectory(prefix="triptych-onnxruntime-") as folder:
+            packed = Path(folder) / MODEL_FILE
+            _write_packed(path, packed, config)
             return [open_session(packed, config, threads=count) for count in threads]
-        except Exception:  # no room for the file, or a graph that cannot be written: do without
-            return [open_session(path, config, threads=count) for count in threads]
+    except Exception:  # no room for the file, or a graph that cannot be written: do without
+        return [open_session(path, config, threads=count) for count in threads]
 
 
 def run_options(config: Mapping[str, Any]) -> Any:
@@ -137,6 +126,19 @@ def run_options(config: Mapping[str, Any]) -> Any:
     options = onnxruntime.RunOptions()
     options.add_run_config_entry(shrinkage, value)
     return options
+
+
+def _write_packed(path: Path, packed: Path, config: Mapping[str, Any]) -> None:
+    import onnxruntime
+
+    options = _session_options(config, threads=1)
+    options.optimized_model_filepath = str(packed)
+    options.log_severity_level = 3  # a warning that such a file is for this machine only
+    external = "session.optimized_model_external_initializers"
+    options.add_session_config_entry(f"{external}_file_name", "weights.bin")
+    options.add_session_config_entry(f"{external}_min_size_in_bytes", "1024")
+    options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def _session_options(config: Mapping[str, Any], *, threads: int) -> Any:
