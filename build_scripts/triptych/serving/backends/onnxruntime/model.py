@@ -6,7 +6,7 @@ Triton runs this file in a process of its own for each model instance, with this
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,11 +29,10 @@ else:
 
 
 class _Caller(NamedTuple):
-    """Whom to answer: a request's place in its dynamic batch, its sender, what it asked for."""
+    """Whom to answer: a request's place in its dynamic batch, and its response sender."""
 
     place: int
     sender: Any
-    wanted: Collection[str]
 
 
 class TritonPythonModel:
@@ -114,7 +113,7 @@ class TritonPythonModel:
             except ValueError as error:
                 responses[index] = _failure(error, pb_utils.TritonError.INVALID_ARG)
                 continue
-            caller = _Caller(index, request.get_response_sender(), self._wanted(request))
+            caller = _Caller(index, request.get_response_sender())
             tickets.append(ort_feeds.new_ticket(self._contract, caller, inputs))
         if tickets:
             for outcome in self._runner.run(tickets):
@@ -126,16 +125,11 @@ class TritonPythonModel:
         self._runner.close()
 
     def _read(self, request: Any) -> ort_feeds.Feed:
+        # These arrays own their memory, so rows may still run after `execute` has returned.
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         for name in self._strings.intersection(inputs):
             inputs[name] = _decode(name, inputs[name])
-        if self._runner.outlives_batches:
-            # Triton takes the tensors' memory back when `execute` returns.
-            return {name: value.copy() for name, value in inputs.items()}
         return inputs
-
-    def _wanted(self, request: Any) -> Collection[str]:
-        return self._names if len(self._names) == 1 else request.requested_output_names()
 
     def _send(self, outcome: ort_runner.Outcome) -> None:
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -148,12 +142,11 @@ class TritonPythonModel:
     def _response(self, outcome: ort_runner.Outcome) -> Any:
         if outcome.error is not None:
             return _failure(outcome.error, _error_code(outcome.error))
-        wanted = outcome.ticket.caller.wanted
+        # Triton itself leaves out what was not requested.
         return pb_utils.InferenceResponse(
             [
                 pb_utils.Tensor(name, _encode(value))
                 for name, value in zip(self._names, outcome.ticket.outputs(), strict=True)
-                if name in wanted
             ]
         )
 

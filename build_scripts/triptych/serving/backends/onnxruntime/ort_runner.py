@@ -79,11 +79,6 @@ class Runner:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def outlives_batches(self) -> bool:
-        """Whether requests may still be under way when `run` has returned."""
-        return bool(self._threads)
-
     def run(self, tickets: Sequence[Ticket]) -> list[Outcome]:
         """Run all rows of `tickets`.
 

@@ -1,4 +1,4 @@
-"""The local ONNX Runtime backend without a server: what it refuses, and how it cuts batches."""
+"""The local ONNX Runtime backend without a server: what it refuses, how it cuts batches."""
 
 from __future__ import annotations
 
@@ -227,6 +227,23 @@ def test_token_budget_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "much")
     with pytest.raises(ort_sessions.SettingError, match="must be a number of tokens"):
         ort_sessions.token_budget()
+
+
+def test_rows_that_left_their_request_are_described_by_themselves() -> None:
+    contract = ort_contract.parse_contract(packed_contract())
+    requests: list[ort_feeds.Feed] = [
+        {"input_ids": np.arange(6, dtype=np.int32).reshape(3, 2), "row_length": np.ones((3, 1))},
+        {"input_ids": np.arange(10, 14, dtype=np.int32)[None], "row_length": np.ones((1, 1))},
+    ]
+    first, second = (ort_feeds.new_ticket(contract, None, inputs) for inputs in requests)
+    assert (first.rows, first.row_cost, second.rows, second.row_cost) == (3, 2, 1, 4)
+    feed = ort_feeds.build_feed(
+        contract, [ort_feeds.Part(first, 1, 3), ort_feeds.Part(second, 0, 1)]
+    )
+    assert feed["input_ids"].tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
+    assert feed["row_stride"].tolist() == [2, 2, 4]
+    assert feed["row_stride"].dtype == np.int32
+    assert feed["row_length"].shape == (3, 1)
 
 
 def settings(**parameters: str) -> dict[str, Any]:
