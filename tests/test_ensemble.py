@@ -270,23 +270,28 @@ def test_a_prompt_is_chosen_by_name(strict_server: Any, layout: str) -> None:
         ask(raw, f"reject_{layout}", [b"a"], parameters={"prompt_name": "nope"})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_overload_is_refused_at_once_and_nothing_hangs(strict_server: Any, layout: str) -> None:
-    """400 long requests at once against queues of 4: each is answered or refused, none is stuck."""
+def flood(raw: Any, pipeline: str, timeouts_s: list[float]) -> list[str]:
+    """Send one long request per timeout, all at once; the outcome of each: ``ok`` or a status."""
     outcomes: list[str] = []
     done = threading.Event()
-    total = 400
 
     def record(result: Any, error: InferenceServerException | None) -> None:
         outcomes.append("ok" if error is None else error.status())
-        if len(outcomes) == total:
+        if len(outcomes) == len(timeouts_s):
             done.set()
 
+    tensor = request([1, 1], "BYTES", np.array([[b"long text " * 100]], dtype=np.object_))
+    for timeout_s in timeouts_s:
+        raw.async_infer(pipeline, [tensor], record, client_timeout=timeout_s)
+    assert done.wait(60), f"{len(timeouts_s) - len(outcomes)} requests are stuck"
+    return outcomes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_overload_is_refused_at_once_and_nothing_hangs(strict_server: Any, layout: str) -> None:
+    """400 long requests at once where 4 may be under way: each is answered or refused."""
     with triton.InferenceServerClient(strict_server.grpc_url) as raw:
-        tensor = request([1, 1], "BYTES", np.array([[b"long text " * 100]], dtype=np.object_))
-        for _ in range(total):
-            raw.async_infer(f"queue_{layout}", [tensor], record)
-        assert done.wait(60), f"{total - len(outcomes)} requests are stuck"
+        outcomes = flood(raw, f"queue_{layout}", [60.0] * 400)
         assert set(outcomes) == {"ok", "StatusCode.UNAVAILABLE"}
         assert outcomes.count("ok") >= 4
         assert len(ask(raw, f"queue_{layout}", [b"served again"])) == 1
@@ -295,22 +300,8 @@ def test_overload_is_refused_at_once_and_nothing_hangs(strict_server: Any, layou
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_clients_that_leave_in_an_overload_hurt_nobody(strict_server: Any, layout: str) -> None:
     """Deadlines shorter than the work: what its client left must not fill the pipeline for ever."""
-    outcomes: list[str] = []
-    done = threading.Event()
-    total = 200
-
-    def record(result: Any, error: InferenceServerException | None) -> None:
-        outcomes.append("ok" if error is None else error.status())
-        if len(outcomes) == total:
-            done.set()
-
     with triton.InferenceServerClient(strict_server.grpc_url) as raw:
-        tensor = request([1, 1], "BYTES", np.array([[b"long text " * 100]], dtype=np.object_))
-        for number in range(total):
-            raw.async_infer(
-                f"queue_{layout}", [tensor], record, client_timeout=0.02 + 0.002 * (number % 50)
-            )
-        assert done.wait(60)
-        assert "StatusCode.DEADLINE_EXCEEDED" in outcomes
+        short = [0.02 + 0.002 * (number % 50) for number in range(200)]
+        assert "StatusCode.DEADLINE_EXCEEDED" in flood(raw, f"queue_{layout}", short)
     with Client(f"queue_{layout}", strict_server.grpc_url, retry=Retry(attempts=20)) as client:
         assert len(client.embed(["served again"])) == 1

@@ -47,7 +47,7 @@ def whole(repository: Path) -> Iterator[InferenceServerClient]:
 def split(repository: Path) -> Iterator[InferenceServerClient]:
     """A server with so small a budget that most dynamic batches run in several pieces."""
     environment = {TOKEN_BUDGET_VARIABLE: str(BUDGET)}
-    models = ["packed", "packed_twice", "warmed", "padded", "slow", "faulty"]
+    models = ["packed", "packed_twice", "warmed", "padded", "typed", "slow", "faulty"]
     with Server(repository, models=models, environment=environment) as server:
         yield InferenceServerClient(server.grpc_url)
 
@@ -229,12 +229,12 @@ def test_only_requested_outputs_come_back(split: InferenceServerClient) -> None:
         np.testing.assert_allclose(one["each"], both["each"], atol=1e-6)
 
 
-def test_every_data_type_passes_unchanged(whole: InferenceServerClient) -> None:
+def test_every_data_type_passes_unchanged(client: InferenceServerClient) -> None:
     inputs: Arrays = {"STRING_in": np.array([["a", ""], ["zwölf", "日本"]], dtype=object)}
     for name in cases.ONNX_TYPES:
         if name != "STRING":
             inputs[f"{name}_in"] = np.array([[0, 1], [1, 0]]).astype(cases.NUMPY_TYPES[name])
-    answer = ask(whole, "typed", inputs)
+    answer = ask(client, "typed", inputs)
     texts = [[item.decode() for item in row] for row in answer.pop("STRING_out")]
     assert texts == inputs["STRING_in"].tolist()
     for name, value in answer.items():
@@ -243,7 +243,7 @@ def test_every_data_type_passes_unchanged(whole: InferenceServerClient) -> None:
         assert value.tolist() == expected.tolist()
 
 
-def test_text_that_is_not_utf8_fails_alone(whole: InferenceServerClient) -> None:
+def test_text_that_is_not_utf8_fails_alone(client: InferenceServerClient) -> None:
     inputs: Arrays = {
         f"{name}_in": np.zeros((1, 2), cases.NUMPY_TYPES[name])
         for name in cases.ONNX_TYPES
@@ -251,7 +251,7 @@ def test_text_that_is_not_utf8_fails_alone(whole: InferenceServerClient) -> None
     }
     good = {**inputs, "STRING_in": np.array([[b"x", b"y"]], dtype=object)}
     bad = {**inputs, "STRING_in": np.array([[b"x", b"\xff"]], dtype=object)}
-    failure, answer = ask_together(whole, "typed", [bad, good])
+    failure, answer = ask_together(client, "typed", [bad, good])
     assert isinstance(failure, InferenceServerException)
     assert failure.status() == "StatusCode.INVALID_ARGUMENT"
     assert "input 'STRING_in' must be UTF-8 text" in failure.message()

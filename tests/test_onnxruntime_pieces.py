@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -207,7 +208,9 @@ def test_micro_batches_keep_all_workers_busy_alike() -> None:
         ([(1, 100)], 128, 2, 1),  # a lone row has all cores
         ([(1, 10), (1, 10)], 128, 4, 1),  # as have fewer rows than workers
         ([(1, 10), (1, 10)], 128, 2, 2),
-        ([(8, 500)], 0, 2, 1),  # no limit
+        ([(8, 500)], 0, 2, 1),  # no limit, and no splitting
+        ([(8, 1)], sys.maxsize, 2, 2),  # rows of one fixed shape
+        ([(1, 1)], sys.maxsize, 2, 1),
     ],
 )
 def test_one_micro_batch_when_all_cores_had_better_share_it(

@@ -82,7 +82,7 @@ def form_micro_batches(
     Args:
         tickets: the requests of the dynamic batch.
         budget: most elements in a micro-batch, exceeded only by a single row (or a request that
-            must stay together) that is dearer by itself; 0 for no limit.
+            must stay together) that is dearer by itself; 0 for one micro-batch whatever it costs.
         workers: how many micro-batches run side by side.
         separable: whether the rows of one request may part.
 

@@ -46,7 +46,7 @@ class Runner:
         run_alone: runs a feed with all cores of the instance.
         run_beside: runs a feed with one worker's share of the cores; called from several threads.
         workers: how many micro-batches run side by side; with 1 there are no threads.
-        budget: most elements in a micro-batch; 0 for no limit.
+        budget: most elements in a micro-batch; 0 for no splitting.
         answer: takes the outcomes that `run` does not return, from any thread; must not raise.
     """
 

@@ -39,7 +39,7 @@ def instance_cores(config: Mapping[str, Any]) -> int:
 
 
 def token_budget() -> int:
-    """Most elements in a micro-batch; 0 for no limit.
+    """Most elements in a micro-batch; 0 for no splitting.
 
     Raises:
         SettingError: the environment variable is set to something else than a number.
@@ -49,7 +49,7 @@ def token_budget() -> int:
         return DEFAULT_TOKEN_BUDGET
     if not text.isdecimal():
         raise SettingError(
-            f"{TOKEN_BUDGET_VARIABLE} must be a number of tokens, 0 for no limit. Given: {text}"
+            f"{TOKEN_BUDGET_VARIABLE} must be a number of tokens, 0 for no splitting. Given: {text}"
         )
     return int(text)
 
