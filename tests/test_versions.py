@@ -1,4 +1,4 @@
-"""The table of Triton releases: versions, and the config fields and flags that each one knows."""
+"""The table of Triton releases: versions, and the config fields that each one knows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from triptych.repository.versions import (
     TRITON_VERSIONS,
     Release,
     fields_newer_than,
-    flags_newer_than,
     parse_release,
-    triton_version,
     without_newer_fields,
 )
 
@@ -46,11 +44,10 @@ def test_anything_else_is_refused(text: str) -> None:
 
 def test_releases_are_ordered_by_date_and_so_are_their_versions() -> None:
     releases = list(TRITON_VERSIONS)
-    numbers = [tuple(map(int, triton_version(r).split("."))) for r in releases]
+    numbers = [tuple(map(int, version.split("."))) for version in TRITON_VERSIONS.values()]
     assert releases == sorted(releases)
     assert numbers == sorted(numbers)
     assert parse_release("25.12") < parse_release("26.01")
-    assert triton_version(Release(31, 1)) == ""
 
 
 def test_every_field_of_the_table_is_in_the_schema() -> None:
@@ -96,11 +93,3 @@ def test_a_config_without_new_fields_stays_as_it_is() -> None:
     assert fields_newer_than(config, Release(23, 1)) == []
     assert without_newer_fields(config, "23.01") == config
     assert fields_newer_than(parse_config(NEW), "25.11") == []
-
-
-def test_newer_flags_are_found_in_both_spellings() -> None:
-    arguments = ["--allow-client-shm=true", "--http-max-input-size", "64", "--log-verbose=1"]
-    found = flags_newer_than(arguments, "25.05")
-    assert {flag.name for flag in found} == {"allow-client-shm", "http-max-input-size"}
-    assert [flag.name for flag in flags_newer_than(arguments, "26.03")] == ["allow-client-shm"]
-    assert flags_newer_than(arguments, "26.04") == []

@@ -51,6 +51,7 @@ def main() -> int:
     """Serve, load, sample, print the growth of each process, write the samples."""
     options = _parse()
     texts = [row["text"] for row in read_traffic(PIPELINE, ("text",))]
+    texts = [text for text in texts if len(text) <= options.longest]
     repository = options.repository or build(CACHE / "packed")
     outcome: list[perf_analyzer.LoadResult | UserError] = []
 
@@ -99,6 +100,9 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=200_000)
+    parser.add_argument(
+        "--longest", type=int, default=sys.maxsize, help="leave out texts of more characters"
+    )
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--warm-up", type=float, default=10.0, help="seconds of load before")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two samples")

@@ -8,6 +8,7 @@ from typing import Any
 
 from triptych.plan import Plan
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
+from triptych.repository.versions import without_newer_fields
 from triptych.tensors import ROW_LENGTH, ROW_STRIDE, TICKET, Tensor
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
@@ -35,7 +36,10 @@ def render(plan: Plan, *, core_file: Path, tokenizer_json: str) -> dict[str, Con
         plan.step("postprocess"): _postprocess(plan),
     }
     files: dict[str, Content] = {
-        f"{model}/{CONFIG_FILE}": print_config(config).encode() for model, config in configs.items()
+        f"{model}/{CONFIG_FILE}": print_config(
+            without_newer_fields(config, plan.spec.serving.triton)
+        ).encode()
+        for model, config in configs.items()
     }
     # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
     files[f"{name}/1/.keep"] = b""

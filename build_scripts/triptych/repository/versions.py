@@ -1,9 +1,9 @@
-"""What each Triton release knows: its version, config fields, server flags and known faults."""
+"""What each Triton release knows: its version, config fields and known faults."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,18 +74,6 @@ CONFIG_FIELDS: tuple[Since, ...] = (
     Since("ensemble_scheduling.max_inflight_requests", Release(25, 11)),
 )
 
-SERVER_FLAGS: tuple[Since, ...] = (
-    Since("http-restricted-api", Release(23, 12)),
-    Since("model-load-retry-count", Release(24, 1)),
-    Since("grpc-max-connection-age", Release(24, 1)),
-    Since("model-config-name", Release(24, 5)),
-    Since("enable-peer-access", Release(24, 8)),
-    Since("grpc-infer-thread-count", Release(25, 4)),
-    Since("grpc-max-response-pool-size", Release(25, 4)),
-    Since("http-max-input-size", Release(25, 6)),
-    Since("allow-client-shm", Release(26, 4)),
-)
-
 # First and last release whose dynamic batcher answers in completion order in spite of
 # `preserve_ordering` (core #449, mended by core #520).
 PRESERVE_ORDERING_BROKEN = (Release(25, 9), Release(26, 7))
@@ -116,11 +104,6 @@ def parse_release(text: str) -> Release:
     )
 
 
-def triton_version(release: Release) -> str:
-    """The server version of `release` (``2.51.0``); empty for a release not in the table."""
-    return TRITON_VERSIONS.get(release, "")
-
-
 def fields_newer_than(config: Any, triton: str | Release) -> list[Since]:
     """The fields set in `config` that the release `triton` does not know.
 
@@ -149,17 +132,6 @@ def without_newer_fields(config: Any, triton: str | Release) -> Any:
         for holder in list(_holders(copy, field.name)):
             holder.ClearField(field.name.rpartition(".")[2])
     return copy
-
-
-def flags_newer_than(arguments: Sequence[str], triton: str | Release) -> list[Since]:
-    """The flags among a server's `arguments` that the release `triton` does not know.
-
-    Raises:
-        UserError: `triton` is not a release.
-    """
-    release = _release(triton)
-    given = {argument.lstrip("-").partition("=")[0] for argument in arguments}
-    return [flag for flag in SERVER_FLAGS if flag.release > release and flag.name in given]
 
 
 def _release(triton: str | Release) -> Release:
