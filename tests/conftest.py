@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from client_toy import Call, Toy, caller, serve_toy
+
 ROOT = Path(__file__).parents[1]
 LAYOUTS = ("packed", "bucketed")
 os.environ.setdefault("TRIPTYCH_CACHE", str(ROOT / ".cache" / "triptych"))
@@ -100,3 +102,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) ->
     BertModel(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(minilm_folder).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    """A server of its own for each module, with a Python model that plays an ensemble."""
+    with serve_toy(tmp_path_factory.mktemp("repository")) as toy:
+        yield toy
+
+
+@pytest.fixture(params=["sync", "async"])
+def call(request: pytest.FixtureRequest, toy: Toy) -> Call:
+    """One function for both clients: the test runs with each."""
+    return caller(request.param, toy.url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from client_toy import (
     MAX_BATCH_SIZE,
     Call,
     Toy,
-    caller,
     expected,
     expected_all,
-    serve_toy,
     texts_of_many_lengths,
 )
 from triptych.errors import UserError
@@ -36,17 +33,6 @@ from triptych.serving.client import (
 )
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    with serve_toy(tmp_path_factory.mktemp("repository")) as toy:
-        yield toy
-
-
-@pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest, toy: Toy) -> Call:
-    return caller(request.param, toy.url)
 
 
 def test_embed_keeps_the_order_of_a_thousand_texts(call: Call) -> None:

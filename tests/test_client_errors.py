@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,10 +23,8 @@ from client_toy import (
     STEP,
     Call,
     Toy,
-    caller,
     expected,
     expected_all,
-    serve_toy,
     write_model,
 )
 from triptych.serving.client import (
@@ -47,17 +44,6 @@ from triptych.serving.client import (
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    with serve_toy(tmp_path_factory.mktemp("repository")) as toy:
-        yield toy
-
-
-@pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest, toy: Toy) -> Call:
-    return caller(request.param, toy.url)
 
 
 def embed_soon(client: Client, text: str) -> NDArray[np.float32]:

@@ -13,10 +13,8 @@ import pytest
 from client_toy import (
     Call,
     Toy,
-    caller,
     expected,
     expected_all,
-    serve_toy,
     texts_of_many_lengths,
     write_repository,
 )
@@ -29,17 +27,6 @@ from triptych.serving.client import (
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    with serve_toy(tmp_path_factory.mktemp("repository")) as toy:
-        yield toy
-
-
-@pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest, toy: Toy) -> Call:
-    return caller(request.param, toy.url)
 
 
 @dataclass(frozen=True)
