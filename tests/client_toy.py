@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from client_play import PLAY, PLAY_CONFIG, PLAYED, play_config
 from triptych.serving.client import (
     AsyncClient,
     Client,
@@ -165,7 +166,8 @@ instance_group { kind: KIND_CPU count: 1 }
 def write_repository(root: Path) -> Path:
     """Ensembles of one step: `toy`, `single` (2 instances, batches of 1), `narrow` (queue of 2).
 
-    Beside them two models alone, `pair` and `measure`, which have the interfaces of other tasks.
+    Beside them two models alone, `pair` and `measure`, which have interfaces of their own, and the
+    pipelines of `PLAYED`.
     """
     steps = {
         "toy": {"max_batch_size": MAX_BATCH_SIZE, "instances": 1, "queue_policy": ""},
@@ -179,6 +181,9 @@ def write_repository(root: Path) -> Path:
         write_model(root / name, ENSEMBLE.format(max_batch_size=batch, dim=DIM, step=step))
     write_model(root / "pair", PAIR_CONFIG, PAIR)
     write_model(root / "measure", MEASURE_CONFIG, MEASURE)
+    write_model(root / "play", PLAY_CONFIG, PLAY)
+    for name, (inputs, outputs) in PLAYED.items():
+        write_model(root / name, play_config(inputs, outputs))
     return root
 
 
@@ -231,12 +236,15 @@ class Toy:
         raise AssertionError(f"{step} did not execute {containing!r} within 5 s")
 
 
+ALONE = ("toy", "single", "narrow", "pair", "measure")
+
+
 @contextmanager
-def serve_toy(folder: Path) -> Iterator[Toy]:
-    """Serve the toys from `folder`."""
+def serve_toy(folder: Path, models: tuple[str, ...] = ALONE) -> Iterator[Toy]:
+    """Serve some of the toys from `folder`."""
     repository = write_repository(folder)
     # By name, so that the server lets a test unload one of them.
-    with Server(repository, models=("toy", "single", "narrow", "pair", "measure")) as server:
+    with Server(repository, models=models) as server:
         yield Toy(server.grpc_url, repository)
 
 

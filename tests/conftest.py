@@ -45,7 +45,8 @@ def quiet(_stage: str, _line: str) -> None:
 
 def build_into(folder: Path, repository: Path, *overrides: str) -> Any:
     """Build the pipeline in `folder`; returns what `assemble.build` does."""
-    from triptych.assemble import build, prepare
+    from triptych.assemble import build
+    from triptych.prepare import prepare
     from triptych.spec import load_spec
 
     return build(prepare(load_spec(folder, overrides), quiet), repository, quiet)

@@ -129,6 +129,13 @@ FILES = (
         relock(),
         remove(f"{PRE}/1/x.json"),
     ),
+    error(
+        "shared-core",
+        LOCK,
+        "the core of minilm_core was built anew since",
+        put("minilm_core/triptych.lock.json", '{"core_key": "new"}'),
+        put(LOCK, '{"core_key": "old", "spec": {"core": {"share": "minilm_core"}}}'),
+    ),
     warning("traffic", LOCK, "49 rows", relock(rows=49)),
     warning("traffic", LOCK, "6.0%", relock(truncated_share=0.06)),
     error("python-model", f"{POST}/1/model.py", "line 1", model_py(POST, "def broken(:\n")),

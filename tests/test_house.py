@@ -15,7 +15,9 @@ PACKAGE = ROOT / "build_scripts/triptych"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("cli", "demo"),
+    ("scaffold", "hook_tests"),
     ("assemble",),
+    ("prepare",),
     ("load",),
     ("quality",),
     ("serving",),
@@ -25,20 +27,33 @@ LAYERS = (
     ("describe",),
     ("plan",),
     ("tasks",),
-    ("traffic", "spec", "model_facts", "tensors", "yaml_text"),
+    ("traffic", "spec", "model_facts", "image_facts", "tensors", "yaml_text"),
     ("errors",),
 )
 """Top to bottom: a module imports from its own layer or below."""
 
 HEAVY = {
-    "torch": {"build/export.py", "build/packing.py", "quality/reference.py"},
-    "transformers": {"build/export.py", "build/source.py"},
+    "torch": {
+        "build/export.py",
+        "build/heads.py",
+        "build/image_core.py",
+        "build/packing.py",
+        "build/proof.py",
+        "quality/reference.py",
+    },
+    "transformers": {
+        "build/export.py",
+        "build/heads.py",
+        "build/image_source.py",
+        "build/source.py",
+    },
+    "PIL": {"build/image_source.py", "runtime/rows_image.py"},
     "onnx": {"build/export.py", "repository/lint/graph.py"},
     "onnxruntime": {"quality/artifact.py", "serving/backends"},
     "huggingface_hub": {"build/source.py"},
     "sentence_transformers": set(),
 }
-RUNTIME_MAY_IMPORT = {"numpy", "tokenizers", "triton_python_backend_utils"}
+RUNTIME_MAY_IMPORT = {"numpy", "tokenizers", "triton_python_backend_utils", "PIL"}
 
 
 def layer_of(name: str) -> int:

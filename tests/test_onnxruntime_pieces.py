@@ -315,3 +315,34 @@ def test_sessions_on_one_copy_of_the_weights_give_the_same_numbers(
                 np.testing.assert_array_equal(value, wanted)
         assert first.get_session_options().intra_op_num_threads == 2
         assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_initializers_of_odd_sizes_do_not_misalign_packed_weights(tmp_path: Path) -> None:
+    import onnx
+    from onnx import helper, numpy_helper
+
+    generator = np.random.default_rng(0)
+    sizes = {"odd": (1, 1002), "w": (1002, 64), "odder": (1, 518), "v": (64, 518)}
+    values = {name: generator.random(size, np.float32) for name, size in sizes.items()}
+    nodes = [
+        ("Add", "x", "odd"),
+        ("MatMul", "s0", "w"),
+        ("MatMul", "s1", "v"),
+        ("Add", "s2", "odder"),
+    ]
+    graph = helper.make_graph(
+        [helper.make_node(kind, [a, b], [f"s{i}"]) for i, (kind, a, b) in enumerate(nodes)],
+        "odd",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["rows", 1002])],
+        [helper.make_tensor_value_info("s3", onnx.TensorProto.FLOAT, ["rows", 518])],
+        [numpy_helper.from_array(value, name) for name, value in values.items()],
+    )
+    path = tmp_path / "model.onnx"
+    opset = [helper.make_opsetid("", 18)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=9), path)
+    ort_sessions._write_packed(path, tmp_path / "packed.onnx", settings(), smallest_bytes=1024)
+    assert not ort_sessions._is_aligned(tmp_path / "packed.onnx")  # what would crash
+    x = generator.random((7, 1002), np.float32)
+    wanted = (x + values["odd"]) @ values["w"] @ values["v"] + values["odder"]
+    for session in ort_sessions.open_sessions(path, settings(), threads=(2, 1)):
+        assert np.allclose(session.run(None, {"x": x})[0], wanted, rtol=1e-4)

@@ -10,8 +10,9 @@ import pytest
 
 from conftest import write_pipeline
 from triptych.model_facts import ModelFacts
-from triptych.plan import bucket_of, choose_edges, make_plan
-from triptych.spec import load_spec
+from triptych.plan import Plan, bucket_of, choose_edges, make_plan
+from triptych.spec import PipelineSpec, load_spec
+from triptych.tasks.text_embedding import TEXT_EMBEDDING
 from triptych.traffic import Lengths
 
 FACTS = ModelFacts(
@@ -55,11 +56,15 @@ def test_more_edges_never_pad_more() -> None:
     assert cost == sorted(cost, reverse=True)
 
 
+def plan_of(spec: PipelineSpec, lengths: Lengths) -> Plan:
+    return make_plan(spec, FACTS, TEXT_EMBEDDING, {}, lengths)
+
+
 def test_the_plan_is_a_pure_function(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "a")
     spec = load_spec(folder, ["core.layout=bucketed", "core.bucket_count=2"])
     lengths = Lengths.of([3, 9, 9, 40, 70], max_length=64)
-    first, second = (make_plan(spec, FACTS, lengths) for _ in range(2))
+    first, second = (plan_of(spec, lengths) for _ in range(2))
     assert first == second
     assert first.bucket_edges[-1] == first.max_length == 64
     assert 0 < first.padding_share < 1
@@ -70,19 +75,22 @@ def test_the_spec_may_tighten_the_limit_only(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "a")
     lengths = Lengths.of([3], max_length=16)
     assert (
-        make_plan(load_spec(folder, ["tokenizer.max_length=16"]), FACTS, lengths).max_length == 16
+        make_plan(
+            load_spec(folder, ["tokenizer.max_length=16"]), FACTS, TEXT_EMBEDDING, {}, lengths
+        ).max_length
+        == 16
     )
-    assert make_plan(load_spec(folder), FACTS, lengths).max_length == 64
+    assert plan_of(load_spec(folder), lengths).max_length == 64
 
 
 def test_edges_on_a_gpu_suit_tensor_cores(tmp_path: Path) -> None:
     spec = load_spec(write_pipeline(tmp_path / "a"), ["core.layout=bucketed", "core.device=gpu"])
     lengths = Lengths.of([3, 9, 11, 21, 40, 50], max_length=64)
-    assert all(edge % 8 == 0 for edge in make_plan(spec, FACTS, lengths).bucket_edges)
+    assert all(edge % 8 == 0 for edge in plan_of(spec, lengths).bucket_edges)
 
 
 def test_packed_has_no_edges_and_no_padding(tmp_path: Path) -> None:
     lengths = Lengths.of([3, 9], max_length=64)
-    plan = make_plan(load_spec(write_pipeline(tmp_path / "a")), FACTS, lengths)
+    plan = plan_of(load_spec(write_pipeline(tmp_path / "a")), lengths)
     assert plan.bucket_edges == ()
     assert plan.padding_share == 0

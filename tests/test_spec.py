@@ -125,7 +125,8 @@ def test_missing_traffic_says_what_to_write(tmp_path: Path) -> None:
 
 def test_traffic_may_hold_other_line_separators(tmp_path: Path) -> None:
     (tmp_path / "traffic.jsonl").write_text('{"text": "a\u2028b\x85c"}\n\n{"text": ""}\n')
-    assert read_traffic(tmp_path, ["text"]) == [{"text": "a\u2028b\x85c"}, {"text": ""}]
+    rows = [row.inputs for row in read_traffic(tmp_path, ["text"])]
+    assert rows == [{"text": "a\u2028b\x85c"}, {"text": ""}]
 
 
 def test_lengths_count_truncated_rows_and_quantiles() -> None:

@@ -40,7 +40,7 @@ class Contender:
 def main() -> int:
     """Build what is compared, check that the vectors agree, measure, print, write."""
     options = _parse()
-    texts = [row["text"] for row in read_traffic(PIPELINE, ("text",))]
+    texts = [row.inputs["text"] for row in read_traffic(PIPELINE, ("text",))]
     contenders = _contenders(options)
     if not options.skip_check:
         _check_vectors(contenders, texts)

@@ -50,7 +50,7 @@ class Growth:
 def main() -> int:
     """Serve, load, sample, print the growth of each process, write the samples."""
     options = _parse()
-    texts = [row["text"] for row in read_traffic(PIPELINE, ("text",))]
+    texts = [row.inputs["text"] for row in read_traffic(PIPELINE, ("text",))]
     texts = [text for text in texts if len(text) <= options.longest]
     repository = options.repository or build(CACHE / "packed")
     outcome: list[perf_analyzer.LoadResult | UserError] = []

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from triptych.build.cache import cached_stage, code_hash, versions_of
+from triptych.build.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.build.lock import LOCK_FILE, make_lock, print_lock, read_lock
-from triptych.build.source import locate, read_facts, read_tokenizer
 from triptych.errors import Finding, UserError
-from triptych.model_facts import ModelFacts
-from triptych.plan import Plan, make_plan, max_length_of
+from triptych.plan import Plan
+from triptych.prepare import Prepared, Progress
 from triptych.repository.lint import run_checks
 from triptych.repository.render import render
 from triptych.repository.store import hash_files, write_models
-from triptych.spec import PipelineSpec
-from triptych.tasks import find_task
-from triptych.traffic import Lengths, read_traffic
-
-GATE_ROWS = 64
-EDGE_TEXTS = ("", " ", "a", "é 漢字 العربية 🙂", "\x00", "word " * 5000)
-"""Rows the gate adds to the traffic's own: empty, blank, tiny, other scripts, over the limit."""
 
 BUILD_LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
-Progress = Callable[[str, str], None]
-"""Called with a stage's name and what became of it."""
+EXPORT_CODE = ("build/*.py",)
+GATE_CODE = ("quality/*.py",)
+CORE_FILE = "model.onnx"
+REFUSAL_FILE = "cannot_pack.txt"
 
 
 class GateFailure(Exception):
@@ -47,23 +42,6 @@ class LintFailure(Exception):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What is known before anything is exported.
-
-    Attributes:
-        plan: the derived numbers.
-        model_folder: local folder of the model's files.
-        tokenizer_json: text of the runtime's tokenizer.
-        sample_rows: token ids of the gate's samples.
-    """
-
-    plan: Plan
-    model_folder: Path
-    tokenizer_json: str
-    sample_rows: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
 class Built:
     """What a build did.
 
@@ -72,193 +50,228 @@ class Built:
         changed: models written, empty when everything was up to date.
         gate: the gate's result.
         findings: warnings and notes of lint.
+        unpacked: why the layout is not packed although the spec says so; empty where it is.
     """
 
     plan: Plan
     changed: tuple[str, ...]
     gate: Mapping[str, Any]
     findings: tuple[Finding, ...]
+    unpacked: str
 
 
-def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
-    """Resolve the model, tokenize the traffic and derive the plan. Writes only to the cache.
+@dataclass(frozen=True)
+class _Core:
+    """An artifact that passed the gate, and the hash of all that decided it."""
 
-    Raises:
-        UserError: in the spec, the model or the traffic.
-    """
-    task = find_task(spec.task)
-    fields = [tensor.name for tensor in task.inputs]
-    traffic = read_traffic(spec.folder, fields)
-    folder = locate(spec.model, spec.folder)
-    facts = read_facts(folder)
-    progress("source", f"{facts.architecture}, {facts.hidden_size} wide, from {spec.model.source}")
-    _check_max_length(spec, facts)
-    stage = {
-        "model": facts.sha256,
-        "versions": versions_of("transformers", "tokenizers"),
-        "code": code_hash("build/source.py"),
-    }
-    cache, _ = cached_stage("tokenizer", stage, lambda target: _write_tokenizer(folder, target))
-    tokenizer_json = (cache / "tokenizer.json").read_text(encoding="utf-8")
-    texts = [row[fields[0]] for row in traffic]
-    max_length = max_length_of(spec, facts)
-    token_rows = _tokenize(tokenizer_json, facts, texts)
-    lengths = Lengths.of([len(row) for row in token_rows], max_length=max_length)
-    progress(
-        "traffic",
-        f"{lengths.rows} rows, {lengths.mean:.1f} tokens on average, "
-        f"{lengths.truncated_share:.1%} over the limit of {max_length}",
-    )
-    step = max(1, len(texts) // GATE_ROWS)
-    samples = _tokenize(
-        tokenizer_json, facts, [*EDGE_TEXTS, *texts[::step][:GATE_ROWS]], max_length
-    )
-    return Prepared(
-        plan=make_plan(spec, facts, lengths),
-        model_folder=folder,
-        tokenizer_json=tokenizer_json,
-        sample_rows=tuple(tuple(row) for row in samples if row),
-    )
+    prepared: Prepared
+    file: Path
+    key: str
+    gate: dict[str, Any]
+    unpacked: str
 
 
 def build(prepared: Prepared, repository: Path, progress: Progress) -> Built:
     """Export, check and write the pipeline; nothing is written unless everything passed.
+
+    A model whose rows cannot be packed is built bucketed, and `Built.unpacked` says why.
 
     Raises:
         GateFailure: the artifact differs from the reference.
         LintFailure: the repository would not serve.
         UserError: the model cannot be exported, or another build is running.
     """
-    plan, spec = prepared.plan, prepared.plan.spec
-    artifact, export_key = _export(prepared, progress)
-    gate = _gate(prepared, artifact, export_key, progress)
-    if gate["failures"]:
-        raise GateFailure(spec.name, gate["failures"])
-    files = render(plan, core_file=artifact, tokenizer_json=prepared.tokenizer_json)
+    owner = prepared.plan.spec.core.share
+    shared = None if owner is None else _shared_lock(repository, owner)
+    if shared is not None:
+        prepared = prepared.replanned(shared["plan"]["layout"])
+    core = _core(prepared, progress)
+    plan = core.prepared.plan
+    if shared is not None:
+        _check_shared(plan, shared, core.key)
+    files = render(
+        plan, core_file=core.file, tokenizer_file=prepared.tokenizer_file, hooks=prepared.hooks
+    )
+    name = plan.spec.name
+    previous = read_lock(repository, name)
     lock = make_lock(
         plan,
         hash_files(files),
+        core_key=core.key,
+        unpacked=core.unpacked,
         versions=versions_of(*BUILD_LIBRARIES),
-        gate=gate,
-        previous=read_lock(repository, spec.name),
+        gate=core.gate,
+        previous=previous,
     )
-    files[f"{spec.name}/{LOCK_FILE}"] = print_lock(lock)
-    findings = _lint(files, spec.serving.triton)
-    changed = write_models(repository, files)
+    files[f"{name}/{LOCK_FILE}"] = print_lock(lock)
+    findings = _lint(files, repository, plan)
+    before = (previous or {}).get("files", {})
+    retired = {path.partition("/")[0] for path in before} - {p.partition("/")[0] for p in files}
+    changed = write_models(repository, files, retired=sorted(retired))
     state = ", ".join(changed) if changed else "up to date"
     progress("write", f"{repository}: {state}")
-    return Built(plan, tuple(changed), gate, tuple(findings))
+    return Built(plan, tuple(changed), core.gate, tuple(findings), core.unpacked)
 
 
-def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:
-    wanted = spec.tokenizer.max_length
-    if wanted is not None and wanted > facts.max_length:
-        raise UserError(
-            "tokenizer.max_length",
-            f"must be at most the model's own limit of {facts.max_length}",
-            given=wanted,
-            remedy="Lower it, or leave it out to use the model's limit",
-        )
-
-
-def _write_tokenizer(folder: Path, target: Path) -> None:
-    (target / "tokenizer.json").write_text(read_tokenizer(folder), encoding="utf-8")
-
-
-def _tokenize(
-    tokenizer_json: str, facts: ModelFacts, texts: Sequence[str], max_length: int | None = None
-) -> list[list[int]]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    if max_length is not None:
-        tokenizer.enable_truncation(max_length)
-    prompt = facts.prompts.get(facts.default_prompt or "", "")
-    prepared = [prompt + text for text in texts]
-    if facts.lowercase:
-        prepared = [text.lower() for text in prepared]
-    return [encoding.ids for encoding in tokenizer.encode_batch_fast(prepared)]
-
-
-def _export(prepared: Prepared, progress: Progress) -> tuple[Path, dict[str, object]]:
+def _core(prepared: Prepared, progress: Progress) -> _Core:
+    """The core in the planned layout, or bucketed where rows cannot be packed."""
     plan = prepared.plan
-    output = plan.core_outputs[0].name
+    file, key, refusal = _export(prepared, progress)
+    if not refusal:
+        gate = _gate(prepared, file, key, progress)
+        if not gate["failures"]:
+            return _Core(prepared, file, key, gate, "")
+        if not plan.packed:
+            raise GateFailure(plan.spec.name, gate["failures"])
+        refusal = f"packed rows differ from the reference: {'; '.join(gate['failures'])}"
+    if plan.spec.core.share is not None:
+        raise UserError("core.share", "must name a pipeline with a core that fits", given=refusal)
+    progress("layout", f"bucketed instead of packed: {refusal}")
+    fallen = _core(prepared.replanned("bucketed"), progress)
+    return replace(fallen, unpacked=refusal)
+
+
+def _export(prepared: Prepared, progress: Progress) -> tuple[Path, str, str]:
+    """The artifact, the hash of all that decides it, and why it could not be packed if so."""
+    plan = prepared.plan
+    facts = {**asdict(plan.facts), "prompts": None, "default_prompt": None}
     key: dict[str, object] = {
-        "model": plan.facts.sha256,
-        "layout": plan.spec.core.layout,
-        "output": output,
+        "facts": facts,
+        "layout": plan.layout,
+        "core": asdict(plan.core),
+        "inputs": [tensor.name for tensor in plan.core_inputs],
         "versions": versions_of(*BUILD_LIBRARIES),
-        "code": code_hash("build/export.py", "build/packing.py"),
+        "code": code_hash(*EXPORT_CODE),
     }
 
     def work(target: Path) -> None:
         from triptych.build.export import export_onnx
+        from triptych.build.packing import CannotPack
 
-        progress("export", f"{plan.facts.architecture} to ONNX, {plan.spec.core.layout} ...")
-        export_onnx(
-            prepared.model_folder, plan.facts, packed=plan.packed, output=output, target=target
-        )
+        progress("export", f"{plan.facts.architecture} to ONNX, {plan.layout} ...")
+        try:
+            export_onnx(
+                prepared.model_folder,
+                plan.facts,
+                plan.core,
+                plan.core_inputs,
+                packed=plan.packed,
+                target=target,
+            )
+        except CannotPack as reason:
+            (target / REFUSAL_FILE).write_text(str(reason), encoding="utf-8")
 
     folder, cached = cached_stage("export", key, work)
+    note = folder / REFUSAL_FILE
+    if note.is_file():
+        return folder / CORE_FILE, "", note.read_text(encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
-    progress("export", f"model.onnx, {size:.1f} MB{' (cached)' if cached else ''}")
-    return folder / "model.onnx", key
+    progress("export", f"{CORE_FILE}, {size:.1f} MB{' (cached)' if cached else ''}")
+    return folder / CORE_FILE, key_of("export", key), ""
 
 
-def _gate(
-    prepared: Prepared, artifact: Path, export_key: Mapping[str, object], progress: Progress
-) -> dict[str, Any]:
+def _gate(prepared: Prepared, artifact: Path, key: str, progress: Progress) -> dict[str, Any]:
     plan, accuracy = prepared.plan, prepared.plan.spec.accuracy
     overrides = {k: v for k, v in accuracy.model_dump().items() if v is not None}
     thresholds = replace(plan.task.thresholds, **overrides)
-    key = {
-        "artifact": export_key,
-        "rows": prepared.sample_rows,
-        "thresholds": [thresholds.min_cosine, thresholds.max_difference],
+    stage = {
+        "artifact": key,
+        "rows": prepared.samples_hash(),
+        "thresholds": asdict(thresholds),
         "batch_size": plan.spec.core.max_batch_size,
         "onnxruntime": versions_of("onnxruntime"),
-        "code": code_hash("quality/gate.py", "quality/reference.py", "quality/artifact.py"),
+        "code": code_hash(*GATE_CODE),
     }
 
     def work(target: Path) -> None:
         from triptych.quality.artifact import open_onnx
-        from triptych.quality.gate import check_embeddings
-        from triptych.quality.reference import embed_reference
+        from triptych.quality.gate import check
+        from triptych.quality.reference import reference_outputs
 
-        progress("gate", f"{len(prepared.sample_rows)} rows against PyTorch fp32 ...")
-        result = check_embeddings(
-            open_onnx(artifact, packed=plan.packed, pad_token_id=plan.facts.pad_token_id),
-            prepared.sample_rows,
-            embed_reference(prepared.model_folder, plan.facts, prepared.sample_rows),
+        progress("gate", f"{len(prepared.samples)} rows against PyTorch fp32 ...")
+        result = check(
+            open_onnx(
+                artifact,
+                plan.core,
+                plan.core_inputs,
+                packed=plan.packed,
+                pad_token_id=plan.facts.pad_token_id,
+            ),
+            prepared.samples,
+            reference_outputs(prepared.model_folder, plan.facts, plan.core, prepared.samples),
+            plan.core,
             thresholds,
             batch_size=plan.spec.core.max_batch_size,
         )
         (target / "gate.json").write_text(json.dumps(result.as_dict()), encoding="utf-8")
 
-    folder, cached = cached_stage("gate", key, work)
+    folder, cached = cached_stage("gate", stage, work)
     gate: dict[str, Any] = json.loads((folder / "gate.json").read_text(encoding="utf-8"))
-    progress(
-        "gate",
-        f"{'FAILED' if gate['failures'] else 'passed'}: max difference "
-        f"{gate['max_difference']:.1e}, min cosine {gate['min_cosine']:.7f}, neighbour effect "
-        f"{gate['max_neighbour_effect']:.1e}{' (cached)' if cached else ''}",
-    )
+    progress("gate", _gate_line(gate) + (" (cached)" if cached else ""))
     return gate
 
 
-def _lint(files: Mapping[str, Any], triton: str) -> list[Finding]:
-    """Lint the files as they would lie in a repository of their own; errors stop the build."""
-    import tempfile
+def _gate_line(gate: Mapping[str, Any]) -> str:
+    parts = [f"max difference {gate['max_difference']:.1e}"]
+    if gate["min_cosine"] is not None:
+        parts.append(f"min cosine {gate['min_cosine']:.7f}")
+    if gate["label_agreement"] is not None:
+        parts.append(f"labels agree {gate['label_agreement']:.1%}")
+    parts.append(f"neighbour effect {gate['max_neighbour_effect']:.1e}")
+    return f"{'FAILED' if gate['failures'] else 'passed'}: {', '.join(parts)}"
 
+
+def _shared_lock(repository: Path, owner: str) -> dict[str, Any]:
+    lock = read_lock(repository, owner)
+    if lock is None or "layout" not in lock.get("plan", {}):
+        raise UserError(
+            "core.share",
+            "must name a pipeline already built into the repository",
+            given=owner,
+            remedy=f"Run `triptych build {owner}` first, or name both in one command",
+        )
+    if lock["spec"]["core"].get("share") is not None:
+        raise UserError(
+            "core.share",
+            "must name a pipeline with a core of its own",
+            given=f"{owner}, which itself uses that of {lock['spec']['core']['share']}",
+            remedy="Name that one",
+        )
+    return lock
+
+
+def _check_shared(plan: Plan, lock: Mapping[str, Any], key: str) -> None:
+    owner, own = lock["spec"]["core"], plan.spec.core
+    if lock["core_key"] != key:
+        raise UserError(
+            "core.share",
+            "must name a pipeline of the same model, task head and parameters of the core",
+            given=f"{own.share}: its core is another one",
+            remedy="Remove core.share to give this pipeline a core of its own",
+        )
+    if own.max_batch_size > owner["max_batch_size"]:
+        raise UserError(
+            "core.max_batch_size",
+            f"must be at most that of the shared core, {owner['max_batch_size']}",
+            given=own.max_batch_size,
+            remedy=f"Lower it, or raise it in {own.share} first",
+        )
+
+
+def _lint(files: Mapping[str, Any], repository: Path, plan: Plan) -> list[Finding]:
+    """Lint the files as they would lie in a repository of their own; errors stop the build."""
     with tempfile.TemporaryDirectory(prefix="triptych-lint-") as scratch:
         for path, content in files.items():
             target = Path(scratch, path)
             target.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, Path):
-                target.symlink_to(content)
+                target.symlink_to(content.absolute())
             else:
                 target.write_bytes(content)
-        findings = run_checks(Path(scratch), triton=triton)
+        if plan.spec.core.share is not None:
+            core = plan.step("core")
+            Path(scratch, core).symlink_to((repository / core).absolute())
+        findings = run_checks(Path(scratch), triton=plan.spec.serving.triton)
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise LintFailure(errors)

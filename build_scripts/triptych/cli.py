@@ -58,13 +58,62 @@ def main() -> None:
 
 
 @app.command()
+def new(
+    name: Name,
+    task: Annotated[str, typer.Option("--task", help="What the pipeline does.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="Hub id, package:… or folder; else an example.")
+    ] = None,
+    hooks: Annotated[
+        bool, typer.Option("--hooks", help="Add hooks.py and its tests: functions of your own.")
+    ] = False,
+    pipelines: Pipelines = PIPELINES,
+    as_json: Json = False,
+) -> None:
+    """Write the folder of a new pipeline, ready to edit. Never overwrites."""
+    from triptych.scaffold import scaffold
+
+    made = scaffold(name, task=task, model=model, with_hooks=hooks, pipelines=pipelines)
+    if as_json:
+        _print_json(made.as_dict())
+        return
+    output.print(made.folder, style="bold", markup=False)
+    for file in made.files:
+        output.print(f"  {file}", markup=False)
+    output.print("Edit pipeline.yaml and traffic.jsonl, then:")
+    for command in made.commands:
+        output.print(f"  {command}", markup=False)
+
+
+@app.command()
+def test(  # a verb, not a test
+    name: Name,
+    pipelines: Pipelines = PIPELINES,  # noqa: PT028
+    as_json: Json = False,  # noqa: PT028
+) -> None:
+    """Check a pipeline's spec, traffic and hooks, and run its tests: no server, no model."""
+    from triptych.hook_tests import check_pipeline
+
+    checks = check_pipeline(pipelines / name)
+    if as_json:
+        _print_json([check.as_dict() for check in checks])
+    else:
+        for check in checks:
+            style = {"error": "red", "warning": "yellow"}.get(check.severity, "")
+            line = f"{check.severity:8} {check.name:18} {check.note}".rstrip()
+            output.print(line, style=style, markup=False)
+    failed = any(check.severity == "error" for check in checks)
+    raise typer.Exit(EXIT_FINDINGS if failed else 0)
+
+
+@app.command()
 def inspect(
     name: Name, pipelines: Pipelines = PIPELINES, overrides: Overrides = None, as_json: Json = False
 ) -> None:
     """Print the plan of a pipeline: models, shapes, limits and why. Writes nothing."""
-    from triptych.assemble import prepare
     from triptych.build.cache import cache_root
     from triptych.describe import describe_plan
+    from triptych.prepare import prepare
     from triptych.spec import load_spec
 
     plan = prepare(load_spec(pipelines / name, overrides or ()), _progress).plan
@@ -85,6 +134,7 @@ def build(
 ) -> None:
     """Build pipelines into the model repository; nothing is written unless every check passed."""
     from triptych import assemble
+    from triptych.prepare import prepare
     from triptych.spec import load_spec
 
     # Every spec is read before the first build: a typo in the last one costs no time.
@@ -93,7 +143,7 @@ def build(
     for spec in specs:
         status.print(f"{spec.name}", style="bold", markup=False)
         try:
-            built = assemble.build(assemble.prepare(spec, _progress), repository, _progress)
+            built = assemble.build(prepare(spec, _progress), repository, _progress)
         except assemble.GateFailure as failure:
             _fail(as_json, {"pipeline": spec.name, "gate": failure.failures}, str(failure))
         except assemble.LintFailure as failure:
@@ -205,8 +255,20 @@ def infer(
     text: Annotated[
         list[str] | None, typer.Option("--text", "-t", help="A text; may be repeated.")
     ] = None,
+    text_pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text-pair", help="What goes with the text: a context, a passage; may be repeated."
+        ),
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", help="An image file; may be repeated.")
+    ] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="A file with one text a line.")
+        Path | None,
+        typer.Option(
+            "--file", "-f", help="A file with one text a line, or .jsonl with the inputs by name."
+        ),
     ] = None,
     url: Annotated[str, typer.Option(help="gRPC endpoint.")] = "127.0.0.1:8001",
     parameters: Annotated[
@@ -216,21 +278,22 @@ def infer(
     timeout_s: Annotated[float, typer.Option(help="Deadline.")] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Send texts to a served pipeline and print what comes back."""
-    from triptych.serving.ask import ask, parse_parameters, read_texts
+    """Send texts or images to a served pipeline and print what comes back.
 
-    texts = read_texts(text or (), file)
-    outputs = ask(
-        name, texts, url=url, parameters=parse_parameters(parameters or ()), timeout_s=timeout_s
-    )
+    Of --text and --text-pair one may be given once: it then goes with each of the other.
+    """
+    from triptych.serving.ask import ask, describe_answer, parse_parameters, read_questions
+
+    questions = read_questions(text or (), text_pair or (), image or (), file)
+    asked = parse_parameters(parameters or ())
+    answers = ask(name, questions, url=url, parameters=asked, timeout_s=timeout_s)
     if as_json:
-        columns = zip(*outputs.values(), strict=True)
-        _print_json([dict(zip(outputs, values, strict=True)) for values in columns])
+        _print_json(answers)
         return
-    for row, content in enumerate(texts):
-        output.print(f"{content!r:.70}", style="bold", markup=False)
-        for key, values in outputs.items():
-            output.print(f"  {key}: {_shorten(values[row])}", markup=False)
+    for question, answer in zip(questions, answers, strict=True):
+        output.print(f"{question.shown!r:.70}", style="bold", markup=False)
+        for line in describe_answer(answer):
+            output.print(f"  {line}", markup=False)
 
 
 @app.command()
@@ -289,12 +352,6 @@ def _print_tree(value: Any, indent: int = 0) -> None:
             _print_tree(item, indent + 1)
         else:
             output.print(f"{pad}{key:22} {item}", markup=False)
-
-
-def _shorten(value: Any) -> str:
-    if isinstance(value, list) and len(value) > 6:
-        return f"[{', '.join(f'{v:.4f}' for v in value[:6])}, …] ({len(value)} elements)"
-    return str(value)
 
 
 if __name__ == "__main__":

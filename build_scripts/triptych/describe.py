@@ -5,39 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from triptych.plan import Plan
-from triptych.tensors import ROW_STRIDE, TICKET, Tensor
+from triptych.tensors import ROW_STRIDE, Tensor
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
     """The plan as nested plain data, ready to print or to dump as JSON."""
-    core, serving = plan.spec.core, plan.spec.serving
+    core, serving, task = plan.spec.core, plan.spec.serving, plan.task
     stride = (ROW_STRIDE,) if plan.packed else ()
     steps = {
-        "preprocess": (plan.task.inputs, (*plan.core_inputs, TICKET), "python"),
-        "core": (plan.core_inputs + stride, plan.core_outputs, core.backend),
-        "postprocess": ((*plan.core_outputs, TICKET), plan.outputs, "python"),
+        "preprocess": (task.inputs, (*plan.core_inputs, *plan.past_core), "python"),
+        "core": (plan.core_inputs + stride, plan.core.outputs, core.backend),
+        "postprocess": ((*plan.core.outputs, *plan.past_core), task.outputs, "python"),
     }
+    rules = task.parameters(plan.facts)
     return {
         "pipeline": plan.spec.name,
-        "task": plan.task.name,
-        "model": {
-            "source": plan.spec.model.source,
-            "architecture": plan.facts.architecture,
-            "pooling": "+".join(plan.facts.pooling),
-            "vector": plan.facts.embedding_size,
-            "max_length": f"{plan.max_length} tokens: {plan.reasons['max_length']}",
-        },
-        "traffic": {
-            "rows": plan.lengths.rows,
-            "mean_tokens": round(plan.lengths.mean, 1),
-            "p50_tokens": plan.lengths.quantile(0.5),
-            "p99_tokens": plan.lengths.quantile(0.99),
-            "truncated": f"{plan.lengths.truncated_share:.1%}",
-        },
+        "task": task.name,
+        "model": _describe_model(plan),
+        "traffic": _describe_traffic(plan),
         "batching": {
-            "layout": core.layout,
+            "layout": _describe_layout(plan),
             "precision": core.precision,
             "max_batch_size": f"{core.max_batch_size}: {plan.reasons['max_batch_size']}",
+            "rows_a_request": f"{plan.request_rows}: {plan.reasons['request_rows']}",
             "bucket_edges": _describe_edges(plan),
             "padding": f"{plan.padding_share:.1%} of computed tokens on this traffic",
             "queue": f"{serving.queue.max_delay_us} us, {serving.queue.max_size} requests: "
@@ -45,14 +35,15 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
             "warm_ups": ", ".join(f"{w.rows}x{w.tokens}" for w in plan.warm_ups),
         },
         "request_parameters": {
-            name: " ".join(f"{k}={v}" for k, v in rule.items())
-            for name, rule in plan.request_parameters.items()
+            name: " ".join(f"{k}={v}" for k, v in rule.as_dict().items())
+            + f" default={plan.parameters.get(name, 'none')}"
+            for name, rule in rules.items()
         },
         "models": {
             plan.spec.name: {
                 "backend": "ensemble",
-                "inputs": _describe_tensors(plan.task.inputs),
-                "outputs": _describe_tensors(plan.outputs),
+                "inputs": _describe_tensors(task.inputs),
+                "outputs": _describe_tensors(task.outputs),
             },
             **{
                 plan.step(step): {
@@ -67,9 +58,47 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _describe_edges(plan: Plan) -> str:
+def _describe_model(plan: Plan) -> dict[str, Any]:
+    facts = plan.facts
+    described: dict[str, Any] = {
+        "source": plan.spec.model.source,
+        "architecture": facts.architecture,
+    }
+    if plan.core.reads == "pooled":
+        described |= {"pooling": "+".join(facts.pooling), "vector": facts.embedding_size}
+    if facts.labels:
+        some = ", ".join(facts.labels[:8]) + (", …" if len(facts.labels) > 8 else "")
+        described |= {"labels": f"{len(facts.labels)}: {some}", "activation": facts.activation}
+    if facts.image is not None:
+        image = facts.image
+        described["pixels"] = f"{image.height} x {image.width} x {image.channels}"
+    else:
+        described["max_length"] = f"{plan.max_length} tokens: {plan.reasons['max_length']}"
+    return described
+
+
+def _describe_traffic(plan: Plan) -> dict[str, Any]:
+    lengths = plan.lengths
+    if lengths is None:
+        return {"rows": "images, all of one size for the core"}
+    return {
+        "rows": lengths.rows,
+        "mean_tokens": round(lengths.mean, 1),
+        "p50_tokens": lengths.quantile(0.5),
+        "p99_tokens": lengths.quantile(0.99),
+        "truncated": f"{lengths.truncated_share:.1%}",
+    }
+
+
+def _describe_layout(plan: Plan) -> str:
     if plan.packed:
-        return "none: rows lie end to end without padding"
+        return "packed, if that leaves the model's results as they are: the build proves it"
+    return plan.layout
+
+
+def _describe_edges(plan: Plan) -> str:
+    if not plan.bucket_edges:
+        return "none: no row is padded"
     edges = ", ".join(map(str, plan.bucket_edges))
     return f"{edges}: {plan.reasons['bucket_edges']}"
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+from triptych.image_facts import ImageFacts
+
+Activation = Literal["softmax", "sigmoid", "none"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,13 @@ class ModelFacts:
         head: what follows pooling, in order.
         prompts: name to text put before each input.
         default_prompt: name of the prompt used when a request names none; None for no prompt.
+        labels: what each output of a classifying head stands for, by index.
+        activation: makes scores of a classifying head's logits.
+        segments: kinds of segment the model tells apart (token types); 1 where it does not.
+        mask_token: stands for the word to be filled in; None where the tokenizer has none.
+        mask_token_id: its id.
+        unk_token_id: of what is not in the vocabulary; None where nothing is unknown.
+        image: how the model's image processor makes pixels; None for models of text.
     """
 
     sha256: str
@@ -57,6 +69,13 @@ class ModelFacts:
     head: tuple[Dense | Normalize, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    labels: tuple[str, ...] = ()
+    activation: Activation = "softmax"
+    segments: int = 1
+    mask_token: str | None = None
+    mask_token_id: int | None = None
+    unk_token_id: int | None = None
+    image: ImageFacts | None = None
 
     @property
     def embedding_size(self) -> int:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.model_facts import ModelFacts
 from triptych.spec import PipelineSpec
-from triptych.tasks import Task, find_task
-from triptych.tensors import INPUT_IDS, ROW_LENGTH, Tensor
+from triptych.tasks import Core, Task
+from triptych.tensors import CARRY, FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, TICKET, Tensor
 from triptych.traffic import Lengths
 
 TENSOR_CORE_MULTIPLE = 8
 """Padded lengths on a GPU are multiples of this: tensor cores work on blocks of 8."""
+
+Layout = Literal["packed", "bucketed", "fixed"]
+"""How rows share a batch; ``fixed``: all rows have the same shape, as images have."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,14 @@ class Plan:
         spec: the declaration it follows.
         facts: of the model.
         task: what is decoded.
-        lengths: of the traffic, in tokens.
-        max_length: tokens a row may have.
-        bucket_edges: padded lengths, ascending, the last one `max_length`; empty when packed.
+        parameters: of requests, with the pipeline's defaults.
+        layout: how rows share a batch.
+        lengths: of the traffic's core rows, in tokens; None for images.
+        max_length: tokens a core row may have.
+        request_rows: rows a request may have.
+        bucket_edges: padded lengths, ascending, the last one `max_length`; empty unless bucketed.
         core_inputs: of the core's config, without the batch dimension.
-        core_outputs: what the core returns a row.
-        outputs: of the ensemble.
-        request_parameters: what a request may ask for, as rules for the preprocess step.
+        core: what the core computes and returns.
         warm_ups: of the core.
         reasons: number to why it is what it is, for `inspect`.
     """
@@ -49,62 +54,121 @@ class Plan:
     spec: PipelineSpec
     facts: ModelFacts
     task: Task
-    lengths: Lengths
+    parameters: Mapping[str, Any]
+    layout: Layout
+    lengths: Lengths | None
     max_length: int
+    request_rows: int
     bucket_edges: tuple[int, ...]
     core_inputs: tuple[Tensor, ...]
-    core_outputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    request_parameters: Mapping[str, Mapping[str, object]]
+    core: Core
     warm_ups: tuple[WarmUp, ...]
     reasons: Mapping[str, str]
 
     @property
     def packed(self) -> bool:
         """Rows share a batch end to end, without padding."""
-        return self.spec.core.layout == "packed"
+        return self.layout == "packed"
+
+    @property
+    def past_core(self) -> tuple[Tensor, ...]:
+        """What goes from preprocess to postprocess without passing through the core."""
+        return (TICKET, CARRY) if self.task.carries else (TICKET,)
 
     def step(self, name: str) -> str:
         """Triton's name of the model that is this pipeline's step `name`."""
-        return f"{self.spec.name}_{name}"
+        owner = self.spec.core.share if name == "core" else None
+        return f"{owner or self.spec.name}_{name}"
 
     @property
     def padding_share(self) -> float:
         """Computed tokens that are padding, over all computed tokens, for the traffic."""
-        if self.packed:
+        if self.lengths is None or not self.bucket_edges:
             return 0.0
         computed = sum(bucket_of(n, self.bucket_edges) * c for n, c in self.lengths.counts.items())
         return 1.0 - self.lengths.mean * self.lengths.rows / computed
 
 
-def max_length_of(spec: PipelineSpec, facts: ModelFacts) -> int:
-    """Tokens a row may have: the spec's limit, else the model's own."""
-    return min(spec.tokenizer.max_length or facts.max_length, facts.max_length)
+def max_length_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
+    """Tokens a core row may have: the spec's limit, else the task's, at most the model's own."""
+    return min(spec.tokenizer.max_length or task.max_length or facts.max_length, facts.max_length)
 
 
-def make_plan(spec: PipelineSpec, facts: ModelFacts, lengths: Lengths) -> Plan:
-    """Derive every number the repository needs."""
-    task = find_task(spec.task)
-    max_length = max_length_of(spec, facts)
-    packed = spec.core.layout == "packed"
+def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
+    """The core's inputs, without what the server adds."""
+    if facts.image is not None:
+        image = facts.image
+        return (Tensor("pixels", "UINT8", (image.height, image.width, image.channels)),)
+    if task.pairs and facts.segments > 1:
+        return INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT
+    return INPUT_IDS, ROW_LENGTH
+
+
+def row_settings(spec: PipelineSpec, facts: ModelFacts, task: Task) -> dict[str, object]:
+    """What the task's row maker needs to know, but for the padded lengths."""
+    settings: dict[str, object] = {
+        "inputs": [tensor.name for tensor in task.inputs],
+        "max_core_rows": spec.core.max_batch_size,
+        **task.settings(facts),
+    }
+    if facts.image is not None:
+        return settings | {
+            "image": asdict(facts.image),
+            "max_image_bytes": spec.image.max_bytes,
+            "max_pixels": spec.image.max_pixels,
+        }
+    return settings | {
+        "lowercase": facts.lowercase,
+        "max_length": max_length_of(spec, facts, task),
+        "overflow": spec.tokenizer.overflow,
+        "pad_token_id": facts.pad_token_id,
+        "segments": FIRST_SEGMENT in inputs_of(facts, task),
+        "unk_token_id": facts.unk_token_id,
+    }
+
+
+def make_plan(
+    spec: PipelineSpec,
+    facts: ModelFacts,
+    task: Task,
+    parameters: Mapping[str, Any],
+    lengths: Lengths | None,
+    *,
+    layout: Layout | None = None,
+) -> Plan:
+    """Derive every number the repository needs.
+
+    Args:
+        spec: the declaration.
+        facts: of the model.
+        task: what is decoded.
+        parameters: of requests, with the pipeline's defaults.
+        lengths: of the traffic's core rows; None for images.
+        layout: instead of the spec's, where that has turned out impossible.
+    """
+    max_length = max_length_of(spec, facts, task)
+    layout = "fixed" if lengths is None else layout or spec.core.layout
     edges: tuple[int, ...] = ()
-    if not packed:
+    if lengths is not None and layout == "bucketed":
         multiple = TENSOR_CORE_MULTIPLE if spec.core.device == "gpu" else 1
         edges = choose_edges(lengths, max_length, count=spec.core.bucket_count, multiple=multiple)
-    warm_lengths = edges or tuple(sorted({lengths.quantile(0.5), lengths.quantile(0.99)}))
+    warm_lengths = edges or (1,)
+    if lengths is not None and not edges:
+        warm_lengths = tuple(sorted({lengths.quantile(0.5), lengths.quantile(0.99)}))
     return Plan(
         spec=spec,
         facts=facts,
         task=task,
+        parameters=parameters,
+        layout=layout,
         lengths=lengths,
         max_length=max_length,
+        request_rows=max(1, spec.core.max_batch_size // task.expansion),
         bucket_edges=edges,
-        core_inputs=(INPUT_IDS, ROW_LENGTH),
-        core_outputs=task.core_outputs(facts),
-        outputs=task.outputs(facts),
-        request_parameters=task.request_parameters(facts),
+        core_inputs=inputs_of(facts, task),
+        core=task.core(facts, parameters),
         warm_ups=tuple(WarmUp(rows=1, tokens=tokens) for tokens in warm_lengths),
-        reasons=_reasons(spec, facts, lengths, max_length, edges),
+        reasons=_reasons(spec, facts, task, lengths, max_length, edges),
     )
 
 
@@ -156,22 +220,32 @@ def choose_edges(
 def _reasons(
     spec: PipelineSpec,
     facts: ModelFacts,
-    lengths: Lengths,
+    task: Task,
+    lengths: Lengths | None,
     max_length: int,
     edges: tuple[int, ...],
 ) -> dict[str, str]:
     own = spec.tokenizer.max_length
-    if own is None or own >= facts.max_length:
-        limit = f"the model's own limit ({facts.max_length})"
-    else:
+    if own is not None and own < facts.max_length:
         limit = f"tokenizer.max_length in the spec (the model allows {facts.max_length})"
+    elif max_length < facts.max_length:
+        limit = f"usual for {task.name} (the model allows {facts.max_length})"
+    else:
+        limit = f"the model's own limit ({facts.max_length})"
+    full = "core.max_batch_size"
+    if lengths is not None:
+        tokens = spec.core.max_batch_size * lengths.mean
+        full += f"; about {tokens:.0f} tokens in a full batch of this traffic"
+    room = "as many as a batch holds"
+    if task.expansion > 1:
+        room = f"leaves room for {task.expansion} rows of the model each"
     reasons = {
         "max_length": limit,
-        "max_batch_size": "core.max_batch_size; about "
-        f"{spec.core.max_batch_size * lengths.mean:.0f} tokens in a full batch of this traffic",
+        "max_batch_size": full,
+        "request_rows": room,
         "queue": "no delay by default, since a busy core gathers a batch by itself",
     }
-    if edges:
+    if edges and lengths is not None:
         spans = ", ".join(f"{low + 1}-{high}" for low, high in pairwise((0, *edges)))
         reasons["bucket_edges"] = f"fewest padded tokens over {lengths.rows} rows: {spans}"
     return reasons

@@ -50,6 +50,18 @@ class Tokenizer(_Frozen):
     max_text_bytes: Positive = 131_072
 
 
+class Image(_Frozen):
+    """Limits on what is decoded, so that one request cannot hold up or exhaust the server.
+
+    Attributes:
+        max_bytes: a larger file is refused.
+        max_pixels: an image that would be larger when decoded is refused before it is.
+    """
+
+    max_bytes: Positive = 20_000_000
+    max_pixels: Positive = 50_000_000
+
+
 class Core(_Frozen):
     """The compiled model.
 
@@ -57,7 +69,9 @@ class Core(_Frozen):
         backend: Triton's name of what runs it.
         device: ``gpu`` asks Triton for KIND_GPU instances.
         precision: of weights and activations.
-        layout: how rows of different length share a batch.
+        layout: how rows of different length share a batch; a model whose rows cannot be packed
+            without changing results is built bucketed.
+        share: pipeline of the same repository and model whose core serves this one, too.
         max_batch_size: rows Triton may put into one batch, and a client into one request.
         bucket_count: number of padded lengths of the bucketed layout.
     """
@@ -68,6 +82,7 @@ class Core(_Frozen):
     layout: Literal["packed", "bucketed"] = "packed"
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
     bucket_count: Annotated[int, Field(ge=1, le=32)] = 6
+    share: str | None = None
 
 
 class Instances(_Frozen):
@@ -112,14 +127,56 @@ class Accuracy(_Frozen):
     max_difference: Annotated[float, Field(gt=0)] | None = None
 
 
+class CustomOutput(_Frozen):
+    """An output of a custom task.
+
+    Attributes:
+        name: as the client reads it.
+        dtype: Triton's name of the element type.
+        dims: one entry an axis, without the batch; -1 for one of variable size.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+    dtype: Literal["BYTES", "FP32", "INT8", "INT32", "INT64", "BOOL"]
+    dims: Annotated[list[Annotated[int, Field(ge=-1)]], Field(min_length=1)] = [1]
+
+
+class Custom(_Frozen):
+    """A task of the pipeline's own: `decode` in its ``hooks.py`` makes the outputs.
+
+    Attributes:
+        inputs: ``text``, or ``text`` and ``text_pair``.
+        model_class: class of transformers that loads the model with its head.
+        reads: what of the encoder's result the head works on.
+        returns: what leaves the core.
+        outputs: of the ensemble.
+    """
+
+    inputs: Annotated[list[Literal["text", "text_pair"]], Field(min_length=1)] = ["text"]
+    model_class: Annotated[str, Field(pattern=r"^Auto[A-Za-z]+$")]
+    reads: Literal["row", "tokens", "pooled"] = "row"
+    returns: Literal["logits", "scores", "token_scores", "vector"] = "scores"
+    outputs: Annotated[list[CustomOutput], Field(min_length=1)]
+
+
 class PipelineSpec(_Frozen):
-    """One pipeline as declared; ``name`` is its folder's name, ``folder`` where it was read."""
+    """One pipeline as declared.
+
+    Attributes:
+        name: of its folder.
+        folder: where it was read.
+        parameters: defaults of request parameters, instead of the task's own.
+        custom: where `task` is ``custom``.
+    """
 
     name: str
     folder: Path
     task: str
     model: ModelSource
+    parameters: dict[str, bool | int | float | str | list[str]] = {}
+    custom: Custom | None = None
     tokenizer: Tokenizer = Tokenizer()
+    image: Image = Image()
     core: Core = Core()
     serving: Serving = Serving()
     accuracy: Accuracy = Accuracy()
@@ -142,7 +199,7 @@ def load_spec(folder: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
             str(path),
             "must be a mapping of `task` and `model` at least",
             given=type(document).__name__,
-            remedy="See pipelines/minilm/pipeline.yaml for a small example",
+            remedy="See pipelines/README.md, or start with `triptych new`",
         )
     for override in overrides:
         _apply_override(document, override)

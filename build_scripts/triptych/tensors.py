@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-DType = Literal["BYTES", "INT32", "INT64", "FP32"]
+DType = Literal["BYTES", "BOOL", "UINT8", "INT8", "INT32", "INT64", "FP32"]
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,13 @@ class Tensor:
         name: as Triton and the ONNX graph know it.
         dtype: Triton's name of the element type.
         dims: one entry an axis; a string names an axis of variable size.
+        content: what the elements of a BYTES tensor hold.
     """
 
     name: str
     dtype: DType
     dims: tuple[int | str, ...]
+    content: Literal["text", "json", "image"] = "text"
 
     @property
     def config_type(self) -> str:
@@ -39,8 +41,26 @@ INPUT_IDS = Tensor("input_ids", "INT32", ("tokens",))
 ROW_LENGTH = Tensor("row_length", "INT32", (1,))
 """Tokens of a row without its padding."""
 
+FIRST_SEGMENT = Tensor("first_segment", "INT32", (1,))
+"""Tokens of a row before its second segment: token types are 0 there and 1 from there on."""
+
+CARRY = Tensor("carry", "BYTES", (1,))
+"""Goes past the core from preprocess to postprocess, a row each: see `runtime.carry`."""
+
 TICKET = Tensor("ticket", "INT64", (1,))
 """Goes past the core from preprocess to postprocess: see `runtime.admission`."""
 
 ROW_STRIDE = Tensor("row_stride", "INT32", ())
 """Packed only, made by the server: places each row occupies in `input_ids`, pads included."""
+
+
+class TokenRow(NamedTuple):
+    """One row as the core gets it, not padded.
+
+    Attributes:
+        ids: its tokens.
+        first_segment: tokens before the second segment; all of them where there is only one.
+    """
+
+    ids: tuple[int, ...]
+    first_segment: int

@@ -7,10 +7,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from triptych.errors import UserError
 
 TRAFFIC_FILE = "traffic.jsonl"
+PARAMETERS = "parameters"
+
+
+class TrafficRow(NamedTuple):
+    """One line of the traffic.
+
+    Attributes:
+        line: its number, from 1.
+        inputs: a string for each of the task's inputs; of an image the path of its file.
+        parameters: request parameters of this row alone.
+    """
+
+    line: int
+    inputs: dict[str, str]
+    parameters: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,8 +73,10 @@ class Lengths:
         return max(self.counts)
 
 
-def read_traffic(folder: Path, fields: Sequence[str]) -> list[dict[str, str]]:
+def read_traffic(folder: Path, fields: Sequence[str]) -> list[TrafficRow]:
     """Read ``folder/traffic.jsonl``: one JSON object a line with a string for each of `fields`.
+
+    An object may also have `parameters`: those of its request.
 
     Raises:
         UserError: a missing or empty file, or a line that is not such an object.
@@ -76,14 +94,19 @@ def read_traffic(folder: Path, fields: Sequence[str]) -> list[dict[str, str]]:
         if not line.strip():
             continue
         row = _parse_row(line)
-        if not isinstance(row, dict) or not all(isinstance(row.get(f), str) for f in fields):
+        parameters = row.get(PARAMETERS, {}) if isinstance(row, dict) else None
+        if (
+            not isinstance(row, dict)
+            or not isinstance(parameters, dict)
+            or not all(isinstance(row.get(field), str) for field in fields)
+        ):
             raise UserError(
                 f"{path}:{number}",
                 "must be a JSON object with a string for each input of the task",
                 given=repr(line[:80].decode("utf-8", "replace")),
                 remedy=f"Write {form}",
             )
-        rows.append({name: row[name] for name in fields})
+        rows.append(TrafficRow(number, {name: row[name] for name in fields}, parameters))
     if not rows:
         raise UserError(
             str(path), "must have rows", given="none", remedy=f"Add real requests: {form}"

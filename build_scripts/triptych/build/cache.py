@@ -34,10 +34,11 @@ def key_of(stage: str, inputs: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def code_hash(*modules: str) -> str:
-    """Hash of the source of modules of this package: another code is another result."""
+def code_hash(*patterns: str) -> str:
+    """Hash of the source of this package's files that match: another code is another result."""
     root = Path(__file__).parents[1]
-    return key_of("code", {module: sha256_of(root / module) for module in modules})
+    files = sorted({path for pattern in patterns for path in root.glob(pattern)})
+    return key_of("code", {path.relative_to(root).as_posix(): sha256_of(path) for path in files})
 
 
 def versions_of(*distributions: str) -> dict[str, str]:

@@ -11,13 +11,15 @@ from typing import Any
 from triptych.plan import Plan
 
 LOCK_FILE = "triptych.lock.json"
-SCHEMA = 1
+SCHEMA = 2
 
 
 def make_lock(
     plan: Plan,
     file_hashes: Mapping[str, str],
     *,
+    core_key: str,
+    unpacked: str,
     versions: Mapping[str, str],
     gate: Mapping[str, object],
     previous: Mapping[str, Any] | None,
@@ -27,6 +29,8 @@ def make_lock(
     Args:
         plan: what was built.
         file_hashes: path relative to the repository -> SHA-256 in hex.
+        core_key: hash of all that decided the core.
+        unpacked: why the layout is not packed although the spec says so; else empty.
         versions: of the libraries that made the artifact.
         gate: the gate's result.
         previous: the lock in place; its time is kept where all else is equal.
@@ -39,19 +43,31 @@ def make_lock(
         "model_sha256": plan.facts.sha256,
         "architecture": plan.facts.architecture,
         "versions": dict(versions),
-        "plan": {"max_length": plan.max_length, "bucket_edges": list(plan.bucket_edges)},
-        "traffic": {
-            "rows": plan.lengths.rows,
-            "mean_tokens": round(plan.lengths.mean, 2),
-            "p99_tokens": plan.lengths.quantile(0.99),
-            "truncated_share": round(plan.lengths.truncated_share, 4),
+        "core_key": core_key,
+        "plan": {
+            "layout": plan.layout,
+            "unpacked": unpacked,
+            "max_length": plan.max_length,
+            "bucket_edges": list(plan.bucket_edges),
         },
+        "traffic": _traffic(plan),
         "gate": dict(gate),
         "files": dict(sorted(file_hashes.items())),
     }
     if previous is not None and {**previous, "built_at": ""} == {**lock, "built_at": ""}:
         lock["built_at"] = previous["built_at"]
     return lock
+
+
+def _traffic(plan: Plan) -> dict[str, object]:
+    if plan.lengths is None:
+        return {}
+    return {
+        "rows": plan.lengths.rows,
+        "mean_tokens": round(plan.lengths.mean, 2),
+        "p99_tokens": plan.lengths.quantile(0.99),
+        "truncated_share": round(plan.lengths.truncated_share, 4),
+    }
 
 
 def print_lock(lock: Mapping[str, Any]) -> bytes:

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from triptych.build.cache import sha256_of
+from triptych.build.classes import read_activation, read_labels
+from triptych.build.sentence_modules import read_json, read_modules
 from triptych.errors import UserError
-from triptych.model_facts import Dense, ModelFacts, Normalize
+from triptych.image_facts import ImageFacts
+from triptych.model_facts import ModelFacts
 from triptych.spec import ModelSource
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 FILES = ("*.json", "*.txt", "*.model", "*.safetensors")
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-SENTENCE = "sentence_embedding"
 FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
-POOLING = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-"""Flags of a sentence-transformers pooling config, in the order their vectors are joined."""
 
 
 def locate(model: ModelSource, pipeline_folder: Path) -> Path:
@@ -124,56 +116,34 @@ def _hub_folder(model: ModelSource) -> Path:
 def read_facts(folder: Path) -> ModelFacts:
     """What the files in `folder` say of the model.
 
-    Sentence-transformers files (``modules.json`` and what it names) are honoured; a model without
-    them is pooled by the mean, not normalised, as sentence-transformers itself does.
-
     Raises:
-        UserError: a module, or a setting of one, that changes results and is not known here.
+        UserError: a setting that changes results and is not known here.
     """
-    config = _read_json(folder / "config.json")
-    hidden_size = config.get("hidden_size") or config.get("dim") or config.get("d_model")
-    if not isinstance(hidden_size, int):
-        raise UserError(
-            str(folder / "config.json"),
-            "must give the size of a token's vector (hidden_size)",
-            given=config.get("model_type", "no model_type"),
-            remedy="Choose an encoder model",
-        )
-    pooling: tuple[str, ...] = ("mean",)
-    head: list[Dense | Normalize] = []
-    for index, module in enumerate(_read_json(folder / "modules.json", default=[])):
-        kind, path = module["type"].rsplit(".", 1)[-1], folder / module["path"]
-        settings = _read_json(path / "config.json", default={})
-        # Newer files name the tensors a module reads and writes; only vectors are expected here.
-        on_vectors = settings.get("module_input_name", SENTENCE) == SENTENCE
-        if kind == "Transformer" and index == 0:
-            continue
-        if kind == "Pooling":
-            pooling = _pooling(settings, path)
-        elif kind == "Dense" and on_vectors:
-            head.append(_dense(settings, module["path"]))
-        elif kind == "Normalize" and on_vectors:
-            head.append(Normalize())
-        else:
-            raise UserError(
-                str(folder / "modules.json"),
-                "must be a Transformer, then Pooling, Dense and Normalize on the pooled vector",
-                given=f"{module['type']} as module {index}",
-                remedy="Choose a model without that module",
-            )
-    transformer = _read_json(folder / "sentence_bert_config.json", default={})
-    prompts = _read_json(folder / "config_sentence_transformers.json", default={})
+    config = read_json(folder / "config.json")
+    transformer = read_json(folder / "sentence_bert_config.json", default={})
+    sentence = read_json(folder / "config_sentence_transformers.json", default={})
+    pooling, head = read_modules(folder, sentence)
+    labels = read_labels(config)
+    image = _image_facts(folder)
+    texts = _TextFacts() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
     return ModelFacts(
         sha256=_hash(folder),
         architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
-        hidden_size=hidden_size,
+        hidden_size=0 if image else _hidden_size(folder, config),
         max_length=_max_length(folder, config, transformer),
         pad_token_id=config.get("pad_token_id") or 0,
         lowercase=bool(transformer.get("do_lower_case", False)),
         pooling=pooling,
-        head=tuple(head),
-        prompts=prompts.get("prompts") or {},
-        default_prompt=prompts.get("default_prompt_name"),
+        head=head,
+        prompts=sentence.get("prompts") or {},
+        default_prompt=sentence.get("default_prompt_name"),
+        labels=labels,
+        activation=read_activation(config, sentence, len(labels)),
+        segments=texts.segments,
+        mask_token=texts.mask_token,
+        mask_token_id=texts.mask_token_id,
+        unk_token_id=texts.unk_token_id,
+        image=image,
     )
 
 
@@ -186,13 +156,58 @@ def read_tokenizer(folder: Path) -> str:
     Raises:
         UserError: the folder has no tokenizer, or only one without a fast form.
     """
+    backend = _load_tokenizer(folder).backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    text: str = backend.to_str()
+    return text
+
+
+class _TextFacts(NamedTuple):
+    """The part of `ModelFacts` that the tokenizer knows."""
+
+    segments: int = 1
+    mask_token: str | None = None
+    mask_token_id: int | None = None
+    unk_token_id: int | None = None
+
+
+def _read_texts(folder: Path, config: dict[str, Any]) -> _TextFacts:
+    tokenizer = _load_tokenizer(folder)
+    return _TextFacts(
+        segments=_segments(tokenizer, _setting(folder, config, "type_vocab_size") or 1),
+        mask_token=tokenizer.mask_token,
+        mask_token_id=tokenizer.mask_token_id,
+        unk_token_id=tokenizer.unk_token_id,
+    )
+
+
+def _segments(tokenizer: Any, known_to_model: int) -> int:
+    """Kinds of segment in use: those the model tells apart and the tokenizer marks."""
+    pair = tokenizer("one", "two").get("token_type_ids")
+    if known_to_model == 1 or pair is None or not any(pair):
+        return 1
+    single = tokenizer("one")["token_type_ids"]
+    if any(single) or pair != sorted(pair) or max(pair) != 1:
+        raise UserError(
+            "model.source",
+            "must have a tokenizer whose token types are 0 for a first text, 1 for a second one",
+            given=f"{pair} for two words",
+            remedy="Choose a model with such token types, or none",
+        )
+    return known_to_model
+
+
+def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
         # Without any vocabulary transformers makes an empty tokenizer and says nothing.
-        if not any(True for pattern in VOCABULARIES for _ in folder.glob(pattern)):
+        if not _has_vocabulary(folder):
             raise FileNotFoundError(f"none of {', '.join(VOCABULARIES)}")
-        backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if not tokenizer.is_fast:
+            raise ValueError(f"{type(tokenizer).__name__} has none")
     except Exception as error:
         raise UserError(
             "model.source",
@@ -200,50 +215,54 @@ def read_tokenizer(folder: Path) -> str:
             given=" ".join(str(error).split())[:200],
             remedy="Save the model's fast tokenizer into the folder",
         ) from error
-    backend.no_padding()
-    backend.no_truncation()
-    text: str = backend.to_str()
-    return text
+    return tokenizer
 
 
-def _pooling(settings: dict[str, Any], path: Path) -> tuple[str, ...]:
-    mode = settings.get("pooling_mode")  # newer files name the modes, older ones set flags
-    if mode is not None:
-        modes = tuple(mode.split("+") if isinstance(mode, str) else mode)
-    else:
-        modes = tuple(name for flag, name in POOLING.items() if settings.get(flag))
-    unknown = set(modes) - set(POOLING.values())
-    if unknown or not modes:
+def _has_vocabulary(folder: Path) -> bool:
+    return any(True for pattern in VOCABULARIES for _ in folder.glob(pattern))
+
+
+def _image_facts(folder: Path) -> ImageFacts | None:
+    if not (folder / "preprocessor_config.json").is_file():
+        return None
+    from triptych.build.image_source import read_image_facts
+
+    return read_image_facts(folder)
+
+
+def _hidden_size(folder: Path, config: dict[str, Any]) -> int:
+    size = _setting(folder, config, "hidden_size")
+    if not isinstance(size, int):
         raise UserError(
-            str(path / "config.json"),
-            f"must choose among the pooling modes {', '.join(POOLING.values())}",
-            given=", ".join(sorted(unknown)) or "none",
-            remedy="Choose a model with one of them",
+            str(folder / "config.json"),
+            "must give the size of a token's vector (hidden_size)",
+            given=config.get("model_type", "no model_type"),
+            remedy="Choose an encoder model",
         )
-    if settings.get("include_prompt", True) is not True:
+    return size
+
+
+def _setting(folder: Path, config: dict[str, Any], name: str) -> Any:
+    """A setting by its usual name: transformers knows each model's own one, and its default."""
+    if name in config:
+        return config[name]
+    from transformers import AutoConfig
+
+    try:
+        return getattr(AutoConfig.from_pretrained(folder), name, None)
+    except Exception as error:
         raise UserError(
-            str(path / "config.json"),
-            "must pool the prompt's tokens too (include_prompt)",
-            given="false",
-            remedy="Choose a model that pools them",
-        )
-    return modes
-
-
-def _dense(settings: dict[str, Any], folder: str) -> Dense:
-    return Dense(
-        folder=folder,
-        in_features=settings["in_features"],
-        out_features=settings["out_features"],
-        bias=settings.get("bias", True),
-        activation=settings.get("activation_function", "torch.nn.modules.activation.Tanh"),
-    )
+            str(folder / "config.json"),
+            "must be a config transformers can load",
+            given=" ".join(str(error).split())[:200],
+            remedy="Check model_type, and that transformers is recent enough for the model",
+        ) from error
 
 
 def _max_length(folder: Path, config: dict[str, Any], transformer: dict[str, Any]) -> int:
     """The tightest of the limits the files give; positions that padding takes are not counted."""
     limits = [transformer.get("max_seq_length")]
-    limits.append(_read_json(folder / "tokenizer_config.json", default={}).get("model_max_length"))
+    limits.append(read_json(folder / "tokenizer_config.json", default={}).get("model_max_length"))
     positions = config.get("max_position_embeddings")
     if positions and positions % 8:  # RoBERTa and its kin: positions up to the pad's are not used
         positions -= (config.get("pad_token_id") or 0) + 1
@@ -259,14 +278,3 @@ def _hash(folder: Path) -> str:
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
         digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()
-
-
-def _read_json(path: Path, default: Any = None) -> Any:
-    if default is not None and not path.is_file():
-        return default
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(
-            str(path), "must be JSON", given=str(error), remedy="Fetch the model again"
-        ) from error

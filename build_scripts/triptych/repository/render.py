@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from triptych.plan import Plan
+from triptych.plan import Plan, row_settings
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.versions import without_newer_fields
-from triptych.tensors import ROW_LENGTH, ROW_STRIDE, TICKET, Tensor
+from triptych.tensors import ROW_STRIDE, Tensor
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
 RAGGED = "input_ids"
@@ -17,7 +19,9 @@ Content = bytes | Path
 """What a file holds: its bytes, or the file they are copied from."""
 
 
-def render(plan: Plan, *, core_file: Path, tokenizer_json: str) -> dict[str, Content]:
+def render(
+    plan: Plan, *, core_file: Path, tokenizer_file: Path | None, hooks: bytes | None
+) -> dict[str, Content]:
     """Every file of the pipeline but its lock: path relative to the repository -> content.
 
     A pure function: the same plan and artifacts give the same bytes.
@@ -25,16 +29,18 @@ def render(plan: Plan, *, core_file: Path, tokenizer_json: str) -> dict[str, Con
     Args:
         plan: the derived numbers.
         core_file: the core's artifact, ``model.onnx``.
-        tokenizer_json: text of the tokenizer.
+        tokenizer_file: the ``tokenizer.json``; None for images.
+        hooks: the pipeline's ``hooks.py``, where it has one.
     """
-    name = plan.spec.name
-    postprocess = RUNTIME / plan.task.postprocess
+    name, task = plan.spec.name, plan.task
+    shared = plan.spec.core.share is not None
     configs = {
         name: _ensemble(plan),
         plan.step("preprocess"): _preprocess(plan),
-        plan.step("core"): _core(plan),
         plan.step("postprocess"): _postprocess(plan),
     }
+    if not shared:
+        configs[plan.step("core")] = _core(plan)
     files: dict[str, Content] = {
         f"{model}/{CONFIG_FILE}": print_config(
             without_newer_fields(config, plan.spec.serving.triton)
@@ -43,69 +49,97 @@ def render(plan: Plan, *, core_file: Path, tokenizer_json: str) -> dict[str, Con
     }
     # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
     files[f"{name}/1/.keep"] = b""
-    files[f"{plan.step('preprocess')}/1/model.py"] = (RUNTIME / "preprocess.py").read_bytes()
-    files[f"{plan.step('preprocess')}/1/tokenizer.json"] = tokenizer_json.encode()
-    files[f"{plan.step('postprocess')}/1/model.py"] = postprocess.read_bytes()
-    for step in ("preprocess", "postprocess"):
-        for module in ("admission.py", "stub_io.py"):
-            files[f"{plan.step(step)}/1/{module}"] = (RUNTIME / module).read_bytes()
-    for part in sorted(core_file.parent.glob(f"{core_file.name}*")):
-        files[f"{plan.step('core')}/1/{part.name}"] = part
+    pieces = {
+        "preprocess": {"model.py": "preprocess.py", "rows.py": task.rows},
+        "postprocess": {"model.py": "postprocess.py", "decode.py": task.decode},
+    }
+    with_tokenizer = {"preprocess": tokenizer_file is not None, "postprocess": task.decodes_tokens}
+    for step, modules in pieces.items():
+        folder = f"{plan.step(step)}/1"
+        for target, source in _with_imports(modules).items():
+            files[f"{folder}/{target}"] = (RUNTIME / source).read_bytes()
+        if hooks is not None:
+            files[f"{folder}/hooks.py"] = hooks
+        if with_tokenizer[step] and tokenizer_file is not None:
+            files[f"{folder}/tokenizer.json"] = tokenizer_file
+    if not shared:
+        for part in sorted(core_file.parent.glob(f"{core_file.name}*")):
+            files[f"{plan.step('core')}/1/{part.name}"] = part
     return files
+
+
+def _with_imports(modules: dict[str, str]) -> dict[str, str]:
+    """`modules` (file in the repository -> file of the runtime) and all they import."""
+    found, waiting = dict(modules), list(modules.values())
+    while waiting:
+        text = (RUNTIME / waiting.pop()).read_text(encoding="utf-8")
+        for name in re.findall(r"^from \.(\w+) import", text, re.MULTILINE):
+            file = f"{name}.py"
+            if file not in found:
+                found[file] = file
+                waiting.append(file)
+    return found
 
 
 def _ensemble(plan: Plan) -> Any:
     def wire(tensors: tuple[Tensor, ...]) -> dict[str, str]:
         return {tensor.name: tensor.name for tensor in tensors}
 
+    outputs = plan.core.outputs
     steps = [
-        ("preprocess", plan.task.inputs, (*plan.core_inputs, TICKET)),
-        ("core", plan.core_inputs, plan.core_outputs),
-        ("postprocess", (*plan.core_outputs, TICKET), plan.outputs),
+        ("preprocess", plan.task.inputs, (*plan.core_inputs, *plan.past_core)),
+        ("core", plan.core_inputs, outputs),
+        ("postprocess", (*outputs, *plan.past_core), plan.task.outputs),
     ]
     return new_config(
         name=plan.spec.name,
         platform="ensemble",
-        max_batch_size=plan.spec.core.max_batch_size,
+        max_batch_size=plan.request_rows,
         input=[_declare(tensor) for tensor in plan.task.inputs],
-        output=[_declare(tensor) for tensor in plan.outputs],
+        output=[_declare(tensor) for tensor in plan.task.outputs],
         ensemble_scheduling={
             "step": [
                 {
                     "model_name": plan.step(step),
                     "model_version": -1,
-                    "input_map": wire(inputs),
-                    "output_map": wire(outputs),
+                    "input_map": wire(read),
+                    "output_map": wire(written),
                 }
-                for step, inputs, outputs in steps
+                for step, read, written in steps
             ]
         },
     )
 
 
 def _preprocess(plan: Plan) -> Any:
-    tokenizer, facts = plan.spec.tokenizer, plan.facts
-    return _python_step(
-        plan,
-        "preprocess",
-        plan.task.inputs,
-        (*plan.core_inputs, TICKET),
-        {
-            "bucket_edges": json.dumps(plan.bucket_edges),
-            "default_prompt": facts.default_prompt or "",
-            "lowercase": json.dumps(facts.lowercase),
-            "max_length": str(plan.max_length),
-            "max_requests": str(plan.spec.serving.queue.max_size),
-            "max_text_bytes": str(tokenizer.max_text_bytes),
-            "overflow": tokenizer.overflow,
-            "pad_token_id": str(facts.pad_token_id),
-            "prompts": json.dumps(dict(facts.prompts), sort_keys=True),
-        },
-    )
+    spec, facts, inputs = plan.spec, plan.facts, plan.task.inputs
+    settings: dict[str, object] = {
+        "encoded_inputs": [tensor.name for tensor in inputs if tensor.content == "image"],
+        "layout": plan.layout,
+        "max_requests": spec.serving.queue.max_size,
+        "max_text_bytes": spec.tokenizer.max_text_bytes,
+    }
+    settings |= row_settings(spec, facts, plan.task)
+    settings["bucket_edges"] = list(plan.bucket_edges)
+    outputs = (*plan.core_inputs, *plan.past_core)
+    return _python_step(plan, "preprocess", inputs, outputs, settings)
 
 
 def _postprocess(plan: Plan) -> Any:
-    return _python_step(plan, "postprocess", (*plan.core_outputs, TICKET), plan.outputs, {})
+    settings = {
+        "core_outputs": [tensor.name for tensor in plan.core.outputs],
+        "outputs": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "dims": tensor.config_dims,
+                "json": tensor.content == "json",
+            }
+            for tensor in plan.task.outputs
+        ],
+    }
+    inputs = (*plan.core.outputs, *plan.past_core)
+    return _python_step(plan, "postprocess", inputs, plan.task.outputs, settings)
 
 
 def _python_step(
@@ -113,15 +147,27 @@ def _python_step(
     step: str,
     inputs: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...],
-    parameters: dict[str, str],
+    own: Mapping[str, object],
 ) -> Any:
-    rules = json.dumps(plan.request_parameters, sort_keys=True)
-    texts = {**parameters, "pipeline": plan.spec.name, "request_parameters": rules}
+    rules = plan.task.parameters(plan.facts)
+    settings = {
+        **plan.task.settings(plan.facts),
+        **own,
+        "carries": plan.task.carries,
+        "parameters": dict(plan.parameters),
+        "pipeline": plan.spec.name,
+        "request_parameters": {name: rule.as_dict() for name, rule in rules.items()},
+    }
+    texts = {
+        key: json.dumps(value, sort_keys=True, ensure_ascii=False)
+        for key, value in settings.items()
+    }
     return new_config(
         name=plan.step(step),
         backend="python",
         max_batch_size=plan.spec.core.max_batch_size,
-        input=[_declare(tensor) for tensor in inputs],
+        # A step handles each request by itself: unequal shapes need not keep them apart.
+        input=[_declare(tensor) | _ragged(tensor) for tensor in inputs],
         output=[_declare(tensor) for tensor in outputs],
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build.
         instance_group=[{"kind": "KIND_CPU", "count": getattr(plan.spec.serving.instances, step)}],
@@ -141,7 +187,7 @@ def _core(plan: Plan) -> Any:
         backend=core.backend,
         max_batch_size=core.max_batch_size,
         input=[_declare(tensor) for tensor in plan.core_inputs],
-        output=[_declare(tensor) for tensor in plan.core_outputs],
+        output=[_declare(tensor) for tensor in plan.core.outputs],
         instance_group=[group],
         dynamic_batching={"max_queue_delay_microseconds": serving.queue.max_delay_us},
         model_warmup=[_warm_up(plan, rows=w.rows, tokens=w.tokens) for w in plan.warm_ups],
@@ -154,24 +200,33 @@ def _core(plan: Plan) -> Any:
             data_type=ROW_STRIDE.config_type,
             source_input=[RAGGED],
         )
+        if plan.core.per_token:
+            config.batch_output.add(
+                kind="BATCH_SCATTER_WITH_INPUT_SHAPE",
+                target_name=[tensor.name for tensor in plan.core.outputs],
+                source_input=[RAGGED],
+            )
     return config
 
 
 def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
     # Zeros: any token id from 0 is valid, and a row of length 0 is all padding.
-    dims = {RAGGED: [tokens], ROW_LENGTH.name: [1]}
     return {
         "name": f"{rows}x{tokens}",
         "batch_size": rows,
         "inputs": {
             tensor.name: {
                 "data_type": tensor.config_type,
-                "dims": dims[tensor.name],
+                "dims": [tokens if dim == -1 else dim for dim in tensor.config_dims],
                 "zero_data": True,
             }
             for tensor in plan.core_inputs
         },
     }
+
+
+def _ragged(tensor: Tensor) -> dict[str, Any]:
+    return {"allow_ragged_batch": True} if -1 in tensor.config_dims else {}
 
 
 def _declare(tensor: Tensor) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import filecmp
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from triptych.build.cache import sha256_of
@@ -21,13 +21,24 @@ from triptych.errors import UserError
 from triptych.repository.render import Content
 
 COMMIT_MARK = "commit"
+SMALLEST_LINK_BYTES = 64 << 10
+"""A file of this size or more is not written twice: models with equal ones share its bytes."""
 
 
-def write_models(repository: Path, files: Mapping[str, Content]) -> list[str]:
+def write_models(
+    repository: Path, files: Mapping[str, Content], *, retired: Sequence[str] = ()
+) -> list[str]:
     """Write `files` (``<model>/...`` -> content); models whose files are equal are left untouched.
 
+    A large file that another model already has is linked to, not copied.
+
+    Args:
+        repository: folder of the models.
+        files: path relative to the repository -> content.
+        retired: models to remove.
+
     Returns:
-        Names of the models that changed, sorted.
+        Names of the models that changed or went, sorted.
     """
     models: dict[str, dict[str, Content]] = {}
     for path, content in files.items():
@@ -35,16 +46,20 @@ def write_models(repository: Path, files: Mapping[str, Content]) -> list[str]:
         models.setdefault(model, {})[inner] = content
     with locked(repository):
         changed = {m: c for m, c in models.items() if not _holds(repository / m, c)}
-        if changed:
+        gone = [model for model in retired if (repository / model).is_dir()]
+        if changed or gone:
             staging = _staging(repository)
             new = staging / "new"
+            new.mkdir(parents=True)
             for model, contents in changed.items():
                 for inner, content in contents.items():
-                    _stage(new / model / inner, content)
+                    _stage(new / model / inner, content, repository)
+            for model in gone:
+                (staging / "gone" / model).mkdir(parents=True)
             (staging / COMMIT_MARK).touch()
             _swap(repository, staging)
             shutil.rmtree(staging)
-    return sorted(changed)
+    return sorted([*changed, *gone])
 
 
 def hash_files(files: Mapping[str, Content]) -> dict[str, str]:
@@ -102,9 +117,12 @@ def _staging(repository: Path) -> Path:
     return repository.parent / f".{repository.name}.staging"
 
 
-def _stage(target: Path, content: Content) -> None:
+def _stage(target: Path, content: Content, repository: Path) -> None:
     """Write one staged file and bring it to the disk before any rename makes it count."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, Path) and (twin := _twin(content, repository)):
+        os.link(twin, target)
+        return
     with target.open("wb") as file:
         if isinstance(content, bytes):
             file.write(content)
@@ -115,13 +133,30 @@ def _stage(target: Path, content: Content) -> None:
         os.fsync(file.fileno())
 
 
+def _twin(content: Path, repository: Path) -> Path | None:
+    """A file of the repository with the same name and bytes as `content`, if it is large."""
+    size = content.stat().st_size
+    if size < SMALLEST_LINK_BYTES:
+        return None
+    for path in sorted(repository.glob(f"*/*/{content.name}")):
+        if path.stat().st_size == size and filecmp.cmp(path, content, shallow=False):
+            return path
+    return None
+
+
 def _swap(repository: Path, staging: Path) -> None:
     """Move each staged model into place. Repeatable: it goes on where a killed one stopped."""
     old = staging / "old"
     old.mkdir(exist_ok=True)
-    for model in sorted((staging / "new").iterdir()):
-        target = repository / model.name
+    new = sorted((staging / "new").iterdir())
+    for name in [*(model.name for model in new), *_names(staging / "gone")]:
+        target = repository / name
         if target.exists():
-            shutil.rmtree(old / model.name, ignore_errors=True)
-            target.rename(old / model.name)
-        model.rename(target)
+            shutil.rmtree(old / name, ignore_errors=True)
+            target.rename(old / name)
+        if (staging / "new" / name).exists():
+            (staging / "new" / name).rename(target)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

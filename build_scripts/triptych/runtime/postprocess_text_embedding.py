@@ -1,43 +1,45 @@
-"""The postprocess step of text-embedding: shorten the vector where a request asks for it."""
+"""Decodes text-embedding: shorten the vectors and encode them as the request asks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from .admission import Ledger
-from .stub_io import check_parameters, error_response, parameters_of
+from .carry import Carry
 
 
-class TritonPythonModel:
-    """``sentence_embedding`` FP32 ``[n, dim]`` to ``embedding`` FP32 ``[n, dimensions or dim]``."""
+class Decoder:
+    """``sentence_embedding`` FP32 ``[n, dim]`` to ``embedding`` and ``embedding_int8``."""
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Read the rules for request parameters."""
-        settings = parameters_of(json.loads(args["model_config"]))
-        self._rules = json.loads(settings["request_parameters"])
-        self._ledger = Ledger(settings["pipeline"])
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        """Nothing to prepare."""
 
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer every request; a request at fault gets its own error."""
-        return [self._respond(request) for request in requests]
+    def decode(
+        self,
+        outputs: Mapping[str, NDArray[Any]],
+        carries: Sequence[Carry],
+        parameters: Mapping[str, Any],
+    ) -> dict[str, NDArray[Any]]:
+        """Shorten, normalise and encode each vector.
 
-    def _respond(self, request: Any) -> Any:
-        try:
-            ticket = pb_utils.get_input_tensor_by_name(request, "ticket").as_numpy()
-            self._ledger.settle(int(ticket[0, 0]))
-            vectors = pb_utils.get_input_tensor_by_name(request, "sentence_embedding").as_numpy()
-            parameters = check_parameters(request.parameters(), self._rules)
-            if "dimensions" in parameters:
-                vectors = shorten(vectors, parameters["dimensions"])
-            return pb_utils.InferenceResponse([pb_utils.Tensor("embedding", vectors)])
-        except Exception as error:
-            return error_response(error)
+        Returns:
+            ``embedding`` FP32 ``[n, d]`` and ``embedding_int8`` INT8 ``[n, b]``: the encoding
+            decides which of them has columns, the other has none.
+        """
+        vectors = outputs["sentence_embedding"]
+        if parameters.get("dimensions") is not None:
+            vectors = shorten(vectors, parameters["dimensions"])
+        encoding = parameters["encoding"]
+        if encoding == "float":
+            rest = np.empty((len(vectors), 0), dtype=np.int8)
+            return {"embedding": vectors, "embedding_int8": rest}
+        encoded = to_int8(vectors) if encoding == "int8" else to_sign_bits(vectors)
+        none = np.empty((len(vectors), 0), dtype=np.float32)
+        return {"embedding": none, "embedding_int8": encoded}
 
 
 def shorten(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
@@ -45,3 +47,21 @@ def shorten(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32
     kept = vectors[:, :dimensions]
     length = np.linalg.norm(kept, axis=1, keepdims=True)
     return np.ascontiguousarray(kept / np.maximum(length, 1e-12), dtype=np.float32)
+
+
+def to_int8(vectors: NDArray[np.float32]) -> NDArray[np.int8]:
+    """Each row scaled by itself so that its largest element is 127 or -127; zeros stay zeros."""
+    largest = np.abs(vectors).max(axis=1, keepdims=True)
+    # A divisor first, a factor of 127 second: the factor alone overflows for tiny vectors.
+    scaled = vectors / np.where(largest > 0, largest, 1) * np.float32(127)
+    encoded: NDArray[np.int8] = np.rint(scaled).astype(np.int8)
+    return encoded
+
+
+def to_sign_bits(vectors: NDArray[np.float32]) -> NDArray[np.int8]:
+    """One bit an element (set where above 0), 8 a byte from the highest down, minus 128.
+
+    As the ``binary`` precision of sentence-transformers.
+    """
+    packed = np.packbits(vectors > 0, axis=1)
+    return (packed ^ np.uint8(0x80)).view(np.int8)

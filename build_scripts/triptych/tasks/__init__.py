@@ -1,10 +1,29 @@
-"""The tasks, one frozen value each: what goes in, what comes out, which runtime file decodes."""
+"""The tasks, one frozen value each: what goes in, what comes out, which runtime files decode."""
 
 from triptych.errors import UserError
-from triptych.tasks.task import Task
+from triptych.tasks.fill_mask import FILL_MASK
+from triptych.tasks.image_classification import IMAGE_CLASSIFICATION
+from triptych.tasks.question_answering import QUESTION_ANSWERING
+from triptych.tasks.reranking import RERANKING
+from triptych.tasks.task import Core, Rule, Task, Thresholds
+from triptych.tasks.text_classification import TEXT_CLASSIFICATION
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.tasks.token_classification import TOKEN_CLASSIFICATION
+from triptych.tasks.zero_shot_classification import ZERO_SHOT_CLASSIFICATION
 
-TASKS: dict[str, Task] = {task.name: task for task in (TEXT_EMBEDDING,)}
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        TEXT_EMBEDDING,
+        TEXT_CLASSIFICATION,
+        TOKEN_CLASSIFICATION,
+        QUESTION_ANSWERING,
+        RERANKING,
+        FILL_MASK,
+        ZERO_SHOT_CLASSIFICATION,
+        IMAGE_CLASSIFICATION,
+    )
+}
 
 
 def find_task(name: str) -> Task:
@@ -20,4 +39,4 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-__all__ = ["TASKS", "Task", "find_task"]
+__all__ = ["TASKS", "Core", "Rule", "Task", "Thresholds", "find_task"]

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from triptych.model_facts import ModelFacts
 from triptych.tensors import Tensor
+
+Reads = Literal["pooled", "row", "mask", "tokens", "image"]
+"""What of the encoder's result the head works on: the pooled vector that sentence-transformers
+files describe; what the model's own head reads of a row (its first token, say); the mask token;
+every token; or an image instead of tokens."""
+
+Returns = Literal["vector", "logits", "scores", "choices", "token_choices", "token_scores", "spans"]
+"""What leaves the core, a row: a vector; the head's logits; their activation; the best classes and
+their scores, best first; and a token: the best class and its score; the scores of all classes; the
+logits of a span's start and of its end."""
+
+Parameters = Mapping[str, Any]
+"""Request parameters with a value each: the pipeline's own, where a request names none."""
+
+LARGEST_TOP_K = 64
+"""Most choices that leave the core: a request cannot ask for more."""
 
 
 @dataclass(frozen=True)
@@ -14,13 +31,69 @@ class Thresholds:
     """What the accuracy gate demands of an artifact.
 
     Attributes:
-        min_cosine: of each row with the reference.
         max_difference: largest difference of any element, relative to the largest element of the
             reference where that is above 1.
+        min_cosine: of each row with the reference; None where the rows are not vectors.
     """
 
-    min_cosine: float
     max_difference: float
+    min_cosine: float | None = None
+
+
+@dataclass(frozen=True)
+class Core:
+    """What the core computes and returns.
+
+    Attributes:
+        auto_class: class of transformers that loads the model with its head.
+        reads: what of the encoder's result the head works on.
+        returns: what leaves the core.
+        outputs: by name, without the batch dimension, in the order `returns` says.
+    """
+
+    auto_class: str
+    reads: Reads
+    returns: Returns
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the outputs have an entry for each token of a row."""
+        return self.returns in ("token_choices", "token_scores", "spans")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a request parameter may be, as `runtime.parameters` checks it.
+
+    Attributes:
+        type: of its value.
+        default: taken where neither the request nor the pipeline gives one; None for nothing.
+        min: smallest number.
+        max: largest number.
+        choices: the values it may have.
+    """
+
+    type: Literal["bool", "int", "float", "str", "list"]
+    default: bool | int | float | str | tuple[str, ...] | None = None
+    min: float | None = None
+    max: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """For a step's parameters; what does not apply is left out."""
+        fields = {"type": self.type, "min": self.min, "max": self.max}
+        rule: dict[str, object] = {
+            name: value for name, value in fields.items() if value is not None
+        }
+        if self.choices:
+            rule["choices"] = list(self.choices)
+        return rule
+
+
+def nothing(facts: ModelFacts) -> Mapping[str, object]:
+    """No settings."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -30,18 +103,35 @@ class Task:
     Attributes:
         name: as the spec writes it.
         inputs: of the ensemble, without the batch dimension.
-        core_outputs: what the core returns per row, from the model's facts.
-        outputs: of the ensemble, from the model's facts.
-        postprocess: file of `triptych.runtime` that decodes, copied as the step's ``model.py``.
-        request_parameters: what a request may ask for: name to rule. A rule is what
-            ``stub_io.check_parameters`` reads: ``type``, and ``min``/``max`` or ``choices``.
+        outputs: of the ensemble.
+        rows: file of `triptych.runtime` that makes the core's rows of a request's, copied as
+            ``rows.py`` into preprocess.
+        decode: file of `triptych.runtime` that makes the outputs of the core's, copied as
+            ``decode.py`` into postprocess.
+        core: what the core computes, from the model's facts and the pipeline's parameters.
+        parameters: what a request may ask for: name to rule.
+        settings: more that the two files need to know, as JSON can hold it.
+        pairs: whether a core row has two segments.
+        carries: whether each core row brings data past the core (`tensors.CARRY`).
+        decodes_tokens: whether postprocess needs the tokenizer.
+        max_length: tokens of a core row unless the spec says otherwise; None for the model's own.
+        expansion: core rows that room is left for a row of a request.
         thresholds: of the accuracy gate, for fp32.
+        check: raises `UserError` where a model does not fit the task.
     """
 
     name: str
     inputs: tuple[Tensor, ...]
-    core_outputs: Callable[[ModelFacts], tuple[Tensor, ...]]
-    outputs: Callable[[ModelFacts], tuple[Tensor, ...]]
-    postprocess: str
-    request_parameters: Callable[[ModelFacts], Mapping[str, Mapping[str, object]]]
+    outputs: tuple[Tensor, ...]
+    rows: str
+    decode: str
+    core: Callable[[ModelFacts, Parameters], Core]
+    parameters: Callable[[ModelFacts], Mapping[str, Rule]]
     thresholds: Thresholds
+    check: Callable[[ModelFacts], None]
+    settings: Callable[[ModelFacts], Mapping[str, object]] = nothing
+    pairs: bool = False
+    carries: bool = False
+    decodes_tokens: bool = False
+    expansion: int = 1
+    max_length: int | None = None

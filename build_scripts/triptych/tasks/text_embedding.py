@@ -5,35 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from triptych.model_facts import ModelFacts
-from triptych.tasks.task import Task, Thresholds
+from triptych.tasks.parts import TEXT, any_model
+from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
 from triptych.tensors import Tensor
 
 
-def _core_outputs(facts: ModelFacts) -> tuple[Tensor, ...]:
+def _core(facts: ModelFacts, parameters: Parameters) -> Core:
     # Not called `embedding`: the exporter uses that name for a value inside the graph.
-    return (Tensor("sentence_embedding", "FP32", (facts.embedding_size,)),)
+    vector = Tensor("sentence_embedding", "FP32", (facts.embedding_size,))
+    return Core(auto_class="AutoModel", reads="pooled", returns="vector", outputs=(vector,))
 
 
-def _outputs(facts: ModelFacts) -> tuple[Tensor, ...]:
-    # A variable axis: the request parameter `dimensions` shortens it.
-    return (Tensor("embedding", "FP32", ("dimensions",)),)
-
-
-def _request_parameters(facts: ModelFacts) -> Mapping[str, Mapping[str, object]]:
-    rules: dict[str, Mapping[str, object]] = {
-        "dimensions": {"type": "int", "min": 1, "max": facts.embedding_size}
+def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
+    rules = {
+        "dimensions": Rule("int", min=1, max=facts.embedding_size),
+        "encoding": Rule("str", default="float", choices=("float", "int8", "binary")),
     }
     if facts.prompts:
-        rules["prompt_name"] = {"type": "str", "choices": sorted(facts.prompts)}
+        names = tuple(sorted(facts.prompts))
+        rules["prompt_name"] = Rule("str", default=facts.default_prompt, choices=names)
     return rules
+
+
+def _settings(facts: ModelFacts) -> Mapping[str, object]:
+    return {"prompts": dict(facts.prompts)}
 
 
 TEXT_EMBEDDING = Task(
     name="text-embedding",
-    inputs=(Tensor("text", "BYTES", (1,)),),
-    core_outputs=_core_outputs,
-    outputs=_outputs,
-    postprocess="postprocess_text_embedding.py",
-    request_parameters=_request_parameters,
-    thresholds=Thresholds(min_cosine=0.99999, max_difference=1e-5),
+    inputs=(TEXT,),
+    # Variable axes: the request parameters `dimensions` and `encoding` decide.
+    outputs=(
+        Tensor("embedding", "FP32", ("dimensions",)),
+        Tensor("embedding_int8", "INT8", ("bytes",)),
+    ),
+    rows="rows_text.py",
+    decode="postprocess_text_embedding.py",
+    core=_core,
+    parameters=_parameters,
+    settings=_settings,
+    thresholds=Thresholds(max_difference=1e-5, min_cosine=0.99999),
+    check=any_model,
 )

@@ -34,6 +34,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("referenced-file", files.referenced_file),
     ("lock-readable", lock.lock_readable),
     ("lock-files", lock.lock_files),
+    ("shared-core", lock.shared_core),
     ("traffic", lock.traffic),
     ("triton-version", config.triton_version),
     ("backend-known", config.backend_known),

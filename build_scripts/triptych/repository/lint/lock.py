@@ -99,5 +99,21 @@ def traffic(repository: Repository) -> Iterator[Flaw]:
             )
 
 
+def shared_core(repository: Repository) -> Iterator[Flaw]:
+    """A pipeline that uses another one's core was built against the core that is there."""
+    locks = {model.name: lock for model, lock in _locks(repository)}
+    for name, lock in locks.items():
+        spec = lock.get("spec")
+        core = spec.get("core") if isinstance(spec, dict) else None
+        owner = core.get("share") if isinstance(core, dict) else None
+        if owner in locks and locks[owner].get("core_key") != lock.get("core_key"):
+            yield error(
+                f"{name}/{LOCK_FILE}",
+                "must be built against the core that it shares",
+                given=f"the core of {owner} was built anew since",
+                remedy=f"Build {name} again",
+            )
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -18,23 +18,30 @@ from triptych.serving.client.errors import (
     PipelineNotReady,
     ServerUnreachable,
 )
+from triptych.serving.client.results import Answer, Choice, Entity, Ranked
 from triptych.serving.client.statistics import StepStatistics
 from triptych.serving.client.sync import Client
+from triptych.serving.client.wire import PipelineConfig
 from triptych.serving.client.work import Retry
 
 __all__ = [
     "AccessDenied",
+    "Answer",
     "AsyncClient",
     "Cancelled",
+    "Choice",
     "Client",
     "DeadlineExceeded",
+    "Entity",
     "InferenceError",
     "InvalidRequest",
     "KeepAlive",
     "Overloaded",
+    "PipelineConfig",
     "PipelineFailed",
     "PipelineNotFound",
     "PipelineNotReady",
+    "Ranked",
     "Retry",
     "ServerUnreachable",
     "StepStatistics",

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import grpc  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2_grpc
 
+from triptych.serving.client import tasks
+from triptych.serving.client.calls import Row, RowOutputs, TaskCall, Whole, dress_methods
 from triptych.serving.client.errors import InferenceError, InvalidRequest
 from triptych.serving.client.settings import PipelineClient
 from triptych.serving.client.statistics import StepStatistics, read_statistics
-from triptych.serving.client.tasks import (
-    RowOutputs,
-    Vectors,
-    embed_parameters,
-    read_each_vector,
-    read_vectors,
-    texts_to_embed,
-)
 from triptych.serving.client.wire import (
+    EncodedRows,
     Parameter,
     PipelineConfig,
     Rows,
@@ -33,6 +29,32 @@ from triptych.serving.client.wire import (
 )
 from triptych.serving.client.work import Deadline, Portion, Work
 
+P = ParamSpec("P")
+
+
+def awaited(
+    make: Callable[P, TaskCall[Whole, Row]],
+) -> tuple[
+    Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Whole]],
+    Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, list[Row | InvalidRequest]]],
+]:
+    """The two methods of `AsyncClient` for the calls that `make` describes."""
+
+    async def whole(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Whole:
+        call = make(*args, **kwargs)
+        return call.whole((await self._perform_task(call, keep_going=False)).outputs())
+
+    async def each(
+        self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[Row | InvalidRequest]:
+        call = make(*args, **kwargs)
+        if call.stand_in:
+            return []
+        return call.each((await self._perform_task(call, keep_going=True)).each())
+
+    dress_methods("AsyncClient", make, whole, each)
+    return whole, each
+
 
 class AsyncClient(PipelineClient):
     """A client for one event loop, from its first call to `close`.
@@ -41,32 +63,14 @@ class AsyncClient(PipelineClient):
     call's requests.
     """
 
-    async def embed(
-        self,
-        texts: Sequence[str | bytes],
-        *,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Vectors:
-        """Embed `texts`: float32 [texts, dimensions]. All as in `Client.embed`."""
-        asked = texts_to_embed(texts)
-        parameters = embed_parameters(dimensions, prompt_name)
-        outputs = await self.infer({"text": asked}, parameters=parameters, timeout_s=timeout_s)
-        return read_vectors(outputs)[: len(texts)]
-
-    async def embed_each(
-        self,
-        texts: Sequence[str | bytes],
-        *,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Vectors | InvalidRequest]:
-        """For each of `texts` its vector, or why it was refused. As `Client.embed_each`."""
-        parameters = embed_parameters(dimensions, prompt_name)
-        rows = await self.infer_each({"text": texts}, parameters=parameters, timeout_s=timeout_s)
-        return read_each_vector(rows)
+    embed, embed_each = awaited(tasks.embed)
+    classify, classify_each = awaited(tasks.classify)
+    classify_images, classify_images_each = awaited(tasks.classify_images)
+    classify_zero_shot, classify_zero_shot_each = awaited(tasks.classify_zero_shot)
+    fill_mask, fill_mask_each = awaited(tasks.fill_mask)
+    entities, entities_each = awaited(tasks.entities)
+    answer, answer_each = awaited(tasks.answer)
+    rerank, rerank_each = awaited(tasks.rerank)
 
     async def infer(
         self,
@@ -76,7 +80,8 @@ class AsyncClient(PipelineClient):
         timeout_s: float | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Send rows of any inputs and return every output, [rows, …]. As `Client.infer`."""
-        return (await self._perform(inputs, parameters, timeout_s, keep_going=False)).outputs()
+        encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
+        return (await self._perform(encoded, parameters, deadline, keep_going=False)).outputs()
 
     async def infer_each(
         self,
@@ -86,7 +91,12 @@ class AsyncClient(PipelineClient):
         timeout_s: float | None = None,
     ) -> list[RowOutputs | InvalidRequest]:
         """For each row its outputs, or why it was refused. As `Client.infer_each`."""
-        return (await self._perform(inputs, parameters, timeout_s, keep_going=True)).each()
+        encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
+        return (await self._perform(encoded, parameters, deadline, keep_going=True)).each()
+
+    async def interface(self, *, timeout_s: float | None = None) -> PipelineConfig:
+        """The pipeline's batch limit, inputs, outputs and steps. As `Client.interface`."""
+        return await self._known_config(self._deadline(timeout_s))
 
     async def step_statistics(self, *, timeout_s: float | None = None) -> list[StepStatistics]:
         """What each step has done since the server loaded it. As `Client.step_statistics`."""
@@ -125,16 +135,28 @@ class AsyncClient(PipelineClient):
             self._open_stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         return self._open_stub
 
+    async def _perform_task(self, call: TaskCall[Any, Any], *, keep_going: bool) -> Work:
+        encoded, deadline = encode_rows(call.inputs), self._deadline(call.timeout_s)
+        try:
+            return await self._perform(encoded, call.parameters, deadline, keep_going=keep_going)
+        except InvalidRequest as error:
+            misfit = None
+            if error.row not in encoded.refused:
+                # A pipeline of another task complains of an input or a parameter.
+                with suppress(InferenceError):
+                    misfit = call.misfit(await self._known_config(deadline))
+            if misfit:
+                raise misfit from error
+            raise
+
     async def _perform(
         self,
-        inputs: Rows,
+        encoded: EncodedRows,
         parameters: Mapping[str, Parameter] | None,
-        timeout_s: float | None,
+        deadline: Deadline,
         *,
         keep_going: bool,
     ) -> Work:
-        deadline = self._deadline(timeout_s)
-        encoded = encode_rows(inputs)
         if self._needs_config(encoded, keep_going=keep_going):
             await self._known_config(deadline)
         work = self._work(encoded, parameters, deadline, keep_going=keep_going)

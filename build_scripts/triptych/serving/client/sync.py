@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import grpc  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2_grpc
 
-from triptych.serving.client.errors import (
-    InvalidRequest,
-)
+from triptych.serving.client import tasks
+from triptych.serving.client.calls import Row, RowOutputs, TaskCall, Whole, dress_methods
+from triptych.serving.client.errors import InferenceError, InvalidRequest
 from triptych.serving.client.settings import PipelineClient
 from triptych.serving.client.statistics import StepStatistics, read_statistics
-from triptych.serving.client.tasks import (
-    RowOutputs,
-    Vectors,
-    embed_parameters,
-    read_each_vector,
-    read_vectors,
-    texts_to_embed,
-)
 from triptych.serving.client.wire import (
+    EncodedRows,
     Parameter,
     PipelineConfig,
     Rows,
@@ -36,6 +30,30 @@ from triptych.serving.client.wire import (
 )
 from triptych.serving.client.work import Deadline, Portion, Work
 
+P = ParamSpec("P")
+
+
+def blocking(
+    make: Callable[P, TaskCall[Whole, Row]],
+) -> tuple[
+    Callable[Concatenate[Client, P], Whole],
+    Callable[Concatenate[Client, P], list[Row | InvalidRequest]],
+]:
+    """The two methods of `Client` for the calls that `make` describes."""
+
+    def whole(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Whole:
+        call = make(*args, **kwargs)
+        return call.whole(self._perform_task(call, keep_going=False).outputs())
+
+    def each(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> list[Row | InvalidRequest]:
+        call = make(*args, **kwargs)
+        if call.stand_in:
+            return []
+        return call.each(self._perform_task(call, keep_going=True).each())
+
+    dress_methods("Client", make, whole, each)
+    return whole, each
+
 
 class Client(PipelineClient):
     """A client for ordinary and threaded code; one serves any number of threads.
@@ -43,48 +61,14 @@ class Client(PipelineClient):
     Its settings are those of `PipelineClient`. Open it after a fork, not before.
     """
 
-    def embed(
-        self,
-        texts: Sequence[str | bytes],
-        *,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Vectors:
-        """Embed `texts`.
-
-        Args:
-            texts: str, or bytes of UTF-8.
-            dimensions: keep this many leading numbers of a vector and normalise it again.
-            prompt_name: the model's prompt to put before each text.
-            timeout_s: deadline of the whole call; None takes the client's own.
-
-        Returns:
-            float32 [texts, dimensions], in the order of `texts`; of the right width without any.
-
-        Raises:
-            InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
-        """
-        asked = texts_to_embed(texts)
-        parameters = embed_parameters(dimensions, prompt_name)
-        outputs = self.infer({"text": asked}, parameters=parameters, timeout_s=timeout_s)
-        return read_vectors(outputs)[: len(texts)]
-
-    def embed_each(
-        self,
-        texts: Sequence[str | bytes],
-        *,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Vectors | InvalidRequest]:
-        """For each of `texts` its vector, or why it was refused.
-
-        Arguments and errors are those of `embed`, but a refused text does not raise.
-        """
-        parameters = embed_parameters(dimensions, prompt_name)
-        rows = self.infer_each({"text": texts}, parameters=parameters, timeout_s=timeout_s)
-        return read_each_vector(rows)
+    embed, embed_each = blocking(tasks.embed)
+    classify, classify_each = blocking(tasks.classify)
+    classify_images, classify_images_each = blocking(tasks.classify_images)
+    classify_zero_shot, classify_zero_shot_each = blocking(tasks.classify_zero_shot)
+    fill_mask, fill_mask_each = blocking(tasks.fill_mask)
+    entities, entities_each = blocking(tasks.entities)
+    answer, answer_each = blocking(tasks.answer)
+    rerank, rerank_each = blocking(tasks.rerank)
 
     def infer(
         self,
@@ -106,7 +90,8 @@ class Client(PipelineClient):
         Raises:
             InferenceError: one of its kinds; an `InvalidRequest` names the row at fault in `row`.
         """
-        return self._perform(inputs, parameters, timeout_s, keep_going=False).outputs()
+        encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
+        return self._perform(encoded, parameters, deadline, keep_going=False).outputs()
 
     def infer_each(
         self,
@@ -120,7 +105,16 @@ class Client(PipelineClient):
         Arguments and errors are those of `infer`, but a refused row does not raise: the other rows
         of its request are sent again without it.
         """
-        return self._perform(inputs, parameters, timeout_s, keep_going=True).each()
+        encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
+        return self._perform(encoded, parameters, deadline, keep_going=True).each()
+
+    def interface(self, *, timeout_s: float | None = None) -> PipelineConfig:
+        """The pipeline's batch limit, inputs, outputs and steps; asked of the server once.
+
+        Raises:
+            InferenceError: one of its kinds.
+        """
+        return self._known_config(self._deadline(timeout_s))
 
     def step_statistics(self, *, timeout_s: float | None = None) -> list[StepStatistics]:
         """What each step of the pipeline has done since the server loaded it, in order.
@@ -157,16 +151,28 @@ class Client(PipelineClient):
         self._channel = self._connection.open()
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
+    def _perform_task(self, call: TaskCall[Any, Any], *, keep_going: bool) -> Work:
+        encoded, deadline = encode_rows(call.inputs), self._deadline(call.timeout_s)
+        try:
+            return self._perform(encoded, call.parameters, deadline, keep_going=keep_going)
+        except InvalidRequest as error:
+            misfit = None
+            if error.row not in encoded.refused:
+                # A pipeline of another task complains of an input or a parameter.
+                with suppress(InferenceError):
+                    misfit = call.misfit(self._known_config(deadline))
+            if misfit:
+                raise misfit from error
+            raise
+
     def _perform(
         self,
-        inputs: Rows,
+        encoded: EncodedRows,
         parameters: Mapping[str, Parameter] | None,
-        timeout_s: float | None,
+        deadline: Deadline,
         *,
         keep_going: bool,
     ) -> Work:
-        deadline = self._deadline(timeout_s)
-        encoded = encode_rows(inputs)
         if self._needs_config(encoded, keep_going=keep_going):
             self._known_config(deadline)
         work = self._work(encoded, parameters, deadline, keep_going=keep_going)

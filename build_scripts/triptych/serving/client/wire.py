@@ -55,11 +55,13 @@ class PipelineConfig:
 
     Attributes:
         max_batch_size: most rows of one request.
+        inputs: names.
         outputs: name -> (dtype, shape of one row with 0 for a size that varies).
         steps: the models of the ensemble in order; the model itself where it is no ensemble.
     """
 
     max_batch_size: int
+    inputs: tuple[str, ...]
     outputs: dict[str, tuple[type[np.generic], tuple[int, ...]]]
     steps: tuple[str, ...]
 
@@ -145,7 +147,10 @@ def _set_parameter(target: Any, name: str, value: object) -> None:
     elif isinstance(value, float):
         target.double_param = value
     elif isinstance(value, str):
-        target.string_param = value
+        try:
+            target.string_param = value
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(_why_not_sendable(f"parameter {name}", error)) from None
     else:
         raise InvalidRequest(
             f"The parameter `{name}` must be a bool, a 64-bit int, a float or a str. "
@@ -210,7 +215,8 @@ def read_config(response: Any) -> PipelineConfig:
         dtype = _DTYPES.get("BYTES" if datatype == "STRING" else datatype, np.object_)
         outputs[output.name] = (dtype, tuple(max(size, 0) for size in output.dims))
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
-    return PipelineConfig(config.max_batch_size, outputs, steps or (config.name,))
+    inputs = tuple(tensor.name for tensor in config.input)
+    return PipelineConfig(config.max_batch_size, inputs, outputs, steps or (config.name,))
 
 
 def statistics_request(model: str) -> Any:

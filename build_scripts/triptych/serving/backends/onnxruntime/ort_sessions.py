@@ -12,6 +12,9 @@ from typing import Any
 TOKEN_BUDGET_VARIABLE = "TRIPTYCH_TOKEN_BUDGET"
 DEFAULT_TOKEN_BUDGET = 128
 MODEL_FILE = "model.onnx"
+_ALIGNMENT_BYTES = 64
+# Sizes from which on initializers go to the file; those of odd sizes are rarely large.
+_SMALLEST_PACKED_BYTES = (1024, 1 << 20)
 
 
 class SettingError(Exception):
@@ -106,13 +109,16 @@ def open_sessions(path: Path, config: Mapping[str, Any], *, threads: Sequence[in
     Raises:
         SettingError: a parameter has a value its type does not allow.
     """
-    try:
-        with tempfile.TemporaryDirectory(prefix="triptych-onnxruntime-") as folder:
-            packed = Path(folder) / MODEL_FILE
-            _write_packed(path, packed, config)
-            return [open_session(packed, config, threads=count) for count in threads]
-    except Exception:  # no room for the file, or a graph that cannot be written: do without
-        return [open_session(path, config, threads=count) for count in threads]
+    for smallest in _SMALLEST_PACKED_BYTES:
+        try:
+            with tempfile.TemporaryDirectory(prefix="triptych-onnxruntime-") as folder:
+                packed = Path(folder) / MODEL_FILE
+                _write_packed(path, packed, config, smallest_bytes=smallest)
+                if _is_aligned(packed):
+                    return [open_session(packed, config, threads=count) for count in threads]
+        except Exception:  # no room for the file, or a graph that cannot be written: do without
+            break
+    return [open_session(path, config, threads=count) for count in threads]
 
 
 def run_options(config: Mapping[str, Any]) -> Any:
@@ -128,7 +134,19 @@ def run_options(config: Mapping[str, Any]) -> Any:
     return options
 
 
-def _write_packed(path: Path, packed: Path, config: Mapping[str, Any]) -> None:
+def _is_aligned(packed: Path) -> bool:
+    """Whether the kernels can read the repacked weights where they lie in the file.
+
+    ONNX Runtime 1.31 writes initializers end to end: after one whose size is no multiple of 64
+    bytes (the bias over a vocabulary, say) its own AVX-512 kernels die of a segmentation fault.
+    """
+    places = re.findall(rb"\|(\d+);\d+;", packed.read_bytes())
+    return all(int(place) % _ALIGNMENT_BYTES == 0 for place in places)
+
+
+def _write_packed(
+    path: Path, packed: Path, config: Mapping[str, Any], *, smallest_bytes: int
+) -> None:
     import onnxruntime
 
     options = _session_options(config, threads=1)
@@ -136,7 +154,7 @@ def _write_packed(path: Path, packed: Path, config: Mapping[str, Any]) -> None:
     options.log_severity_level = 3  # a warning that such a file is for this machine only
     external = "session.optimized_model_external_initializers"
     options.add_session_config_entry(f"{external}_file_name", "weights.bin")
-    options.add_session_config_entry(f"{external}_min_size_in_bytes", "1024")
+    options.add_session_config_entry(f"{external}_min_size_in_bytes", str(smallest_bytes))
     options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
     onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 

@@ -1,0 +1,1 @@
+"""Training of the example pipelines: MiniLM fine-tuned on the small data in their folders."""

@@ -1,0 +1,18 @@
+"""What a request can be at fault for, in words its sender can act on."""
+
+from __future__ import annotations
+
+
+class RequestError(Exception):
+    """A request at fault: what is wrong, by row where a row is at fault."""
+
+    def __init__(
+        self, field: str, rule: str, given: object, remedy: str, row: int | None = None
+    ) -> None:
+        """Say `field` `rule`, what was `given`, a `remedy`, and the `row` of the request."""
+        where = "" if row is None else f"row {row}: "
+        super().__init__(f"{where}`{field}` {rule}. Given: {given}. {remedy}.")
+
+
+class Overloaded(Exception):
+    """There is no room for another request."""

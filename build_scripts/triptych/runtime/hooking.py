@@ -1,0 +1,140 @@
+"""The pipeline's own functions, where it has any: called on plain rows, checked on the way back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .faults import RequestError
+
+HOOKS_FILE = "hooks.py"
+FUNCTIONS = ("before", "after", "decode")
+Row = dict[str, Any]
+Hook = Callable[[list[Row]], list[Row]]
+NUMPY_TYPES: dict[str, Any] = {
+    "FP32": np.float32,
+    "INT8": np.int8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "BOOL": np.bool_,
+    "BYTES": np.object_,
+}
+
+
+def load_hooks(folder: Path) -> ModuleType | None:
+    """The module ``hooks.py`` of `folder`, or None."""
+    path = folder / HOOKS_FILE
+    if not path.is_file():
+        return None
+    spec = importlib.util.spec_from_file_location("hooks", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def find_hook(folder: Path, name: str) -> Hook | None:
+    """The function `name` of the hooks in `folder`, or None."""
+    hook: Hook | None = getattr(load_hooks(folder), name, None)
+    return hook
+
+
+def call_hook(name: str, hook: Hook, rows: list[Row], keys: Sequence[str]) -> list[Row]:
+    """`hook` on `rows`: as many rows, each with all of `keys`.
+
+    Raises:
+        RequestError: the hook raised ValueError, in its words.
+        RuntimeError: it raised anything else, or returned something else.
+    """
+    given = len(rows)
+    try:
+        result = hook(rows)
+    except ValueError as error:
+        raise RequestError(
+            f"hooks.{name}", "must take the request", str(error), "Correct the request"
+        ) from error
+    except Exception as error:
+        raise RuntimeError(f"hooks.{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(result, list) or len(result) != given:
+        count = len(result) if isinstance(result, list) else type(result).__name__
+        raise RuntimeError(f"hooks.{name} must return {given} rows, returned {count}")
+    for row in result:
+        if not isinstance(row, dict) or set(keys) - row.keys():
+            found = sorted(row) if isinstance(row, dict) else type(row).__name__
+            raise RuntimeError(f"hooks.{name} must return rows with {list(keys)}, found {found}")
+    return result
+
+
+class RowForm:
+    """The ensemble's outputs as the rows `after` and `decode` see, and back again.
+
+    Args:
+        outputs: name, dtype, dims (without the batch) and whether elements are JSON texts.
+    """
+
+    def __init__(self, outputs: Sequence[Mapping[str, Any]]) -> None:
+        self._outputs = outputs
+        self.names = [output["name"] for output in outputs]
+
+    def rows(self, tensors: Mapping[str, NDArray[Any]]) -> list[Row]:
+        """Each row as a dict: scalars for outputs of dims [1], lists of str, arrays of numbers."""
+        count = len(tensors[self.names[0]])
+        columns = {o["name"]: self._column(o, tensors[o["name"]]) for o in self._outputs}
+        return [{name: column[i] for name, column in columns.items()} for i in range(count)]
+
+    def tensors(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
+        """The outputs of `rows`, each ``[len(rows), …]``.
+
+        Raises:
+            RuntimeError: a value does not fit the output.
+        """
+        return {o["name"]: self._tensor(o, [row[o["name"]] for row in rows]) for o in self._outputs}
+
+    @staticmethod
+    def _column(output: Mapping[str, Any], tensor: NDArray[Any]) -> list[Any]:
+        if output["dtype"] == "BYTES":
+            texts = [[item.decode("utf-8") for item in row.flat] for row in tensor]
+            if output["json"]:
+                texts = [[json.loads(text) for text in row] for row in texts]
+            return [row[0] for row in texts] if output["dims"] == [1] else texts
+        if output["dims"] == [1]:
+            return [row.item() for row in tensor]
+        return list(tensor)
+
+    @staticmethod
+    def _tensor(output: Mapping[str, Any], values: Sequence[Any]) -> NDArray[Any]:
+        name, dims = output["name"], output["dims"]
+        if dims == [1]:
+            values = [[value] for value in values]
+        try:
+            if output["dtype"] == "BYTES":
+                result = np.empty((len(values), len(values[0])), dtype=np.object_)
+                for index, row in enumerate(values):
+                    result[index] = [_encoded(item, as_json=output["json"]) for item in row]
+            else:
+                result = np.array(values, dtype=NUMPY_TYPES[output["dtype"]])
+        except (TypeError, ValueError, AttributeError) as error:
+            raise RuntimeError(f"hooks: the rows' `{name}` do not fit it: {error}") from error
+        wanted = [len(values), *dims]
+        fits = result.ndim == len(wanted) and all(
+            want in (-1, has) for want, has in zip(wanted, result.shape, strict=True)
+        )
+        if not fits:
+            raise RuntimeError(
+                f"hooks: `{name}` must have the shape {wanted}, it has {list(result.shape)}"
+            )
+        return result
+
+
+def _encoded(item: Any, *, as_json: bool) -> bytes:
+    text = json.dumps(item, ensure_ascii=False) if as_json else item
+    encoded: bytes = text.encode("utf-8")
+    return encoded

@@ -1,0 +1,99 @@
+"""Request parameters: known names, right types, values in range, defaults filled in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .faults import RequestError
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "list": (str,),
+}
+WORDS = {
+    "bool": "true or false",
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "list": "a string with a JSON list of strings, or names with commas between them",
+}
+
+
+def check_parameters(
+    text: str, rules: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The request's parameters (JSON text) checked against `rules`, over the `defaults`.
+
+    A rule has ``type`` (bool, int, float, str or list) and may have ``min``, ``max``, ``choices``.
+    Parameters whose name starts with ``triton_`` or holds a ``-`` (forwarded headers) are not for
+    us.
+
+    Raises:
+        RequestError: an unknown name, a wrong type or a value out of range.
+    """
+    if len(text) < 3:  # "{}": by far the most frequent
+        return defaults
+    parameters = dict(defaults)
+    for name, value in json.loads(text).items():
+        if name.startswith("triton_") or "-" in name:
+            continue
+        rule = rules.get(name)
+        if rule is None:
+            known = ", ".join(sorted(rules)) or "none"
+            raise RequestError(
+                f"parameter {name}", "is not known", name, f"Known parameters: {known}"
+            )
+        parameters[name] = _checked(name, value, rule)
+    return parameters
+
+
+def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
+    kind = rule["type"]
+    fits = isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
+    low, high = rule.get("min"), rule.get("max")
+    if fits and low is not None:
+        fits = value >= low
+    if fits and high is not None:
+        fits = value <= high
+    choices = rule.get("choices")
+    if not fits or (choices and value not in choices):
+        if choices:
+            words = "one of " + ", ".join(choices)
+        elif low is not None and high is not None:
+            words = f"{WORDS[kind]} from {low} to {high}"
+        else:
+            words = WORDS[kind]
+        raise RequestError(
+            f"parameter {name}",
+            f"must be {words}",
+            repr(value)[:80],
+            "Correct or leave out the parameter",
+        )
+    return _names(name, value) if kind == "list" else value
+
+
+def _names(name: str, text: str) -> list[str]:
+    """The list in `text`: JSON where it begins like it, else cut at commas."""
+    if not text.lstrip().startswith("["):
+        names = [part.strip() for part in text.split(",") if part.strip()]
+    else:
+        try:
+            names = json.loads(text)
+        except ValueError as error:
+            raise RequestError(
+                f"parameter {name}", f"must be {WORDS['list']}", str(error), "Correct the JSON"
+            ) from error
+        if not all(isinstance(part, str) and part.strip() for part in names):
+            raise RequestError(
+                f"parameter {name}", f"must be {WORDS['list']}", repr(text)[:80], "Name each"
+            )
+    if not names:
+        raise RequestError(
+            f"parameter {name}", "must name something", "nothing", "Name at least one"
+        )
+    return names

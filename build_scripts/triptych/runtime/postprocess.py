@@ -1,0 +1,59 @@
+"""The postprocess step of every task: the core's outputs in, the ensemble's out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from .admission import Ledger
+from .carry import unpack
+from .decode import Decoder
+from .hooking import RowForm, call_hook, find_hook
+from .parameters import check_parameters
+from .stub_io import error_response, read_bytes, settings_of
+
+
+class TritonPythonModel:
+    """The core's outputs, ``[core rows, …]`` each, to the ensemble's, ``[n, …]`` each."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the task's decoder and the pipeline's hooks, which lie beside this file."""
+        settings = settings_of(args)
+        folder = Path(__file__).parent
+        self._core_outputs = settings["core_outputs"]
+        self._rules = settings["request_parameters"]
+        self._defaults = settings["parameters"]
+        self._carries = settings["carries"]
+        self._decoder = Decoder(settings, folder)
+        self._after = find_hook(folder, "after")
+        self._form = RowForm(settings["outputs"])
+        self._ledger = Ledger(settings["pipeline"])
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer every request; a request at fault gets its own error."""
+        return [self._respond(request) for request in requests]
+
+    def _respond(self, request: Any) -> Any:
+        try:
+            ticket = pb_utils.get_input_tensor_by_name(request, "ticket").as_numpy()
+            self._ledger.settle(int(ticket[0, 0]))
+            parameters = check_parameters(request.parameters(), self._rules, self._defaults)
+            outputs = {
+                name: pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+                for name in self._core_outputs
+            }
+            carries = []
+            if self._carries:
+                carries = [unpack(data) for data in read_bytes(request, "carry")]
+            result = self._decoder.decode(outputs, carries, parameters)
+            if self._after is not None:
+                rows = call_hook("after", self._after, self._form.rows(result), self._form.names)
+                result = self._form.tensors(rows)
+            return pb_utils.InferenceResponse(
+                [pb_utils.Tensor(name, result[name]) for name in self._form.names]
+            )
+        except Exception as error:
+            return error_response(error)

@@ -1,0 +1,46 @@
+"""Decodes fill-mask: token ids to the text each stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from .carry import Carry
+
+
+class Decoder:
+    """``class_id`` INT32 and ``class_score`` FP32 ``[n, K]`` to ``token`` and ``score``."""
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        """Read ``tokenizer.json`` in `folder`."""
+        self._texts = _TokenTexts(Tokenizer.from_file(str(folder / "tokenizer.json")))
+
+    def decode(
+        self,
+        outputs: Mapping[str, NDArray[Any]],
+        carries: Sequence[Carry],
+        parameters: Mapping[str, Any],
+    ) -> dict[str, NDArray[Any]]:
+        """The best ``top_k``: ``token`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``."""
+        kept = parameters["top_k"]
+        ids = outputs["class_id"][:, :kept]
+        texts = np.array([self._texts[token_id] for token_id in ids.ravel().tolist()], object)
+        scores = np.ascontiguousarray(outputs["class_score"][:, :kept])
+        return {"token": texts.reshape(ids.shape), "score": scores}
+
+
+class _TokenTexts(dict[int, bytes]):
+    """Token id to its text as UTF-8, each decoded when first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self.setdefault(token_id, text.encode("utf-8"))

@@ -1,0 +1,185 @@
+"""Decodes token-classification: classes of tokens to entities with their characters.
+
+The ways to aggregate are those of transformers' token-classification pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .carry import OUTSIDE, WORD_START, Carry
+from .faults import RequestError
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+_SCORE_DECIMALS = 7
+_BY_WORD = ("first", "max", "average")
+
+
+class Pieces(NamedTuple):
+    """Tokens, words or entities of all rows, end to end; every field has one entry a piece."""
+
+    row: NDArray[np.intp]
+    """The row it is in."""
+    start: NDArray[np.int32]
+    """Its first character."""
+    end: NDArray[np.int32]
+    """The character after its last."""
+    label: NDArray[np.intp]
+    """Index of its class."""
+    score: NDArray[np.float32]
+
+
+class Decoder:
+    """``token_class`` and ``token_score`` ``[n, T]``, or ``token_scores`` ``[n, T, C]``.
+
+    The one output, ``entities`` BYTES ``[n, 1]``, is a JSON list for each row, in the order of
+    the text: ``{"entity", "text", "start", "end", "score"}``, where ``entity`` is the label
+    (without ``B-`` and ``I-`` where tokens are aggregated), ``start`` and ``end`` count
+    characters, and a score that is no number is null. The label ``O`` is left out.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        """Look at the `labels` of `settings` once."""
+        labels: list[str] = settings["labels"]
+        self._names = labels
+        # Both as transformers has them: a label such as PER-SUB is of the tag PER-SUB, but names
+        # its group SUB.
+        self._groups = [label.split("-", 1)[-1] for label in labels]
+        tags = [label[2:] if label[:2] in ("B-", "I-") else label for label in labels]
+        self._tag = np.unique(np.array(tags), return_inverse=True)[1]
+        self._begins = np.array([label.startswith("B-") for label in labels])
+
+    def decode(
+        self,
+        outputs: Mapping[str, NDArray[Any]],
+        carries: Sequence[Carry],
+        parameters: Mapping[str, Any],
+    ) -> dict[str, NDArray[Any]]:
+        """Find the entities of every row.
+
+        Raises:
+            RequestError: the aggregation needs scores the core does not return.
+        """
+        aggregation: str = parameters["aggregation"]
+        if aggregation == "average" and "token_scores" not in outputs:
+            raise RequestError(
+                "parameter aggregation",
+                "cannot be `average` here: the pipeline is built without the score of every label",
+                aggregation,
+                "Choose another, or set `parameters: {aggregation: average}` in pipeline.yaml and"
+                " build it again",
+            )
+        kinds = _stack_kinds(carries)
+        row, column = np.nonzero(kinds != OUTSIDE)
+        if not len(row):
+            return _encode([[]] * len(carries))
+        start, end = np.concatenate([c.offsets[c.kinds != OUTSIDE] for c in carries]).T
+        if "token_scores" in outputs:
+            scores = outputs["token_scores"][row, column]
+            label, score = _best(scores)
+        else:
+            label, score = outputs["token_class"][row, column], outputs["token_score"][row, column]
+        pieces = Pieces(row, start, end, label, score)
+        if aggregation in _BY_WORD:
+            first = _starts(row, kinds[row, column] == WORD_START)
+            if aggregation == "average":
+                pieces = _join(pieces, first, *_best(_mean(scores, first)))
+            else:
+                chosen = first if aggregation == "first" else _surest(score, first)
+                pieces = _join(pieces, first, label[chosen], score[chosen])
+        if aggregation == "none":
+            return _write(pieces, self._names, carries)
+        return _write(self._group(pieces), self._groups, carries)
+
+    def _group(self, pieces: Pieces) -> Pieces:
+        """Join neighbours of one tag; a ``B-`` label always begins anew."""
+        tag = self._tag[pieces.label]
+        changes = self._begins[pieces.label]
+        changes[1:] |= tag[1:] != tag[:-1]
+        first = _starts(pieces.row, changes)
+        return _join(pieces, first, pieces.label[first], _mean(pieces.score, first))
+
+
+def _stack_kinds(carries: Sequence[Carry]) -> NDArray[np.uint8]:
+    """The kinds of all rows, ``[n, widest]``, filled up with OUTSIDE."""
+    lengths = np.array([len(carry.kinds) for carry in carries])
+    kinds = np.full((len(carries), lengths.max(initial=0)), OUTSIDE, dtype=np.uint8)
+    if len(carries):
+        used = np.arange(kinds.shape[1]) < lengths[:, None]
+        kinds[used] = np.concatenate([carry.kinds for carry in carries])
+    return kinds
+
+
+def _starts(row: NDArray[np.intp], begins: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Where pieces begin, of at least one: at `begins`, and at the first of each row."""
+    later = begins[1:] | (row[1:] != row[:-1])
+    return np.append(0, np.flatnonzero(later) + 1)
+
+
+def _join(
+    pieces: Pieces, first: NDArray[np.intp], label: NDArray[np.intp], score: NDArray[np.float32]
+) -> Pieces:
+    """One piece from each of `first` to before the next, with the label and score given."""
+    last = np.append(first[1:], len(pieces.row)) - 1
+    return Pieces(pieces.row[first], pieces.start[first], pieces.end[last], label, score)
+
+
+def _best(scores: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+    """Index and score of the best class, of ``[pieces, C]``."""
+    label = scores.argmax(axis=1)
+    return label, scores[np.arange(len(scores)), label]
+
+
+def _mean(scores: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.float32]:
+    """Mean over the pieces from each of `first` to before the next, leaving out NaN."""
+    known = ~np.isnan(scores)
+    count = np.add.reduceat(known, first, axis=0, dtype=np.int32)
+    total = np.add.reduceat(np.where(known, scores, np.float32(0)), first, axis=0)
+    mean = np.full(total.shape, np.nan, dtype=np.float32)
+    return np.divide(total, count.astype(np.float32), out=mean, where=count > 0)
+
+
+def _surest(score: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Index of the highest score from each of `first` to before the next; of equals, the first."""
+    order = np.arange(len(score))
+    highest = np.fmax.reduceat(score, first)
+    length = np.diff(first, append=len(score))
+    # Where no score is a number, none equals the highest: the first then stands for all.
+    found = np.minimum.reduceat(
+        np.where(score == np.repeat(highest, length), order, len(score)), first
+    )
+    return np.where(found < len(score), found, first)
+
+
+def _write(
+    pieces: Pieces, names: Sequence[str], carries: Sequence[Carry]
+) -> dict[str, NDArray[Any]]:
+    """The output: each row's pieces as JSON, without those called ``O``."""
+    found: list[list[dict[str, object]]] = [[] for _ in carries]
+    kept = np.array([name != "O" for name in names])[pieces.label]
+    scores = np.round(pieces.score[kept].astype(np.float64), _SCORE_DECIMALS).tolist()
+    places = (column[kept].tolist() for column in pieces[:4])
+    for row, start, end, label, score in zip(*places, scores, strict=True):
+        found[row].append(
+            {
+                "entity": names[label],
+                "text": carries[row].text[start:end],
+                "start": start,
+                "end": end,
+                "score": None if math.isnan(score) else score,
+            }
+        )
+    return _encode(found)
+
+
+def _encode(found: Sequence[Sequence[Mapping[str, object]]]) -> dict[str, NDArray[Any]]:
+    entities = np.empty((len(found), 1), dtype=object)
+    entities[:, 0] = [_ENCODER.encode(row).encode("utf-8") if row else b"[]" for row in found]
+    return {"entities": entities}

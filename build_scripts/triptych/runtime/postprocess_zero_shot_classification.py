@@ -1,0 +1,50 @@
+"""Decodes zero-shot classification: the logits of each hypothesis to scores of the labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .carry import Carry
+
+
+class Decoder:
+    """``inference_logits`` FP32 ``[n * L, C]``, label by label, to ``label`` and ``score``."""
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        """Take the classes `entailment` and `contradiction` from `settings`."""
+        self._entailment: int = settings["entailment"]
+        self._contradiction: int = settings["contradiction"]
+
+    def decode(
+        self,
+        outputs: Mapping[str, NDArray[Any]],
+        carries: Sequence[Carry],
+        parameters: Mapping[str, Any],
+    ) -> dict[str, NDArray[Any]]:
+        """All labels, best first: ``label`` BYTES ``[n, L]`` and ``score`` FP32 ``[n, L]``.
+
+        With ``multi_label``, or one label, each score is entailment against contradiction;
+        otherwise the labels of a text share 1 by their entailment.
+        """
+        names = np.array([label.encode("utf-8") for label in parameters["labels"]], object)
+        logits = outputs["inference_logits"]
+        entailment = logits[:, self._entailment].reshape(-1, len(names))
+        if parameters["multi_label"] or len(names) == 1:
+            contradiction = logits[:, self._contradiction].reshape(-1, len(names))
+            scores = _softmax(np.stack((contradiction, entailment), axis=-1))[..., 1]
+        else:
+            scores = _softmax(entailment)
+        order = scores.argsort(axis=1)[:, ::-1]
+        return {"label": names[order], "score": np.take_along_axis(scores, order, axis=1)}
+
+
+def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Over the last axis."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares: NDArray[np.float32] = powers / powers.sum(axis=-1, keepdims=True)
+    return shares

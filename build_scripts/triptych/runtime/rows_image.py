@@ -1,0 +1,202 @@
+"""Encoded images to pixels, exactly as the model's own image processor makes them.
+
+The core gets what comes before rescaling: a byte a channel, a quarter of what floats would take.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# WebPImagePlugin is named so that Pillow need not load every plugin it has to find that one.
+from PIL import Image, ImageOps, UnidentifiedImageError, WebPImagePlugin  # noqa: F401
+
+from .faults import RequestError
+from .row_types import Ask, CoreRows
+
+FIELD = "image"
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+"""Formats whose decoders start no other program and need no other file."""
+
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
+"""Kinds of pixel, 8 bits a channel at most, whose colours are not a matter of a profile."""
+
+MOST_THREADS = 4
+_BIT_DEPTH = 24  # place in a PNG file: signature, length and name of the header, two sizes
+_ASPECT = "must not be so much longer than wide, or wider than long, that resizing makes it huge"
+
+
+class Limits(NamedTuple):
+    """What an image may cost.
+
+    Attributes:
+        image_bytes: most bytes of the encoded image.
+        pixels: most pixels, as sent and as resized.
+    """
+
+    image_bytes: int
+    pixels: int
+
+
+def open_image(data: bytes, limits: Limits, row: int) -> Image.Image:
+    """Decode an image, upright and in RGB. Nothing is decoded before its header is in order.
+
+    To be called within `own_limits`.
+
+    Raises:
+        RequestError: it is no image, or none whose pixels are clear and within `limits`.
+    """
+    if not data:
+        raise RequestError(FIELD, "must not be empty", "0 bytes", "Send an encoded image", row)
+    if len(data) > limits.image_bytes:
+        rule = f"must have at most {limits.image_bytes} bytes"
+        remedy = "Send a smaller image or raise the pipeline's limit"
+        raise RequestError(FIELD, rule, f"{len(data)} bytes", remedy, row)
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            fault = _header_fault(image, data, limits)
+            if fault is None:
+                ImageOps.exif_transpose(image, in_place=True)
+                image.load()
+                return image if image.mode == "RGB" else image.convert("RGB")
+    except UnidentifiedImageError:
+        given = f"{len(data)} bytes that begin with {data[:12]!r}"
+        fault = (
+            f"must be an undamaged image in one of {', '.join(FORMATS)}",
+            given,
+            "Send the bytes of the image file itself, not its path, its address or base64 of it",
+        )
+    except Exception as error:  # a decoder raises whatever damaged bytes lead it to
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        given = f"{len(data)} bytes that cannot be decoded: {reason}"
+        fault = ("must be a whole, undamaged image", given, "Send the whole file or save it again")
+    raise RequestError(FIELD, *fault, row)
+
+
+def to_pixels(image: Image.Image, facts: Mapping[str, Any]) -> NDArray[np.uint8]:
+    """What the core takes of an RGB image: UINT8 ``[height, width, channels]``.
+
+    Args:
+        image: in RGB.
+        facts: `ImageFacts` as plain data.
+    """
+    height, width = resized(facts, image.height, image.width)
+    if facts["resize"] != "none":
+        image = image.resize((width, height), Image.Resampling[facts["resample"].upper()])
+    pixels = np.asarray(image)
+    if facts["crop"] is not None:
+        pixels = _crop(pixels, *facts["crop"])
+    return pixels[..., ::-1] if facts["reverse_channels"] else pixels
+
+
+def resized(facts: Mapping[str, Any], height: int, width: int) -> tuple[int, int]:
+    """Height and width of an image after resizing, before the crop."""
+    if facts["resize"] == "exact":
+        return facts["edges"][0], facts["edges"][1]
+    if facts["resize"] == "shorter":
+        edge: int = facts["edges"][0]
+        longer = int(edge * max(height, width) / min(height, width))
+        return (longer, edge) if width <= height else (edge, longer)
+    return height, width
+
+
+class RowMaker:
+    """One core row a row: ``pixels`` UINT8 ``[n, height, width, channels]``."""
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        """Take ``image`` (`ImageFacts`), ``max_image_bytes`` and ``max_pixels`` of `settings`."""
+        self._facts: Mapping[str, Any] = settings["image"]
+        self._limits = Limits(settings["max_image_bytes"], settings["max_pixels"])
+        self._shape = tuple(self._facts[axis] for axis in ("height", "width", "channels"))
+        self._threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._threads)  # starts a thread when it is first needed
+
+    def make(self, requests: Sequence[Ask]) -> list[CoreRows | Exception]:
+        """The pixels of every row; a request with a bad image gets its first fault instead."""
+        pixels = [np.empty((len(ask.columns[FIELD]), *self._shape), np.uint8) for ask in requests]
+        jobs = [
+            partial(self._fill, pixels[index], row, data)
+            for index, ask in enumerate(requests)
+            for row, data in enumerate(ask.columns[FIELD])
+        ]
+        with own_limits():
+            if len(jobs) == 1 or self._threads == 1:
+                faults = [job() for job in jobs]
+            else:  # Pillow decodes and resizes without holding the interpreter
+                faults = list(self._pool.map(_call, jobs))
+        answers: list[CoreRows | Exception] = []
+        start = 0
+        for tensor in pixels:
+            own = [fault for fault in faults[start : start + len(tensor)] if fault is not None]
+            answers.append(own[0] if own else CoreRows({"pixels": tensor}, [], 0))
+            start += len(tensor)
+        return answers
+
+    def _fill(self, pixels: NDArray[np.uint8], row: int, data: bytes) -> RequestError | None:
+        try:
+            image = open_image(data, self._limits, row)
+            height, width = resized(self._facts, image.height, image.width)
+            if height * width > self._limits.pixels:
+                given = f"{image.width} x {image.height}, which becomes {width} x {height}"
+                raise RequestError(FIELD, _ASPECT, given, "Cut out the part that matters", row)
+            pixels[row] = to_pixels(image, self._facts)
+        except RequestError as fault:
+            return fault
+        return None
+
+
+def _call(job: partial[RequestError | None]) -> RequestError | None:
+    return job()
+
+
+@contextmanager
+def own_limits() -> Iterator[None]:
+    """Pillow neither warns of nor refuses large images: `Limits` does, and in our words.
+
+    Holds for the whole process, so it is entered once for all threads.
+    """
+    before = Image.MAX_IMAGE_PIXELS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Image.MAX_IMAGE_PIXELS = None
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = before
+
+
+def _header_fault(image: Image.Image, data: bytes, limits: Limits) -> tuple[str, str, str] | None:
+    """Rule, given and remedy of what the header alone shows to be wrong."""
+    size = f"{image.width} x {image.height}"
+    if image.width * image.height > limits.pixels:
+        remedy = "Send a smaller image or raise the pipeline's limit"
+        return f"must have at most {limits.pixels} pixels", size, remedy
+    # An MPO file is a photo with previews or depth maps after it: its first image is the photo.
+    if image.format != "MPO" and getattr(image, "is_animated", False):
+        return "must be a single image", "an animated one", "Send the frame that is meant"
+    deep = image.format == "PNG" and data[_BIT_DEPTH] > 8
+    if deep or image.mode not in MODES:
+        given = "16 bits a channel" if deep else f"Pillow's mode {image.mode}"
+        remedy = "Convert it to RGB with 8 bits a channel: how to is not clear from the file"
+        return "must be in grey or RGB with at most 8 bits a channel", given, remedy
+    return None
+
+
+def _crop(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """The middle of an image; where it is smaller, zeros around it, the odd one before it."""
+    missing = (max(0, height - pixels.shape[0]), max(0, width - pixels.shape[1]))
+    if any(missing):
+        pads = [((size + 1) // 2, size // 2) for size in missing]
+        pixels = np.pad(pixels, [*pads, (0, 0)])
+    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+    return pixels[top : top + height, left : left + width]

@@ -1,0 +1,33 @@
+"""A core row for each text with one mask token in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .faults import RequestError
+from .row_types import Ask
+from .token_rows import Input, Row, TokenRowMaker
+
+
+class RowMaker(TokenRowMaker):
+    """Texts as they are, each with exactly one mask token."""
+
+    def inputs(self, ask: Ask) -> list[Input]:
+        """One text a row."""
+        return list(ask.columns["text"])
+
+    def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+        """One core row a text."""
+        mask, mask_id = self.settings["mask_token"], self.settings["mask_token_id"]
+        for number, encoding in enumerate(encodings):
+            masks = encoding.ids.count(mask_id)
+            if masks != 1:
+                raise RequestError(
+                    "text",
+                    f"must have exactly one {mask} within its first {self.max_length} tokens",
+                    f"{masks} of them",
+                    f"Write {mask} in place of the word to be filled in",
+                    number,
+                )
+        return super().finish(ask, inputs, encodings)

@@ -1,0 +1,82 @@
+"""Core rows for a question and its context: one, or several windows over a long context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from .carry import OUTSIDE, WORD_START, Carry, pack
+from .faults import RequestError
+from .row_types import Ask
+from .token_kinds import word_offsets
+from .token_rows import Input, Row, TokenRowMaker, check_filled
+
+LARGEST_STRIDE = 128
+
+
+class RowMaker(TokenRowMaker):
+    """Pairs of question and context; the carry of a window is where its words stand."""
+
+    strategy = "only_second"
+    offsets = True
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        """Load the tokenizer."""
+        self.stride = min(settings["max_length"] // 2, LARGEST_STRIDE)
+        super().__init__(settings, folder)
+
+    def configure(self) -> None:
+        """Windows are made whatever becomes of long texts: see `finish`."""
+        self.tokenizer.enable_truncation(
+            self.max_length, stride=self.stride, strategy=self.strategy
+        )
+        self._questions = Tokenizer.from_str(self.tokenizer.to_str())
+        self._questions.no_truncation()
+        added: int = self.tokenizer.num_special_tokens_to_add(is_pair=True)
+        self._longest_question = self.max_length - added - self.stride - 1
+
+    def inputs(self, ask: Ask) -> list[Input]:
+        """One pair a row."""
+        check_filled(ask, self.fields)
+        questions = ask.columns["text"]
+        encodings = self._questions.encode_batch_fast(questions, add_special_tokens=False)
+        for number, encoding in enumerate(encodings):
+            # Beyond it there is no window that the tokenizer could cut: it would panic.
+            if len(encoding.ids) > self._longest_question:
+                raise RequestError(
+                    "text",
+                    f"must be a question of at most {self._longest_question} tokens",
+                    f"{len(encoding.ids)} tokens",
+                    "Shorten it, or raise tokenizer.max_length in the pipeline",
+                    number,
+                )
+        return list(zip(questions, ask.columns["text_pair"], strict=True))
+
+    def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+        """As many core rows a pair as it has windows."""
+        rows = []
+        for number, (pair, encoding) in enumerate(zip(inputs, encodings, strict=True)):
+            windows = [encoding, *encoding.overflowing]
+            if len(windows) > 1 and not self.truncates:
+                raise RequestError(
+                    " and ".join(self.fields),
+                    f"must have at most {self.max_length} tokens",
+                    f"enough for {len(windows)} windows",
+                    "Shorten the context, or set tokenizer.overflow to truncate in the pipeline",
+                    number,
+                )
+            for index, window in enumerate(windows):
+                context = pair[1] if index == 0 else ""
+                rows.append(self.row(window, _carry(number, context, window)))
+        return rows
+
+
+def _carry(number: int, context: str, window: Any) -> bytes:
+    inside = np.array([sequence == 1 for sequence in window.sequence_ids])
+    kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
+    offsets = np.array(window.offsets, dtype=np.int32).reshape(-1, 2)
+    return pack(Carry(number, context, word_offsets(offsets, window.word_ids), kinds))

@@ -1,0 +1,194 @@
+"""Tokenizing what many requests ask for in one call, and the core's tensors of the token rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from .faults import RequestError
+from .row_types import Ask, CoreRows
+
+Input = str | tuple[str, str]
+
+
+class Row(NamedTuple):
+    """One core row: its tokens, those before its second segment, what it brings past the core."""
+
+    ids: Sequence[int]
+    first_segment: int
+    carry: bytes = b""
+
+
+class TokenRowMaker:
+    """What the row makers of all text tasks share; a task's own says `inputs` and `finish`."""
+
+    strategy = "longest_first"
+    """Which of two segments is cut where both together are too long."""
+
+    offsets = False
+    """Whether `finish` needs character offsets, which cost time."""
+
+    stride = 0
+    """Tokens that a window shares with the one before it."""
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        """Load ``tokenizer.json`` of `folder`."""
+        self.settings = settings
+        self.fields: list[str] = settings["inputs"]
+        self.max_length: int = settings["max_length"]
+        self.truncates = settings["overflow"] == "truncate"
+        self.max_core_rows: int = settings["max_core_rows"]
+        self._pad_token_id: int = settings["pad_token_id"]
+        self._edges: list[int] = settings["bucket_edges"]
+        self._segments: bool = settings["segments"]
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.configure()
+        self._encode(["warm up"])
+
+    def configure(self) -> None:
+        """Set truncation up."""
+        if self.truncates:
+            self.tokenizer.enable_truncation(
+                self.max_length, stride=self.stride, strategy=self.strategy
+            )
+
+    def inputs(self, ask: Ask) -> list[Input]:
+        """What to tokenize for one request.
+
+        Raises:
+            RequestError: the request is at fault.
+        """
+        raise NotImplementedError
+
+    def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+        """The core rows of one request, one an input unless the task says otherwise.
+
+        Raises:
+            RequestError: the request is at fault.
+        """
+        return [self.row(encoding) for encoding in encodings]
+
+    def make(self, requests: Sequence[Ask]) -> list[CoreRows | Exception]:
+        """The core's tensors for each request, or its fault."""
+        return [
+            rows if isinstance(rows, Exception) else self._tensors(rows)
+            for rows in self.token_rows(requests)
+        ]
+
+    def token_rows(self, requests: Sequence[Ask]) -> list[list[Row] | Exception]:
+        """The core rows of each request, or its fault; all are tokenized in one call."""
+        asked: list[list[Input] | Exception] = [_attempt(self.inputs, ask) for ask in requests]
+        sizes = [0 if isinstance(inputs, Exception) else len(inputs) for inputs in asked]
+        flat = [item for inputs in asked if not isinstance(inputs, Exception) for item in inputs]
+        encodings = self._encode(flat)
+        spans = pairwise(accumulate(sizes, initial=0))
+        return [
+            inputs if isinstance(inputs, Exception) else self._finish(ask, inputs, encodings[i:j])
+            for ask, inputs, (i, j) in zip(requests, asked, spans, strict=True)
+        ]
+
+    def row(self, encoding: Any, carry: bytes = b"") -> Row:
+        """An encoding as a core row."""
+        ids = encoding.ids
+        if not self._segments:
+            return Row(ids, len(ids), carry)
+        return Row(ids, len(ids) - sum(encoding.type_ids), carry)
+
+    def _finish(
+        self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]
+    ) -> list[Row] | Exception:
+        try:
+            for number, encoding in enumerate(encodings):
+                if isinstance(encoding, Exception):
+                    raise RequestError(
+                        "text", "must be text the tokenizer takes", encoding, "Correct it", number
+                    )
+            rows = self.finish(ask, inputs, encodings)
+            self._check(rows)
+        except Exception as error:
+            return error
+        return rows
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        if len(rows) > self.max_core_rows:
+            raise RequestError(
+                "request",
+                f"must come to at most {self.max_core_rows} rows of the model",
+                f"{len(rows)}",
+                "Send less in one request, or raise core.max_batch_size in the pipeline",
+            )
+        for number, row in enumerate(rows):
+            if len(row.ids) > self.max_length:
+                raise RequestError(
+                    " and ".join(self.fields),
+                    f"must have at most {self.max_length} tokens",
+                    f"{len(row.ids)} tokens",
+                    "Shorten the text, or set tokenizer.overflow to truncate in the pipeline",
+                    number,
+                )
+
+    def _encode(self, inputs: Sequence[Input]) -> list[Any]:
+        """An encoding for each input, or the exception that this input alone raised."""
+        if not inputs:
+            return []
+        tokenizer = self.tokenizer
+        encode = tokenizer.encode_batch if self.offsets else tokenizer.encode_batch_fast
+        try:
+            encodings: list[Any] = encode(inputs)
+        except Exception:
+            encodings = [
+                _attempt(tokenizer.encode, *([item] if isinstance(item, str) else item))
+                for item in inputs
+            ]
+        return encodings
+
+    def _tensors(self, rows: Sequence[Row]) -> CoreRows:
+        # A tensor needs one place even where a tokenizer makes no token.
+        width = max(1, max(len(row.ids) for row in rows))
+        if self._edges:
+            width = next(edge for edge in self._edges if edge >= width)
+        lengths = np.array([[len(row.ids)] for row in rows], dtype=np.int32)
+        tensors: dict[str, NDArray[Any]] = {
+            "input_ids": pad_rows([row.ids for row in rows], width, self._pad_token_id),
+            "row_length": lengths,
+        }
+        if self._segments:
+            tensors["first_segment"] = np.array([[r.first_segment] for r in rows], dtype=np.int32)
+        return CoreRows(tensors, [row.carry for row in rows], width)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np.int32]:
+    """Lists of int as one INT32 array ``[len(rows), width]``, filled up on the right."""
+    if len(rows) == 1 and len(rows[0]) == width:
+        return np.array(rows, dtype=np.int32)
+    padded = np.full((len(rows), width), fill, dtype=np.int32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
+
+
+def check_filled(ask: Ask, fields: Sequence[str]) -> None:
+    """Every one of `fields` says something in every row.
+
+    Raises:
+        RequestError: one is empty or blank.
+    """
+    for field in fields:
+        for number, text in enumerate(ask.columns[field]):
+            if not text.strip():
+                raise RequestError(
+                    field, "must not be empty", repr(text)[:40], "Send both halves", number
+                )
+
+
+def _attempt(function: Any, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error

@@ -1,0 +1,76 @@
+"""A task of a pipeline's own, from what its spec declares; its ``hooks.py`` decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from triptych.errors import UserError
+from triptych.model_facts import ModelFacts
+from triptych.spec import Custom
+from triptych.tasks.parts import TEXT, TEXT_PAIR, any_model, labels
+from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tensors import Tensor
+
+RETURNS = {"row": ("logits", "scores"), "tokens": ("token_scores",), "pooled": ("vector",)}
+"""What may leave the core, by what its head reads."""
+
+
+def custom_task(custom: Custom) -> Task:
+    """The task that `custom` declares.
+
+    Raises:
+        UserError: parts of it that do not go together.
+    """
+    if custom.returns not in RETURNS[custom.reads]:
+        raise UserError(
+            "custom.returns",
+            f"must be {' or '.join(RETURNS[custom.reads])} where custom.reads is {custom.reads}",
+            given=custom.returns,
+            remedy="Change one of the two",
+        )
+
+    pairs = "text_pair" in custom.inputs
+    if "text" not in custom.inputs or (pairs and custom.reads == "tokens"):
+        raise UserError(
+            "custom.inputs",
+            "must be [text], or [text, text_pair] where custom.reads is not tokens",
+            given=", ".join(custom.inputs),
+            remedy="Change one of the two",
+        )
+
+    def core(facts: ModelFacts, parameters: Parameters) -> Core:
+        size = facts.embedding_size if custom.reads == "pooled" else len(facts.labels)
+        dims = ("tokens", size) if custom.reads == "tokens" else (size,)
+        # Not named like what it holds: the exporter uses such names for values inside the graph.
+        output = Tensor(f"core_{custom.returns}", "FP32", dims)
+        return Core(custom.model_class, custom.reads, custom.returns, (output,))
+
+    def parameters(facts: ModelFacts) -> Mapping[str, Rule]:
+        return {}
+
+    def check(facts: ModelFacts) -> None:
+        if custom.reads != "pooled" and not facts.labels:
+            raise UserError(
+                "model.source",
+                "must be a model with a classifying head (id2label in config.json)",
+                given=facts.architecture,
+                remedy="Choose one, or set custom.reads: pooled",
+            )
+
+    return Task(
+        name="custom",
+        inputs=(TEXT, TEXT_PAIR) if pairs else (TEXT,),
+        outputs=tuple(
+            Tensor(o.name, o.dtype, tuple("variable" if d == -1 else d for d in o.dims))
+            for o in custom.outputs
+        ),
+        rows="rows_tokens.py" if custom.reads == "tokens" else "rows_text.py",
+        decode="postprocess_custom.py",
+        pairs=pairs,
+        core=core,
+        parameters=parameters,
+        settings=labels,
+        carries=custom.reads == "tokens",
+        thresholds=Thresholds(max_difference=1e-5),
+        check=any_model if custom.reads == "pooled" else check,
+    )

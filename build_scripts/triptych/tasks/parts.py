@@ -1,0 +1,51 @@
+"""Parts that tasks share: inputs, outputs, cores that choose classes, checks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from triptych.errors import UserError
+from triptych.model_facts import ModelFacts
+from triptych.tasks.task import LARGEST_TOP_K, Core, Reads, Rule
+from triptych.tensors import Tensor
+
+TEXT = Tensor("text", "BYTES", (1,))
+TEXT_PAIR = Tensor("text_pair", "BYTES", (1,))
+CHOICES = (Tensor("label", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",)))
+
+
+def choosing_core(auto_class: str, reads: Reads, classes: int) -> Core:
+    """A core that returns the best of `classes` with their scores, best first."""
+    kept = min(classes, LARGEST_TOP_K)
+    outputs = (Tensor("class_id", "INT32", (kept,)), Tensor("class_score", "FP32", (kept,)))
+    return Core(auto_class=auto_class, reads=reads, returns="choices", outputs=outputs)
+
+
+def top_k(classes: int, *, default: int) -> Mapping[str, Rule]:
+    """The request parameter that says how many choices to return."""
+    kept = min(classes, LARGEST_TOP_K)
+    return {"top_k": Rule("int", default=min(default, kept), min=1, max=kept)}
+
+
+def labels(facts: ModelFacts) -> Mapping[str, object]:
+    """The names of the classes."""
+    return {"labels": list(facts.labels)}
+
+
+def any_model(facts: ModelFacts) -> None:
+    """Every model fits."""
+
+
+def has_labels(facts: ModelFacts) -> None:
+    """The model classifies.
+
+    Raises:
+        UserError: its config names no classes.
+    """
+    if not facts.labels:
+        raise UserError(
+            "model.source",
+            "must name its classes (id2label in config.json)",
+            given=f"{facts.architecture} without any",
+            remedy="Choose a model fine-tuned for this task",
+        )

@@ -1,0 +1,40 @@
+"""token-classification: the entities in a text, with character offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from triptych.model_facts import ModelFacts
+from triptych.tasks.parts import TEXT, has_labels, labels
+from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tensors import Tensor
+
+AGGREGATIONS = ("none", "simple", "first", "max", "average")
+
+
+def _core(facts: ModelFacts, parameters: Parameters) -> Core:
+    auto_class = "AutoModelForTokenClassification"
+    if parameters["aggregation"] == "average":  # needs the scores of every class
+        scores = Tensor("token_scores", "FP32", ("tokens", len(facts.labels)))
+        return Core(auto_class, reads="tokens", returns="token_scores", outputs=(scores,))
+    best = Tensor("token_class", "INT32", ("tokens",)), Tensor("token_score", "FP32", ("tokens",))
+    return Core(auto_class, reads="tokens", returns="token_choices", outputs=best)
+
+
+def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
+    return {"aggregation": Rule("str", default="simple", choices=AGGREGATIONS)}
+
+
+TOKEN_CLASSIFICATION = Task(
+    name="token-classification",
+    inputs=(TEXT,),
+    outputs=(Tensor("entities", "BYTES", (1,), content="json"),),
+    rows="rows_tokens.py",
+    decode="postprocess_token_classification.py",
+    core=_core,
+    parameters=_parameters,
+    settings=labels,
+    carries=True,
+    thresholds=Thresholds(max_difference=1e-5),
+    check=has_labels,
+)

@@ -1,0 +1,67 @@
+"""zero-shot-classification: labels named by the request, each tried as a hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from triptych.errors import UserError
+from triptych.model_facts import ModelFacts
+from triptych.tasks.parts import CHOICES, TEXT
+from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tensors import Tensor
+
+
+def _core(facts: ModelFacts, parameters: Parameters) -> Core:
+    logits = Tensor("inference_logits", "FP32", (len(facts.labels),))
+    auto_class = "AutoModelForSequenceClassification"
+    return Core(auto_class, reads="row", returns="logits", outputs=(logits,))
+
+
+def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
+    return {
+        "labels": Rule("list"),
+        "multi_label": Rule("bool", default=False),
+        "hypothesis_template": Rule("str", default="This example is {}."),
+    }
+
+
+def _entailment(facts: ModelFacts) -> int | None:
+    for index, label in enumerate(facts.labels):
+        if label.lower().startswith("entail"):
+            return index
+    return None
+
+
+def _settings(facts: ModelFacts) -> Mapping[str, object]:
+    entailment = _entailment(facts)
+    # As transformers takes it: the far end of the labels stands for contradiction.
+    return {
+        "entailment": entailment,
+        "contradiction": len(facts.labels) - 1 if entailment == 0 else 0,
+    }
+
+
+def _check(facts: ModelFacts) -> None:
+    if _entailment(facts) is None or len(facts.labels) < 2:
+        raise UserError(
+            "model.source",
+            "must be a model of natural language inference (a label `entailment` in id2label)",
+            given=", ".join(facts.labels) or "no labels",
+            remedy="Choose a model fine-tuned on NLI data",
+        )
+
+
+ZERO_SHOT_CLASSIFICATION = Task(
+    name="zero-shot-classification",
+    inputs=(TEXT,),
+    outputs=CHOICES,
+    rows="rows_hypotheses.py",
+    decode="postprocess_zero_shot_classification.py",
+    pairs=True,
+    core=_core,
+    parameters=_parameters,
+    settings=_settings,
+    expansion=8,
+    thresholds=Thresholds(max_difference=1e-5),
+    check=_check,
+)

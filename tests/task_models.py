@@ -1,0 +1,175 @@
+"""A small random-weight model for each task, with real tokenizers and image processors.
+
+Heads are scaled, so that labels and spans vary from text to text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,  # far apart, or every text comes to the same vector
+}
+TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
+TOPICS = ["billing", "delivery", "returns", "technical", "account"]
+
+
+def _spread(model: Any, tokenizer: Any, texts: list[str]) -> Any:
+    """Shift and scale the last layer so that no class wins on all texts."""
+    model.eval()
+    last = [m for m in model.modules() if isinstance(m, torch.nn.Linear)][-1]
+    with torch.inference_mode():
+        encoded = tokenizer(texts[:60], padding=True, truncation=True, return_tensors="pt")
+        logits = model(**encoded).logits
+    with torch.no_grad():
+        scale = 2.0 / logits.std(0)
+        last.weight.mul_(scale[:, None])
+        last.bias.sub_(logits.mean(0)).mul_(scale)
+    return model
+
+
+def _loud(model: Any, factor: float = 20.0) -> Any:
+    """Scale the head up: with random weights all scores would be near equal."""
+    base = {id(parameter) for parameter in model.base_model.parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if id(parameter) not in base:
+                parameter.mul_(factor)
+    return model.eval()
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _bert(kind: str, tokenizer: Any, **config: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(1)
+    settings = transformers.BertConfig(**SMALL, vocab_size=len(tokenizer), **config)
+    return _loud(getattr(transformers, f"BertFor{kind}")(settings))
+
+
+def word_piece(minilm: Path) -> Any:
+    """MiniLM's tokenizer."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(minilm)
+
+
+def byte_pairs(texts: list[str]) -> Any:
+    """A byte-level BPE tokenizer as RoBERTa has it, trained on `texts`."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import RobertaTokenizer
+
+    trained = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator(texts, vocab_size=800, special_tokens=special, show_progress=False)
+    model = json.loads(trained.to_str())["model"]
+    merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
+    return RobertaTokenizer(vocab=model["vocab"], merges=merges, model_max_length=128)
+
+
+def text_classifier(folder: Path, minilm: Path, texts: list[str]) -> Path:
+    """Five topics, one a text."""
+    tokenizer = word_piece(minilm)
+    names = dict(enumerate(TOPICS))
+    model = _bert("SequenceClassification", tokenizer, id2label=names)
+    return _save(_spread(model, tokenizer, texts), tokenizer, folder)
+
+
+def multi_label_classifier(folder: Path, minilm: Path, texts: list[str]) -> Path:
+    """A RoBERTa with four labels that do not exclude each other."""
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    torch.manual_seed(2)
+    tokenizer = byte_pairs(texts)
+    config = RobertaConfig(
+        **{**SMALL, "max_position_embeddings": 130},
+        vocab_size=len(tokenizer),
+        type_vocab_size=1,
+        id2label={0: "urgent", 1: "angry", 2: "new", 3: "spam"},
+        problem_type="multi_label_classification",
+    )
+    model = _spread(RobertaForSequenceClassification(config), tokenizer, texts)
+    return _save(model, tokenizer, folder)
+
+
+def tagger(folder: Path, minilm: Path, texts: list[str]) -> Path:
+    """Five BIO tags."""
+    tokenizer = word_piece(minilm)
+    model = _bert("TokenClassification", tokenizer, id2label=dict(enumerate(TAGS)))
+    return _save(model, tokenizer, folder)
+
+
+def reader(folder: Path, minilm: Path, texts: list[str]) -> Path:
+    """Spans of answers."""
+    tokenizer = word_piece(minilm)
+    return _save(_bert("QuestionAnswering", tokenizer), tokenizer, folder)
+
+
+def cross_encoder(folder: Path, minilm: Path, texts: list[str]) -> Path:
+    """One output for a pair."""
+    tokenizer = word_piece(minilm)
+    model = _bert("SequenceClassification", tokenizer, num_labels=1)
+    return _save(model, tokenizer, folder)
+
+
+def masked_model(folder: Path, minilm: Path, texts: list[str]) -> Path:
+    """Tokens in place of [MASK]."""
+    tokenizer = word_piece(minilm)
+    return _save(_bert("MaskedLM", tokenizer), tokenizer, folder)
+
+
+def inference_model(folder: Path, minilm: Path, texts: list[str]) -> Path:
+    """Contradiction, neutral, entailment."""
+    tokenizer = word_piece(minilm)
+    names = {0: "contradiction", 1: "neutral", 2: "entailment"}
+    ids = {name: number for number, name in names.items()}
+    model = _bert("SequenceClassification", tokenizer, id2label=names, label2id=ids)
+    return _save(model, tokenizer, folder)
+
+
+def image_classifier(folder: Path, minilm: Path, texts: list[str]) -> Path:
+    """A ViT with seven classes on images of 32 x 32."""
+    from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(3)
+    small = {name: SMALL[name] for name in SMALL if name != "max_position_embeddings"}
+    config = ViTConfig(
+        **small,
+        image_size=32,
+        patch_size=8,
+        id2label={i: f"class {i}" for i in range(7)},
+    )
+    model = _loud(ViTForImageClassification(config))
+    model.save_pretrained(folder)
+    settings = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    AutoImageProcessor.from_pretrained(folder).save_pretrained(folder)
+    return folder
+
+
+MODELS: dict[str, tuple[str, Callable[[Path, Path, list[str]], Path]]] = {
+    "topics": ("text-classification", text_classifier),
+    "flags": ("text-classification", multi_label_classifier),
+    "tags": ("token-classification", tagger),
+    "answers": ("question-answering", reader),
+    "ranks": ("reranking", cross_encoder),
+    "masks": ("fill-mask", masked_model),
+    "hypotheses": ("zero-shot-classification", inference_model),
+    "images": ("image-classification", image_classifier),
+}
+"""Pipeline name -> its task, and what makes its model."""

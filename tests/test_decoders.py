@@ -1,0 +1,307 @@
+"""Decoders of vectors, labels and tokens, against sentence-transformers and transformers."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from conftest import ROOT
+from triptych.runtime import (
+    postprocess_classification,
+    postprocess_fill_mask,
+    postprocess_reranking,
+    postprocess_text_embedding,
+    postprocess_zero_shot_classification,
+)
+from triptych.tasks import TASKS
+
+RUNTIME = ROOT / "build_scripts/triptych/runtime"
+TEXTS = ("The tram to Zürich is late.", "Refund me!", "Ada wrote the first program.")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For torch: models this small only lose by more, and most where the machine is busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(architecture: str, head: str, **fields: Any) -> Any:
+    """A model of random weights, with its logits spread."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{architecture}Config")(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        initializer_range=0.3,
+        **fields,
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{architecture}For{head}")(config).eval()
+
+
+def pipeline_of(task: str, model: Any, tokenizer: Any) -> Any:
+    import transformers
+
+    return transformers.pipeline(task, model=model, tokenizer=tokenizer, device="cpu")
+
+
+def logits_of(model: Any, tokenizer: Any, *segments: list[str]) -> NDArray[np.float32]:
+    """One row at a time, as the pipelines run it."""
+    import torch
+
+    with torch.no_grad():
+        rows = [
+            model(**tokenizer(*row, return_tensors="pt")).logits
+            for row in zip(*segments, strict=True)
+        ]
+    found: NDArray[np.float32] = torch.cat(rows).numpy()
+    return found
+
+
+def texts_of(array: NDArray[Any]) -> list[list[str]]:
+    assert array.dtype == object
+    return [[value.decode("utf-8") for value in row] for row in array]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(minilm_folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(minilm_folder)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_decoder_of_each_task_needs_no_triton(task: str) -> None:
+    path = RUNTIME / TASKS[task].decode
+    names = {
+        name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+    }
+    assert "Carry" in names
+    assert "triton_python_backend_utils" not in names
+
+
+VECTORS = np.random.default_rng(0).standard_normal((7, 37)).astype(np.float32)
+
+
+def embed(vectors: NDArray[np.float32], **parameters: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    decoder = postprocess_text_embedding.Decoder({}, Path())
+    found = decoder.decode({"sentence_embedding": vectors}, [], {"encoding": "float", **parameters})
+    floats, bytes_ = found["embedding"], found["embedding_int8"]
+    assert (floats.dtype.name, bytes_.dtype.name) == ("float32", "int8")
+    assert floats.flags.c_contiguous
+    assert bytes_.flags.c_contiguous
+    assert 0 in (floats.shape[1], bytes_.shape[1])
+    assert len(floats) == len(bytes_) == len(vectors)
+    return floats, bytes_
+
+
+def test_float_vectors_are_the_core_s() -> None:
+    floats, _ = embed(VECTORS)
+    assert np.array_equal(floats, VECTORS)
+
+
+@pytest.mark.parametrize("dimensions", [1, 8, 37])
+def test_dimensions_are_those_of_sentence_transformers(
+    minilm_folder: Path, dimensions: int
+) -> None:
+    from sentence_transformers.util import normalize_embeddings, truncate_embeddings
+    from torch import from_numpy
+
+    expected = normalize_embeddings(truncate_embeddings(from_numpy(VECTORS), dimensions)).numpy()
+    floats, _ = embed(VECTORS, dimensions=dimensions)
+    np.testing.assert_allclose(floats, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dimensions", [None, 1, 8, 20])
+def test_binary_is_that_of_sentence_transformers(dimensions: int | None) -> None:
+    from sentence_transformers.util import quantize_embeddings
+
+    vectors = np.vstack((VECTORS, np.zeros((1, 37), np.float32)))
+    _, found = embed(vectors, encoding="binary", dimensions=dimensions)
+    expected = quantize_embeddings(vectors[:, :dimensions], precision="binary")
+    assert np.array_equal(found, expected)
+
+
+def test_binary_of_real_embeddings(reference: Any) -> None:
+    vectors = reference.encode(list(TEXTS), normalize_embeddings=True)
+    expected = reference.encode(list(TEXTS), precision="binary")
+    assert np.array_equal(embed(vectors, encoding="binary")[1], expected)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_int8_keeps_directions_at_any_scale(scale: float) -> None:
+    vectors = VECTORS * np.float32(scale)
+    _, found = embed(vectors, encoding="int8")
+    assert np.array_equal(found, embed(VECTORS, encoding="int8")[1])
+    assert (np.abs(found.astype(int)).max(axis=1) == 127).all()
+    expected = 127 * VECTORS / np.abs(VECTORS).max(axis=1, keepdims=True)
+    assert np.abs(found - expected).max() <= 0.5001
+    cosines = (found * VECTORS).sum(axis=1) / (
+        np.linalg.norm(found.astype(float), axis=1) * np.linalg.norm(VECTORS, axis=1)
+    )
+    assert cosines.min() > 0.9999
+
+
+def test_int8_of_zeros_is_zeros() -> None:
+    vectors = np.zeros((2, 4), np.float32)
+    vectors[1] = 1e-40, -1e-40, 0, 0  # subnormal
+    assert embed(vectors, encoding="int8")[1].tolist() == [[0] * 4, [127, -127, 0, 0]]
+
+
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
+@pytest.mark.parametrize("top_k", [1, 3, 5])
+def test_labels_are_those_of_the_pipeline(tokenizer: Any, problem: str, top_k: int) -> None:
+    labels = ["bug", "Zahlung", "退款", "spam 🎉", ""]
+    id2label = dict(enumerate(labels))
+    model = small("Bert", "SequenceClassification", id2label=id2label, problem_type=problem)
+    logits = logits_of(model, tokenizer, list(TEXTS))
+    scores = np.exp(logits)
+    scores = scores / (scores + 1) if "multi" in problem else scores / scores.sum(1)[:, None]
+    class_id = np.argsort(-scores, axis=1).astype(np.int32)
+    class_score = np.take_along_axis(scores, class_id, axis=1)
+    found = postprocess_classification.Decoder({"labels": labels}, Path()).decode(
+        {"class_id": class_id, "class_score": class_score}, [], {"top_k": top_k}
+    )
+    expected = pipeline_of("text-classification", model, tokenizer)(list(TEXTS), top_k=top_k)
+    assert texts_of(found["label"]) == [[choice["label"] for choice in row] for row in expected]
+    scores_expected = [[choice["score"] for choice in row] for row in expected]
+    np.testing.assert_allclose(found["score"], scores_expected, atol=1e-6)
+    assert found["score"].flags.c_contiguous
+
+
+def test_relevance_is_the_score() -> None:
+    relevance = np.array([[0.5], [-1]], np.float32)
+    decoder = postprocess_reranking.Decoder({}, Path())
+    assert decoder.decode({"relevance": relevance}, [], {})["score"].tolist() == [[0.5], [-1]]
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<mask>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([*TEXTS, "a . b ' s"] * 3, trainer)
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=80, special_tokens=["<unk>", "<mask>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, unigram, None])
+def test_every_token_is_written_as_transformers_does(
+    tokenizer: Any, tmp_path: Path, make: Callable[[], Tokenizer] | None
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    if make:
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=make(), mask_token="<mask>", clean_up_tokenization_spaces=True
+        )
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    beyond = 3  # a model's vocabulary may be larger than the tokenizer's
+    ids = np.arange(len(tokenizer) + beyond, dtype=np.int32).reshape(1, -1)
+    decoder = postprocess_fill_mask.Decoder({}, tmp_path)
+    outputs = {"class_id": ids, "class_score": np.zeros(ids.shape, np.float32)}
+    for _ in range(2):  # the second time from what is known
+        found = decoder.decode(outputs, [], {"top_k": ids.size})
+        expected = [tokenizer.decode([token_id]) for token_id in ids[0].tolist()]
+        assert texts_of(found["token"]) == [expected]
+    assert expected[-beyond:] == [""] * beyond
+
+
+def test_tokens_are_those_of_the_pipeline(tokenizer: Any, tmp_path: Path) -> None:
+    import torch
+
+    model = small("Bert", "MaskedLM", vocab_size=len(tokenizer))
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = ["The [MASK] is late.", "[MASK]!", "Ada wrote the [MASK]"]
+    best = []
+    for text in texts:
+        encoded = tokenizer(text, return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**encoded).logits[encoded["input_ids"] == tokenizer.mask_token_id]
+        best.append(logits.softmax(-1).topk(9))
+    outputs = {
+        "class_id": np.concatenate([one.indices for one in best]).astype(np.int32),
+        "class_score": np.concatenate([one.values for one in best]),
+    }
+    found = postprocess_fill_mask.Decoder({}, tmp_path).decode(outputs, [], {"top_k": 4})
+    expected = pipeline_of("fill-mask", model, tokenizer)(texts, top_k=4)
+    assert texts_of(found["token"]) == [[one["token_str"] for one in row] for row in expected]
+    scores = [[one["score"] for one in row] for row in expected]
+    np.testing.assert_allclose(found["score"], scores, atol=1e-6)
+
+
+NLI = (
+    ["contradiction", "neutral", "entailment"],
+    ["entailment", "neutral", "contradiction"],
+    ["not_entailment", "entailment"],
+)
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+@pytest.mark.parametrize("labels", [["billing"], ["billing", "travel", "退款", "science"]])
+@pytest.mark.parametrize("classes", NLI, ids=len)
+def test_hypotheses_score_as_in_the_pipeline(
+    tokenizer: Any, classes: list[str], labels: list[str], multi_label: bool
+) -> None:
+    from triptych.model_facts import ModelFacts
+
+    names = {name: index for index, name in enumerate(classes)}
+    id2label = dict(enumerate(classes))
+    model = small("Bert", "SequenceClassification", id2label=id2label, label2id=names)
+    pairs = [(text, f"This example is {label}.") for text in TEXTS for label in labels]
+    first, second = map(list, zip(*pairs, strict=True))
+    facts = ModelFacts("", "", 32, 512, 0, labels=tuple(classes))
+    settings = json.loads(json.dumps(TASKS["zero-shot-classification"].settings(facts)))
+    found = postprocess_zero_shot_classification.Decoder(settings, Path()).decode(
+        {"inference_logits": logits_of(model, tokenizer, first, second)},
+        [],
+        {"labels": labels, "multi_label": multi_label},
+    )
+    pipeline = pipeline_of("zero-shot-classification", model, tokenizer)
+    expected = pipeline(list(TEXTS), candidate_labels=labels, multi_label=multi_label)
+    assert texts_of(found["label"]) == [row["labels"] for row in expected]
+    np.testing.assert_allclose(found["score"], [row["scores"] for row in expected], atol=1e-6)
+    assert found["score"].dtype == np.float32
+
+
+def test_large_logits_do_not_overflow() -> None:
+    decoder = postprocess_zero_shot_classification.Decoder(
+        {"entailment": 1, "contradiction": 0}, Path()
+    )
+    logits = np.array([[-200, 200], [300, -300]], np.float32)
+    for multi_label in (False, True):
+        parameters = {"labels": ["a", "b"], "multi_label": multi_label}
+        found = decoder.decode({"inference_logits": logits}, [], parameters)
+        assert found["score"].tolist() == [[1, 0]]

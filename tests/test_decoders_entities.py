@@ -1,0 +1,340 @@
+"""Entities of token-classification, against transformers' own pipeline on the same models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from triptych.runtime.carry import OUTSIDE, WORD_INSIDE, WORD_START, Carry
+from triptych.runtime.faults import RequestError
+from triptych.runtime.postprocess_token_classification import Decoder
+from triptych.runtime.token_kinds import make_kinds
+
+LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "B-PER-SUB", "ORG-SUB"]
+STRATEGIES = ("none", "simple", "first", "max", "average")
+WHOLE = {"is_split_into_words": False}
+SAMPLES = [
+    "Ada Lovelace met Charles Babbage in London.",
+    "In 1843 Zürich's trams cost 49.95€; internationalization of pseudo-anonymous cafés!",
+    "naïve İstanbul straße ﬁnance ½ ǆ",
+    "東京タワーは高い。 大阪",
+    "👩‍💻 writes to bob@example.com 🎉🎉 and (re)opens https://example.org/a?b=c",
+    "don't can't it's   many    spaces\tand\ttabs\nand lines\r\n",
+    "  leading and trailing  ",
+    "한국어 문장입니다 العربية עברית हिन्दी",
+    "supercalifragilisticexpialidocious antidisestablishmentarianism",
+    "a",
+    ".",
+    "...!?",
+    "",
+    " ",
+    "\n\t",
+    "\u200b\u200d",
+    "e\u0301te\u0301 vs été",
+    "\U0001d54f\U0001d556 math",
+]
+TEXTS = [
+    *SAMPLES,
+    *(f"{first} {second}" for first, second in itertools.pairwise(SAMPLES)),
+    *(sample.upper() for sample in SAMPLES[:10]),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For torch: models this small only lose by more, and most where the machine is busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def wordpiece(minilm: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(minilm)
+
+
+def byte_level(_minilm: Path) -> Any:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SAMPLES, trainer)
+    return _wrapped(tokenizer)
+
+
+def unigram(_minilm: Path) -> Any:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
+        unk_token="<unk>",
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SAMPLES[:3], trainer)  # so that other scripts are unknown
+    return _wrapped(tokenizer)
+
+
+def _wrapped(tokenizer: Tokenizer) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    ends = [(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=ends
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        cls_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_max_length=256,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+class Case:
+    """A pipeline of transformers, and what our core and preprocess would make of `TEXTS`."""
+
+    def __init__(self, architecture: str, tokenizer: Any) -> None:
+        import torch
+        import transformers
+
+        config = getattr(transformers, f"{architecture}Config")(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=300,
+            pad_token_id=tokenizer.pad_token_id,
+            id2label=dict(enumerate(LABELS)),
+            label2id={label: index for index, label in enumerate(LABELS)},
+        )
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{architecture}ForTokenClassification")(config).eval()
+        with torch.no_grad():
+            model.classifier.weight *= 60  # or every token had the same label
+        self.pipeline = transformers.pipeline(
+            "token-classification", model=model, tokenizer=tokenizer, device="cpu"
+        )
+        # The pipeline's own steps, so that the model runs once a text and not once a strategy.
+        self._ran = [
+            [self.pipeline.forward(one) for one in self.pipeline.preprocess(text, **WHOLE)]
+            for text in TEXTS
+        ]
+        self.expected = {strategy: self._expect(strategy) for strategy in STRATEGIES}
+        self.carries = [self._carry(row, text) for row, text in enumerate(TEXTS)]
+        width = max(len(carry.kinds) for carry in self.carries)
+        self.scores = np.full((len(TEXTS), width, len(LABELS)), 7, dtype=np.float32)
+        for place, [ran] in zip(self.scores, self._ran, strict=True):
+            logits = ran["logits"][0]
+            place[: len(logits)] = logits.softmax(-1).numpy()
+
+    def _carry(self, row: int, text: str) -> Carry:
+        tokenizer = self.pipeline.tokenizer
+        encoding = tokenizer.backend_tokenizer.encode(text)
+        model = tokenizer.backend_tokenizer.model
+        kinds = make_kinds(
+            encoding.tokens,
+            encoding.offsets,
+            encoding.special_tokens_mask,
+            encoding.ids,
+            text,
+            subword_prefix=getattr(model, "continuing_subword_prefix", None),
+            unk_id=tokenizer.unk_token_id,
+        )
+        return Carry(row, text, np.array(encoding.offsets, np.int32).reshape(-1, 2), kinds)
+
+    def decode(self, strategy: str, *, choices: bool) -> list[list[dict[str, Any]]]:
+        outputs: dict[str, NDArray[Any]] = {"token_scores": self.scores}
+        if choices:
+            outputs = {
+                "token_class": self.scores.argmax(-1).astype(np.int32),
+                "token_score": self.scores.max(-1),
+            }
+        return decode(outputs, self.carries, strategy)
+
+    def _expect(self, strategy: str) -> list[list[dict[str, Any]]]:
+        """The pipeline's own entities, in the form of ours."""
+        from transformers.pipelines.token_classification import AggregationStrategy
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Tokenizer does not support real words")
+            way = AggregationStrategy(strategy)
+            found = [self.pipeline.postprocess(ran, aggregation_strategy=way) for ran in self._ran]
+        return [
+            [
+                {
+                    "entity": entity["entity" if strategy == "none" else "entity_group"],
+                    "text": text[entity["start"] : entity["end"]],
+                    "start": entity["start"],
+                    "end": entity["end"],
+                    "score": pytest.approx(float(entity["score"]), abs=1e-6),
+                }
+                for entity in entities
+            ]
+            for text, entities in zip(TEXTS, found, strict=True)
+        ]
+
+
+def decode(
+    outputs: Mapping[str, NDArray[Any]],
+    carries: Sequence[Carry],
+    aggregation: str,
+    labels: Sequence[str] = LABELS,
+) -> list[list[dict[str, Any]]]:
+    """The decoder's entities, read as a client reads them."""
+    decoder = Decoder({"labels": list(labels)}, Path())
+    found = decoder.decode(outputs, carries, {"aggregation": aggregation})["entities"]
+    assert found.shape == (len(carries), 1)
+    return [json.loads(row) for row in found[:, 0]]
+
+
+KINDS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "wordpiece": ("Bert", wordpiece),
+    "byte-level": ("Roberta", byte_level),
+    "unigram": ("XLMRoberta", unigram),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: pytest.FixtureRequest, minilm_folder: Path) -> Case:
+    architecture, make = KINDS[request.param]
+    return Case(architecture, make(minilm_folder))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_entities_are_those_of_the_pipeline(case: Case, strategy: str) -> None:
+    expected = case.expected[strategy]
+    assert sum(map(len, expected)) > 100
+    assert case.decode(strategy, choices=False) == expected
+    if strategy != "average":
+        assert case.decode(strategy, choices=True) == expected
+
+
+def test_case_is_worth_comparing(case: Case) -> None:
+    best = np.concatenate(
+        [case.scores[row, : len(carry.kinds)].argmax(-1) for row, carry in enumerate(case.carries)]
+    )
+    assert len(np.unique(best)) >= 6
+    kinds = np.concatenate([carry.kinds for carry in case.carries])
+    assert set(kinds.tolist()) == {OUTSIDE, WORD_START, WORD_INSIDE}
+    answers = [case.expected[strategy] for strategy in STRATEGIES[1:]]
+    assert all(one != other for one, other in itertools.combinations(answers, 2))
+
+
+def carry_of(words: Sequence[str], kinds: Sequence[int] | None = None, row: int = 0) -> Carry:
+    """One token a word, with spaces between."""
+    ends = np.cumsum([len(word) + 1 for word in words]) - 1
+    starts = ends - [len(word) for word in words]
+    offsets = np.stack((starts, ends), axis=1).astype(np.int32)
+    return Carry(
+        row, " ".join(words), offsets, np.array(kinds or [WORD_START] * len(words), np.uint8)
+    )
+
+
+def choices(labels: Sequence[str], scores: Sequence[float] | None = None) -> dict[str, Any]:
+    ids = np.array([[LABELS.index(label) for label in labels]], np.int32)
+    return {"token_class": ids, "token_score": np.array([scores or [0.5] * len(labels)], "f4")}
+
+
+@pytest.mark.parametrize(
+    ("labels", "groups"),
+    [
+        (["B-PER", "B-PER"], [("PER", "a"), ("PER", "b")]),
+        (["B-PER", "I-PER"], [("PER", "a b")]),
+        (["O", "I-PER"], [("PER", "b")]),
+        (["B-PER", "I-LOC"], [("PER", "a"), ("LOC", "b")]),
+        (["MISC", "MISC"], [("MISC", "a b")]),
+        (["B-PER-SUB", "I-PER"], [("PER-SUB", "a"), ("PER", "b")]),
+        (["ORG-SUB", "ORG-SUB"], [("SUB", "a b")]),
+        (["O", "O"], []),
+    ],
+)
+def test_neighbours_of_one_tag_are_one_entity(
+    labels: list[str], groups: list[tuple[str, str]]
+) -> None:
+    [found] = decode(choices(labels), [carry_of(["a", "b"])], "simple")
+    assert [(entity["entity"], entity["text"]) for entity in found] == groups
+
+
+def test_rows_end_entities_and_words() -> None:
+    carries = [carry_of(["a"]), carry_of(["b", "c"], [WORD_INSIDE, WORD_INSIDE], 1)]
+    outputs = {"token_class": np.full((2, 2), 2), "token_score": np.full((2, 2), 0.5, "f4")}
+    for strategy in ("simple", "first", "max"):
+        found = decode(outputs, carries, strategy)
+        assert [[entity["text"] for entity in row] for row in found] == [["a"], ["b c"]]
+
+
+def test_scores_that_are_no_numbers() -> None:
+    nan = float("nan")
+    carry = carry_of(["a", "b", "c"], [WORD_START, WORD_INSIDE, WORD_INSIDE])
+    known = choices(["B-PER", "I-PER", "I-PER"], [nan, 0.25, 0.75])
+    for strategy, expected in (("simple", 0.5), ("first", None), ("max", 0.75)):
+        assert decode(known, [carry], strategy)[0][0]["score"] == expected
+    unknown = choices(["B-PER", "I-LOC", "I-LOC"], [nan] * 3)
+    for strategy, texts in (("simple", ["a", "b c"]), ("first", ["a b c"]), ("max", ["a b c"])):
+        found = decode(unknown, [carry], strategy)[0]
+        assert [entity["text"] for entity in found] == texts
+        assert found[0]["entity"] == "PER"
+        assert {entity["score"] for entity in found} == {None}
+    scores = np.zeros((1, 3, len(LABELS)), np.float32)
+    scores[0, :, 1] = nan, 0.5, 1
+    assert decode({"token_scores": scores}, [carry], "average")[0][0]["score"] == 0.75
+
+
+def test_text_is_not_escaped() -> None:
+    outputs = choices(["B-PER"])
+    raw = Decoder({"labels": LABELS}, Path()).decode(
+        outputs, [carry_of(["“Zoë” 東京"])], {"aggregation": "none"}
+    )["entities"][0, 0]
+    assert "Zoë” 東京".encode() in raw
+    assert json.loads(raw)[0] == {
+        "entity": "B-PER",
+        "text": "“Zoë” 東京",
+        "start": 0,
+        "end": 8,
+        "score": 0.5,
+    }
+
+
+def test_rows_without_tokens_have_no_entities() -> None:
+    empty = Carry(0, "", np.zeros((2, 2), np.int32), np.full(2, OUTSIDE, np.uint8))
+    for strategy in STRATEGIES:
+        scores = {"token_scores": np.ones((2, 2, len(LABELS)), np.float32)}
+        assert decode(scores, [empty, empty._replace(row=1)], strategy) == [[], []]
+
+
+def test_average_needs_every_score() -> None:
+    with pytest.raises(RequestError, match=r"parameters: \{aggregation: average\}"):
+        decode(choices(["O"]), [carry_of(["a"])], "average")

@@ -1,0 +1,151 @@
+"""Answers of question-answering, against what transformers 4's own pipeline made of the logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from conftest import ROOT
+from triptych.runtime.carry import OUTSIDE, WORD_START, Carry
+from triptych.runtime.postprocess_question_answering import CANDIDATES, Decoder, _best_spans
+from triptych.runtime.token_kinds import word_offsets
+
+FIXTURE = json.loads((ROOT / "tests/data/question_answering.json").read_text(encoding="utf-8"))
+CASES: list[dict[str, Any]] = FIXTURE["cases"]
+NAMES = ("answer", "score", "start", "end")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(minilm_folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
+
+
+def windows_of(tokenizer: Tokenizer, case: dict[str, Any], row: int) -> list[Carry]:
+    """The carries of a case's windows, as the rows of question-answering make them."""
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(case["max_length"], stride=case["stride"], strategy="only_second")
+    encoding = tokenizer.encode(case["question"], case["context"])
+    carries = []
+    for index, window in enumerate([encoding, *encoding.overflowing]):
+        inside = np.array([sequence == 1 for sequence in window.sequence_ids])
+        kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
+        text = case["context"] if index == 0 else ""
+        carries.append(Carry(row, text, word_offsets(window.offsets, window.word_ids), kinds))
+    return carries
+
+
+def decode(cases: list[dict[str, Any]], carries: list[Carry]) -> dict[str, Any]:
+    """All cases as the rows of one request; padding holds the highest logits of all."""
+    outputs = {}
+    width = max(len(carry.kinds) for carry in carries)
+    for name, field in (("start_logit", "start"), ("end_logit", "end")):
+        rows = [window for case in cases for window in case[field]]
+        padded = np.full((len(rows), width), 99, dtype=np.float32)
+        for place, window in zip(padded, rows, strict=True):
+            place[: len(window)] = np.array(window) / 100
+        outputs[name] = padded
+    parameters = {name: cases[0][name] for name in ("max_answer_tokens", "impossible_answer")}
+    return Decoder({}, Path()).decode(outputs, carries, parameters)
+
+
+def agrees(case: dict[str, Any], found: dict[str, Any], row: int) -> bool:
+    expected = case["expected"]
+    return (
+        found["answer"][row, 0].decode() == expected["answer"]
+        and (found["start"][row, 0], found["end"][row, 0]) == (expected["start"], expected["end"])
+        and abs(float(found["score"][row, 0]) - expected["score"]) < 1e-5
+    )
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_answers_are_those_of_transformers(tokenizer: Tokenizer, index: int) -> None:
+    case = CASES[index]
+    found = decode([case], windows_of(tokenizer, case, 0))
+    assert agrees(case, found, 0), (case["expected"], {name: found[name] for name in NAMES})
+    assert [found[name].dtype.name for name in NAMES] == ["object", "float32", "int32", "int32"]
+    assert {found[name].shape for name in NAMES} == {(1, 1)}
+
+
+def test_fixture_has_the_cases_that_matter() -> None:
+    assert any(len(case["start"]) > 2 for case in CASES)
+    assert any(case["impossible_answer"] and not case["expected"]["answer"] for case in CASES)
+    assert any(case["impossible_answer"] and case["expected"]["answer"] for case in CASES)
+    assert any(case["expected"]["start"] > 0 for case in CASES)
+
+
+def test_rows_of_a_request_do_not_mix(tokenizer: Tokenizer) -> None:
+    first = {name: CASES[0][name] for name in ("max_answer_tokens", "impossible_answer")}
+    cases = [case for case in CASES if first.items() <= case.items()]
+    assert len(cases) > 1
+    carries = [
+        carry for row, case in enumerate(cases) for carry in windows_of(tokenizer, case, row)
+    ]
+    found = decode(cases, carries)
+    assert all(agrees(case, found, row) for row, case in enumerate(cases))
+
+
+def test_context_without_tokens_has_an_empty_answer() -> None:
+    carry = Carry(0, "  ", np.zeros((3, 2), np.int32), np.full(3, OUTSIDE, np.uint8))
+    logits = np.ones((1, 3), np.float32)
+    outputs = {"start_logit": logits, "end_logit": logits}
+    parameters = {"max_answer_tokens": 15, "impossible_answer": False}
+    found = Decoder({}, Path()).decode(outputs, [carry], parameters)
+    assert [found[name].tolist() for name in NAMES] == [[[b""]], [[0.0]], [[0]], [[0]]]
+
+
+@pytest.mark.parametrize("longest", [1, 2, 7, 30, 100])
+def test_best_spans_are_the_best_of_all(longest: int) -> None:
+    rng = np.random.default_rng(longest)
+    start, end = rng.random((2, 5, 30), dtype=np.float32)
+    for window, spans in enumerate(_best_spans(start, end, longest)):
+        every = np.outer(start[window], end[window])
+        every = np.tril(np.triu(every), longest - 1).ravel()
+        best = np.argsort(-every)[:CANDIDATES]
+        assert [first * 30 + last for first, last, _ in spans] == best.tolist()
+        assert [score for _, _, score in spans] == every[best].tolist()
+
+
+def byte_level(texts: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def unigram(texts: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=100, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, unigram])
+def test_word_offsets_are_those_of_the_tokenizer(make: Any) -> None:
+    texts = [case["context"] for case in CASES]
+    tokenizer = make(texts)
+    tokenizer.enable_truncation(13, stride=3)
+    split = 0
+    for text in texts:
+        encoding = tokenizer.encode(text)
+        for window in [encoding, *encoding.overflowing]:
+            expected = [window.word_to_chars(word) for word in window.word_ids]
+            found = word_offsets(window.offsets, window.word_ids)
+            assert found.tolist() == [list(span) for span in expected]
+            split += found.tolist() != [list(span) for span in window.offsets]
+    assert split
+
+
+def test_tokens_without_words_keep_their_offsets() -> None:
+    found = word_offsets([(0, 0), (0, 3), (3, 5), (0, 0), (7, 9)], [None, 0, 0, None, None])
+    assert found.tolist() == [[0, 0], [0, 5], [0, 5], [0, 0], [7, 9]]
+    assert word_offsets([], []).shape == (0, 2)

@@ -1,0 +1,183 @@
+"""The example pipelines: their data is what their READMEs say, and training them is repeatable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import ROOT
+from examples import pii, pii_data, ticket_routing
+from examples.fitting import base_model
+from examples.train import EXAMPLES, PIPELINES, read_records
+
+SPLITS = ("train", "test")
+TRAINED_VALUES = ("first", "last", "street", "city", "domain", "phone", "id", "product", "company")
+MOST_DATA_BYTES = 400_000
+THRESHOLDS = {"ticket_routing": 0.90, "pii": 0.78}
+APART, PART_APART = 0.02, 0.06
+"""By how much F1, of all and of one class, may differ from the README's on another machine."""
+
+
+def records(name: str, split: str) -> list[Any]:
+    return list(read_records(PIPELINES / name / "data" / f"{split}.jsonl"))
+
+
+def plain(text: str) -> str:
+    """A text without what a tokenizer or a careless copy could blur."""
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def run_training(name: str, output: Path, *options: str) -> dict[str, Any]:
+    """Train in a process of its own, as a user does; returns what quality.json says."""
+    command = [sys.executable, str(ROOT / "build_scripts/examples/train.py"), name]
+    subprocess.run(
+        [*command, "--output", str(output), *options],
+        check=True,
+        capture_output=True,
+        # Waiting threads that spin would take the cores from whatever else runs here.
+        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+    )
+    quality: dict[str, Any] = json.loads((output / "quality.json").read_text(encoding="utf-8"))
+    return quality
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_text_is_in_both_splits(name: str) -> None:
+    trained, held_out = ([plain(row["text"]) for row in records(name, s)] for s in SPLITS)
+    assert trained
+    assert held_out
+    assert not set(trained) & set(held_out)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_traffic_is_not_the_held_out_data(name: str) -> None:
+    lines = (PIPELINES / name / "traffic.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    assert len(texts) >= 150
+    assert not {plain(text) for text in texts} & {plain(r["text"]) for r in records(name, "test")}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_data_stays_small(name: str) -> None:
+    files = (PIPELINES / name / "data").iterdir()
+    assert sum(path.stat().st_size for path in files) < MOST_DATA_BYTES
+
+
+@pytest.mark.parametrize(("split", "least"), [("train", 45), ("test", 18)])
+def test_every_department_has_enough_tickets(split: str, least: int) -> None:
+    labels = [row["label"] for row in records("ticket_routing", split)]
+    assert set(labels) == set(ticket_routing.LABELS)
+    assert min(labels.count(label) for label in ticket_routing.LABELS) >= least
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_pii_spans_are_whole_values_of_known_types(split: str) -> None:
+    rows = records("pii", split)
+    for row in rows:
+        spans = sorted(row["spans"])
+        for start, end, kind in spans:
+            assert kind in pii.TYPES
+            assert row["text"][start:end].strip() == row["text"][start:end] != ""
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert {kind for row in rows for *_, kind in row["spans"]} == set(pii.TYPES)
+    assert {row["language"] for row in rows} == set(pii_data.LANGUAGES)
+    assert sum(not row["spans"] for row in rows) >= 0.1 * len(rows)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_pii_data_is_what_its_frames_give(split: str) -> None:
+    written = (pii_data.DATA / f"{split}.jsonl").read_text(encoding="utf-8")
+    assert written == pii_data.render(split)
+
+
+def test_pii_frames_and_slot_values_are_not_shared() -> None:
+    trained, held_out = (pii_data.read_frames(pii_data.DATA / f"{s}.frames.txt") for s in SPLITS)
+    assert set(trained) >= set(held_out)
+    for section, values in trained.items():
+        if section.split(".")[0] in (*TRAINED_VALUES, "frames", "negative", "written"):
+            shared = {v.lower() for v in values} & {v.lower() for v in held_out.get(section, [])}
+            assert not shared, section
+
+
+def test_pii_values_are_not_shared() -> None:
+    trained, held_out = (
+        {
+            (kind, row["text"][start:end].lower())
+            for row in records("pii", s)
+            for start, end, kind in row["spans"]
+        }
+        for s in SPLITS
+    )
+    assert not trained & held_out
+    words = [
+        {word for kind, value in values if kind == "NAME" for word in plain(value).split()}
+        for values in (trained, held_out)
+    ]
+    assert {word for word in words[0] & words[1] if len(word) > 1} <= {"von"}
+    shapes = [
+        {
+            re.sub(r"[^\W\d_]", "@", re.sub(r"\d", "#", value))
+            for kind, value in values
+            if kind in ("PHONE", "ID")
+        }
+        for values in (trained, held_out)
+    ]
+    assert not shapes[0] & shapes[1]
+
+
+def test_pii_tags_mark_first_and_other_tokens() -> None:
+    from transformers import AutoTokenizer
+
+    text = "Jörg Weiß, Am Markt 3"
+    record = {"text": text, "spans": [[0, 9, "NAME"], [11, 21, "ADDRESS"]]}
+    tokenizer = AutoTokenizer.from_pretrained(base_model())
+    (row,) = pii.encode(tokenizer, [record])
+    tokens = tokenizer.convert_ids_to_tokens(row["input_ids"])
+    tags = dict(zip(tokens, (pii.LABELS[label] for label in row["labels"]), strict=True))
+    assert tags["[CLS]"] == tags[","] == tags["[SEP]"] == "O"
+    assert tags["jo"] == "B-NAME"
+    assert tags["##rg"] == tags["wei"] == "I-NAME"
+    assert tags["am"] == "B-ADDRESS"
+    assert tags["markt" if "markt" in tags else "mark"] == tags["3"] == "I-ADDRESS"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_training_twice_gives_the_same_weights(name: str, tmp_path: Path) -> None:
+    hashes = set()
+    for turn in ("one", "two"):
+        run_training(name, tmp_path / turn, "--steps", "5")
+        weights = tmp_path / turn / "model.safetensors"
+        hashes.add(hashlib.sha256(weights.read_bytes()).hexdigest())
+    assert len(hashes) == 1
+    assert not list(tmp_path.glob(".*"))  # the scratch folder of a training is gone
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_full_training_has_the_quality_of_the_readme(name: str, tmp_path: Path) -> None:
+    """On the same machine the figures are equal; another processor rounds other weights."""
+    quality = run_training(name, tmp_path / "model")
+    readme = (PIPELINES / name / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w -]+?) \|.* (\d\.\d+) \| \d+ \|$", readme, re.MULTILINE)
+    stated = {row: float(f1) for row, f1 in rows}
+    measured = stated_names(quality)
+    assert set(stated) == set(measured)
+    assert measured["all"] >= THRESHOLDS[name]
+    for row, f1 in measured.items():
+        assert stated[row] == pytest.approx(f1, abs=APART if row == "all" else PART_APART), row
+
+
+def stated_names(quality: dict[str, Any]) -> dict[str, float]:
+    """F1 by the first column of a README's table."""
+    groups = [quality.get(group, {}) for group in ("classes", "types", "languages")]
+    whole = quality.get("macro_f1", quality.get("all", {}))
+    parts = {part: score["f1"] for group in groups for part, score in group.items()}
+    return {"all": whole if isinstance(whole, float) else whole["f1"], **parts}

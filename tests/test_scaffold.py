@@ -1,0 +1,457 @@
+"""`triptych new` and `triptych test`: whole folders or none; hooks that break a rule are found."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from conftest import ROOT
+from triptych.errors import UserError
+from triptych.hook_tests import Check, check_pipeline
+from triptych.model_facts import ModelFacts
+from triptych.prepare import task_of
+from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook
+from triptych.runtime.rows_image import Limits, open_image
+from triptych.scaffold import TEMPLATES, Scaffold, sample_images, scaffold, tasks
+from triptych.spec import load_spec
+from triptych.tasks import TASKS
+from triptych.tensors import Tensor
+from triptych.traffic import read_traffic
+
+TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
+README = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
+FACTS = ModelFacts(
+    sha256="",
+    architecture="Any",
+    hidden_size=8,
+    max_length=64,
+    pad_token_id=0,
+    prompts={"query": "q: "},
+    labels=("contradiction", "entailment"),
+    mask_token="<mask>",
+    mask_token_id=4,
+)
+
+
+def write(pipelines: Path, task: str, name: str = "mine", **options: Any) -> Path:
+    wanted = {"model": None, "with_hooks": False, **options}
+    scaffold(name, task=task, pipelines=pipelines, **wanted)
+    return pipelines / name
+
+
+def triptych(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TRIPTYCH, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_there_is_a_template_for_every_task() -> None:
+    assert tasks() == sorted([*TASKS, "custom"])
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_a_template_is_a_pipeline_as_it_stands(tmp_path: Path, task: str) -> None:
+    folder = write(tmp_path, task)
+    spec = load_spec(folder)
+    declared = task_of(spec)
+    assert declared.name == spec.task == task
+    rows = read_traffic(folder, [tensor.name for tensor in declared.inputs])
+    assert len({json.dumps(row.inputs) for row in rows}) == len(rows)
+    assert len(rows) >= (4 if "image" in rows[0].inputs else 10)
+    for path, content in contents(folder).items():
+        assert path.endswith(".png") or not re.search(rb"@\w+@", content), path
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_each_request_parameter_is_explained(tmp_path: Path, task: str) -> None:
+    text = (write(tmp_path, task) / "pipeline.yaml").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"(?ms)^##+ (?:{task}|Outputs of your own)\n(.*?)^##", README)[:1]
+    rules = TASKS[task].parameters(FACTS) if task in TASKS else {}
+    for name, rule in rules.items():
+        assert f"{name}:" in text
+        assert f"`{name}`" in section
+        if name != "top_k" and rule.default is not None:  # top_k's depends on the labels
+            assert f"{name}: {json.dumps(rule.default).strip(chr(34))}" in text
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_the_readme_shows_each_task_from_new_to_infer(tmp_path: Path, task: str) -> None:
+    news = re.findall(rf"(?m)^triptych new (\w+) --task {task}\n(triptych infer .*)$", README)
+    ((name, infer),) = news
+    example = shlex.split(infer)
+    assert example[2] == name
+    inputs = {tensor.name for tensor in task_of(load_spec(write(tmp_path, task))).inputs}
+    options = {word[2:].replace("-", "_") for word in example if word.startswith("--")}
+    assert options - {"parameter"} == inputs
+
+
+def test_custom_is_shown_in_the_readme_as_it_is_scaffolded(tmp_path: Path) -> None:
+    scaffolded = load_spec(write(tmp_path, "custom")).custom
+    shown = re.findall(r"(?s)```yaml\n(task: custom.*?)```", README)[0]
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "shown/pipeline.yaml").write_text(shown, encoding="utf-8")
+    assert load_spec(tmp_path / "shown").custom == scaffolded
+
+
+def test_the_samples_are_images_that_a_server_takes() -> None:
+    sizes = set()
+    for data in sample_images().values():
+        with Image.open(BytesIO(data)) as image:
+            image.verify()
+        sizes.add(open_image(data, Limits(1 << 20, 1 << 20), 0).size)
+    assert len(sizes) == 4
+
+
+def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
+    folder = write(tmp_path, "reranking")
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="nothing is ever overwritten"):
+        write(tmp_path, "fill-mask", with_hooks=True)
+    assert contents(tmp_path) == before
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="nothing is ever overwritten"):
+        write(tmp_path, "fill-mask", "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", folder.name]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from triptych.scaffold import scaffold
+
+def audit(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(audit)
+scaffold("mine", task="image-classification", model=None, with_hooks=True,
+         pipelines=Path("pipelines"))
+"""
+
+
+def test_killed_half_way_it_leaves_no_pipeline(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, ".new/traffic.jsonl"], cwd=tmp_path)
+    assert done.returncode == -9
+    pipelines = tmp_path / "pipelines"
+    assert (pipelines / ".new/pipeline.yaml").is_file()  # it was in the middle
+    assert not (pipelines / "mine").exists()
+    write(pipelines, "reranking", "other")
+    assert [path.name for path in pipelines.iterdir()] == ["other"]
+    assert sorted(contents(pipelines / "other")) == ["pipeline.yaml", "traffic.jsonl"]
+
+
+def test_a_folder_of_a_model_is_found_from_wherever_the_command_ran(tmp_path: Path) -> None:
+    (tmp_path / "models/small one").mkdir(parents=True)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/linked").symlink_to(tmp_path / "real")
+    for pipelines in ("pipelines", "deep/linked"):
+        done = triptych(
+            *("new", "mine", "--task", "reranking", "--pipelines", pipelines),
+            *("--model", "models/small one"),
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        folder = tmp_path / pipelines / "mine"
+        source = load_spec(folder).model.source
+        assert not Path(source).is_absolute()
+        assert (folder / source).samefile(tmp_path / "models/small one")
+    absolute = write(tmp_path, "reranking", model=str(tmp_path / "models/small one"))
+    assert load_spec(absolute).model.source == str(tmp_path / "models/small one")
+
+
+@pytest.mark.parametrize("model", ["owner/name", "package:some_module/model", "123", "a: b # c"])
+def test_any_other_source_is_written_as_given(tmp_path: Path, model: str) -> None:
+    assert load_spec(write(tmp_path, "custom", model=model)).model.source == model
+
+
+@pytest.mark.parametrize("token", ["[MASK]", {"content": "[MASK]", "lstrip": True}])
+def test_traffic_gets_the_mask_token_of_a_local_model(tmp_path: Path, token: object) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps({"mask_token": token}))
+    folder = write(tmp_path, "fill-mask", model=str(tmp_path / "model"))
+    texts = [row.inputs["text"] for row in read_traffic(folder, ["text"])]
+    assert all(text.count("[MASK]") == 1 for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["new", "Mine", "--task", "reranking"], "lower-case letters"),
+        (["new", "../mine", "--task", "reranking"], "--pipelines"),
+        (["new", "..", "--task", "reranking"], "lower-case letters"),
+        (["new", "", "--task", "reranking"], "name of a folder"),
+        (["new", "mine", "--task", "translation"], "reranking, text-classification"),
+        (["new", "mine", "--task", ".."], "Choose one of: custom, fill-mask"),
+        (["new", "mine", "--task", "reranking", "--model", "./gone"], "no such folder here"),
+        (["new", "mine", "--task", "reranking", "--pipelines", "file"], "can be written"),
+        (["test", "mine"], "Pipelines here: none"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_writes_nothing(tmp_path: Path, words: list[str], expected: str) -> None:
+    (tmp_path / "file").write_text("")
+    done = triptych(*words, "--json", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert expected in " ".join(json.loads(done.stdout)["error"].values())
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("mine"))
+
+
+def test_the_commands_it_prints_are_the_next_ones(tmp_path: Path) -> None:
+    words = ("new", "mine", "--task", "image-classification", "--pipelines", "my own")
+    made = json.loads(triptych(*words, "--json", cwd=tmp_path).stdout)
+    assert set(made) == {field.name for field in fields(Scaffold)}
+    assert made["files"] == sorted(contents(tmp_path / "my own/mine"))
+    test, build, serve, infer = (shlex.split(command) for command in made["commands"])
+    assert test == ["triptych", "test", "mine", "--pipelines", "my own"]
+    assert build[1] == "build"
+    assert serve == ["triptych", "serve"]
+    assert infer[:4] == ["triptych", "infer", "mine", "--image"]
+    assert (tmp_path / infer[4]).is_file()
+    assert triptych(*test[1:], cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_scaffolded_hooks_pass_every_check_and_leave_nothing(tmp_path: Path, task: str) -> None:
+    folder = write(tmp_path, task, with_hooks=True)
+    before = contents(tmp_path)
+    checks = check_pipeline(folder)
+    assert [check for check in checks if check.severity != "ok"] == []
+    assert checks[-1].name == "tests"
+    assert re.search(r"[1-9] passed", checks[-1].note)
+    assert contents(tmp_path) == before
+
+
+def some_outputs(outputs: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
+    """Two rows of each output."""
+    entities = json.dumps([{"entity": "PER", "text": "A", "start": 0, "end": 1, "score": 0.7}])
+    made = {}
+    for tensor in outputs:
+        shape = (2, *(3 if axis == -1 else axis for axis in tensor.config_dims))
+        if tensor.dtype == "BYTES":
+            text = entities if tensor.content == "json" else " a label"
+            made[tensor.name] = np.full(shape, text.encode(), dtype=object)
+        else:
+            made[tensor.name] = np.full(shape, 0.5, dtype=NUMPY_TYPES[tensor.dtype])
+    return made
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_scaffolded_hooks_take_what_the_server_gives_them(tmp_path: Path, task: str) -> None:
+    folder = write(tmp_path, task, with_hooks=True)
+    outputs = task_of(load_spec(folder)).outputs
+    form = RowForm(
+        [
+            {"name": o.name, "dtype": o.dtype, "dims": o.config_dims, "json": o.content == "json"}
+            for o in outputs
+        ]
+    )
+    given = some_outputs(outputs)
+    decode, after = find_hook(folder, "decode"), find_hook(folder, "after")
+    rows = form.rows(given)
+    if decode is not None:
+        rows = call_hook("decode", decode, [{"scores": np.array([0.9, 0.1])}] * 2, form.names)
+    if after is not None:
+        rows = call_hook("after", after, rows, form.names)
+    returned = form.tensors(rows)
+    for name, value in given.items():
+        assert (returned[name].shape, returned[name].dtype) == (value.shape, value.dtype)
+
+
+def test_without_hooks_it_says_so(tmp_path: Path) -> None:
+    checks = check_pipeline(write(tmp_path, "reranking"))
+    assert [check.name for check in checks] == ["spec", "traffic", "hooks"]
+    assert checks[-1].severity == "ok"
+    assert "none" in checks[-1].note
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A pipeline with scaffolded hooks, to break."""
+    return write(tmp_path, "reranking", with_hooks=True)
+
+
+def problem(folder: Path, hooks: str) -> Check:
+    """What is found wrong first with the pipeline, with these hooks instead of its own."""
+    (folder / "hooks.py").write_text(hooks, encoding="utf-8")
+    (folder / "test_hooks.py").unlink()
+    *checks, tests = check_pipeline(folder)
+    assert (tests.name, tests.severity) == ("tests", "warning")
+    bad = [check for check in checks if check.severity != "ok"]
+    assert len(bad) == 1, bad
+    return bad[0]
+
+
+BEFORE = "def before(rows): return "
+SEEN = "seen = []\ndef before(rows):\n    seen.extend(rows)\n"
+
+
+@pytest.mark.parametrize(
+    ("hooks", "check", "expected"),
+    [
+        (BEFORE + "rows[1:]", "before-rows", "must return 1 rows, returned 0"),
+        (BEFORE + "None", "before-rows", "returned NoneType"),
+        (BEFORE + "[r['text'] for r in rows]", "before-rows", "found str"),
+        (BEFORE + "[{'text': 'x'} for r in rows]", "before-rows", "'text_pair'"),
+        (BEFORE + "[{**r, 'more': 'x'} for r in rows]", "before-rows", "'more'"),
+        (BEFORE + "[{**r, 'text': b'x'} for r in rows]", "before-rows", "str as `text`, not bytes"),
+        (
+            BEFORE + "[r for r in rows if 1 / (len(r['text']) - 20)]",
+            "before-rows",
+            "jsonl:6: .*ZeroDivisionError",
+        ),
+        (
+            "def before(rows):\n    if rows[-1]['text'] == 'wifi keeps dropping': raise "
+            "ValueError('no wifi here')\n    return rows",
+            "before-rows",
+            "jsonl:12: .*no wifi here",
+        ),
+        (
+            SEEN + "    return [{**r, 'text': str(len(seen))} for r in rows]",
+            "before-repeatable",
+            "jsonl:1: `text` is '12', but '24'",
+        ),
+        (
+            SEEN + "    if len(seen) > 12: raise KeyError('again')\n    return rows",
+            "before-repeatable",
+            "not again",
+        ),
+        (
+            BEFORE + "[{**r, 'text': rows[0]['text']} for r in rows]",
+            "before-row-by-row",
+            "jsonl:4: `text` is 'how long is the warranty', but 'height",
+        ),
+        (BEFORE + "rows[::-1]", "before-row-by-row", "jsonl:1: "),
+        ("def before(rows): return rows\nimport yaml", "hooks-imports", "imports yaml"),
+        (
+            "def before(rows):\n    from pydantic.fields import Field\n    return rows",
+            "hooks-imports",
+            "imports pydantic",
+        ),
+        ("import no_such_module_anywhere", "hooks-load", "ModuleNotFoundError"),
+        ("from .other import name", "hooks-load", "ImportError"),
+        ("def before(rows:", "hooks-load", "SyntaxError"),
+        ("raise SystemExit(0)", "hooks-load", "SystemExit"),
+        ("def befor(rows): return rows", "hooks-functions", "`befor` is called by nobody"),
+        ("def decode(rows): return rows", "hooks-functions", "`decode` is called by nobody"),
+        ("def before(): return []", "hooks-functions", "one argument"),
+        ("def after(rows, more): return rows", "hooks-functions", "`after` must be"),
+        ("async def after(rows): return rows", "hooks-functions", "ordinary function"),
+        ("def after(rows): yield rows", "hooks-functions", "ordinary function"),
+        ("after = 3", "hooks-functions", "ordinary function"),
+        ("NAMES = {}", "hooks-functions", "none of the functions before, after"),
+    ],
+)
+def test_hooks_that_break_a_rule(folder: Path, hooks: str, check: str, expected: str) -> None:
+    found = problem(folder, hooks)
+    assert found.name == check
+    assert re.search(expected, found.note), found.note
+    assert found.severity == ("warning" if check == "hooks-imports" else "error")
+
+
+def test_a_custom_task_needs_decode(tmp_path: Path) -> None:
+    folder = write(tmp_path, "custom")
+    assert "`decode` is missing" in problem(folder, "def before(rows): return rows").note
+    (folder / "hooks.py").unlink()
+    checks = check_pipeline(folder)
+    assert (checks[-1].name, checks[-1].severity) == ("hooks-load", "error")
+
+
+def test_an_image_of_the_traffic_must_be_there(tmp_path: Path) -> None:
+    folder = write(tmp_path, "image-classification", with_hooks=True)
+    (folder / "samples/stripes.png").unlink()
+    with pytest.raises(UserError, match=r"traffic\.jsonl:2"):
+        check_pipeline(folder)
+
+
+def test_the_pipelines_own_tests_fail_with_a_broken_hook(folder: Path) -> None:
+    (folder / "hooks.py").write_text(
+        (folder / "hooks.py").read_text(encoding="utf-8").replace("3)", "1)"), encoding="utf-8"
+    )
+    done = triptych("test", "mine", "--json", "--pipelines", folder.parent, cwd=folder)
+    assert done.returncode == 1, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert [name for name, check in checks.items() if not check["ok"]] == ["tests"]
+    assert "test_scores_are_rounded" in checks["tests"]["problem"]
+    plain = triptych("test", "mine", "--pipelines", folder.parent, cwd=folder)
+    assert plain.returncode == 1
+    assert "1 failed, 1 passed" in plain.stdout
+
+
+def test_settings_of_other_tests_further_up_do_not_count(folder: Path) -> None:
+    (folder.parent / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (folder.parent / "conftest.py").write_text("raise RuntimeError('not mine')\n")
+    assert check_pipeline(folder)[-1].severity == "ok"
+
+
+def test_missing_and_empty_tests_are_told(folder: Path) -> None:
+    (folder / "test_hooks.py").write_text("")
+    assert (check_pipeline(folder)[-1].severity) == "error"
+    assert "has no tests" in check_pipeline(folder)[-1].note
+    (folder / "test_hooks.py").unlink()
+    assert check_pipeline(folder)[-1].severity == "warning"
+    assert triptych("test", "mine", "--pipelines", folder.parent, cwd=folder).returncode == 0
+
+
+def test_what_hooks_print_stays_out_of_the_result(folder: Path) -> None:
+    (folder / "hooks.py").write_text(
+        "print('hello')\ndef before(rows):\n    print(1)\n    return rows"
+    )
+    (folder / "test_hooks.py").unlink()
+    done = triptych("test", "mine", "--json", "--pipelines", folder.parent, cwd=folder)
+    assert {check["severity"] for check in json.loads(done.stdout)} == {"ok", "warning"}
+    assert "hello" in done.stderr
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({refused}))  # importing one of them raises ModuleNotFoundError
+sys.argv = ["triptych", "test", "mine", "--pipelines", {pipelines!r}]
+from triptych.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "code", "expected"),
+    [
+        ({"torch", "transformers", "onnx", "PIL"}, 0, "2 passed"),
+        ({"pytest"}, 2, "pip install pytest"),
+    ],
+    ids=["without what a build needs", "without pytest"],
+)
+def test_what_needs_to_be_installed(
+    folder: Path, refused: set[str], code: int, expected: str
+) -> None:
+    program = WITHOUT.format(refused=refused, pipelines=str(folder.parent))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert expected in done.stdout + done.stderr
+
+
+def test_templates_are_packed_with_the_package() -> None:
+    files = [str(path) for path in TEMPLATES.rglob("*") if path.is_file()]
+    ignored = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True)
+    assert ignored.returncode == 1, ignored.stdout  # hatchling leaves out what git ignores

@@ -1,0 +1,325 @@
+"""Every task, both layouts, on a real tritonserver: equal to transformers' own pipelines."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import LAYOUTS, build_into, traffic_texts
+from task_models import MODELS
+from task_reference import answer_spans, image_bytes
+from triptych.serving.client import Client, InvalidRequest
+
+pytestmark = pytest.mark.server
+TEXTS = [
+    *traffic_texts()[:40],
+    "Anna Müller wohnt in Köln, Straße 5.",
+    "Dr. O'Neil-Smith (NYC) paid $5.99 — twice!",
+    "漢字かな交じり文 and 🙂 emoji",
+    "x",
+    "word " * 700,
+]
+PASSAGES = traffic_texts()[40:80]
+CONTEXTS = [" ".join(traffic_texts()[i : i + n]) for i, n in enumerate((1, 3, 8, 20, 40, 60))]
+QUESTIONS = ["Where is my order?", "Who?", "What happened to the parcel that I sent back?"] * 2
+LABELS = ["billing", "a delivery", "something else"]
+NAMES = [f"{name}_{layout}" for name in MODELS for layout in LAYOUTS if name != "images"]
+
+
+def traffic_of(task: str, folder: Path) -> list[dict[str, Any]]:
+    """Traffic of a task: its inputs."""
+    if task == "image-classification":
+        rows = []
+        for number, data in enumerate(image_bytes()):
+            (folder / f"{number}.img").write_bytes(data)
+            rows.append({"image": f"{number}.img"})
+        return rows
+    if task == "question-answering":
+        return [
+            {"text": q, "text_pair": c} for q, c in zip(QUESTIONS * 3, CONTEXTS * 3, strict=True)
+        ]
+    if task == "reranking":
+        return [{"text": "refund", "text_pair": text} for text in TEXTS]
+    if task == "fill-mask":
+        return [{"text": f"[MASK] {text}"} for text in TEXTS]
+    return [{"text": text} for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> dict[str, Path]:
+    """Folder of each pipeline's model."""
+    base = tmp_path_factory.mktemp("models")
+    return {
+        name: make(base / name, minilm_folder, traffic_texts())
+        for name, (_, make) in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """All of them in one repository, in both layouts."""
+    base = tmp_path_factory.mktemp("tasks")
+    for pipeline in [*NAMES, "images"]:
+        name, _, layout = pipeline.partition("_")
+        task = MODELS[name][0]
+        folder = base / "pipelines" / pipeline
+        folder.mkdir(parents=True)
+        spec: dict[str, Any] = {"task": task, "model": {"source": str(models[name])}}
+        if layout:
+            spec["core"] = {"layout": layout}
+        if task == "zero-shot-classification":
+            spec["parameters"] = {"labels": LABELS}
+        if name == "tags" and layout == "bucketed":
+            spec["parameters"] = {"aggregation": "average"}
+        (folder / "pipeline.yaml").write_text(json.dumps(spec))
+        rows = traffic_of(task, folder)
+        (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        built = build_into(folder, base / "repository")
+        assert built.plan.layout == (layout or "fixed")
+        assert built.unpacked == ""
+    return base / "repository"
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Any]:
+    from triptych.serving.server import Server
+
+    with Server(repository) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reference(models: dict[str, Path]) -> Callable[..., Any]:
+    """transformers' own pipeline of a model."""
+    import transformers
+
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in made:
+            task = MODELS[name][0].replace("reranking", "text-classification")
+            made[name] = transformers.pipeline(task, str(models[name]), device="cpu")
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(params=LAYOUTS)
+def ask(request: pytest.FixtureRequest, server: Any) -> Callable[[str], Client]:
+    """Opens the client of a pipeline in one of the layouts."""
+    return lambda name: Client(f"{name}_{request.param}", server.grpc_url)
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-4) -> bool:
+    return bool(np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance)
+
+
+def same_choices(got: Any, want: list[dict[str, Any]], key: str = "label") -> None:
+    """Equal labels in equal order, but for ties, and equal scores."""
+    assert close([c.score for c in got], [w["score"] for w in want])
+    scores = {w[key]: w["score"] for w in want}
+    for choice in got:
+        assert choice.label in scores
+        assert abs(choice.score - scores[choice.label]) <= 1e-4
+
+
+def test_text_classification(ask: Any, reference: Any) -> None:
+    with ask("topics") as client:
+        got = client.classify(TEXTS, top_k=5)
+        best = client.classify(TEXTS)
+    want = reference("topics")(TEXTS, top_k=None, truncation=True)
+    for mine, first, theirs in zip(got, best, want, strict=True):
+        same_choices(mine, theirs)
+        assert first == mine[:1]
+    assert len({choices[0].label for choices in got}) > 1
+
+
+def test_several_labels_at_once(ask: Any, reference: Any) -> None:
+    with ask("flags") as client:
+        got = client.classify(TEXTS, top_k=4)
+    want = reference("flags")(TEXTS, top_k=None, truncation=True)
+    for mine, theirs in zip(got, want, strict=True):
+        same_choices(mine, theirs)
+    assert any(sum(choice.score for choice in choices) > 1.01 for choices in got)
+
+
+@pytest.mark.parametrize("aggregation", ["none", "simple", "first", "max", "average"])
+def test_token_classification(ask: Any, reference: Any, aggregation: str) -> None:
+    with ask("tags") as client:
+        if aggregation == "average" and client.pipeline.endswith("packed"):
+            with pytest.raises(InvalidRequest, match="aggregation: average"):
+                client.entities(TEXTS[:1], aggregation=aggregation)
+            return
+        got = client.entities(TEXTS, aggregation=aggregation)
+    want = reference("tags")(TEXTS, aggregation_strategy=aggregation)
+    key = "entity" if aggregation == "none" else "entity_group"
+    for text, mine, theirs in zip(TEXTS, got, want, strict=True):
+        spans = [(e.entity, e.start, e.end) for e in mine]
+        assert spans == [(e[key], e["start"], e["end"]) for e in theirs]
+        assert [e.text for e in mine] == [text[e.start : e.end] for e in mine]
+        assert not mine or close([e.score for e in mine], [e["score"] for e in theirs])
+    assert len({e.entity for entities in got for e in entities}) > 1
+
+
+@pytest.mark.parametrize("impossible", [False, True])
+def test_question_answering(ask: Any, models: Any, impossible: bool) -> None:
+    with ask("answers") as client:
+        got = client.answer(QUESTIONS, CONTEXTS, impossible_answer=impossible)
+    want = answer_spans(models["answers"], QUESTIONS, CONTEXTS, impossible=impossible)
+    for context, mine, theirs in zip(CONTEXTS, got, want, strict=True):
+        assert abs(mine.score - theirs["score"]) <= 1e-4
+        assert (mine.start, mine.end) == (theirs["start"], theirs["end"])
+        assert mine.answer == context[mine.start : mine.end]
+
+
+def test_reranking(ask: Any, reference: Any) -> None:
+    with ask("ranks") as client:
+        got = client.rerank("where is my parcel", PASSAGES)
+    pairs = [{"text": "where is my parcel", "text_pair": passage} for passage in PASSAGES]
+    want = [row["score"] for row in reference("ranks")(pairs)]
+    assert close([want[ranked.index] for ranked in got], [ranked.score for ranked in got])
+    assert [ranked.score for ranked in got] == sorted((r.score for r in got), reverse=True)
+    assert sorted(ranked.index for ranked in got) == list(range(len(PASSAGES)))
+
+
+def test_fill_mask(ask: Any, reference: Any) -> None:
+    texts = [f"{text[:60]} [MASK] {text[60:400]}" for text in TEXTS[:-1]]
+    with ask("masks") as client:
+        got = client.fill_mask(texts, top_k=5)
+    want = reference("masks")(texts, top_k=5)
+    for mine, theirs in zip(got, want, strict=True):
+        assert close([c.score for c in mine], [t["score"] for t in theirs])
+        assert {c.label for c in mine[:3]} <= {t["token_str"] for t in theirs}
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_zero_shot_classification(ask: Any, reference: Any, multi_label: bool) -> None:
+    template = "This text is about {}."
+    texts = TEXTS[:12]
+    with ask("hypotheses") as client:
+        for labels in (LABELS, LABELS[:1], ["a", "b", "c", "d", "e"]):
+            got = client.classify_zero_shot(
+                texts, labels, multi_label=multi_label, hypothesis_template=template
+            )
+            want = reference("hypotheses")(
+                texts, labels, multi_label=multi_label, hypothesis_template=template
+            )
+            for mine, theirs in zip(got, want, strict=True):
+                pairs = zip(theirs["labels"], theirs["scores"], strict=True)
+                same_choices(mine, [{"label": label, "score": score} for label, score in pairs])
+        default = client.infer({"text": texts[:2]})
+    assert default["label"].shape == (2, len(LABELS))
+
+
+def test_image_classification(server: Any, reference: Any) -> None:
+    from PIL import Image
+
+    images = image_bytes()
+    with Client("images", server.grpc_url) as client:
+        got = client.classify_images(images, top_k=7)
+    want = reference("images")([Image.open(io.BytesIO(data)) for data in images], top_k=7)
+    for mine, theirs in zip(got, want, strict=True):
+        same_choices(mine, theirs)
+    assert len({choices[0].label for choices in got}) > 1
+
+
+def rows_of(pipeline: str) -> dict[str, list[Any]]:
+    """Some rows for a pipeline, of very different lengths."""
+    name = pipeline.partition("_")[0]
+    texts = TEXTS[:24]
+    if name == "images":
+        return {"image": image_bytes()}
+    if name == "answers":
+        return {"text": QUESTIONS, "text_pair": CONTEXTS}
+    if name == "ranks":
+        return {"text": texts, "text_pair": PASSAGES[:24]}
+    if name == "masks":
+        return {"text": [f"[MASK] {text}" for text in texts]}
+    return {"text": texts}
+
+
+@pytest.mark.parametrize("pipeline", [*NAMES, "images"])
+def test_a_result_does_not_depend_on_its_neighbours(server: Any, pipeline: str) -> None:
+    rows = rows_of(pipeline)
+    count = len(next(iter(rows.values())))
+    order = list(range(count))
+    random.Random(0).shuffle(order)
+    with Client(pipeline, server.grpc_url) as client, ThreadPoolExecutor(16) as pool:
+        together = client.infer(rows)
+        shuffled = client.infer({key: [v[i] for i in order] for key, v in rows.items()})
+
+        def alone(index: int) -> Any:
+            return client.infer({key: [values[index]] for key, values in rows.items()})
+
+        beside = list(pool.map(alone, range(count)))
+    for name, values in together.items():
+        for place, index in enumerate(order):
+            same(values[index], shuffled[name][place])
+            same(values[index], beside[index][name][0])
+
+
+def same(a: Any, b: Any) -> None:
+    if a.dtype != object:
+        assert close(a, b, 1e-5)
+        return
+    for one, two in zip(a, b, strict=True):
+        if one[:1] != b"[":
+            assert one == two
+            continue
+        first, second = json.loads(one), json.loads(two)
+        assert [(e["start"], e["end"]) for e in first] == [(e["start"], e["end"]) for e in second]
+        assert not first or close([e["score"] for e in first], [e["score"] for e in second], 1e-5)
+
+
+BAD: list[tuple[str, dict[str, list[Any]], dict[str, Any], list[str]]] = [
+    ("ranks", {"text": ["a"], "text_pair": [" "]}, {}, ["text_pair", "not be empty"]),
+    ("ranks", {"text": [""], "text_pair": ["b"]}, {}, ["`text`", "not be empty"]),
+    ("answers", {"text": ["q"], "text_pair": [""]}, {}, ["text_pair", "not be empty"]),
+    ("answers", {"text": [""], "text_pair": ["c"]}, {}, ["`text`", "not be empty"]),
+    ("answers", {"text": ["q " * 400], "text_pair": ["c"]}, {}, ["question", "tokens"]),
+    ("answers", {"text": ["q"], "text_pair": ["c " * 20000]}, {}, ["32 rows of the model"]),
+    ("answers", {"text": ["q"], "text_pair": ["c"]}, {"max_answer_tokens": 0}, ["from 1 to 512"]),
+    ("masks", {"text": ["no mask"]}, {}, ["exactly one [MASK]", "0 of them"]),
+    ("masks", {"text": ["[MASK] [MASK]"]}, {}, ["exactly one [MASK]", "2 of them"]),
+    ("masks", {"text": ["[MASK]"]}, {"top_k": 65}, ["top_k", "from 1 to 64"]),
+    ("topics", {"text": ["a"]}, {"top_k": 6}, ["top_k", "from 1 to 5"]),
+    ("topics", {"text": ["a"]}, {"topk": 1}, ["topk", "not known", "top_k"]),
+    ("topics", {"text": [b"\xff"]}, {}, ["valid UTF-8"]),
+    ("tags", {"text": ["a"]}, {"aggregation": "best"}, ["aggregation", "one of none, simple"]),
+    ("hypotheses", {"text": ["a"]}, {"labels": "[1]"}, ["labels", "JSON list"]),
+    ("hypotheses", {"text": ["a"]}, {"labels": "[bad"}, ["labels", "JSON"]),
+    ("hypotheses", {"text": ["a"]}, {"labels": ","}, ["labels", "must name something"]),
+    ("hypotheses", {"text": ["a"]}, {"labels": ",".join("abcdefg" * 5)}, ["1 texts x 35 labels"]),
+    ("hypotheses", {"text": ["a"]}, {"hypothesis_template": "no place"}, ["{}"]),
+    ("hypotheses", {"text": [" "]}, {}, ["`text`", "not be empty"]),
+    ("hypotheses", {"text": ["a"]}, {"multi_label": 1}, ["multi_label", "true or false"]),
+    ("images", {"image": [b"no image"]}, {}, ["image"]),
+    ("images", {"image": [b""]}, {}, ["image"]),
+    ("images", {"image": [image_bytes()[0][:-200]]}, {}, ["image"]),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", range(len(BAD)))
+def test_a_bad_request_fails_alone(server: Any, layout: str, case: int) -> None:
+    name, bad, parameters, words = BAD[case]
+    pipeline = name if name == "images" else f"{name}_{layout}"
+    good = {key: values[:1] for key, values in rows_of(pipeline).items()}
+    with Client(pipeline, server.grpc_url) as client, ThreadPoolExecutor(9) as pool:
+        before = client.infer(good)
+        sound = [pool.submit(client.infer, good) for _ in range(8)]
+        with pytest.raises(InvalidRequest) as caught:
+            client.infer(bad, parameters=parameters)
+        for answer in sound:
+            for key, values in answer.result().items():
+                same(values[0], before[key][0])
+    for word in words:
+        assert word in str(caught.value)
