@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SHELL := bash
 
-.PHONY: help setup demo test check lint types unit serve compare soak clean
+.PHONY: help setup demo test check lint types unit serve compare compare-tasks soak clean
 help:  ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 setup: $(INSTALLED)  ## Make .venv with everything pinned
 $(INSTALLED): pyproject.toml build_scripts/constraints.txt
@@ -41,6 +41,9 @@ serve: setup  ## Build MiniLM and serve it until Ctrl-C
 
 compare: setup  ## Measure against infinity-emb, a tutorial-style ensemble and bare ONNX Runtime
 	$(BIN)/python build_scripts/peers/compare.py
+
+compare-tasks: setup  ## Measure every task against transformers' own pipelines
+	$(BIN)/python build_scripts/peers/tasks.py
 
 soak: setup  ## Watch memory over 200,000 requests
 	$(BIN)/python build_scripts/peers/soak.py

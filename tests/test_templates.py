@@ -1,0 +1,72 @@
+"""`new`, `build`, `serve`, `infer`: every template answers the command that its own file names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import build_into, traffic_texts
+from task_models import MODELS
+from triptych.scaffold import scaffold
+from triptych.serving.server import Server
+from triptych.tasks import TASKS
+
+pytestmark = pytest.mark.server
+MAKERS = dict(reversed(MODELS.values()))
+"""Task -> what makes a small model for it; text-embedding has a real one."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    """Every task's template, and the custom one, scaffolded on small models and built."""
+    base = tmp_path_factory.mktemp("templates")
+    for task in (*TASKS, "custom"):
+        model = None
+        if task != "text-embedding":
+            make = MAKERS.get(task, MAKERS["text-classification"])
+            model = str(make(base / "models" / task, minilm_folder, traffic_texts()))
+        made = scaffold(task, task=task, model=model, with_hooks=True, pipelines=base / "pipelines")
+        build_into(Path(made.folder), base / "repository")
+    return base
+
+
+@pytest.fixture(scope="module")
+def server(base: Path) -> Iterator[Any]:
+    with Server(base / "repository") as server:
+        yield server
+
+
+@pytest.mark.parametrize("task", [*TASKS, "custom"])
+def test_a_template_answers(base: Path, server: Any, task: str) -> None:
+    text = (base / "pipelines" / task / "pipeline.yaml").read_text()
+    (command,) = re.findall(r"# Try it: (triptych infer .*)", text)
+    done = subprocess.run(
+        [*shlex.split(command.replace("<mask>", "[MASK]")), "--url", server.grpc_url, "--json"],
+        cwd=base,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    if task in TASKS:
+        assert set(row) == {tensor.name for tensor in TASKS[task].outputs}
+    else:
+        assert len(row) > 1
+
+
+def test_every_one_is_in_one_repository(base: Path) -> None:
+    models = {path.name for path in (base / "repository").iterdir()}
+    steps = ("", "_preprocess", "_core", "_postprocess")
+    assert models == {f"{task}{step}" for task in (*TASKS, "custom") for step in steps}
