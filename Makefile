@@ -33,7 +33,7 @@ types: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 serve: setup  ## Build MiniLM and serve it until Ctrl-C
 	$(BIN)/triptych build minilm

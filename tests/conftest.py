@@ -18,6 +18,8 @@ LAYOUTS = ("packed", "bucketed")
 os.environ.setdefault("TRIPTYCH_CACHE", str(ROOT / ".cache" / "triptych"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The models are tiny and several tests run at a time: more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def traffic_texts() -> list[str]:

@@ -191,6 +191,24 @@ def test_dimensions_shorten_and_scale(client: Any, expected: dict[str, Any]) -> 
     assert np.abs(short - want).max() < 1e-5
 
 
+def test_encodings_are_smaller_and_point_the_same_way(
+    client: Any, expected: dict[str, Any]
+) -> None:
+    texts = list(expected)[:40]
+    wanted = np.stack([expected[text] for text in texts])
+    whole = client.embed(texts, encoding="int8")
+    assert whole.dtype == np.int8
+    assert whole.shape == (40, 384)
+    assert (np.abs(whole).max(1) == 127).all()
+    lengths = np.linalg.norm(whole.astype(np.float32), axis=1)
+    assert ((whole * wanted).sum(1) / lengths).min() > 0.9995
+    bits = client.embed(texts, encoding="binary", dimensions=256)
+    assert bits.shape == (40, 32)
+    signs = np.unpackbits((bits.astype(np.int16) + 128).astype(np.uint8), axis=1)
+    assert (signs == (wanted[:, :256] > 0)).mean() > 0.999
+    assert client.infer({"text": texts[:2]})["embedding_int8"].shape == (2, 0)
+
+
 def request(shape: list[int], dtype: str, data: Any, name: str = "text") -> triton.InferInput:
     tensor = triton.InferInput(name, shape, dtype)
     tensor.set_data_from_numpy(data)

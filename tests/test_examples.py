@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from examples import pii, pii_data, ticket_routing
 from examples.fitting import base_model
 from examples.train import EXAMPLES, PIPELINES, read_records
 
-SPLITS = ("train", "test")
+SPLITS = {"ticket_routing": ("train", "test"), "pii": ("train", "dev", "test")}
+PAIRS = [(name, *pair) for name, splits in SPLITS.items() for pair in combinations(splits, 2)]
+PII_PAIRS = [pair for name, *pair in PAIRS if name == "pii"]
 TRAINED_VALUES = ("first", "last", "street", "city", "domain", "phone", "id", "product", "company")
-MOST_DATA_BYTES = 400_000
-THRESHOLDS = {"ticket_routing": 0.90, "pii": 0.78}
+MOST_DATA_BYTES = 500_000
+THRESHOLDS = {"ticket_routing": 0.90, "pii": 0.72}
 APART, PART_APART = 0.02, 0.06
 """By how much F1, of all and of one class, may differ from the README's on another machine."""
 
@@ -50,9 +52,16 @@ def run_training(name: str, output: Path, *options: str) -> dict[str, Any]:
     return quality
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_no_text_is_in_both_splits(name: str) -> None:
-    trained, held_out = ([plain(row["text"]) for row in records(name, s)] for s in SPLITS)
+def test_every_example_has_its_splits() -> None:
+    assert set(SPLITS) == set(EXAMPLES)
+    for name, splits in SPLITS.items():
+        files = (PIPELINES / name / "data").glob("*.jsonl")
+        assert {path.stem for path in files} == set(splits)
+
+
+@pytest.mark.parametrize(("name", "one", "other"), PAIRS)
+def test_no_text_is_in_two_splits(name: str, one: str, other: str) -> None:
+    trained, held_out = ([plain(row["text"]) for row in records(name, s)] for s in (one, other))
     assert trained
     assert held_out
     assert not set(trained) & set(held_out)
@@ -63,12 +72,14 @@ def test_traffic_is_not_the_held_out_data(name: str) -> None:
     lines = (PIPELINES / name / "traffic.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     assert len(texts) >= 150
-    assert not {plain(text) for text in texts} & {plain(r["text"]) for r in records(name, "test")}
+    for split in set(SPLITS[name]) - {"train"}:
+        assert not {plain(text) for text in texts} & {
+            plain(r["text"]) for r in records(name, split)
+        }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_data_stays_small(name: str) -> None:
-    files = (PIPELINES / name / "data").iterdir()
+def test_the_data_stays_small() -> None:
+    files = [path for name in EXAMPLES for path in (PIPELINES / name / "data").iterdir()]
     assert sum(path.stat().st_size for path in files) < MOST_DATA_BYTES
 
 
@@ -79,7 +90,7 @@ def test_every_department_has_enough_tickets(split: str, least: int) -> None:
     assert min(labels.count(label) for label in ticket_routing.LABELS) >= least
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", SPLITS["pii"])
 def test_pii_spans_are_whole_values_of_known_types(split: str) -> None:
     rows = records("pii", split)
     for row in rows:
@@ -93,14 +104,23 @@ def test_pii_spans_are_whole_values_of_known_types(split: str) -> None:
     assert sum(not row["spans"] for row in rows) >= 0.1 * len(rows)
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", SPLITS["pii"])
 def test_pii_data_is_what_its_frames_give(split: str) -> None:
     written = (pii_data.DATA / f"{split}.jsonl").read_text(encoding="utf-8")
     assert written == pii_data.render(split)
 
 
-def test_pii_frames_and_slot_values_are_not_shared() -> None:
-    trained, held_out = (pii_data.read_frames(pii_data.DATA / f"{s}.frames.txt") for s in SPLITS)
+def test_pii_test_has_enough_rows_of_both_languages() -> None:
+    languages = [row["language"] for row in records("pii", "test")]
+    assert len(languages) >= 160
+    assert min(languages.count(language) for language in pii_data.LANGUAGES) >= 70
+
+
+@pytest.mark.parametrize(("one", "other"), PII_PAIRS)
+def test_pii_frames_and_slot_values_are_not_shared(one: str, other: str) -> None:
+    trained, held_out = (
+        pii_data.read_frames(pii_data.DATA / f"{split}.frames.txt") for split in (one, other)
+    )
     assert set(trained) >= set(held_out)
     for section, values in trained.items():
         if section.split(".")[0] in (*TRAINED_VALUES, "frames", "negative", "written"):
@@ -108,14 +128,15 @@ def test_pii_frames_and_slot_values_are_not_shared() -> None:
             assert not shared, section
 
 
-def test_pii_values_are_not_shared() -> None:
+@pytest.mark.parametrize(("one", "other"), PII_PAIRS)
+def test_pii_values_are_not_shared(one: str, other: str) -> None:
     trained, held_out = (
         {
             (kind, row["text"][start:end].lower())
-            for row in records("pii", s)
+            for row in records("pii", split)
             for start, end, kind in row["spans"]
         }
-        for s in SPLITS
+        for split in (one, other)
     )
     assert not trained & held_out
     words = [

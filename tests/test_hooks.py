@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import build_into, traffic_texts, write_pipeline
+from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import TAGS, TOPICS, tagger, text_classifier
+from triptych.assemble import build
 from triptych.errors import UserError
+from triptych.prepare import prepare
 from triptych.repository.lint import run_checks
 from triptych.serving.client import Client, InvalidRequest, PipelineFailed
+from triptych.spec import load_spec
 
 HOOKS = """
 import re
@@ -220,6 +223,8 @@ def test_a_core_of_another_kind_is_not_shared(base: Path) -> None:
         build_into(folder, base / "repository", "core.share=nothing")
     with pytest.raises(UserError, match="a core of its own"):
         build_into(folder, base / "repository", "core.share=cleaned")
+    with pytest.raises(UserError, match=r"core\.share"):
+        build_into(base / "p/plain", base / "repository", "core.share=plain")
     with pytest.raises(UserError, match="at most that of the shared core, 32"):
         build_into(base / "p/cleaned", base / "repository", "core.max_batch_size=64")
     assert before == {path: path.stat().st_mtime_ns for path in (base / "repository").rglob("*")}
@@ -238,7 +243,10 @@ def test_a_core_given_up_for_a_shared_one_goes(tmp_path: Path, base: Path) -> No
 def test_lint_sees_a_shared_core_that_was_built_anew(tmp_path: Path, base: Path) -> None:
     repository = shutil.copytree(base / "repository", tmp_path / "repository")
     assert [f for f in run_checks(repository) if f.id == "shared-core"] == []
-    build_into(base / "p/plain", repository, "core.layout=bucketed")
+    with pytest.raises(UserError, match="cleaned uses it, and it would change"):
+        build_into(base / "p/plain", repository, "core.layout=bucketed")
+    prepared = prepare(load_spec(base / "p/plain", ["core.layout=bucketed"]), quiet)
+    build(prepared, repository, quiet, together=["cleaned"])
     found = [f for f in run_checks(repository) if f.id == "shared-core"]
     assert [(f.severity, f.file) for f in found] == [("error", "cleaned/triptych.lock.json")]
 

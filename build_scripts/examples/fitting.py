@@ -30,7 +30,9 @@ class Schedule:
         batch_size: rows.
         peak_rate: learning rate of the encoder after the warm-up; falls linearly to zero.
         head_rate: that of the new layers on top.
-        frozen_layers: lowest encoder layers that keep their weights, as do the embeddings.
+        frozen_layers: lowest encoder layers that keep their weights, as do the embeddings;
+            None trains everything.
+        dropout: of the encoder, and of the head in front of its last layer.
         seed: of the new layers' weights, the order of the rows and dropout.
     """
 
@@ -38,7 +40,8 @@ class Schedule:
     batch_size: int
     peak_rate: float
     head_rate: float
-    frozen_layers: int
+    frozen_layers: int | None
+    dropout: float = 0.1
     seed: int = 0
 
 
@@ -89,8 +92,9 @@ def fit(model: Any, rows: Sequence[Row], schedule: Schedule, steps: int | None =
 
 def _parameter_groups(model: Any, schedule: Schedule) -> list[dict[str, Any]]:
     encoder = model.base_model
-    for frozen in (encoder.embeddings, *encoder.encoder.layer[: schedule.frozen_layers]):
-        frozen.requires_grad_(False)
+    if schedule.frozen_layers is not None:
+        for frozen in (encoder.embeddings, *encoder.encoder.layer[: schedule.frozen_layers]):
+            frozen.requires_grad_(False)
     body = [p for p in encoder.parameters() if p.requires_grad]
     known = {id(p) for p in encoder.parameters()}
     head = [p for p in model.parameters() if id(p) not in known]

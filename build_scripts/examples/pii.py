@@ -80,5 +80,12 @@ PII = Example(
     labels=LABELS,
     encode=encode,
     measure=measure,
-    schedule=Schedule(epochs=5, batch_size=16, peak_rate=4e-4, head_rate=1e-3, frozen_layers=1),
+    schedule=Schedule(
+        epochs=3,
+        batch_size=16,
+        peak_rate=4e-4,
+        head_rate=1e-3,
+        frozen_layers=None,
+        dropout=0.0,
+    ),
 )

@@ -11,19 +11,23 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 DATA = Path(__file__).parents[2] / "pipelines/pii/data"
 LANGUAGES = ("en", "de")
 NUMBERS = {"en": ("date", "amount"), "de": ("datum", "betrag")}
 _SLOT = re.compile(r"\{([A-Za-z.]+)(?:=([^}]*))?\}")
-_COPIES = {"train": (4, 3), "test": (3, 2)}
+_COPIES = {"train": (4, 3), "dev": (3, 2), "test": (2, 1)}
 """How often a frame, and a frame without PII, is filled."""
-_JOINED = {"train": 0.2, "test": 0.15}
+_JOINED = {"train": 0.2, "dev": 0.15, "test": 0.1}
 """Share of rows that get a second sentence."""
+_ROUGH = 0.25
+"""Share of the training rows with a slip of the pen."""
 _FOREIGN_NAMES = 0.15
 _COMPOSED = 0.5
 """Share of values put together from a start and an end, where a split has such sections."""
+_SPELT_OUT = {"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue"}
 _LETTERS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "\u0131": "i", "ł": "l"})
 
 
@@ -46,6 +50,7 @@ def read_frames(path: Path) -> dict[str, list[str]]:
             lines = sections.setdefault(heading[1], [])
             by_line = heading[1].startswith(("frames", "negative", "written", "address"))
         elif line and not line.startswith(";"):
+            line = line.replace(r"\n", "\n")
             lines.extend([line] if by_line else line.split(", "))
     return sections
 
@@ -64,6 +69,8 @@ def generate(split: str, sections: Mapping[str, Sequence[str]]) -> list[Marked]:
             _join(row, draw.choice(made)) if draw.random() < _JOINED[split] else row for row in made
         ]
         rows += joined + [filler.fill(frame) for frame in sections[f"written.{language}"]]
+    if split == "train":
+        rows = [_roughen(row, draw) if draw.random() < _ROUGH else row for row in rows]
     rows = list({row.text: row for row in rows}.values())
     draw.shuffle(rows)
     return rows
@@ -74,6 +81,32 @@ def _join(first: Marked, second: Marked) -> Marked:
     shift = len(first.text) + len(gap)
     moved = [(start + shift, end + shift, kind) for start, end, kind in second.spans]
     return Marked(first.text + gap + second.text, first.spans + moved, first.language)
+
+
+def _roughen(row: Marked, draw: random.Random) -> Marked:
+    """The row with spelt-out umlauts, a space or sign left out, or a letter missing."""
+    pieces = list(row.text)
+    outside = [
+        index
+        for index in range(len(pieces))
+        if not any(start <= index < end for start, end, _ in row.spans)
+    ]
+    way = draw.choice(("umlauts", "spaces", "signs", "letter"))
+    if way == "umlauts":
+        pieces = [_SPELT_OUT.get(piece, piece) for piece in pieces]
+    elif way == "spaces":
+        pieces = [
+            "" if piece == " " and before in ",:;" else piece
+            for before, piece in zip(" " + row.text, pieces, strict=False)
+        ]
+    elif way == "signs":
+        for index in outside:
+            pieces[index] = "" if pieces[index] in ".,:!?" else pieces[index]
+    elif letters := [index for index in outside if pieces[index].isalpha()]:
+        pieces[draw.choice(letters)] = ""
+    places = [0, *accumulate(map(len, pieces))]
+    spans = [(places[start], places[end], kind) for start, end, kind in row.spans]
+    return Marked("".join(pieces), spans, row.language)
 
 
 class _Filler:
@@ -109,8 +142,8 @@ class _Filler:
     def _value(self, kind: str, part: str) -> str:
         if kind in self._makers:
             return self._makers[kind](part)
-        if kind in ("city", "region"):
-            return self._pick(f"{kind}.{self._language}")
+        if part or kind in ("city", "region"):
+            return self._pick(f"{kind}.{part or self._language}")
         return self._digits(self._pick(kind)) if kind == "order" else self._pick(kind)
 
     def _pick(self, section: str) -> str:
@@ -188,7 +221,7 @@ def render(split: str) -> str:
 
 
 def main() -> None:
-    """Rewrite both files."""
+    """Rewrite every split's file."""
     for split in _COPIES:
         (DATA / f"{split}.jsonl").write_text(render(split), encoding="utf-8")
 

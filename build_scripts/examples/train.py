@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +18,9 @@ from examples.example import Example, Record
 from examples.fitting import base_model, fit, pin_randomness
 from examples.pii import PII
 from examples.ticket_routing import TICKET_ROUTING
+
+# Read when torch is loaded. Threads that spin while they wait slow a busy machine down many times.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 EXAMPLES = {"ticket_routing": TICKET_ROUTING, "pii": PII}
@@ -71,6 +75,8 @@ def _train_into(folder: Path, example: Example, records: list[Record], steps: in
         num_labels=len(example.labels),
         id2label=dict(enumerate(example.labels)),
         label2id={label: index for index, label in enumerate(example.labels)},
+        hidden_dropout_prob=example.schedule.dropout,
+        attention_probs_dropout_prob=example.schedule.dropout,
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
     fit(model, example.encode(tokenizer, records), example.schedule, steps)

@@ -71,28 +71,36 @@ class _Core:
     unpacked: str
 
 
-def build(prepared: Prepared, repository: Path, progress: Progress) -> Built:
+def build(
+    prepared: Prepared, repository: Path, progress: Progress, *, together: Sequence[str] = ()
+) -> Built:
     """Export, check and write the pipeline; nothing is written unless everything passed.
 
     A model whose rows cannot be packed is built bucketed, and `Built.unpacked` says why.
+
+    Args:
+        prepared: what to build.
+        repository: folder of the models.
+        progress: told what becomes of each stage.
+        together: pipelines that are built right after this one.
 
     Raises:
         GateFailure: the artifact differs from the reference.
         LintFailure: the repository would not serve.
         UserError: the model cannot be exported, or another build is running.
     """
-    owner = prepared.plan.spec.core.share
-    shared = None if owner is None else _shared_lock(repository, owner)
+    name, owner = prepared.plan.spec.name, prepared.plan.spec.core.share
+    shared = None if owner is None else _shared_lock(repository, name, owner)
     if shared is not None:
         prepared = prepared.replanned(shared["plan"]["layout"])
     core = _core(prepared, progress)
     plan = core.prepared.plan
     if shared is not None:
         _check_shared(plan, shared, core.key)
+    _check_sharers(repository, name, core.key if shared is None else None, together)
     files = render(
         plan, core_file=core.file, tokenizer_file=prepared.tokenizer_file, hooks=prepared.hooks
     )
-    name = plan.spec.name
     previous = read_lock(repository, name)
     lock = make_lock(
         plan,
@@ -160,6 +168,14 @@ def _export(prepared: Prepared, progress: Progress) -> tuple[Path, str, str]:
             )
         except CannotPack as reason:
             (target / REFUSAL_FILE).write_text(str(reason), encoding="utf-8")
+        except (IndexError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+            reason_text = " ".join(str(error).split())[:300]
+            raise UserError(
+                "model.source",
+                f"must be a model that runs with this task's head ({plan.core.auto_class})",
+                given=f"{plan.facts.architecture}: {type(error).__name__}: {reason_text}",
+                remedy="Choose a model fine-tuned for this task",
+            ) from error
 
     folder, cached = cached_stage("export", key, work)
     note = folder / REFUSAL_FILE
@@ -221,8 +237,25 @@ def _gate_line(gate: Mapping[str, Any]) -> str:
     return f"{'FAILED' if gate['failures'] else 'passed'}: {', '.join(parts)}"
 
 
-def _shared_lock(repository: Path, owner: str) -> dict[str, Any]:
-    lock = read_lock(repository, owner)
+def _check_sharers(repository: Path, name: str, key: str | None, together: Sequence[str]) -> None:
+    """Whoever uses the core of `name` can go on with the one of `key`; None for no core."""
+    for path in sorted(repository.glob(f"*/{LOCK_FILE}")):
+        other = path.parent.name
+        lock = read_lock(repository, other) or {}
+        spec = lock.get("spec", {})
+        if spec.get("core", {}).get("share") != name or lock.get("core_key") == key:
+            continue
+        if key is None or other not in together:
+            raise UserError(
+                name,
+                "must keep the core that another pipeline shares",
+                given=f"{other} uses it, and it would " + ("go" if key is None else "change"),
+                remedy=f"Run `triptych build {name} {other}`, or take core.share out of {other}",
+            )
+
+
+def _shared_lock(repository: Path, name: str, owner: str) -> dict[str, Any]:
+    lock = read_lock(repository, owner) if owner != name else None
     if lock is None or "layout" not in lock.get("plan", {}):
         raise UserError(
             "core.share",

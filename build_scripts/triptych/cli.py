@@ -140,15 +140,22 @@ def build(
     # Every spec is read before the first build: a typo in the last one costs no time.
     specs = [load_spec(pipelines / name, overrides or ()) for name in names]
     results = []
-    for spec in specs:
+    for number, spec in enumerate(specs):
         status.print(f"{spec.name}", style="bold", markup=False)
+        following = [later.name for later in specs[number + 1 :]]
         try:
-            built = assemble.build(prepare(spec, _progress), repository, _progress)
+            built = assemble.build(
+                prepare(spec, _progress), repository, _progress, together=following
+            )
         except assemble.GateFailure as failure:
             _fail(as_json, {"pipeline": spec.name, "gate": failure.failures}, str(failure))
         except assemble.LintFailure as failure:
             findings = [finding.as_dict() for finding in failure.findings]
             _fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
+        if built.unpacked:
+            status.print(
+                f"  built bucketed, not packed: {built.unpacked}", style="yellow", markup=False
+            )
         for finding in built.findings:
             if finding.severity == "warning":
                 _print_finding(finding.as_dict(), status)
@@ -157,6 +164,8 @@ def build(
                 "pipeline": spec.name,
                 "repository": str(repository),
                 "changed": built.changed,
+                "layout": built.plan.layout,
+                "unpacked": built.unpacked,
                 "gate": built.gate,
                 "findings": [finding.as_dict() for finding in built.findings],
             }

@@ -55,6 +55,7 @@ class ModelFacts:
         segments: kinds of segment the model tells apart (token types); 1 where it does not.
         mask_token: stands for the word to be filled in; None where the tokenizer has none.
         mask_token_id: its id.
+        vocabulary: tokens the model knows; None where its config does not say.
         unk_token_id: of what is not in the vocabulary; None where nothing is unknown.
         image: how the model's image processor makes pixels; None for models of text.
     """
@@ -74,6 +75,7 @@ class ModelFacts:
     segments: int = 1
     mask_token: str | None = None
     mask_token_id: int | None = None
+    vocabulary: int | None = None
     unk_token_id: int | None = None
     image: ImageFacts | None = None
 

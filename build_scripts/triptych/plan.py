@@ -94,6 +94,12 @@ def max_length_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
     return min(spec.tokenizer.max_length or task.max_length or facts.max_length, facts.max_length)
 
 
+def request_rows_of(spec: PipelineSpec, task: Task) -> int:
+    """Rows a request may have."""
+    room = max(1, spec.core.max_batch_size // task.expansion)
+    return min(room, task.request_rows or room)
+
+
 def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
     """The core's inputs, without what the server adds."""
     if facts.image is not None:
@@ -113,17 +119,21 @@ def row_settings(spec: PipelineSpec, facts: ModelFacts, task: Task) -> dict[str,
     }
     if facts.image is not None:
         return settings | {
+            "max_text_bytes": spec.tokenizer.max_text_bytes,
             "image": asdict(facts.image),
             "max_image_bytes": spec.image.max_bytes,
             "max_pixels": spec.image.max_pixels,
         }
     return settings | {
         "lowercase": facts.lowercase,
+        "max_text_bytes": spec.tokenizer.max_text_bytes,
         "max_length": max_length_of(spec, facts, task),
         "overflow": spec.tokenizer.overflow,
         "pad_token_id": facts.pad_token_id,
+        "pairs": task.pairs,
         "segments": FIRST_SEGMENT in inputs_of(facts, task),
         "unk_token_id": facts.unk_token_id,
+        "vocabulary": facts.vocabulary,
     }
 
 
@@ -163,7 +173,7 @@ def make_plan(
         layout=layout,
         lengths=lengths,
         max_length=max_length,
-        request_rows=max(1, spec.core.max_batch_size // task.expansion),
+        request_rows=request_rows_of(spec, task),
         bucket_edges=edges,
         core_inputs=inputs_of(facts, task),
         core=task.core(facts, parameters),
@@ -237,7 +247,9 @@ def _reasons(
         tokens = spec.core.max_batch_size * lengths.mean
         full += f"; about {tokens:.0f} tokens in a full batch of this traffic"
     room = "as many as a batch holds"
-    if task.expansion > 1:
+    if task.request_rows is not None:
+        room = "more would hold up other requests"
+    elif task.expansion > 1:
         room = f"leaves room for {task.expansion} rows of the model each"
     reasons = {
         "max_length": limit,

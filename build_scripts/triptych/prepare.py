@@ -18,7 +18,7 @@ from triptych.errors import UserError
 from triptych.model_facts import ModelFacts
 from triptych.plan import Layout, Plan, make_plan, max_length_of, row_settings
 from triptych.runtime.faults import RequestError
-from triptych.runtime.hooking import HOOKS_FILE, call_hook, find_hook
+from triptych.runtime.hooking import HOOKS_FILE, call_before, find_hook
 from triptych.runtime.parameters import check_parameters
 from triptych.runtime.row_types import Ask
 from triptych.spec import PipelineSpec
@@ -142,7 +142,7 @@ def _read_hooks(spec: PipelineSpec, task: Task) -> bytes | None:
     path = spec.folder / HOOKS_FILE
     try:
         found = find_hook(spec.folder, "decode")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             str(path), "must load", given=f"{type(error).__name__}: {error}", remedy="Mend it"
         ) from error
@@ -196,15 +196,20 @@ def _ask(
         if tensor.content != "image":
             continue
         path = spec.folder / inputs[tensor.name]
-        if not path.is_file():
+        try:
+            inputs[tensor.name] = path.read_bytes()
+        except (OSError, ValueError) as error:
             raise UserError(
-                where, "must name image files", given=path, remedy="Paths start at the pipeline"
-            )
-        inputs[tensor.name] = path.read_bytes()
+                where,
+                "must name image files that can be read",
+                given=f"{inputs[tensor.name]!r:.100}: {error!s:.100}",
+                remedy="Paths start at the pipeline's folder",
+            ) from error
     before = find_hook(spec.folder, "before")
     if before is not None:
         try:
-            inputs = call_hook("before", before, [inputs], list(inputs))[0]
+            images = [tensor.name for tensor in task.inputs if tensor.content == "image"]
+            inputs = call_before(before, [inputs], list(inputs), encoded=images)[0]
         except Exception as error:
             raise UserError(where, "must pass hooks.before", given=error) from error
     columns = {name: [value] for name, value in inputs.items()}
@@ -250,7 +255,12 @@ def _row_makers(spec: PipelineSpec, facts: ModelFacts, task: Task, folder: Path)
     settings = {**row_settings(spec, facts, task), "bucket_edges": [], "overflow": "truncate"}
     kind = _row_maker(task)
     whole = {**settings, "max_length": UNLIMITED, "max_core_rows": UNLIMITED}
-    return kind(settings, folder), kind(whole, folder)
+    try:
+        return kind(settings, folder), kind(whole, folder)
+    except RequestError as error:
+        raise UserError(
+            "tokenizer.max_length", "must suit the task", given=error, remedy="Raise it"
+        ) from error
 
 
 def _core_rows(

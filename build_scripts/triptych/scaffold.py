@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from triptych.errors import UserError
-from triptych.spec import SPEC_FILE, _check_folder
+from triptych.spec import SPEC_FILE, check_folder
 from triptych.traffic import TRAFFIC_FILE
 from triptych.yaml_text import parse_yaml
 
@@ -85,7 +85,7 @@ def scaffold(
             remedy=f"Choose one of: {', '.join(tasks())}",
         )
     # Of the two things it looks at, the spec's file is the template so far: the name is left.
-    _check_folder(folder, TEMPLATES / task / SPEC_FILE)
+    check_folder(folder, TEMPLATES / task / SPEC_FILE)
     local = _local_folder(model)
     files = _fill(
         task,

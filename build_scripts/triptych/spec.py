@@ -88,7 +88,7 @@ class Core(_Frozen):
 class Instances(_Frozen):
     """Instances of each step; each is a process of its own for Python steps."""
 
-    preprocess: Positive = 1
+    preprocess: Annotated[int, Field(ge=1, le=64)] = 1
     core: Positive = 1
     postprocess: Positive = 1
 
@@ -101,8 +101,8 @@ class Queue(_Frozen):
         max_size: requests that may be under way; one more is refused at once (Unavailable).
     """
 
-    max_delay_us: Annotated[int, Field(ge=0)] = 0
-    max_size: Positive = 1024
+    max_delay_us: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    max_size: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
 
 
 class Serving(_Frozen):
@@ -138,7 +138,7 @@ class CustomOutput(_Frozen):
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
     dtype: Literal["BYTES", "FP32", "INT8", "INT32", "INT64", "BOOL"]
-    dims: Annotated[list[Annotated[int, Field(ge=-1)]], Field(min_length=1)] = [1]
+    dims: Annotated[list[Annotated[int, Field(ge=-1, le=1_000_000)]], Field(min_length=1)] = [1]
 
 
 class Custom(_Frozen):
@@ -189,10 +189,10 @@ def load_spec(folder: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
         UserError: a missing file, bad YAML, an unknown key or a value out of range.
     """
     path = folder / SPEC_FILE
-    _check_folder(folder, path)
+    check_folder(folder, path)
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is one, too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
         raise UserError(str(path), "must be YAML", given=error, remedy="Mend the line") from error
     if not isinstance(document, dict):
         raise UserError(
@@ -217,7 +217,12 @@ def load_spec(folder: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
         raise _as_user_error(path, error) from error
 
 
-def _check_folder(folder: Path, path: Path) -> None:
+def check_folder(folder: Path, path: Path) -> None:
+    """`folder` may be a pipeline's, and has the spec `path`.
+
+    Raises:
+        UserError: there is no such file, or the folder's name cannot be a pipeline's.
+    """
     if not path.is_file():
         siblings = sorted(p.parent.name for p in folder.parent.glob(f"*/{SPEC_FILE}"))
         raise UserError(
@@ -232,6 +237,13 @@ def _check_folder(folder: Path, path: Path) -> None:
             "must be named with lower-case letters, digits, `_`, `-`, a letter first (64 at most)",
             given=folder.name,
             remedy="Rename the folder: Triton's model names derive from it",
+        )
+    if folder.name.endswith(("_preprocess", "_core", "_postprocess")):
+        raise UserError(
+            str(folder),
+            "must not end like the name of a step (_preprocess, _core, _postprocess)",
+            given=folder.name,
+            remedy="Rename the folder: it could be taken for a step of another pipeline",
         )
 
 

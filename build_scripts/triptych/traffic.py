@@ -118,6 +118,6 @@ def _parse_row(line: bytes) -> object:
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is not text
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row

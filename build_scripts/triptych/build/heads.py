@@ -132,6 +132,10 @@ class OwnHead(nn.Module):
         self.model = copy.copy(model)
         self.model._modules = dict(model._modules)
         setattr(self.model, model.base_model_prefix, _Encoded(model.base_model))
+        if getattr(model.config, "pad_token_id", None) is None:
+            # Some heads refuse a batch without one, though what they are given has no padding.
+            self.model.config = copy.copy(model.config)
+            self.model.config.pad_token_id = 0
 
     def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
         """FP32 ``[R, N, H]`` to logits, FP32 ``[B, K]``, or ``[R, N, K]`` of every token."""

@@ -37,6 +37,7 @@ from triptych.tasks.task import Core
 TOLERANCE = 1e-4
 """Largest difference between a row in a batch and alone, relative to the largest element."""
 
+SMALLEST_SCALE = 1e-2
 LENGTHS = (23, 5, 11)
 LONGEST = 600
 LONGEST_TABLE = 2048
@@ -61,12 +62,14 @@ class Sample(NamedTuple):
             that is its encoder.
         logits: what the model with its head makes of it, ``[K]`` or ``[N, K]``; None where there
             is no head.
+        scale: largest element of the logits of all samples: a single one may happen to be near 0.
     """
 
     ids: Tensor
     first_segment: int
     hidden: Tensor | None
     logits: Tensor | None
+    scale: float = 0.0
 
 
 class TextCore(nn.Module):
@@ -143,7 +146,9 @@ def _draw(model: Any, facts: ModelFacts, core: Core, window: int) -> list[Sample
         if core.reads == "mask":
             ids[size // 2] = torch.tensor(facts.mask_token_id)
         samples.append(_alone(model, facts, core, ids))
-    return samples
+    logits = [sample.logits for sample in samples if sample.logits is not None]
+    scale = max((float(value.abs().max()) for value in logits), default=0.0)
+    return [sample._replace(scale=scale) for sample in samples]
 
 
 def _special(config: Any, kinds: Sequence[str], vocabulary: int, otherwise: int) -> int:
@@ -212,7 +217,7 @@ def _head_distance(head: nn.Module, sample: Sample) -> float:
         member=torch.ones((1, size), dtype=torch.bool),
         length=torch.tensor([[size]]),
     )
-    return _distance(head(sample.hidden[None], rows)[0], sample.logits)
+    return _distance(head(sample.hidden[None], rows)[0], sample.logits, sample.scale)
 
 
 def _pack(encoder: Any, samples: Sequence[Sample], segments: int, window: int) -> PackedEncoder:
@@ -273,11 +278,15 @@ def _columns(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     return lengths, firsts
 
 
-def _distance(result: Tensor, expected: Tensor | None) -> float:
-    """Largest difference, relative to the largest element expected; infinite for other shapes."""
+def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> float:
+    """Largest difference, relative to `scale` or the largest element expected if that is above.
+
+    Infinite for other shapes.
+    """
     if expected is None or result.shape != expected.shape:
         return float("inf")
-    difference = float((result - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
+    largest = max(float(expected.abs().max()), scale, SMALLEST_SCALE)
+    difference = float((result - expected).abs().max()) / largest
     return float("inf") if difference != difference else difference
 
 
@@ -316,7 +325,7 @@ def _farthest(chosen: TextCore, batch: Sequence[Tensor], samples: Sequence[Sampl
         if sample.logits is None:
             differences.append(_distance(hidden[share, member], sample.hidden))
         elif sample.logits.dim() == 2:
-            differences.append(_distance(result[share, member], sample.logits))
+            differences.append(_distance(result[share, member], sample.logits, sample.scale))
         else:
-            differences.append(_distance(result[index], sample.logits))
+            differences.append(_distance(result[index], sample.logits, sample.scale))
     return max(differences)

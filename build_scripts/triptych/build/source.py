@@ -19,6 +19,7 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 FILES = ("*.json", "*.txt", "*.model", "*.safetensors")
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
+OUT_OF_REACH = 1 << 30
 
 
 def locate(model: ModelSource, pipeline_folder: Path) -> Path:
@@ -143,22 +144,28 @@ def read_facts(folder: Path) -> ModelFacts:
         mask_token=texts.mask_token,
         mask_token_id=texts.mask_token_id,
         unk_token_id=texts.unk_token_id,
+        vocabulary=config.get("vocab_size"),
         image=image,
     )
 
 
 def read_tokenizer(folder: Path) -> str:
-    """The model's tokenizer as the text of a ``tokenizer.json``, without padding or truncation.
+    """The model's tokenizer as the text of a ``tokenizer.json``, without padding.
 
-    It is loaded through transformers, which applies ``tokenizer_config.json`` and converts the
-    older formats, so that it tokenizes exactly as the reference does.
+    Where it cuts long texts at their beginning, the text says so, with a limit out of reach;
+    otherwise it says nothing of truncation. It is loaded through transformers, which applies
+    ``tokenizer_config.json`` and converts the older formats, so that it tokenizes exactly as the
+    reference does.
 
     Raises:
         UserError: the folder has no tokenizer, or only one without a fast form.
     """
-    backend = _load_tokenizer(folder).backend_tokenizer
+    tokenizer = _load_tokenizer(folder)
+    backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
+    if tokenizer.truncation_side != "right":
+        backend.enable_truncation(OUT_OF_REACH, direction=tokenizer.truncation_side)
     text: str = backend.to_str()
     return text
 

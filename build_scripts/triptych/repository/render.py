@@ -117,7 +117,6 @@ def _preprocess(plan: Plan) -> Any:
         "encoded_inputs": [tensor.name for tensor in inputs if tensor.content == "image"],
         "layout": plan.layout,
         "max_requests": spec.serving.queue.max_size,
-        "max_text_bytes": spec.tokenizer.max_text_bytes,
     }
     settings |= row_settings(spec, facts, plan.task)
     settings["bucket_edges"] = list(plan.bucket_edges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -33,10 +34,11 @@ def load_hooks(folder: Path) -> ModuleType | None:
     path = folder / HOOKS_FILE
     if not path.is_file():
         return None
-    spec = importlib.util.spec_from_file_location("hooks", path)
+    spec = importlib.util.spec_from_file_location("triptych_hooks", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -61,7 +63,7 @@ def call_hook(name: str, hook: Hook, rows: list[Row], keys: Sequence[str]) -> li
         raise RequestError(
             f"hooks.{name}", "must take the request", str(error), "Correct the request"
         ) from error
-    except Exception as error:
+    except BaseException as error:  # sys.exit() in a hook must not end the step
         raise RuntimeError(f"hooks.{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(result, list) or len(result) != given:
         count = len(result) if isinstance(result, list) else type(result).__name__
@@ -70,6 +72,27 @@ def call_hook(name: str, hook: Hook, rows: list[Row], keys: Sequence[str]) -> li
         if not isinstance(row, dict) or set(keys) - row.keys():
             found = sorted(row) if isinstance(row, dict) else type(row).__name__
             raise RuntimeError(f"hooks.{name} must return rows with {list(keys)}, found {found}")
+    return result
+
+
+def call_before(
+    hook: Hook, rows: list[Row], fields: Sequence[str], *, encoded: Sequence[str]
+) -> list[Row]:
+    """`before` on rows of inputs: str, or bytes where `encoded`.
+
+    Raises:
+        RequestError: the hook raised ValueError, in its words.
+        RuntimeError: it raised anything else, or returned something else.
+    """
+    result = call_hook("before", hook, rows, fields)
+    for row in result:
+        for field in fields:
+            wanted = bytes if field in encoded else str
+            if not isinstance(row[field], wanted):
+                found = type(row[field]).__name__
+                raise RuntimeError(
+                    f"hooks.before must return {wanted.__name__} as `{field}`, not {found}"
+                )
     return result
 
 

@@ -40,7 +40,7 @@ def check_parameters(
         return defaults
     parameters = dict(defaults)
     for name, value in json.loads(text).items():
-        if name.startswith("triton_") or "-" in name:
+        if name.startswith("triton_") or ("-" in name and name.replace("-", "_") not in rules):
             continue
         rule = rules.get(name)
         if rule is None:
@@ -84,7 +84,7 @@ def _names(name: str, text: str) -> list[str]:
     else:
         try:
             names = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(
                 f"parameter {name}", f"must be {WORDS['list']}", str(error), "Correct the JSON"
             ) from error

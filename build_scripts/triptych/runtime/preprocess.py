@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from .admission import Door, Ledger
 from .faults import Overloaded
-from .hooking import call_hook, find_hook
+from .hooking import call_before, find_hook
 from .parameters import check_parameters
 from .row_types import Ask, CoreRows
 from .rows import RowMaker
@@ -83,15 +83,7 @@ class TritonPythonModel:
                 dict(zip(columns, values, strict=True))
                 for values in zip(*columns.values(), strict=True)
             ]
-            rows = call_hook("before", self._before, rows, self._fields)
-            for row in rows:
-                for field in self._fields:
-                    wanted = bytes if field in self._encoded else str
-                    if not isinstance(row[field], wanted):
-                        found = type(row[field]).__name__
-                        raise RuntimeError(
-                            f"hooks.before must return {wanted.__name__} as `{field}`, not {found}"
-                        )
+            rows = call_before(self._before, rows, self._fields, encoded=self._encoded)
             columns = {field: [row[field] for row in rows] for field in self._fields}
         return Ask(columns, parameters)
 

@@ -39,5 +39,15 @@ class RowMaker(TokenRowMaker):
                 f"{len(texts)} texts x {len(labels)} labels",
                 "Send fewer of them, or raise core.max_batch_size in the pipeline",
             )
+        limit: int = self.settings["max_text_bytes"]
+        places = template.count("{}")
+        longest = max(len(template) + places * len(label) for label in labels)
+        if longest > limit:
+            raise RequestError(
+                "parameter labels and hypothesis_template",
+                f"must come to hypotheses of at most {limit} characters",
+                f"one of {longest}",
+                "Shorten them",
+            )
         hypotheses = [template.replace("{}", label) for label in labels]
         return [(text, hypothesis) for text in texts for hypothesis in hypotheses]

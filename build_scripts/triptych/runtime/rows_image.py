@@ -31,6 +31,9 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
 """Kinds of pixel, 8 bits a channel at most, whose colours are not a matter of a profile."""
 
+IMAGES_A_REQUEST = 2
+"""All images of a request together may have so many times the pixels that one may have."""
+
 MOST_THREADS = 4
 _BIT_DEPTH = 24  # place in a PNG file: signature, length and name of the header, two sizes
 _ASPECT = "must not be so much longer than wide, or wider than long, that resizing makes it huge"
@@ -123,11 +126,12 @@ class RowMaker:
 
     def make(self, requests: Sequence[Ask]) -> list[CoreRows | Exception]:
         """The pixels of every row; a request with a bad image gets its first fault instead."""
+        crowded = [self._crowded(ask.columns[FIELD]) for ask in requests]
         pixels = [np.empty((len(ask.columns[FIELD]), *self._shape), np.uint8) for ask in requests]
         jobs = [
             partial(self._fill, pixels[index], row, data)
             for index, ask in enumerate(requests)
-            for row, data in enumerate(ask.columns[FIELD])
+            for row, data in enumerate([] if crowded[index] else ask.columns[FIELD])
         ]
         with own_limits():
             if len(jobs) == 1 or self._threads == 1:
@@ -136,11 +140,30 @@ class RowMaker:
                 faults = list(self._pool.map(_call, jobs))
         answers: list[CoreRows | Exception] = []
         start = 0
-        for tensor in pixels:
-            own = [fault for fault in faults[start : start + len(tensor)] if fault is not None]
+        for fault, tensor in zip(crowded, pixels, strict=True):
+            if fault is not None:
+                answers.append(fault)
+                continue
+            own = [
+                own_fault
+                for own_fault in faults[start : start + len(tensor)]
+                if own_fault is not None
+            ]
             answers.append(own[0] if own else CoreRows({"pixels": tensor}, [], 0))
             start += len(tensor)
         return answers
+
+    def _crowded(self, images: Sequence[bytes]) -> RequestError | None:
+        """One request must not hold up all others with images that are each within the limit."""
+        limit = IMAGES_A_REQUEST * self._limits.pixels
+        if len(images) <= IMAGES_A_REQUEST:
+            return None
+        with own_limits():
+            total = sum(map(_pixels_of, images))
+        if total <= limit:
+            return None
+        rule = f"must have at most {limit} pixels in all rows of a request"
+        return RequestError(FIELD, rule, f"{total} pixels", "Send fewer images in one request")
 
     def _fill(self, pixels: NDArray[np.uint8], row: int, data: bytes) -> RequestError | None:
         try:
@@ -153,6 +176,14 @@ class RowMaker:
         except RequestError as fault:
             return fault
         return None
+
+
+def _pixels_of(data: bytes) -> int:
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return int(image.width * image.height)
+    except Exception:  # it is refused in its turn
+        return 0
 
 
 def _call(job: partial[RequestError | None]) -> RequestError | None:

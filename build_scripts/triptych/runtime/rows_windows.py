@@ -34,27 +34,44 @@ class RowMaker(TokenRowMaker):
         self.tokenizer.enable_truncation(
             self.max_length, stride=self.stride, strategy=self.strategy
         )
-        self._questions = Tokenizer.from_str(self.tokenizer.to_str())
-        self._questions.no_truncation()
+        self._plain = Tokenizer.from_str(self.tokenizer.to_str())
+        self._plain.no_truncation()
         added: int = self.tokenizer.num_special_tokens_to_add(is_pair=True)
         self._longest_question = self.max_length - added - self.stride - 1
+        if self._longest_question < 1:
+            raise RequestError(
+                "tokenizer.max_length",
+                f"must leave room for a question and a window: more than {added + self.stride + 1}",
+                self.max_length,
+                "Raise it",
+            )
 
     def inputs(self, ask: Ask) -> list[Input]:
         """One pair a row."""
         check_filled(ask, self.fields)
         questions = ask.columns["text"]
-        encodings = self._questions.encode_batch_fast(questions, add_special_tokens=False)
-        for number, encoding in enumerate(encodings):
+        contexts = ask.columns["text_pair"]
+        lengths = [self._lengths(texts) for texts in (questions, contexts)]
+        windows = 0
+        for number, (question, context) in enumerate(zip(*lengths, strict=True)):
             # Beyond it there is no window that the tokenizer could cut: it would panic.
-            if len(encoding.ids) > self._longest_question:
+            if question > self._longest_question:
                 raise RequestError(
                     "text",
                     f"must be a question of at most {self._longest_question} tokens",
-                    f"{len(encoding.ids)} tokens",
+                    f"{question} tokens",
                     "Shorten it, or raise tokenizer.max_length in the pipeline",
                     number,
                 )
-        return list(zip(questions, ask.columns["text_pair"], strict=True))
+            room = self._longest_question + self.stride + 1 - question
+            windows += 1 + max(0, -(-(context - room) // (room - self.stride)))
+        # Counted ahead: beside a long question there may be thousands, and all would be made.
+        self.check_count(windows)
+        return list(zip(questions, contexts, strict=True))
+
+    def _lengths(self, texts: Sequence[str]) -> list[int]:
+        encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+        return [len(encoding.ids) for encoding in encodings]
 
     def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         """As many core rows a pair as it has windows."""

@@ -10,6 +10,10 @@ import triton_python_backend_utils as pb_utils
 
 from .faults import Overloaded, RequestError
 
+LONGEST_MESSAGE = 4000
+TEXTS_A_REQUEST = 8
+"""All texts of a request together may have so many times the bytes that one may have."""
+
 
 def settings_of(args: Mapping[str, str]) -> dict[str, Any]:
     """The parameters of the step's ``config.pbtxt``, each JSON text, as plain data."""
@@ -28,6 +32,8 @@ def error_response(error: Exception) -> Any:
     else:
         code = pb_utils.TritonError.INTERNAL
         message = f"{type(error).__name__}: {error}. This is a bug of the pipeline."
+    # A hook's own words may be anything: a lone surrogate, or megabytes, would fail a whole batch.
+    message = message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode("utf-8")
     return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message, code))
 
 
@@ -38,7 +44,16 @@ def read_texts(request: Any, field: str, max_bytes: int) -> list[str]:
         RequestError: a row that is not UTF-8 or is longer than `max_bytes`.
     """
     texts = []
-    for row, data in enumerate(read_bytes(request, field)):
+    rows = read_bytes(request, field)
+    total = sum(map(len, rows))
+    if total > TEXTS_A_REQUEST * max_bytes:
+        raise RequestError(
+            field,
+            f"must have at most {TEXTS_A_REQUEST * max_bytes} bytes in all rows of a request",
+            f"{total} bytes",
+            "Send fewer texts in one request, or raise tokenizer.max_text_bytes in the pipeline",
+        )
+    for row, data in enumerate(rows):
         if len(data) > max_bytes:
             raise RequestError(
                 field,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from .faults import RequestError
+from .pairs import PairForm, kept
 from .row_types import Ask, CoreRows
 
 Input = str | tuple[str, str]
@@ -48,14 +49,20 @@ class TokenRowMaker:
         self._edges: list[int] = settings["bucket_edges"]
         self._segments: bool = settings["segments"]
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._cut: str = (self.tokenizer.truncation or {}).get("direction", "right")
+        self.tokenizer.no_truncation()
         self.configure()
+        self._pairs = PairForm(self.tokenizer) if settings["pairs"] and not self.offsets else None
+        known = settings["vocabulary"]
+        unknown = known is not None and self.tokenizer.get_vocab_size() > known
+        self._vocabulary: int | None = known if unknown else None
         self._encode(["warm up"])
 
     def configure(self) -> None:
         """Set truncation up."""
         if self.truncates:
             self.tokenizer.enable_truncation(
-                self.max_length, stride=self.stride, strategy=self.strategy
+                self.max_length, stride=self.stride, strategy=self.strategy, direction=self._cut
             )
 
     def inputs(self, ask: Ask) -> list[Input]:
@@ -94,7 +101,9 @@ class TokenRowMaker:
         ]
 
     def row(self, encoding: Any, carry: bytes = b"") -> Row:
-        """An encoding as a core row."""
+        """An encoding as a core row; one of a pair is one already."""
+        if isinstance(encoding, Row):
+            return encoding
         ids = encoding.ids
         if not self._segments:
             return Row(ids, len(ids), carry)
@@ -105,6 +114,8 @@ class TokenRowMaker:
     ) -> list[Row] | Exception:
         try:
             for number, encoding in enumerate(encodings):
+                if isinstance(encoding, RequestError):
+                    raise encoding
                 if isinstance(encoding, Exception):
                     raise RequestError(
                         "text", "must be text the tokenizer takes", encoding, "Correct it", number
@@ -115,15 +126,31 @@ class TokenRowMaker:
             return error
         return rows
 
-    def _check(self, rows: Sequence[Row]) -> None:
-        if len(rows) > self.max_core_rows:
+    def check_count(self, rows: int) -> None:
+        """A request comes to no more core rows than a batch holds.
+
+        Raises:
+            RequestError: it does.
+        """
+        if rows > self.max_core_rows:
             raise RequestError(
                 "request",
                 f"must come to at most {self.max_core_rows} rows of the model",
-                f"{len(rows)}",
+                rows,
                 "Send less in one request, or raise core.max_batch_size in the pipeline",
             )
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        self.check_count(len(rows))
         for number, row in enumerate(rows):
+            if self._vocabulary is not None and max(row.ids, default=0) >= self._vocabulary:
+                raise RequestError(
+                    "text",
+                    f"must have tokens that the model knows, with ids below {self._vocabulary}",
+                    f"a token with the id {max(row.ids)}",
+                    "Leave that token out, or mend the model: its tokenizer has more than it",
+                    number,
+                )
             if len(row.ids) > self.max_length:
                 raise RequestError(
                     " and ".join(self.fields),
@@ -137,6 +164,8 @@ class TokenRowMaker:
         """An encoding for each input, or the exception that this input alone raised."""
         if not inputs:
             return []
+        if self._pairs is not None and not isinstance(inputs[0], str):
+            return self._encode_pairs(self._pairs, inputs)
         tokenizer = self.tokenizer
         encode = tokenizer.encode_batch if self.offsets else tokenizer.encode_batch_fast
         try:
@@ -147,6 +176,34 @@ class TokenRowMaker:
                 for item in inputs
             ]
         return encodings
+
+    def _encode_pairs(self, form: PairForm, pairs: Sequence[Any]) -> list[Any]:
+        try:
+            halves = form.halves([half for pair in pairs for half in pair])
+        except Exception:
+            return [_attempt(self._encode_pair, form, pair) for pair in pairs]
+        return [self._pair_row(form, halves[one], halves[two]) for one, two in pairs]
+
+    def _encode_pair(self, form: PairForm, pair: tuple[str, str]) -> Any:
+        halves = form.halves(pair)
+        return self._pair_row(form, halves[pair[0]], halves[pair[1]])
+
+    def _pair_row(self, form: PairForm, one: list[int], two: list[int]) -> Row | RequestError:
+        sizes: tuple[int, int] | None = (len(one), len(two))
+        if self.truncates:
+            sizes = kept(len(one), len(two), self.max_length - form.added, self.strategy)
+        if sizes is None:
+            return RequestError(
+                " and ".join(self.fields),
+                f"must leave room for the text within {self.max_length} tokens",
+                f"{len(two)} tokens beside it",
+                "Shorten what goes with the text",
+            )
+        if self._cut == "left":
+            ids, first = form.join(one[len(one) - sizes[0] :], two[len(two) - sizes[1] :])
+        else:
+            ids, first = form.join(one[: sizes[0]], two[: sizes[1]])
+        return Row(ids, first if self._segments else len(ids))
 
     def _tensors(self, rows: Sequence[Row]) -> CoreRows:
         # A tensor needs one place even where a tokenizer makes no token.

@@ -11,6 +11,9 @@ from triptych.tasks.parts import TEXT, TEXT_PAIR, any_model, labels
 from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
 from triptych.tensors import Tensor
 
+RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"}
+"""Names of the tensors between the steps."""
+
 RETURNS = {"row": ("logits", "scores"), "tokens": ("token_scores",), "pooled": ("vector",)}
 """What may leave the core, by what its head reads."""
 
@@ -37,6 +40,16 @@ def custom_task(custom: Custom) -> Task:
             given=", ".join(custom.inputs),
             remedy="Change one of the two",
         )
+
+    for output in custom.outputs:
+        taken = [o.name for o in custom.outputs].count(output.name) > 1 or output.name in RESERVED
+        if taken or (output.dtype == "BYTES" and len(output.dims) > 1):
+            raise UserError(
+                f"custom.outputs: {output.name}",
+                "must have a name of its own, and one dimension where its dtype is BYTES",
+                given=f"{output.dtype} {output.dims}",
+                remedy="Rename it, or return a JSON text for what is nested",
+            )
 
     def core(facts: ModelFacts, parameters: Parameters) -> Core:
         size = facts.embedding_size if custom.reads == "pooled" else len(facts.labels)

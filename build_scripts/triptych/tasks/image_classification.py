@@ -39,6 +39,7 @@ IMAGE_CLASSIFICATION = Task(
     core=_core,
     parameters=_parameters,
     settings=labels,
+    request_rows=8,  # decoding takes long: a request with many images would hold up the others
     thresholds=Thresholds(max_difference=1e-5),
     check=_check,
 )

@@ -115,6 +115,7 @@ class Task:
         carries: whether each core row brings data past the core (`tensors.CARRY`).
         decodes_tokens: whether postprocess needs the tokenizer.
         max_length: tokens of a core row unless the spec says otherwise; None for the model's own.
+        request_rows: most rows of a request; None for as many as there is room for.
         expansion: core rows that room is left for a row of a request.
         thresholds: of the accuracy gate, for fp32.
         check: raises `UserError` where a model does not fit the task.
@@ -134,4 +135,5 @@ class Task:
     carries: bool = False
     decodes_tokens: bool = False
     expansion: int = 1
+    request_rows: int | None = None
     max_length: int | None = None

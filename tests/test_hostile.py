@@ -1,0 +1,390 @@
+"""What a hostile or careless user sends and writes: refused at once, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import build_into, quiet, traffic_texts, write_pipeline
+from task_models import cross_encoder, inference_model, reader, text_classifier
+from triptych.errors import UserError
+from triptych.prepare import prepare
+from triptych.repository.lint import run_checks
+from triptych.runtime.faults import RequestError
+from triptych.runtime.hooking import load_hooks
+from triptych.runtime.row_types import Ask
+from triptych.serving.client import Client, InvalidRequest
+from triptych.spec import load_spec
+
+PROMPT_S = 1.0
+"""Longest that a request of a few kilobytes may keep preprocess from the others."""
+
+STRIDE, LONGEST_QUESTION = 128, 252
+"""Of 384 tokens a row: three are special, 128 overlap, and a window has to move on by one."""
+
+HOOKS = """
+import sys
+
+
+def before(rows):
+    for row in rows:
+        if row["text"] == "leave":
+            sys.exit(0)
+        if row["text"] == "mumble":
+            raise ValueError("no \\ud800 text")
+        if row["text"] == "nul":
+            raise ValueError("a\\0b")
+    return rows
+"""
+DATACLASS = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Rule:
+    name: str
+
+
+def before(rows):
+    return rows
+"""
+MAKERS = {
+    "answers": ("question-answering", reader),
+    "hypotheses": ("zero-shot-classification", inference_model),
+    "ranks": ("reranking", cross_encoder),
+    "topics": ("text-classification", text_classifier),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {n: make(base / n, minilm_folder, traffic_texts()) for n, (_, make) in MAKERS.items()}
+
+
+def write(folder: Path, model: Path, task: str, **fields: Any) -> Path:
+    """A pipeline of `model` with three rows of traffic."""
+    write_pipeline(folder, task=task, model={"source": str(model)}, **fields)
+    row = {"text": "where is my parcel", "text_pair": "It is on its way to you."}
+    (folder / "traffic.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    base = tmp_path_factory.mktemp("hostile")
+    for name, (task, _) in MAKERS.items():
+        fields = {"parameters": {"labels": ["one", "two"]}} if name == "hypotheses" else {}
+        folder = write(base / "pipelines" / name, models[name], task, **fields)
+        if name == "topics":
+            (folder / "hooks.py").write_text(HOOKS)
+        build_into(folder, base / "repository")
+    return base / "repository"
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Any]:
+    from triptych.serving.server import Server
+
+    with Server(repository) as server:
+        yield server
+
+
+def maker(repository: Path, pipeline: str, kind: type[Any]) -> Any:
+    """The row maker of a pipeline, on the tokenizer that is served."""
+    file = next((repository / f"{pipeline}_preprocess").glob("*/tokenizer.json"))
+    settings = {
+        "inputs": ["text", "text_pair"],
+        "max_core_rows": 32,
+        "lowercase": False,
+        "max_length": 384,
+        "overflow": "truncate",
+        "pad_token_id": 0,
+        "segments": True,
+        "pairs": True,
+        "vocabulary": None,
+        "bucket_edges": [],
+    }
+    return kind(settings, file.parent)
+
+
+def rows_made(made: Any) -> int:
+    """Core rows of one request."""
+    if isinstance(made, Exception):
+        raise made
+    return len(made.tensors["input_ids"])
+
+
+@pytest.mark.parametrize("question", [0, 1, LONGEST_QUESTION - 1, LONGEST_QUESTION])
+def test_windows_at_every_edge(repository: Path, question: int) -> None:
+    from triptych.runtime.rows_windows import RowMaker
+
+    windows = maker(repository, "answers", RowMaker)
+    room = 384 - 3 - question
+    for context in (1, STRIDE, room - 1, room, room + 1, 2 * room - STRIDE, 2 * room - STRIDE + 1):
+        text = "q " * question or "\x00"  # not blank, and yet no token
+        made = windows.make([Ask({"text": [text], "text_pair": ["a " * context]}, {})])[0]
+        beyond = max(0, context - room)
+        assert rows_made(made) == 1 + -(-beyond // (room - STRIDE))
+
+
+def test_a_question_that_leaves_no_room_is_refused_before_it_is_cut(repository: Path) -> None:
+    from triptych.runtime.rows_windows import RowMaker
+
+    windows = maker(repository, "answers", RowMaker)
+    for question in (LONGEST_QUESTION + 1, 255, 380, 381, 382, 5000):
+        ask = Ask({"text": ["q " * question], "text_pair": ["a " * 3000]}, {})
+        with pytest.raises(RequestError, match="at most 252 tokens"):
+            rows_made(windows.make([ask])[0])
+
+
+def test_many_windows_are_refused_before_they_are_made(repository: Path) -> None:
+    from triptych.runtime.rows_windows import RowMaker
+
+    windows = maker(repository, "answers", RowMaker)
+    ask = Ask({"text": ["q " * LONGEST_QUESTION], "text_pair": ["!" * 6000]}, {})
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="32 rows"):
+        rows_made(windows.make([ask])[0])
+    assert time.monotonic() - began < PROMPT_S
+
+
+def test_two_long_halves_cost_no_more_than_their_lengths(repository: Path) -> None:
+    from triptych.runtime.rows_text import RowMaker
+
+    pairs = maker(repository, "ranks", RowMaker)
+
+    def seconds(tokens: int) -> float:
+        began = time.monotonic()
+        text = ["!" * tokens]
+        assert rows_made(pairs.make([Ask({"text": text, "text_pair": text}, {})])[0]) == 1
+        return time.monotonic() - began
+
+    seconds(1000)
+    assert min(seconds(12000) for _ in range(2)) < 8 * min(seconds(3000) for _ in range(3))
+
+
+@pytest.mark.server
+def test_labels_come_back_as_they_were_sent(server: Any) -> None:
+    labels = ["{}", "{0.__class__}", 'a\n"b"', 'a\n"b"', "%s", "\x00", "🙂", "y" * 20000]
+    with Client("hypotheses", server.grpc_url) as client:
+        found = client.classify_zero_shot(
+            ["where is it"], labels, hypothesis_template="{} {x} {0} %d {}"
+        )[0]
+    assert sorted(choice.label for choice in found) == sorted(labels)
+    assert sum(choice.score for choice in found) == pytest.approx(1, abs=1e-5)
+    twins = [choice.score for choice in found if choice.label == 'a\n"b"']
+    assert twins[0] == pytest.approx(twins[1], abs=1e-6)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(("words", "fits"), [(507, True), (508, False), (509, False), (600, False)])
+def test_a_hypothesis_leaves_room_for_the_text(server: Any, words: int, fits: bool) -> None:
+    parameters = {"labels": "b", "hypothesis_template": "a " * words + "{}"}
+    with Client("hypotheses", server.grpc_url) as client:
+        if fits:
+            answer = client.infer({"text": ["where is it"]}, parameters=parameters)
+            assert answer["label"].tolist() == [[b"b"]]
+            return
+        with pytest.raises(InvalidRequest):
+            client.infer({"text": ["where is it"]}, parameters=parameters)
+
+
+PARAMETERS: list[Any] = [
+    {f"p{i}": i for i in range(300)},
+    {"": 1},
+    {"top_k": "1"},
+    {"top_k": True},
+    {"top_k": 2**63 - 1},
+    {"top\nk": 1},
+    {"TOP_K": 1},
+    pytest.param({"top-k": 1}, id="a dash is silently ignored"),
+]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_wrong_parameters(server: Any, parameters: Mapping[str, Any]) -> None:
+    with Client("topics", server.grpc_url) as client, pytest.raises(InvalidRequest):
+        client.infer({"text": ["a"]}, parameters=dict(parameters))
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"labels": '["\\ud800"]'},
+        {"labels": '["a", 1]'},
+        {"labels": "[[1]]"},
+        pytest.param({"labels": "[" * 5000}, id="RecursionError"),
+        pytest.param(
+            {"labels": "x " * 2000, "hypothesis_template": "{} " * 200},
+            id="800 KB of hypothesis, called a text the tokenizer does not take",
+        ),
+    ],
+)
+def test_labels_that_will_not_do(server: Any, parameters: dict[str, Any]) -> None:
+    with (
+        Client("hypotheses", server.grpc_url) as client,
+        pytest.raises(InvalidRequest) as caught,
+    ):
+        client.infer({"text": ["a"]}, parameters=parameters)
+    if "hypothesis_template" in parameters:
+        assert "parameter" in str(caught.value)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "nul",
+        "mumble",
+        "leave",
+    ],
+)
+def test_a_hook_that_gives_up_fails_one_request(server: Any, bad: str) -> None:
+    with Client("topics", server.grpc_url) as client, ThreadPoolExecutor(48) as pool:
+
+        def send(text: str) -> Any:
+            try:
+                return client.infer({"text": [text]})
+            except Exception as error:
+                return error
+
+        texts = [bad if i % 8 == 3 else f"parcel {i % 5} is late" for i in range(800)]
+        answers = list(pool.map(send, texts))
+    for text, answer in zip(texts, answers, strict=True):
+        assert isinstance(answer, Exception) == (text == bad)
+
+
+@pytest.mark.server
+def test_under_load_with_bad_requests(server: Any) -> None:
+    labels = {"labels": "one,two,three"}
+    good: list[tuple[str, dict[str, list[Any]], dict[str, Any]]] = []
+    for i, text in enumerate(traffic_texts()[:24]):
+        good += [
+            ("topics", {"text": [text, text[:9]]}, {"top_k": 5}),
+            ("ranks", {"text": [text[:30]], "text_pair": [text]}, {}),
+            ("answers", {"text": ["who is it"], "text_pair": [text * (1 + i)]}, {}),
+            ("hypotheses", {"text": [text]}, labels),
+        ]
+    bad: list[tuple[str, dict[str, list[Any]], dict[str, Any]]] = [
+        ("topics", {"text": [b"\xff"]}, {}),
+        ("ranks", {"text": ["a"], "text_pair": [" "]}, {}),
+        ("answers", {"text": ["q " * 300], "text_pair": ["c"]}, {}),
+        ("hypotheses", {"text": ["a"]}, {"labels": "[bad"}),
+    ]
+    clients = {name: Client(name, server.grpc_url) for name in MAKERS}
+    memory = shared_memory()
+    expected = [clients[n].infer(rows, parameters=p) for n, rows, p in good]
+    end = time.monotonic() + 5
+
+    def attack(seed: int) -> int:
+        random = np.random.default_rng(seed)
+        right = 0
+        while time.monotonic() < end:
+            if random.random() < 0.2:
+                name, rows, parameters = bad[random.integers(len(bad))]
+                with pytest.raises(InvalidRequest):
+                    clients[name].infer(rows, parameters=parameters)
+            index = int(random.integers(len(good)))
+            name, rows, parameters = good[index]
+            answer = clients[name].infer(rows, parameters=parameters)
+            for key, values in answer.items():
+                wanted = expected[index][key]
+                if values.dtype == object:
+                    assert values.tolist() == wanted.tolist()
+                else:
+                    assert np.allclose(values, wanted, atol=1e-4)
+            right += 1
+        return right
+
+    with ThreadPoolExecutor(32) as pool:
+        assert min(pool.map(attack, range(32))) > 0
+    for client in clients.values():
+        client.close()
+    assert shared_memory() - memory < 64 << 20
+
+
+def shared_memory() -> int:
+    """Bytes in use by all."""
+    return shutil.disk_usage("/dev/shm").used
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
+    "number for a text": ({}, "def before(rows):\n    return [{'text': 5} for _ in rows]\n", None),
+    "deep traffic": ({}, None, "[" * 100000),
+    "exit on loading": ({}, "import sys\nsys.exit(0)\n", None),
+    "parameter with a dash": ({"parameters": {"top-k": 3}}, None, None),
+    "65 instances": ({"serving": {"instances": {"preprocess": 65}}}, None, None),
+    "strings in a matrix": (
+        {
+            "task": "custom",
+            "custom": {
+                "model_class": "AutoModelForSequenceClassification",
+                "outputs": [{"name": "words", "dtype": "BYTES", "dims": [-1, -1]}],
+            },
+        },
+        "def decode(rows):\n    return rows\n",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(tmp_path: Path, models: dict[str, Path], mistake: str) -> None:
+    fields, hooks, traffic = MISTAKES[mistake]
+    fields = {"task": "text-classification", **fields}
+    folder = write(tmp_path / "mistaken", models["topics"], **fields)
+    if hooks is not None:
+        (folder / "hooks.py").write_text(hooks)
+    if traffic is not None:
+        (folder / "traffic.jsonl").write_text(traffic)
+    with pytest.raises(UserError):
+        prepare(load_spec(folder), quiet)
+
+
+def test_hooks_may_have_dataclasses(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text(DATACLASS)
+    assert load_hooks(tmp_path) is not None
+
+
+def errors_of(repository: Path) -> list[str]:
+    return [f.id for f in run_checks(repository, triton="24.10") if f.severity == "error"]
+
+
+@pytest.mark.parametrize("change", ["shares itself", "shares another", "another layout"])
+def test_what_others_use_is_not_taken_away(
+    tmp_path: Path, models: dict[str, Path], change: str
+) -> None:
+    task, model, repository = "text-classification", models["topics"], tmp_path / "repository"
+    for name, core in (("owner", {}), ("user", {"share": "owner"}), ("third", {})):
+        build_into(write(tmp_path / name, model, task, core=core), repository)
+    assert errors_of(repository) == []
+    core = {
+        "shares itself": {"share": "owner"},
+        "shares another": {"share": "third"},
+        "another layout": {"layout": "bucketed"},
+    }[change]
+    shutil.rmtree(tmp_path / "owner")
+    with pytest.raises(UserError):
+        build_into(write(tmp_path / "owner", model, task, core=core), repository)
+    assert errors_of(repository) == []
+
+
+def test_a_pipeline_named_like_a_step_of_another(tmp_path: Path, models: dict[str, Path]) -> None:
+    task, model, repository = "text-classification", models["topics"], tmp_path / "repository"
+    build_into(write(tmp_path / "mail", model, task), repository)
+    with pytest.raises(UserError):
+        build_into(write(tmp_path / "mail_preprocess", model, task), repository)
+    assert errors_of(repository) == []

@@ -1,0 +1,290 @@
+"""Architectures with tokenizers of their own kind, built, served and asked: as transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import build_into, traffic_texts
+from served_models import MASKS, NO_PADDING, RANKER, SERVED, TAGGER, TOPICS, Served, save
+from tokenizers_of_kinds import LONGEST
+from triptych.errors import UserError
+from triptych.runtime.carry import OUTSIDE, WORD_START, Carry
+from triptych.runtime.postprocess_question_answering import Decoder
+from triptych.serving.client import Client
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.filterwarnings("ignore:Tokenizer does not support real words:UserWarning"),
+]
+TEXTS = [
+    *traffic_texts()[:18],
+    "Anna Müller wohnt in Köln,  Straße 5.",
+    "  two spaces before,\ttabs\nand lines after \n",
+    "Dr. O'Neil-Smith (NYC) paid $5.99 — twice!",
+    "漢字かな交じり文 and 🙂 emoji, e\u0301 and ﬁne \uff21\uff22\uff23",
+    "x",
+    "[SEP] </s> and <s> in [CLS] a text",
+    "word " * 300,
+    " ".join(traffic_texts()[20:40]),
+]
+QUERY = "where is my parcel"
+CONTEXTS = [" ".join(traffic_texts()[i : i + n]) for i, n in enumerate((1, 3, 8, 16))]
+CONTEXTS[1] = "Bücher  und (é) 🙂 — " + CONTEXTS[1]
+QUESTIONS = ["Where is my order?", "Who?"] * 2
+LABELS = ["billing", "a delivery", "something else"]
+
+
+def write_pipeline(name: str, served: Served, model: Path, base: Path) -> Path:
+    """The folder of the pipeline `name` with its spec and traffic."""
+    folder = base / "pipelines" / name
+    folder.mkdir(parents=True)
+    spec: dict[str, Any] = {
+        "task": served.task,
+        "model": {"source": str(model)},
+        "core": {"layout": served.layout},
+    }
+    rows: list[dict[str, str]] = [{"text": text} for text in TEXTS]
+    if served.task == "zero-shot-classification":
+        spec["parameters"] = {"labels": LABELS}
+        rows = rows[:8]
+    if served.task == "reranking":
+        rows = [{"text": QUERY, "text_pair": text} for text in TEXTS]
+    if served.task == "question-answering":
+        pairs = zip(QUESTIONS, CONTEXTS, strict=True)
+        rows = [{"text": question, "text_pair": context} for question, context in pairs]
+    if served.task == "fill-mask":
+        rows = [{"text": text} for text in masked()]
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def masked() -> list[str]:
+    """The texts with a mask within the first tokens; a space is before it, or none."""
+    return [f"{text[:30]}{' ' * (i % 2)}[MASK] {text[30:]}" for i, text in enumerate(TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folder of each pipeline's model."""
+    base = tmp_path_factory.mktemp("models")
+    return {name: save(served, base / name) for name, served in SERVED.items()}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """All of them in one repository."""
+    base = tmp_path_factory.mktemp("served")
+    for name, served in SERVED.items():
+        folder = write_pipeline(name, served, models[name], base)
+        built = build_into(folder, base / "repository")
+        if name == "conv_topics":
+            assert "rows that share a sequence differ by" in built.unpacked
+            assert built.plan.layout == "bucketed"
+        else:
+            assert built.unpacked == ""
+            assert built.plan.layout == served.layout
+    return base / "repository"
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Any]:
+    from triptych.serving.server import Server
+
+    with Server(repository) as server:
+        yield server
+
+
+@pytest.fixture
+def ask(server: Any) -> Callable[[str], Client]:
+    """Opens the client of a pipeline."""
+    return lambda name: Client(name, server.grpc_url)
+
+
+@pytest.fixture(scope="module")
+def reference(models: dict[str, Path]) -> Callable[[str], Any]:
+    """transformers' own pipeline of a model."""
+    import transformers
+
+    @functools.cache
+    def get(name: str) -> Any:
+        task = SERVED[name].task.replace("reranking", "text-classification")
+        return transformers.pipeline(task, str(models[name]), device="cpu")
+
+    return get
+
+
+def pipelines_of(*tasks: str) -> list[str]:
+    return [name for name, served in SERVED.items() if served.task in tasks]
+
+
+def same_choices(got: Any, want: list[dict[str, Any]], key: str = "label") -> None:
+    """Equal scores in equal order, and equal labels wherever the scores are not."""
+    scores = np.array([row["score"] for row in want])
+    assert np.abs(np.array([choice.score for choice in got]) - scores).max() <= 1e-4
+    for index, (choice, row) in enumerate(zip(got, want, strict=True)):
+        ties = np.flatnonzero(np.abs(scores - scores[index]) <= 1e-4)
+        if len(ties) == 1 and index < len(want) - 1:
+            assert choice.label == row[key]
+        elif index < len(want) - 1:
+            assert choice.label in {want[place][key] for place in ties}
+
+
+@pytest.mark.parametrize("name", pipelines_of(TOPICS))
+def test_text_classification(ask: Any, reference: Any, name: str) -> None:
+    texts = ["", *TEXTS]
+    with ask(name) as client:
+        got = client.classify(texts, top_k=3)
+    want = reference(name)(texts, top_k=None, truncation=True)
+    for mine, theirs in zip(got, want, strict=True):
+        same_choices(mine, theirs)
+    assert len({choices[0].label for choices in got}) > 1
+
+
+@pytest.mark.parametrize("aggregation", ["none", "simple", "first", "max"])
+@pytest.mark.parametrize("name", pipelines_of(TAGGER))
+def test_token_classification(ask: Any, reference: Any, name: str, aggregation: str) -> None:
+    with ask(name) as client:
+        got = client.entities(TEXTS, aggregation=aggregation)
+        assert client.entities([""], aggregation=aggregation) == [[]]
+    want = reference(name)(TEXTS, aggregation_strategy=aggregation)
+    key = "entity" if aggregation == "none" else "entity_group"
+    for text, mine, theirs in zip(TEXTS, got, want, strict=True):
+        spans = [(e.entity, e.start, e.end) for e in mine]
+        assert spans == [(e[key], e["start"], e["end"]) for e in theirs]
+        assert [e.text for e in mine] == [text[e.start : e.end] for e in mine]
+        far = [abs(e.score - t["score"]) for e, t in zip(mine, theirs, strict=True)]
+        assert max(far, default=0.0) <= 1e-4
+    assert len({e.entity for entities in got for e in entities}) > 1
+
+
+@pytest.mark.parametrize("name", pipelines_of(RANKER))
+def test_reranking(ask: Any, reference: Any, name: str) -> None:
+    with ask(name) as client:
+        got = client.rerank(QUERY, TEXTS)
+        swapped = client.infer({"text": TEXTS[:4], "text_pair": [QUERY] * 4})["score"]
+    pairs = [{"text": QUERY, "text_pair": text} for text in TEXTS]
+    pairs += [{"text": text, "text_pair": QUERY} for text in TEXTS[:4]]
+    want = np.array([row["score"] for row in reference(name)(pairs, truncation=True)])
+    scores = np.array([r.score for r in sorted(got, key=lambda ranked: ranked.index)])
+    assert np.abs(scores - want[: len(TEXTS)]).max() <= 1e-4
+    assert np.abs(swapped[:, 0] - want[len(TEXTS) :]).max() <= 1e-4
+    assert np.ptp(scores) > 0.1
+    assert np.abs(swapped[:, 0] - scores[:4]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", pipelines_of(MASKS))
+def test_fill_mask(ask: Any, reference: Any, name: str) -> None:
+    texts = masked()
+    with ask(name) as client:
+        got = client.fill_mask(texts, top_k=6)
+    want = reference(name)(texts, top_k=6, tokenizer_kwargs={"truncation": True})
+    for mine, theirs in zip(got, want, strict=True):
+        same_choices(mine, theirs, "token_str")
+    assert len({choices[0].label for choices in got}) > 1
+
+
+def test_text_embedding(ask: Any, models: dict[str, Path]) -> None:
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models["mpnet_vectors"])
+    model = AutoModel.from_pretrained(models["mpnet_vectors"]).eval()
+    texts = ["", *TEXTS]
+    encoded = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    mask = encoded["attention_mask"][:, :, None]
+    with torch.inference_mode():
+        hidden = model(**encoded).last_hidden_state
+    want = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
+    with ask("mpnet_vectors") as client:
+        got = client.embed(texts)
+    assert np.abs(got - want).max() <= 1e-5
+    assert np.ptp(want, axis=0).min() > 0.1
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_zero_shot_classification(ask: Any, reference: Any, multi_label: bool) -> None:
+    options: dict[str, Any] = {
+        "multi_label": multi_label,
+        "hypothesis_template": "This is about {}.",
+    }
+    with ask("roberta_labels") as client:
+        got = [client.classify_zero_shot([text], LABELS, **options)[0] for text in TEXTS]
+    want = reference("roberta_labels")(TEXTS, LABELS, **options)
+    for mine, theirs in zip(got, want, strict=True):
+        pairs = zip(theirs["labels"], theirs["scores"], strict=True)
+        same_choices(mine, [{"label": label, "score": score} for label, score in pairs])
+    assert len({choices[0].label for choices in got}) > 1
+
+
+@pytest.mark.parametrize("impossible", [False, True])
+def test_question_answering(ask: Any, models: Any, impossible: bool) -> None:
+    with ask("roberta_answers") as client:
+        got = client.answer(QUESTIONS, CONTEXTS, impossible_answer=impossible)
+    want = answers(models["roberta_answers"], impossible=impossible)
+    for context, mine, theirs in zip(CONTEXTS, got, want, strict=True):
+        assert (mine.start, mine.end) == theirs[:2]
+        assert abs(mine.score - theirs[2]) <= 1e-4
+        assert mine.answer == context[mine.start : mine.end]
+        assert mine.answer == mine.answer.strip()
+    assert any(answer.end for answer in got)
+
+
+def answers(folder: Path, *, impossible: bool) -> list[tuple[int, int, float]]:
+    """Transformers' windows, logits and characters of words, and the decoder tested elsewhere."""
+    import torch
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+    model = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for question, context in zip(QUESTIONS, CONTEXTS, strict=True):
+        encoded = tokenizer(
+            question,
+            context,
+            truncation="only_second",
+            padding=True,
+            max_length=LONGEST,
+            stride=LONGEST // 2,
+            return_overflowing_tokens=True,
+            return_tensors="pt",
+        )
+        encoded.pop("overflow_to_sample_mapping")
+        with torch.inference_mode():
+            output = model(**encoded)
+        carries = []
+        for number, window in enumerate(encoded.encodings):
+            inside = [sequence == 1 for sequence in window.sequence_ids]
+            offsets = [
+                window.word_to_chars(word, 1) if own and word is not None else (0, 0)
+                for own, word in zip(inside, window.word_ids, strict=True)
+            ]
+            kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
+            text = context if number == 0 else ""
+            carries.append(Carry(0, text, np.array(offsets, dtype=np.int32), kinds))
+        outputs = {
+            "start_logit": output.start_logits.numpy(),
+            "end_logit": output.end_logits.numpy(),
+        }
+        parameters = {"max_answer_tokens": 15, "impossible_answer": impossible}
+        decoded = Decoder({}, folder).decode(outputs, carries, parameters)
+        start, end, score = (decoded[name][0, 0] for name in ("start", "end", "score"))
+        found.append((int(start), int(end), float(score)))
+    assert len(carries) > 2  # the last context takes several windows
+    return found
+
+
+def test_a_model_that_reads_its_padding_ends_in_one_message(tmp_path: Path) -> None:
+    model = save(NO_PADDING, tmp_path / "model")
+    folder = write_pipeline("no_padding", NO_PADDING, model, tmp_path)
+    with pytest.raises(UserError, match="does not depend on the padding") as caught:
+        build_into(folder, tmp_path / "repository")
+    assert caught.value.field == "model.source"
+    assert not (tmp_path / "repository").exists()
