@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SHELL := bash
 
-.PHONY: help setup demo test check lint types unit serve compare compare-tasks soak clean
+.PHONY: help setup demo test check lint types unit serve examples compare compare-tasks soak clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -38,6 +38,11 @@ unit: setup
 serve: setup  ## Build MiniLM and serve it until Ctrl-C
 	$(BIN)/triptych build minilm
 	$(BIN)/triptych serve
+
+examples: setup  ## Train both examples (minutes) and build them
+	$(BIN)/python build_scripts/examples/train.py ticket_routing
+	$(BIN)/python build_scripts/examples/train.py pii
+	$(BIN)/triptych build ticket_routing pii
 
 compare: setup  ## Measure against infinity-emb, a tutorial-style ensemble and bare ONNX Runtime
 	$(BIN)/python build_scripts/peers/compare.py
