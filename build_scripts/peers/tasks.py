@@ -30,7 +30,7 @@ from triptych.traffic import read_traffic
 CLIENTS = 16
 CHECKED = 64
 BATCH_SIZE = 16
-LAYOUTS = ("packed", "bucketed")
+LAYOUTS: tuple[str, ...] = ("packed", "bucketed")
 
 
 def main() -> int:
@@ -67,7 +67,9 @@ def _measure(
 ) -> list[dict[str, Any]]:
     model = write_model(exhibit, CACHE / "zoo" / "models" / exhibit.name)
     requests = requests_of(exhibit, texts, images)
-    layouts = LAYOUTS if exhibit.task != "image-classification" else ("",)
+    layouts = LAYOUTS if exhibit.architecture == "Bert" else LAYOUTS[:1]
+    if exhibit.task == "image-classification":
+        layouts = ("",)
     repository = CACHE / "zoo" / "repositories" / exhibit.name
     built = {
         layout: build(

@@ -18,7 +18,15 @@ from typing import Any, Literal
 from triptych.errors import UserError
 from triptych.prepare import task_of
 from triptych.runtime.faults import RequestError
-from triptych.runtime.hooking import FUNCTIONS, HOOKS_FILE, Hook, Row, call_hook, load_hooks
+from triptych.runtime.hooking import (
+    FUNCTIONS,
+    HOOKS_FILE,
+    MODULE_NAME,
+    Hook,
+    Row,
+    call_hook,
+    load_hooks,
+)
 from triptych.spec import load_spec
 from triptych.traffic import TRAFFIC_FILE, read_traffic
 
@@ -158,7 +166,8 @@ def _check_functions(module: ModuleType, known: Sequence[str], needed: Sequence[
 
 
 def _is_own_function(name: str, value: object) -> bool:
-    return inspect.isfunction(value) and value.__module__ == "hooks" and not name.startswith("_")
+    own = inspect.isfunction(value) and value.__module__ == MODULE_NAME
+    return own and not name.startswith("_")
 
 
 def _takes_rows(value: Any) -> bool:

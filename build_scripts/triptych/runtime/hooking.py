@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .faults import RequestError
 
 HOOKS_FILE = "hooks.py"
+MODULE_NAME = "triptych_hooks"
 FUNCTIONS = ("before", "after", "decode")
 Row = dict[str, Any]
 Hook = Callable[[list[Row]], list[Row]]
@@ -34,7 +35,7 @@ def load_hooks(folder: Path) -> ModuleType | None:
     path = folder / HOOKS_FILE
     if not path.is_file():
         return None
-    spec = importlib.util.spec_from_file_location("triptych_hooks", path)
+    spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)

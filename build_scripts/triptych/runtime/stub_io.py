@@ -44,22 +44,23 @@ def read_texts(request: Any, field: str, max_bytes: int) -> list[str]:
         RequestError: a row that is not UTF-8 or is longer than `max_bytes`.
     """
     texts = []
-    rows = read_bytes(request, field)
-    total = sum(map(len, rows))
-    if total > TEXTS_A_REQUEST * max_bytes:
-        raise RequestError(
-            field,
-            f"must have at most {TEXTS_A_REQUEST * max_bytes} bytes in all rows of a request",
-            f"{total} bytes",
-            "Send fewer texts in one request, or raise tokenizer.max_text_bytes in the pipeline",
-        )
-    for row, data in enumerate(rows):
+    total = 0
+    for row, data in enumerate(read_bytes(request, field)):
         if len(data) > max_bytes:
             raise RequestError(
                 field,
                 f"must have at most {max_bytes} bytes",
                 f"{len(data)} bytes",
                 "Split the text, or raise tokenizer.max_text_bytes in the pipeline",
+                row,
+            )
+        total += len(data)
+        if total > TEXTS_A_REQUEST * max_bytes:
+            raise RequestError(
+                field,
+                f"must have at most {TEXTS_A_REQUEST * max_bytes} bytes in all rows of a request",
+                f"{total} bytes up to here",
+                "Send fewer texts in one request, or raise tokenizer.max_text_bytes",
                 row,
             )
         try:
