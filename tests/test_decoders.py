@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,6 @@ from triptych.tasks import TASKS
 
 RUNTIME = ROOT / "build_scripts/triptych/runtime"
 TEXTS = ("The tram to Zürich is late.", "Refund me!", "Ada wrote the first program.")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """For torch: models this small only lose by more, and most where the machine is busy."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small(architecture: str, head: str, **fields: Any) -> Any:

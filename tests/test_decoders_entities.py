@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,6 @@ TEXTS = [
     *(f"{first} {second}" for first, second in itertools.pairwise(SAMPLES)),
     *(sample.upper() for sample in SAMPLES[:10]),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """For torch: models this small only lose by more, and most where the machine is busy."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def wordpiece(minilm: Path) -> Any:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from triptych.errors import UserError
 from triptych.model_facts import ModelFacts
 from triptych.plan import Layout, Plan, make_plan, max_length_of, row_settings
 from triptych.runtime.faults import RequestError
-from triptych.runtime.hooking import HOOKS_FILE, call_before, find_hook
+from triptych.runtime.hooking import HOOKS_FILE, Hook, call_before, load_hooks
 from triptych.runtime.parameters import check_parameters
 from triptych.runtime.row_types import Ask
 from triptych.spec import PipelineSpec
@@ -33,6 +34,9 @@ EDGE_TEXTS = ("", " ", "a", "é 漢字 العربية 🙂", "\x00", "word " * 5
 """Rows the gate adds to the traffic's own: empty, blank, tiny, other scripts, over the limit."""
 
 UNLIMITED = 1 << 30
+Rules = Mapping[str, Mapping[str, Any]]
+"""Request parameter to what it may be, as plain data."""
+
 Progress = Callable[[str, str], None]
 """Called with a stage's name and what became of it."""
 
@@ -59,8 +63,8 @@ class Prepared:
         """Hash of the samples, in hex."""
         digest = hashlib.sha256()
         for sample in self.samples:
-            data = np.asarray(sample).tobytes() if isinstance(sample, np.ndarray) else sample
-            digest.update(data if isinstance(data, bytes) else json.dumps(data).encode())
+            pixels = isinstance(sample, np.ndarray)
+            digest.update(sample.tobytes() if pixels else json.dumps(sample).encode())
         return digest.hexdigest()
 
     def replanned(self, layout: Layout) -> Prepared:
@@ -99,14 +103,17 @@ def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
     progress("source", f"{facts.architecture}, from {spec.model.source}")
     task.check(facts)
     _check_max_length(spec, facts)
-    hooks = _read_hooks(spec, task)
-    parameters = _parameters(spec, task, facts)
-    asks = [_ask(spec, task, facts, parameters, row) for row in traffic]
+    hooks = _load_hooks(spec, task)
+    rules = {name: rule.as_dict() for name, rule in task.parameters(facts).items()}
+    parameters = _parameters(spec, task, facts, rules)
+    before = getattr(hooks, "before", None)
+    asks = [_ask(spec, task, before, rules, parameters, row) for row in traffic]
+    hooks_file = None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes()
     if facts.image is not None:
         samples = _image_samples(spec, task, facts, traffic, asks)
         progress("traffic", f"{len(traffic)} images")
         return Prepared(
-            make_plan(spec, facts, task, parameters, None), folder, None, samples, hooks
+            make_plan(spec, facts, task, parameters, None), folder, None, samples, hooks_file
         )
     tokenizer = _tokenizer(folder, facts)
     makers = _row_makers(spec, facts, task, tokenizer.parent)
@@ -124,7 +131,7 @@ def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
     step = max(1, len(rows) // GATE_ROWS)
     samples = (*_edge_rows(makers[0], asks[0]), *rows[::step][:GATE_ROWS])
     plan = make_plan(spec, facts, task, parameters, lengths)
-    return Prepared(plan, folder, tokenizer, samples, hooks)
+    return Prepared(plan, folder, tokenizer, samples, hooks_file)
 
 
 def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:
@@ -138,45 +145,44 @@ def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:
         )
 
 
-def _read_hooks(spec: PipelineSpec, task: Task) -> bytes | None:
+def _load_hooks(spec: PipelineSpec, task: Task) -> ModuleType | None:
     path = spec.folder / HOOKS_FILE
     try:
-        found = find_hook(spec.folder, "decode")
+        hooks = load_hooks(spec.folder)
     except (Exception, SystemExit) as error:
         raise UserError(
             str(path), "must load", given=f"{type(error).__name__}: {error}", remedy="Mend it"
         ) from error
-    if task.name == "custom" and found is None:
+    if spec.custom is not None and not hasattr(hooks, "decode"):
         raise UserError(
             str(path),
             "must have the function `decode` for a custom task",
             given="none",
             remedy="See pipelines/README.md",
         )
-    return path.read_bytes() if path.is_file() else None
+    return hooks
 
 
-def _parameters(spec: PipelineSpec, task: Task, facts: ModelFacts) -> Mapping[str, Any]:
+def _parameters(
+    spec: PipelineSpec, task: Task, facts: ModelFacts, rules: Rules
+) -> Mapping[str, Any]:
     """The request parameters' defaults: the spec's over the task's."""
-    rules = task.parameters(facts)
     defaults = {
         name: list(rule.default) if isinstance(rule.default, tuple) else rule.default
-        for name, rule in rules.items()
+        for name, rule in task.parameters(facts).items()
         if rule.default is not None
     }
-    return _checked("parameters", spec.parameters, task, facts, defaults)
+    return _checked("parameters", spec.parameters, rules, defaults)
 
 
 def _checked(
     where: str,
     given: Mapping[str, Any],
-    task: Task,
-    facts: ModelFacts,
+    rules: Rules,
     defaults: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     # As a client would send them: a list is a JSON text.
     sent = {k: json.dumps(v) if isinstance(v, list) else v for k, v in given.items()}
-    rules = {name: rule.as_dict() for name, rule in task.parameters(facts).items()}
     try:
         return check_parameters(json.dumps(sent), rules, defaults)
     except RequestError as error:
@@ -186,34 +192,31 @@ def _checked(
 def _ask(
     spec: PipelineSpec,
     task: Task,
-    facts: ModelFacts,
+    before: Hook | None,
+    rules: Rules,
     parameters: Mapping[str, Any],
     row: TrafficRow,
 ) -> Ask:
     where = f"{spec.folder / TRAFFIC_FILE}:{row.line}"
     inputs: dict[str, Any] = dict(row.inputs)
-    for tensor in task.inputs:
-        if tensor.content != "image":
-            continue
-        path = spec.folder / inputs[tensor.name]
+    images = [tensor.name for tensor in task.inputs if tensor.content == "image"]
+    for name in images:
         try:
-            inputs[tensor.name] = path.read_bytes()
+            inputs[name] = (spec.folder / inputs[name]).read_bytes()
         except (OSError, ValueError) as error:
             raise UserError(
                 where,
                 "must name image files that can be read",
-                given=f"{inputs[tensor.name]!r:.100}: {error!s:.100}",
+                given=f"{inputs[name]!r:.100}: {error!s:.100}",
                 remedy="Paths start at the pipeline's folder",
             ) from error
-    before = find_hook(spec.folder, "before")
     if before is not None:
         try:
-            images = [tensor.name for tensor in task.inputs if tensor.content == "image"]
             inputs = call_before(before, [inputs], list(inputs), encoded=images)[0]
         except Exception as error:
             raise UserError(where, "must pass hooks.before", given=error) from error
     columns = {name: [value] for name, value in inputs.items()}
-    return Ask(columns, _checked(where, row.parameters, task, facts, parameters))
+    return Ask(columns, _checked(where, row.parameters, rules, parameters))
 
 
 def _image_samples(

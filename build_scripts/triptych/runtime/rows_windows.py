@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from .carry import OUTSIDE, WORD_START, Carry, pack
 from .faults import RequestError
+from .pairs import PairForm
 from .row_types import Ask
 from .token_kinds import word_offsets
 from .token_rows import Input, Row, TokenRowMaker, check_filled
@@ -34,9 +34,8 @@ class RowMaker(TokenRowMaker):
         self.tokenizer.enable_truncation(
             self.max_length, stride=self.stride, strategy=self.strategy
         )
-        self._plain = Tokenizer.from_str(self.tokenizer.to_str())
-        self._plain.no_truncation()
-        added: int = self.tokenizer.num_special_tokens_to_add(is_pair=True)
+        self._form = PairForm(self.tokenizer)
+        added = self._form.added
         self._longest_question = self.max_length - added - self.stride - 1
         if self._longest_question < 1:
             raise RequestError(
@@ -51,9 +50,11 @@ class RowMaker(TokenRowMaker):
         check_filled(ask, self.fields)
         questions = ask.columns["text"]
         contexts = ask.columns["text_pair"]
-        lengths = [self._lengths(texts) for texts in (questions, contexts)]
+        pairs: list[Input] = list(zip(questions, contexts, strict=True))
+        halves = self._form.halves([*questions, *contexts])
         windows = 0
-        for number, (question, context) in enumerate(zip(*lengths, strict=True)):
+        for number, pair in enumerate(pairs):
+            question, context = (len(halves[half]) for half in pair)
             # Beyond it there is no window that the tokenizer could cut: it would panic.
             if question > self._longest_question:
                 raise RequestError(
@@ -67,11 +68,7 @@ class RowMaker(TokenRowMaker):
             windows += 1 + max(0, -(-(context - room) // (room - self.stride)))
         # Counted ahead: beside a long question there may be thousands, and all would be made.
         self.check_count(windows)
-        return list(zip(questions, contexts, strict=True))
-
-    def _lengths(self, texts: Sequence[str]) -> list[int]:
-        encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
-        return [len(encoding.ids) for encoding in encodings]
+        return pairs
 
     def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         """As many core rows a pair as it has windows."""

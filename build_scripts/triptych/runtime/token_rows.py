@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ class Row(NamedTuple):
     carry: bytes = b""
 
 
-class TokenRowMaker:
+class TokenRowMaker(ABC):
     """What the row makers of all text tasks share; a task's own says `inputs` and `finish`."""
 
     strategy = "longest_first"
@@ -65,13 +66,13 @@ class TokenRowMaker:
                 self.max_length, stride=self.stride, strategy=self.strategy, direction=self._cut
             )
 
+    @abstractmethod
     def inputs(self, ask: Ask) -> list[Input]:
         """What to tokenize for one request.
 
         Raises:
             RequestError: the request is at fault.
         """
-        raise NotImplementedError
 
     def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         """The core rows of one request, one an input unless the task says otherwise.
@@ -164,29 +165,19 @@ class TokenRowMaker:
         """An encoding for each input, or the exception that this input alone raised."""
         if not inputs:
             return []
+        try:
+            return self._encode_all(inputs)
+        except Exception:
+            return [_attempt(lambda item: self._encode_all([item])[0], item) for item in inputs]
+
+    def _encode_all(self, inputs: Sequence[Any]) -> list[Any]:
         if self._pairs is not None and not isinstance(inputs[0], str):
-            return self._encode_pairs(self._pairs, inputs)
+            halves = self._pairs.halves([half for pair in inputs for half in pair])
+            return [self._pair_row(self._pairs, halves[one], halves[two]) for one, two in inputs]
         tokenizer = self.tokenizer
         encode = tokenizer.encode_batch if self.offsets else tokenizer.encode_batch_fast
-        try:
-            encodings: list[Any] = encode(inputs)
-        except Exception:
-            encodings = [
-                _attempt(tokenizer.encode, *([item] if isinstance(item, str) else item))
-                for item in inputs
-            ]
+        encodings: list[Any] = encode(inputs)
         return encodings
-
-    def _encode_pairs(self, form: PairForm, pairs: Sequence[Any]) -> list[Any]:
-        try:
-            halves = form.halves([half for pair in pairs for half in pair])
-        except Exception:
-            return [_attempt(self._encode_pair, form, pair) for pair in pairs]
-        return [self._pair_row(form, halves[one], halves[two]) for one, two in pairs]
-
-    def _encode_pair(self, form: PairForm, pair: tuple[str, str]) -> Any:
-        halves = form.halves(pair)
-        return self._pair_row(form, halves[pair[0]], halves[pair[1]])
 
     def _pair_row(self, form: PairForm, one: list[int], two: list[int]) -> Row | RequestError:
         sizes: tuple[int, int] | None = (len(one), len(two))

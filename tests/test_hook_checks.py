@@ -1,0 +1,186 @@
+"""`triptych test`: hooks that break a rule are found, and those that break none are not."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scaffolding import triptych, write
+from triptych.errors import UserError
+from triptych.hook_tests import Check, check_pipeline
+
+
+def test_without_hooks_it_says_so(tmp_path: Path) -> None:
+    checks = check_pipeline(write(tmp_path, "reranking"))
+    assert [check.name for check in checks] == ["spec", "traffic", "hooks"]
+    assert checks[-1].severity == "ok"
+    assert "none" in checks[-1].note
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A pipeline with scaffolded hooks, to break."""
+    return write(tmp_path, "reranking", with_hooks=True)
+
+
+def problem(folder: Path, hooks: str) -> Check:
+    """What is found wrong first with the pipeline, with these hooks instead of its own."""
+    (folder / "hooks.py").write_text(hooks, encoding="utf-8")
+    (folder / "test_hooks.py").unlink()
+    *checks, tests = check_pipeline(folder)
+    assert (tests.name, tests.severity) == ("tests", "warning")
+    bad = [check for check in checks if check.severity != "ok"]
+    assert len(bad) == 1, bad
+    return bad[0]
+
+
+BEFORE = "def before(rows): return "
+SEEN = "seen = []\ndef before(rows):\n    seen.extend(rows)\n"
+
+
+@pytest.mark.parametrize(
+    ("hooks", "check", "expected"),
+    [
+        (BEFORE + "rows[1:]", "before-rows", "must return 1 rows, returned 0"),
+        (BEFORE + "None", "before-rows", "returned NoneType"),
+        (BEFORE + "[r['text'] for r in rows]", "before-rows", "found str"),
+        (BEFORE + "[{'text': 'x'} for r in rows]", "before-rows", "'text_pair'"),
+        (BEFORE + "[{**r, 'more': 'x'} for r in rows]", "before-rows", "'more'"),
+        (BEFORE + "[{**r, 'text': b'x'} for r in rows]", "before-rows", "str as `text`, not bytes"),
+        (
+            BEFORE + "[r for r in rows if 1 / (len(r['text']) - 20)]",
+            "before-rows",
+            "jsonl:6: .*ZeroDivisionError",
+        ),
+        (
+            "def before(rows):\n    if rows[-1]['text'] == 'wifi keeps dropping': raise "
+            "ValueError('no wifi here')\n    return rows",
+            "before-rows",
+            "jsonl:12: .*no wifi here",
+        ),
+        (
+            SEEN + "    return [{**r, 'text': str(len(seen))} for r in rows]",
+            "before-repeatable",
+            "jsonl:1: `text` is '12', but '24'",
+        ),
+        (
+            SEEN + "    if len(seen) > 12: raise KeyError('again')\n    return rows",
+            "before-repeatable",
+            "not again",
+        ),
+        (
+            BEFORE + "[{**r, 'text': rows[0]['text']} for r in rows]",
+            "before-row-by-row",
+            "jsonl:4: `text` is 'how long is the warranty', but 'height",
+        ),
+        (BEFORE + "rows[::-1]", "before-row-by-row", "jsonl:1: "),
+        ("def before(rows): return rows\nimport yaml", "hooks-imports", "imports yaml"),
+        (
+            "def before(rows):\n    from pydantic.fields import Field\n    return rows",
+            "hooks-imports",
+            "imports pydantic",
+        ),
+        ("import no_such_module_anywhere", "hooks-load", "ModuleNotFoundError"),
+        ("from .other import name", "hooks-load", "ImportError"),
+        ("def before(rows:", "hooks-load", "SyntaxError"),
+        ("raise SystemExit(0)", "hooks-load", "SystemExit"),
+        ("def befor(rows): return rows", "hooks-functions", "`befor` is called by nobody"),
+        ("def decode(rows): return rows", "hooks-functions", "`decode` is called by nobody"),
+        ("def before(): return []", "hooks-functions", "one argument"),
+        ("def after(rows, more): return rows", "hooks-functions", "`after` must be"),
+        ("async def after(rows): return rows", "hooks-functions", "ordinary function"),
+        ("def after(rows): yield rows", "hooks-functions", "ordinary function"),
+        ("after = 3", "hooks-functions", "ordinary function"),
+        ("NAMES = {}", "hooks-functions", "none of the functions before, after"),
+    ],
+)
+def test_hooks_that_break_a_rule(folder: Path, hooks: str, check: str, expected: str) -> None:
+    found = problem(folder, hooks)
+    assert found.name == check
+    assert re.search(expected, found.note), found.note
+    assert found.severity == ("warning" if check == "hooks-imports" else "error")
+
+
+def test_a_custom_task_needs_decode(tmp_path: Path) -> None:
+    folder = write(tmp_path, "custom")
+    assert "`decode` is missing" in problem(folder, "def before(rows): return rows").note
+    (folder / "hooks.py").unlink()
+    checks = check_pipeline(folder)
+    assert (checks[-1].name, checks[-1].severity) == ("hooks-load", "error")
+
+
+def test_an_image_of_the_traffic_must_be_there(tmp_path: Path) -> None:
+    folder = write(tmp_path, "image-classification", with_hooks=True)
+    (folder / "samples/stripes.png").unlink()
+    with pytest.raises(UserError, match=r"traffic\.jsonl:2"):
+        check_pipeline(folder)
+
+
+def test_the_pipelines_own_tests_fail_with_a_broken_hook(folder: Path) -> None:
+    (folder / "hooks.py").write_text(
+        (folder / "hooks.py").read_text(encoding="utf-8").replace("3)", "1)"), encoding="utf-8"
+    )
+    done = triptych("test", "mine", "--json", "--pipelines", folder.parent, cwd=folder)
+    assert done.returncode == 1, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert [name for name, check in checks.items() if not check["ok"]] == ["tests"]
+    assert "test_scores_are_rounded" in checks["tests"]["problem"]
+    plain = triptych("test", "mine", "--pipelines", folder.parent, cwd=folder)
+    assert plain.returncode == 1
+    assert "1 failed, 1 passed" in plain.stdout
+
+
+def test_settings_of_other_tests_further_up_do_not_count(folder: Path) -> None:
+    (folder.parent / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (folder.parent / "conftest.py").write_text("raise RuntimeError('not mine')\n")
+    assert check_pipeline(folder)[-1].severity == "ok"
+
+
+def test_missing_and_empty_tests_are_told(folder: Path) -> None:
+    (folder / "test_hooks.py").write_text("")
+    assert (check_pipeline(folder)[-1].severity) == "error"
+    assert "has no tests" in check_pipeline(folder)[-1].note
+    (folder / "test_hooks.py").unlink()
+    assert check_pipeline(folder)[-1].severity == "warning"
+    assert triptych("test", "mine", "--pipelines", folder.parent, cwd=folder).returncode == 0
+
+
+def test_what_hooks_print_stays_out_of_the_result(folder: Path) -> None:
+    (folder / "hooks.py").write_text(
+        "print('hello')\ndef before(rows):\n    print(1)\n    return rows"
+    )
+    (folder / "test_hooks.py").unlink()
+    done = triptych("test", "mine", "--json", "--pipelines", folder.parent, cwd=folder)
+    assert {check["severity"] for check in json.loads(done.stdout)} == {"ok", "warning"}
+    assert "hello" in done.stderr
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({refused}))  # importing one of them raises ModuleNotFoundError
+sys.argv = ["triptych", "test", "mine", "--pipelines", {pipelines!r}]
+from triptych.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "code", "expected"),
+    [
+        ({"torch", "transformers", "onnx", "PIL"}, 0, "2 passed"),
+        ({"pytest"}, 2, "pip install pytest"),
+    ],
+    ids=["without what a build needs", "without pytest"],
+)
+def test_what_needs_to_be_installed(
+    folder: Path, refused: set[str], code: int, expected: str
+) -> None:
+    program = WITHOUT.format(refused=refused, pipelines=str(folder.parent))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert expected in done.stdout + done.stderr
