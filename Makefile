@@ -1,11 +1,12 @@
 # Two commands do everything on a fresh Linux x86-64 machine with Python 3.11: make demo, make test.
 PYTHON ?= python3.11
+PROVIDER ?= CPUExecutionProvider
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SHELL := bash
 
-.PHONY: help setup demo test check lint types unit serve examples compare compare-tasks soak clean
+.PHONY: help setup demo test check lint types unit serve examples compare compare-tasks precisions gpu-test soak clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -39,20 +40,26 @@ serve: setup  ## Build MiniLM and serve it until Ctrl-C
 	$(BIN)/triptych build minilm
 	$(BIN)/triptych serve
 
-examples: setup  ## Train both examples (minutes) and build them
+examples: setup  ## Train both examples (minutes), build them and check them on labelled rows
 	$(BIN)/python build_scripts/examples/train.py ticket_routing
 	$(BIN)/python build_scripts/examples/train.py pii
 	$(BIN)/triptych build ticket_routing pii
 
-compare: setup  ## Measure against infinity-emb, a tutorial-style ensemble and bare ONNX Runtime
+compare: setup  ## Measure fp32 and auto precision against infinity-emb, a tutorial-style ensemble and bare ONNX Runtime
 	$(BIN)/python build_scripts/peers/compare.py
 
 compare-tasks: setup  ## Measure every task against transformers' own pipelines
 	$(BIN)/python build_scripts/peers/tasks.py
 
+precisions: setup  ## The core in every precision: the gate, accuracy and speed (PROVIDER=...)
+	$(BIN)/python build_scripts/peers/precisions.py --provider $(PROVIDER)
+
+gpu-test: setup  ## The same on a GPU, with onnxruntime-gpu in the environment
+	$(BIN)/python build_scripts/peers/precisions.py --provider CUDAExecutionProvider
+
 soak: setup  ## Watch memory over 200,000 requests
 	$(BIN)/python build_scripts/peers/soak.py
 
-clean:  ## Remove what was built and cached
-	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache
+clean:  ## Remove what was built, reported and cached
+	rm -rf .cache reports .mypy_cache .pytest_cache .ruff_cache
 	find model_repository -mindepth 1 -maxdepth 1 -type d -exec rm -rf {} +

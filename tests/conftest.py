@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from client_toy import Call, Toy, caller, serve_toy
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = ("packed", "bucketed")
+# A suite that a shell runs in the background ignores Ctrl-C, and so would all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TRIPTYCH_CACHE", str(ROOT / ".cache" / "triptych"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.quality.artifact import RowOutputs, RunBatch, Sample
-from triptych.quality.gate import Expected, GateResult, check
-from triptych.tasks.task import Core, Returns, Thresholds
+from triptych.build.feeds import Sample
+from triptych.quality.artifact import RowOutputs, RunBatch
+from triptych.quality.gate import check
+from triptych.quality.samples import Expected, GateRequest
+from triptych.quality.verdicts import GateResult
+from triptych.tasks.accuracy import thresholds
+from triptych.tasks.task import Core, Returns
 from triptych.tensors import Tensor, TokenRow
 
 CLASSES = 7
 KEPT = 3
-LIMITS = Thresholds(max_difference=1e-5, min_cosine=0.99999)
 SAMPLES: list[Sample] = [TokenRow(tuple(range(i, i + 3 + i % 4)), 3) for i in range(10)]
+TASKS: dict[Returns, str] = {
+    "vector": "text-embedding",
+    "logits": "zero-shot-classification",
+    "scores": "reranking",
+    "choices": "text-classification",
+    "token_choices": "token-classification",
+    "token_scores": "token-classification",
+    "spans": "question-answering",
+}
+"""A task whose core returns that."""
 OUTPUTS: dict[Returns, tuple[Tensor, ...]] = {
     "vector": (Tensor("vector", "FP32", (8,)),),
     "logits": (Tensor("logits", "FP32", (CLASSES,)),),
@@ -66,6 +79,22 @@ def answer(core: Core, expected: Expected) -> RowOutputs:
     return {name: values.copy() for name, values in zip(names, expected, strict=True)}
 
 
+def requests_of(samples: Sequence[Sample], *, edges: int = 0) -> list[GateRequest]:
+    """A request for each core row, the first ones made up."""
+    return [
+        GateRequest(
+            sent={"text": f"text {i}"},
+            inputs={"text": f"text {i}"},
+            parameters={},
+            rows=(sample,),
+            carries=(),
+            edge=i < edges,
+            shown=f"row {i}",
+        )
+        for i, sample in enumerate(samples)
+    ]
+
+
 @dataclass(frozen=True)
 class Case:
     core: Core
@@ -74,8 +103,20 @@ class Case:
     def right(self, batch: Sequence[Sample]) -> list[RowOutputs]:
         return [answer(self.core, self.expected[SAMPLES.index(sample)]) for sample in batch]
 
-    def check(self, run: RunBatch, limits: Thresholds = LIMITS) -> GateResult:
-        return check(run, SAMPLES, self.expected, self.core, limits, batch_size=4)
+    def check(self, run: RunBatch, limits: Mapping[str, float] | None = None) -> GateResult:
+        task = TASKS[self.core.returns]
+        if limits is None:
+            limits = thresholds(task, self.core.returns, "fp32", {})
+        return check(
+            run,
+            requests_of(SAMPLES),
+            self.expected,
+            self.core,
+            limits,
+            task=task,
+            precision="fp32",
+            batch_size=4,
+        )
 
     def broken(self, damage: Callable[[RowOutputs], None], row: int = 4) -> GateResult:
         """The verdict on an artifact that damages one row, whatever its batch."""

@@ -138,6 +138,12 @@ FILES = (
     ),
     warning("traffic", LOCK, "49 rows", relock(rows=49)),
     warning("traffic", LOCK, "6.0%", relock(truncated_share=0.06)),
+    warning(
+        "gate-accepted",
+        LOCK,
+        "accepted although it failed: good enough for a trial",
+        put(LOCK, '{"gate": {"failures": ["x"], "accepted": "good enough for a trial"}}'),
+    ),
     error("python-model", f"{POST}/1/model.py", "line 1", model_py(POST, "def broken(:\n")),
     error("python-model", f"{POST}/1/model.py", "Other", model_py(POST, "class Other: pass\n")),
     error(

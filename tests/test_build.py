@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAYOUTS, build_into, quiet, write_pipeline
+from conftest import LAYOUTS, build_into, quiet, traffic_texts, write_pipeline
 from triptych.assemble import GateFailure, build
 from triptych.build.lock import LOCK_FILE, read_lock
 from triptych.errors import UserError
@@ -22,6 +22,7 @@ from triptych.repository.config import read_config
 from triptych.repository.lint import run_checks
 from triptych.repository.store import locked, write_models
 from triptych.spec import load_spec
+from triptych.tasks.accuracy import metrics_of
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -59,7 +60,13 @@ def test_the_lock_records_the_build(minilm_repository: Path) -> None:
     lock = read_lock(minilm_repository, "minilm_packed")
     assert lock is not None
     assert lock["gate"]["failures"] == []
-    assert lock["gate"]["max_difference"] < 1e-5
+    assert lock["schema"] == 3
+    found = {verdict["metric"]: verdict for verdict in lock["gate"]["verdicts"]}
+    assert set(found) == set(metrics_of("text-embedding", "vector"))
+    assert found["max_difference"]["value"] < found["max_difference"]["limit"] == 1e-5
+    assert lock["gate"]["rows"] > 200
+    assert len(lock["gate"]["row_differences"]) == lock["gate"]["rows"] + lock["gate"]["edge_rows"]
+    assert "accepted" not in lock["gate"]
     assert lock["traffic"]["rows"] > 300
     assert set(lock["versions"]) >= {"torch", "transformers", "onnx"}
     assert all(len(value) == 64 for value in lock["files"].values())
@@ -116,6 +123,63 @@ def test_a_failed_gate_writes_nothing(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(GateFailure, match="differs from the reference"):
         build_into(tiny, repository, "accuracy.max_difference=1e-12", "core.layout=bucketed")
     assert tree(repository) == before
+
+
+def test_a_failed_gate_is_run_again(tiny: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    spec = load_spec(tiny, ["accuracy.max_difference=1e-12", "core.layout=bucketed"])
+    for _ in range(2):
+        with pytest.raises(GateFailure) as caught:
+            build(prepare(spec, quiet), tmp_path / "r", lambda *line: lines.append(" ".join(line)))
+        assert caught.value.gate["worst"][0]["difference"] > 1e-12
+    assert sum("requests against PyTorch" in line for line in lines) == 2
+    assert not any("gate" in line and "(cached)" in line for line in lines)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_failed_gate_may_be_accepted_and_that_is_seen(
+    tiny: Path, tmp_path: Path, layout: str
+) -> None:
+    spec = load_spec(tiny, ["accuracy.max_difference=1e-12", f"core.layout={layout}"])
+    built = build(prepare(spec, quiet), tmp_path / "r", quiet, accept="only for a trial")
+    assert built.plan.layout == layout
+    assert [f.id for f in built.findings if f.severity == "warning"] == ["gate-accepted"]
+    lock = read_lock(tmp_path / "r", "tiny")
+    assert lock is not None
+    assert lock["gate"]["accepted"] == "only for a trial"
+    assert "differs from the reference" in lock["gate"]["failures"][0]
+    # A build that passes is no exception, whatever would have been accepted.
+    build(prepare(load_spec(tiny), quiet), tmp_path / "r", quiet, accept="only for a trial")
+    lock = read_lock(tmp_path / "r", "tiny")
+    assert lock is not None
+    assert "accepted" not in lock["gate"]
+
+
+def test_a_limit_of_another_task_is_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"accuracy\.entity_f1.*metric of text-embedding"):
+        build_into(tiny, tmp_path / "r", "accuracy.entity_f1=0.9")
+
+
+def labelled(folder: Path, scores: list[float]) -> None:
+    """Pairs of the traffic's texts, as alike as `scores` say."""
+    texts = traffic_texts()
+    rows = [
+        {"text": texts[i], "text_pair": texts[i + 1], "score": score}
+        for i, score in enumerate(scores)
+    ]
+    (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_labelled_rows_are_judged_and_recorded(tiny: Path, tmp_path: Path) -> None:
+    labelled(tiny, [0.9, 0.1, 0.5, 0.3, 0.7])
+    result = build(prepare(load_spec(tiny), quiet), tmp_path / "r", quiet, accept="few rows")
+    found = result.gate["labelled"]
+    assert (found["metric"], found["rows"]) == ("similarity_correlation", 5)
+    assert found["difference"] == 0
+    assert found["candidate"] == found["reference"]
+    (tiny / "eval.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(UserError, match=r"eval\.jsonl:1"):
+        prepare(load_spec(tiny), quiet)
 
 
 def test_a_limit_beyond_the_model_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_build_then_lint_as_json(project: Path) -> None:
     (result,) = json.loads(done.stdout)
     assert result["changed"] == ["tiny", "tiny_core", "tiny_postprocess", "tiny_preprocess"]
     assert result["gate"]["failures"] == []
+    assert Path(project, result["report"]).is_file()
     findings = json.loads(triptych("lint", "--json", cwd=project).stdout)
     assert [f for f in findings if f["severity"] == "error"] == []
     assert triptych("lint", cwd=project).returncode == 0
@@ -57,9 +58,31 @@ def test_build_then_lint_as_json(project: Path) -> None:
 def test_a_failed_gate_exits_with_1(project: Path) -> None:
     done = triptych("build", "tiny", "--set", "accuracy.max_difference=1e-12", cwd=project)
     assert done.returncode == 1
-    assert "accuracy gate" in done.stderr
+    for words in ("accuracy gate", "What failed", "max_difference", "Worst rows"):
+        assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not (project / "model_repository").exists()
+    assert (project / "reports/tiny/report.html").is_file()
+    gate = json.loads((project / "reports/tiny/gate.json").read_text())
+    assert gate["failures"]
+
+
+def test_a_failed_gate_is_accepted_with_a_reason(project: Path) -> None:
+    words = ("build", "tiny", "--set", "accuracy.max_difference=1e-12", "--reports", "elsewhere")
+    done = triptych(*words, "--accept-failed-gate", " ", cwd=project)
+    assert done.returncode == 2
+    assert "must give a reason" in done.stderr
+    done = triptych(*words, "--accept-failed-gate", "a [trial]", "--json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert "a [trial]" in done.stderr
+    (result,) = json.loads(done.stdout)
+    assert result["gate"]["accepted"] == "a [trial]"
+    assert result["gate"]["failures"]
+    assert json.loads((project / "elsewhere/tiny/gate.json").read_text())["accepted"] == "a [trial]"
+    linted = triptych("lint", "--json", cwd=project)
+    assert [f["id"] for f in json.loads(linted.stdout) if f["severity"] == "warning"] == [
+        "gate-accepted"
+    ]
 
 
 def test_lint_of_a_broken_repository_exits_with_1(project: Path) -> None:

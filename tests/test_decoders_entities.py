@@ -146,8 +146,10 @@ class Case:
         width = max(len(carry.kinds) for carry in self.carries)
         self.scores = np.full((len(TEXTS), width, len(LABELS)), 7, dtype=np.float32)
         for place, [ran] in zip(self.scores, self._ran, strict=True):
-            logits = ran["logits"][0]
-            place[: len(logits)] = logits.softmax(-1).numpy()
+            # The pipeline's own arithmetic, to the last bit: near-ties then break alike.
+            logits = ran["logits"][0].numpy()
+            powers = np.exp(logits - logits.max(-1, keepdims=True))
+            place[: len(logits)] = powers / powers.sum(-1, keepdims=True)
 
     def _carry(self, row: int, text: str) -> Carry:
         tokenizer = self.pipeline.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PIPELINES = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("  #")[0].strip()
     for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -99,7 +102,11 @@ def test_every_verb_has_help_and_is_in_the_readme(verb: str) -> None:
 
 @pytest.mark.parametrize("path", re.findall(r"\]\(([^)]+)\)", README))
 def test_links_lead_somewhere(path: str) -> None:
-    assert (ROOT / path).exists()
+    file, _, heading = path.partition("#")
+    assert (ROOT / file).exists()
+    if heading:
+        headings = re.findall(r"(?m)^#+ (.*)$", (ROOT / file).read_text(encoding="utf-8"))
+        assert heading in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}
 
 
 def test_make_targets_of_the_readme_exist() -> None:
@@ -110,8 +117,6 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 def test_every_field_of_the_spec_is_documented() -> None:
     from triptych.spec import PipelineSpec
-
-    text = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
 
     def names(schema: dict[str, object], definitions: dict[str, dict[str, object]]) -> set[str]:
         found: set[str] = set()
@@ -125,4 +130,99 @@ def test_every_field_of_the_spec_is_documented() -> None:
 
     schema = PipelineSpec.model_json_schema()
     for name in names(schema, schema["$defs"]) - {"name", "folder"}:
-        assert name in text, name
+        assert name in PIPELINES, name
+
+
+LABELS = ("text-classification", "zero-shot-classification", "image-classification")
+
+
+def table(heading: str) -> list[dict[str, str]]:
+    """The rows of the first table below a heading of pipelines/README.md, by its columns."""
+    section = PIPELINES.split(f" {heading}\n", 1)[1]
+    lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert lines
+    cells = [
+        [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        for line in lines[0].splitlines()
+    ]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def test_numbers_of_rows_are_those_of_the_gate() -> None:
+    from triptych.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, GATE_ROWS
+    from triptych.prepare import LABELLED_ROWS
+    from triptych.quality.verdicts import FEW_ROWS
+
+    text = " ".join(PIPELINES.split())
+    for words in (
+        f"for the gate (at most {GATE_ROWS} rows)",
+        f"for calibration (at most {CALIBRATION_ROWS})",
+        f"Of images, at most {GATE_IMAGES} are for the gate",
+        f"With fewer than {FEW_ROWS} rows for the gate",
+        f"({LABELLED_ROWS:,} at most are run)",
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8"])
+def test_limits_are_those_of_the_gate(precision: str) -> None:
+    from triptych.tasks import TASKS
+    from triptych.tasks.accuracy import METRICS, TOLERANCES, thresholds
+
+    rows = table("Metrics and limits")
+    assert [row["metric"] for row in rows] == list(METRICS)
+    (column,) = [name for name in rows[0] if precision in name.split(", ")]
+    stated: dict[str, dict[str, float]] = {task: {} for task in TASKS}
+    for row in rows:
+        tasks = row["task"].replace("labels", ", ".join(LABELS)).split(", ")
+        for task in TASKS if tasks == ["every"] else tasks:
+            if row[column]:
+                stated[task][row["metric"]] = float(row[column])
+    assert precision in TOLERANCES
+    for task, limits in stated.items():
+        assert limits == thresholds(task, "", precision, {}), task
+
+
+def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
+    from triptych.build.precision.recipe import check_runs
+    from triptych.choose import RUNS
+    from triptych.errors import UserError
+    from triptych.spec import Core
+
+    rows = {row["precision"]: row for row in table("Precision")}
+    assert set(rows) == set(get_args(Core.model_fields["precision"].annotation))
+
+    def runs(precision: str, device: str) -> bool:
+        if precision == "auto":
+            return ("onnxruntime", device) in RUNS
+        try:
+            check_runs(precision, "onnxruntime", device)
+        except UserError:
+            return False
+        return True
+
+    for precision, row in rows.items():
+        for device in ("cpu", "gpu"):
+            assert row[device] == ("yes" if runs(precision, device) else "no"), (precision, device)
+
+
+@pytest.mark.parametrize("row", table("Labelled rows: eval.jsonl"), ids=lambda row: row["task"])
+def test_labelled_rows_are_as_shown(row: dict[str, str], tmp_path: Path) -> None:
+    from triptych.quality.metrics.labelled import judge
+    from triptych.quality.metrics.labels import EVAL_FILE, read_labels
+    from triptych.tasks import TASKS
+
+    shown = json.loads(row["a line"])
+    other = {**shown, **{key: 0 for key in ("relevant", "score") if key in shown}}
+    path = tmp_path / EVAL_FILE
+    path.write_text(f"{json.dumps(shown)}\n{json.dumps(other)}\n", encoding="utf-8")
+    fields = [tensor.name for tensor in TASKS[row["task"]].inputs]
+    rows = read_labels(path, row["task"], fields)
+    assert len(rows) == 2
+    assert judge(row["task"], [], [], [], max_drop=0).metric == row["measure"]
+
+
+def test_every_task_has_its_labelled_row() -> None:
+    from triptych.tasks import TASKS
+
+    assert {row["task"] for row in table("Labelled rows: eval.jsonl")} == set(TASKS)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import ROOT
-from examples import pii, pii_data, ticket_routing
+from examples import labelled, pii, pii_data, ticket_routing
 from examples.fitting import base_model
 from examples.train import EXAMPLES, PIPELINES, read_records
 
@@ -76,6 +76,23 @@ def test_traffic_is_not_the_held_out_data(name: str) -> None:
         assert not {plain(text) for text in texts} & {
             plain(r["text"]) for r in records(name, split)
         }
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_labelled_rows_are_the_held_out_data(name: str) -> None:
+    """Traffic and training data share no text with it, as the tests above hold."""
+    written = (PIPELINES / name / "eval.jsonl").read_text(encoding="utf-8")
+    assert written == labelled.render(name)
+    rows = [json.loads(line) for line in written.splitlines()]
+    held_out = records(name, "test")
+    assert [row["text"] for row in rows] == [record["text"] for record in held_out]
+    truth = [
+        row.get("label") or [(e["start"], e["end"], e["entity"]) for e in row["entities"]]
+        for row in rows
+    ]
+    assert truth == [
+        record.get("label") or [tuple(span) for span in record["spans"]] for record in held_out
+    ]
 
 
 def test_the_data_stays_small() -> None:

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from conftest import LAYOUTS
+from gate_cases import requests_of
 from triptych.build.export import export_onnx
+from triptych.build.feeds import Sample
 from triptych.build.source import read_facts
-from triptych.quality.artifact import RunBatch, Sample, open_onnx
+from triptych.quality.artifact import RunBatch, open_onnx
 from triptych.quality.gate import check
 from triptych.quality.reference import reference_outputs
-from triptych.tasks.task import Core, Thresholds
+from triptych.tasks.accuracy import thresholds
+from triptych.tasks.task import Core
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
 from triptych.tensors import INPUT_IDS, ROW_LENGTH, TokenRow
 
@@ -34,7 +37,9 @@ ROWS: list[Sample] = [
     token_row([101, 7592, 2088, 999, 102]),
     token_row([101, *range(3000, 3007), 102]),
 ]
-TIGHT = Thresholds(min_cosine=0.99999, max_difference=1e-5)
+REQUESTS = requests_of(ROWS)
+TIGHT = thresholds("custom", "vector", "fp32", {})
+EXACT: Any = {"task": "custom", "precision": "fp32", "batch_size": 3}
 
 
 def modules_for(folder: Path, pooling: tuple[str, ...], *, dense: bool) -> Any:
@@ -105,9 +110,10 @@ def artifact(
 
 def test_the_gate_passes_a_right_artifact(artifact: Artifact, tiny_model: Path) -> None:
     expected = reference_outputs(tiny_model, read_facts(tiny_model), artifact.core, ROWS)
-    result = check(artifact.open(), ROWS, expected, artifact.core, TIGHT, batch_size=3)
+    result = check(artifact.open(), REQUESTS, expected, artifact.core, TIGHT, **EXACT)
     assert result.passed
-    assert result.max_neighbour_effect < 1e-6
+    assert result.as_dict()["verdicts"][1]["metric"] == "neighbour_effect"
+    assert result.as_dict()["verdicts"][1]["value"] < 1e-6
 
 
 @pytest.mark.parametrize("fault", ["scaled weights", "NaN", "neighbours leak", "other pooling"])
@@ -128,7 +134,7 @@ def test_the_gate_stops_a_wrong_artifact(artifact: Artifact, tiny_model: Path, f
     if fault == "other pooling":
         facts = replace(facts, pooling=("cls",))
     expected = reference_outputs(tiny_model, facts, artifact.core, ROWS)
-    assert not check(wrong, ROWS, expected, artifact.core, TIGHT, batch_size=3).passed
+    assert not check(wrong, REQUESTS, expected, artifact.core, TIGHT, **EXACT).passed
 
 
 def test_an_export_again_is_the_same_to_the_byte(

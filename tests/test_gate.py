@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +15,20 @@ from gate_cases import (
     EVERY,
     FLOATS,
     KEPT,
-    LIMITS,
     SAMPLES,
     Case,
     answer,
     make,
+    requests_of,
 )
-from triptych.quality.artifact import RowOutputs, Sample
-from triptych.quality.gate import Expected, GateResult, check
-from triptych.tasks.task import Returns, Thresholds
+from triptych.build.feeds import Sample
+from triptych.quality.artifact import RowOutputs
+from triptych.quality.gate import check
+from triptych.quality.samples import Expected
+from triptych.quality.verdicts import GateResult
+from triptych.tasks.task import Returns
+
+LIMITS = {"max_difference": 1e-5, "neighbour_effect": 1e-5}
 
 
 @pytest.fixture(params=EVERY)
@@ -43,10 +49,11 @@ def choosing(request: pytest.FixtureRequest) -> Case:
 def test_a_right_artifact_passes(case: Case) -> None:
     result = case.check(case.right)
     assert result.passed, result.failures
-    assert (result.rows, result.max_difference, result.max_neighbour_effect) == (10, 0.0, 0.0)
-    assert (result.min_cosine is not None) == (case.core.returns == "vector")
-    has_labels = case.core.returns in (*CHOOSING, "token_scores")
-    assert result.label_agreement == (1.0 if has_labels else None)
+    assert (result.rows, result.edge_rows, result.finite) == (10, 0, True)
+    assert (result.value("max_difference"), result.value("neighbour_effect")) == (0.0, 0.0)
+    assert (result.value("min_cosine") is not None) == (case.core.returns == "vector")
+    has_labels = case.core.returns in (*CHOOSING, "token_scores", "logits")
+    assert result.value("label_agreement") == (1.0 if has_labels else None)
     assert json.loads(json.dumps(result.as_dict()))["failures"] == []
 
 
@@ -60,8 +67,9 @@ def test_a_difference_above_the_threshold_fails(case: Case) -> None:
     assert not result.passed
     assert f"{name}" in result.failures[0]
     assert "1e-05" in result.failures[0]
-    assert result.max_difference == pytest.approx(1e-3, rel=0.9)
-    assert result.max_neighbour_effect == 0.0
+    assert result.value("max_difference") == pytest.approx(1e-3, rel=0.9)
+    assert next(v.metric for v in result.verdicts if not v.passed) == "max_difference"
+    assert result.value("neighbour_effect") == 0.0
 
 
 def test_the_threshold_is_relative_to_large_elements() -> None:
@@ -105,7 +113,9 @@ def test_a_row_that_its_neighbours_change_fails(floats: Case, when: str) -> None
 
     result = floats.check(run)
     assert any("neighbours" in failure for failure in result.failures)
-    assert result.max_neighbour_effect > 1e-5
+    effect = result.value("neighbour_effect")
+    assert effect is not None
+    assert effect > 1e-5
 
 
 def test_choices_that_neighbours_change_fail(choosing: Case) -> None:
@@ -124,8 +134,8 @@ def test_choices_that_neighbours_change_fail(choosing: Case) -> None:
         return rows
 
     result = choosing.check(run)
-    assert result.max_difference == 0.0
-    assert result.label_agreement == 1.0
+    assert result.value("max_difference") == 0.0
+    assert result.value("label_agreement") == 1.0
     assert all("neighbours" in failure for failure in result.failures)
     assert result.failures
 
@@ -142,7 +152,7 @@ def test_a_class_changed_by_neighbours_under_the_right_score_fails(choosing: Cas
 
     result = choosing.check(run)
     assert any("neighbours" in failure for failure in result.failures)
-    assert result.max_difference == 0.0
+    assert result.value("max_difference") == 0.0
 
 
 def test_a_wrong_class_under_the_right_score_fails(choosing: Case) -> None:
@@ -153,8 +163,9 @@ def test_a_wrong_class_under_the_right_score_fails(choosing: Case) -> None:
 
     result = choosing.broken(damage)
     assert f"of each {ids}" in result.failures[0]
-    assert result.label_agreement is not None
-    assert result.label_agreement < 1
+    agreement = result.value("label_agreement")
+    assert agreement is not None
+    assert agreement < 1
 
 
 def test_a_wrong_class_under_its_own_score_fails(choosing: Case) -> None:
@@ -179,7 +190,7 @@ def test_choices_out_of_order_fail() -> None:
 
     result = case.broken(damage)
     assert "best first" in result.failures[0]
-    assert result.label_agreement == 0.9
+    assert result.value("label_agreement") == 0.9
 
 
 def test_labels_swapped_at_close_scores_fail_only_above_the_threshold() -> None:
@@ -197,11 +208,11 @@ def test_labels_swapped_at_close_scores_fail_only_above_the_threshold() -> None:
 
     tied = with_gap(0.0)
     assert tied.passed, tied.failures
-    assert tied.label_agreement == 1.0
+    assert tied.value("label_agreement") == 1.0
     assert with_gap(5e-6).passed
     apart = with_gap(1e-3)
     assert not apart.passed
-    assert apart.label_agreement == 0.9
+    assert apart.value("label_agreement") == 0.9
 
 
 def test_ties_that_neighbours_decide_are_no_failure(choosing: Case) -> None:
@@ -217,7 +228,7 @@ def test_ties_that_neighbours_decide_are_no_failure(choosing: Case) -> None:
 
     result = choosing.check(run)
     assert result.passed, result.failures
-    assert result.label_agreement == 1.0
+    assert result.value("label_agreement") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -278,7 +289,8 @@ def test_a_missing_output_fails(case: Case) -> None:
 
     result = case.broken(damage)
     assert f"{name} is missing" in result.failures[0]
-    assert result.max_difference == np.inf
+    assert not any(verdict.passed for verdict in result.verdicts)
+    assert json.loads(json.dumps(result.as_dict()))["verdicts"][0]["value"] is None
 
 
 def test_missing_and_surplus_rows_fail(case: Case) -> None:
@@ -305,34 +317,37 @@ def test_a_reference_of_another_shape_fails() -> None:
 
 
 def test_no_rows_fail(case: Case) -> None:
-    result = check(case.right, [], [], case.core, LIMITS, batch_size=3)
+    settings: Any = {"task": "custom", "precision": "fp32", "batch_size": 3}
+    result = check(case.right, [], [], case.core, LIMITS, **settings)
     assert result.failures == ("there are no rows to compare",)
-    with pytest.raises(ValueError, match="10 samples"):
-        check(case.right, SAMPLES, [], case.core, LIMITS, batch_size=3)
+    with pytest.raises(ValueError, match="10 core rows"):
+        check(case.right, requests_of(SAMPLES), [], case.core, LIMITS, **settings)
 
 
 def test_a_low_cosine_fails() -> None:
     case = make("vector")
     turned = Case(case.core, [(np.roll(vector, 1),) for (vector,) in case.expected])
-    loose = Thresholds(max_difference=10, min_cosine=0.99)
-    result = case.check(turned.right, loose)
+    result = case.check(turned.right, {"min_cosine": 0.99})
     assert len(result.failures) == 1
-    assert "min cosine of vector" in result.failures[0]
-    assert "below 0.99" in result.failures[0]
-    assert case.check(turned.right, Thresholds(max_difference=10)).passed
-    assert result.mean_cosine is not None
-    assert result.min_cosine is not None
-    assert result.min_cosine < result.mean_cosine < 0.99
+    assert result.failures[0].startswith("min_cosine is ")
+    assert result.failures[0].endswith(", below 0.99")
+    assert case.check(turned.right, {}).passed
+    lowest, mean = result.value("min_cosine"), result.value("mean_cosine")
+    assert lowest is not None
+    assert mean is not None
+    assert lowest < mean < 0.99
 
 
 def test_images_are_samples_too() -> None:
     pixels: list[Sample] = [np.full((2, 2, 3), i, dtype=np.uint8) for i in range(5)]
     case = make("choices")
+    settings: Any = {"task": "image-classification", "precision": "fp32", "batch_size": 2}
 
     def run(batch: Sequence[Sample]) -> list[RowOutputs]:
         return [answer(case.core, case.expected[int(np.asarray(s)[0, 0, 0])]) for s in batch]
 
-    result = check(run, pixels, case.expected[:5], case.core, LIMITS, batch_size=2)
+    requests = requests_of(pixels)
+    result = check(run, requests, case.expected[:5], case.core, LIMITS, **settings)
     assert result.passed, result.failures
-    wrong = check(run, pixels, case.expected[1:6], case.core, LIMITS, batch_size=2)
+    wrong = check(run, requests, case.expected[1:6], case.core, LIMITS, **settings)
     assert not wrong.passed

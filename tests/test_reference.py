@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from triptych.build.feeds import Sample
 from triptych.build.source import read_facts
 from triptych.model_facts import ModelFacts
-from triptych.quality.artifact import Sample, open_onnx
+from triptych.quality.artifact import open_onnx
 from triptych.quality.reference import pixel_values, reference_outputs
 from triptych.tasks import find_task
 from triptych.tasks.task import Core

@@ -29,6 +29,7 @@ def build(repository: Path, *overrides: str) -> Path:
     """Build the pipeline into `repository`, with ``--set`` for each override; returns it."""
     triptych = Path(sys.executable).with_name("triptych")
     command = [str(triptych), "build", PIPELINE.name, "--repository", str(repository)]
+    command += ["--reports", str(CACHE / "reports" / repository.name)]
     for override in overrides:
         command += ["--set", override]
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
@@ -51,7 +52,8 @@ def reference(texts: Sequence[str]) -> NDArray[np.float32]:
     return np.stack(rows)
 
 
-def lowest_cosine(got: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """The least cosine between the rows of two arrays; NaN anywhere makes it NaN."""
+def cosines(got: NDArray[np.float32], expected: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The cosine of each two rows, ``[rows]``; NaN where a row has one."""
     norms = np.linalg.norm(got, axis=1) * np.linalg.norm(expected, axis=1)
-    return float(np.min(np.sum(got * expected, axis=1) / norms))
+    rows: NDArray[np.float32] = np.sum(got * expected, axis=1) / norms
+    return rows

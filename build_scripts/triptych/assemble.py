@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,16 +10,19 @@ from typing import Any
 
 from triptych.build.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.build.lock import LOCK_FILE, make_lock, print_lock, read_lock
+from triptych.build.precision.recipe import Precision, check_runs
 from triptych.errors import Finding, UserError
+from triptych.gating import judged_by, run_gate
 from triptych.plan import Plan
+from triptych.precise import lower
 from triptych.prepare import Prepared, Progress
+from triptych.reference_rows import reference_of
 from triptych.repository.lint import run_checks
 from triptych.repository.render import render
 from triptych.repository.store import hash_files, write_models
 
 BUILD_LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
 EXPORT_CODE = ("build/*.py",)
-GATE_CODE = ("quality/*.py",)
 CORE_FILE = "model.onnx"
 REFUSAL_FILE = "cannot_pack.txt"
 
@@ -28,9 +30,11 @@ REFUSAL_FILE = "cannot_pack.txt"
 class GateFailure(Exception):
     """The artifact is not right: nothing was written."""
 
-    def __init__(self, pipeline: str, failures: Sequence[str]) -> None:
-        self.failures = tuple(failures)
-        super().__init__(f"{pipeline} failed the accuracy gate: {'; '.join(failures)}")
+    def __init__(self, plan: Plan, gate: Mapping[str, Any]) -> None:
+        self.plan = plan
+        self.gate = gate
+        self.failures = tuple(gate["failures"])
+        super().__init__(f"{plan.spec.name} failed the accuracy gate: {'; '.join(self.failures)}")
 
 
 class LintFailure(Exception):
@@ -59,22 +63,41 @@ class Built:
     findings: tuple[Finding, ...]
     unpacked: str
 
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "pipeline": self.plan.spec.name,
+            "changed": self.changed,
+            "layout": self.plan.layout,
+            "unpacked": self.unpacked,
+            "gate": self.gate,
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
 
 @dataclass(frozen=True)
 class _Core:
-    """An artifact that passed the gate, and the hash of all that decided it."""
+    """An artifact that may ship, and the hashes of all that decided it and the fp32 one before."""
 
     prepared: Prepared
     file: Path
     key: str
+    source_key: str
     gate: dict[str, Any]
     unpacked: str
 
 
 def build(
-    prepared: Prepared, repository: Path, progress: Progress, *, together: Sequence[str] = ()
+    prepared: Prepared,
+    repository: Path,
+    progress: Progress,
+    *,
+    together: Sequence[str] = (),
+    accept: str = "",
+    precision: Precision | None = None,
+    candidates: Sequence[Mapping[str, Any]] = (),
 ) -> Built:
-    """Export, check and write the pipeline; nothing is written unless everything passed.
+    """Export, convert, check and write the pipeline; nothing is written unless everything passed.
 
     A model whose rows cannot be packed is built bucketed, and `Built.unpacked` says why.
 
@@ -83,9 +106,12 @@ def build(
         repository: folder of the models.
         progress: told what becomes of each stage.
         together: pipelines that are built right after this one.
+        accept: why a failed gate does not matter; goes into the lock. Empty: it does matter.
+        precision: of the core, where the spec leaves it open (``auto``).
+        candidates: what `precision` was chosen from; goes into the lock.
 
     Raises:
-        GateFailure: the artifact differs from the reference.
+        GateFailure: the artifact differs from the reference, and that is not accepted.
         LintFailure: the repository would not serve.
         UserError: the model cannot be exported, or another build is running.
     """
@@ -93,10 +119,19 @@ def build(
     shared = None if owner is None else _shared_lock(repository, name, owner)
     if shared is not None:
         prepared = prepared.replanned(shared["plan"]["layout"])
-    core = _core(prepared, progress)
-    plan = core.prepared.plan
+    named = prepared.plan.spec.core.precision
+    wanted = named if precision is None else precision
+    if wanted == "auto":
+        raise ValueError("`choose` builds what leaves its precision open")
+    check_runs(wanted, prepared.plan.spec.core.backend, prepared.plan.spec.core.device)
+    core = _core(prepared, progress, accept)
     if shared is not None:
-        _check_shared(plan, shared, core.key)
+        core = _share(core, shared, repository, progress, accept)
+    elif wanted != "fp32":
+        core = _lowered(core, wanted, progress, accept)
+    if candidates:
+        core = replace(core, gate={**core.gate, "candidates": list(candidates)})
+    plan = core.prepared.plan
     _check_sharers(repository, name, core.key if shared is None else None, together)
     files = render(
         plan, core_file=core.file, tokenizer_file=prepared.tokenizer_file, hooks=prepared.hooks
@@ -106,6 +141,7 @@ def build(
         plan,
         hash_files(files),
         core_key=core.key,
+        source_key=core.source_key,
         unpacked=core.unpacked,
         versions=versions_of(*BUILD_LIBRARIES),
         gate=core.gate,
@@ -121,22 +157,63 @@ def build(
     return Built(plan, tuple(changed), core.gate, tuple(findings), core.unpacked)
 
 
-def _core(prepared: Prepared, progress: Progress) -> _Core:
-    """The core in the planned layout, or bucketed where rows cannot be packed."""
+def _core(prepared: Prepared, progress: Progress, accept: str) -> _Core:
+    """The fp32 core in the planned layout, or bucketed where rows cannot be packed."""
     plan = prepared.plan
     file, key, refusal = _export(prepared, progress)
+    gate: dict[str, Any] = {}
     if not refusal:
-        gate = _gate(prepared, file, key, progress)
+        gate = run_gate(prepared, file, key, "fp32", progress)
         if not gate["failures"]:
-            return _Core(prepared, file, key, gate, "")
+            return _Core(prepared, file, key, key, gate, "")
         if not plan.packed:
-            raise GateFailure(plan.spec.name, gate["failures"])
+            return _accepted(_Core(prepared, file, key, key, gate, ""), accept)
         refusal = f"packed rows differ from the reference: {'; '.join(gate['failures'])}"
     if plan.spec.core.share is not None:
         raise UserError("core.share", "must name a pipeline with a core that fits", given=refusal)
     progress("layout", f"bucketed instead of packed: {refusal}")
-    fallen = _core(prepared.replanned("bucketed"), progress)
+    fallen = _core(prepared.replanned("bucketed"), progress, accept)
+    if fallen.gate["failures"] and gate and _rows_are_apart(gate):
+        return _accepted(_Core(prepared, file, key, key, gate, ""), accept)
     return replace(fallen, unpacked=refusal)
+
+
+def _lowered(core: _Core, precision: Precision, progress: Progress, accept: str) -> _Core:
+    """The core in lower precision, with what the conversion did in the gate's result."""
+
+    def judge(file: Path, key: str) -> dict[str, Any]:
+        return run_gate(core.prepared, file, key, precision, progress)
+
+    lowered = lower(
+        core.prepared,
+        core.file,
+        core.key,
+        precision,
+        judge=judge,
+        judged_by=judged_by(core.prepared, precision),
+        reference=lambda rows: reference_of(core.prepared, rows),
+        progress=progress,
+    )
+    gate = {**lowered.gate, "conversion": lowered.conversion}
+    found = replace(core, file=lowered.file, key=lowered.key, gate=gate)
+    return _accepted(found, accept) if gate["failures"] else found
+
+
+def _accepted(core: _Core, reason: str) -> _Core:
+    """The core although it failed the gate, with the reason on record.
+
+    Raises:
+        GateFailure: there is no reason.
+    """
+    if not reason:
+        raise GateFailure(core.prepared.plan, core.gate)
+    return replace(core, gate={**core.gate, "accepted": reason})
+
+
+def _rows_are_apart(gate: Mapping[str, Any]) -> bool:
+    """Whether packing is not what failed: both layouts are off, and neighbours change nothing."""
+    verdicts = {verdict["metric"]: verdict["passed"] for verdict in gate["verdicts"]}
+    return bool(gate["finite"]) and verdicts.get("neighbour_effect", False)
 
 
 def _export(prepared: Prepared, progress: Progress) -> tuple[Path, str, str]:
@@ -186,57 +263,6 @@ def _export(prepared: Prepared, progress: Progress) -> tuple[Path, str, str]:
     return folder / CORE_FILE, key_of("export", key), ""
 
 
-def _gate(prepared: Prepared, artifact: Path, key: str, progress: Progress) -> dict[str, Any]:
-    plan, accuracy = prepared.plan, prepared.plan.spec.accuracy
-    overrides = {k: v for k, v in accuracy.model_dump().items() if v is not None}
-    thresholds = replace(plan.task.thresholds, **overrides)
-    stage = {
-        "artifact": key,
-        "rows": prepared.samples_hash(),
-        "thresholds": asdict(thresholds),
-        "batch_size": plan.spec.core.max_batch_size,
-        "onnxruntime": versions_of("onnxruntime"),
-        "code": code_hash(*GATE_CODE),
-    }
-
-    def work(target: Path) -> None:
-        from triptych.quality.artifact import open_onnx
-        from triptych.quality.gate import check
-        from triptych.quality.reference import reference_outputs
-
-        progress("gate", f"{len(prepared.samples)} rows against PyTorch fp32 ...")
-        result = check(
-            open_onnx(
-                artifact,
-                plan.core,
-                plan.core_inputs,
-                packed=plan.packed,
-                pad_token_id=plan.facts.pad_token_id,
-            ),
-            prepared.samples,
-            reference_outputs(prepared.model_folder, plan.facts, plan.core, prepared.samples),
-            plan.core,
-            thresholds,
-            batch_size=plan.spec.core.max_batch_size,
-        )
-        (target / "gate.json").write_text(json.dumps(result.as_dict()), encoding="utf-8")
-
-    folder, cached = cached_stage("gate", stage, work)
-    gate: dict[str, Any] = json.loads((folder / "gate.json").read_text(encoding="utf-8"))
-    progress("gate", _gate_line(gate) + (" (cached)" if cached else ""))
-    return gate
-
-
-def _gate_line(gate: Mapping[str, Any]) -> str:
-    parts = [f"max difference {gate['max_difference']:.1e}"]
-    if gate["min_cosine"] is not None:
-        parts.append(f"min cosine {gate['min_cosine']:.7f}")
-    if gate["label_agreement"] is not None:
-        parts.append(f"labels agree {gate['label_agreement']:.1%}")
-    parts.append(f"neighbour effect {gate['max_neighbour_effect']:.1e}")
-    return f"{'FAILED' if gate['failures'] else 'passed'}: {', '.join(parts)}"
-
-
 def _check_sharers(repository: Path, name: str, key: str | None, together: Sequence[str]) -> None:
     """Whoever uses the core of `name` can go on with the one of `key`; None for no core."""
     for path in sorted(repository.glob(f"*/{LOCK_FILE}")):
@@ -273,9 +299,13 @@ def _shared_lock(repository: Path, name: str, owner: str) -> dict[str, Any]:
     return lock
 
 
-def _check_shared(plan: Plan, lock: Mapping[str, Any], key: str) -> None:
+def _share(
+    core: _Core, lock: Mapping[str, Any], repository: Path, progress: Progress, accept: str
+) -> _Core:
+    """The owner's core in place of this pipeline's own, if it is right for this one, too."""
+    plan = core.prepared.plan
     owner, own = lock["spec"]["core"], plan.spec.core
-    if lock["core_key"] != key:
+    if lock["source_key"] != core.source_key:
         raise UserError(
             "core.share",
             "must name a pipeline of the same model, task head and parameters of the core",
@@ -289,6 +319,54 @@ def _check_shared(plan: Plan, lock: Mapping[str, Any], key: str) -> None:
             given=own.max_batch_size,
             remedy=f"Lower it, or raise it in {own.share} first",
         )
+    precision = lock["gate"]["precision"]
+    if own.precision not in ("fp32", precision):
+        raise UserError(
+            "core.precision",
+            f"must be that of the shared core, {precision}",
+            given=own.precision,
+            remedy="Leave it out, or remove core.share",
+        )
+    file = repository / plan.step("core") / "1" / CORE_FILE
+    gate = run_gate(core.prepared, file, lock["core_key"], precision, progress)
+    found = replace(core, file=file, key=lock["core_key"], gate=gate)
+    return _accepted(found, accept) if gate["failures"] else found
+
+
+def report(plan: Plan, gate: Mapping[str, Any], folder: Path, progress: Progress) -> Path:
+    """Write a gate's report, ``report.html`` and ``gate.json``, into ``folder/<pipeline>``.
+
+    Returns:
+        The page.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    from triptych.quality.report.write import write_report
+
+    record = {
+        "conversion": None,
+        "accepted": None,
+        **gate,
+        "pipeline": plan.spec.name,
+        "task": plan.task.name,
+        "architecture": plan.facts.architecture,
+        "layout": plan.layout,
+        "versions": versions_of(*BUILD_LIBRARIES, "onnxruntime"),
+    }
+    target = folder / plan.spec.name
+    try:
+        write_report(record, target)
+    except OSError as error:
+        raise UserError(
+            "--reports",
+            "must be a folder that can be written to",
+            given=error,
+            remedy="Name another one",
+        ) from error
+    page = target / "report.html"
+    progress("report", str(page))
+    return page
 
 
 def _lint(files: Mapping[str, Any], repository: Path, plan: Plan) -> list[Finding]:

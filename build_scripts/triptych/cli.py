@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from triptych.errors import UserError
+from triptych.shown import print_built, print_failed_gate, print_finding, print_tree
 
 EXIT_FINDINGS = 1
 EXIT_MISTAKE = 2
@@ -44,6 +45,7 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 PIPELINES = Path("pipelines")
 REPOSITORY = Path("model_repository")
+REPORTS = Path("reports")
 
 
 def main() -> None:
@@ -121,7 +123,7 @@ def inspect(
     if as_json:
         _print_json({**description, "cache": str(cache_root())})
         return
-    _print_tree(description)
+    print_tree(output, description)
 
 
 @app.command()
@@ -130,13 +132,28 @@ def build(
     pipelines: Pipelines = PIPELINES,
     repository: Repository = REPOSITORY,
     overrides: Overrides = None,
+    reports: Annotated[
+        Path, typer.Option("--reports", help="Folder of the reports, one for each pipeline.")
+    ] = REPORTS,
+    accept: Annotated[
+        str | None,
+        typer.Option(
+            "--accept-failed-gate",
+            metavar="REASON",
+            help="Build although the accuracy gate fails; the reason is put on record.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Build pipelines into the model repository; nothing is written unless every check passed."""
-    from triptych import assemble
+    from triptych import assemble, choose
     from triptych.prepare import prepare
     from triptych.spec import load_spec
 
+    if accept is not None and not accept.strip():
+        raise UserError(
+            "--accept-failed-gate", "must give a reason", remedy="Say why the model may ship"
+        )
     # Every spec is read before the first build: a typo in the last one costs no time.
     specs = [load_spec(pipelines / name, overrides or ()) for name in names]
     results = []
@@ -144,32 +161,24 @@ def build(
         status.print(f"{spec.name}", style="bold", markup=False)
         following = [later.name for later in specs[number + 1 :]]
         try:
-            built = assemble.build(
-                prepare(spec, _progress), repository, _progress, together=following
+            built = choose.build(
+                prepare(spec, _progress),
+                repository,
+                _progress,
+                together=following,
+                accept=(accept or "").strip(),
             )
         except assemble.GateFailure as failure:
-            _fail(as_json, {"pipeline": spec.name, "gate": failure.failures}, str(failure))
+            report = assemble.report(failure.plan, failure.gate, reports, _progress)
+            print_failed_gate(status, failure.gate)
+            result = {"pipeline": spec.name, "gate": failure.gate, "report": str(report)}
+            _fail(as_json, result, str(failure))
         except assemble.LintFailure as failure:
             findings = [finding.as_dict() for finding in failure.findings]
             _fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
-        if built.unpacked:
-            status.print(
-                f"  built bucketed, not packed: {built.unpacked}", style="yellow", markup=False
-            )
-        for finding in built.findings:
-            if finding.severity == "warning":
-                _print_finding(finding.as_dict(), status)
-        results.append(
-            {
-                "pipeline": spec.name,
-                "repository": str(repository),
-                "changed": built.changed,
-                "layout": built.plan.layout,
-                "unpacked": built.unpacked,
-                "gate": built.gate,
-                "findings": [finding.as_dict() for finding in built.findings],
-            }
-        )
+        report = assemble.report(built.plan, built.gate, reports, _progress)
+        print_built(status, built)
+        results.append({**built.as_dict(), "repository": str(repository), "report": str(report)})
     if as_json:
         _print_json(results)
 
@@ -195,7 +204,7 @@ def lint(
         _print_json(findings)
     else:
         for finding in findings:
-            _print_finding(finding, output)
+            print_finding(output, finding)
         output.print(f"{errors} errors, {len(findings) - errors} other findings", markup=False)
     raise typer.Exit(EXIT_FINDINGS if errors else 0)
 
@@ -306,6 +315,42 @@ def infer(
 
 
 @app.command()
+def verify(
+    name: Name,
+    url: Annotated[
+        str | None,
+        typer.Option(help="gRPC endpoint of a server; without it one is started and stopped."),
+    ] = None,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    overrides: Overrides = None,
+    clients: Annotated[int, typer.Option(min=1, max=256, help="Requests under way at once.")] = 16,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Deadline of each request.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Run the accuracy gate again, through the served pipeline, on any Triton."""
+    from triptych.prepare import prepare
+    from triptych.spec import load_spec
+    from triptych.verify import describe_verification, verify_pipeline
+
+    prepared = prepare(load_spec(pipelines / name, overrides or ()), _progress)
+    result = verify_pipeline(
+        prepared,
+        repository,
+        _progress,
+        url=url,
+        clients=clients,
+        timeout_s=timeout_s,
+    )
+    if as_json:
+        _print_json(result.as_dict())
+    else:
+        for line, style in describe_verification(result):
+            output.print(line, style=style, markup=False)
+    raise typer.Exit(0 if result.passed else EXIT_FINDINGS)
+
+
+@app.command()
 def doctor(
     grpc_port: Annotated[int, typer.Option(help="Port that serve will use.")] = 8001,
     http_port: Annotated[int, typer.Option(help="Port that serve will use.")] = 8000,
@@ -324,7 +369,7 @@ def doctor(
         _print_json(findings)
     else:
         for finding in findings:
-            _print_finding(finding, output)
+            print_finding(output, finding)
         output.print(f"{errors} errors" if errors else "nothing stops you", markup=False)
     raise typer.Exit(EXIT_FINDINGS if errors else 0)
 
@@ -342,25 +387,6 @@ def _fail(as_json: bool, result: dict[str, Any], message: str) -> None:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False, indent=2))
-
-
-def _print_finding(finding: dict[str, str], console: Console) -> None:
-    style = {"error": "red", "warning": "yellow"}.get(finding["severity"], "")
-    where = f" {finding['file']}" if finding["file"] else ""
-    console.print(f"{finding['severity']}: {finding['id']}{where}", style=style, markup=False)
-    console.print(f"  {finding['rule']}. Given: {finding['given']}", markup=False)
-    if finding["remedy"]:
-        console.print(f"  -> {finding['remedy']}", markup=False)
-
-
-def _print_tree(value: Any, indent: int = 0) -> None:
-    pad = "  " * indent
-    for key, item in value.items():
-        if isinstance(item, dict):
-            output.print(f"{pad}{key}", style="bold", markup=False)
-            _print_tree(item, indent + 1)
-        else:
-            output.print(f"{pad}{key:22} {item}", markup=False)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,44 @@
-"""From a spec to all that is known before anything is exported: model, traffic, plan, samples."""
+"""From a spec to all that is known before anything is exported: model, plan, the gate's rows."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
+from triptych.asks import Asker
 from triptych.build.cache import cached_stage, code_hash, versions_of
+from triptych.build.feeds import Sample
 from triptych.build.source import locate, read_facts, read_tokenizer
 from triptych.errors import UserError
+from triptych.gate_rows import (
+    CALIBRATION_ROWS,
+    GATE_IMAGES,
+    GateRows,
+    image_request,
+    image_rows,
+    text_request,
+    text_rows,
+)
 from triptych.model_facts import ModelFacts
 from triptych.plan import Layout, Plan, make_plan, max_length_of, row_settings
+from triptych.quality.metrics.labels import EVAL_FILE, LabelledRow, first_rows, read_labels
+from triptych.quality.samples import GateRequest
+from triptych.quality.verdicts import FEW_ROWS
 from triptych.runtime.faults import RequestError
-from triptych.runtime.hooking import HOOKS_FILE, Hook, call_before, load_hooks
-from triptych.runtime.parameters import check_parameters
-from triptych.runtime.row_types import Ask
+from triptych.runtime.hooking import HOOKS_FILE, load_hooks
 from triptych.spec import PipelineSpec
 from triptych.tasks import Task, find_task
 from triptych.tasks.custom import custom_task
-from triptych.tensors import TokenRow
 from triptych.traffic import TRAFFIC_FILE, Lengths, TrafficRow, read_traffic
 
-GATE_ROWS = 64
-GATE_IMAGES = 16
-EDGE_TEXTS = ("", " ", "a", "é 漢字 العربية 🙂", "\x00", "word " * 5000)
-"""Rows the gate adds to the traffic's own: empty, blank, tiny, other scripts, over the limit."""
+LABELLED_ROWS = 2000
+"""Of more labelled rows, only the first ones are run."""
 
 UNLIMITED = 1 << 30
-Rules = Mapping[str, Mapping[str, Any]]
-"""Request parameter to what it may be, as plain data."""
-
 Progress = Callable[[str, str], None]
 """Called with a stage's name and what became of it."""
 
@@ -49,29 +51,34 @@ class Prepared:
         plan: the derived numbers.
         model_folder: local folder of the model's files.
         tokenizer_file: the runtime's tokenizer; None for images.
-        samples: core rows for the gate: `TokenRow`, or UINT8 pixels ``[H, W, C]``.
+        requests: for the gate, made-up ones first.
+        calibration: core rows of the traffic that the gate does not use.
         hooks: content of the pipeline's ``hooks.py``.
+        labelled: rows of ``eval.jsonl``, where there is one.
+        labelled_requests: the requests they make, in order.
+        notes: what the gate's result should say about its rows.
     """
 
     plan: Plan
     model_folder: Path
     tokenizer_file: Path | None
-    samples: tuple[Any, ...]
+    requests: tuple[GateRequest, ...]
+    calibration: tuple[Sample, ...]
     hooks: bytes | None
+    labelled: tuple[LabelledRow, ...] = ()
+    labelled_requests: tuple[GateRequest, ...] = ()
+    notes: tuple[str, ...] = ()
 
-    def samples_hash(self) -> str:
-        """Hash of the samples, in hex."""
-        digest = hashlib.sha256()
-        for sample in self.samples:
-            pixels = isinstance(sample, np.ndarray)
-            digest.update(sample.tobytes() if pixels else json.dumps(sample).encode())
-        return digest.hexdigest()
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where a decoder finds the ``tokenizer.json``, if the task has one."""
+        return self.model_folder if self.tokenizer_file is None else self.tokenizer_file.parent
 
     def replanned(self, layout: Layout) -> Prepared:
         """The same with another layout."""
         old = self.plan
         plan = make_plan(old.spec, old.facts, old.task, old.parameters, old.lengths, layout=layout)
-        return Prepared(plan, self.model_folder, self.tokenizer_file, self.samples, self.hooks)
+        return replace(self, plan=plan)
 
 
 def task_of(spec: PipelineSpec) -> Task:
@@ -104,34 +111,96 @@ def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
     task.check(facts)
     _check_max_length(spec, facts)
     hooks = _load_hooks(spec, task)
-    rules = {name: rule.as_dict() for name, rule in task.parameters(facts).items()}
-    parameters = _parameters(spec, task, facts, rules)
-    before = getattr(hooks, "before", None)
-    asks = [_ask(spec, task, before, rules, parameters, row) for row in traffic]
+    asker = Asker.of(spec, task, facts, getattr(hooks, "before", None))
+    asked = [asker.ask(TRAFFIC_FILE, row) for row in traffic]
+    asks = [one.ask for one in asked]
     hooks_file = None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes()
+    tokenizer, lengths = None, None
     if facts.image is not None:
-        samples = _image_samples(spec, task, facts, traffic, asks)
-        progress("traffic", f"{len(traffic)} images")
-        return Prepared(
-            make_plan(spec, facts, task, parameters, None), folder, None, samples, hooks_file
+        maker = _row_maker(task)(row_settings(spec, facts, task), spec.folder)
+        used = slice(GATE_IMAGES + CALIBRATION_ROWS)
+        made = asker.taken(TRAFFIC_FILE, traffic[used], maker.make(asks[used]))
+        rows = image_rows(
+            asked[used], [row.inputs["image"] for row in traffic], made, maker, asker.make_up
         )
-    tokenizer = _tokenizer(folder, facts)
-    makers = _row_makers(spec, facts, task, tokenizer.parent)
-    rows = _core_rows(spec, makers[0], traffic, asks)
-    whole = _core_rows(spec, makers[1], traffic, asks)
+        progress("traffic", f"{len(traffic)} images")
+    else:
+        tokenizer = _tokenizer(folder, facts)
+        maker, whole = _row_makers(spec, facts, task, tokenizer.parent)
+        made, uncut = (
+            asker.taken(TRAFFIC_FILE, traffic, each.token_rows(asks)) for each in (maker, whole)
+        )
+        lengths = _lengths(made, uncut, max_length_of(spec, facts, task), progress)
+        mask_token = str(task.settings(facts).get("mask_token", ""))
+        rows = text_rows(asked, made, maker, whole, asker.make_up, mask_token=mask_token)
+    _tell(progress, rows)
+    labelled, labelled_requests, notes = _labelled(spec, asker, maker, progress)
+    return Prepared(
+        plan=make_plan(spec, facts, task, asker.parameters, lengths),
+        model_folder=folder,
+        tokenizer_file=tokenizer,
+        requests=rows.requests,
+        calibration=rows.calibration,
+        hooks=hooks_file,
+        labelled=labelled,
+        labelled_requests=labelled_requests,
+        notes=notes,
+    )
+
+
+def _lengths(
+    made: Sequence[Sequence[Any]],
+    uncut: Sequence[Sequence[Any]],
+    max_length: int,
+    progress: Progress,
+) -> Lengths:
+    """Of the core rows that the row makers, with and without a limit, made of the traffic."""
+    rows, whole = ([row for rows in each for row in rows] for each in (made, uncut))
     # Where there are more rows than without a limit, they are windows: nothing is cut off.
     counted = whole if len(whole) == len(rows) else rows
-    max_length = max_length_of(spec, facts, task)
     lengths = Lengths.of([len(row.ids) for row in counted], max_length=max_length)
     progress(
         "traffic",
         f"{lengths.rows} rows, {lengths.mean:.1f} tokens on average, "
         f"{lengths.truncated_share:.1%} over the limit of {max_length}",
     )
-    step = max(1, len(rows) // GATE_ROWS)
-    samples = (*_edge_rows(makers[0], asks[0]), *rows[::step][:GATE_ROWS])
-    plan = make_plan(spec, facts, task, parameters, lengths)
-    return Prepared(plan, folder, tokenizer, samples, hooks_file)
+    return lengths
+
+
+def _tell(progress: Progress, rows: GateRows) -> None:
+    gate = sum(not request.edge for request in rows.requests)
+    few = f"; {FEW_ROWS} or more for the gate are better" if gate < FEW_ROWS else ""
+    progress(
+        "traffic",
+        f"{gate} for the gate, {len(rows.requests) - gate} more made up, "
+        f"{len(rows.calibration)} rows for calibration{few}",
+    )
+
+
+def _labelled(
+    spec: PipelineSpec, asker: Asker, maker: Any, progress: Progress
+) -> tuple[tuple[LabelledRow, ...], tuple[GateRequest, ...], tuple[str, ...]]:
+    """Labelled rows, their requests, and what to say about them."""
+    path = spec.folder / EVAL_FILE
+    if not path.is_file():
+        return (), (), ()
+    every = read_labels(path, spec.task, [tensor.name for tensor in asker.task.inputs])
+    rows = first_rows(every, spec.task, LABELLED_ROWS)
+    lines = [
+        TrafficRow(row.line, inputs, row.parameters) for row in rows for inputs in row.requests
+    ]
+    asked = [asker.ask(EVAL_FILE, line) for line in lines]
+    asks = [one.ask for one in asked]
+    if hasattr(maker, "token_rows"):
+        made = asker.taken(EVAL_FILE, lines, maker.token_rows(asks))
+        requests = [text_request(one, rows) for one, rows in zip(asked, made, strict=True)]
+    else:
+        made = asker.taken(EVAL_FILE, lines, maker.make(asks))
+        shown = (line.inputs["image"] for line in lines)
+        requests = [image_request(*parts) for parts in zip(asked, made, shown, strict=True)]
+    notes = (f"of {len(every)} labelled rows, the first {len(rows)} count",) * (every != rows)
+    progress("labels", notes[0] if notes else f"{len(rows)} labelled rows")
+    return tuple(rows), tuple(requests), notes
 
 
 def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:
@@ -161,77 +230,6 @@ def _load_hooks(spec: PipelineSpec, task: Task) -> ModuleType | None:
             remedy="See pipelines/README.md",
         )
     return hooks
-
-
-def _parameters(
-    spec: PipelineSpec, task: Task, facts: ModelFacts, rules: Rules
-) -> Mapping[str, Any]:
-    """The request parameters' defaults: the spec's over the task's."""
-    defaults = {
-        name: list(rule.default) if isinstance(rule.default, tuple) else rule.default
-        for name, rule in task.parameters(facts).items()
-        if rule.default is not None
-    }
-    return _checked("parameters", spec.parameters, rules, defaults)
-
-
-def _checked(
-    where: str,
-    given: Mapping[str, Any],
-    rules: Rules,
-    defaults: Mapping[str, Any],
-) -> Mapping[str, Any]:
-    # As a client would send them: a list is a JSON text.
-    sent = {k: json.dumps(v) if isinstance(v, list) else v for k, v in given.items()}
-    try:
-        return check_parameters(json.dumps(sent), rules, defaults)
-    except RequestError as error:
-        raise UserError(where, "must be parameters of the task", given=error) from error
-
-
-def _ask(
-    spec: PipelineSpec,
-    task: Task,
-    before: Hook | None,
-    rules: Rules,
-    parameters: Mapping[str, Any],
-    row: TrafficRow,
-) -> Ask:
-    where = f"{spec.folder / TRAFFIC_FILE}:{row.line}"
-    inputs: dict[str, Any] = dict(row.inputs)
-    images = [tensor.name for tensor in task.inputs if tensor.content == "image"]
-    for name in images:
-        try:
-            inputs[name] = (spec.folder / inputs[name]).read_bytes()
-        except (OSError, ValueError) as error:
-            raise UserError(
-                where,
-                "must name image files that can be read",
-                given=f"{inputs[name]!r:.100}: {error!s:.100}",
-                remedy="Paths start at the pipeline's folder",
-            ) from error
-    if before is not None:
-        try:
-            inputs = call_before(before, [inputs], list(inputs), encoded=images)[0]
-        except Exception as error:
-            raise UserError(where, "must pass hooks.before", given=error) from error
-    columns = {name: [value] for name, value in inputs.items()}
-    return Ask(columns, _checked(where, row.parameters, rules, parameters))
-
-
-def _image_samples(
-    spec: PipelineSpec,
-    task: Task,
-    facts: ModelFacts,
-    traffic: Sequence[TrafficRow],
-    asks: Sequence[Ask],
-) -> tuple[Any, ...]:
-    maker = _row_maker(task)(row_settings(spec, facts, task), spec.folder)
-    made = maker.make(asks[:GATE_IMAGES])
-    for row, rows in zip(traffic, made, strict=False):
-        if isinstance(rows, Exception):
-            raise _traffic_fault(spec, row, rows)
-    return tuple(pixels for rows in made for pixels in rows.tensors["pixels"])
 
 
 def _tokenizer(folder: Path, facts: ModelFacts) -> Path:
@@ -264,35 +262,3 @@ def _row_makers(spec: PipelineSpec, facts: ModelFacts, task: Task, folder: Path)
         raise UserError(
             "tokenizer.max_length", "must suit the task", given=error, remedy="Raise it"
         ) from error
-
-
-def _core_rows(
-    spec: PipelineSpec, maker: Any, traffic: Sequence[TrafficRow], asks: Sequence[Ask]
-) -> list[TokenRow]:
-    core_rows = []
-    for row, rows in zip(traffic, maker.token_rows(asks), strict=True):
-        if isinstance(rows, Exception):
-            raise _traffic_fault(spec, row, rows)
-        core_rows += [TokenRow(tuple(r.ids), r.first_segment) for r in rows]
-    return core_rows
-
-
-def _traffic_fault(spec: PipelineSpec, row: TrafficRow, fault: Exception) -> UserError:
-    where = f"{spec.folder / TRAFFIC_FILE}:{row.line}"
-    return UserError(
-        where, "must be a request that the pipeline takes", given=fault, remedy="Correct the line"
-    )
-
-
-def _edge_rows(maker: Any, example: Ask) -> list[TokenRow]:
-    """The edge texts in place of the example's own; those that the task refuses are left out."""
-    asks = [
-        Ask({name: [text] for name in example.columns}, example.parameters) for text in EDGE_TEXTS
-    ]
-    return [
-        TokenRow(tuple(row.ids), row.first_segment)
-        for rows in maker.token_rows(asks)
-        if not isinstance(rows, Exception)
-        for row in rows
-        if row.ids
-    ]

@@ -17,6 +17,8 @@ from triptych.yaml_text import parse_yaml
 
 SPEC_FILE = "pipeline.yaml"
 Positive = Annotated[int, Field(ge=1)]
+Distance = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Frozen(BaseModel):
@@ -68,7 +70,9 @@ class Core(_Frozen):
     Attributes:
         backend: Triton's name of what runs it.
         device: ``gpu`` asks Triton for KIND_GPU instances.
-        precision: of weights and activations.
+        precision: of weights and activations. ``int8_dynamic`` finds the range of each token while
+            serving, ``int8`` has them fixed by calibration; ``auto`` builds and measures all that
+            run here and takes the fastest that passes the gate.
         layout: how rows of different length share a batch; a model whose rows cannot be packed
             without changing results is built bucketed.
         share: pipeline of the same repository and model whose core serves this one, too.
@@ -78,7 +82,7 @@ class Core(_Frozen):
 
     backend: Literal["onnxruntime"] = "onnxruntime"
     device: Literal["cpu", "gpu"] = "cpu"
-    precision: Literal["fp32"] = "fp32"
+    precision: Literal["fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8", "auto"] = "fp32"
     layout: Literal["packed", "bucketed"] = "packed"
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
     bucket_count: Annotated[int, Field(ge=1, le=32)] = 6
@@ -121,10 +125,29 @@ class Serving(_Frozen):
 
 
 class Accuracy(_Frozen):
-    """Overrides of the task's own thresholds; None keeps the task's."""
+    """Overrides of the gate's limits, by the metrics of `tasks.accuracy`; None keeps the default.
 
-    min_cosine: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_difference: Annotated[float, Field(gt=0)] | None = None
+    Attributes:
+        max_drop: how much worse than the original the model may be on ``eval.jsonl``.
+    """
+
+    max_difference: Distance | None = None
+    neighbour_effect: Distance | None = None
+    edge_error: Distance | None = None
+    min_cosine: Share | None = None
+    mean_cosine: Share | None = None
+    nearest_neighbour_agreement: Share | None = None
+    similarity_rank_correlation: Share | None = None
+    label_agreement: Share | None = None
+    max_probability_difference: Distance | None = None
+    confidence_shift: Distance | None = None
+    entity_f1: Share | None = None
+    exact_match: Share | None = None
+    answer_f1: Share | None = None
+    rank_correlation: Share | None = None
+    top1_agreement: Share | None = None
+    top_k_overlap: Share | None = None
+    max_drop: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class CustomOutput(_Frozen):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,22 +88,17 @@ def read_traffic(folder: Path, fields: Sequence[str]) -> list[TrafficRow]:
             str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
         )
     rows = []
-    # Split at line feeds alone: a JSON string may hold other line separators as they are.
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = _parse_row(line)
-        parameters = row.get(PARAMETERS, {}) if isinstance(row, dict) else None
+    for number, line, row in read_lines(path):
+        parameters = None if row is None else row.get(PARAMETERS, {})
         if (
-            not isinstance(row, dict)
+            row is None
             or not isinstance(parameters, dict)
             or not all(isinstance(row.get(field), str) for field in fields)
         ):
             raise UserError(
                 f"{path}:{number}",
                 "must be a JSON object with a string for each input of the task",
-                given=repr(line[:80].decode("utf-8", "replace")),
+                given=repr(line[:80]),
                 remedy=f"Write {form}",
             )
         rows.append(TrafficRow(number, {name: row[name] for name in fields}, parameters))
@@ -114,10 +109,21 @@ def read_traffic(folder: Path, fields: Sequence[str]) -> list[TrafficRow]:
     return rows
 
 
-def _parse_row(line: bytes) -> object:
+def read_lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
+    """Each line that is not blank: its number from 1, its text, and the JSON object it is.
+
+    The object is None where the line is something else, or has text that is no Unicode.
+    """
+    # Split at line feeds alone: a JSON string may hold other line separators as they are.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            yield number, line.decode("utf-8", "replace"), _parse(line)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is not text
     except (ValueError, RecursionError):
         return None
-    return row
+    return row if isinstance(row, dict) else None

@@ -160,7 +160,7 @@ def export_onnx(
     proto = exported.model_proto
     _declare(proto, (*graph_inputs, *core.outputs), packed=packed)
     target.mkdir(parents=True, exist_ok=True)
-    _save(proto, target / MODEL_FILE)
+    save_onnx(proto, target / MODEL_FILE)
 
 
 def _graph(
@@ -270,7 +270,7 @@ def _declare(model: Any, tensors: tuple[Tensor, ...], *, packed: bool) -> None:
         value.CopyFrom(onnx.helper.make_tensor_value_info(tensor.name, dtype, axes))
 
 
-def _save(model: Any, path: Path) -> None:
+def save_onnx(model: Any, path: Path) -> None:
     """Save without traces of the machine that exported it."""
     import onnx
 

@@ -11,7 +11,7 @@ from typing import Any
 from triptych.plan import Plan
 
 LOCK_FILE = "triptych.lock.json"
-SCHEMA = 2
+SCHEMA = 3
 
 
 def make_lock(
@@ -19,6 +19,7 @@ def make_lock(
     file_hashes: Mapping[str, str],
     *,
     core_key: str,
+    source_key: str,
     unpacked: str,
     versions: Mapping[str, str],
     gate: Mapping[str, object],
@@ -30,9 +31,10 @@ def make_lock(
         plan: what was built.
         file_hashes: path relative to the repository -> SHA-256 in hex.
         core_key: hash of all that decided the core.
+        source_key: the same of the fp32 graph that it was made of.
         unpacked: why the layout is not packed although the spec says so; else empty.
         versions: of the libraries that made the artifact.
-        gate: the gate's result.
+        gate: the gate's result; with ``accepted`` where it failed and that was accepted.
         previous: the lock in place; its time is kept where all else is equal.
     """
     spec = plan.spec.model_dump(mode="json", exclude={"folder"})
@@ -44,6 +46,7 @@ def make_lock(
         "architecture": plan.facts.architecture,
         "versions": dict(versions),
         "core_key": core_key,
+        "source_key": source_key,
         "plan": {
             "layout": plan.layout,
             "unpacked": unpacked,
@@ -54,9 +57,10 @@ def make_lock(
         "gate": dict(gate),
         "files": dict(sorted(file_hashes.items())),
     }
-    if previous is not None and {**previous, "built_at": ""} == {**lock, "built_at": ""}:
-        lock["built_at"] = previous["built_at"]
-    return lock
+    plain: dict[str, Any] = json.loads(json.dumps(lock))  # as `previous` was read
+    if previous is not None and {**previous, "built_at": ""} == {**plain, "built_at": ""}:
+        plain["built_at"] = previous["built_at"]
+    return plain
 
 
 def _traffic(plan: Plan) -> dict[str, object]:

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.build.feeds import Sample, core_feed, row_strides
+from triptych.build.precision.emulate import open_session
 from triptych.tasks.task import Core
-from triptych.tensors import ROW_STRIDE, Tensor, TokenRow
-
-Sample = TokenRow | NDArray[np.uint8]
-"""One row for the core: tokens, or the pixels of an image, UINT8 ``[height, width, channels]``."""
+from triptych.tensors import Tensor, TokenRow
 
 RowOutputs = dict[str, NDArray[Any]]
 """What the core returned for one row, by output; per-token outputs end with the row's tokens."""
@@ -25,40 +24,25 @@ RunBatch = Callable[[Sequence[Sample]], list[RowOutputs]]
 def open_onnx(
     path: Path, core: Core, inputs: tuple[Tensor, ...], *, packed: bool, pad_token_id: int
 ) -> RunBatch:
-    """A function that runs one batch of rows through a ``model.onnx`` on the CPU.
-
-    In the packed layout every second row is followed by pads, as rows of a request of several
-    rows are.
+    """A function that runs one batch of rows through a ``model.onnx`` of any precision on the CPU.
 
     Args:
         path: of the graph.
         core: what it returns.
-        inputs: of the graph, by the names of `triptych.tensors`; ``row_stride`` is added where
-            the layout is packed. For a core that reads images: the one input.
+        inputs: of the graph, as `core_feed` takes them.
         packed: the layout.
         pad_token_id: fills rows up.
     """
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_session(path)
     names = [tensor.name for tensor in core.outputs]
-    fed = {tensor.name for tensor in inputs} | ({ROW_STRIDE.name} if packed else set())
 
-    def run_images(samples: Sequence[Sample]) -> list[RowOutputs]:
-        results = session.run(names, {inputs[0].name: np.stack([np.asarray(s) for s in samples])})
-        return [dict(zip(names, values, strict=True)) for values in zip(*results, strict=True)]
-
-    def run_tokens(samples: Sequence[Sample]) -> list[RowOutputs]:
+    def run(samples: Sequence[Sample]) -> list[RowOutputs]:
+        feed = core_feed(samples, inputs, packed=packed, pad_token_id=pad_token_id)
+        results = session.run(names, feed)
         rows = [sample for sample in samples if isinstance(sample, TokenRow)]
-        strides = _strides(rows, packed=packed)
-        feed = {
-            "input_ids": _input_ids(rows, strides, pad_token_id, packed=packed),
-            "row_length": np.array([[len(row.ids)] for row in rows], dtype=np.int32),
-            "first_segment": np.array([[row.first_segment] for row in rows], dtype=np.int32),
-            "row_stride": np.array(strides, dtype=np.int32),
-        }
-        results = session.run(names, {name: feed[name] for name in fed})
-        starts = np.cumsum([0, *strides[:-1]])
+        if not rows:
+            return [dict(zip(names, values, strict=True)) for values in zip(*results, strict=True)]
+        starts = np.cumsum([0, *row_strides(rows, packed=packed)[:-1]])
         return [
             {
                 name: _cut(values, index, int(starts[index]), row, core, packed=packed)
@@ -67,27 +51,7 @@ def open_onnx(
             for index, row in enumerate(rows)
         ]
 
-    return run_images if core.reads == "image" else run_tokens
-
-
-def _strides(rows: Sequence[TokenRow], *, packed: bool) -> list[int]:
-    """Places each row takes, pads included."""
-    if not packed:
-        return [max(len(row.ids) for row in rows)] * len(rows)
-    return [len(row.ids) + (index % 4 if index % 2 else 0) for index, row in enumerate(rows)]
-
-
-def _input_ids(
-    rows: Sequence[TokenRow], strides: Sequence[int], pad_token_id: int, *, packed: bool
-) -> NDArray[np.int32]:
-    """INT32 ``[places]`` where packed, ``[rows, places]`` else."""
-    padded = [
-        (*row.ids, *[pad_token_id] * (stride - len(row.ids)))
-        for row, stride in zip(rows, strides, strict=True)
-    ]
-    if packed:
-        return np.array([token for row in padded for token in row], dtype=np.int32)
-    return np.array(padded, dtype=np.int32)
+    return run
 
 
 def _cut(

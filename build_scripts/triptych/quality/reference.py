@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.build.feeds import Sample
 from triptych.model_facts import Activation, Dense, ModelFacts, Normalize
-from triptych.quality.artifact import Sample
-from triptych.quality.gate import Expected
+from triptych.quality.samples import Expected
 from triptych.tasks.task import Core
 from triptych.tensors import TokenRow
 

@@ -8,7 +8,7 @@ from triptych.errors import UserError
 from triptych.model_facts import ModelFacts
 from triptych.spec import Custom
 from triptych.tasks.parts import TEXT, TEXT_PAIR, any_model, labels
-from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
 RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"}
@@ -84,6 +84,5 @@ def custom_task(custom: Custom) -> Task:
         parameters=parameters,
         settings=labels,
         carries=custom.reads == "tokens",
-        thresholds=Thresholds(max_difference=1e-5),
         check=any_model if custom.reads == "pooled" else check,
     )

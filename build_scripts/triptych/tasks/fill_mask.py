@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from triptych.errors import UserError
 from triptych.model_facts import ModelFacts
 from triptych.tasks.parts import TEXT, choosing_core, top_k
-from triptych.tasks.task import LARGEST_TOP_K, Core, Parameters, Rule, Task, Thresholds
+from triptych.tasks.task import LARGEST_TOP_K, Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
 
@@ -43,6 +43,5 @@ FILL_MASK = Task(
     parameters=_parameters,
     settings=_settings,
     decodes_tokens=True,
-    thresholds=Thresholds(max_difference=1e-5),
     check=_check,
 )

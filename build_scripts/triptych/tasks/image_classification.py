@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from triptych.errors import UserError
 from triptych.model_facts import ModelFacts
 from triptych.tasks.parts import CHOICES, choosing_core, has_labels, labels, top_k
-from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
 
@@ -40,6 +40,5 @@ IMAGE_CLASSIFICATION = Task(
     parameters=_parameters,
     settings=labels,
     request_rows=8,  # decoding takes long: a request with many images would hold up the others
-    thresholds=Thresholds(max_difference=1e-5),
     check=_check,
 )

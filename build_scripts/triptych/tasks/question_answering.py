@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from triptych.model_facts import ModelFacts
 from triptych.tasks.parts import TEXT, TEXT_PAIR, any_model
-from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
 
@@ -39,6 +39,5 @@ QUESTION_ANSWERING = Task(
     carries=True,
     expansion=8,
     max_length=384,  # as transformers' pipeline has it
-    thresholds=Thresholds(max_difference=1e-5),
     check=any_model,
 )

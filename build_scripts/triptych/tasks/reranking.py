@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from triptych.errors import UserError
 from triptych.model_facts import ModelFacts
 from triptych.tasks.parts import TEXT, TEXT_PAIR
-from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
 
@@ -40,6 +40,5 @@ RERANKING = Task(
     pairs=True,
     core=_core,
     parameters=_parameters,
-    thresholds=Thresholds(max_difference=1e-5),
     check=_check,
 )

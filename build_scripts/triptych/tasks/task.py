@@ -27,20 +27,6 @@ LARGEST_TOP_K = 64
 
 
 @dataclass(frozen=True)
-class Thresholds:
-    """What the accuracy gate demands of an artifact.
-
-    Attributes:
-        max_difference: largest difference of any element, relative to the largest element of the
-            reference where that is above 1.
-        min_cosine: of each row with the reference; None where the rows are not vectors.
-    """
-
-    max_difference: float
-    min_cosine: float | None = None
-
-
-@dataclass(frozen=True)
 class Core:
     """What the core computes and returns.
 
@@ -117,7 +103,6 @@ class Task:
         max_length: tokens of a core row unless the spec says otherwise; None for the model's own.
         request_rows: most rows of a request; None for as many as there is room for.
         expansion: core rows that room is left for a row of a request.
-        thresholds: of the accuracy gate, for fp32.
         check: raises `UserError` where a model does not fit the task.
     """
 
@@ -128,7 +113,6 @@ class Task:
     decode: str
     core: Callable[[ModelFacts, Parameters], Core]
     parameters: Callable[[ModelFacts], Mapping[str, Rule]]
-    thresholds: Thresholds
     check: Callable[[ModelFacts], None]
     settings: Callable[[ModelFacts], Mapping[str, object]] = nothing
     pairs: bool = False

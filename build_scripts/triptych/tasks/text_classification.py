@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from triptych.model_facts import ModelFacts
 from triptych.tasks.parts import CHOICES, TEXT, choosing_core, has_labels, labels, top_k
-from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tasks.task import Core, Parameters, Rule, Task
 
 
 def _core(facts: ModelFacts, parameters: Parameters) -> Core:
@@ -26,6 +26,5 @@ TEXT_CLASSIFICATION = Task(
     core=_core,
     parameters=_parameters,
     settings=labels,
-    thresholds=Thresholds(max_difference=1e-5),
     check=has_labels,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from triptych.model_facts import ModelFacts
 from triptych.tasks.parts import TEXT, any_model
-from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
 
@@ -44,6 +44,5 @@ TEXT_EMBEDDING = Task(
     core=_core,
     parameters=_parameters,
     settings=_settings,
-    thresholds=Thresholds(max_difference=1e-5, min_cosine=0.99999),
     check=any_model,
 )

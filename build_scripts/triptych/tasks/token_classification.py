@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from triptych.model_facts import ModelFacts
 from triptych.tasks.parts import TEXT, has_labels, labels
-from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
 AGGREGATIONS = ("none", "simple", "first", "max", "average")
@@ -35,6 +35,5 @@ TOKEN_CLASSIFICATION = Task(
     parameters=_parameters,
     settings=labels,
     carries=True,
-    thresholds=Thresholds(max_difference=1e-5),
     check=has_labels,
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from triptych.errors import UserError
 from triptych.model_facts import ModelFacts
 from triptych.tasks.parts import CHOICES, TEXT
-from triptych.tasks.task import Core, Parameters, Rule, Task, Thresholds
+from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
 
@@ -62,6 +62,5 @@ ZERO_SHOT_CLASSIFICATION = Task(
     parameters=_parameters,
     settings=_settings,
     expansion=8,
-    thresholds=Thresholds(max_difference=1e-5),
     check=_check,
 )

@@ -36,6 +36,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("lock-files", lock.lock_files),
     ("shared-core", lock.shared_core),
     ("traffic", lock.traffic),
+    ("gate-accepted", lock.gate_accepted),
     ("triton-version", config.triton_version),
     ("backend-known", config.backend_known),
     ("tensor-valid", config.tensor_valid),

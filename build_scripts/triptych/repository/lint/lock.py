@@ -99,6 +99,20 @@ def traffic(repository: Repository) -> Iterator[Flaw]:
             )
 
 
+def gate_accepted(repository: Repository) -> Iterator[Flaw]:
+    """No core failed the accuracy gate."""
+    for model, lock in _locks(repository):
+        gate = lock.get("gate")
+        reason = gate.get("accepted") if isinstance(gate, dict) else None
+        if reason:
+            yield warning(
+                f"{model.name}/{LOCK_FILE}",
+                "should be a build that passed the accuracy gate",
+                given=f"accepted although it failed: {reason!s:.200}",
+                remedy="See the report of the build; mend what failed and build again",
+            )
+
+
 def shared_core(repository: Repository) -> Iterator[Flaw]:
     """A pipeline that uses another one's core was built against the core that is there."""
     locks = {model.name: lock for model, lock in _locks(repository)}

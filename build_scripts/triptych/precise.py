@@ -1,0 +1,139 @@
+"""A core of lower precision that still passes the gate: which layers must stay as they are.
+
+The whole graph is converted; where the gate fails, the layers whose conversion hurts most (found
+one at a time, on calibration rows, which the gate never sees) stay in higher precision, more of
+them at each try, until the gate passes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from triptych.build.cache import cached_stage, code_hash
+from triptych.build.export import MODEL_FILE
+from triptych.build.feeds import Sample
+from triptych.build.precision.recipe import Precision
+from triptych.prepare import Prepared, Progress
+from triptych.quality.samples import Expected
+from triptych.workshop import Workshop
+
+CHOICE_FILE = "choice.json"
+LARGEST_KEPT_SHARE = 0.5
+"""A core with more of its layers kept is hardly of the precision any more."""
+
+Judge = Callable[[Path, str], dict[str, Any]]
+"""The gate: an artifact and its key to the result, whose ``failures`` is empty if it passed."""
+
+Reference = Callable[[Sequence[Sample]], Sequence[Expected]]
+"""What PyTorch makes of rows."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A core of lower precision.
+
+    Attributes:
+        file: the graph.
+        key: hash of all that decided it.
+        gate: the gate's result.
+        conversion: as `Conversion.as_dict`; where layers are kept also ``hurts``, what each layer
+            alone would cost in accuracy, and ``batch_ms``, what keeping them costs in time.
+    """
+
+    file: Path
+    key: str
+    gate: dict[str, Any]
+    conversion: dict[str, Any]
+
+
+def lower(
+    prepared: Prepared,
+    source: Path,
+    key: str,
+    precision: Precision,
+    *,
+    judge: Judge,
+    judged_by: str,
+    reference: Reference,
+    progress: Progress,
+) -> Lowered:
+    """Convert the fp32 core, keeping as few layers as the gate allows.
+
+    Args:
+        prepared: the pipeline.
+        source: its fp32 core.
+        key: hash of all that decided `source`.
+        precision: wanted, not fp32.
+        judge: the gate for this precision.
+        judged_by: hash of what the gate's verdict depends on besides the artifact.
+        reference: what PyTorch makes of rows.
+        progress: told what becomes of each try.
+
+    Returns:
+        The first that passes, else the last that was tried, with its failures.
+
+    Raises:
+        UserError: the graph cannot be converted.
+    """
+    workshop = Workshop(prepared, source, key, precision, progress)
+    searched: list[Lowered] = []
+
+    def work(target: Path) -> None:
+        lowered, kept, found = _search(workshop, judge, reference)
+        searched.append(replace(lowered, conversion={**lowered.conversion, **found}))
+        if lowered.gate["failures"]:
+            raise _NothingPasses
+        # What was asked for: a converter may keep more by itself.
+        choice = {"kept": list(kept), "found": found}
+        (target / CHOICE_FILE).write_text(json.dumps(choice, ensure_ascii=False), encoding="utf-8")
+
+    try:
+        inputs = {**workshop.inputs, "judged_by": judged_by, "search": code_hash("precise.py")}
+        folder, _ = cached_stage("kept", inputs, work)
+    except _NothingPasses:
+        return searched[0]
+    if searched:
+        return searched[0]
+    choice = json.loads((folder / CHOICE_FILE).read_text(encoding="utf-8"))
+    lowered = _try(workshop, choice["kept"], judge)
+    return replace(lowered, conversion={**lowered.conversion, **choice["found"]})
+
+
+class _NothingPasses(Exception):
+    """The search ended without a core that passes: nothing to remember."""
+
+
+def _search(
+    workshop: Workshop, judge: Judge, reference: Reference
+) -> tuple[Lowered, Sequence[str], dict[str, Any]]:
+    """The last core tried, the layers it was to keep, and what was found out on the way."""
+    kept: Sequence[str] = ()
+    lowered = _try(workshop, kept, judge)
+    if not lowered.gate["failures"]:
+        return lowered, kept, {}
+    hurts = workshop.ranking(lowered.conversion["layers"], reference)
+    worst_first = sorted(hurts, key=lambda name: -hurts[name])
+    for count in _counts(len(worst_first)):
+        kept = worst_first[:count]
+        lowered = _try(workshop, kept, judge)
+        if not lowered.gate["failures"]:
+            return lowered, kept, {"hurts": hurts, "batch_ms": workshop.times(lowered.file)}
+    return lowered, kept, {"hurts": hurts}
+
+
+def _try(workshop: Workshop, kept: Sequence[str], judge: Judge) -> Lowered:
+    folder, key, conversion = workshop.converted(kept)
+    return Lowered(folder / MODEL_FILE, key, judge(folder / MODEL_FILE, key), conversion)
+
+
+def _counts(layers: int) -> list[int]:
+    """How many layers to keep at each try: few steps, small ones first."""
+    counts, count = [], 1
+    while count <= layers * LARGEST_KEPT_SHARE:
+        counts.append(count)
+        count += max(1, count // 2)
+    return counts

@@ -1,0 +1,16 @@
+"""Results as plain data, for JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def plain_data(value: Any) -> Any:
+    """`value` with dicts and lists for all mappings and sequences; what is no number is None."""
+    if isinstance(value, Mapping):
+        return {str(name): plain_data(held) for name, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,123 @@
+"""Words and numbers of the report: hostile text made inert, no fault rounded away."""
+
+from __future__ import annotations
+
+import unicodedata
+from html import escape
+from itertools import groupby
+from math import isfinite, log10
+from typing import Any
+
+NOTHING = "\N{EM DASH}"
+MINUS = "\N{MINUS SIGN}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+LONGEST_TEXT = 240
+"""Characters of a client's text that are shown; the rest is only counted."""
+
+_LARGEST = 1e300
+_NAMED = {"\n": "↵", "\r": "␍", "\t": "⇥"}
+_JOINERS = {"\u200c", "\u200d"}  # part of Persian and Indic spelling, and of emoji
+_UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: Any) -> float | None:
+    """`value` as a finite float that arithmetic cannot overflow; None where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, int):
+        return float(value) if abs(value) < _LARGEST else None
+    return value if isfinite(value) and abs(value) < _LARGEST else None
+
+
+def plain(text: Any) -> str:
+    """`text` escaped for an attribute or for SVG; what cannot be seen is spelled out."""
+    return "".join(f"[{mark}]" if mark else piece for mark, piece in _pieces(str(text)))
+
+
+def shown(text: Any, most: int = LONGEST_TEXT) -> str:
+    """The first `most` characters as HTML: escaped, of their own direction, the unseen spelled."""
+    if text is None:
+        return NOTHING
+    body = "".join(
+        f'<span class="mark">{mark}</span>' if mark else piece
+        for mark, piece in _pieces(str(text)[:most])
+    )
+    left_out = len(str(text)) - most
+    more = f' <span class="quiet">… {left_out:,} more characters</span>' if left_out > 0 else ""
+    if not str(text).strip(" "):
+        body = f'<span class="quiet">{amount(len(str(text)), "blank") if body else "empty"}</span>'
+    return f"<bdi>{body}</bdi>{more}"
+
+
+def code(name: Any) -> str:
+    """A name as HTML that may break after its underscores, dots and slashes."""
+    text = plain(name)
+    for sign in "_./":
+        text = text.replace(sign, f"{sign}<wbr>")
+    return f"<code>{text}</code>"
+
+
+def figure(value: Any, digits: int = 4) -> str:
+    """A number as text with `digits` decimals; in powers of ten where those would say nothing.
+
+    A share that is nearly 1 keeps as many digits as tell it from 1.
+    """
+    given = number(value)
+    if given is None:
+        return NOTHING
+    if given == 0:
+        return "0"
+    size = abs(given)
+    if size >= 1e6 or size < 1e-3:
+        return _scientific(given, max(1, digits - 3))
+    while size < 10**-digits:
+        digits += 1
+    while digits < 9 and given < 1 and float(f"{given:.{digits}f}") == 1:
+        digits += 1
+    return f"{given:,.{digits}f}".replace("-", MINUS)
+
+
+def signed(value: float) -> str:
+    """A change: `figure` with its sign."""
+    return f"+{figure(value)}" if value > 0 else figure(value)
+
+
+def figures(value: Any, limit: Any) -> tuple[str, str]:
+    """`value` and its `limit` as texts that differ wherever the numbers do."""
+    digits = 4
+    texts = figure(value), figure(limit)
+    while texts[0] == texts[1] and number(value) != number(limit) and digits < 15:
+        digits += 1
+        texts = figure(value, digits), figure(limit, digits)
+    return texts
+
+
+def power(value: float) -> str:
+    """A tick of a logarithmic axis: 1, 10, 10³, 10⁻⁶."""
+    exponent = round(log10(value))
+    return {0: "1", 1: "10"}.get(exponent, f"10{str(exponent).translate(_SUPERSCRIPTS)}")
+
+
+def amount(count: int, noun: str) -> str:
+    """``1 row``, ``1,200 rows``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _scientific(value: float, digits: int) -> str:
+    head, _, tail = f"{value:.{digits}e}".partition("e")
+    words = (head.replace("-", MINUS), TIMES, f"10{str(int(tail)).translate(_SUPERSCRIPTS)}")
+    return "\N{NO-BREAK SPACE}".join(words)
+
+
+def _pieces(text: str) -> list[tuple[str, str]]:
+    """The parts of `text`: what to spell out and "", or "" and escaped characters."""
+    parts = []
+    for character, run in groupby(text):
+        times = len(list(run))
+        if character in _JOINERS or unicodedata.category(character) not in _UNSEEN:
+            parts.append(("", escape(character) * times))
+            continue
+        mark = _NAMED.get(character, f"U+{ord(character):04X}")
+        parts.append((mark if times == 1 else f"{mark} {TIMES}{times}", ""))
+    return parts

@@ -1,0 +1,50 @@
+"""The report of a gate: `report.html` to read and `gate.json` to compute with, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from triptych.quality.plain import plain_data
+from triptych.quality.report.page import page
+
+
+def write_report(
+    gate: Mapping[str, Any], target: Path, *, candidates: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Write ``report.html`` and ``gate.json`` into `target`; each appears whole or not at all.
+
+    The page needs nothing beside itself: no network, no script, no font.
+
+    Args:
+        gate: `GateResult.as_dict()` with ``pipeline``, ``task``, ``architecture``, ``layout``,
+            ``precision``, ``conversion`` (`Conversion.as_dict()` or None), ``accepted`` (why a
+            failed gate does not stop the build, or None) and ``versions`` (name to version).
+            Numbers that are not finite may be None.
+        target: a folder; made where it is missing.
+        candidates: what `precision: auto` tried, in its order: ``precision``, ``status``
+            ("chosen", "passed", "failed", "not runnable"), ``failures``, ``verdicts`` (metric to
+            value), ``throughput_per_s``, ``p99_ms``, ``size_bytes``, ``kept``, ``note``; any may
+            be None. They go into ``gate.json`` as ``candidates``.
+    """
+    record = {**gate, **({"candidates": list(candidates)} if candidates else {})}
+    clean = plain_data(record)
+    files = {
+        "gate.json": json.dumps(clean, indent=2, allow_nan=False) + "\n",
+        "report.html": page(clean, clean.get("candidates", [])),
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        _write(target / name, text)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,159 @@
+"""What the accuracy gate measures and demands: the metrics of each task, and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from triptych.errors import UserError
+
+Tolerance = Literal["exact", "close", "quantized"]
+"""How near the reference a core can be: as fp32 is; with a shorter mantissa; with few levels."""
+
+TOLERANCES: dict[str, Tolerance] = {
+    "fp32": "exact",
+    "fp16": "close",
+    "bf16": "close",
+    "int8": "quantized",
+    "int8_dynamic": "quantized",
+    "fp8": "quantized",
+}
+"""By precision of the core."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure that compares a candidate with the reference.
+
+    Attributes:
+        name: as pipeline.yaml, the lock and the report have it.
+        better: which values are.
+        says: what it is, in a few words.
+    """
+
+    name: str
+    better: Literal["higher", "lower"]
+    says: str
+
+    def meets(self, value: float, limit: float) -> bool:
+        """Whether `value` is at the limit or on its better side; NaN never is."""
+        return value >= limit if self.better == "higher" else value <= limit
+
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("max_difference", "lower", "largest difference of any element the core returns"),
+        Metric("neighbour_effect", "lower", "largest change of any element by batch neighbours"),
+        Metric("edge_error", "lower", "largest relative error of a made-up row"),
+        Metric("min_cosine", "higher", "lowest cosine of a vector with the reference's"),
+        Metric("mean_cosine", "higher", "mean cosine of the vectors with the reference's"),
+        Metric("nearest_neighbour_agreement", "higher", "texts with the same nearest neighbour"),
+        Metric("similarity_rank_correlation", "higher", "Spearman of the similarities of pairs"),
+        Metric("label_agreement", "higher", "same first label"),
+        Metric("max_probability_difference", "lower", "largest difference of a label's score"),
+        Metric("confidence_shift", "lower", "difference of the mean score of the first label"),
+        Metric("entity_f1", "higher", "F1 of entities against the reference's"),
+        Metric("exact_match", "higher", "same answer at the same place"),
+        Metric("answer_f1", "higher", "F1 of the answers' words against the reference's"),
+        Metric("rank_correlation", "higher", "Spearman of the scores"),
+        Metric("top1_agreement", "higher", "queries with the same first passage"),
+        Metric("top_k_overlap", "higher", "of the reference's tokens, those also returned"),
+    )
+}
+
+_CORE = ("max_difference", "neighbour_effect", "edge_error")
+_LABELS = ("label_agreement", "max_probability_difference", "confidence_shift")
+_COSINES = ("min_cosine", "mean_cosine")
+_TASKS: dict[str, tuple[str, ...]] = {
+    "text-embedding": (
+        *_COSINES,
+        "nearest_neighbour_agreement",
+        "similarity_rank_correlation",
+    ),
+    "text-classification": _LABELS,
+    "zero-shot-classification": _LABELS,
+    "image-classification": _LABELS,
+    "token-classification": ("entity_f1", "label_agreement"),
+    "question-answering": ("exact_match", "answer_f1"),
+    "reranking": ("rank_correlation", "top1_agreement"),
+    "fill-mask": ("top_k_overlap", "label_agreement"),
+}
+_CUSTOM: dict[str, tuple[str, ...]] = {
+    "vector": _COSINES,
+    "scores": ("label_agreement",),
+    "token_scores": ("label_agreement",),
+}
+
+_LIMITS: dict[str, tuple[float, float, float | None]] = {
+    "max_difference": (1e-5, 0.05, None),
+    "neighbour_effect": (1e-5, 1e-2, 3e-2),
+    "edge_error": (1e-4, 0.1, 0.7),
+    "min_cosine": (0.99999, 0.999, 0.97),
+    "mean_cosine": (0.99999, 0.9995, 0.998),
+    "nearest_neighbour_agreement": (1.0, 0.98, 0.97),
+    "similarity_rank_correlation": (0.9999, 0.999, 0.99),
+    "label_agreement": (1.0, 0.99, 0.98),
+    "max_probability_difference": (1e-5, 0.05, 0.15),
+    "confidence_shift": (1e-5, 0.005, 0.02),
+    "entity_f1": (1.0, 0.99, 0.97),
+    "exact_match": (1.0, 0.98, 0.95),
+    "answer_f1": (1.0, 0.99, 0.97),
+    "rank_correlation": (0.9999, 0.999, 0.99),
+    "top1_agreement": (1.0, 0.98, 0.95),
+    "top_k_overlap": (1.0, 0.95, 0.9),
+}
+"""By metric: exact, close, quantized; None where only an override sets a limit.
+
+`max_difference` and `neighbour_effect` are relative to the reference's largest element where that
+is above 1. Batches of another shape add up in another order, which moves fp32 by 2e-7; what is then
+rounded to few levels moves by whole levels. So MiniLM shows, without any influence of neighbours,
+2e-4 in fp16, 2e-3 in bf16 and 1.2e-2 with int8 activations of a scale per row; with a scale per
+batch, where neighbours do have influence, 5.6e-2.
+
+`edge_error` is of whole rows, relative to each row's own reference. Made-up rows are what no
+calibration has seen: int8 MiniLM is off by 0.07 to 0.3, and by 0.48 where one word fills a row. No
+answer at all would be off by 1, that of an unrelated row by 1.4.
+"""
+
+_COLUMNS: dict[Tolerance, int] = {"exact": 0, "close": 1, "quantized": 2}
+
+
+def metrics_of(task: str, returns: str) -> tuple[str, ...]:
+    """Names of the metrics of a task, those of the core first.
+
+    Args:
+        task: name of the task; ``custom`` for one of a pipeline's own.
+        returns: what leaves its core (`tasks.task.Returns`); it decides for a custom task.
+    """
+    own = _CUSTOM.get(returns, ()) if task == "custom" else _TASKS[task]
+    return _CORE + own
+
+
+def thresholds(
+    task: str, returns: str, precision: str, overrides: Mapping[str, float]
+) -> dict[str, float]:
+    """The limit of each metric that a candidate has to meet.
+
+    Args:
+        task: name of the task.
+        returns: what leaves its core.
+        precision: of the candidate, as `TOLERANCES` has it.
+        overrides: ``accuracy`` of the spec: metric to limit, instead of the default.
+
+    Raises:
+        UserError: an override of what is no metric of the task.
+    """
+    names = metrics_of(task, returns)
+    for name, limit in overrides.items():
+        if name not in names:
+            raise UserError(
+                f"accuracy.{name}",
+                f"must be a metric of {task}",
+                given=limit,
+                remedy=f"Choose from: {', '.join(names)}",
+            )
+    column = _COLUMNS[TOLERANCES[precision]]
+    limits = {name: overrides.get(name, _LIMITS[name][column]) for name in names}
+    return {name: limit for name, limit in limits.items() if limit is not None}

@@ -1,0 +1,99 @@
+"""Decoded outputs of one request each, as the ensemble of each task returns them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Decoded = dict[str, NDArray[Any]]
+Span = tuple[str, int, int]
+
+
+def words(*texts: str) -> NDArray[Any]:
+    return np.array([[text.encode() for text in texts]], dtype=object)
+
+
+def floats(*values: float) -> NDArray[np.float32]:
+    return np.array([values], dtype=np.float32)
+
+
+def vector(*values: float) -> Decoded:
+    return {"embedding": floats(*values), "embedding_int8": np.empty((1, 0), np.int8)}
+
+
+def encoded(*values: int) -> Decoded:
+    return {
+        "embedding": np.empty((1, 0), np.float32),
+        "embedding_int8": np.array([values], dtype=np.int8),
+    }
+
+
+def labels(*pairs: tuple[str, float]) -> Decoded:
+    return {"label": words(*(p[0] for p in pairs)), "score": floats(*(p[1] for p in pairs))}
+
+
+def tokens(*pairs: tuple[str, float]) -> Decoded:
+    return {"token": words(*(p[0] for p in pairs)), "score": floats(*(p[1] for p in pairs))}
+
+
+def entities(*spans: Span, score: float | None = 0.9) -> Decoded:
+    found = [
+        {"entity": name, "text": "…", "start": start, "end": end, "score": score}
+        for name, start, end in spans
+    ]
+    return {"entities": words(json.dumps(found))}
+
+
+def answer(text: str, start: int = 0, score: float = 0.5) -> Decoded:
+    return {
+        "answer": words(text),
+        "score": floats(score),
+        "start": np.array([[start]], np.int32),
+        "end": np.array([[start + len(text)]], np.int32),
+    }
+
+
+def relevance(score: float) -> Decoded:
+    return {"score": floats(score)}
+
+
+def vectors(rows: NDArray[Any]) -> list[Decoded]:
+    return [vector(*row) for row in rows]
+
+
+def relevances(scores: Sequence[float]) -> list[Decoded]:
+    return [relevance(score) for score in scores]
+
+
+EXAMPLES: dict[str, list[Decoded]] = {
+    "text-embedding": [vector(1, 0, 0), vector(0.6, 0.8, 0), vector(0, 0.6, 0.8), vector(0, 0, 1)],
+    "text-classification": [labels(("a", 0.9)), labels(("b", 0.6), ("a", 0.4)), labels(("a", 0.5))],
+    "zero-shot-classification": [labels(("a", 0.5), ("b", 0.5)), labels(("x", 0.7), ("y", 0.3))],
+    "image-classification": [labels(("cat", 0.9), ("dog", 0.1)), labels(("dog", 1.0))],
+    "token-classification": [entities(("PER", 0, 3), ("LOC", 5, 9)), entities()],
+    "question-answering": [answer("in Rome", 4), answer("", 0)],
+    "reranking": relevances([2.0, -1.0, 0.5]),
+    "fill-mask": [tokens(("Paris", 0.8), ("Rome", 0.1)), tokens(("dog", 0.4), ("cat", 0.4))],
+    "custom": [{"answer": words("x"), "number": floats(1.0, 2.0)}, {"number": floats(3.0)}],
+}
+PERFECT = {
+    "text-embedding": {
+        "min_cosine": 1.0,
+        "mean_cosine": 1.0,
+        "nearest_neighbour_agreement": 1.0,
+        "similarity_rank_correlation": 1.0,
+    },
+    "token-classification": {"entity_f1": 1.0},
+    "question-answering": {"exact_match": 1.0, "answer_f1": 1.0},
+    "reranking": {"rank_correlation": 1.0, "top1_agreement": 1.0},
+    "fill-mask": {"top_k_overlap": 1.0, "label_agreement": 1.0},
+    "custom": {},
+    **{
+        task: {"label_agreement": 1.0, "max_probability_difference": 0.0, "confidence_shift": 0.0}
+        for task in ("text-classification", "zero-shot-classification", "image-classification")
+    },
+}

@@ -1,0 +1,162 @@
+"""Real cores on real rows for the gate, and ways to break a graph."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conftest import quiet, traffic_texts
+from task_models import MODELS
+from triptych.build.feeds import Sample
+from triptych.gating import decoding_of
+from triptych.prepare import Prepared, prepare
+from triptych.quality.artifact import RowOutputs, RunBatch, open_onnx
+from triptych.quality.gate import Labelled, check
+from triptych.quality.samples import Expected, rows_of
+from triptych.quality.verdicts import GateResult
+from triptych.reference_rows import reference_of
+from triptych.spec import load_spec
+from triptych.tasks.accuracy import thresholds
+
+CONTEXT = "The lamp is kept by Ines in the old harbour house. "
+
+
+def write_task(base: Path, name: str, minilm: Path, rows: int = 40) -> Path:
+    """The folder of a pipeline on one of the small models, with traffic of its task."""
+    task, make = MODELS[name]
+    texts = traffic_texts()[:rows]
+    folder = base / "pipelines" / name
+    folder.mkdir(parents=True)
+    spec: dict[str, Any] = {"task": task, "model": {"source": str(base / "models" / name)}}
+    make(base / "models" / name, minilm, traffic_texts())
+    if task == "zero-shot-classification":
+        spec["parameters"] = {"labels": ["billing", "a delivery", "something else"]}
+    lines: list[dict[str, Any]] = [{"text": text} for text in texts]
+    if task == "fill-mask":
+        lines = [{"text": f"[MASK] {text}"} for text in texts]
+    elif task == "question-answering":
+        lines = [{"text": "Who keeps it?", "text_pair": CONTEXT + text} for text in texts]
+    elif task == "reranking":
+        lines = [{"text": texts[i % 5], "text_pair": text} for i, text in enumerate(texts)]
+    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
+    (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return folder
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A pipeline, its core and what the reference makes of the gate's rows."""
+
+    prepared: Prepared
+    file: Path
+    expected: list[Expected]
+
+    @classmethod
+    def of(cls, folder: Path, file: Path, *, step: int = 1) -> Bench:
+        """With every `step`th request of the traffic."""
+        prepared = prepare(load_spec(folder), quiet)
+        edges = [request for request in prepared.requests if request.edge]
+        traffic = [request for request in prepared.requests if not request.edge][::step]
+        prepared = replace(prepared, requests=(*edges, *traffic))
+        return cls(prepared, file, reference_of(prepared, rows_of(prepared.requests)))
+
+    def open(self, file: Path | None = None) -> RunBatch:
+        plan = self.prepared.plan
+        pad = plan.facts.pad_token_id
+        path = file or self.file
+        return open_onnx(path, plan.core, plan.core_inputs, packed=plan.packed, pad_token_id=pad)
+
+    def check(
+        self, run: RunBatch, precision: str = "fp32", labelled: Labelled | None = None
+    ) -> GateResult:
+        plan = self.prepared.plan
+        return check(
+            run,
+            self.prepared.requests,
+            self.expected,
+            plan.core,
+            thresholds(plan.task.name, plan.core.returns, precision, {}),
+            task=plan.task.name,
+            precision=precision,
+            batch_size=16,
+            decoding=decoding_of(self.prepared),
+            labelled=labelled,
+        )
+
+    def changed(self, change: Callable[[RowOutputs], RowOutputs]) -> RunBatch:
+        """The right core, but for what `change` does to each row's outputs."""
+        right = self.open()
+        return lambda batch: [change(row) for row in right(batch)]
+
+    def recall(self, outputs: Sequence[Expected]) -> RunBatch:
+        """An artifact that returns these vectors for the gate's rows."""
+        name = self.prepared.plan.core.outputs[0].name
+        known: dict[Sample, Expected] = dict(
+            zip(rows_of(self.prepared.requests), outputs, strict=True)
+        )
+        return lambda batch: [{name: known[row][0]} for row in batch]
+
+    def broken(self, target: Path, breaks: Callable[[Any], None]) -> RunBatch:
+        """The core with its graph changed."""
+        import onnx
+
+        model = onnx.load(self.file)
+        breaks(model.graph)
+        onnx.save(model, target)
+        return self.open(target)
+
+
+def weights(graph: Any, part: str) -> Any:
+    """The initializer whose name has `part`."""
+    return next(item for item in graph.initializer if part in item.name)
+
+
+def rewrite(initializer: Any, change: Callable[[Any], Any]) -> None:
+    from onnx import numpy_helper
+
+    values = change(numpy_helper.to_array(initializer))
+    initializer.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values), initializer.name))
+
+
+def scale_a_layer(graph: Any) -> None:
+    """A feed-forward matrix in the middle of the encoder, 5 % too large."""
+    matrices = [item for item in graph.initializer if list(item.dims) == [384, 1536]]
+    rewrite(matrices[len(matrices) // 2], lambda values: values * np.float32(1.05))
+
+
+def let_rows_see_each_other(graph: Any) -> None:
+    """Of the mask's "same row and no pad" only the second half is left."""
+    mask = next(node for node in graph.node if node.op_type == "And")
+    same_row = next(node for node in graph.node if node.output[0] == mask.input[0])
+    same_row.input[1] = same_row.input[0]
+
+
+def shift_positions(graph: Any) -> None:
+    """Every token has the position of the next one."""
+    rewrite(weights(graph, "position_embeddings"), lambda values: np.roll(values, -1, axis=0))
+
+
+def overflow_in_half_precision(graph: Any) -> None:
+    """Values inside the graph go through fp16 at a scale at which large ones do not fit."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    norms = [node for node in graph.node if node.op_type == "LayerNormalization"]
+    norm = norms[len(norms) // 2]
+    name = norm.output[0]
+    norm.output[0] = f"{name}_before"
+    for side, factor in (("up", 3e4), ("down", 1 / 3e4)):
+        graph.initializer.append(numpy_helper.from_array(np.float32(factor), f"{name}_{side}"))
+    steps = [
+        ("Mul", [f"{name}_before", f"{name}_up"], f"{name}_large", {}),
+        ("Cast", [f"{name}_large"], f"{name}_half", {"to": TensorProto.FLOAT16}),
+        ("Cast", [f"{name}_half"], f"{name}_single", {"to": TensorProto.FLOAT}),
+        ("Mul", [f"{name}_single", f"{name}_down"], name, {}),
+    ]
+    place = list(graph.node).index(norm) + 1
+    for offset, (kind, given, made, settings) in enumerate(steps):
+        graph.node.insert(place + offset, helper.make_node(kind, given, [made], **settings))

@@ -1,0 +1,143 @@
+"""Gates and candidates to report on, and a reader that takes a report's page apart."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+from typing import Any
+
+from triptych.quality.report.text import MINUS, TIMES
+
+VOID = {"meta", "br", "wbr"}
+LAYERS = tuple(f"encoder.layer.{index}.{name}" for index in range(20) for name in ("query", "out"))
+
+
+def typed(text: str) -> str:
+    """`text` with single blanks and with the signs that a keyboard has."""
+    return " ".join(text.split()).replace(TIMES, "x").replace(MINUS, "-")
+
+
+class Page(HTMLParser):
+    """A page taken apart; balanced, or it raises."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(source)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"{tag} closes another"
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return typed("".join(self.words))
+
+    def count(self, tag: str, kind: str = "") -> int:
+        return sum(
+            name == tag and (not kind or kind in str(attrs.get("class", "")).split())
+            for name, attrs in self.tags
+        )
+
+
+def verdict(metric: str, value: float | None, limit: float | None, *, passed: bool = True) -> Any:
+    return {"metric": metric, "value": value, "limit": limit, "passed": passed}
+
+
+def gate_of(**changes: Any) -> dict[str, Any]:
+    """A gate that an int8 embedding passed, but for `changes`."""
+    return {
+        "precision": "int8",
+        "rows": 267,
+        "edge_rows": 9,
+        "finite": True,
+        "verdicts": [
+            verdict("max_difference", 0.0834, None),
+            verdict("mean_cosine", 0.99861, 0.998),
+            verdict("nearest_neighbour_agreement", 0.9775, 0.97),
+        ],
+        "failures": [],
+        "worst": [
+            {"shown": "a text", "badness": 0.25, "difference": 0.5, "wanted": "w", "got": "g"}
+        ],
+        "notes": ["a note"],
+        "row_differences": [0.0, 1e-3, 0.01, 0.0834],
+        "labelled": {
+            "metric": "similarity_correlation",
+            "rows": 300,
+            "reference": 0.8214,
+            "candidate": 0.8197,
+            "difference": -0.0017,
+            "low": -0.0049,
+            "high": 0.0012,
+            "max_drop": 0.005,
+            "smallest_visible_drop": 0.0031,
+            "failure": "",
+        },
+        "pipeline": "minilm",
+        "task": "text-embedding",
+        "architecture": "BertModel",
+        "layout": "packed",
+        "conversion": {
+            "layers": LAYERS,
+            "kept": [LAYERS[3]],
+            "reasons": {LAYERS[3]: "most sensitive"},
+            "ranges": {name: 1.5 + index for index, name in enumerate(LAYERS)},
+            "notes": ["of the conversion"],
+        },
+        "accepted": None,
+        "versions": {"onnxruntime": "1.22.0"},
+        **changes,
+    }
+
+
+def candidate(precision: str, status: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "precision": precision,
+        "status": status,
+        "failures": [],
+        "verdicts": {"mean_cosine": 0.9987, "nearest_neighbour_agreement": 0.9775},
+        "throughput_per_s": 231.94,
+        "p99_ms": 196.4,
+        "size_bytes": 24_100_000,
+        "kept": [],
+        "note": "",
+        **changes,
+    }
+
+
+NOTHING_KNOWN = dict.fromkeys(candidate("int8", "failed"))
+CANDIDATES = (
+    candidate("fp32", "passed", throughput_per_s=162.3),
+    candidate("bf16", "not runnable", verdicts=None, throughput_per_s=None, kept=None),
+    candidate("int8", "chosen"),
+    candidate("int8_dynamic", "failed", failures=["0.88 is below 0.97"], throughput_per_s=218.0),
+)
+
+
+def assert_finite_drawing(page: Page) -> None:
+    """Every coordinate is a finite number, and no length is negative."""
+    drawn = [attrs for tag, attrs in page.tags if tag in ("rect", "line", "circle", "text")]
+    for attrs in drawn:
+        for name in {"x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "r", "width", "height"} & {
+            *attrs
+        }:
+            value = float(str(attrs[name]))
+            assert math.isfinite(value)
+            assert -50 < value < 1000, (name, attrs)
+            assert value >= 0 or name not in ("r", "width", "height")

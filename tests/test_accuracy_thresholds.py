@@ -1,0 +1,87 @@
+"""What the accuracy gate demands by default, and what a spec may override."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+
+from triptych.build.precision.recipe import Precision
+from triptych.errors import UserError
+from triptych.tasks import TASKS
+from triptych.tasks.accuracy import METRICS, TOLERANCES, Metric, metrics_of, thresholds
+from triptych.tasks.task import Returns
+
+ORDER = {"higher": 1, "lower": -1}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_every_task_has_limits_in_every_precision(task: str, precision: str) -> None:
+    limits = thresholds(task, "", precision, {})
+    unlimited = {"max_difference"} if TOLERANCES[precision] == "quantized" else set()
+    assert limits.keys() == set(metrics_of(task, "")) - unlimited
+    assert limits.keys() <= METRICS.keys()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_limits_never_tighten_with_fewer_bits(task: str) -> None:
+    steps = [thresholds(task, "", precision, {}) for precision in ("fp32", "fp16", "int8")]
+    for tight, loose in pairwise(steps):
+        for name in loose:
+            assert METRICS[name].meets(tight[name], loose[name]), name
+
+
+def test_precisions_of_a_tolerance_have_the_same_limits() -> None:
+    for same in (("fp16", "bf16"), ("int8", "int8_dynamic", "fp8")):
+        limits = [thresholds("reranking", "scores", precision, {}) for precision in same]
+        assert all(each == limits[0] for each in limits)
+
+
+def test_the_limits_of_embeddings_are_those_promised() -> None:
+    quantized = thresholds("text-embedding", "vector", "int8", {})
+    assert quantized["mean_cosine"] == 0.998
+    assert quantized["nearest_neighbour_agreement"] == 0.97
+    exact = thresholds("text-embedding", "vector", "fp32", {})
+    assert (exact["max_difference"], exact["min_cosine"]) == (1e-5, 0.99999)
+    assert exact["nearest_neighbour_agreement"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("returns", "own"),
+    [
+        ("vector", {"min_cosine", "mean_cosine"}),
+        ("scores", {"label_agreement"}),
+        ("token_scores", {"label_agreement"}),
+        ("logits", set()),
+    ],
+)
+def test_a_custom_task_is_judged_by_what_its_core_returns(returns: Returns, own: set[str]) -> None:
+    limits = thresholds("custom", returns, "fp32", {})
+    assert limits.keys() == {"max_difference", "neighbour_effect", "edge_error"} | own
+
+
+def test_an_override_replaces_the_default_and_adds_a_limit_that_has_none() -> None:
+    limits = thresholds(
+        "text-embedding", "vector", "int8", {"max_difference": 0.1, "min_cosine": 0.9}
+    )
+    assert (limits["max_difference"], limits["min_cosine"]) == (0.1, 0.9)
+    assert limits["mean_cosine"] == 0.998
+
+
+@pytest.mark.parametrize("name", ["entity_f1", "nonsense"])
+def test_an_override_of_what_the_task_does_not_measure_is_refused(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        thresholds("text-embedding", "vector", "fp32", {name: 0.5})
+    assert caught.value.field == f"accuracy.{name}"
+    assert "nearest_neighbour_agreement" in caught.value.remedy
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+def test_a_metric_meets_its_limit_from_the_better_side_alone(metric: Metric) -> None:
+    sign = ORDER[metric.better]
+    assert metric.meets(0.5, 0.5)
+    assert metric.meets(0.5 + sign * 0.1, 0.5)
+    assert not metric.meets(0.5 - sign * 0.1, 0.5)
+    assert not metric.meets(float("nan"), 0.5)

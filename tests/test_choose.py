@@ -1,0 +1,149 @@
+"""`core.precision: auto`: real builds, real servers, real load; the fastest that passes ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import quiet, write_pipeline
+from triptych import choose, race
+from triptych.assemble import Built, GateFailure
+from triptych.build.lock import read_lock
+from triptych.errors import UserError
+from triptych.prepare import prepare
+from triptych.race import Pace
+from triptych.spec import load_spec
+
+CANDIDATES = ("fp32", "int8", "int8_dynamic", "fp16")
+Told = list[tuple[str, str]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Little time for load, and a cache in which nothing was measured before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIPTYCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(race, "WINDOW_S", 0.4)
+        patch.setattr(race, "ROUNDS", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A random model's: wide limits, so that what passes is no accident of its weights."""
+    limits = {
+        "mean_cosine": 0.9,
+        "min_cosine": 0.5,
+        "nearest_neighbour_agreement": 0.3,
+        "similarity_rank_correlation": 0.5,
+        "neighbour_effect": 0.1,
+    }
+    folder = tmp_path_factory.mktemp("pipelines") / "tiny"
+    return write_pipeline(
+        folder, model={"source": str(tiny_model)}, core={"precision": "auto"}, accuracy=limits
+    )
+
+
+@pytest.fixture(scope="module")
+def chosen(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Built, Path, Told]:
+    """A build of it: what it did, where, and what it told."""
+    told: Told = []
+    repository = tmp_path_factory.mktemp("auto") / "repository"
+    prepared = prepare(load_spec(pipeline), quiet)
+    built = choose.build(prepared, repository, lambda stage, line: told.append((stage, line)))
+    return built, repository, told
+
+
+def by_precision(built: Built) -> Mapping[str, Mapping[str, Any]]:
+    return {one["precision"]: one for one in built.gate["candidates"]}
+
+
+def test_the_fastest_that_passes_is_built(chosen: tuple[Built, Path, Told]) -> None:
+    built, repository, told = chosen
+    candidates = by_precision(built)
+    assert tuple(candidates) == CANDIDATES
+    measured = {name: one for name, one in candidates.items() if one["throughput_per_s"]}
+    (best,) = [name for name, one in candidates.items() if one["status"] == "chosen"]
+    assert best == max(measured, key=lambda name: measured[name]["throughput_per_s"])
+    assert built.gate["precision"] == best
+    assert "fp32" in measured
+    lock = read_lock(repository, "tiny")
+    assert lock is not None
+    assert lock["spec"]["core"]["precision"] == "auto"
+    assert lock["gate"]["precision"] == best
+    assert [one["precision"] for one in lock["gate"]["candidates"]] == list(CANDIDATES)
+    assert len([line for stage, line in told if stage == "race"]) >= len(measured)
+
+
+def test_every_candidate_has_its_figures(chosen: tuple[Built, Path, Told]) -> None:
+    for name, one in by_precision(chosen[0]).items():
+        if one["status"] in ("passed", "chosen"):
+            assert one["size_bytes"] > 0
+            assert one["p99_ms"] > 0
+            assert one["verdicts"]["mean_cosine"] > 0.9, name
+        else:
+            assert one["failures"] or one["note"], name
+
+
+def test_only_the_repository_is_left(chosen: tuple[Built, Path, Told]) -> None:
+    _, repository, _ = chosen
+    assert {path.name for path in repository.parent.iterdir()} == {
+        "repository",
+        ".repository.lock",
+    }
+
+
+def test_nothing_is_measured_twice(
+    chosen: tuple[Built, Path, Told], pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, repository, _ = chosen
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(choose, "race", refuse)
+    again = choose.build(prepare(load_spec(pipeline), quiet), repository, quiet)
+    assert again.changed == ()
+    assert again.gate == built.gate
+
+
+def test_a_candidate_that_fails_does_not_race(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raced: list[str] = []
+
+    def pretend(repositories: Mapping[str, Path], *args: Any, **options: Any) -> dict[str, Pace]:
+        raced.extend(repositories)
+        return {name: Pace(1.0 + place, 1.0, 1.0, 1.0, 1) for place, name in enumerate(raced)}
+
+    monkeypatch.setattr(choose, "race", pretend)
+    # No conversion meets this: fp32 does.
+    overrides = ["accuracy.max_difference=1e-5", "serving.queue.max_size=77"]
+    prepared = prepare(load_spec(pipeline, overrides), quiet)
+    built = choose.build(prepared, tmp_path / "repository", quiet)
+    assert raced == ["fp32"]
+    candidates = by_precision(built)
+    assert {name: one["status"] for name, one in candidates.items()} == {
+        "fp32": "chosen",
+        "int8": "failed",
+        "int8_dynamic": "failed",
+        "fp16": "failed",
+    }
+    assert all("max_difference" in one["verdicts"] for one in candidates.values())
+    assert built.gate["precision"] == "fp32"
+
+
+def test_where_fp32_is_wrong_nothing_is_chosen(pipeline: Path, tmp_path: Path) -> None:
+    prepared = prepare(load_spec(pipeline, ["accuracy.max_difference=1e-12"]), quiet)
+    with pytest.raises(GateFailure, match="differs from the reference"):
+        choose.build(prepared, tmp_path / "repository", quiet)
+    assert not any((tmp_path / "repository").iterdir())
+
+
+def test_what_cannot_be_measured_here_must_be_named(pipeline: Path, tmp_path: Path) -> None:
+    prepared = prepare(load_spec(pipeline, ["core.device=gpu"]), quiet)
+    with pytest.raises(UserError, match="cannot be measured here"):
+        choose.build(prepared, tmp_path / "repository", quiet)

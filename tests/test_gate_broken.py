@@ -1,0 +1,199 @@
+"""Deliberately broken cores: the gate catches each, and by how much (a table with ``-s``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, build_into
+from gate_benches import (
+    Bench,
+    let_rows_see_each_other,
+    overflow_in_half_precision,
+    scale_a_layer,
+    shift_positions,
+    write_task,
+)
+from triptych.gating import decoding_of
+from triptych.quality.artifact import RowOutputs
+from triptych.quality.decoded import decode, reference_row_outputs
+from triptych.quality.gate import Labelled
+from triptych.quality.metrics.compare import compare
+from triptych.quality.metrics.labels import LabelledRow
+from triptych.quality.metrics.spans import read_entities
+from triptych.quality.reference import reference_outputs
+from triptych.quality.samples import GateRequest, by_request, rows_of
+from triptych.quality.verdicts import GateResult
+from triptych.runtime.carry import pack, unpack
+from triptych.tasks.accuracy import METRICS, metrics_of, thresholds
+
+GRAVE = "caught at the limits of int8, too"
+KINDS = (
+    ("text-embedding", "vector"),
+    ("text-classification", "choices"),
+    ("token-classification", "token_choices"),
+    ("question-answering", "spans"),
+)
+
+
+@pytest.fixture(scope="module")
+def fallen() -> Iterator[list[str]]:
+    """Lines of the table, printed at the end."""
+    lines: list[str] = []
+    yield lines
+    print("\n" + "\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def minilm(minilm_repository: Path) -> Bench:
+    file = minilm_repository / "minilm_packed_core/1/model.onnx"
+    return Bench.of(ROOT / "pipelines/minilm", file, step=5)
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> dict[str, Bench]:
+    """Small models of three tasks."""
+    base = tmp_path_factory.mktemp("broken")
+    made = {}
+    for name in ("topics", "tags", "answers"):
+        folder = write_task(base, name, minilm_folder)
+        build_into(folder, base / "repository")
+        made[name] = Bench.of(folder, base / f"repository/{name}_core/1/model.onnx")
+    return made
+
+
+def missed(result: GateResult, precision: str) -> list[str]:
+    """Metrics that miss the limits of a precision."""
+    names = {verdict.metric for verdict in result.verdicts}
+    task, returns = next(kind for kind in KINDS if names <= set(metrics_of(*kind)))
+    limits = thresholds(task, returns, precision, {})
+    values = {verdict.metric: verdict.value for verdict in result.verdicts}
+    return [name for name, limit in limits.items() if not METRICS[name].meets(values[name], limit)]
+
+
+def note(lines: list[str], fault: str, result: GateResult) -> None:
+    """One line: the fault, what was measured and which limits it misses."""
+    values = ", ".join(f"{v.metric} {v.value:.4g}" for v in result.verdicts)
+    every = [f"{kind}: {', '.join(missed(result, kind)) or 'none'}" for kind in ("fp32", "int8")]
+    lines.append(f"{fault:24} {values} || misses at {' | '.join(every)}")
+
+
+@pytest.mark.parametrize(
+    ("fault", "breaks", "grave"),
+    [
+        ("a layer scaled by 1.05", scale_a_layer, False),
+        ("rows see each other", let_rows_see_each_other, True),
+        ("positions shifted by one", shift_positions, True),
+        ("overflow of fp16", overflow_in_half_precision, True),
+    ],
+)
+def test_a_broken_graph_is_caught(
+    minilm: Bench, tmp_path: Path, fallen: list[str], fault: str, breaks: Any, grave: bool
+) -> None:
+    result = minilm.check(minilm.broken(tmp_path / "model.onnx", breaks))
+    note(fallen, fault, result)
+    assert not result.passed
+    assert not grave or len(missed(result, "int8")) > 1, GRAVE
+
+
+def test_the_right_graph_passes(minilm: Bench, benches: dict[str, Bench]) -> None:
+    for bench in (minilm, *benches.values()):
+        result = bench.check(bench.open())
+        assert result.passed, result.failures
+
+
+def test_wrong_pooling_is_caught(minilm: Bench, fallen: list[str]) -> None:
+    plan = minilm.prepared.plan
+    facts = replace(plan.facts, pooling=("cls",))
+    rows = rows_of(minilm.prepared.requests)
+    wrong = reference_outputs(minilm.prepared.model_folder, facts, plan.core, rows)
+    result = minilm.check(minilm.recall(wrong))
+    note(fallen, "wrong pooling", result)
+    assert not result.passed
+    assert missed(result, "int8"), GRAVE
+
+
+def swap_labels(row: RowOutputs) -> RowOutputs:
+    return {**row, "class_id": (row["class_id"] + 1) % 5}
+
+
+def next_tokens(row: RowOutputs) -> RowOutputs:
+    return {name: np.roll(values, 1, axis=0) for name, values in row.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "change"),
+    [
+        ("topics", "labels permuted", swap_labels),
+        ("tags", "tokens off by one", next_tokens),
+        ("answers", "tokens off by one", next_tokens),
+    ],
+)
+def test_outputs_in_the_wrong_place_are_caught(
+    benches: dict[str, Bench], fallen: list[str], name: str, fault: str, change: Any
+) -> None:
+    bench = benches[name]
+    result = bench.check(bench.changed(change))
+    note(fallen, f"{name}: {fault}", result)
+    assert not result.passed
+    assert missed(result, "int8"), GRAVE
+    assert result.worst[0].wanted != result.worst[0].got
+
+
+def shifted(request: GateRequest) -> GateRequest:
+    """Carries whose offsets are one character too far."""
+    carries = [unpack(carry) for carry in request.carries]
+    moved = [pack(carry._replace(offsets=carry.offsets + 1)) for carry in carries]
+    return replace(request, carries=tuple(moved))
+
+
+@pytest.mark.parametrize(("name", "metric"), [("tags", "entity_f1"), ("answers", "exact_match")])
+def test_offsets_off_by_one_change_the_answers(
+    benches: dict[str, Bench], fallen: list[str], name: str, metric: str
+) -> None:
+    prepared = benches[name].prepared
+    decoding = decoding_of(prepared)
+    assert decoding is not None
+    requests = [request for request in prepared.requests if not request.edge]
+    rows = by_request(
+        prepared.requests, reference_row_outputs(prepared.plan.core, benches[name].expected)
+    )
+    outputs = [
+        row for r, own in zip(prepared.requests, rows, strict=True) if not r.edge for row in own
+    ]
+    wanted = decode(decoding, requests, outputs)
+    got = decode(decoding, [shifted(request) for request in requests], outputs)
+    value = compare(prepared.plan.task.name, got, wanted, [""] * len(got)).values[metric]
+    fallen.append(f"{name + ': offsets off by one':24} {metric} {value:.4g}")
+    assert value < 0.5
+
+
+def test_labelled_rows_show_offsets_that_both_sides_have_wrong(
+    benches: dict[str, Bench], fallen: list[str]
+) -> None:
+    """The gate decodes both sides with the same carries: only the truth can tell."""
+    bench = benches["tags"]
+    decoding = decoding_of(bench.prepared)
+    assert decoding is not None
+    every = by_request(bench.prepared.requests, bench.expected)
+    kept = [i for i, request in enumerate(bench.prepared.requests) if not request.edge]
+    requests = [bench.prepared.requests[i] for i in kept]
+    expected = [row for i in kept for row in every[i]]
+    answers = decode(decoding, requests, reference_row_outputs(bench.prepared.plan.core, expected))
+    labels = tuple(
+        LabelledRow(i, (dict(request.inputs),), {}, read_entities(answer).spans)  # type: ignore[arg-type]
+        for i, (request, answer) in enumerate(zip(requests, answers, strict=True))
+    )
+    right = bench.check(bench.open(), labelled=Labelled(labels, tuple(requests), expected, 0.0))
+    assert right.passed, right.failures
+    assert right.labelled is not None
+    assert right.labelled["candidate"] == 1
+    wrong = tuple(shifted(request) for request in requests)
+    result = bench.check(bench.open(), labelled=Labelled(labels, wrong, expected, 0.0))
+    fallen.append(f"{'tags: both sides off':24} {result.failures}")
+    assert "do the labels match" in result.failures[0]

@@ -1,0 +1,244 @@
+"""The gate's rows: how the traffic is split, and that the made-up ones are what they say."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, quiet, write_pipeline
+from gate_benches import write_task
+from task_models import MODELS
+from task_reference import image_bytes
+from triptych import gate_rows
+from triptych.gate_rows import CALIBRATION_ROWS, GATE_ROWS, split_traffic
+from triptych.prepare import Prepared, prepare
+from triptych.quality.samples import GateRequest, hash_requests, rows_of
+from triptych.reference_rows import reference_of
+from triptych.runtime.carry import unpack
+from triptych.spec import load_spec
+from triptych.tensors import TokenRow
+
+TEXT_TASKS = [name for name in MODELS if name not in ("images", "flags")]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> dict[str, Prepared]:
+    base = tmp_path_factory.mktemp("rows")
+    return {
+        name: prepare(load_spec(write_task(base, name, minilm_folder)), quiet)
+        for name in TEXT_TASKS
+    }
+
+
+def texts(count: int) -> list[dict[str, str]]:
+    return [{"text": f"text {i}"} for i in range(count)]
+
+
+def test_two_thirds_decide_and_the_rest_is_for_calibration() -> None:
+    gate, calibration = split_traffic(texts(300))
+    assert sorted([*gate, *calibration]) == list(range(300))
+    assert 170 < len(gate) < 230
+    assert gate == sorted(gate)
+
+
+def test_a_row_stays_on_its_side_and_equal_rows_are_on_one() -> None:
+    rows = texts(200)
+    side = {rows[place]["text"] for place in split_traffic(rows)[0]}
+    more = [*texts(300), *rows]
+    random.Random(1).shuffle(more)
+    gate, calibration = split_traffic(more)
+    chosen = [more[place]["text"] for place in gate]
+    assert len(set(chosen)) == len(chosen)
+    assert {text for text in chosen if int(text.split()[1]) < 200} == side
+    assert not set(chosen) & {more[place]["text"] for place in calibration}
+
+
+def test_of_much_traffic_a_part_decides_and_of_one_row_that_one() -> None:
+    gate, calibration = split_traffic(texts(3000))
+    assert len(gate) == GATE_ROWS
+    assert 800 < len(calibration) < 1200
+    for number in range(6):
+        assert split_traffic([{"text": f"only {number}"}]) == ([0], [])
+
+
+def test_other_parameters_do_not_put_a_row_on_the_other_side(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = write_pipeline(tmp_path / "tiny", model={"source": str(tiny_model)})
+    rows = [{**row, "parameters": {"dimensions": 8}} for row in texts(60)]
+    lines = [*map(json.dumps, [*texts(60), *rows])]
+    (folder / "traffic.jsonl").write_text("\n".join(lines))
+    made = prepare(load_spec(folder), quiet)
+    gate = {row.ids for request in made.requests for row in request.rows}  # type: ignore[union-attr]
+    assert made.calibration
+    assert not gate & {row.ids for row in made.calibration}  # type: ignore[union-attr]
+
+
+def longest(request: GateRequest) -> int:
+    return max(len(row.ids) for row in request.rows if isinstance(row, TokenRow))
+
+
+@pytest.mark.parametrize("name", TEXT_TASKS)
+def test_rows_at_the_limit_have_exactly_that_many_tokens(
+    prepared: dict[str, Prepared], name: str
+) -> None:
+    made = prepared[name]
+    limit = made.plan.max_length
+    edges = {request.shown.partition(":")[0]: request for request in made.requests if request.edge}
+    at, over = edges["at the limit"], edges["one over the limit"]
+    assert longest(at) == longest(over) == longest(edges["far over the limit"]) == limit
+    last = list(at.inputs)[-1]
+    assert len(over.inputs[last]) > len(at.inputs[last])
+    windows = name == "answers"
+    assert (len(over.rows) > len(at.rows)) == windows
+    assert [request.edge for request in made.requests] == sorted(
+        (request.edge for request in made.requests), reverse=True
+    )
+
+
+@pytest.mark.parametrize("name", TEXT_TASKS)
+def test_made_up_rows_are_of_many_kinds(prepared: dict[str, Prepared], name: str) -> None:
+    kinds = {r.shown.partition(":")[0] for r in prepared[name].requests if r.edge}
+    pairs = prepared[name].plan.task.pairs  # both halves of one must say something
+    refused = {"empty", "blank"} if pairs else set()
+    assert kinds >= set(gate_rows.EDGE_TEXTS) - refused
+    assert all(request.shown.isprintable() for request in prepared[name].requests)
+
+
+HOOKS = """
+def before(rows):
+    if any(not row["text"].strip() for row in rows):
+        raise ValueError("say something")
+    return [{"text": None if row["text"][0] == "!" else row["text"].upper()} for row in rows]
+"""
+
+
+def test_rows_are_made_of_what_the_hook_makes_and_sent_as_they_were(
+    prepared: dict[str, Prepared], tmp_path: Path, minilm_folder: Path
+) -> None:
+    plain = prepared["topics"].requests
+    folder = write_task(tmp_path, "topics", minilm_folder)
+    (folder / "hooks.py").write_text(HOOKS)
+    made = prepare(load_spec(folder), quiet)
+    sent = {request.sent["text"] for request in made.requests if not request.edge}
+    lines = (folder / "traffic.jsonl").read_text().splitlines()
+    assert sent <= {json.loads(line)["text"] for line in lines}
+    for request in made.requests:
+        assert request.inputs == {"text": str(request.sent["text"]).upper()}
+    kinds = {r.shown.partition(":")[0]: r for r in made.requests if r.edge}
+    every = {r.shown.partition(":")[0] for r in plain if r.edge}
+    assert set(kinds) == every - {"empty", "blank", "punctuation"}  # refused, and made no text
+    assert longest(kinds["at the limit"]) == made.plan.max_length
+    assert kinds["repeated tokens"].sent["text"] == gate_rows.EDGE_TEXTS["repeated tokens"]
+
+
+def test_a_hook_that_refuses_made_up_images_is_asked(tmp_path: Path, minilm_folder: Path) -> None:
+    folder = write_task(tmp_path, "images", minilm_folder)
+    (folder / "0.png").write_bytes(next(data for data in image_bytes() if data[:2] != b"BM"))
+    (folder / "traffic.jsonl").write_text('{"image": "0.png"}')
+    assert any(request.edge for request in prepare(load_spec(folder), quiet).requests)
+    (folder / "hooks.py").write_text(
+        "def before(rows):\n"
+        "    if any(row['image'][:2] == b'BM' for row in rows):\n"
+        "        raise ValueError('no bitmaps')\n"
+        "    return rows\n"
+    )
+    assert not any(request.edge for request in prepare(load_spec(folder), quiet).requests)
+
+
+def test_carries_go_with_their_core_rows(prepared: dict[str, Prepared]) -> None:
+    for request in prepared["answers"].requests:
+        carries = [unpack(carry) for carry in request.carries]
+        assert [len(carry.kinds) for carry in carries] == [
+            len(row.ids) for row in request.rows if isinstance(row, TokenRow)
+        ]
+        assert carries[0].text == request.inputs["text_pair"]
+    assert all(not request.carries for request in prepared["topics"].requests)
+
+
+def test_a_request_has_a_row_for_each_hypothesis(prepared: dict[str, Prepared]) -> None:
+    assert {len(request.rows) for request in prepared["hypotheses"].requests} == {3}
+
+
+def test_minilm_has_enough_rows_for_both() -> None:
+    made = prepare(load_spec(ROOT / "pipelines/minilm"), quiet)
+    assert sum(not request.edge for request in made.requests) >= 200
+    assert 100 < len(made.calibration) <= CALIBRATION_ROWS
+    assert hash_requests(made.requests) == hash_requests(
+        prepare(load_spec(ROOT / "pipelines/minilm"), quiet).requests
+    )
+
+
+def test_few_rows_are_said(prepared: dict[str, Prepared]) -> None:
+    lines: list[str] = []
+    folder = prepared["topics"].plan.spec.folder
+    prepare(load_spec(folder), lambda stage, line: lines.append(line))
+    assert any("200 or more for the gate are better" in line for line in lines)
+
+
+def test_images_are_split_as_texts_are(
+    tmp_path: Path, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.gate_rows.GATE_IMAGES", 4)
+    folder = write_task(tmp_path, "images", minilm_folder)
+    encoded = image_bytes()
+    for number, data in enumerate(encoded):
+        (folder / f"{number}.img").write_bytes(data)
+    lines = [json.dumps({"image": f"{number}.img"}) for number in range(len(encoded))]
+    (folder / "traffic.jsonl").write_text("\n".join(lines))
+    made = prepare(load_spec(folder), quiet)
+    shown = [request.shown for request in made.requests]
+    assert shown[:2] == ["one pixel", "very wide"]
+    assert [request.edge for request in made.requests[:2]] == [True, True]
+    gate, rest = split_traffic([{"image": data} for data in encoded], most=4)
+    assert shown[2:] == [f"{place}.img" for place in gate]
+    assert len(made.calibration) == len(rest) > 0
+    sizes = {np.asarray(row).shape for row in (*rows_of(made.requests), *made.calibration)}
+    assert sizes == {(32, 32, 3)}
+
+
+def test_labelled_rows_are_requests_too(
+    tmp_path: Path, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.prepare.LABELLED_ROWS", 3)
+    folder = write_task(tmp_path, "topics", minilm_folder)
+    (folder / "hooks.py").write_text(
+        "def before(rows):\n    return [{'text': row['text'].upper()} for row in rows]\n"
+    )
+    rows = [{"text": f"text {i}", "label": "billing"} for i in range(5)]
+    (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = prepare(load_spec(folder), quiet)
+    assert [row.truth for row in made.labelled] == ["billing"] * 3
+    assert [r.inputs["text"] for r in made.labelled_requests] == ["TEXT 0", "TEXT 1", "TEXT 2"]
+    assert made.notes == ("of 5 labelled rows, the first 3 count",)
+
+
+@pytest.mark.parametrize("name", ["topics", "tags", "answers", "masks"])
+def test_the_reference_is_kept_and_comes_back_as_it_was(
+    prepared: dict[str, Prepared],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
+    made = replace(prepared[name], requests=prepared[name].requests[:9])
+    rows = rows_of(made.requests)
+    first = reference_of(made, rows)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the reference ran again")
+
+    monkeypatch.setattr("triptych.quality.reference.reference_outputs", refuse)
+    again = reference_of(made, rows)
+    assert len(again) == len(rows)
+    for one, other in zip(first, again, strict=True):
+        assert [part.dtype for part in other] == [np.float32] * len(one)
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    with pytest.raises(AssertionError, match="ran again"):
+        reference_of(made, rows[1:])
+    assert reference_of(made, []) == []

@@ -1,0 +1,169 @@
+"""Lower precision in a build: which layers stay, what is remembered, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import build_into, quiet, write_pipeline
+from triptych import assemble
+from triptych.build.lock import read_lock
+from triptych.errors import UserError
+from triptych.precise import Lowered, lower
+from triptych.prepare import Prepared, prepare
+from triptych.reference_rows import reference_of
+from triptych.spec import load_spec
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "tiny"
+    return write_pipeline(folder, model={"source": str(tiny_model)})
+
+
+@pytest.fixture(scope="module")
+def fp32(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Prepared, Path, str]:
+    """The tiny pipeline, its fp32 core and that core's key."""
+    repository = tmp_path_factory.mktemp("fp32")
+    build_into(tiny, repository)
+    lock = read_lock(repository, "tiny")
+    assert lock is not None
+    return prepare(load_spec(tiny), quiet), repository / "tiny_core/1/model.onnx", lock["core_key"]
+
+
+class Gate:
+    """A gate that passes as soon as enough layers are kept: how many, the file tells by its size.
+
+    It stands in for the real one, whose verdict on a random model is an accident.
+    """
+
+    def __init__(self, *, passes_at: int) -> None:
+        self.passes_at = passes_at
+        self.judged: list[str] = []
+
+    def __call__(self, file: Path, key: str) -> dict[str, Any]:
+        import onnx
+
+        self.judged.append(key)
+        kinds = [node.op_type for node in onnx.load(file).graph.node]
+        kept = LAYERS - kinds.count("QuantizeLinear")
+        return {"failures": [] if kept >= self.passes_at else [f"only {kept} layers kept"]}
+
+
+LAYERS = 8  # two transformer layers: q/k/v, attention output, two of the feed-forward
+
+
+def lowered_by(fp32: tuple[Prepared, Path, str], gate: Gate, *, mark: str) -> Lowered:
+    prepared, file, key = fp32
+    return lower(
+        prepared,
+        file,
+        key,
+        "int8",
+        judge=gate,
+        judged_by=mark,
+        reference=lambda rows: reference_of(prepared, rows),
+        progress=quiet,
+    )
+
+
+def test_nothing_is_kept_where_the_gate_passes(fp32: Any, tmp_path: Path) -> None:
+    gate = Gate(passes_at=0)
+    lowered = lowered_by(fp32, gate, mark=str(tmp_path))
+    assert lowered.conversion["kept"] == []
+    assert len(lowered.conversion["layers"]) == LAYERS
+    assert len(gate.judged) == 1
+    assert "hurts" not in lowered.conversion
+
+
+def test_the_layers_that_hurt_most_are_kept(fp32: Any, tmp_path: Path) -> None:
+    gate = Gate(passes_at=3)
+    lowered = lowered_by(fp32, gate, mark=str(tmp_path))
+    hurts = lowered.conversion["hurts"]
+    assert set(lowered.conversion["kept"]) == set(sorted(hurts, key=lambda n: -hurts[n])[:3])
+    assert lowered.gate["failures"] == []
+    assert len(gate.judged) == 4  # 0, 1, 2 and 3 layers
+    times = lowered.conversion["batch_ms"]
+    assert set(times) == {"fp32", "nothing kept", "as kept"}
+    assert all(time > 0 for time in times.values())
+
+
+def test_what_was_found_is_not_looked_for_again(fp32: Any, tmp_path: Path) -> None:
+    first = lowered_by(fp32, Gate(passes_at=2), mark=str(tmp_path))
+    gate = Gate(passes_at=2)
+    second = lowered_by(fp32, gate, mark=str(tmp_path))
+    assert second == first
+    assert len(gate.judged) == 1  # only what is going to ship
+
+
+def test_where_nothing_passes_the_last_try_is_told_and_forgotten(fp32: Any, tmp_path: Path) -> None:
+    gate = Gate(passes_at=LAYERS)
+    lowered = lowered_by(fp32, gate, mark=str(tmp_path))
+    assert lowered.gate["failures"] == ["only 4 layers kept"]  # at most half of them
+    assert set(lowered.conversion["hurts"]) == set(lowered.conversion["layers"])
+    again = Gate(passes_at=LAYERS)
+    lowered_by(fp32, again, mark=str(tmp_path))
+    assert len(again.judged) == len(gate.judged) > 1
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_minilm_passes_in_lower_precision(tmp_path: Path, precision: str) -> None:
+    folder = write_pipeline(tmp_path / "minilm", core={"precision": precision})
+    built = build_into(folder, tmp_path / "repository")
+    lock = read_lock(tmp_path / "repository", "minilm")
+    assert lock is not None
+    assert lock["gate"] == json.loads(json.dumps(built.gate))
+    assert built.gate["precision"] == precision
+    assert built.gate["failures"] == []
+    assert len(built.gate["conversion"]["layers"]) == 24
+    hurts = built.gate["conversion"].get("hurts", {})
+    assert (precision == "int8") >= bool(hurts)  # fp16 needs no search
+    assert len([name for name in built.gate["conversion"]["kept"] if name in hurts]) <= 12
+    found = {verdict["metric"]: verdict["value"] for verdict in built.gate["verdicts"]}
+    assert found["mean_cosine"] >= 0.998
+    assert found["nearest_neighbour_agreement"] >= 0.97
+    assert lock["core_key"] != lock["source_key"]
+    assert build_into(folder, tmp_path / "repository").changed == ()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_what_would_not_run_is_refused_before_any_work(
+    tiny: Path, tmp_path: Path, precision: str
+) -> None:
+    told: list[str] = []
+    prepared = prepare(load_spec(tiny, [f"core.precision={precision}"]), quiet)
+    with pytest.raises(UserError, match="must be one that onnxruntime runs"):
+        assemble.build(prepared, tmp_path / "repository", lambda stage, line: told.append(stage))
+    assert told == []
+    assert not (tmp_path / "repository").exists()
+
+
+def sharing(tmp_path: Path, model: Path, owner: Sequence[str], sharer: Sequence[str]) -> Any:
+    """Build a pipeline, and then one that shares its core; overrides of each."""
+    source = {"source": str(model)}
+    first = write_pipeline(tmp_path / "owner", model=source)
+    second = write_pipeline(tmp_path / "sharer", model=source, core={"share": "owner"})
+    lines = (second / "traffic.jsonl").read_text(encoding="utf-8").splitlines()
+    (second / "traffic.jsonl").write_text("\n".join(lines[:200]), encoding="utf-8")
+    build_into(first, tmp_path / "repository", *owner)
+    return build_into(second, tmp_path / "repository", *sharer)
+
+
+def test_a_shared_core_brings_its_precision(tmp_path: Path, tiny_model: Path) -> None:
+    """fp16 of a random model passes: its limits are those of rounding alone."""
+    built = sharing(tmp_path, tiny_model, ["core.precision=fp16"], [])
+    assert built.gate["precision"] == "fp16"
+    owner, sharer = (read_lock(tmp_path / "repository", name) for name in ("owner", "sharer"))
+    assert owner is not None
+    assert sharer is not None
+    assert owner["core_key"] == sharer["core_key"]
+    assert built.gate["rows"] < owner["gate"]["rows"]  # judged on its own traffic
+
+
+def test_a_shared_core_has_one_precision(tmp_path: Path, tiny_model: Path) -> None:
+    with pytest.raises(UserError, match="must be that of the shared core, fp32"):
+        sharing(tmp_path, tiny_model, [], ["core.precision=int8"])

@@ -1,0 +1,231 @@
+"""int8 graphs: right, the same whatever the neighbours, and in a form both runtimes take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import precision_cases as cases
+from conftest import LAYOUTS
+from triptych.build.precision.files import read_model, write_model
+from triptych.build.precision.int8 import Quantiser, convert
+from triptych.build.precision.linear import find_groups
+from triptych.build.precision.recipe import Precision, Recipe
+from triptych.errors import UserError
+
+BOTH: tuple[Precision, ...] = ("int8", "int8_dynamic")
+HEAD = "embedding"
+
+
+def rows_of(values: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
+    return [{"x": row[None]} for row in values]
+
+
+def outlying(rows: int, *, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Vectors as transformers have them: two elements are a hundred times the others."""
+    vectors = cases.vectors(rows, seed=seed)
+    vectors[:, [3, 17]] *= 100
+    vectors[:, 3] += 60
+    return vectors
+
+
+def quantise(path: Path, precision: Precision, feeds: Sequence[Mapping[str, Any]]) -> Quantiser:
+    return Quantiser(read_model(path), Recipe(precision), feeds)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cases.export(tmp_path_factory.mktemp("bert"), "bert", HEAD, request.param)
+
+
+@pytest.mark.parametrize("precision", BOTH)
+def test_a_whole_model_stays_close(exported: Any, tmp_path: Path, precision: Precision) -> None:
+    feeds = exported.feeds()
+    conversion = convert(exported.path, tmp_path, Recipe(precision), feeds)
+    assert cases.declared(tmp_path / "model.onnx") == cases.declared(exported.path)
+    assert conversion.kept == ()
+    assert set(conversion.ranges) == set(conversion.layers)
+    for feed in exported.feeds(seed=8):
+        wanted = cases.run(exported.path, feed)[0]
+        found = cases.run(tmp_path / "model.onnx", feed)[0]
+        assert 0 < cases.relative_error(found, wanted) < 0.05
+
+
+@pytest.mark.parametrize("precision", BOTH)
+def test_neighbours_change_nothing(exported: Any, tmp_path: Path, precision: Precision) -> None:
+    convert(exported.path, tmp_path, Recipe(precision), exported.feeds())
+    rows = [[2, 9, 11, 3], [2, *range(20, 50), 3], [2, 5, 3]]
+    path = tmp_path / "model.onnx"
+    together = cases.run(path, exported.feed(rows))[0]
+    for place, row in enumerate(rows):
+        alone = cases.run(path, exported.feed([row]))[0][0]
+        # A value within rounding of the middle of two steps may fall either way.
+        assert np.abs(together[place] - alone).max() < 2e-3
+
+
+def test_the_groups_are_the_layers_that_share_an_input(exported: Any) -> None:
+    graph = onnx.load(exported.path).graph
+    groups = find_groups(graph)
+    weights = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
+    products = [n for n in graph.node if n.op_type in ("MatMul", "Gemm") and n.input[1] in weights]
+    assert sum(len(group.layers) for group in groups) == len(products)
+    assert len({group.name for group in groups}) == len(groups)
+    assert len(groups[0].layers) == 3  # query, key, value
+    assert all(len({layer.input for layer in group.layers}) == 1 for group in groups)
+
+
+def test_kept_layers_are_as_they_were(exported: Any, tmp_path: Path) -> None:
+    quantiser = quantise(exported.path, "int8", exported.feeds())
+    kept = quantiser.layers[:2]
+    write_model(quantiser.graph(kept), tmp_path)
+    assert quantiser.conversion(kept).kept == kept
+    quantised = Counter(n.op_type for n in onnx.load(tmp_path / "model.onnx").graph.node)
+    assert quantised["QuantizeLinear"] == len(quantiser.layers) - 2
+    write_model(quantiser.graph(quantiser.layers), tmp_path / "all")
+    for feed in exported.feeds()[:2]:
+        wanted, found = (
+            cases.run(path, feed)[0] for path in (exported.path, tmp_path / "all/model.onnx")
+        )
+        assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("precision", BOTH)
+def test_outliers_do_not_cost_the_other_elements(tmp_path: Path, precision: Precision) -> None:
+    path = cases.two_layers(tmp_path)
+    write_model(quantise(path, precision, rows_of(outlying(300))).graph(()), tmp_path / "int8")
+    feed = {"x": outlying(50, seed=1)}
+    wanted = cases.run(path, feed)[0]
+    found = cases.run(tmp_path / "int8/model.onnx", feed)[0]
+    step = np.abs(outlying(300)).max() / 127
+    coarse = (np.rint(feed["x"] / step) * step).astype(np.float32)
+    plain = cases.run(path, {"x": coarse})[0]
+    errors = [
+        np.median(np.linalg.norm(one - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
+        for one in (found, plain)
+    ]
+    assert errors[0] < errors[1] / 2
+
+
+def test_onnx_runtime_makes_integer_kernels_of_it(exported: Any, tmp_path: Path) -> None:
+    import onnxruntime
+
+    quantiser = quantise(exported.path, "int8", exported.feeds())
+    path = write_model(quantiser.graph(()), tmp_path)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    kinds = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
+    layers = sum(len(group.layers) for group in find_groups(onnx.load(exported.path).graph))
+    integer = sum(count for kind, count in kinds.items() if "Integer" in kind)
+    assert integer == layers, kinds
+    assert not kinds["DequantizeLinear"]
+
+
+def test_tensorrt_gets_what_it_demands(exported: Any) -> None:
+    """Signed, around 0, one scale an input and one an output of a weight; pairs before MatMul."""
+    recipe = Recipe("int8", backend="tensorrt", device="gpu")
+    graph = Quantiser(read_model(exported.path), recipe, exported.feeds()).graph(()).graph
+    constants = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    quantisers = [node for node in graph.node if node.op_type == "QuantizeLinear"]
+    assert quantisers
+    for node in quantisers:
+        scale, zero = (constants[name] for name in node.input[1:])
+        assert scale.shape == ()
+        assert zero.dtype == np.int8
+        assert zero == 0
+        (user,) = [other for other in graph.node if node.output[0] in other.input]
+        assert user.op_type == "DequantizeLinear"
+        assert user.input[1:] == node.input[1:]
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in constants:
+            weight, scale, zero = (constants[name] for name in node.input)
+            assert weight.dtype == zero.dtype == np.int8
+            assert scale.shape == zero.shape == (weight.shape[1],)
+            assert not zero.any()
+        if node.op_type == "MatMul" and node.input[1] in makers:
+            kinds = [makers[name].op_type for name in node.input]
+            assert len(set(kinds) & {"DequantizeLinear"}) == 0 or set(kinds) == {"DequantizeLinear"}
+
+
+def test_signed_and_unsigned_give_the_same(exported: Any, tmp_path: Path) -> None:
+    for backend in ("tensorrt", "onnxruntime"):
+        convert(
+            exported.path, tmp_path / backend, Recipe("int8", backend=backend), exported.feeds()
+        )
+    feed = exported.feeds(seed=8)[1]
+    first, second = (
+        cases.run(tmp_path / backend / "model.onnx", feed)[0]
+        for backend in ("tensorrt", "onnxruntime")
+    )
+    assert cases.relative_error(first, second) < 1e-3
+
+
+def test_the_same_rows_give_the_same_file(exported: Any, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        convert(exported.path, tmp_path / name, Recipe("int8"), exported.feeds())
+    first, second = (tmp_path / name / "model.onnx" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+    assert str(tmp_path).encode() not in first.read_bytes()
+
+
+@pytest.mark.parametrize("precision", BOTH)
+def test_a_gemm_with_a_bias_is_a_layer_too(tmp_path: Path, precision: Precision) -> None:
+    weight, bias = cases.matrix(5), cases.vectors(1, seed=6)[0]
+    nodes = [cases.node("Gemm", "x weight bias", "y", transB=1)]
+    path = cases.write_graph(tmp_path, nodes, {"weight": weight, "bias": bias})
+    write_model(quantise(path, precision, rows_of(cases.vectors(64))).graph(()), tmp_path / "int8")
+    feed = {"x": cases.vectors(9, seed=2)}
+    wanted = cases.run(path, feed)[0]
+    assert np.allclose(wanted, feed["x"] @ weight.T + bias, atol=1e-5)
+    found = cases.run(tmp_path / "int8/model.onnx", feed)[0]
+    assert 0 < cases.relative_error(found, wanted) < 0.02
+
+
+def test_a_value_that_two_nodes_read_is_not_a_bias(tmp_path: Path) -> None:
+    """The product leaves the graph as well: the node that adds to it must stay."""
+    nodes = [
+        cases.node("MatMul", "x first", "product"),
+        cases.node("Add", "product shift", "sum"),
+        cases.node("Mul", "product sum", "y"),
+    ]
+    constants = {"first": cases.matrix(1), "shift": cases.vectors(1)[0]}
+    path = cases.write_graph(tmp_path, nodes, constants)
+    write_model(quantise(path, "int8", rows_of(cases.vectors(64))).graph(()), tmp_path / "int8")
+    feed = {"x": cases.vectors(5, seed=3)}
+    found, wanted = (cases.run(p, feed)[0] for p in (tmp_path / "int8/model.onnx", path))
+    assert cases.relative_error(found, wanted) < 0.05
+
+
+def test_zeros_and_vectors_beyond_calibration_stay_numbers(tmp_path: Path) -> None:
+    path = cases.two_layers(tmp_path)
+    feed = {"x": np.stack([np.zeros(32), np.full(32, 1e6), np.full(32, -1e6)]).astype(np.float32)}
+    for precision in BOTH:
+        quantiser = quantise(path, precision, rows_of(cases.vectors(20)))
+        write_model(quantiser.graph(()), tmp_path / precision)
+        assert np.isfinite(cases.run(tmp_path / precision / "model.onnx", feed)[0]).all()
+
+
+def test_values_that_never_vary_can_be_quantised(tmp_path: Path) -> None:
+    path = cases.two_layers(tmp_path)
+    feeds = [{"x": np.zeros((1, 32), np.float32)}] * 3
+    write_model(quantise(path, "int8", feeds).graph(()), tmp_path / "int8")
+    assert np.array_equal(cases.run(tmp_path / "int8/model.onnx", feeds[0])[0], np.zeros((1, 32)))
+
+
+def test_nothing_to_quantise_is_said(tmp_path: Path) -> None:
+    path = cases.write_graph(tmp_path, [cases.node("Relu", "x", "y")], {})
+    with pytest.raises(UserError, match="linear layers"):
+        quantise(path, "int8", rows_of(cases.vectors(4)))
+
+
+def test_no_rows_to_calibrate_on_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="calibrate"):
+        quantise(cases.two_layers(tmp_path), "int8", [])

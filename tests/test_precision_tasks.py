@@ -1,0 +1,206 @@
+"""Lower precision of every task's core, of odd graphs, and of models beside their weights."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import precision_cases as cases
+from conftest import quiet, traffic_texts
+from odd_graphs import ODD
+from task_models import MODELS
+from triptych.assemble import Built, build
+from triptych.build import export
+from triptych.build.precision import float16, fp8, int8
+from triptych.build.precision.activations import MOST_VECTORS, capture, quiet_options
+from triptych.build.precision.emulate import open_session
+from triptych.build.precision.linear import find_groups
+from triptych.build.precision.recipe import Conversion, Precision, Recipe
+from triptych.errors import UserError
+from triptych.prepare import prepare
+from triptych.spec import load_spec
+
+QUANTISED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
+CONVERT: dict[Precision, Callable[..., Conversion]] = {
+    "int8": int8.convert,
+    "int8_dynamic": int8.convert,
+    "fp8": fp8.convert,
+    "fp16": float16.convert,
+    "bf16": float16.convert,
+}
+BUILDS: tuple[tuple[str, str, Precision], ...] = (
+    ("topics", "packed", "int8"),
+    ("tags", "bucketed", "int8"),
+    ("answers", "packed", "int8"),
+    ("ranks", "bucketed", "int8"),
+    ("masks", "packed", "int8_dynamic"),
+    ("hypotheses", "packed", "int8"),
+    ("images", "", "int8"),
+)
+"""Each task once: pipeline of `MODELS`, layout, precision. An export takes seconds."""
+
+
+def traffic_of(task: str, folder: Path) -> list[dict[str, Any]]:
+    """So many rows that calibration has some."""
+    texts = traffic_texts()[:40]
+    if task == "image-classification":
+        return [{"image": image(folder / f"{number}.png", number)} for number in range(72)]
+    if task == "question-answering":
+        return [{"text": "Where is my order?", "text_pair": text} for text in texts]
+    if task == "reranking":
+        return [{"text": "refund", "text_pair": text} for text in texts]
+    return [{"text": f"[MASK] {text}" if task == "fill-mask" else text} for text in texts]
+
+
+def image(path: Path, seed: int) -> str:
+    """Write a picture of noise over one colour; returns its name."""
+    from PIL import Image
+
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 200, 3) + random.integers(0, 56, (40, 40, 3))
+    file = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
+    path.write_bytes(file.getvalue())
+    return path.name
+
+
+def built(folder: Path, model: Path, task: str, layout: str, precision: Precision) -> Built:
+    """The pipeline, whatever its gate says: of random weights it may say anything."""
+    folder.mkdir()
+    spec: dict[str, Any] = {"task": task, "model": {"source": str(model)}}
+    spec["core"] = {"precision": precision, **({"layout": layout} if layout else {})}
+    if task == "zero-shot-classification":
+        spec["parameters"] = {"labels": ["billing", "a delivery"]}
+    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
+    lines = map(json.dumps, traffic_of(task, folder))
+    (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    prepared = prepare(load_spec(folder), quiet)
+    return build(prepared, folder.parent / "repository", quiet, accept="random weights")
+
+
+@pytest.mark.parametrize(("name", "layout", "precision"), BUILDS)
+def test_every_task_is_built(
+    name: str, layout: str, precision: Precision, tmp_path: Path, minilm_folder: Path
+) -> None:
+    task, make = MODELS[name]
+    model = make(tmp_path / "model", minilm_folder, traffic_texts())
+    gate = built(tmp_path / name, model, task, layout, precision).gate
+    assert gate["precision"] == precision
+    assert gate["finite"]
+    assert ("accepted" in gate) == bool(gate["failures"])
+    values = {verdict["metric"]: verdict["value"] for verdict in gate["verdicts"]}
+    assert values["neighbour_effect"] < 0.02
+    for failure in gate["failures"]:
+        metric, _, rest = failure.partition(" is ")
+        assert metric in values, failure
+        assert ", below " in rest or ", above " in rest, failure
+    conversion = gate["conversion"]
+    assert len(conversion["layers"]) >= 8
+    assert set(conversion["kept"]) < set(conversion["layers"])
+    core = tmp_path / f"repository/{name}_core/1/model.onnx"
+    kinds = Counter(node.op_type for node in onnx.load(core).graph.node)
+    assert kinds["QuantizeLinear"] == len(conversion["layers"]) - len(conversion["kept"])
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("name", ODD)
+def test_odd_graphs_stay_right(name: str, precision: Precision, tmp_path: Path) -> None:
+    odd = ODD[name]
+    path = cases.write_graph(tmp_path, odd.nodes, odd.constants)
+    feeds = [{"x": row[None]} for row in cases.vectors(64)]
+    CONVERT[precision](path, tmp_path / "out", Recipe(precision), feeds)
+    products = [
+        node
+        for node in onnx.load(tmp_path / "out/model.onnx").graph.node
+        if node.op_type in ("MatMul", "Gemm") and "weight" in node.input[1]
+    ]
+    assert len(products) == odd.layers
+    feed = {"x": cases.vectors(5, seed=9)}
+    found, wanted = (cases.run(p, feed)[0] for p in (tmp_path / "out/model.onnx", path))
+    assert 0 < cases.relative_error(found, wanted) < (0.08 if precision == "fp8" else 0.03)
+
+
+@pytest.mark.parametrize("precision", CONVERT)
+def test_a_layer_to_keep_that_does_not_exist_is_refused(
+    precision: Precision, tmp_path: Path
+) -> None:
+    path = cases.two_layers(tmp_path)
+    recipe = Recipe(precision, kept=("make_a", "make_q"))
+    with pytest.raises(UserError, match=r"Given: make_q\. .*such as make_"):
+        CONVERT[precision](path, tmp_path / "out", recipe, [{"x": cases.vectors(8)}])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_what_cannot_be_quantised_says_what_to_do(precision: Precision, tmp_path: Path) -> None:
+    convert, recipe, out = CONVERT[precision], Recipe(precision), tmp_path / "out"
+    with pytest.raises(UserError, match=rf"calibrate on for {precision}\..*Add real requests"):
+        convert(cases.two_layers(tmp_path), out, recipe, [])
+    path = cases.write_graph(tmp_path / "none", [cases.node("Relu", "x", "y")], {})
+    with pytest.raises(UserError, match=rf"{precision} for a graph without linear layers"):
+        convert(path, out, recipe, [{"x": cases.vectors(8)}])
+
+
+@pytest.mark.parametrize("precision", CONVERT)
+def test_large_models_have_their_weights_beside_them(
+    precision: Precision,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = cases.two_layers(tmp_path / "small")
+    monkeypatch.setattr(export, "LARGEST_PROTOBUF", 1000)
+    export.save_onnx(onnx.load(path), tmp_path / "model.onnx")
+    feeds = [{"x": row[None]} for row in cases.vectors(64)]
+    for source, out in ((path, "one"), (tmp_path / "model.onnx", "two")):
+        CONVERT[precision](source, tmp_path / out, Recipe(precision), feeds)
+        assert {file.name for file in (tmp_path / out).iterdir()} == {
+            "model.onnx",
+            "model.onnx.data",
+        }
+    feed = {"x": cases.vectors(5, seed=9)}
+    wanted, one, two = (
+        cases.run(file, feed)[0]
+        for file in (path, tmp_path / "one/model.onnx", tmp_path / "two/model.onnx")
+    )
+    assert np.array_equal(one, two)
+    assert cases.relative_error(one, wanted) < 0.08
+    assert "already exists" not in capfd.readouterr().err
+
+
+def test_sessions_may_share_their_options(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = cases.two_layers(tmp_path)
+    options = quiet_options()
+    for _ in range(2):
+        open_session(path, options)
+    assert capfd.readouterr().err == ""
+
+
+def test_capture_keeps_some_vectors_and_the_extremes_of_all(tmp_path: Path) -> None:
+    path = cases.two_layers(tmp_path)
+    rows = cases.vectors(3 * MOST_VECTORS).reshape(6, -1, cases.WIDTH)
+    seen = capture(onnx.load(path), ["x", "b"], [{"x": row} for row in rows])
+    every = rows.reshape(-1, cases.WIDTH)
+    for name, values in (("x", every), ("b", np.maximum(every @ cases.matrix(1), 0))):
+        assert MOST_VECTORS * 0.9 < len(seen[name].vectors) <= MOST_VECTORS
+        assert np.allclose(seen[name].low, values.min(0), atol=1e-5)
+        assert np.allclose(seen[name].high, values.max(0), atol=1e-5)
+    assert np.array_equal(seen["x"].vectors[0], every[0])
+
+
+def test_layers_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    nodes = [cases.node("MatMul", "x first", "a"), cases.node("MatMul", "a last", "y")]
+    for one in nodes:
+        one.name = "layer"
+    path = cases.write_graph(tmp_path, nodes, {"first": cases.matrix(1), "last": cases.matrix(2)})
+    assert [group.name for group in find_groups(onnx.load(path).graph)] == ["layer", "layer'"]

@@ -1,0 +1,384 @@
+"""The report of a gate: it says what the gate found, stands alone, and no text can break it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from report_pages import (
+    CANDIDATES,
+    LAYERS,
+    NOTHING_KNOWN,
+    Page,
+    assert_finite_drawing,
+    candidate,
+    gate_of,
+    typed,
+    verdict,
+)
+from triptych.quality.report import plots
+from triptych.quality.report.text import (
+    LONGEST_TEXT,
+    TIMES,
+    figure,
+    figures,
+    number,
+    plain,
+    shown,
+)
+from triptych.quality.report.write import write_report
+
+HOSTILE = (
+    "<script>alert(1)</script><img src=x onerror=alert(1)>",
+    "</td></tr></table></main></svg><style>*{display:none}</style>",
+    "\" onload=alert(1) x='",
+    "\u202eexe.txt\u202c \u200f\u2066 \u05e9\u05dc\u05d5\u05dd",
+    "\x00\x07\x1b[31m\r\n\t\x85 \ud800 \ufffe",
+    "A" * 5000,
+    "Z" + "\u0337\u0321" * 300,
+    "&amp; ]]> -->",
+)
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., Page]:
+    """Writes a report and takes it apart."""
+
+    def write(gate: Mapping[str, Any], candidates: Any = ()) -> Page:
+        write_report(gate, tmp_path / "out", candidates=candidates)
+        return Page((tmp_path / "out/report.html").read_text(encoding="utf-8"))
+
+    return write
+
+
+def test_a_report_stands_alone_and_shows_every_figure(read: Callable[..., Page]) -> None:
+    page = read(gate_of(), CANDIDATES)
+    assert page.count("svg") == 4
+    assert_finite_drawing(page)
+    names = {name for _, attrs in page.tags for name in attrs}
+    assert not names & {"src", "href", "srcset", "data", "action", "style"}
+    assert not any(name.startswith("on") for name in names)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "img", "object", "base"}
+    for wanted in (
+        "Passed",
+        "All 2 limits hold",
+        "≥ 0.9980",
+        "texts with the same nearest neighbour",
+        "0.8214",
+        "most sensitive",
+        "a text",
+        "a note",
+        "of the conversion",
+        "BertModel",
+        "1.22.0",
+        "231.9",
+        "24.1",
+        "0.88 is below 0.97",
+        "Not measured: bf16.",
+    ):
+        assert wanted in page.text, wanted
+
+
+def test_the_style_sheet_asks_for_nothing(read: Callable[..., Page], tmp_path: Path) -> None:
+    read(gate_of())
+    source = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    style = source[source.index("<style>") : source.index("</style>")]
+    assert not re.search(r"url\(|@import|@font-face|//", style)
+    for wanted in ("prefers-color-scheme: dark", "@media print", "max-width: 40rem"):
+        assert wanted in style
+
+
+def test_every_plot_has_words_for_who_cannot_see_it(read: Callable[..., Page]) -> None:
+    page = read(gate_of(), CANDIDATES)
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    for _, attrs in (found for found in page.tags if found[0] == "svg"):
+        assert attrs["role"] == "img"
+        assert {*str(attrs["aria-labelledby"]).split()} <= {*ids}
+    assert "1 row equal; 3 rows with a difference" in page.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"failures": ["mean_cosine 0.99 is below 0.998"]},
+        {"failures": None},
+        {"finite": False},
+        {"finite": None},
+        {"verdicts": []},
+        {"verdicts": [verdict("mean_cosine", None, 0.998, passed=False)]},
+        {"verdicts": [verdict("max_difference", None, None, passed=False)]},
+        {"labelled": {**gate_of()["labelled"], "failure": "fell by 0.03"}},
+    ],
+    ids=str,
+)
+def test_only_a_gate_without_any_fault_reads_as_passed(
+    read: Callable[..., Page], changes: dict[str, Any]
+) -> None:
+    page = read(gate_of(**changes))
+    assert page.count("div", "failed") == 1
+    assert page.count("div", "passed") == 0
+    assert "FAILED" in page.text
+    again = read(gate_of(**changes, accepted="launch <b>freeze</b>"))
+    assert again.count("div", "accepted") == 1
+    assert "Accepted in spite of failure" in again.text
+    assert "launch <b>freeze</b>" in again.text
+
+
+def test_a_failure_is_listed_once(read: Callable[..., Page]) -> None:
+    labelled = {**gate_of()["labelled"], "failure": "fell by 0.03"}
+    for failures in ([], ["fell by 0.03"]):
+        page = read(gate_of(failures=failures, labelled=labelled))
+        assert page.text.count("fell by 0.03") == 2  # in the verdict and beside its plot
+
+
+def test_each_verdict_has_its_row(read: Callable[..., Page]) -> None:
+    verdicts = [
+        verdict("mean_cosine", 0.99799996, 0.998, passed=False),
+        verdict("neighbour_effect", 2e-7, 1e-5),
+        verdict("max_difference", None, 0.05, passed=False),
+        verdict("of_a_later_version", 0.5, 0.4),
+    ]
+    page = read(gate_of(verdicts=verdicts, labelled=None, worst=[], conversion=None))
+    assert page.count("th") - 4 == len(verdicts)
+    assert page.count("tr", "failed") == 2
+    assert "2 of 4 limits do not hold" in page.text
+    for wanted in (
+        "0.99799996",
+        "0.99800000",
+        "2.0 x 10⁻⁷",
+        "≤ 1.0 x 10⁻⁵",
+        "not finite",
+        "0.4000",
+    ):
+        assert wanted in page.text, wanted
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_texts_are_inert(read: Callable[..., Page], text: str, tmp_path: Path) -> None:
+    calm, wild = (
+        gate_of(
+            failures=[word],
+            notes=[word],
+            worst=[{"shown": word, "badness": 1.0, "difference": 1.0, "wanted": word, "got": word}],
+            pipeline=word,
+            architecture=word,
+            accepted=word,
+            versions={word: word},
+            conversion={
+                "layers": [word],
+                "kept": [word],
+                "reasons": {word: word},
+                "ranges": {word: 2.0},
+            },
+            verdicts=[verdict(word, 1.0, 1.0)],
+        )
+        for word in ("calm", text)
+    )
+    tried = [
+        [candidate(w, "chosen", note=w, failures=[w], verdicts={w: 0.5})] for w in ("calm", text)
+    ]
+    few, many = (read(gate, c) for gate, c in zip((calm, wild), tried, strict=True))
+    extra = {"span", "wbr"}  # spelled-out characters, what was left out, breaks of names
+    assert [tag for tag, _ in many.tags if tag not in extra] == [
+        tag for tag, _ in few.tags if tag not in extra
+    ]
+    source = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert not re.search(
+        "[\u202a-\u202e\u2066-\u2069\u200f\x00-\x09\x0b-\x1f\x7f-\x9f\ufffe]", source
+    )
+
+
+def test_texts_keep_what_can_be_read() -> None:
+    assert shown("a\u202eb") == '<bdi>a<span class="mark">U+202E</span>b</bdi>'
+    assert "↵" in shown("a\nb")
+    assert f"U+0000 {TIMES}3" in shown("\x00\x00\x00")
+    assert "\u0645\u06cc\u200c\u062e\u0648" in shown("\u0645\u06cc\u200c\u062e\u0648")
+    assert "4,760 more characters" in shown("A" * (LONGEST_TEXT + 4760))
+    assert "empty" in shown("")
+    assert "3 blanks" in shown("   ")
+    assert plain('<"\u202e') == "&lt;&quot;[U+202E]"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "—"),
+        (math.nan, "—"),
+        (True, "—"),
+        (0, "0"),
+        (0.5, "0.5000"),
+        (1.0, "1.0000"),
+        (0.99999997, "0.99999997"),
+        (-0.0017, "-0.0017"),
+        (3.1e-6, "3.1 x 10⁻⁶"),
+        (12345.678, "12,345.6780"),
+        (1e30, "1.0 x 10³⁰"),
+    ],
+)
+def test_figures_never_round_a_fault_away(value: Any, text: str) -> None:
+    assert typed(figure(value)) == text
+
+
+@pytest.mark.parametrize("limit", [0.998, 1e-5, 0.05, 2e-3])
+@pytest.mark.parametrize("off", [-1e-7, 1e-7])
+def test_a_value_beside_its_limit_reads_differently(limit: float, off: float) -> None:
+    value = limit * (1 + off)
+    texts = figures(value, limit)
+    assert texts[0] != texts[1]
+    assert figures(limit, limit)[0] == figures(limit, limit)[1]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[], [0.0], [0.0] * 5, [0.3], [1e-320, 1e299], [None, None], [None, 0.1], [-1.0], [1e-7] * 400],
+    ids=str,
+)
+@pytest.mark.parametrize("limit", [None, 0.0, 1e-5, 1e280])
+def test_differences_of_any_kind_are_drawn(
+    read: Callable[..., Page], values: list[float | None], limit: float | None
+) -> None:
+    gate = gate_of(row_differences=values, verdicts=[verdict("max_difference", 0.1, limit)])
+    page = read(gate)
+    assert_finite_drawing(page)
+    assert ("not finite" in page.text) == (None in values)
+
+
+def test_rows_beyond_the_limit_are_red() -> None:
+    svg = plots.differences([1e-3, 0.01, 0.0501, 0.4], 0.05)
+    beyond = re.findall(r'class="bar bad"[^>]*><title>(\d+) rows? between', svg)
+    assert sum(map(int, beyond)) == 2
+    assert "2 beyond the limit" in svg
+    assert "bar bad" not in plots.differences([1e-3, 0.05], 0.05)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"difference": 0.0, "low": 0.0, "high": 0.0, "max_drop": 0.0},
+        {"difference": 0.5, "low": 0.4, "high": 0.6, "max_drop": 0.0},
+        {"difference": -1e-12, "low": -1.0, "high": 1.0},
+        {"low": None},
+        dict.fromkeys(gate_of()["labelled"]),
+    ],
+    ids=str,
+)
+def test_any_labelled_result_can_be_shown(
+    read: Callable[..., Page], changes: dict[str, Any]
+) -> None:
+    page = read(gate_of(labelled={**gate_of()["labelled"], **changes}, conversion=None))
+    assert_finite_drawing(page)
+    assert page.count("svg") == (1 if None in changes.values() else 2)
+
+
+def test_only_an_interval_wholly_in_the_loss_is_red() -> None:
+    assert "whisker bad" in plots.interval(-0.03, -0.04, -0.01, 0.005)
+    assert "whisker bad" not in plots.interval(-0.03, -0.04, 0.0, 0.005)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [{}, {"one": 0.0}, {"one": 3.0}, {"one": None, "two": 1e299}, {"one": -7.0, "two": 7.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_any_ranges_can_be_drawn(
+    read: Callable[..., Page], ranges: dict[str, float | None], precision: str
+) -> None:
+    conversion = {**gate_of()["conversion"], "ranges": ranges, "kept": ["one"], "reasons": {}}
+    page = read(gate_of(conversion=conversion, precision=precision, labelled=None))
+    assert_finite_drawing(page)
+    assert page.count("svg") == 1 + bool(ranges)
+    drawn = any(value is not None for value in ranges.values())
+    assert ("65,504" in page.text) == (drawn and (precision == "fp16" or 1e299 in ranges.values()))
+
+
+def test_kept_layers_are_drawn_before_larger_ones() -> None:
+    found = {name: 1.0 + index for index, name in enumerate(LAYERS)}
+    svg = plots.ranges(found, [LAYERS[0]], fp16=False)
+    assert svg.count("<rect") == plots.MOST_BARS
+    assert svg.count("bar kept") == 1
+    assert "encoder.layer.0.query: 1.0, kept" in svg
+    assert plots.common_head(plots.charted(found, [])) == "encoder.layer."
+
+
+def test_float16_overflow_is_red_only_where_nothing_was_done_about_it() -> None:
+    found = {"a": 131_000.0, "b": 140_000.0, "c": 2.0}
+    assert plots.ranges(found, ["a"], fp16=True).count("bar plain bad") == 1
+
+
+@pytest.mark.parametrize(
+    "candidates",
+    [
+        [candidate("fp32", "chosen")],
+        [candidate("fp32", "chosen", throughput_per_s=0.0)],
+        [NOTHING_KNOWN],
+        [NOTHING_KNOWN, candidate("int8", "chosen"), candidate("int8", "passed")],
+        [candidate("int8", "chosen", verdicts={"neighbour_effect": 0.0})],
+        [candidate("a", "failed", verdicts={"mean_cosine": -1.0}, throughput_per_s=1e299)],
+    ],
+    ids=range(6),
+)
+def test_any_candidates_can_be_shown(read: Callable[..., Page], candidates: list[Any]) -> None:
+    page = read(gate_of(conversion=None, labelled=None), candidates)
+    assert_finite_drawing(page)
+    measured = sum(each["throughput_per_s"] is not None for each in candidates)
+    assert page.count("circle") == measured
+
+
+def test_the_scatter_shows_the_metric_with_the_least_to_spare(read: Callable[..., Page]) -> None:
+    page = read(gate_of(), CANDIDATES)
+    assert "Throughput over nearest_neighbour_agreement, the metric" in page.text  # .75, .695
+    assert page.count("circle", "point") == 3
+    assert page.count("td", "chosen") == 7
+    assert "1.43" in page.text
+
+
+def test_names_of_candidates_do_not_run_into_each_other() -> None:
+    points = [plots.Point(str(index), "passed", 0.99, 100.0) for index in range(5)]
+    svg = plots.candidates(points, "mean_cosine", None, higher=True)
+    heights = sorted(
+        float(y) for y in re.findall(r'class="strong passed" x="[\d.]+" y="([\d.]+)"', svg)
+    )
+    assert len(heights) == 5
+    assert all(after - before >= 15 for before, after in pairwise(heights))
+
+
+def test_gate_json_is_the_gate(tmp_path: Path) -> None:
+    gate = gate_of(row_differences=[math.nan, 1.0, math.inf])
+    write_report(gate, tmp_path, candidates=CANDIDATES)
+    held = json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))
+    assert held["row_differences"] == [None, 1.0, None]
+    assert held["verdicts"] == gate["verdicts"]
+    assert held["candidates"] == list(CANDIDATES)
+    write_report(gate_of(), tmp_path)
+    assert "candidates" not in json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    write_report(gate_of(), tmp_path)
+    before = (tmp_path / "report.html").read_bytes()
+    with pytest.raises(TypeError):
+        write_report(gate_of(notes=[object()]), tmp_path)
+    assert (tmp_path / "report.html").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]
+
+
+def test_a_write_that_fails_leaves_no_scraps(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(OSError, match=r"report\.html"):
+        write_report(gate_of(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]
+
+
+def test_numbers_are_finite_or_none() -> None:
+    assert [number(v) for v in (1, 2.5, -3)] == [1.0, 2.5, -3.0]
+    assert [number(v) for v in (None, True, "1", math.inf, 10**400, 1e305)] == [None] * 6

@@ -1,0 +1,278 @@
+"""`triptych verify` on a real tritonserver: what is right passes, what is broken fails by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import broken_repositories as broken
+from conftest import ROOT, build_into, quiet, traffic_texts, write_pipeline
+from task_models import tagger, text_classifier
+from triptych import verify as verb
+from triptych.errors import UserError
+from triptych.gate_rows import EDGE_TEXTS
+from triptych.prepare import Prepared, prepare
+from triptych.serving.server import Server, ServerError
+from triptych.spec import load_spec
+from triptych.tasks.accuracy import thresholds
+from triptych.verify import Verification, describe_verification, verify_pipeline
+
+pytestmark = pytest.mark.server
+TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
+HOOKS = """
+def before(rows):
+    return [{"text": row["text"].replace("!", " ").replace("ou", "o", 1)} for row in rows]
+
+
+def after(rows):
+    for row in rows:
+        row["label"] = [label.upper() for label in row["label"]]
+        row["score"] = [round(float(score), 3) for score in row["score"]]
+    return rows
+"""
+DECODE = """
+def decode(rows):
+    return [
+        {"urgency": float(row["scores"][0]), "best": "class %d" % row["scores"].argmax()}
+        for row in rows
+    ]
+"""
+SHORT = {"max_length": 16, "overflow": "reject"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    """Small pipelines of several kinds, built into one repository."""
+    base = tmp_path_factory.mktemp("verify")
+    topics = str(text_classifier(base / "m/topics", minilm_folder, traffic_texts()))
+    tags = str(tagger(base / "m/tags", minilm_folder, []))
+    classify = {"task": "text-classification", "model": {"source": topics}}
+    specs: dict[str, dict[str, Any]] = {
+        "topics": classify,
+        "short": {**classify, "tokenizer": SHORT},
+        "hooked": classify,
+        "tags": {"task": "token-classification", "model": {"source": tags}},
+        "own": {
+            "task": "custom",
+            "model": {"source": topics},
+            "custom": {
+                "model_class": "AutoModelForSequenceClassification",
+                "outputs": [
+                    {"name": "urgency", "dtype": "FP32"},
+                    {"name": "best", "dtype": "BYTES"},
+                ],
+            },
+        },
+    }
+    hooks = {"hooked": HOOKS, "own": DECODE}
+    for name, spec in specs.items():
+        folder = write_pipeline(base / "p" / name, **spec)
+        traffic = (folder / "traffic.jsonl").read_text().splitlines()[:90]
+        (folder / "traffic.jsonl").write_text("\n".join(traffic))
+        if name in hooks:
+            (folder / "hooks.py").write_text(hooks[name])
+        build_into(folder, base / "r")
+    return base
+
+
+@pytest.fixture(scope="module")
+def url(base: Path) -> Iterator[str]:
+    with Server(base / "r") as server:
+        yield server.grpc_url
+
+
+def prepared(folder: Path, *overrides: str) -> Prepared:
+    return prepare(load_spec(folder, overrides), quiet)
+
+
+def verify(
+    folder: Path, repository: Path, *overrides: str, url: str | None = None, clients: int = 16
+) -> Verification:
+    return verify_pipeline(
+        prepared(folder, *overrides), repository, quiet, url=url, clients=clients, timeout_s=30.0
+    )
+
+
+def failed(result: Verification) -> set[str]:
+    return {verdict.metric for verdict in result.found.verdicts if not verdict.passed}
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TRIPTYCH, "verify", *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture
+def minilm(minilm_repository: Path) -> Path:
+    """Folder of the pipelines of the shared MiniLM repository."""
+    return minilm_repository.parent / "pipelines"
+
+
+def test_minilm_passes_at_the_command_line(minilm: Path, minilm_server: Any) -> None:
+    done = run("minilm_packed", "--pipelines", minilm, "--url", minilm_server.grpc_url, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["passed"]
+    assert result["failures"] == []
+    assert result["precision"] == "fp32"
+    assert result["counts"] == {"answered": 3 * (result["rows"] + result["edge_rows"])}
+    assert result["mean_batch"] > 1.2
+    figures = {verdict["metric"]: verdict["value"] for verdict in result["verdicts"]}
+    assert figures["min_cosine"] > 0.99999
+    assert figures["nearest_neighbour_agreement"] == 1.0
+    assert figures["neighbour_effect"] < 1e-5
+
+
+def test_a_scaled_layer_fails_at_the_command_line_on_a_server_of_its_own(
+    minilm: Path, minilm_repository: Path, tmp_path: Path
+) -> None:
+    repository = broken.copy_of(minilm_repository, "minilm_bucketed", tmp_path / "r")
+    broken.scale_a_layer(repository, "minilm_bucketed")
+    done = run("minilm_bucketed", "--pipelines", minilm, "-r", repository)
+    assert done.returncode == 1, done.stderr
+    assert "failed: min_cosine is 0." in done.stdout
+    assert "failed: mean_cosine is 0." in done.stdout
+    assert "rows furthest from the reference:" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["topics", "tags", "short", "hooked", "own"])
+def test_every_kind_of_pipeline_passes(base: Path, url: str, name: str) -> None:
+    result = verify(base / "p" / name, base / "r", url=url)
+    assert result.found.failures == ()
+    assert result.found.counts["answered"] >= 90
+    assert result.rows >= 50
+    assert list(describe_verification(result))[-1] == ("passed", "green")
+
+
+def test_what_the_spec_refuses_is_refused(base: Path, url: str) -> None:
+    short = verify(base / "p/short", base / "r", url=url)
+    assert short.found.counts["refused"] >= 3 * 3
+    other = verify(base / "p/topics", base / "r", "tokenizer.overflow=reject", url=url)
+    assert any("answered, though the spec refuses them" in f for f in other.found.failures)
+
+
+def test_hooks_are_applied_once_and_what_they_hide_is_said(base: Path, url: str) -> None:
+    result = verify(base / "p/hooked", base / "r", url=url)
+    assert result.edge_rows == len(EDGE_TEXTS) + 3  # with those about the limit
+    shown = {row.got for row in result.found.worst}
+    assert all(got.startswith("label: ") and got[7:9].isupper() for got in shown), shown
+    own = verify(base / "p/own", base / "r", url=url)
+    (alike, *_) = own.found.verdicts
+    assert (alike.metric, alike.value) == ("answers_alike", 1.0)
+    assert any("label_agreement" in note and "not measured" in note for note in own.found.notes)
+
+
+BROKEN: dict[str, tuple[str, Callable[[Path, str], None], str, str]] = {
+    "scaled layer": ("topics", broken.scale_a_layer, "max_probability_difference", ""),
+    "swapped labels": ("topics", broken.swap_labels, "label_agreement", ""),
+    "shifted offsets": ("tags", broken.shift_offsets, "entity_f1", ""),
+    "answers mixed up": ("topics", broken.mix_answers_up, "neighbour_effect", ""),
+    "not a number": ("topics", broken.lose_a_number, "label_agreement", "NaN or infinity"),
+    "scaled layer of a custom task": ("own", broken.scale_a_layer, "answers_alike", ""),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_repository_fails_by_the_metrics_name(
+    base: Path, tmp_path: Path, fault: str
+) -> None:
+    name, break_it, metric, words = BROKEN[fault]
+    repository = broken.copy_of(base / "r", name, tmp_path / "r")
+    break_it(repository, name)
+    result = verify(base / "p" / name, repository)
+    assert not result.passed
+    assert metric in failed(result)
+    assert any(metric in failure or words in failure for failure in result.found.failures)
+    assert result.found.finite == (fault != "not a number")
+    json.dumps(result.as_dict(), allow_nan=False)
+
+
+def test_another_model_under_the_name_fails_in_figures(
+    tmp_path: Path, tiny_model: Path, minilm_repository: Path, minilm_server: Any
+) -> None:
+    folder = write_pipeline(tmp_path / "minilm_packed", model={"source": str(tiny_model)})
+    result = verify(folder, minilm_repository, url=minilm_server.grpc_url)
+    assert failed(result) >= {"min_cosine", "mean_cosine", "nearest_neighbour_agreement"}
+    assert any("embedding has the shape [1, 384], not [1, 32]" in f for f in result.found.failures)
+
+
+def test_mistakes_exit_with_2(base: Path, url: str, tmp_path: Path) -> None:
+    done = run("topics", "--pipelines", base / "p", "-r", base / "r", "--url", "127.0.0.1:9")
+    assert done.returncode == 2
+    assert "No Triton server answered at 127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
+    with pytest.raises(UserError, match="must hold the pipeline"):
+        verify(base / "p/topics", tmp_path)
+    write_pipeline(tmp_path / "nobody", model={"source": str(base / "m/topics")})
+    with pytest.raises(UserError, match="nobody"):
+        verify(tmp_path / "nobody", tmp_path, url=url)
+
+
+def test_another_task_under_the_name_is_a_mistake(base: Path, url: str, tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "tags", model={"source": str(base / "m/topics")})
+    with pytest.raises(UserError, match=r"outputs of text-embedding.*Given: entities object \[1\]"):
+        verify(folder, tmp_path, url=url)
+
+
+def test_late_answers_are_a_mistake(base: Path, url: str) -> None:
+    with pytest.raises(UserError, match="must answer requests within 1e-05 s"):
+        verify_pipeline(
+            prepared(base / "p/topics"), base / "r", quiet, url=url, clients=2, timeout_s=1e-5
+        )
+
+
+def test_a_server_that_dies_meanwhile_is_named(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[Server] = []
+
+    class Watched(Server):
+        def start(self) -> None:
+            super().start()
+            servers.append(self)
+
+    def kill(stage: str, line: str) -> None:
+        if "16 at a time" in line and "last" not in line:
+            os.kill(servers[0].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(verb, "Server", Watched)
+    with pytest.raises(ServerError, match="SIGKILL"):
+        verify_pipeline(
+            prepared(base / "p/topics"), base / "r", kill, url=None, clients=16, timeout_s=30.0
+        )
+
+
+def test_the_lock_tells_the_precision_and_what_was_accepted(
+    base: Path, url: str, tmp_path: Path
+) -> None:
+    repository = broken.copy_of(base / "r", "tags", tmp_path / "r")
+    path = repository / "tags/triptych.lock.json"
+    lock = json.loads(path.read_text())
+    lock["gate"] |= {"precision": "int8", "accepted": "known and harmless"}
+    path.write_text(json.dumps(lock))
+    result = verify(base / "p/tags", repository, url=url)
+    limits = {verdict.metric: verdict.limit for verdict in result.found.verdicts}
+    assert limits["entity_f1"] == thresholds("token-classification", "", "int8", {})["entity_f1"]
+    assert limits["entity_f1"] < 1.0
+    assert limits["max_difference"] is None
+    assert any("known and harmless" in line for line, _ in describe_verification(result))
+
+
+def test_one_client_says_little_of_neighbours(base: Path, url: str) -> None:
+    result = verify(base / "p/tags", base / "r", url=url, clients=1)
+    assert result.passed
+    assert any("1.0 rows at a time" in note for note in result.found.notes)
