@@ -36,6 +36,7 @@ LAYERS = (
     ("plan",),
     ("tasks",),
     ("traffic", "spec", "model_facts", "image_facts", "tensors", "yaml_text"),
+    ("slo",),
     ("errors",),
 )
 """Top to bottom: a module imports from its own layer or below."""
