@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from html.parser import HTMLParser
 from typing import Any
 
-from triptych.quality.report.text import MINUS, TIMES
+from triptych.pages.text import MINUS, TIMES
 
 VOID = {"meta", "br", "wbr"}
 LAYERS = tuple(f"encoder.layer.{index}.{name}" for index in range(20) for name in ("query", "out"))
@@ -53,6 +54,22 @@ class Page(HTMLParser):
             name == tag and (not kind or kind in str(attrs.get("class", "")).split())
             for name, attrs in self.tags
         )
+
+
+def assert_stands_alone(source: str) -> None:
+    """Nothing runs, nothing is loaded, nothing links anywhere, and every plot has words."""
+    page = Page(source)
+    names = {name for _, attrs in page.tags for name in attrs}
+    assert not names & {"src", "href", "srcset", "data", "action", "style"}
+    assert not any(name.startswith("on") for name in names)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "img", "object", "base"}
+    style = source[source.index("<style>") : source.index("</style>")]
+    assert not re.search(r"url\(|@import|@font-face|//", style)
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    for attrs in (attrs for tag, attrs in page.tags if tag == "svg"):
+        assert attrs["role"] == "img"
+        assert {*str(attrs["aria-labelledby"]).split()} <= {*ids}
 
 
 def verdict(metric: str, value: float | None, limit: float | None, *, passed: bool = True) -> Any:
@@ -141,3 +158,7 @@ def assert_finite_drawing(page: Page) -> None:
             assert math.isfinite(value)
             assert -50 < value < 1000, (name, attrs)
             assert value >= 0 or name not in ("r", "width", "height")
+    for tag, attrs in page.tags:
+        if tag == "polyline":
+            places = [float(at) for at in str(attrs["points"]).replace(",", " ").split()]
+            assert all(math.isfinite(at) and -50 < at < 1000 for at in places)

@@ -17,8 +17,9 @@ LAYERS = (
     ("cli", "demo"),
     ("shown",),
     ("scaffold", "hook_tests"),
+    ("tuning",),
     ("choose",),
-    ("assemble", "verify"),
+    ("assemble", "verify", "bench", "drift", "new_traffic", "capacity"),
     ("race",),
     ("precise",),
     ("workshop",),
@@ -35,8 +36,9 @@ LAYERS = (
     ("describe",),
     ("plan",),
     ("tasks",),
-    ("traffic", "spec", "model_facts", "image_facts", "tensors", "yaml_text"),
-    ("slo",),
+    ("traffic", "spec", "model_facts", "image_facts", "tensors"),
+    ("slo", "tuned"),
+    ("yaml_text",),
     ("errors",),
 )
 """Top to bottom: a module imports from its own layer or below."""

@@ -224,12 +224,14 @@ def test_one_micro_batch_when_all_cores_had_better_share_it(
 
 def test_token_budget_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ort_sessions.TOKEN_BUDGET_VARIABLE, raising=False)
-    assert ort_sessions.token_budget() == 128
+    assert ort_sessions.token_budget({}) == 128
     monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "64")
-    assert ort_sessions.token_budget() == 64
+    assert ort_sessions.token_budget({}) == 64
+    own = {"parameters": {"token_budget": {"string_value": "192"}}}
+    assert ort_sessions.token_budget(own) == 192
     monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "much")
     with pytest.raises(ort_sessions.SettingError, match="must be a number of tokens"):
-        ort_sessions.token_budget()
+        ort_sessions.token_budget({})
 
 
 def test_rows_that_left_their_request_are_described_by_themselves() -> None:

@@ -23,8 +23,7 @@ from report_pages import (
     typed,
     verdict,
 )
-from triptych.quality.report import plots
-from triptych.quality.report.text import (
+from triptych.pages.text import (
     LONGEST_TEXT,
     TIMES,
     figure,
@@ -33,6 +32,7 @@ from triptych.quality.report.text import (
     plain,
     shown,
 )
+from triptych.quality.report import plots
 from triptych.quality.report.write import write_report
 
 HOSTILE = (

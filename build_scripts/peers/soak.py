@@ -20,6 +20,7 @@ from peers.ensemble import Ensemble
 from peers.model import CACHE, PIPELINE, build
 from triptych.errors import UserError
 from triptych.load import perf_analyzer
+from triptych.load.resources import process_name, process_tree
 from triptych.traffic import read_traffic
 
 _SHARED_MEMORY = "/dev/shm"
@@ -116,9 +117,9 @@ def _sample(server: int) -> dict[str, float]:
     """Bytes: resident memory of each process by name, and the shared memory that they map."""
     found: dict[str, float] = {}
     regions: set[str] = set()
-    for process in _tree(server):
+    for process in process_tree(server):
         try:
-            name = _name(process, server)
+            name = process_name(process, server)
             status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
             maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8")
         except OSError:  # ended between the listing and the reading
@@ -131,30 +132,6 @@ def _sample(server: int) -> dict[str, float]:
     paths = [Path(region) for region in regions]
     found[_SHARED_MEMORY] = sum(path.stat().st_blocks * 512.0 for path in paths if path.exists())
     return found
-
-
-def _tree(root: int) -> list[int]:
-    """`root` and everything that descends from it."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [root]
-    for process in found:
-        found += children.get(process, [])
-    return found
-
-
-def _name(process: int, server: int) -> str:
-    """``tritonserver``, or the model instance that a stub runs."""
-    if process == server:
-        return "tritonserver"
-    arguments = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
-    instances = [argument for argument in arguments if re.fullmatch(r"\w+_\d+_\d+", argument)]
-    return instances[0] if instances else Path(arguments[0]).name
 
 
 def _growths(samples: Sequence[dict[str, float]], requests: int) -> list[Growth]:

@@ -24,6 +24,7 @@ from triptych.errors import UserError
 from triptych.prepare import Prepared, Progress
 from triptych.quality.samples import hash_requests
 from triptych.race import race
+from triptych.serving.processor import processor
 from triptych.spec import Core
 
 AUTO = "auto"
@@ -195,7 +196,7 @@ def _paces(
         "files": {precision: lock["files"] for precision, lock in locks.items()},
         "requests": hash_requests(prepared.requests),
         "clients": CLIENTS,
-        "machine": [platform.processor(), _processor(), len(os.sched_getaffinity(0))],
+        "machine": [platform.processor(), processor(), len(os.sched_getaffinity(0))],
         "versions": versions_of("onnxruntime", "nvidia-pytriton", "tokenizers"),
         "code": code_hash(*CODE),
     }
@@ -212,9 +213,3 @@ def _paces(
         progress("race", "as measured before (cached)")
     paces: dict[str, dict[str, Any]] = json.loads((folder / PACES_FILE).read_text("utf-8"))
     return paces
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")

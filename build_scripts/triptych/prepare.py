@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +57,7 @@ class Prepared:
         labelled: rows of ``eval.jsonl``, where there is one.
         labelled_requests: the requests they make, in order.
         notes: what the gate's result should say about its rows.
+        traffic: every request of ``traffic.jsonl`` as a client sends it, for load.
     """
 
     plan: Plan
@@ -68,6 +69,7 @@ class Prepared:
     labelled: tuple[LabelledRow, ...] = ()
     labelled_requests: tuple[GateRequest, ...] = ()
     notes: tuple[str, ...] = ()
+    traffic: tuple[Mapping[str, str | bytes], ...] = ()
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -145,6 +147,7 @@ def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
         labelled=labelled,
         labelled_requests=labelled_requests,
         notes=notes,
+        traffic=tuple(one.sent for one in asked),
     )
 
 

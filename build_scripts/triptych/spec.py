@@ -13,9 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from triptych.errors import UserError
+from triptych.slo import Slo
+from triptych.tuned import TUNED_FILE, read_tuned
 from triptych.yaml_text import parse_yaml
 
 SPEC_FILE = "pipeline.yaml"
+RESERVED = ("name", "folder", "tuned")
+"""Fields that no file sets by name."""
+
 Positive = Annotated[int, Field(ge=1)]
 Distance = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -78,6 +83,10 @@ class Core(_Frozen):
         share: pipeline of the same repository and model whose core serves this one, too.
         max_batch_size: rows Triton may put into one batch, and a client into one request.
         bucket_count: number of padded lengths of the bucketed layout.
+        threads: that share the work of one operator (``intra_op_thread_count`` of the backend);
+            None leaves the choice to it.
+        token_budget: tokens that the local backend computes at a time, at most: a larger batch is
+            dealt out in pieces; None takes its own. The container's backend takes batches whole.
     """
 
     backend: Literal["onnxruntime"] = "onnxruntime"
@@ -86,6 +95,8 @@ class Core(_Frozen):
     layout: Literal["packed", "bucketed"] = "packed"
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
     bucket_count: Annotated[int, Field(ge=1, le=32)] = 6
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    token_budget: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     share: str | None = None
 
 
@@ -116,12 +127,14 @@ class Serving(_Frozen):
         triton: the oldest release (``YY.MM``) the repository must load on. 24.10 is the embedded
             server's; fields newer than it are left out.
         gpus: device ids of the core's instances when ``core.device`` is ``gpu``.
+        slo: what `bench` and `tune` hold the pipeline to, where their options say nothing else.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = "24.10"
     instances: Instances = Instances()
     gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
     queue: Queue = Queue()
+    slo: Slo = Slo()
 
 
 class Accuracy(_Frozen):
@@ -188,12 +201,14 @@ class PipelineSpec(_Frozen):
     Attributes:
         name: of its folder.
         folder: where it was read.
+        tuned: fields whose values come from ``tuned.yaml``, and so from measurements.
         parameters: defaults of request parameters, instead of the task's own.
         custom: where `task` is ``custom``.
     """
 
     name: str
     folder: Path
+    tuned: dict[str, bool | int | float | str] = {}
     task: str
     model: ModelSource
     parameters: dict[str, bool | int | float | str | list[str]] = {}
@@ -205,8 +220,15 @@ class PipelineSpec(_Frozen):
     accuracy: Accuracy = Accuracy()
 
 
-def load_spec(folder: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
-    """Read ``folder/pipeline.yaml`` and apply ``KEY=VALUE`` overrides (dotted keys, YAML values).
+def load_spec(
+    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
+) -> PipelineSpec:
+    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` where there is one, then the overrides.
+
+    Args:
+        folder: the pipeline's.
+        overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
+        untuned: leave ``tuned.yaml`` out.
 
     Raises:
         UserError: a missing file, bad YAML, an unknown key or a value out of range.
@@ -224,18 +246,22 @@ def load_spec(folder: Path, overrides: Sequence[str] = ()) -> PipelineSpec:
             given=type(document).__name__,
             remedy="See pipelines/README.md, or start with `triptych new`",
         )
+    tuned = None if untuned else read_tuned(folder)
+    for key, value in (tuned.overrides if tuned is not None else {}).items():
+        _set(document, key, value, source=f"{folder / TUNED_FILE}: ")
     for override in overrides:
         _apply_override(document, override)
-    for reserved in ("name", "folder"):
+    for reserved in RESERVED:
         if reserved in document:
             raise UserError(
                 f"{path}: {reserved}",
-                "is given by the pipeline's folder",
+                "is given by the pipeline's folder and what lies in it",
                 given=document[reserved],
                 remedy=f"Remove `{reserved}`; rename the folder to rename the pipeline",
             )
     try:
-        return PipelineSpec.model_validate({**document, "name": folder.name, "folder": folder})
+        given = {"name": folder.name, "folder": folder, "tuned": tuned.overrides if tuned else {}}
+        return PipelineSpec.model_validate({**document, **given})
     except ValidationError as error:
         raise _as_user_error(path, error) from error
 
@@ -272,31 +298,36 @@ def check_folder(folder: Path, path: Path) -> None:
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    parts = key.split(".")
-    if not separator or not all(parts):
+    if not separator or not all(key.split(".")):
         raise UserError(
             "--set",
             "must be KEY=VALUE with a dotted key",
             given=override,
             remedy="Write for example --set core.layout=bucketed",
         )
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(
+            f"--set {key}", "must have a YAML value", given=error, remedy="Quote the value"
+        ) from error
+    _set(document, key, value, source="--set ")
+
+
+def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:
+    *parents, last = key.split(".")
     node = document
-    for part in parts[:-1]:
+    for part in parents:
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
             raise UserError(
-                f"--set {key}",
+                f"{source}{key}",
                 "must name a field of the spec",
                 given=f"`{part}` is a plain value",
                 remedy="See `triptych inspect NAME --json` for the fields",
             )
         node = child
-    try:
-        node[parts[-1]] = parse_yaml(text)
-    except ValueError as error:
-        raise UserError(
-            f"--set {key}", "must have a YAML value", given=error, remedy="Quote the value"
-        ) from error
+    node[last] = value
 
 
 def _as_user_error(path: Path, error: ValidationError) -> UserError:
@@ -325,4 +356,4 @@ def _fields_at(location: Sequence[int | str]) -> list[str]:
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation
-    return [field for field in model.model_fields if field not in ("name", "folder")]
+    return [field for field in model.model_fields if field not in RESERVED]

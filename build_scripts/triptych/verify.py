@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from triptych.build.lock import read_lock
@@ -24,15 +22,10 @@ from triptych.quality.live.verdict import LiveVerdict, judge
 from triptych.quality.plain import plain_data
 from triptych.quality.samples import rows_of
 from triptych.reference_rows import reference_of
-from triptych.repository.config import CONFIG_FILE
-from triptych.repository.store import locked
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import HOOKS_FILE, RowForm, call_hook, find_hook
-from triptych.serving.server import Server, ServerError
+from triptych.serving.endpoint import check_built, served
 from triptych.tasks.accuracy import TOLERANCES
-
-_DEATH_S = 3.0
-"""How long a server that stopped answering may take to be seen dead."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ def verify_pipeline(
     precision = _precision(plan, repository)
     rules = _rules(prepared, precision)
     if url is None:
-        _check_built(plan, repository)
+        check_built(repository, plan.spec.name)
     sent = live_requests(plan, prepared.requests)
     wanted = _reference_answers(prepared, progress)
     refused = refusals(plan, prepared.tokenizer_folder, prepared.requests, sent)
@@ -110,7 +103,8 @@ def verify_pipeline(
         LiveCase(request.shown, request.query, request.edge, answer, words)
         for request, answer, words in zip(prepared.requests, wanted, refused, strict=True)
     ]
-    with _endpoint(plan, repository, url, progress) as endpoint:
+    with served(repository, plan.spec.name, url, progress) as server:
+        endpoint = server.grpc_url
         started = time.monotonic()
         runs = run_live(
             plan,
@@ -197,54 +191,6 @@ def _precision(plan: Plan, repository: Path) -> str:
             remedy="Name the repository with --repository, or write --set core.precision=int8",
         )
     return str(precision)
-
-
-def _check_built(plan: Plan, repository: Path) -> None:
-    name = plan.spec.name
-    if not (repository / name / CONFIG_FILE).is_file():
-        raise UserError(
-            str(repository),
-            "must hold the pipeline",
-            given=f"no model {name}",
-            remedy=f"Run `triptych build {name}`, or name a server with --url",
-        )
-
-
-@contextmanager
-def _endpoint(plan: Plan, repository: Path, url: str | None, progress: Progress) -> Iterator[str]:
-    """The server's gRPC endpoint; without `url` of one that lives as long as the context."""
-    if url is not None:
-        yield url
-        return
-    with locked(repository):  # completes what a killed build left
-        pass
-    progress("serve", f"tritonserver on {repository} ...")
-    with Server(repository, models=[plan.spec.name]) as server:
-        try:
-            yield server.grpc_url
-        except UserError as error:
-            death = _death(server)
-            if death is not None:
-                raise death from error
-            raise
-
-
-def _death(server: Server) -> ServerError | None:
-    """Why the server died, if it did."""
-    found: list[ServerError] = []
-
-    def watch() -> None:
-        try:
-            server.wait_dead()
-        except ServerError as error:
-            found.append(error)
-        except RuntimeError:  # it lived on until it was stopped
-            return
-
-    watcher = Thread(target=watch, daemon=True)
-    watcher.start()
-    watcher.join(_DEATH_S)
-    return found[0] if found else None
 
 
 def describe_verification(result: Verification) -> Iterator[tuple[str, str]]:

@@ -99,11 +99,13 @@ class ProcessUse:
         name: ``tritonserver`` or the step's model.
         cpu_cores: mean cores it kept busy.
         memory_mib: most private and shared memory (PSS) it held.
+        wait_cores: mean cores it was ready to use and did not get, all of its threads together.
     """
 
     name: str
     cpu_cores: float
     memory_mib: float
+    wait_cores: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class Measurement:
         parts: where a request's mean time goes; they add up to `mean_us`.
         resources: None where they were not watched.
         warnings: what to know before the figures are used.
+        sent_per_s: requests sent a second in an open loop, as it turned out; None in a closed one.
     """
 
     seconds: float
@@ -202,6 +205,7 @@ class Measurement:
     parts: tuple[Part, ...] = ()
     resources: Resources | None = None
     warnings: tuple[str, ...] = ()
+    sent_per_s: float | None = None
 
     @property
     def latencies_us(self) -> dict[str, float]:

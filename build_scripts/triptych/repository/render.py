@@ -190,6 +190,14 @@ def _core(plan: Plan) -> Any:
         instance_group=[group],
         dynamic_batching={"max_queue_delay_microseconds": serving.queue.max_delay_us},
         model_warmup=[_warm_up(plan, rows=w.rows, tokens=w.tokens) for w in plan.warm_ups],
+        parameters={
+            key: {"string_value": str(value)}
+            for key, value in (
+                ("intra_op_thread_count", core.threads),
+                ("token_budget", core.token_budget),
+            )
+            if value is not None
+        },
     )
     if plan.packed:
         next(i for i in config.input if i.name == RAGGED).allow_ragged_batch = True

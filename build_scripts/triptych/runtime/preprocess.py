@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 from .admission import Door, Ledger
 from .faults import Overloaded
 from .hooking import call_before, find_hook
+from .lengths import RowTokens
 from .parameters import check_parameters
 from .row_types import Ask, CoreRows
 from .rows import RowMaker
@@ -41,6 +42,7 @@ class TritonPythonModel:
         self._limit = settings["max_requests"]
         self._max_rows = settings["max_core_rows"]
         self._door = Door(Ledger(settings["pipeline"]), self._limit)
+        self._row_tokens = RowTokens(settings)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request; a request at fault gets its own error."""
@@ -59,16 +61,23 @@ class TritonPythonModel:
             except Exception as error:
                 responses[index] = error_response(error)
         made = self._maker.make(list(asks.values())) if asks else []
+        answered: list[CoreRows] = []
         for index, core_rows in zip(asks, made, strict=True):
             try:
                 if isinstance(core_rows, Exception):
                     raise core_rows
                 responses[index], widths[index] = self._respond(core_rows), core_rows.width
+                answered.append(core_rows)
             except Exception as error:
                 responses[index] = error_response(error)
-        if not self._by_width:
-            return responses
-        return _release_by_width(requests, responses, widths)
+        if self._by_width:
+            responses = _release_by_width(requests, responses, widths)
+        self._row_tokens.count(answered)
+        return responses
+
+    def finalize(self) -> None:
+        """Leave no row uncounted."""
+        self._row_tokens.flush()
 
     def _read(self, request: Any) -> Ask:
         parameters = check_parameters(request.parameters(), self._rules, self._defaults)

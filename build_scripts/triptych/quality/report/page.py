@@ -6,19 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from triptych.quality.report import plots
-from triptych.quality.report.html import (
-    PROSE,
-    better,
-    facts,
-    figure_of,
-    listed,
-    says,
-    section,
-    table,
-)
-from triptych.quality.report.precision import layers, tried
-from triptych.quality.report.text import (
+from triptych.pages.html import PROSE, document, facts, figure_of, listed, section, table
+from triptych.pages.text import (
     NOTHING,
     amount,
     code,
@@ -28,10 +17,11 @@ from triptych.quality.report.text import (
     plain,
     shown,
 )
+from triptych.quality.report import plots
+from triptych.quality.report.metric import better, says
+from triptych.quality.report.precision import layers, tried
 
 STYLE = Path(__file__).with_name("report.css")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""Of the browser: whatever slipped through could neither run nor load anything."""
 
 RESULT = 120
 """Characters of a decoded result that are shown."""
@@ -44,7 +34,7 @@ _SIGN = {"higher": "≥", "lower": "≤", "": ""}
 def page(gate: Mapping[str, Any], candidates: Sequence[Mapping[str, Any]]) -> str:
     """The whole page; arguments as `write_report` takes them, with None for what is not finite."""
     word = _outcome(gate)[1]
-    title = plain(f"{gate.get('pipeline')}, {gate.get('precision')}: {word.lower()}")
+    title = f"{gate.get('pipeline')}, {gate.get('precision')}: {word.lower()}"
     body = "".join(
         (
             _header(gate),
@@ -57,14 +47,7 @@ def page(gate: Mapping[str, Any], candidates: Sequence[Mapping[str, Any]]) -> st
             _provenance(gate),
         )
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{title}</title><style>{STYLE.read_text(encoding='utf-8')}</style></head>"
-        f"<body><main>{body}</main></body></html>\n"
-    )
+    return document(title, body, STYLE)
 
 
 def _outcome(gate: Mapping[str, Any]) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import log10
 from typing import Any, Literal
 
-from triptych.quality.report.svg import (
+from triptych.pages.svg import (
     WIDTH,
     Scale,
     axis_below,
@@ -20,7 +20,7 @@ from triptych.quality.report.svg import (
     linear,
     logarithmic,
 )
-from triptych.quality.report.text import MINUS, amount, figure, number, signed
+from triptych.pages.text import MINUS, amount, figure, number, signed
 
 FP16_LARGEST = 65504.0
 EQUAL = 1e-12

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
+from triptych.pages.html import PROSE, figure_of, section, table
+from triptych.pages.text import NOTHING, amount, code, figure, number, plain, shown
 from triptych.quality.report import plots
-from triptych.quality.report.html import PROSE, better, figure_of, section, table
-from triptych.quality.report.text import NOTHING, amount, code, figure, number, plain, shown
+from triptych.quality.report.metric import better
 
 MOST_KEPT = 40
 Status = Literal["chosen", "passed", "failed"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triptych.pages.files import write_files
 from triptych.quality.plain import plain_data
 from triptych.quality.report.page import page
 
@@ -36,15 +36,4 @@ def write_report(
         "gate.json": json.dumps(clean, indent=2, allow_nan=False) + "\n",
         "report.html": page(clean, clean.get("candidates", [])),
     }
-    target.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        _write(target / name, text)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_files(target, files)

@@ -67,7 +67,7 @@ class TritonPythonModel:
         self._contract = ort_contract.parse_contract(config)
         folder = Path(args["model_repository"], args["model_version"])
         path = ort_sessions.model_file(folder, config)
-        budget = ort_sessions.token_budget()
+        budget = ort_sessions.token_budget(config)
         if budget and not self._contract.measured_inputs:
             budget = (
                 sys.maxsize

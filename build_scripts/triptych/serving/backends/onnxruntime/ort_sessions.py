@@ -41,12 +41,16 @@ def instance_cores(config: Mapping[str, Any]) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
 
 
-def token_budget() -> int:
+def token_budget(config: Mapping[str, Any]) -> int:
     """Most elements in a micro-batch; 0 for no splitting.
 
+    The config's `token_budget` counts before the environment's, and that before the default.
+
     Raises:
-        SettingError: the environment variable is set to something else than a number.
+        SettingError: either is something else than a number.
     """
+    if _parameter(config, "token_budget") is not None:
+        return max(0, _int_parameter(config, "token_budget"))
     text = os.environ.get(TOKEN_BUDGET_VARIABLE, "")
     if not text:
         return DEFAULT_TOKEN_BUDGET

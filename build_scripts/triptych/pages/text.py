@@ -1,11 +1,11 @@
-"""Words and numbers of the report: hostile text made inert, no fault rounded away."""
+"""Words and numbers of a page: hostile text made inert, no fault rounded away."""
 
 from __future__ import annotations
 
 import unicodedata
 from html import escape
 from itertools import groupby
-from math import isfinite, log10
+from math import floor, isfinite, log10
 from typing import Any
 
 NOTHING = "\N{EM DASH}"
@@ -78,6 +78,41 @@ def figure(value: Any, digits: int = 4) -> str:
     return f"{given:,.{digits}f}".replace("-", MINUS)
 
 
+def rounded(value: Any) -> str:
+    """A measured number as text with three digits that count, and all of those before the point."""
+    given = number(value)
+    if given is None:
+        return NOTHING
+    if given == 0:
+        return "0"
+    size = abs(given)
+    if size >= 1e9 or size < 1e-3:
+        return _scientific(given, 1)
+    digits = max(0, 2 - floor(log10(size)))
+    return f"{given:,.{digits}f}".replace("-", MINUS)
+
+
+def milliseconds(us: Any) -> str:
+    """Microseconds as a number of milliseconds, `rounded`."""
+    given = number(us)
+    return NOTHING if given is None else rounded(given / 1e3)
+
+
+def percent(share: Any) -> str:
+    """A share of 1 as ``12 %``; a decimal where it is under a tenth or nearly all."""
+    given = number(share)
+    if given is None:
+        return NOTHING
+    near = 0 < abs(given) < 0.1 or 0.99 < given < 1
+    text = f"{given * 100:,.{1 if near else 0}f}".replace("-", MINUS)
+    return f"{text}\N{NO-BREAK SPACE}%"
+
+
+def signed_percent(share: float) -> str:
+    """A relative change: `percent` with its sign."""
+    return f"+{percent(share)}" if share > 0 else percent(share)
+
+
 def signed(value: float) -> str:
     """A change: `figure` with its sign."""
     return f"+{figure(value)}" if value > 0 else figure(value)
@@ -99,9 +134,9 @@ def power(value: float) -> str:
     return {0: "1", 1: "10"}.get(exponent, f"10{str(exponent).translate(_SUPERSCRIPTS)}")
 
 
-def amount(count: int, noun: str) -> str:
-    """``1 row``, ``1,200 rows``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def amount(count: int, noun: str, plural: str = "s") -> str:
+    """``1 row``, ``1,200 rows``; `plural` is what several have at the end."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{plural}"
 
 
 def _scientific(value: float, digits: int) -> str:

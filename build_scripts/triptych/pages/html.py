@@ -1,15 +1,38 @@
-"""Pieces of HTML that the report's sections share: tables, figures, lists, the metric's words."""
+"""A whole page and the pieces of HTML its sections share: tables, figures, lists, facts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from triptych.quality.report.text import plain, shown
-from triptych.tasks.accuracy import METRICS
+from triptych.pages.text import plain, shown
+
+STYLE = Path(__file__).with_name("page.css")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""Of the browser: whatever slipped through could neither run nor load anything."""
 
 PROSE = 2000
 """Characters of a sentence (a failure, a note, a reason) that are shown."""
+
+
+def document(title: str, body: str, *styles: Path) -> str:
+    """A page that needs nothing beside itself: no network, no script, no font.
+
+    Args:
+        title: text.
+        body: HTML.
+        styles: sheets of its own, after the shared one.
+    """
+    style = "".join(sheet.read_text(encoding="utf-8") for sheet in (STYLE, *styles))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{plain(title)}</title><style>{style}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
+    )
 
 
 def section(title: str, *parts: str, kind: str = "") -> str:
@@ -50,13 +73,3 @@ def facts(kind: str, entries: Mapping[str, str]) -> str:
         f"<div><dt>{plain(name)}</dt><dd>{value}</dd></div>" for name, value in entries.items()
     )
     return f'<dl class="{kind}">{body}</dl>' if body else ""
-
-
-def says(metric: str) -> str:
-    """What `metric` says, in a few words; "" for one that is not known."""
-    return METRICS[metric].says if metric in METRICS else ""
-
-
-def better(metric: str) -> str:
-    """``higher``, ``lower``, or "" for a metric that is not known."""
-    return METRICS[metric].better if metric in METRICS else ""

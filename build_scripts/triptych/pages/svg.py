@@ -1,12 +1,12 @@
-"""Axes of the report's plots: scales, ticks, and the SVG around them."""
+"""Marks and axes of plots: scales, ticks, and the SVG around them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
-from triptych.quality.report.text import figure, plain, power
+from triptych.pages.text import figure, plain, power, rounded
 
 WIDTH = 440
 """Of every plot, in its own units; the page scales it."""
@@ -22,6 +22,7 @@ class Scale:
         start: position.
         end: position; may be less than `start`.
         log: equal steps multiply; both values above 0.
+        fine: a logarithmic axis has ticks at 2 and 5 as well, where there are not too many.
     """
 
     low: float
@@ -29,6 +30,7 @@ class Scale:
     start: float
     end: float
     log: bool = False
+    fine: bool = False
 
     def __call__(self, value: float) -> float:
         """Position of `value`, at the axis's end where it lies beyond it."""
@@ -42,6 +44,10 @@ class Scale:
 
     def ticks(self, most: int = 6) -> list[tuple[float, str]]:
         """At most about `most` round values with their texts."""
+        if self.log and self.fine:
+            steps = _steps(self.low, self.high)
+            whole = [step for step in steps if _is_power(step)]
+            return [(v, _short(v)) for v in (steps if len(steps) <= most + 2 else whole)]
         if self.log:
             first, last = ceil(log10(self.low) - 1e-9), floor(log10(self.high) + 1e-9)
             step = max(1, ceil((last - first) / most))
@@ -69,6 +75,18 @@ def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:
     held = list(values)
     first, last = floor(log10(min(held))), ceil(log10(max(held)))
     return Scale(10.0**first, 10.0 ** max(last, first + 1), start, end, log=True)
+
+
+def snug(values: Iterable[float], start: float, end: float) -> Scale:
+    """A logarithmic scale over `values`, at least one above 0, out to 1, 2 or 5 times a power."""
+    held = [value for value in values if value > 0]
+    low, high = min(held), max(held)
+    if high / low > 1e6:
+        return logarithmic(held, start, end)
+    around = _steps(low / 10, high * 10)
+    first = max(step for step in around if step <= low * (1 + 1e-9))
+    last = min(step for step in around if step >= high * (1 - 1e-9) and step > first)
+    return Scale(first, last, start, end, log=True, fine=True)
 
 
 def axis_below(scale: Scale, top: float, bottom: float, title: str) -> str:
@@ -119,6 +137,30 @@ def drawing(name: str, height: float, title: str, says: str, body: str) -> str:
         f'<title id="{name}-t">{plain(title)}</title><desc id="{name}-d">{plain(says)}</desc>'
         f"{body}</svg>"
     )
+
+
+def path(kind: str, places: Sequence[tuple[float, float]]) -> str:
+    """Straight lines from place to place; nothing where there are fewer than two."""
+    if len(places) < 2:
+        return ""
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polyline class="{kind}" points="{points}"/>'
+
+
+def _steps(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times the powers of ten from `low` to `high`."""
+    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
+    steps = (times * 10.0**exponent for exponent in powers for times in (1, 2, 5))
+    return [step for step in steps if low * (1 - 1e-9) <= step <= high * (1 + 1e-9)]
+
+
+def _is_power(value: float) -> bool:
+    return abs(log10(value) - round(log10(value))) < 1e-9
+
+
+def _short(value: float) -> str:
+    """`value`, one of `_steps`, without noughts behind its last digit."""
+    return f"{value:,.10f}".rstrip("0").rstrip(".") if 1e-4 <= value < 1e6 else rounded(value)
 
 
 def _tip(text: str) -> str:

@@ -1,0 +1,5 @@
+"""``python -m triptych.cli``."""
+
+from triptych.cli import main
+
+main()

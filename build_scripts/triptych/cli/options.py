@@ -1,0 +1,59 @@
+"""What all verbs share: the program, where it prints, and options that mean the same everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+EXIT_FINDINGS = 1
+EXIT_MISTAKE = 2
+
+app = typer.Typer(
+    help="Turn a Hugging Face model into a Triton ensemble that tokenizes, infers and decodes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Progress and errors go to stderr, results to stdout: `--json` output stays parseable.
+status = Console(stderr=True, highlight=False, soft_wrap=True)
+output = Console(highlight=False, soft_wrap=True)
+
+Name = Annotated[str, typer.Argument(help="Pipeline: the name of its folder.")]
+Names = Annotated[list[str], typer.Argument(help="Pipelines: the names of their folders.")]
+Pipelines = Annotated[Path, typer.Option("--pipelines", help="Folder of the pipelines.")]
+Repository = Annotated[
+    Path, typer.Option("--repository", "-r", help="Folder of the model repository.")
+]
+RepositoryArgument = Annotated[Path, typer.Argument(help="Folder of the model repository.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the spec."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+PIPELINES = Path("pipelines")
+REPOSITORY = Path("model_repository")
+REPORTS = Path("reports")
+
+
+def progress(stage: str, line: str) -> None:
+    """Tell what became of a stage."""
+    status.print(f"  {stage:8} {line}", markup=False)
+
+
+def fail(as_json: bool, result: dict[str, Any], message: str) -> None:
+    """Print why, and end with the exit code for findings."""
+    if as_json:
+        print_json(result)
+    status.print(f"failed: {message}", style="red", markup=False)
+    raise typer.Exit(EXIT_FINDINGS)
+
+
+def print_json(value: Any) -> None:
+    """Print a result on stdout."""
+    print(json.dumps(value, ensure_ascii=False, indent=2))

@@ -1,0 +1,180 @@
+"""Verbs that make and check pipelines and repositories: new, test, inspect, build, lint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from triptych.cli.options import (
+    EXIT_FINDINGS,
+    PIPELINES,
+    REPORTS,
+    REPOSITORY,
+    Json,
+    Name,
+    Names,
+    Overrides,
+    Pipelines,
+    Repository,
+    RepositoryArgument,
+    app,
+    fail,
+    output,
+    print_json,
+    progress,
+    status,
+)
+from triptych.errors import UserError
+from triptych.shown import print_built, print_failed_gate, print_finding, print_tree
+
+
+@app.command()
+def new(
+    name: Name,
+    task: Annotated[str, typer.Option("--task", help="What the pipeline does.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="Hub id, package:… or folder; else an example.")
+    ] = None,
+    hooks: Annotated[
+        bool, typer.Option("--hooks", help="Add hooks.py and its tests: functions of your own.")
+    ] = False,
+    pipelines: Pipelines = PIPELINES,
+    as_json: Json = False,
+) -> None:
+    """Write the folder of a new pipeline, ready to edit. Never overwrites."""
+    from triptych.scaffold import scaffold
+
+    made = scaffold(name, task=task, model=model, with_hooks=hooks, pipelines=pipelines)
+    if as_json:
+        print_json(made.as_dict())
+        return
+    output.print(made.folder, style="bold", markup=False)
+    for file in made.files:
+        output.print(f"  {file}", markup=False)
+    output.print("Edit pipeline.yaml and traffic.jsonl, then:")
+    for command in made.commands:
+        output.print(f"  {command}", markup=False)
+
+
+@app.command()
+def test(  # a verb, not a test
+    name: Name,
+    pipelines: Pipelines = PIPELINES,  # noqa: PT028
+    as_json: Json = False,  # noqa: PT028
+) -> None:
+    """Check a pipeline's spec, traffic and hooks, and run its tests: no server, no model."""
+    from triptych.hook_tests import check_pipeline
+
+    checks = check_pipeline(pipelines / name)
+    if as_json:
+        print_json([check.as_dict() for check in checks])
+    else:
+        for check in checks:
+            style = {"error": "red", "warning": "yellow"}.get(check.severity, "")
+            line = f"{check.severity:8} {check.name:18} {check.note}".rstrip()
+            output.print(line, style=style, markup=False)
+    failed = any(check.severity == "error" for check in checks)
+    raise typer.Exit(EXIT_FINDINGS if failed else 0)
+
+
+@app.command()
+def inspect(
+    name: Name, pipelines: Pipelines = PIPELINES, overrides: Overrides = None, as_json: Json = False
+) -> None:
+    """Print the plan of a pipeline: models, shapes, limits and why. Writes nothing."""
+    from triptych.build.cache import cache_root
+    from triptych.describe import describe_plan
+    from triptych.prepare import prepare
+    from triptych.spec import load_spec
+
+    plan = prepare(load_spec(pipelines / name, overrides or ()), progress).plan
+    description = describe_plan(plan)
+    if as_json:
+        print_json({**description, "cache": str(cache_root())})
+        return
+    print_tree(output, description)
+
+
+@app.command()
+def build(
+    names: Names,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    overrides: Overrides = None,
+    reports: Annotated[
+        Path, typer.Option("--reports", help="Folder of the reports, one for each pipeline.")
+    ] = REPORTS,
+    accept: Annotated[
+        str | None,
+        typer.Option(
+            "--accept-failed-gate",
+            metavar="REASON",
+            help="Build although the accuracy gate fails; the reason is put on record.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Build pipelines into the model repository; nothing is written unless every check passed."""
+    from triptych import assemble, choose
+    from triptych.prepare import prepare
+    from triptych.spec import load_spec
+
+    if accept is not None and not accept.strip():
+        raise UserError(
+            "--accept-failed-gate", "must give a reason", remedy="Say why the model may ship"
+        )
+    # Every spec is read before the first build: a typo in the last one costs no time.
+    specs = [load_spec(pipelines / name, overrides or ()) for name in names]
+    results = []
+    for number, spec in enumerate(specs):
+        status.print(f"{spec.name}", style="bold", markup=False)
+        following = [later.name for later in specs[number + 1 :]]
+        try:
+            built = choose.build(
+                prepare(spec, progress),
+                repository,
+                progress,
+                together=following,
+                accept=(accept or "").strip(),
+            )
+        except assemble.GateFailure as failure:
+            report = assemble.report(failure.plan, failure.gate, reports, progress)
+            print_failed_gate(status, failure.gate)
+            result = {"pipeline": spec.name, "gate": failure.gate, "report": str(report)}
+            fail(as_json, result, str(failure))
+        except assemble.LintFailure as failure:
+            findings = [finding.as_dict() for finding in failure.findings]
+            fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
+        report = assemble.report(built.plan, built.gate, reports, progress)
+        print_built(status, built)
+        results.append({**built.as_dict(), "repository": str(repository), "report": str(report)})
+    if as_json:
+        print_json(results)
+
+
+@app.command()
+def lint(
+    repository: RepositoryArgument = REPOSITORY,
+    triton: Annotated[
+        str, typer.Option("--triton", metavar="YY.MM", help="Oldest release it must load on.")
+    ] = "24.10",
+    as_json: Json = False,
+) -> None:
+    """Check a model repository without a server: wiring, shapes, files, versions."""
+    from triptych.repository.lint import run_checks
+
+    if not repository.is_dir():
+        raise UserError(
+            "repository", "must be a folder", given=repository, remedy="Run `triptych build NAME`"
+        )
+    findings = [finding.as_dict() for finding in run_checks(repository, triton=triton)]
+    errors = sum(finding["severity"] == "error" for finding in findings)
+    if as_json:
+        print_json(findings)
+    else:
+        for finding in findings:
+            print_finding(output, finding)
+        output.print(f"{errors} errors, {len(findings) - errors} other findings", markup=False)
+    raise typer.Exit(EXIT_FINDINGS if errors else 0)

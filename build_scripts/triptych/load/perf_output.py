@@ -1,0 +1,284 @@
+"""Reading what perf_analyzer writes: its report, and the times of each request that it exports."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+Percentile = Literal[50, 90, 95, 99]
+
+BIN_GROWTH = 1.1
+"""Each bin of a latency histogram is a tenth wider than the one below it."""
+
+# Inside a string of the export every quote is escaped, so these match its own fields only.
+_REQUEST = re.compile(
+    rb'\{"timestamp":(\d+),"request_inputs":.*?"response_timestamps":\[([\d,]*)\]', re.DOTALL
+)
+_BOUNDARIES = re.compile(rb'"window_boundaries":\[([\d,]*)\]')
+_BOUNDARIES_WITHIN_BYTES = 65536
+_DELAYED = re.compile(r"[\d.]+% of the requests were delayed")
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """What one model did during the measurement, as the server counted it.
+
+    Attributes:
+        model: its name.
+        inferences: rows that it answered.
+        executions: batches in which it answered them.
+        queue_us: mean time a request waited, in microseconds; so are the other three.
+        compute_input_us: gathering the batch.
+        compute_infer_us: running it.
+        compute_output_us: handing out the results.
+    """
+
+    model: str
+    inferences: int
+    executions: int
+    queue_us: float
+    compute_input_us: float
+    compute_infer_us: float
+    compute_output_us: float
+
+    @property
+    def mean_batch(self) -> float:
+        """Rows per execution."""
+        return self.inferences / self.executions if self.executions else 0.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """One measurement window: its throughput, and its latency at the percentile asked for."""
+
+    throughput_per_s: float
+    latency_us: float
+
+
+@dataclass(frozen=True)
+class Export:
+    """The requests answered within the windows, each by its own times.
+
+    Attributes:
+        boundaries_ns: start of each window and end of the last, since the epoch.
+        answered_ns: when each request was answered, ascending.
+        latencies_us: of these requests, in the same order.
+    """
+
+    boundaries_ns: tuple[int, ...]
+    answered_ns: tuple[int, ...]
+    latencies_us: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Length of all windows together."""
+        return (self.boundaries_ns[-1] - self.boundaries_ns[0]) / 1e9
+
+    @property
+    def throughput_per_s(self) -> float:
+        """Requests answered a second."""
+        return len(self.latencies_us) / self.seconds
+
+    @property
+    def mean_us(self) -> float:
+        """Mean latency."""
+        return math.fsum(self.latencies_us) / len(self.latencies_us)
+
+    def percentiles_us(self, *percents: float) -> list[float]:
+        """One latency for each of `percents`: the request closest to that rank."""
+        ranked = sorted(self.latencies_us)
+        return [ranked[int(percent / 100 * (len(ranked) - 1) + 0.5)] for percent in percents]
+
+    def histogram_us(self) -> dict[float, int]:
+        """Lower edge of each bin that is not empty to the requests in it, ascending."""
+        bins = Counter(
+            math.floor(math.log(max(latency, 1.0), BIN_GROWTH)) for latency in self.latencies_us
+        )
+        return {round(BIN_GROWTH**number, 1): bins[number] for number in sorted(bins)}
+
+    def windows(self, percentile: float) -> tuple[Window, ...]:
+        """Each window by itself; one in which nothing was answered has a throughput of 0."""
+        found = []
+        for start, end in zip(self.boundaries_ns, self.boundaries_ns[1:], strict=False):
+            first, last = bisect_left(self.answered_ns, start), bisect_left(self.answered_ns, end)
+            part = replace(self, latencies_us=self.latencies_us[first:last])
+            latency = part.percentiles_us(percentile)[0] if last > first else 0.0
+            found.append(Window((last - first) / ((end - start) / 1e9), latency))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """A measurement without a single failed request, in perf_analyzer's own figures.
+
+    Attributes:
+        model: what was asked.
+        concurrency: clients, each with one request in flight; None in open loop.
+        request_rate_per_s: requests sent a second whatever comes back; None in closed loop.
+        requests: requests answered within the windows.
+        throughput_per_s: requests answered a second.
+        p50_us: latency percentiles seen by the client, in microseconds.
+        p90_us: see `p50_us`.
+        p95_us: see `p50_us`.
+        p99_us: see `p50_us`.
+        steps: the model itself, or the composing models of an ensemble in the server's order.
+        windows: the windows that the above merges.
+        is_stable: whether the windows agree; None where there is one only, so nothing to compare.
+        warnings: what to know before the numbers are used, a sentence each.
+        sent_per_s: requests sent a second, as it turned out; None in closed loop.
+        export: every request by its own times; None where it was not asked for.
+    """
+
+    model: str
+    concurrency: int | None
+    request_rate_per_s: float | None
+    requests: int
+    throughput_per_s: float
+    p50_us: float
+    p90_us: float
+    p95_us: float
+    p99_us: float
+    steps: tuple[StepLoad, ...]
+    windows: tuple[Window, ...]
+    is_stable: bool | None
+    warnings: tuple[str, ...]
+    sent_per_s: float | None = None
+    export: Export | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON, without the single requests; each step also has its ``mean_batch``."""
+        steps = [{**asdict(step), "mean_batch": step.mean_batch} for step in self.steps]
+        plain = asdict(replace(self, export=None))
+        del plain["export"]
+        return {**plain, "steps": steps}
+
+
+def read_export(path: Path) -> Export | None:
+    """The times in a file of ``--profile-export-file``; None where no request was answered.
+
+    The file also holds every input and output, byte for byte, and need not be valid JSON: only the
+    times are picked out of it.
+    """
+    text = path.read_bytes()
+    found = _BOUNDARIES.findall(text, max(0, len(text) - _BOUNDARIES_WITHIN_BYTES))
+    boundaries = tuple(int(one) for one in found[-1].split(b",") if one) if found else ()
+    times = sorted(
+        (int(answers.rpartition(b",")[2]), int(sent))
+        for sent, answers in _REQUEST.findall(text)
+        if answers
+    )
+    if len(boundaries) < 2 or not times:
+        return None
+    return Export(
+        boundaries_ns=boundaries,
+        answered_ns=tuple(answered for answered, _ in times),
+        latencies_us=tuple((answered - sent) / 1000 for answered, sent in times),
+    )
+
+
+def read_result(
+    output: str,
+    report: str,
+    *,
+    model: str,
+    concurrency: int | None,
+    request_rate_per_s: float | None,
+    percentile: Percentile,
+    stability_percent: float,
+    export: Export | None = None,
+) -> LoadResult:
+    """What perf_analyzer printed (`output`) and wrote as CSV (`report`), for one load.
+
+    Args:
+        output: with ``-v``.
+        report: of ``-f``.
+        model: see `LoadResult`, and so on.
+        concurrency: see `model`.
+        request_rate_per_s: see `model`.
+        percentile: whose latency must be stable, besides the throughput.
+        stability_percent: how far the highest window may lie above the lowest.
+        export: of the same run.
+    """
+    row = next(csv.DictReader(report.splitlines()))
+    windows = tuple(
+        Window(float(throughput), float(latency))
+        for throughput, latency in re.findall(
+            rf"Pass \[\d+\] throughput: (\S+) infer/sec\. p{percentile} latency: (\d+) usec", output
+        )
+    )
+    is_stable, unstable = judge(windows, percentile, stability_percent)
+    counted = re.search(r"Request count: (\d+)", output)
+    sent = re.search(r"Avg send request rate: (\S+) infer/sec", output)
+    # perf_analyzer counts a request as delayed that leaves microseconds late, so nearly all of a
+    # burst: `sent_per_s` tells whether it keeps up.
+    said = [line.strip() for line in output.splitlines() if "[WARNING]" in line]
+    return LoadResult(
+        model=model,
+        concurrency=concurrency,
+        request_rate_per_s=request_rate_per_s,
+        requests=int(counted[1]) if counted else 0,
+        throughput_per_s=float(row["Inferences/Second"]),
+        p50_us=float(row["p50 latency"]),
+        p90_us=float(row["p90 latency"]),
+        p95_us=float(row["p95 latency"]),
+        p99_us=float(row["p99 latency"]),
+        steps=_read_steps(output, model),
+        windows=windows,
+        is_stable=is_stable,
+        warnings=tuple([line for line in said if not _DELAYED.search(line)] + unstable),
+        sent_per_s=float(sent[1]) if sent else None,
+        export=export,
+    )
+
+
+def judge(
+    windows: Sequence[Window], percentile: float, stability_percent: float
+) -> tuple[bool | None, list[str]]:
+    """Whether `windows` agree (None of fewer than two), and a sentence for each way they do not."""
+    if len(windows) < 2:
+        return None, []
+    spreads = {
+        "throughput": _spread_percent([window.throughput_per_s for window in windows]),
+        f"p{percentile:g}": _spread_percent([window.latency_us for window in windows]),
+    }
+    unstable = [
+        f"unstable: {name} of the windows differs by {spread:.0f} % (limit {stability_percent:g} %)"
+        for name, spread in spreads.items()
+        if spread > stability_percent
+    ]
+    return not unstable, unstable
+
+
+def _spread_percent(values: Sequence[float]) -> float:
+    lowest = min(values)
+    return (max(values) / lowest - 1) * 100 if lowest > 0 else float("inf")
+
+
+def _read_steps(output: str, model: str) -> tuple[StepLoad, ...]:
+    """Reads the server's part of the report: the composing models, else the model itself."""
+    _, _, server = output.partition("  Server:")
+    own, _, composing = server.partition("Composing models:")
+    parts = re.split(r"^\s+(\S+), version: \S*\s*$", composing, flags=re.MULTILINE)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True)) or {model: own}
+    return tuple(_read_step(name, text) for name, text in sections.items())
+
+
+def _read_step(name: str, text: str) -> StepLoad:
+    counts = {what: int(n) for what, n in re.findall(r"(Inference|Execution) count: (\d+)", text)}
+    times = {what: float(us) for what, us in re.findall(r"([a-z]+(?: [a-z]+)?) (\d+) usec", text)}
+    return StepLoad(
+        model=name,
+        inferences=counts.get("Inference", 0),
+        executions=counts.get("Execution", 0),
+        queue_us=times.get("queue", 0.0),
+        compute_input_us=times.get("compute input", 0.0),
+        compute_infer_us=times.get("compute infer", 0.0),
+        compute_output_us=times.get("compute output", 0.0),
+    )

@@ -1,0 +1,336 @@
+"""Baselines: the model's right results, real workers measured in turns, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from conftest import quiet, write_pipeline
+from gate_benches import write_task
+from task_models import MODELS
+from triptych.baselines.calls import (
+    LARGEST_BATCH,
+    ROWS_A_CALL,
+    open_call,
+    open_model,
+    open_rows,
+    plan_calls,
+)
+from triptych.baselines.contenders import ALL, Baselines
+from triptych.baselines.process import WorkerFailed, WorkerProcess
+from triptych.baselines.work import Work, read_work, work_of, write_work
+from triptych.build.export import export_onnx
+from triptych.errors import UserError
+from triptych.load.points import Load
+from triptych.prepare import Prepared, prepare
+from triptych.quality.reference import reference_outputs
+from triptych.spec import load_spec
+
+SECONDS = 0.2
+
+
+def export(prepared: Prepared, target: Path) -> Path:
+    plan = prepared.plan
+    export_onnx(
+        prepared.model_folder,
+        plan.facts,
+        plan.core,
+        plan.core_inputs,
+        packed=plan.packed,
+        target=target,
+    )
+    return target / "model.onnx"
+
+
+def is_gone(pid: int, within_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not Path(f"/proc/{pid}").exists():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Prepared:
+    folder = tmp_path_factory.mktemp("pipelines") / "tiny"
+    write_pipeline(folder, model={"source": str(tiny_model)})
+    return prepare(load_spec(folder), quiet)
+
+
+@pytest.fixture(scope="module")
+def core_file(tmp_path_factory: pytest.TempPathFactory, tiny: Prepared) -> Path:
+    return export(tiny, tmp_path_factory.mktemp("core"))
+
+
+@pytest.fixture(scope="module")
+def running(tiny: Prepared, core_file: Path) -> Iterator[Baselines]:
+    names = ("torch eager", "torch batched", "onnxruntime")
+    with Baselines(tiny, core_file, names=names, progress=quiet) as baselines:
+        yield baselines
+
+
+@pytest.mark.parametrize("name", ["torch eager", "torch batched", "onnxruntime"])
+def test_a_baseline_is_measured_again_and_again(running: Baselines, name: str) -> None:
+    assert running.not_runnable == {}
+    assert running.ready_s[name] > 0
+    for _ in range(2):
+        measured = running.measure(name, SECONDS)
+        assert measured.seconds >= SECONDS
+        assert measured.throughput_per_s == pytest.approx(measured.requests / measured.seconds)
+        assert 0 < measured.p50_us <= measured.p90_us <= measured.p95_us <= measured.p99_us
+        assert measured.p99_us <= measured.p99_9_us <= measured.seconds * 1e6
+        assert sum(measured.histogram_us.values()) == measured.requests
+        assert min(measured.histogram_us) <= measured.p50_us
+        assert (measured.errors, measured.steps, measured.parts) == ({}, (), ())
+        assert measured.resources is not None
+        (process,) = measured.resources.processes
+        assert process.name == name
+        assert process.cpu_cores > 0
+        assert process.memory_mib > 10
+
+
+def test_the_load_tells_the_rows_of_a_call(running: Baselines) -> None:
+    assert running.names == ("torch eager", "torch batched", "onnxruntime")
+    assert [running.load_of(name) for name in ALL] == [
+        Load("in_process", rows) for rows in (1, 32, 1, 1)
+    ]
+
+
+def test_of_one_at_a_time_the_latencies_fill_the_time(running: Baselines) -> None:
+    measured = running.measure("torch eager", SECONDS)
+    assert measured.mean_us * measured.requests == pytest.approx(measured.seconds * 1e6)
+
+
+def test_the_latency_of_a_batch_counts_for_each_of_its_rows(running: Baselines) -> None:
+    measured = running.measure("torch batched", SECONDS)
+    assert measured.requests >= 32
+    assert measured.mean_us * measured.requests > 5 * measured.seconds * 1e6
+
+
+def test_nothing_is_left_behind(
+    tiny: Prepared, core_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Baselines(tiny, core_file, names=["torch eager"], progress=quiet) as baselines:
+        pids, (scratch,) = baselines.pids, list(tmp_path.iterdir())
+        assert scratch.stat().st_mode & 0o077 == 0  # it holds a pickle
+    assert not Path(f"/proc/{pids['torch eager']}").exists()
+    assert list(tmp_path.iterdir()) == []
+    assert baselines.names == ()
+
+
+def test_a_worker_dies_with_its_parent(tiny: Prepared, core_file: Path, tmp_path: Path) -> None:
+    write_work(work_of(tiny, core_file), tmp_path / "work")
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from triptych.baselines.process import WorkerProcess\n"
+        "base = Path(sys.argv[1]); worker = WorkerProcess(base / 'work', 'torch eager', base)\n"
+        "worker.answer(120); worker.ask({'measure': 600}); print(worker.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, timeout=150
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert is_gone(int(done.stdout))
+
+
+def test_a_worker_that_is_killed_says_so_and_leaves_the_others(
+    tiny: Prepared, core_file: Path
+) -> None:
+    names = ("torch eager", "onnxruntime")
+    with Baselines(tiny, core_file, names=names, progress=quiet) as baselines:
+        os.kill(baselines.pids["torch eager"], signal.SIGKILL)
+        with pytest.raises(UserError, match=r"torch eager.*killed by signal 9") as caught:
+            baselines.measure("torch eager", SECONDS)
+        assert caught.value.remedy
+        assert baselines.names == ("onnxruntime",)
+        assert "signal 9" in baselines.not_runnable["torch eager"]
+        with pytest.raises(UserError, match="signal 9"):
+            baselines.measure("torch eager", SECONDS)
+        assert baselines.measure("onnxruntime", SECONDS).requests > 0
+
+
+def test_a_model_that_cannot_be_loaded_is_a_reason(
+    tiny: Prepared, core_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    broken = replace(tiny, model_folder=tmp_path)
+    told: list[str] = []
+    with Baselines(
+        broken,
+        core_file,
+        names=("torch eager", "onnxruntime"),
+        progress=lambda stage, line: told.append(f"{stage}: {line}"),
+    ) as baselines:
+        assert baselines.names == ("onnxruntime",)
+        assert "must be a model transformers can load" in baselines.not_runnable["torch eager"]
+        assert list(baselines.ready_s) == ["onnxruntime"]
+    assert [line.split(" ")[1] for line in told] == ["torch", "onnxruntime"]
+
+
+def test_a_core_that_is_not_there_is_a_reason(tiny: Prepared, tmp_path: Path) -> None:
+    with Baselines(
+        tiny, tmp_path / "gone.onnx", names=["onnxruntime"], progress=quiet
+    ) as baselines:
+        assert baselines.names == ()
+        assert "gone.onnx" in baselines.not_runnable["onnxruntime"]
+
+
+def test_a_worker_that_cannot_start_tells_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "work").write_bytes(b"no pickle")
+    worker = WorkerProcess(tmp_path / "work", "torch eager", tmp_path)
+    try:
+        with pytest.raises(WorkerFailed, match="UnpicklingError"):
+            worker.answer(60)
+        with pytest.raises(WorkerFailed, match=r"its process ended \(exit code 1\): .*Unpickling"):
+            worker.answer(60)
+    finally:
+        worker.end()
+
+
+def test_what_takes_too_long_to_compile_is_left_out(tiny: Prepared, core_file: Path) -> None:
+    with Baselines(
+        tiny, core_file, names=["torch.compile"], progress=quiet, compile_limit_s=0.5
+    ) as baselines:
+        assert baselines.names == ()
+        assert baselines.not_runnable == {"torch.compile": "no answer within 0.5 s"}
+
+
+def test_without_a_compiler_the_reason_is_told(
+    tiny: Prepared, core_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with Baselines(tiny, core_file, names=["torch.compile"], progress=quiet) as baselines:
+        assert baselines.names == ()
+        assert "compiler" in baselines.not_runnable["torch.compile"].lower()
+
+
+def test_an_unknown_name_is_refused(tiny: Prepared, core_file: Path) -> None:
+    with pytest.raises(UserError, match="must be one of torch eager"):
+        Baselines(tiny, core_file, names=["jax"], progress=quiet)
+
+
+def test_calls_hold_the_whole_traffic_once(tiny: Prepared, core_file: Path) -> None:
+    requests = work_of(tiny, core_file).requests
+    assert [dict(request) for request in requests] == [dict(one) for one in tiny.traffic]
+    for name, size in ROWS_A_CALL.items():
+        calls = plan_calls(name, requests)
+        assert sorted(one["text"] for call in calls for one in call) == sorted(
+            one["text"] for one in requests
+        )
+        assert all(len(call) <= size for call in calls)
+    widths = [
+        (min(len(one["text"]) for one in call), max(len(one["text"]) for one in call))
+        for call in plan_calls("torch batched", requests)
+    ]
+    assert widths != sorted(widths)
+    spans = sorted(widths)
+    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+
+
+def test_hooks_run_before_the_calls(tmp_path: Path, tiny_model: Path, core_file: Path) -> None:
+    folder = write_pipeline(tmp_path / "hooked", model={"source": str(tiny_model)})
+    (folder / "hooks.py").write_text(
+        'def before(rows):\n    return [{"text": row["text"].upper()} for row in rows]\n',
+        encoding="utf-8",
+    )
+    prepared = prepare(load_spec(folder), quiet)
+    texts = [request["text"] for request in work_of(prepared, core_file).requests]
+    assert texts == [str(request["text"]).upper() for request in prepared.traffic]
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Callable[[str], Work]:
+    """The work of a pipeline on one of the small models, written and read, without its core."""
+    base = tmp_path_factory.mktemp("tasks")
+
+    @cache
+    def get(name: str) -> Work:
+        folder = image_pipeline(base) if name == "images" else write_task(base, name, minilm_folder)
+        prepared = prepare(load_spec(folder), quiet)
+        write_work(work_of(prepared, base / "none.onnx"), base / f"{name}.work")
+        return read_work(base / f"{name}.work")
+
+    return get
+
+
+def image_pipeline(base: Path) -> Path:
+    task, make = MODELS["images"]
+    folder = base / "pipelines" / "images"
+    folder.mkdir(parents=True)
+    make(base / "models" / "images", base, [])
+    spec = {"task": task, "model": {"source": str(base / "models" / "images")}}
+    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
+    pixels = np.random.default_rng(0)
+    with (folder / "traffic.jsonl").open("w", encoding="utf-8") as traffic:
+        for number in range(5):
+            image = Image.fromarray(pixels.integers(0, 256, (40, 50, 3), dtype=np.uint8))
+            image.save(folder / f"{number}.png")
+            traffic.write(json.dumps({"image": f"{number}.png"}) + "\n")
+    return folder
+
+
+def result_of(work: Work, outputs: Any, index: int, sample: Any) -> list[Any]:
+    """What belongs to a row of a padded batch, as the reference gives it."""
+    core = work.core
+    rows = [output[index] for output in outputs]
+    if core.reads == "mask":
+        rows = [row[sample.ids.index(work.facts.mask_token_id)] for row in rows]
+    elif core.per_token:
+        rows = [row[: len(sample.ids)] for row in rows]
+    if core.returns in ("vector", "logits", "spans"):
+        return rows
+    several = core.reads in ("row", "image") and work.facts.activation == "sigmoid"
+    return [row.sigmoid() if several else row.softmax(-1) for row in rows]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_in_padded_batches_gives_what_the_reference_gives(
+    tasks: Callable[[str], Work], name: str
+) -> None:
+    work = tasks(name)
+    samples = open_rows(work)(work.requests[:5])
+    outputs: Any = open_model("torch batched", work)(samples)
+    expected = reference_outputs(work.model_folder, work.facts, work.core, samples)
+    for index, (sample, wanted) in enumerate(zip(samples, expected, strict=True)):
+        found = result_of(work, outputs, index, sample)
+        assert len(found) == len(wanted)
+        for mine, theirs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine.numpy(), theirs, atol=1e-4)
+
+
+def test_vectors_in_padded_batches_are_those_of_the_reference(
+    tiny: Prepared, core_file: Path
+) -> None:
+    work = work_of(tiny, core_file)
+    samples = open_rows(work)(work.requests[:5])
+    assert len({len(sample.ids) for sample in samples}) > 1  # type: ignore[union-attr]
+    torch_vectors: Any = open_model("torch batched", work)(samples)
+    core_vectors: Any = open_model("onnxruntime", work)(samples)
+    expected = np.array(reference_outputs(work.model_folder, work.facts, work.core, samples))[:, 0]
+    np.testing.assert_allclose(torch_vectors[0].numpy(), expected, atol=1e-5)
+    (output,) = work.core.outputs
+    np.testing.assert_allclose([row[output.name] for row in core_vectors], expected, atol=1e-5)
+
+
+def test_a_request_of_several_rows_runs_in_batches_of_no_more_than_the_limit(
+    tasks: Callable[[str], Work],
+) -> None:
+    work = tasks("hypotheses")
+    results: Any = open_call("torch batched", work)(work.requests[:32])
+    assert [len(logits) for (logits,) in results] == [LARGEST_BATCH] * 3

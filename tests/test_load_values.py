@@ -1,0 +1,287 @@
+"""Load, the parts without a server: what is read from text, and what is concluded from figures."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from triptych.load.bottleneck import find_bottleneck
+from triptych.load.measure import error_kind
+from triptych.load.metrics_page import read_samples
+from triptych.load.perf_output import BIN_GROWTH, Export, judge, read_export
+from triptych.load.points import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
+from triptych.load.rates import CLOSE, holds, next_rate
+from triptych.load.resources import Sample, Watch, model_of, summarise
+from triptych.load.waterfall import waterfall
+from triptych.slo import Slo
+
+PAGE = """
+# HELP nv_gpu_utilization GPU utilization rate [0.0 - 1.0)
+# TYPE nv_gpu_utilization gauge
+nv_gpu_utilization{gpu_uuid="GPU-1"} 0.25
+nv_inference_count{model="a",version="1"} 12
+odd{quote="a\\"b\\\\n,c}",empty=""} +Inf 1700000000
+plain 1e3
+broken{ 3
+words here now
+"""
+
+# The third request is still under way; the second's text looks like a field of the export.
+EXPORT = (
+    '{"experiments":[{"experiment":{"mode":"concurrency","value":2},"requests":['
+    '{"timestamp":1000000,"request_inputs":{"text":"one"},'
+    '"response_timestamps":[3000000],"response_outputs":[{"embedding":[0.5,-1]}]},'
+    '{"timestamp":2000000,"request_inputs":{"text":"{\\"timestamp\\":5,\\"request_inputs\\":1'
+    ' \\"response_timestamps\\":[7]"},"response_timestamps":[6000000],"response_outputs":[{}]},'
+    '{"timestamp":8000000,"request_inputs":{"text":"\udcff"},"response_timestamps":[],'
+    '"response_outputs":[]}],'
+    '"window_boundaries":[500000,4000000,9000000]}],"version":"2.51.0"}'
+)
+
+
+def test_a_metrics_page_is_read_sample_by_sample() -> None:
+    assert read_samples(PAGE) == [
+        ("nv_gpu_utilization", {"gpu_uuid": "GPU-1"}, 0.25),
+        ("nv_inference_count", {"model": "a", "version": "1"}, 12.0),
+        ("odd", {"quote": 'a"b\\n,c}', "empty": ""}, math.inf),
+        ("plain", {}, 1000.0),
+    ]
+
+
+def test_an_export_gives_the_times_whatever_its_texts_are(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_bytes(EXPORT.encode("utf-8", "surrogateescape"))
+    export = read_export(path)
+
+    assert export == Export((500000, 4000000, 9000000), (3000000, 6000000), (2000.0, 4000.0))
+    assert export.seconds == 0.0085
+    assert [window.latency_us for window in export.windows(99)] == [2000.0, 4000.0]
+
+
+def test_an_export_without_answers_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text('{"experiments":[{"requests":[],"window_boundaries":[1,2]}]}')
+    assert read_export(path) is None
+
+
+def test_percentiles_and_histogram_hold_every_request() -> None:
+    latencies = tuple(float(us) for us in range(1, 1002))
+    export = Export((0, 10**9), tuple(range(1001)), latencies)
+
+    assert export.percentiles_us(50, 90, 99, 99.9) == [501, 901, 991, 1000]
+    assert (export.throughput_per_s, export.mean_us) == (1001, 501)
+    histogram = export.histogram_us()
+    assert sum(histogram.values()) == 1001
+    edges = list(histogram)
+    assert edges == sorted(edges)
+    assert edges[-1] / edges[-2] == pytest.approx(BIN_GROWTH, rel=0.01)
+
+
+def test_windows_without_an_answer_do_not_agree() -> None:
+    export = Export((0, 10**9, 2 * 10**9), (5, 6), (1.0, 2.0))
+    is_stable, said = judge(export.windows(99), 99, 10)
+    assert is_stable is False
+    assert len(said) == 2
+
+
+def test_kinds_of_errors_group_whatever_their_numbers() -> None:
+    assert error_kind("row 7: got 12\n  tokens") == error_kind("row 31: got 5 tokens")
+    assert len(error_kind("x" * 1000)) <= 160
+
+
+def use(step: str, **changes: object) -> StepUse:
+    plain = StepUse(
+        step=step,
+        model=f"m_{step}",
+        instances=1,
+        max_delay_us=0,
+        requests=1000,
+        failures=0,
+        rows=1000,
+        executions=1000,
+        batch_sizes={1: 1000},
+        queue_us=100.0,
+        compute_input_us=0.0,
+        compute_infer_us=1000.0,
+        compute_output_us=0.0,
+        busy=0.1,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("client_us", "server_us", "core_us"),
+    [(20000, 15000, 5000), (20000, 15000, 30000), (10000, 15000, 30000), (1000, 900, 3000)],
+)
+def test_the_parts_add_up_and_none_is_negative(
+    client_us: float, server_us: float, core_us: float
+) -> None:
+    steps = [use("preprocess"), use("core", compute_infer_us=core_us), use("postprocess")]
+    parts = waterfall(client_us, server_us, steps)
+
+    assert sum(part.us for part in parts) == pytest.approx(client_us)
+    assert min(part.us for part in parts) >= 0
+    assert [part.where for part in parts[1:-1:2]] == ["preprocess", "core", "postprocess"]
+
+
+def test_what_a_step_runs_on_after_its_answer_is_its_own() -> None:
+    steps = [use("preprocess"), use("core", compute_infer_us=30000.0)]
+    parts = {(part.where, part.what): part.us for part in waterfall(20000, 31200, steps)}
+    assert parts["preprocess", "compute"] == 1000
+    assert parts["core", "compute"] == 20000 - 1000 - 100 - 100
+
+
+def taken(*steps: StepUse, mean_us: float = 10000, resources: Resources | None) -> Measurement:
+    return Measurement(
+        seconds=1.0,
+        requests=1000,
+        errors={},
+        throughput_per_s=1000,
+        mean_us=mean_us,
+        p50_us=mean_us,
+        p90_us=mean_us,
+        p95_us=mean_us,
+        p99_us=mean_us,
+        p99_9_us=mean_us,
+        is_stable=True,
+        steps=steps,
+        resources=resources,
+    )
+
+
+def machine(
+    share: float | None, core: ProcessUse, client: float = 0.1, gpu: float = 0
+) -> Resources:
+    return Resources(4, share, client, (core,), (GpuUse("GPU-1", gpu, 100),) if gpu else ())
+
+
+SATURATED = use("core", busy=0.99, queue_us=5000, compute_infer_us=4000)
+WORKS = ProcessUse("m_core", 0.98, 100)
+SLEEPS = ProcessUse("m_core", 0.02, 100)
+STARVES = ProcessUse("m_core", 0.3, 100, wait_cores=0.7)
+
+
+@pytest.mark.parametrize(
+    ("step", "resources", "kind"),
+    [
+        (SATURATED, machine(0.3, WORKS), "instances"),
+        (SATURATED, machine(0.99, SLEEPS), "instances"),  # others fill the machine, not the step
+        (SATURATED, machine(0.99, STARVES), "compute"),
+        (SATURATED, machine(0.99, replace(WORKS, cpu_cores=3.8)), "compute"),
+        (SATURATED, None, "compute"),
+        (replace(SATURATED, step="preprocess"), None, "instances"),
+        (replace(SATURATED, queue_us=50), machine(0.3, WORKS), "none"),  # one client: no queue
+        (SATURATED, machine(0.3, WORKS, gpu=0.97), "compute"),
+        (use("core"), machine(0.3, WORKS), "none"),
+        (use("core"), machine(0.99, STARVES, client=2.0), "client"),
+        (use("core"), machine(None, SLEEPS, client=3.9), "client"),
+        (use("core", max_delay_us=5000, queue_us=5000), machine(0.3, SLEEPS), "none"),
+        (use("core", max_delay_us=5000, queue_us=5000, executions=100), None, "queue delay"),
+        (use("core", max_delay_us=5000, queue_us=300, executions=100), None, "none"),
+    ],
+)
+def test_the_bottleneck_is_what_the_figures_prove(
+    step: StepUse, resources: Resources | None, kind: str
+) -> None:
+    found = find_bottleneck(taken(step, resources=resources), Load("concurrency", 8))
+    assert found.kind == kind
+    if kind == "instances":
+        assert found.remedy == f"Raise serving.instances.{step.step}"
+
+
+def test_nothing_answered_is_no_bottleneck() -> None:
+    empty = replace(taken(use("core"), resources=None), requests=0, errors={"bad": 1})
+    assert find_bottleneck(empty, Load("poisson", 5)).kind == "none"
+
+
+def search(limit: float, start: float) -> tuple[float, float, int]:
+    """What the search finds on a server that breaks above `limit`, and after how many rates."""
+    held, broken, count = 0.0, math.inf, 0
+    rate: float | None = start
+    while rate is not None:
+        count += 1
+        if rate <= limit:
+            held = max(held, rate)
+        else:
+            broken = min(broken, rate)
+        rate = next_rate(held, broken, start)
+    return held, broken, count
+
+
+@pytest.mark.parametrize("start", [3.0, 100.0, 5000.0])
+def test_the_search_closes_in_on_the_rate_from_both_sides(start: float) -> None:
+    held, broken, count = search(137.0, start)
+    assert held <= 137 < broken <= held * CLOSE
+    assert count < 20
+
+
+def test_a_search_ends_where_no_rate_holds() -> None:
+    held, broken, count = search(0.0, 100.0)
+    assert held == 0
+    assert broken < 2
+    assert count < 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"p99_us": 60000.0}, False),
+        ({"errors": {"bad": 1}}, False),
+        ({"throughput_per_s": 900.0}, False),  # a backlog grows
+        ({"sent_per_s": 850.0, "throughput_per_s": 850.0}, False),  # never sent
+        ({"sent_per_s": 960.0, "throughput_per_s": 955.0}, True),
+        ({"requests": 0}, False),
+    ],
+)
+def test_a_rate_holds_where_all_comes_back_in_time(
+    changes: dict[str, object], expected: bool
+) -> None:
+    plain = replace(taken(use("core"), resources=None), sent_per_s=1000.0)
+    one = replace(plain, **changes)  # type: ignore[arg-type]
+    assert holds(one, Slo(p99_ms=50), 1000) is expected
+
+
+def test_counters_are_read_off_at_the_ends_of_the_span() -> None:
+    second = 10**9
+    samples = [
+        Sample(0, {"tritonserver": 10.0}, (0.0, 0.0), memory_mib={"tritonserver": 50.0}),
+        Sample(2 * second, {"tritonserver": 11.0, "perf_analyzer": 0.5}, (2.0, 4.0)),
+        Sample(4 * second, {"tritonserver": 12.0, "perf_analyzer": 1.5}, (6.0, 8.0)),
+        Sample(6 * second, {"tritonserver": 12.0}, (6.0, 12.0)),
+    ]
+    seen = summarise(samples, second, 5 * second, is_local=True)
+
+    assert seen is not None
+    assert seen.machine_cpu == pytest.approx(5 / 8)
+    assert seen.client_cpu_cores == pytest.approx((1.5 - 0.25) / 4)
+    assert seen.processes == (ProcessUse("tritonserver", 1.5 / 4, 50.0),)
+    elsewhere = summarise(samples, second, 5 * second, is_local=False)
+    assert elsewhere is not None
+    assert elsewhere.machine_cpu is None
+    assert summarise(samples[:1], 0, second, is_local=True) is None
+
+
+def test_a_watch_sees_this_machine() -> None:
+    began = time.time_ns()
+    with Watch(os.getpid(), None) as watch:
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+    seen = watch.between(began, time.time_ns())
+    assert seen is not None
+    assert seen.machine_cpu is not None
+    assert 0 < seen.machine_cpu <= 1
+    (own,) = [process for process in seen.processes if process.name == "tritonserver"]
+    assert own.cpu_cores > 0
+    assert own.memory_mib > 1
+
+
+def test_an_instance_belongs_to_its_model() -> None:
+    assert model_of("minilm_core_0_1") == "minilm_core"
+    assert model_of("tritonserver") == "tritonserver"
