@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SHELL := bash
 
-.PHONY: help setup demo test check lint types unit serve examples compare compare-tasks precisions gpu-test soak clean
+.PHONY: help setup demo test check lint types unit serve examples compare compare-tasks grid precisions gpu-test soak clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
@@ -45,11 +45,14 @@ examples: setup  ## Train both examples (minutes), build them and check them on 
 	$(BIN)/python build_scripts/examples/train.py pii
 	$(BIN)/triptych build ticket_routing pii
 
-compare: setup  ## Measure fp32 and auto precision against infinity-emb, a tutorial-style ensemble and bare ONNX Runtime
+compare: setup  ## Measure fp32 and auto precision against infinity-emb, LitServe, MLServer and others
 	$(BIN)/python build_scripts/peers/compare.py
 
 compare-tasks: setup  ## Measure every task against transformers' own pipelines
 	$(BIN)/python build_scripts/peers/tasks.py
+
+grid: setup  ## Hold `triptych tune` against a whole grid of settings (about an hour)
+	$(BIN)/python build_scripts/peers/grid.py
 
 precisions: setup  ## The core in every precision: the gate, accuracy and speed (PROVIDER=...)
 	$(BIN)/python build_scripts/peers/precisions.py --provider $(PROVIDER)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,10 @@ def test_nothing_is_left_behind(
     tiny: Prepared, core_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Baselines(tiny, core_file, names=["torch eager"], progress=quiet) as baselines:
+    with Baselines(tiny, core_file, names=["onnxruntime"], progress=quiet) as baselines:
         pids, (scratch,) = baselines.pids, list(tmp_path.iterdir())
         assert scratch.stat().st_mode & 0o077 == 0  # it holds a pickle
-    assert not Path(f"/proc/{pids['torch eager']}").exists()
+    assert not Path(f"/proc/{pids['onnxruntime']}").exists()
     assert list(tmp_path.iterdir()) == []
     assert baselines.names == ()
 
@@ -138,7 +139,7 @@ def test_a_worker_dies_with_its_parent(tiny: Prepared, core_file: Path, tmp_path
     code = (
         "import os, sys; from pathlib import Path\n"
         "from triptych.baselines.process import WorkerProcess\n"
-        "base = Path(sys.argv[1]); worker = WorkerProcess(base / 'work', 'torch eager', base)\n"
+        "base = Path(sys.argv[1]); worker = WorkerProcess(base / 'work', 'onnxruntime', base)\n"
         "worker.answer(120); worker.ask({'measure': 600}); print(worker.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )
@@ -152,17 +153,17 @@ def test_a_worker_dies_with_its_parent(tiny: Prepared, core_file: Path, tmp_path
 def test_a_worker_that_is_killed_says_so_and_leaves_the_others(
     tiny: Prepared, core_file: Path
 ) -> None:
-    names = ("torch eager", "onnxruntime")
+    names = ("onnxruntime", "torch eager")
     with Baselines(tiny, core_file, names=names, progress=quiet) as baselines:
-        os.kill(baselines.pids["torch eager"], signal.SIGKILL)
-        with pytest.raises(UserError, match=r"torch eager.*killed by signal 9") as caught:
-            baselines.measure("torch eager", SECONDS)
+        os.kill(baselines.pids["onnxruntime"], signal.SIGKILL)
+        with pytest.raises(UserError, match=r"onnxruntime.*killed by signal 9") as caught:
+            baselines.measure("onnxruntime", SECONDS)
         assert caught.value.remedy
-        assert baselines.names == ("onnxruntime",)
-        assert "signal 9" in baselines.not_runnable["torch eager"]
+        assert baselines.names == ("torch eager",)
+        assert "signal 9" in baselines.not_runnable["onnxruntime"]
         with pytest.raises(UserError, match="signal 9"):
-            baselines.measure("torch eager", SECONDS)
-        assert baselines.measure("onnxruntime", SECONDS).requests > 0
+            baselines.measure("onnxruntime", SECONDS)
+        assert baselines.measure("torch eager", SECONDS).requests > 0
 
 
 def test_a_model_that_cannot_be_loaded_is_a_reason(
@@ -240,7 +241,7 @@ def test_calls_hold_the_whole_traffic_once(tiny: Prepared, core_file: Path) -> N
     ]
     assert widths != sorted(widths)
     spans = sorted(widths)
-    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
 def test_hooks_run_before_the_calls(tmp_path: Path, tiny_model: Path, core_file: Path) -> None:
@@ -334,3 +335,9 @@ def test_a_request_of_several_rows_runs_in_batches_of_no_more_than_the_limit(
     work = tasks("hypotheses")
     results: Any = open_call("torch batched", work)(work.requests[:32])
     assert [len(logits) for (logits,) in results] == [LARGEST_BATCH] * 3
+
+
+def test_a_compiled_model_is_measured(tiny: Prepared, core_file: Path) -> None:
+    with Baselines(tiny, core_file, names=["torch.compile"], progress=quiet) as baselines:
+        assert baselines.not_runnable == {}
+        assert baselines.measure("torch.compile", SECONDS).requests > 0

@@ -24,7 +24,7 @@ LAYERS = (
     ("precise",),
     ("workshop",),
     ("gating",),
-    ("reference_rows",),
+    ("reference_rows", "baselines"),
     ("prepare",),
     ("gate_rows", "asks"),
     ("load",),
@@ -38,13 +38,14 @@ LAYERS = (
     ("tasks",),
     ("traffic", "spec", "model_facts", "image_facts", "tensors"),
     ("slo", "tuned"),
-    ("yaml_text",),
+    ("yaml_text", "pages"),
     ("errors",),
 )
 """Top to bottom: a module imports from its own layer or below."""
 
 HEAVY = {
     "torch": {
+        "baselines/torch_model.py",
         "build/export.py",
         "build/heads.py",
         "build/image_core.py",

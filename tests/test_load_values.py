@@ -58,14 +58,18 @@ def test_an_export_gives_the_times_whatever_its_texts_are(tmp_path: Path) -> Non
     path.write_bytes(EXPORT.encode("utf-8", "surrogateescape"))
     export = read_export(path)
 
-    assert export == Export((500000, 4000000, 9000000), (3000000, 6000000), (2000.0, 4000.0))
+    times = ((500000, 4000000, 9000000), (3000000, 6000000), (2000.0, 4000.0))
+    assert export == Export(*times, recorded_bytes=path.stat().st_size)
     assert export.seconds == 0.0085
     assert [window.latency_us for window in export.windows(99)] == [2000.0, 4000.0]
 
 
-def test_an_export_without_answers_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"experiments":[{"requests":[],"window_boundaries":[1,2]}]}', EXPORT[:120]]
+)
+def test_an_export_without_answers_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "times.json"
-    path.write_text('{"experiments":[{"requests":[],"window_boundaries":[1,2]}]}')
+    path.write_text(text)
     assert read_export(path) is None
 
 

@@ -129,7 +129,7 @@ def test_an_ensemble_reports_each_step_and_its_batches(url: str) -> None:
     assert set(steps) == {"first", "second"}
     assert steps["first"].mean_batch > 1.5
     assert steps["first"].inferences == pytest.approx(result.requests, rel=0.2)
-    assert steps["first"].compute_infer_us > 2000 > steps["second"].compute_infer_us
+    assert steps["first"].compute_infer_us > 2000
     first = result.as_dict()["steps"]
     assert isinstance(first, list)
     assert {step["model"]: step["mean_batch"] for step in first}["first"] > 1.5

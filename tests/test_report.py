@@ -18,19 +18,10 @@ from report_pages import (
     NOTHING_KNOWN,
     Page,
     assert_finite_drawing,
+    assert_stands_alone,
     candidate,
     gate_of,
-    typed,
     verdict,
-)
-from triptych.pages.text import (
-    LONGEST_TEXT,
-    TIMES,
-    figure,
-    figures,
-    number,
-    plain,
-    shown,
 )
 from triptych.quality.report import plots
 from triptych.quality.report.write import write_report
@@ -62,10 +53,6 @@ def test_a_report_stands_alone_and_shows_every_figure(read: Callable[..., Page])
     page = read(gate_of(), CANDIDATES)
     assert page.count("svg") == 4
     assert_finite_drawing(page)
-    names = {name for _, attrs in page.tags for name in attrs}
-    assert not names & {"src", "href", "srcset", "data", "action", "style"}
-    assert not any(name.startswith("on") for name in names)
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "img", "object", "base"}
     for wanted in (
         "Passed",
         "All 2 limits hold",
@@ -95,13 +82,11 @@ def test_the_style_sheet_asks_for_nothing(read: Callable[..., Page], tmp_path: P
         assert wanted in style
 
 
-def test_every_plot_has_words_for_who_cannot_see_it(read: Callable[..., Page]) -> None:
+def test_every_plot_has_words_for_who_cannot_see_it(
+    read: Callable[..., Page], tmp_path: Path
+) -> None:
     page = read(gate_of(), CANDIDATES)
-    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
-    assert len(ids) == len(set(ids))
-    for _, attrs in (found for found in page.tags if found[0] == "svg"):
-        assert attrs["role"] == "img"
-        assert {*str(attrs["aria-labelledby"]).split()} <= {*ids}
+    assert_stands_alone((tmp_path / "out/report.html").read_text(encoding="utf-8"))
     assert "1 row equal; 3 rows with a difference" in page.text
 
 
@@ -194,46 +179,6 @@ def test_hostile_texts_are_inert(read: Callable[..., Page], text: str, tmp_path:
     assert not re.search(
         "[\u202a-\u202e\u2066-\u2069\u200f\x00-\x09\x0b-\x1f\x7f-\x9f\ufffe]", source
     )
-
-
-def test_texts_keep_what_can_be_read() -> None:
-    assert shown("a\u202eb") == '<bdi>a<span class="mark">U+202E</span>b</bdi>'
-    assert "↵" in shown("a\nb")
-    assert f"U+0000 {TIMES}3" in shown("\x00\x00\x00")
-    assert "\u0645\u06cc\u200c\u062e\u0648" in shown("\u0645\u06cc\u200c\u062e\u0648")
-    assert "4,760 more characters" in shown("A" * (LONGEST_TEXT + 4760))
-    assert "empty" in shown("")
-    assert "3 blanks" in shown("   ")
-    assert plain('<"\u202e') == "&lt;&quot;[U+202E]"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "—"),
-        (math.nan, "—"),
-        (True, "—"),
-        (0, "0"),
-        (0.5, "0.5000"),
-        (1.0, "1.0000"),
-        (0.99999997, "0.99999997"),
-        (-0.0017, "-0.0017"),
-        (3.1e-6, "3.1 x 10⁻⁶"),
-        (12345.678, "12,345.6780"),
-        (1e30, "1.0 x 10³⁰"),
-    ],
-)
-def test_figures_never_round_a_fault_away(value: Any, text: str) -> None:
-    assert typed(figure(value)) == text
-
-
-@pytest.mark.parametrize("limit", [0.998, 1e-5, 0.05, 2e-3])
-@pytest.mark.parametrize("off", [-1e-7, 1e-7])
-def test_a_value_beside_its_limit_reads_differently(limit: float, off: float) -> None:
-    value = limit * (1 + off)
-    texts = figures(value, limit)
-    assert texts[0] != texts[1]
-    assert figures(limit, limit)[0] == figures(limit, limit)[1]
 
 
 @pytest.mark.parametrize(
@@ -377,8 +322,3 @@ def test_a_write_that_fails_leaves_no_scraps(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"report\.html"):
         write_report(gate_of(), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]
-
-
-def test_numbers_are_finite_or_none() -> None:
-    assert [number(v) for v in (1, 2.5, -3)] == [1.0, 2.5, -3.0]
-    assert [number(v) for v in (None, True, "1", math.inf, 10**400, 1e305)] == [None] * 6

@@ -18,10 +18,14 @@ from pathlib import Path
 
 from peers import bounds, hops, tutorial
 from peers.ensemble import Ensemble
+from peers.http_server import HttpServer
 from peers.infinity import Infinity
+from peers.litserve_peer import LitServe
 from peers.measurement import Measurement, Summary, summarise
+from peers.mlserver_peer import MLServer
 from peers.model import CACHE, PIPELINE, build, cosines, reference
 from triptych.build.lock import read_lock
+from triptych.serving.processor import processor
 from triptych.tasks.accuracy import TOLERANCES, thresholds
 from triptych.traffic import read_traffic
 
@@ -42,7 +46,7 @@ class Contender:
             single one must exceed `_LOWEST_COSINE`, as in fp32.
     """
 
-    server: Ensemble | Infinity
+    server: Ensemble | HttpServer
     clients: tuple[int, ...]
     mean_cosine: float | None = None
 
@@ -107,7 +111,8 @@ def _contenders(options: argparse.Namespace) -> list[Contender]:
     ensemble = Ensemble("tutorial ensemble", CACHE / "tutorial", tutorial.ENSEMBLE)
     if _is_wanted(ensemble.name, options):
         tutorial.write_repository(CACHE / "tutorial")
-    contenders += [Contender(ensemble, (32, 1)), Contender(Infinity("infinity-emb"), (32, 1))]
+    others = (ensemble, Infinity("infinity-emb"), LitServe("litserve"), MLServer("mlserver"))
+    contenders += [Contender(server, (32, 1)) for server in others]
     return [one for one in contenders if _is_wanted(one.server.name, options)]
 
 
@@ -219,7 +224,7 @@ def _write(
         "texts": texts,
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {
-            "cpu": _cpu(),
+            "cpu": processor(),
             "cores": len(os.sched_getaffinity(0)),
             "load_average": os.getloadavg(),
             "python": platform.python_version(),
@@ -230,11 +235,6 @@ def _write(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
 
 
 def _say(line: str) -> None:

@@ -155,10 +155,9 @@ def bench_pipeline(
         if bench.baselines:
             core = repository / prepared.plan.step("core") / "1" / "model.onnx"
             baselines = stack.enter_context(Baselines(prepared, core, progress=progress))
-            for baseline, reason in baselines.not_runnable.items():
-                progress("baseline", f"{baseline} does not run here: {reason}")
         target = target_of(endpoint, name)
         points, others = _points(prepared, target, bench, baselines, progress)
+        failed = dict(baselines.not_runnable) if baselines is not None else {}
         rate = None
         if bench.find_rate and bench.slo.limits_us:
             rate = highest_rate(
@@ -177,6 +176,7 @@ def bench_pipeline(
         slo=bench.slo,
         rate=rate,
         cost=bench.price.cost(sustained(points, bench.slo, rate)) if bench.price else None,
+        not_runnable=failed,
     )
 
 

@@ -208,7 +208,7 @@ class PipelineSpec(_Frozen):
 
     name: str
     folder: Path
-    tuned: dict[str, bool | int | float | str] = {}
+    tuned: dict[str, bool | int | float | str | None] = {}
     task: str
     model: ModelSource
     parameters: dict[str, bool | int | float | str | list[str]] = {}
@@ -263,7 +263,9 @@ def load_spec(
         given = {"name": folder.name, "folder": folder, "tuned": tuned.overrides if tuned else {}}
         return PipelineSpec.model_validate({**document, **given})
     except ValidationError as error:
-        raise _as_user_error(path, error) from error
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        source = folder / TUNED_FILE if tuned and where in tuned.overrides else path
+        raise _as_user_error(source, error) from error
 
 
 def check_folder(folder: Path, path: Path) -> None:

@@ -253,7 +253,7 @@ def _check(
     else:
         for line, style in describe_drift(drift):
             output.print(line, style=style, markup=False)
-    raise typer.Exit(0 if drift.verdict == "keep" else EXIT_FINDINGS)
+    raise typer.Exit(0 if drift.action == "keep" else EXIT_FINDINGS)
 
 
 def seconds_of(option: str, text: str) -> float:

@@ -14,7 +14,11 @@ from dataclasses import replace
 from triptych.load.points import Bottleneck, Load, Measurement, Resources, StepUse
 
 BUSY = 0.85
-"""Share of the time from which instances, cores or a GPU count as full."""
+"""Share of the time from which cores or a GPU count as full."""
+
+ALWAYS = 0.75
+"""The same of a step's instances where requests queue for them: they rest between two batches
+while the requests just answered come round again."""
 
 HELD = 0.4
 """Least wait, as a share of the queue delay, that the delay is blamed for."""
@@ -117,7 +121,7 @@ def _full_instances(measurement: Measurement) -> Bottleneck | None:
     the one that sets the pace: so it must also be where the requests are.
     """
     step = _slowest(measurement.steps)
-    if step.busy is None or step.busy < BUSY or step.queue_us < WORTH * step.compute_us:
+    if step.busy is None or step.busy < ALWAYS or step.queue_us < WORTH * step.compute_us:
         return None
     wants = _wanted_cores(step, measurement.resources)
     if wants is None:
@@ -132,7 +136,8 @@ def _full_instances(measurement: Measurement) -> Bottleneck | None:
     return Bottleneck(
         "instances",
         step.step,
-        f"The {count} instance{'s' if count != 1 else ''} of {step.step} are busy"
+        f"The {f'{count} instances' if count != 1 else 'instance'} of {step.step}"
+        f" {'are' if count != 1 else 'is'} busy"
         f" {_percent(step.busy)} of the time and a request waits {step.queue_us / 1e3:.1f} ms for"
         f" {'them' if count != 1 else 'it'}; {evidence}{_machine_words(measurement.resources)}.",
         f"Raise serving.instances.{step.step}",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import math
+import mmap
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,12 +18,11 @@ Percentile = Literal[50, 90, 95, 99]
 BIN_GROWTH = 1.1
 """Each bin of a latency histogram is a tenth wider than the one below it."""
 
-# Inside a string of the export every quote is escaped, so these match its own fields only.
-_REQUEST = re.compile(
-    rb'\{"timestamp":(\d+),"request_inputs":.*?"response_timestamps":\[([\d,]*)\]', re.DOTALL
-)
-_BOUNDARIES = re.compile(rb'"window_boundaries":\[([\d,]*)\]')
-_BOUNDARIES_WITHIN_BYTES = 65536
+# Inside a string of the export every quote is escaped, so these are its own fields.
+_INPUTS = b',"request_inputs":'
+_ANSWERED = b'"response_timestamps":['
+_BOUNDARIES = b'"window_boundaries":['
+_DIGITS = 24
 _DELAYED = re.compile(r"[\d.]+% of the requests were delayed")
 
 
@@ -70,11 +70,13 @@ class Export:
         boundaries_ns: start of each window and end of the last, since the epoch.
         answered_ns: when each request was answered, ascending.
         latencies_us: of these requests, in the same order.
+        recorded_bytes: of all inputs and outputs, which perf_analyzer keeps along with the times.
     """
 
     boundaries_ns: tuple[int, ...]
     answered_ns: tuple[int, ...]
     latencies_us: tuple[float, ...]
+    recorded_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -166,21 +168,43 @@ def read_export(path: Path) -> Export | None:
     The file also holds every input and output, byte for byte, and need not be valid JSON: only the
     times are picked out of it.
     """
-    text = path.read_bytes()
-    found = _BOUNDARIES.findall(text, max(0, len(text) - _BOUNDARIES_WITHIN_BYTES))
-    boundaries = tuple(int(one) for one in found[-1].split(b",") if one) if found else ()
-    times = sorted(
-        (int(answers.rpartition(b",")[2]), int(sent))
-        for sent, answers in _REQUEST.findall(text)
-        if answers
-    )
+    size = path.stat().st_size
+    if not size:
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        times = sorted(_read_times(text))
+        at = text.rfind(_BOUNDARIES)
+        boundaries = _numbers(text, at + len(_BOUNDARIES)) if at >= 0 else ()
     if len(boundaries) < 2 or not times:
         return None
     return Export(
         boundaries_ns=boundaries,
         answered_ns=tuple(answered for answered, _ in times),
         latencies_us=tuple((answered - sent) / 1000 for answered, sent in times),
+        recorded_bytes=size,
     )
+
+
+def _read_times(text: mmap.mmap) -> Iterator[tuple[int, int]]:
+    """When each request was answered and when it was sent; those without an answer are left out.
+
+    Searched for rather than parsed: images make this a file of hundreds of megabytes.
+    """
+    end = 0
+    while (at := text.find(_INPUTS, end)) >= 0:
+        sent = int(text[max(0, at - _DIGITS) : at].rpartition(b":")[2])
+        end = text.find(_ANSWERED, at) + len(_ANSWERED)
+        if end < at:
+            return
+        answers = _numbers(text, end)
+        if answers:
+            yield answers[-1], sent
+
+
+def _numbers(text: mmap.mmap, start: int) -> tuple[int, ...]:
+    """The numbers from `start` up to the end of their list."""
+    inside = text[start : text.find(b"]", start)]
+    return tuple(int(one) for one in inside.split(b",") if one)
 
 
 def read_result(
@@ -233,7 +257,8 @@ def read_result(
         windows=windows,
         is_stable=is_stable,
         warnings=tuple([line for line in said if not _DELAYED.search(line)] + unstable),
-        sent_per_s=float(sent[1]) if sent else None,
+        # It tells the rate only where it was late.
+        sent_per_s=float(sent[1]) if sent else request_rate_per_s,
         export=export,
     )
 

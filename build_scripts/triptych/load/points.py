@@ -347,6 +347,7 @@ class BenchResult:
         slo: what is promised.
         rate: the search for the highest rate, where there was one.
         cost: where a price was given.
+        not_runnable: baseline to why it does not run here.
         schema: of this form.
     """
 
@@ -356,11 +357,12 @@ class BenchResult:
     slo: Slo = field(default_factory=Slo)
     rate: RateSearch | None = None
     cost: Cost | None = None
+    not_runnable: dict[str, str] = field(default_factory=dict)
     schema: Literal["triptych-bench/1"] = "triptych-bench/1"
 
 
 def to_json(value: Any) -> Any:
-    """Plain data of any of the classes above; what is not finite becomes None."""
+    """Plain data of any of the classes above."""
     return TypeAdapter(type(value)).dump_python(value, mode="json")
 
 

@@ -29,6 +29,8 @@ _LEAST_STEP_DOWN = 100.0
 _SIGMAS = 3.0
 _SLACK_S = 20.0
 WARM_UP_REQUESTS = 50
+DRAIN_REQUESTS = 8
+"""Sent after a rate that broke: when they are answered, what it left in the queues is too."""
 
 
 def highest_rate(
@@ -63,18 +65,21 @@ def highest_rate(
         raise UserError("start_per_s, budget_s", "must be above 0", given=(start_per_s, budget_s))
     deadline = time.monotonic() + budget_s
     tried: dict[float, Point] = {}
+    warmup_requests = WARM_UP_REQUESTS
     held, broken = 0.0, math.inf
     rate: float | None = start_per_s
     while rate is not None:
-        point = _try_rate(target, requests, slo, rate, seconds, deadline, is_first=not tried)
+        point = _try_rate(target, requests, slo, rate, seconds, deadline, warmup_requests)
         if point is None:
             progress("rate", f"{rate:.0f}/s: no time left")
             break
         tried[rate] = point
         if holds(point.rounds[-1], slo, rate):
             held = max(held, rate)
+            warmup_requests = 0
         else:
             broken = min(broken, rate)
+            warmup_requests = DRAIN_REQUESTS
         progress("rate", _line(point, slo, rate))
         rate = next_rate(held, broken, start_per_s)
     return RateSearch(
@@ -120,8 +125,7 @@ def _try_rate(
     rate: float,
     seconds: float,
     deadline: float,
-    *,
-    is_first: bool,
+    warmup_requests: int,
 ) -> Point | None:
     """One rate, measured twice where it breaks; None where there is no time for it."""
     load = Load("poisson", rate)
@@ -137,7 +141,7 @@ def _try_rate(
                 requests,
                 load,
                 seconds=length,
-                warmup_requests=WARM_UP_REQUESTS if is_first and not rounds else 0,
+                warmup_requests=DRAIN_REQUESTS if rounds else warmup_requests,
                 timeout_s=min(left, 2 * length) + _SLACK_S,
             )
         )

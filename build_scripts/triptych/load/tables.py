@@ -12,7 +12,7 @@ from triptych.load.comparison import Change, Comparison
 from triptych.load.points import BenchResult, Cost, Point
 from triptych.load.report.figures import part_name
 from triptych.load.report.tables import cost_entries, rival_of, times_as_fast
-from triptych.load.verdict import bottleneck_of, headline, rates_say, verdict_of
+from triptych.load.verdict import bottleneck_of, headline, rates_say, verdict_of, warnings_of
 from triptych.pages.text import milliseconds, percent, rounded, signed_percent
 from triptych.slo import Slo
 
@@ -44,7 +44,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
         _say(console, f"Highest rate: {result.rate.slo} {rates_say(result.rate)}")
     if result.cost is not None:
         print_cost(console, result.cost)
-    _print_warnings(console, result)
+    _print_troubles(console, result)
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
@@ -133,17 +133,16 @@ def _baselines(result: BenchResult) -> Table:
     return table
 
 
-def _print_warnings(console: Console, result: BenchResult) -> None:
+def _print_troubles(console: Console, result: BenchResult) -> None:
     every = (*result.points, *result.baselines, *(result.rate.points if result.rate else ()))
+    for text in warnings_of(every):
+        _say(console, f"warning: {text}", "yellow")
     found: dict[str, list[str]] = {}
     for point in every:
-        for text in dict.fromkeys(text for one in point.rounds for text in one.warnings):
-            found.setdefault(text, []).append(f"{point.contender}, {point.load}")
         for kind, count in point.errors.items():
-            where = f"{point.contender}, {point.load}: {count:,}"
-            found.setdefault(f"error {kind}", []).append(where)
-    for text, where in found.items():
-        _say(console, f"warning: {text} ({'; '.join(where)})", "yellow")
+            found.setdefault(kind, []).append(f"{point.contender}, {point.load}: {count:,}")
+    for kind, places in found.items():
+        _say(console, f"error: {kind} ({'; '.join(places)})", "red")
 
 
 def _table(title: Text, *heads: str) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -85,6 +86,24 @@ def figures_of(point: Point) -> str:
     if not point.median("requests"):
         return f"no answer at {point.load}{errors}"
     return f"{rate}/s at {point.load}, p50 {half} ms, p99 {most} ms{errors}"
+
+
+def warnings_of(points: Sequence[Point]) -> list[str]:
+    """What to know before the figures are used, and where.
+
+    Warnings that differ only in their numbers are told once, with the numbers of the first.
+    """
+    found: dict[str, list[tuple[str, str]]] = {}
+    for point in points:
+        for text in (text for one in point.rounds for text in one.warnings):
+            kind = re.sub(r"\d+(\.\d+)?", "0", text)
+            found.setdefault(kind, []).append((text, f"{point.contender}, {point.load}"))
+    told = []
+    for alike in found.values():
+        where = "; ".join(dict.fromkeys(place for _, place in alike))
+        times = f", {len(alike)} times the like" if len(alike) > 1 else ""
+        told.append(f"{alike[0][0]}{times} ({where})")
+    return told
 
 
 def rates_say(rate: RateSearch) -> str:

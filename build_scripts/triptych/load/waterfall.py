@@ -18,7 +18,7 @@ def waterfall(client_us: float, server_us: float, steps: Sequence[StepUse]) -> t
 
     A backend that answers rows before their batch ends (the local stand-in for ONNX Runtime) keeps
     the request until then, and Triton counts it up to there, in the step and in the ensemble: both
-    may come out longer than what the client saw. What is too long is taken off the longest compute,
+    may come out longer than what the client saw. What is too long is taken off the core's compute,
     because only a step that runs on after its answer can be counted so.
 
     Args:
@@ -30,9 +30,9 @@ def waterfall(client_us: float, server_us: float, steps: Sequence[StepUse]) -> t
     times_us = [us for step in steps for us in (step.queue_us, step.compute_us)]
     excess_us = max(0.0, sum(times_us) - server_us)
     if excess_us:
-        longest = max(range(1, len(times_us), 2), key=lambda at: times_us[at])
-        taken_us = min(excess_us, times_us[longest])
-        times_us[longest] -= taken_us
+        at = 1 + 2 * next((at for at, step in enumerate(steps) if step.step == "core"), 0)
+        taken_us = min(excess_us, times_us[at])
+        times_us[at] -= taken_us
         scale = 1 - (excess_us - taken_us) / (sum(times_us) or 1.0)
         times_us = [us * scale for us in times_us]
     names = [(step.step, what) for step in steps for what in ("queue", "compute")]

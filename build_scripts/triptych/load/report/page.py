@@ -166,7 +166,7 @@ def _baselines(result: BenchResult) -> str:
     held += [("other", other) for other in result.baselines]
     bars = [
         Bar(
-            f"{point.contender[:28]}, {point.load}",
+            f"{point.contender}, {point.load}",
             point.median("throughput_per_s"),
             f"{rounded(point.median('throughput_per_s'))}/s",
             kind,
@@ -239,7 +239,7 @@ def provenance(subject: Subject) -> str:
         "Measured at": subject.measured_at,
     }
     entries |= {f"Set: {name}": value for name, value in subject.overrides.items()}
-    entries |= {name.capitalize(): value for name, value in subject.machine.items()}
+    entries |= {f"Machine: {name}": value for name, value in subject.machine.items()}
     entries |= subject.versions
     shown_entries = {name: shown(value) for name, value in entries.items()}
     return section("Provenance", facts("provenance", shown_entries))

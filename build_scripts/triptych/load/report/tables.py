@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from triptych.load.points import Cost, Point, RateSearch, Resources
-from triptych.load.verdict import best_point
+from triptych.load.verdict import best_point, warnings_of
 from triptych.pages.html import facts, listed, table
 from triptych.pages.text import NOTHING, amount, milliseconds, percent, plain, rounded, shown
 from triptych.slo import Slo
@@ -86,12 +86,8 @@ def errors(points: Sequence[Point]) -> str:
 
 
 def warnings(points: Sequence[Point]) -> str:
-    """What to know before the figures are used, each once with its loads."""
-    found: dict[str, list[str]] = {}
-    for point in points:
-        for warning in dict.fromkeys(w for one in point.rounds for w in one.warnings):
-            found.setdefault(warning, []).append(f"{point.contender}, {point.load}")
-    return listed("notes", [f"{warning} ({'; '.join(where)})" for warning, where in found.items()])
+    """What to know before the figures are used; "" where there is nothing."""
+    return listed("notes", warnings_of(points))
 
 
 def baselines(points: Sequence[Point], others: Sequence[Point]) -> str:

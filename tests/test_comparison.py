@@ -1,0 +1,173 @@
+"""Two results side by side: what is a change, what is noise, what cannot be told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from load_samples import NASTY, NOTHING_ANSWERED, baseline, bench, measurement, point, subject
+from triptych.errors import UserError
+from triptych.load.comparison import Change, compare, read_bench
+from triptych.load.points import BenchResult, Load, Point
+from triptych.load.report.write import write_bench_report
+
+
+def rounds(*rates: float) -> BenchResult:
+    """One load whose rounds had these throughputs."""
+    measured = tuple(measurement(8, throughput_per_s=rate) for rate in rates)
+    one = Point("minilm", Load("concurrency", 8), measured)
+    return bench(points=(one,), baselines=(), rate=None, cost=None)
+
+
+def change(before: BenchResult, after: BenchResult, name: str) -> Change:
+    found = [one for one in compare(before, after).pairs[0].changes if one.name == name]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "weight"),
+    [
+        ((100, 101, 102), (110, 111, 112), "better"),
+        ((110, 111, 112), (100, 101, 102), "worse"),
+        ((100, 101, 102), (101, 102, 103), "within noise"),  # they overlap
+        ((90, 100, 101), (102, 103, 104), "within noise"),  # apart, but by less than a spread
+        ((100, 101, 102), (100, 101, 102), "same"),
+        ((100,), (200, 201), "one round: cannot tell"),
+        ((100, 101), (200,), "one round: cannot tell"),
+    ],
+    ids=str,
+)
+def test_a_change_is_more_than_the_noise_or_not(
+    before: tuple[float, ...], after: tuple[float, ...], weight: str
+) -> None:
+    found = change(rounds(*before), rounds(*after), "requests/s")
+    assert found.weight == weight
+
+
+def test_changes_have_a_direction() -> None:
+    faster = compare(bench(), bench(drift=1.2))
+    assert [pair.load.value for pair in faster.pairs[:6]] == [1, 2, 4, 8, 16, 32]
+    of_four = {one.name: one for one in faster.pairs[2].changes}
+    assert of_four["requests/s"].relative == pytest.approx(0.2)
+    assert of_four["p99 ms"].weight == "better"
+    assert of_four["p99 ms"].before == pytest.approx(50.5, abs=0.1)
+    assert of_four["core queue ms"].weight == "better"
+    assert of_four["core queue ms"].of_step
+    assert of_four["core batch"].weight == "same"
+    slower = compare(bench(drift=1.2), bench())
+    assert {one.weight for one in slower.pairs[0].changes[:3]} == {"worse"}
+
+
+def test_errors_are_compared_where_there_are_any() -> None:
+    one = point(8, errors={"deadline": 10}, requests=90)
+    failing = bench(points=(one,), baselines=())
+    clean = bench(points=(point(8),), baselines=())
+    found = change(clean, failing, "errors %")
+    assert (found.before, found.after, found.relative, found.weight) == (0, 10, None, "worse")
+    silent = bench(points=(point(8, **NOTHING_ANSWERED),), baselines=())
+    assert change(clean, silent, "errors %").after == 100
+    assert change(silent, clean, "requests/s").relative is None
+
+
+def test_loads_of_one_side_are_named() -> None:
+    before = bench(points=(point(1), point(8)))
+    after = bench(
+        points=(point(8), point(64)), baselines=(baseline("x", Load("in_process", 1), 9),)
+    )
+    found = compare(before, after)
+    assert [str(pair.load) for pair in found.pairs] == ["8 clients"]
+    assert found.only_after == ("minilm, 64 clients", "x, 1 a call")
+    assert found.only_before[0] == "minilm, 1 client"
+    assert len(found.only_before) == 5
+
+
+def test_pipelines_of_other_names_are_compared() -> None:
+    renamed = bench(
+        subject=subject(pipeline="minilm_int8", precision="int8", overrides={"core.instances": 2}),
+        points=tuple(replace(point(c), contender="minilm_int8") for c in (1, 8)),
+    )
+    found = compare(bench(), renamed)
+    assert found.pairs[0].contender == "minilm_int8"
+    assert found.differences == {
+        "pipeline": ("minilm", "minilm_int8"),
+        "precision": ("fp32", "int8"),
+        "core.instances": ("1", "2"),
+    }
+    assert not found.warnings
+
+
+def test_other_machines_and_traffic_are_warned_of() -> None:
+    other = subject(machine={"processor": "Another"}, lengths={5: 1}, server="host:8001")
+    found = compare(bench(), bench(subject=other))
+    assert len(found.warnings) == 3
+    assert any("machines differ" in warning for warning in found.warnings)
+    assert found.differences["machine cores"] == ("2", "not set")
+
+
+def test_rates_and_cost_are_compared_under_the_same_promise() -> None:
+    before = bench()
+    assert before.rate is not None
+    assert before.cost is not None
+    faster = replace(before.rate, highest_per_s=300.0, lowest_broken_per_s=310.0)
+    cheaper = replace(before.cost, per_million=before.cost.per_million / 2)
+    found = compare(before, bench(rate=faster, cost=cheaper)).totals
+    assert [(one.name, one.weight) for one in found] == [
+        ("highest rate/s", "better"),
+        ("USD a million", "better"),
+    ]
+    # 150 held and 165 broke: 160 is within what the search left open.
+    near = replace(before.rate, highest_per_s=160.0, lowest_broken_per_s=170.0)
+    assert compare(before, bench(rate=near)).totals[0].weight == "within noise"
+    other = replace(before.rate, slo=before.slo.model_copy(update={"p99_ms": 5.0}))
+    dearer = replace(before.cost, price_per_hour=9.0)
+    assert compare(before, bench(rate=other, cost=dearer)).totals == ()
+
+
+def test_everything_is_printed_and_is_plain_data() -> None:
+    found = compare(bench(), bench(drift=1.2, subject=subject(precision="int8")))
+    text = "\n".join(found.lines())
+    for wanted in ("minilm, 4 clients", "requests/s: 145 -> 174, +20", "precision: fp32 -> int8"):
+        assert wanted in text
+    again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert again["pairs"][0]["load"]["value"] == 1
+    assert again["differences"]["precision"] == ["fp32", "int8"]
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_any_results_can_be_compared(name: str) -> None:
+    for pair in ((bench(), NASTY[name]), (NASTY[name], bench()), (NASTY[name], NASTY[name])):
+        found = compare(*pair)
+        json.dumps(found.as_dict(), allow_nan=False)
+        assert found.lines()
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    write_bench_report(bench(), tmp_path)
+    assert read_bench(tmp_path) == bench()
+    assert read_bench(tmp_path / "bench.json") == bench()
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (None, "must be a file"),
+        ("{", "must be JSON"),
+        ("[]", "must be a bench result"),
+        ('{"schema": "triptych-bench/2"}', "must be a bench result"),
+        ("\udcff", "must be JSON"),
+    ],
+)
+def test_what_is_no_result_is_refused(tmp_path: Path, text: str | None, rule: str) -> None:
+    file = tmp_path / "bench.json"
+    if text is not None:
+        file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError) as caught:
+        read_bench(file)
+    assert caught.value.field == str(file)
+    assert caught.value.rule.startswith(rule)
+    assert caught.value.given
+    assert "triptych bench" in caught.value.remedy

@@ -1,0 +1,92 @@
+"""`tuned.yaml` is read after the spec, wins over it, and says no to what it may not set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conftest import write_pipeline
+from triptych.errors import UserError
+from triptych.slo import Slo, parse_slo
+from triptych.spec import load_spec
+from triptych.tuned import TUNABLE, TUNED_FILE, Tuned, read_tuned, write_tuned
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_pipeline(tmp_path / "texts", core={"max_batch_size": 16})
+
+
+def test_what_is_written_is_read_and_wins_over_the_spec(folder: Path) -> None:
+    overrides = {"core.max_batch_size": 64, "core.threads": None, "core.layout": "bucketed"}
+    path = write_tuned(folder, Tuned(overrides, {"slo": "p99 <= 5 ms"}), spec_file="pipeline.yaml")
+    assert "Delete this file" in path.read_text(encoding="utf-8")
+    found = read_tuned(folder)
+    assert found == Tuned(overrides, {"slo": "p99 <= 5 ms"})
+    spec = load_spec(folder)
+    assert (spec.core.max_batch_size, spec.core.layout) == (64, "bucketed")
+    assert spec.tuned == overrides
+    assert load_spec(folder, ["core.max_batch_size=8"]).core.max_batch_size == 8
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
+
+
+def test_without_the_file_or_without_asking_for_it_the_spec_counts(folder: Path) -> None:
+    assert read_tuned(folder) is None
+    assert load_spec(folder).tuned == {}
+    write_tuned(folder, Tuned({"core.max_batch_size": 64}, {}), spec_file="pipeline.yaml")
+    assert load_spec(folder, untuned=True).core.max_batch_size == 16
+    (folder / TUNED_FILE).unlink()
+    assert load_spec(folder).core.max_batch_size == 16
+
+
+@pytest.mark.parametrize("key", TUNABLE)
+def test_every_tunable_field_is_one_of_the_spec(folder: Path, key: str) -> None:
+    value = load_spec(folder)
+    for part in key.split("."):
+        assert part in type(value).model_fields
+        value = getattr(value, part)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("set: [", "must be YAML"),
+        ("[]", "must have a mapping `set`"),
+        ("set: 3", "must have a mapping `set`"),
+        ("set: {task: reranking}", "must be a field that tuning may set"),
+        ("set: {core.max_batch_size: many}", "tuned.yaml: core.max_batch_size. must be valid"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(folder: Path, text: str, words: str) -> None:
+    (folder / TUNED_FILE).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=words):
+        load_spec(folder)
+
+
+def test_the_spec_cannot_claim_to_be_tuned(folder: Path) -> None:
+    with pytest.raises(UserError, match="is given by the pipeline's folder"):
+        load_spec(folder, ["tuned={core.threads: 2}"])
+
+
+def test_an_slo_is_read_from_the_command_line_else_from_the_spec() -> None:
+    own = Slo(p95_ms=20.0)
+    assert parse_slo([], None, own) is own
+    assert parse_slo(["p99=50ms", "p50 < 2.5 ms"], 100.0, own) == Slo(
+        p99_ms=50.0, p50_ms=2.5, throughput=100.0
+    )
+    assert parse_slo(["p99.9=1s"], None, own).limits_us == {"p99_9": 1e6}
+    assert str(parse_slo(["p99=500us"], 3, own)) == "p99 <= 0.5 ms, at least 3/s"
+
+
+@pytest.mark.parametrize("text", ["p99", "50ms", "p98=5ms", "p99=5", "p99=0ms", "p99=-1ms"])
+def test_an_slo_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="must be a percentile"):
+        parse_slo([text], None, Slo())
+
+
+def test_strain_is_the_worst_latency_over_its_limit() -> None:
+    slo = Slo(p50_ms=10.0, p99_ms=100.0)
+    latencies = {"p50": 8e3, "p90": 9e9, "p95": 9e9, "p99": 150e3, "p99_9": 9e9}
+    assert slo.strain(latencies) == pytest.approx(1.5)
+    assert Slo(throughput=3.0).strain(latencies) == 0
