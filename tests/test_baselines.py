@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -337,7 +338,10 @@ def test_a_request_of_several_rows_runs_in_batches_of_no_more_than_the_limit(
     assert [len(logits) for (logits,) in results] == [LARGEST_BATCH] * 3
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 def test_a_compiled_model_is_measured(tiny: Prepared, core_file: Path) -> None:
-    with Baselines(tiny, core_file, names=["torch.compile"], progress=quiet) as baselines:
+    with Baselines(
+        tiny, core_file, names=["torch.compile"], progress=quiet, compile_limit_s=900
+    ) as baselines:
         assert baselines.not_runnable == {}
         assert baselines.measure("torch.compile", SECONDS).requests > 0

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from conftest import quiet, traffic_texts, write_pipeline
-from triptych.capacity import Measured, estimate
-from triptych.drift import Drift, describe_drift, judge
 from triptych.errors import UserError
 from triptych.load.metrics_page import read_samples
 from triptych.load.points import Load, Measurement, Point, RateSearch, StepUse
-from triptych.new_traffic import NewTraffic, count_page, read_lengths
 from triptych.plan import Layout, choose_edges, make_plan
 from triptych.prepare import Prepared, prepare
 from triptych.slo import Slo
 from triptych.spec import load_spec
 from triptych.traffic import Lengths
+from triptych.tuning.capacity import Measured, estimate
+from triptych.tuning.drift import Drift, describe_drift, judge
+from triptych.tuning.new_traffic import NewTraffic, count_page, read_lengths
 
 MAX_LENGTH = 256
 EDGES = [4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 51, 64, 81, 102, 128, 161, 203, 255, 256]

@@ -19,7 +19,7 @@ LAYERS = (
     ("scaffold", "hook_tests"),
     ("tuning",),
     ("choose",),
-    ("assemble", "verify", "bench", "drift", "new_traffic", "capacity"),
+    ("assemble", "verify", "bench"),
     ("race",),
     ("precise",),
     ("workshop",),

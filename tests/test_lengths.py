@@ -13,13 +13,13 @@ import tritonclient.grpc as triton
 
 from client_toy import write_model
 from conftest import LAYOUTS, quiet, traffic_texts
-from triptych.drift import judge
 from triptych.load.metrics_page import fetch_samples
-from triptych.new_traffic import count_page
 from triptych.prepare import prepare
 from triptych.serving.client import Client, InvalidRequest
 from triptych.serving.server import Server
 from triptych.spec import load_spec
+from triptych.tuning.drift import judge
+from triptych.tuning.new_traffic import count_page
 
 RUNTIME = Path(__file__).parents[1] / "build_scripts/triptych/runtime"
 NAME = "triptych_row_tokens"

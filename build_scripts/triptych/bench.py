@@ -207,17 +207,26 @@ def _points(
     found: dict[tuple[str, Load], list[Measurement]] = {turn: [] for turn in turns}
     for number, order in _rounds(turns, bench):
         for contender, load in order:
-            warm = WARM_UP_REQUESTS if not any(found.values()) else 0
             if contender == target.pipeline:
+                warm = WARM_UP_REQUESTS if not found[contender, load] else 0
                 one = measure(
                     target, prepared.traffic, load, seconds=bench.seconds, warmup_requests=warm
                 )
+            elif baselines is None or contender not in baselines.names:
+                continue
             else:
-                assert baselines is not None
-                one = baselines.measure(contender, bench.seconds)
+                try:
+                    one = baselines.measure(contender, bench.seconds)
+                except UserError as error:  # it ended, and is among those that do not run
+                    progress("baseline", str(error))
+                    continue
             found[contender, load].append(one)
             progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {line(one)}")
-    points = [Point(contender, load, tuple(rounds)) for (contender, load), rounds in found.items()]
+    points = [
+        Point(contender, load, tuple(rounds))
+        for (contender, load), rounds in found.items()
+        if rounds
+    ]
     own = tuple(with_bottleneck(point) for point in points if point.contender == target.pipeline)
     return own, tuple(point for point in points if point.contender != target.pipeline)
 

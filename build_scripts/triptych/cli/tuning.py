@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -138,7 +138,7 @@ def bench(
         result = bench_pipeline(
             prepare(spec, progress), repository, wanted, progress, url=url, metrics_url=metrics_url
         )
-    progress("report", str(write_bench_report(result, reports / name / "bench")))
+    _report(lambda folder: write_bench_report(result, folder), reports / name / "bench")
     if as_json:
         print_json(to_json(result))
     else:
@@ -190,7 +190,7 @@ def tune(
 ) -> None:
     """Find the numbers that serve best: queue delay, instances, batches; writes tuned.yaml."""
     if check:
-        _check(name, check, pipelines, reports, rate, as_json=as_json)
+        _check(name, check, pipelines, repository, reports, rate, as_json=as_json)
     from triptych.bench import price_of
     from triptych.load.points import to_json
     from triptych.slo import parse_slo
@@ -217,7 +217,7 @@ def tune(
     )
     with _stoppable():
         result = tune_pipeline(folder, repository, tuning, progress)
-    progress("report", str(write_tune_report(result, reports / name / "tune")))
+    _report(lambda folder: write_tune_report(result, folder), reports / name / "tune")
     if as_json:
         print_json(to_json(result))
     else:
@@ -231,21 +231,26 @@ def _check(
     name: str,
     pages: list[Path],
     pipelines: Path,
+    repository: Path,
     reports: Path,
     rate_per_s: float | None,
     *,
     as_json: bool,
 ) -> None:
     """Hold the plan against new traffic, and end."""
-    from triptych.capacity import measured_in
-    from triptych.drift import describe_drift, judge
-    from triptych.new_traffic import read_lengths
+    from triptych.build.lock import read_lock
     from triptych.prepare import prepare
     from triptych.spec import load_spec
+    from triptych.tuning.capacity import measured_in
+    from triptych.tuning.drift import describe_drift, judge
+    from triptych.tuning.new_traffic import read_lengths
 
     if len(pages) > 2:
         raise UserError("--check", "must be given once or twice", given=f"{len(pages)} files")
     prepared = prepare(load_spec(pipelines / name), progress)
+    built = (read_lock(repository, name) or {}).get("plan", {}).get("layout")
+    if built in ("packed", "bucketed"):
+        prepared = prepared.replanned(built)
     new = read_lengths(prepared, pages[-1], before=pages[0] if len(pages) > 1 else None)
     drift = judge(prepared, new, measured=measured_in(reports / name), rate_per_s=rate_per_s)
     if as_json:
@@ -254,6 +259,18 @@ def _check(
         for line, style in describe_drift(drift):
             output.print(line, style=style, markup=False)
     raise typer.Exit(0 if drift.action == "keep" else EXIT_FINDINGS)
+
+
+def _report(write: Callable[[Path], Path], folder: Path) -> None:
+    try:
+        progress("report", str(write(folder)))
+    except OSError as error:
+        raise UserError(
+            "--reports",
+            "must be a folder that can be written to",
+            given=error,
+            remedy="Name another one",
+        ) from error
 
 
 def seconds_of(option: str, text: str) -> float:

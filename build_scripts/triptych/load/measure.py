@@ -19,9 +19,6 @@ STABILITY_PERCENT = 10.0
 WARM_UP_CLIENTS = 8
 NO_ANSWER = "no answer in time"
 _LONGEST_KIND = 160
-_HEAVY_BYTES_PER_S = 50e6
-"""What perf_analyzer may record a second before it is said: 240 MB/s took 40 % of a throughput."""
-
 _STRANGERS = 1.2
 """Requests that the server may have answered for each one that was sent, before it is said."""
 
@@ -158,12 +155,6 @@ def _measured(
     said = [line for line in result.warnings if not line.startswith("unstable")]
     if answered > requests * _STRANGERS + 100:
         said.append(f"the server answered {answered} requests, {requests} of them measured here")
-    recorded_per_s = export.recorded_bytes / export.seconds
-    if recorded_per_s > _HEAVY_BYTES_PER_S:
-        said.append(
-            f"perf_analyzer records inputs and outputs, {recorded_per_s / 1e6:.0f} MB/s here:"
-            " that alone may slow the load"
-        )
     return Measurement(
         seconds=export.seconds,
         requests=requests,

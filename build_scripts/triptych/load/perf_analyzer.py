@@ -107,8 +107,9 @@ def run(
         attempts: measurements at most.
         timeout_s: for everything together, in seconds.
         exports: also read the times of every single request, into `LoadResult.export`. The file
-            that carries them has all inputs and outputs too (8 KiB a request with 384 numbers):
-            perf_analyzer writes it after the last window, and nothing in it can be switched off.
+            that carries them has all inputs and outputs too (8 KiB a request with 384 numbers,
+            0.3 MiB with an image of 100 kB): nothing in it can be switched off, and perf_analyzer
+            takes some 10 s a GB to write it, but after the last window. It is removed at once.
         cache: where a fetched perf_analyzer is kept.
 
     Raises:

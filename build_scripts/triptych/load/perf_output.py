@@ -70,13 +70,11 @@ class Export:
         boundaries_ns: start of each window and end of the last, since the epoch.
         answered_ns: when each request was answered, ascending.
         latencies_us: of these requests, in the same order.
-        recorded_bytes: of all inputs and outputs, which perf_analyzer keeps along with the times.
     """
 
     boundaries_ns: tuple[int, ...]
     answered_ns: tuple[int, ...]
     latencies_us: tuple[float, ...]
-    recorded_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -168,8 +166,7 @@ def read_export(path: Path) -> Export | None:
     The file also holds every input and output, byte for byte, and need not be valid JSON: only the
     times are picked out of it.
     """
-    size = path.stat().st_size
-    if not size:
+    if not path.stat().st_size:
         return None
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         times = sorted(_read_times(text))
@@ -181,7 +178,6 @@ def read_export(path: Path) -> Export | None:
         boundaries_ns=boundaries,
         answered_ns=tuple(answered for answered, _ in times),
         latencies_us=tuple((answered - sent) / 1000 for answered, sent in times),
-        recorded_bytes=size,
     )
 
 

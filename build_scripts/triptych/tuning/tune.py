@@ -216,12 +216,12 @@ def _curve(
     progress: Progress,
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     """The points that scores are made of, and the rest of the throughput-latency curve."""
-    wanted = sorted({*FINAL_CLIENTS, tuning.clients} - set(winners[0].found))
+    wanted = {clients for clients in FINAL_CLIENTS if clients < tuning.clients} | {tuning.clients}
     sides = [(arena.champion, winners)]
     if losers is not None:
         sides.append((arena.challenger, losers))
     extra: list[list[Scored]] = [[], []]
-    for clients in wanted:
+    for clients in sorted(wanted - set(winners[0].found)):
         for _ in range(FINAL_ROUNDS - 1):
             for index, (slot, _rounds) in enumerate(sides):
                 one = slot.measure(clients, tuning.seconds)

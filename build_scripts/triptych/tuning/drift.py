@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from triptych.capacity import Capacity, Measured, estimate
-from triptych.new_traffic import NewTraffic
 from triptych.plan import Plan, bucket_of, make_plan
 from triptych.prepare import Prepared
 from triptych.quality.plain import plain_data
 from triptych.traffic import Lengths
+from triptych.tuning.capacity import Capacity, Measured, estimate
+from triptych.tuning.new_traffic import NewTraffic
 
 CHANCE = 0.01
 """How often two samples of one distribution may be called different."""

@@ -5,14 +5,18 @@ An estimate: the work of the core grows with its tokens, and all waiting grows w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 
 import numpy as np
 
-from triptych.load.points import Point, RateSearch
+from triptych.errors import UserError
+from triptych.load.points import BenchResult, Point, RateSearch, from_json
 from triptych.slo import PERCENTILES, Slo
+from triptych.tuning.results import TuneResult
 
 _STEPS = 1000
 
@@ -55,6 +59,36 @@ class Measured:
             points=tuple(sorted(usable, key=lambda point: point.load.value)),
             core_share=float(np.median(shares)) if shares else None,
         )
+
+
+def measured_in(reports: Path) -> Measured | None:
+    """The last result of bench or tune below a pipeline's folder of reports; None for none.
+
+    Raises:
+        UserError: it is not one that this version wrote.
+    """
+    files = [
+        path
+        for path in (reports / "bench/bench.json", reports / "tune/tune.json")
+        if path.is_file()
+    ]
+    if not files:
+        return None
+    newest = max(files, key=lambda path: path.stat().st_mtime)
+    try:
+        document = json.loads(newest.read_text(encoding="utf-8"))
+        if newest.name == "bench.json":
+            bench = from_json(BenchResult, document)
+            return Measured.of(bench.points, bench.rate, bench.slo)
+        tuned = from_json(TuneResult, document)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            str(newest),
+            "must be a result of bench or tune",
+            given=f"{error!s:.200}",
+            remedy="Run `triptych bench` again, or remove it",
+        ) from error
+    return Measured.of(tuned.winner.points, tuned.winner.rate, tuned.slo)
 
 
 @dataclass(frozen=True)

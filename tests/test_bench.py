@@ -1,0 +1,163 @@
+"""`triptych bench` through the command line: a real server, a real load, files that can be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import build_into, write_pipeline
+from triptych.bench import Price, parse_loads, price_of, sustained
+from triptych.errors import UserError
+from triptych.load.points import BenchResult, Load, Measurement, Point, from_json
+from triptych.slo import Slo
+
+
+def triptych(*words: str, status: int = 0) -> str:
+    command = [sys.executable, "-m", "triptych.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout if status != 2 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A folder with a pipeline of a tiny model, built."""
+    home = tmp_path_factory.mktemp("bench")
+    model = {"source": str(tiny_model)}
+    folder = write_pipeline(
+        home / "pipelines" / "tiny", model=model, serving={"slo": {"p99_ms": 9e5}}
+    )
+    build_into(folder, home / "repository")
+    return home
+
+
+def options(home: Path, reports: str) -> list[str]:
+    return [
+        *("--pipelines", str(home / "pipelines"), "--repository", str(home / "repository")),
+        *("--reports", str(home / reports), "--seconds", "0.6", "--rounds", "1"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def measured(home: Path) -> dict[str, Any]:
+    """Two closed loops and bursts, with a price."""
+    words = ["-c", "1", "-c", "4", "--rate", "20", "--arrivals", "burst", "--burst", "4"]
+    price = ["--price-per-hour", "3.6", "--peak-rate", "1000", "--daily-requests", "1000000"]
+    text = triptych("bench", "tiny", *options(home, "a"), *words, *price, "--json")
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
+def test_every_load_is_measured_with_its_steps_and_where_time_goes(
+    measured: dict[str, Any],
+) -> None:
+    result = from_json(BenchResult, measured)
+    assert [str(point.load) for point in result.points] == [
+        "1 client",
+        "4 clients",
+        "20/s in bursts of 4",
+    ]
+    for point in result.points:
+        one = point.typical
+        assert one.requests > 0
+        assert point.errors == {}
+        assert [use.step for use in one.steps] == ["preprocess", "core", "postprocess"]
+        assert sum(part.us for part in one.parts) == pytest.approx(one.mean_us, rel=0.02)
+        assert point.bottleneck is not None
+    assert result.subject.requests == 364
+    assert sum(result.subject.lengths.values()) == 364
+    assert result.slo == Slo(p99_ms=9e5)
+    assert result.cost is not None
+    # All loads hold so loose a promise: the price is that of the fastest.
+    best = max(point.median("throughput_per_s") for point in result.points)
+    assert result.cost.per_million == pytest.approx(3.6 / 3600 / best * 1e6, rel=1e-6)
+
+
+def test_the_files_say_the_same(home: Path, measured: dict[str, Any]) -> None:
+    folder = home / "a" / "tiny" / "bench"
+    assert json.loads((folder / "bench.json").read_text(encoding="utf-8")) == measured
+    rows = list(csv.DictReader((folder / "bench.csv").read_text(encoding="utf-8").splitlines()))
+    assert len(rows) == 3
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "SLO met" in page
+    assert "20/s in bursts of 4" in page
+
+
+def test_a_missed_promise_ends_with_1_and_a_comparison_tells_what_changed(
+    home: Path, measured: dict[str, Any]
+) -> None:
+    words = ["-c", "4", "--slo", "p99=1us", "--min-throughput", "100000"]
+    shown = triptych("bench", "tiny", *options(home, "b"), *words, status=1)
+    assert "SLO NOT MET" in shown
+    files = [str(home / reports / "tiny" / "bench" / "bench.json") for reports in "ab"]
+    compared = triptych("bench", "--compare", *files)
+    assert "4 clients" in compared
+    assert "one round: cannot tell" in compared
+    assert json.loads(triptych("bench", "--compare", *files, "--json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench"], "`NAME` must be given"),
+        (["bench", "tiny", "-c", "0"], "must be above 0"),
+        (["bench", "tiny", "--rate", "5", "--arrivals", "sine"], "must be one of poisson"),
+        (["bench", "tiny", "--budget", "5"], "must be a time, as 90s"),
+        (["bench", "tiny", "--slo", "p99=fast"], "must be a percentile"),
+        (["bench", "tiny", "--peak-rate", "5"], "`--price-per-hour` must be given"),
+        (["bench", "tiny", "--url", "127.0.0.1:9", "-c", "1"], "127.0.0.1:9"),
+        (["bench", "--compare", "here.json", "there.json"], "here.json"),
+        (["tune", "tiny", "--slo", "fast"], "must be a percentile"),
+        (["tune", "tiny", "--check", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_a_mistake_is_named(home: Path, words: list[str], says: str) -> None:
+    places = [] if len(words) == 1 or words[1] == "--compare" else options(home, "c")
+    if words[0] == "tune":
+        places = places[:6]
+    assert says in triptych(*words, *places, status=2)
+
+
+def test_what_is_not_built_is_not_measured(home: Path, tmp_path: Path) -> None:
+    words = [*options(home, "d"), "--repository", str(tmp_path)]
+    assert "Run `triptych build tiny`" in triptych("bench", "tiny", *words, status=2)
+
+
+def test_a_baseline_is_measured_in_the_same_rounds(home: Path) -> None:
+    from triptych.baselines.contenders import ALL
+
+    words = [*options(home, "e"), "-c", "2", "--baseline", "--json"]
+    result = from_json(BenchResult, json.loads(triptych("bench", "tiny", *words)))
+    names = [point.contender for point in result.baselines]
+    assert set(names) | set(result.not_runnable) == set(ALL)
+    assert "torch eager" in names
+    assert all(point.typical.requests for point in result.baselines)
+
+
+def point(rate: float, p99_us: float) -> Point:
+    times = (p99_us / 2,) * 4
+    one = Measurement(1.0, 100, {}, rate, *times, p99_us, p99_us, True)
+    return Point("tiny", Load("concurrency", 1.0), (one,))
+
+
+def test_what_is_sustained_is_the_fastest_load_within_the_latencies() -> None:
+    points = [point(100, 10e3), point(200, 40e3), point(300, 90e3)]
+    assert sustained(points, Slo(p99_ms=50.0, throughput=1e9), None) == 200
+    assert sustained(points, Slo(), None) == 300
+    assert sustained(points, Slo(p99_ms=1.0), None) == 0
+    assert Price(2.0).cost(0.0) is None
+
+
+def test_loads_and_prices_are_checked() -> None:
+    loads = parse_loads([2], [10.0], "poisson", 8)
+    assert loads == (Load("concurrency", 2.0), Load("poisson", 10.0, 1))
+    with pytest.raises(UserError, match="--burst"):
+        parse_loads([], [5.0], "burst", 0)
+    with pytest.raises(UserError):
+        price_of(-1.0, currency="EUR", daily_requests=None, peak_per_s=None, headroom=0.3)

@@ -1,0 +1,134 @@
+"""`triptych tune` for real: a tiny model, two real servers, and what a stopped run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import build_into, quiet, write_pipeline
+from triptych.build.cache import cache_root
+from triptych.load.points import to_json
+from triptych.slo import Slo
+from triptych.spec import load_spec
+from triptych.tuned import TUNED_FILE, read_tuned
+from triptych.tuning.arena import Setting, arena
+from triptych.tuning.objective import Objective
+from triptych.tuning.tune import Tuning, tune_pipeline
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    home = tmp_path_factory.mktemp("tune")
+    model = {"source": str(tiny_model)}
+    folder = write_pipeline(home / "pipelines" / "tiny", model=model)
+    build_into(folder, home / "repository")
+    return home
+
+
+def snapshot(home: Path) -> dict[str, int]:
+    files = [path for path in home.rglob("*") if path.is_file() and path.name != TUNED_FILE]
+    return {str(path.relative_to(home)): path.stat().st_mtime_ns for path in files}
+
+
+def test_a_short_run_measures_decides_and_leaves_the_repository_alone(home: Path) -> None:
+    folder = home / "pipelines" / "tiny"
+    before = snapshot(home)
+    tuning = Tuning(Slo(p99_ms=500.0), budget_s=20.0, clients=4, seconds=0.6)
+    result = tune_pipeline(folder, home / "repository", tuning, quiet)
+    assert snapshot(home) == before
+    assert result.trials
+    assert {trial.verdict for trial in result.trials} <= {"better", "worse", "no difference"}
+    for trial in result.trials:
+        assert trial.score is not None
+        assert trial.points
+        assert set(trial.change) == set(trial.before)
+    assert result.winner.rate is not None
+    assert result.met == (result.winner.rate.highest_per_s > 0)
+    json.dumps(to_json(result))
+    tuned = read_tuned(folder)
+    if result.winner.overrides:
+        assert tuned is not None
+        assert tuned.overrides == result.winner.overrides
+        assert load_spec(folder).tuned == result.winner.overrides
+        assert tuned.provenance["after"]["points"]
+        (folder / TUNED_FILE).unlink()
+    else:
+        assert tuned is None
+
+
+def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
+    told: list[str] = []
+    objective = Objective(Slo(), 2)
+    folder = home / "pipelines" / "tiny"
+    with arena(
+        folder, home / "repository", objective, 0.6, lambda _stage, line: told.append(line)
+    ) as found:
+        slot = found.champion
+        found.put(slot, Setting())
+        pid = slot.target.pid
+        found.put(slot, Setting({"serving.queue.max_delay_us": 700, "core.token_budget": 64}))
+        found.put(slot, Setting({"core.max_batch_size": 16, "serving.instances.preprocess": 2}))
+        assert slot.target.pid == pid
+        assert found.score(slot, None).score > 0
+        steps = {use.step: use for use in slot.measure(2, 0.6).steps}
+        assert (steps["preprocess"].instances, steps["core"].max_delay_us) == (2, 0)
+        folders = list(home.glob(".tune-*"))
+        assert len(folders) == 1
+    assert not list(home.glob(".tune-*"))
+    assert told[0] == "again: tiny, tiny_core"  # the ensemble has the build record
+    assert "tiny_preprocess" in told[1]
+
+
+def test_an_interrupted_run_leaves_nothing_but_what_it_has_measured(
+    home: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for stage in cache_root().iterdir():  # what is built is taken from where it is
+        if stage.name != "tune":
+            (cache / stage.name).symlink_to(stage)
+    before = snapshot(home)
+    command = [sys.executable, "-m", "triptych.cli", "tune", "tiny", "--clients", "2"]
+    command += ["--pipelines", str(home / "pipelines"), "--repository", str(home / "repository")]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "TRIPTYCH_CACHE": str(cache)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "trial 1" in line:
+            break
+    children = _tree(process.pid)
+    process.send_signal(signal.SIGTERM)  # Ctrl-C goes the same way
+    rest = process.communicate(timeout=60)[1]
+    assert process.returncode not in (0, 1), lines
+    assert "Traceback" not in rest
+    deadline = time.monotonic() + 10
+    while any(Path("/proc", str(pid)).exists() for pid in children):
+        assert time.monotonic() < deadline, "a process outlived its parent"
+        time.sleep(0.05)
+    assert snapshot(home) == before
+    assert not list(home.glob(".tune-*"))
+    assert not (home / "pipelines" / "tiny" / TUNED_FILE).exists()
+    kept = list((cache / "tune").glob("*/*.json"))
+    assert len(kept) >= 1
+
+
+def _tree(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(child) for child in children] + [n for c in children for n in _tree(int(c))]
