@@ -109,7 +109,10 @@ class Watch:
         children = read_children()
         if self._pid is not None:
             for process in process_tree(self._pid, children):
-                yield model_of(process_name(process, self._pid)), process
+                try:
+                    yield model_of(process_name(process, self._pid)), process
+                except OSError:  # ended since it was listed
+                    continue
         for process in process_tree(os.getpid(), children):
             if _command(process) == CLIENT:
                 yield CLIENT, process
