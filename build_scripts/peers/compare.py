@@ -31,6 +31,7 @@ from triptych.traffic import read_traffic
 
 _NAME = PIPELINE.name
 _CHECKED_TEXTS = 96
+BATCH_SIZE = 32
 _LOWEST_COSINE = 0.9999
 _PACKAGES = ("nvidia-pytriton", "onnxruntime", "torch", "transformers", "tokenizers", "numpy")
 
@@ -111,7 +112,14 @@ def _contenders(options: argparse.Namespace) -> list[Contender]:
     ensemble = Ensemble("tutorial ensemble", CACHE / "tutorial", tutorial.ENSEMBLE)
     if _is_wanted(ensemble.name, options):
         tutorial.write_repository(CACHE / "tutorial")
-    others = (ensemble, Infinity("infinity-emb"), LitServe("litserve"), MLServer("mlserver"))
+    others: tuple[Ensemble | HttpServer, ...] = (
+        ensemble,
+        Infinity("infinity-emb"),
+        LitServe("litserve"),
+        LitServe("litserve, batches", batch_size=BATCH_SIZE),
+        MLServer("mlserver"),
+        MLServer("mlserver, batches", batch_size=BATCH_SIZE),
+    )
     contenders += [Contender(server, (32, 1)) for server in others]
     return [one for one in contenders if _is_wanted(one.server.name, options)]
 

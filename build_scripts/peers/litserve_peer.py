@@ -1,7 +1,8 @@
-"""LitServe with batching and its own OpenAI form of embeddings: `litserve_app.py`."""
+"""LitServe with its own OpenAI form of embeddings: `litserve_app.py`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from peers.http_server import HttpServer
@@ -10,8 +11,15 @@ from peers.model import model_folder
 _APP = Path(__file__).with_name("litserve_app.py")
 
 
+@dataclass
 class LitServe(HttpServer):
-    """A LitServe server."""
+    """A LitServe server.
+
+    Attributes:
+        batch_size: most texts of a batch; 1 for no batching.
+    """
+
+    batch_size: int = 1
 
     package = "litserve"
     endpoint = "v1/embeddings"
@@ -19,4 +27,5 @@ class LitServe(HttpServer):
 
     def command(self, programs: Path, scratch: Path, port: int) -> list[str]:
         """One worker on the CPU."""
-        return [str(programs / "python"), str(_APP), str(model_folder()), str(port)]
+        command = [str(programs / "python"), str(_APP), str(model_folder()), str(port)]
+        return [*command, str(self.batch_size)]

@@ -1,4 +1,4 @@
-"""MLServer with adaptive batching and a custom runtime, over KServe's v2 HTTP.
+"""MLServer with a custom runtime, over KServe's v2 HTTP.
 
 perf_analyzer cannot drive it as a Triton server: MLServer does not tell a model's configuration.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ from peers.http_server import HOST, MODEL, HttpServer
 from peers.model import model_folder
 from triptych.serving.ports import claim_ports
 
-BATCH_SIZE = 32
 BATCH_TIME_S = 0.01
 _RUNTIME = Path(__file__).with_name("mlserver_runtime.py")
 
 
+@dataclass
 class MLServer(HttpServer):
-    """An MLServer server."""
+    """An MLServer server.
+
+    Attributes:
+        batch_size: most texts of a batch; 1 for no batching.
+    """
+
+    batch_size: int = 1
 
     package = "mlserver"
     endpoint = f"v2/models/{MODEL}/infer"
@@ -34,7 +41,7 @@ class MLServer(HttpServer):
         model = {
             "name": MODEL,
             "implementation": f"{_RUNTIME.stem}.Embeddings",
-            "max_batch_size": BATCH_SIZE,
+            "max_batch_size": self.batch_size,
             "max_batch_time": BATCH_TIME_S,
             "parameters": {"uri": str(model_folder())},
         }

@@ -10,8 +10,6 @@ from mlserver.codecs import NumpyCodec, StringCodec  # type: ignore[import-not-f
 from mlserver.types import InferenceRequest, InferenceResponse  # type: ignore[import-not-found]
 from sentence_transformers import SentenceTransformer
 
-BATCH_SIZE = 32
-
 
 class Embeddings(MLModel):  # type: ignore[misc]
     """A batch that MLServer gathered to its vectors."""
@@ -24,6 +22,6 @@ class Embeddings(MLModel):  # type: ignore[misc]
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
         """Input ``text``, BYTES ``[texts, 1]``; output ``embedding``."""
         texts = StringCodec.decode_input(payload.inputs[0])
-        vectors = self._model.encode(texts, batch_size=BATCH_SIZE, show_progress_bar=False)
+        vectors = self._model.encode(texts, show_progress_bar=False)
         output = NumpyCodec.encode_output("embedding", vectors)
         return InferenceResponse(model_name=self.name, outputs=[output])
