@@ -15,7 +15,7 @@ from task_models import MODELS
 from triptych.build.feeds import Sample
 from triptych.gating import decoding_of
 from triptych.prepare import Prepared, prepare
-from triptych.quality.artifact import RowOutputs, RunBatch, open_onnx
+from triptych.quality.artifact import RowOutputs, RunBatch, open_core
 from triptych.quality.gate import Labelled, check
 from triptych.quality.samples import Expected, rows_of
 from triptych.quality.verdicts import GateResult
@@ -66,10 +66,7 @@ class Bench:
         return cls(prepared, file, reference_of(prepared, rows_of(prepared.requests)))
 
     def open(self, file: Path | None = None) -> RunBatch:
-        plan = self.prepared.plan
-        pad = plan.facts.pad_token_id
-        path = file or self.file
-        return open_onnx(path, plan.core, plan.core_inputs, packed=plan.packed, pad_token_id=pad)
+        return open_core(file or self.file, self.prepared.plan)
 
     def check(
         self, run: RunBatch, precision: str = "fp32", labelled: Labelled | None = None

@@ -12,10 +12,10 @@ import pytest
 from conftest import build_into, quiet, write_pipeline
 from triptych import assemble
 from triptych.build.lock import read_lock
+from triptych.build.precision.recipe import Precision
 from triptych.errors import UserError
 from triptych.precise import Lowered, lower
 from triptych.prepare import Prepared, prepare
-from triptych.reference_rows import reference_of
 from triptych.spec import load_spec
 
 
@@ -41,15 +41,18 @@ class Gate:
     It stands in for the real one, whose verdict on a random model is an accident.
     """
 
+    precision: Precision = "int8"
+    judged_by = ""
+
     def __init__(self, *, passes_at: int) -> None:
         self.passes_at = passes_at
         self.judged: list[str] = []
 
-    def __call__(self, file: Path, key: str) -> dict[str, Any]:
+    def run(self, artifact: Path, key: str) -> dict[str, Any]:
         import onnx
 
         self.judged.append(key)
-        kinds = [node.op_type for node in onnx.load(file).graph.node]
+        kinds = [node.op_type for node in onnx.load(artifact).graph.node]
         kept = LAYERS - kinds.count("QuantizeLinear")
         return {"failures": [] if kept >= self.passes_at else [f"only {kept} layers kept"]}
 
@@ -59,16 +62,8 @@ LAYERS = 8  # two transformer layers: q/k/v, attention output, two of the feed-f
 
 def lowered_by(fp32: tuple[Prepared, Path, str], gate: Gate, *, mark: str) -> Lowered:
     prepared, file, key = fp32
-    return lower(
-        prepared,
-        file,
-        key,
-        "int8",
-        judge=gate,
-        judged_by=mark,
-        reference=lambda rows: reference_of(prepared, rows),
-        progress=quiet,
-    )
+    gate.judged_by = mark
+    return lower(prepared, file, key, gate, quiet)
 
 
 def test_nothing_is_kept_where_the_gate_passes(fp32: Any, tmp_path: Path) -> None:

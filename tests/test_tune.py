@@ -40,7 +40,7 @@ def snapshot(home: Path) -> dict[str, int]:
 def test_a_short_run_measures_decides_and_leaves_the_repository_alone(home: Path) -> None:
     folder = home / "pipelines" / "tiny"
     before = snapshot(home)
-    tuning = Tuning(Slo(p99_ms=500.0), budget_s=20.0, clients=4, seconds=0.6)
+    tuning = Tuning(Slo(p99_ms=500.0), budget_s=40.0, clients=4, seconds=0.6)
     result = tune_pipeline(folder, home / "repository", tuning, quiet)
     assert snapshot(home) == before
     assert result.trials
@@ -82,8 +82,9 @@ def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
         folders = list(home.glob(".tune-*"))
         assert len(folders) == 1
     assert not list(home.glob(".tune-*"))
-    assert told[0] == "again: tiny, tiny_core"  # the ensemble has the build record
-    assert "tiny_preprocess" in told[1]
+    again = [line for line in told if line.startswith("again")]
+    assert again[0] == "again: tiny, tiny_core"  # the ensemble has the build record
+    assert "tiny_preprocess" in again[1]
 
 
 def test_an_interrupted_run_leaves_nothing_but_what_it_has_measured(

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from conftest import write_pipeline
+from triptych.build.cache import sha256_of
+from triptych.describe import describe_plan
 from triptych.errors import UserError
+from triptych.prepare import prepare
 from triptych.slo import Slo, parse_slo
 from triptych.spec import load_spec
 from triptych.tuned import TUNABLE, TUNED_FILE, Tuned, read_tuned, write_tuned
@@ -90,3 +93,24 @@ def test_strain_is_the_worst_latency_over_its_limit() -> None:
     latencies = {"p50": 8e3, "p90": 9e9, "p95": 9e9, "p99": 150e3, "p99_9": 9e9}
     assert slo.strain(latencies) == pytest.approx(1.5)
     assert Slo(throughput=3.0).strain(latencies) == 0
+
+
+def test_a_build_says_what_was_tuned_and_whether_it_still_fits(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = write_pipeline(tmp_path / "texts", model={"source": str(tiny_model)})
+    overrides = {"core.max_batch_size": 64}
+    provenance = {"spec_sha256": sha256_of(folder / "pipeline.yaml")}
+    write_tuned(folder, Tuned(overrides, provenance), spec_file="pipeline.yaml")
+
+    def told() -> list[str]:
+        lines: list[str] = []
+        plan = prepare(load_spec(folder), lambda stage, line: lines.append(f"{stage} {line}")).plan
+        assert describe_plan(plan)["tuned"] == overrides
+        return [line for line in lines if line.startswith("tuned")]
+
+    assert told() == ["tuned core.max_batch_size=64 (tuned.yaml)"]
+    path = folder / "pipeline.yaml"
+    path.write_text(path.read_text(encoding="utf-8") + "\n# another day\n", encoding="utf-8")
+    (line,) = told()
+    assert "has changed since: run `triptych tune texts` again" in line

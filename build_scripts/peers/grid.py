@@ -12,9 +12,12 @@ import argparse
 import json
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -24,12 +27,14 @@ from peers.model import CACHE, PIPELINE
 from triptych.errors import UserError
 from triptych.load.points import Measurement
 from triptych.slo import Slo, parse_slo
+from triptych.spec import SPEC_FILE
 from triptych.tuned import TUNED_FILE
-from triptych.tuning.arena import Arena, Setting, arena
+from triptych.tuning.arena import Arena, Setting, Slot, arena
 from triptych.tuning.judge import describe
 from triptych.tuning.objective import LoadFailed, Objective
 from triptych.tuning.results import TuneResult
 from triptych.tuning.tune import Tuning, tune_pipeline
+from triptych.yaml_text import parse_yaml
 
 PACKED: Mapping[str, Sequence[Any]] = {
     "serving.queue.max_delay_us": (0, 1000, 4000),
@@ -48,6 +53,8 @@ BUCKETED: Mapping[str, Sequence[Any]] = {
 """Every value of every field with every other: two layouts have different fields."""
 
 CLIENTS = 32
+REPOSITORY = CACHE / "grid" / "repository"
+FINAL_S = 3.0
 
 
 @dataclass
@@ -59,6 +66,21 @@ class Cell:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run of tune: its winner with all that it began with, trials, and how long it took."""
+
+    winner: dict[str, Any]
+    trials: int
+    seconds: float
+
+    @classmethod
+    def of(cls, result: TuneResult, start: Setting) -> Run:
+        """What it came to."""
+        winner = {**start.overrides, **result.winner.overrides}
+        return cls(winner, len(result.trials), result.seconds)
+
+
 def main() -> int:
     """Measure the grid, tune, compare, print, write."""
     options = _parse()
@@ -66,39 +88,38 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(PIPELINE, folder)
     (folder / TUNED_FILE).unlink(missing_ok=True)
+    path = CACHE / "grid.json"
     objectives = {
         "throughput": Objective(Slo(), CLIENTS),
         "latency": Objective(parse_slo(options.slo, None, Slo()), CLIENTS),
     }
     began = time.monotonic()
-    cells = _grid(folder, objectives, options)
+    cells = _read(path) if options.again else _grid(folder, objectives, options)
     grid_s = time.monotonic() - began
-    tuned: dict[str, list[TuneResult]] = {name: [] for name in objectives}
+    start = Setting(dict(_pair(text) for text in options.start))
+    _begin_at(folder / SPEC_FILE, start)
+    tuned: dict[str, list[Run]] = {name: [] for name in objectives}
     for _ in range(options.tunes):
         for name, objective in objectives.items():
             (folder / TUNED_FILE).unlink(missing_ok=True)
             tuning = Tuning(objective.slo, options.budget * 60, CLIENTS)
-            tuned[name].append(tune_pipeline(folder, CACHE / "grid" / "repository", tuning, _say))
+            tuned[name].append(Run.of(tune_pipeline(folder, REPOSITORY, tuning, _say), start))
     (folder / TUNED_FILE).unlink(missing_ok=True)
+    if not options.tunes:
+        tuned = _read_runs(path)
     finals = {
-        name: _final(folder, objective, cells, tuned[name], options.rounds)
+        name: _final(folder, name, objective, cells, tuned[name], start, options.rounds)
         for name, objective in objectives.items()
     }
     print(_table(cells, grid_s, tuned, finals))
     report = {
         "cells": [vars(cell) | {"setting": dict(cell.setting.overrides)} for cell in cells],
         "grid_s": grid_s,
-        "tuned": {
-            name: [
-                {"winner": r.winner.overrides, "trials": len(r.trials), "seconds": r.seconds}
-                for r in results
-            ]
-            for name, results in tuned.items()
-        },
+        "tuned": {name: [asdict(run) for run in runs] for name, runs in tuned.items()},
         "finals": finals,
     }
-    path = CACHE / "grid.json"
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    target = CACHE / "grid-again.json" if options.again else path
+    target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -109,8 +130,41 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tunes", type=int, default=2, help="runs of tune for each objective")
     parser.add_argument("--budget", type=float, default=8.0, help="minutes of a run of tune")
     parser.add_argument("--rounds", type=int, default=5, help="of the last comparison")
+    parser.add_argument(
+        "--start", nargs="*", default=[], metavar="KEY=VALUE", help="what tune begins with"
+    )
+    parser.add_argument("--again", action="store_true", help="take the grid as measured before")
     parser.add_argument("--few", action="store_true", help="a grid of four, to try the program")
     return parser.parse_args()
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    return key, parse_yaml(value)
+
+
+def _begin_at(path: Path, start: Setting) -> None:
+    """Write the numbers that tuning begins with into the copy of the spec."""
+    document = parse_yaml(path.read_text(encoding="utf-8"))
+    for key, value in start.overrides.items():
+        node = document
+        *parents, last = key.split(".")
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = value
+    path.write_text(json.dumps(document), encoding="utf-8")  # JSON is YAML
+
+
+def _read(path: Path) -> list[Cell]:
+    """The grid as it was measured before."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [Cell(Setting(cell["setting"]), cell["scores"], cell["error"]) for cell in cells]
+
+
+def _read_runs(path: Path) -> dict[str, list[Run]]:
+    """The runs of tune as they went before."""
+    tuned = json.loads(path.read_text(encoding="utf-8"))["tuned"]
+    return {name: [Run(**run) for run in runs] for name, runs in tuned.items()}
 
 
 def _settings(*, few: bool) -> Iterator[Setting]:
@@ -129,9 +183,7 @@ def _grid(
 ) -> list[Cell]:
     cells = [Cell(setting) for setting in _settings(few=options.few)]
     any_objective = next(iter(objectives.values()))
-    with arena(
-        folder, CACHE / "grid" / "repository", any_objective, options.seconds, _say
-    ) as found:
+    with arena(folder, REPOSITORY, any_objective, options.seconds, _say) as found:
         for number, cell in enumerate(cells, start=1):
             try:
                 found.put(found.champion, cell.setting)
@@ -157,28 +209,39 @@ def _score(cell: Cell, arena: Arena, objectives: Mapping[str, Objective], second
 
 def _final(
     folder: Path,
+    name: str,
     objective: Objective,
     cells: Sequence[Cell],
-    tuned: Sequence[TuneResult],
+    runs: Sequence[Run],
+    start: Setting,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """Each winner of tune against the three best of the grid, by its own best one, in turns."""
-    name = "latency" if objective.slo.limits_us else "throughput"
+    """Each winner of tune against the grid's three best, in turns, all servers up all the while."""
     ranked = sorted(cells, key=lambda cell: -cell.scores.get(name, 0.0))[:3]
-    contenders = {f"grid {n}": cell.setting for n, cell in enumerate(ranked, start=1)}
-    contenders["defaults"] = Setting()
-    for n, result in enumerate(tuned, start=1):
-        contenders[f"tune {n}"] = Setting(result.winner.overrides)
+    named = [(f"grid {n}", cell.setting) for n, cell in enumerate(ranked, start=1)]
+    named.append(("before", start))
+    named += [(f"tune {n}", Setting(run.winner)) for n, run in enumerate(runs, start=1)]
+    contenders: dict[str, Setting] = {}
+    for one, setting in named:  # equal settings are one contender
+        same = next((known for known, other in contenders.items() if other == setting), "")
+        contenders.pop(same, None)
+        contenders[f"{same}, {one}" if same else one] = setting
     scores: dict[str, list[float]] = {one: [] for one in contenders}
-    with arena(folder, CACHE / "grid" / "repository", objective, 2.4, _say) as found:
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=CACHE / "grid")))
+        slots = {}
+        for number, (one, setting) in enumerate(contenders.items()):
+            slots[one] = Slot(scratch / str(number), folder, ())
+            stack.callback(slots[one].close)
+            slots[one].put(setting, _say, _quiet)
         for number in range(rounds):
-            order = list(contenders)[number % len(contenders) :]
-            order += list(contenders)[: number % len(contenders)]
+            order = [*contenders][number % len(contenders) :]
+            order += [*contenders][: number % len(contenders)]
             for one in order:
-                found.put(found.champion, contenders[one])
-                scores[one].append(found.score(found.champion, 8).score)
+                measured = objective.score(partial(slots[one].measure, seconds=FINAL_S), 8)
+                scores[one].append(measured.score)
                 _say("final", f"{name}, round {number + 1}/{rounds}: {one} {scores[one][-1]:.0f}/s")
-    best = max((f"grid {n}" for n in range(1, len(ranked) + 1)), key=lambda n: median(scores[n]))
+    best = max((one for one in contenders if "grid" in one), key=lambda one: median(scores[one]))
     return [
         {
             "contender": one,
@@ -195,12 +258,12 @@ def _final(
 def _table(
     cells: Sequence[Cell],
     grid_s: float,
-    tuned: Mapping[str, Sequence[TuneResult]],
+    tuned: Mapping[str, Sequence[Run]],
     finals: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> str:
     lines = [f"grid: {len(cells)} settings in {grid_s / 60:.0f} min"]
-    for name, results in tuned.items():
-        trials = ", ".join(f"{len(one.trials)} in {one.seconds / 60:.1f} min" for one in results)
+    for name, runs in tuned.items():
+        trials = ", ".join(f"{one.trials} in {one.seconds / 60:.1f} min" for one in runs)
         lines += [
             f"\n{name}: trials of tune: {trials}",
             "",
@@ -215,6 +278,10 @@ def _table(
                 f"| {row['of_grid']:.2f} |"
             )
     return "\n".join(lines)
+
+
+def _quiet(_stage: str, _line: str) -> None:
+    """A progress that is told nothing."""
 
 
 def _say(stage: str, line: str) -> None:

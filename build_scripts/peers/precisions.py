@@ -24,10 +24,9 @@ from triptych.build.export import MODEL_FILE
 from triptych.build.feeds import Feed, core_feed
 from triptych.build.lock import read_lock
 from triptych.build.precision.recipe import Precision
-from triptych.gating import judged_by, run_gate
+from triptych.gating import Gate
 from triptych.precise import Lowered, lower
 from triptych.prepare import Prepared, prepare
-from triptych.reference_rows import reference_of
 from triptych.spec import load_spec
 from triptych.tasks.accuracy import thresholds
 
@@ -129,22 +128,10 @@ def _source(prepared: Prepared) -> tuple[Path, str]:
 def _core(prepared: Prepared, precision: Precision) -> Lowered:
     """The core with as few layers kept as its gate allows, whatever could serve it."""
     file, key = _source(prepared)
-
-    def judge(file: Path, key: str) -> dict[str, Any]:
-        return run_gate(prepared, file, key, precision, _tell)
-
+    gate = Gate(prepared, precision, _tell)
     if precision == "fp32":
-        return Lowered(file, key, judge(file, key), {"kept": []})
-    return lower(
-        prepared,
-        file,
-        key,
-        precision,
-        judge=judge,
-        judged_by=judged_by(prepared, precision),
-        reference=lambda rows: reference_of(prepared, rows),
-        progress=_tell,
-    )
+        return Lowered(file, key, gate.run(file, key), {"kept": []})
+    return lower(prepared, file, key, gate, _tell)
 
 
 def _tell(stage: str, line: str) -> None:

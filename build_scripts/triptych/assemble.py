@@ -12,11 +12,10 @@ from triptych.build.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.build.lock import LOCK_FILE, make_lock, print_lock, read_lock
 from triptych.build.precision.recipe import Precision, check_runs
 from triptych.errors import Finding, UserError
-from triptych.gating import judged_by, run_gate
+from triptych.gating import Gate
 from triptych.plan import Plan
 from triptych.precise import lower
 from triptych.prepare import Prepared, Progress
-from triptych.reference_rows import reference_of
 from triptych.repository.lint import run_checks
 from triptych.repository.render import render
 from triptych.repository.store import hash_files, write_models
@@ -163,7 +162,7 @@ def _core(prepared: Prepared, progress: Progress, accept: str) -> _Core:
     file, key, refusal = _export(prepared, progress)
     gate: dict[str, Any] = {}
     if not refusal:
-        gate = run_gate(prepared, file, key, "fp32", progress)
+        gate = Gate(prepared, "fp32", progress).run(file, key)
         if not gate["failures"]:
             return _Core(prepared, file, key, key, gate, "")
         if not plan.packed:
@@ -180,19 +179,8 @@ def _core(prepared: Prepared, progress: Progress, accept: str) -> _Core:
 
 def _lowered(core: _Core, precision: Precision, progress: Progress, accept: str) -> _Core:
     """The core in lower precision, with what the conversion did in the gate's result."""
-
-    def judge(file: Path, key: str) -> dict[str, Any]:
-        return run_gate(core.prepared, file, key, precision, progress)
-
     lowered = lower(
-        core.prepared,
-        core.file,
-        core.key,
-        precision,
-        judge=judge,
-        judged_by=judged_by(core.prepared, precision),
-        reference=lambda rows: reference_of(core.prepared, rows),
-        progress=progress,
+        core.prepared, core.file, core.key, Gate(core.prepared, precision, progress), progress
     )
     gate = {**lowered.gate, "conversion": lowered.conversion}
     found = replace(core, file=lowered.file, key=lowered.key, gate=gate)
@@ -219,9 +207,8 @@ def _rows_are_apart(gate: Mapping[str, Any]) -> bool:
 def _export(prepared: Prepared, progress: Progress) -> tuple[Path, str, str]:
     """The artifact, the hash of all that decides it, and why it could not be packed if so."""
     plan = prepared.plan
-    facts = {**asdict(plan.facts), "prompts": None, "default_prompt": None}
     key: dict[str, object] = {
-        "facts": facts,
+        "facts": plan.facts.of_core,
         "layout": plan.layout,
         "core": asdict(plan.core),
         "inputs": [tensor.name for tensor in plan.core_inputs],
@@ -328,7 +315,7 @@ def _share(
             remedy="Leave it out, or remove core.share",
         )
     file = repository / plan.step("core") / "1" / CORE_FILE
-    gate = run_gate(core.prepared, file, lock["core_key"], precision, progress)
+    gate = Gate(core.prepared, precision, progress).run(file, lock["core_key"])
     found = replace(core, file=file, key=lock["core_key"], gate=gate)
     return _accepted(found, accept) if gate["failures"] else found
 

@@ -29,7 +29,7 @@ from triptych.load.points import (
     Subject,
 )
 from triptych.load.rates import highest_rate
-from triptych.prepare import Prepared, Progress
+from triptych.prepare import Prepared, Progress, as_built
 from triptych.serving.endpoint import Endpoint, served
 from triptych.serving.processor import processor
 from triptych.slo import Slo
@@ -146,6 +146,7 @@ def bench_pipeline(
     Raises:
         UserError: nothing is built, or the server does not serve this pipeline (any more).
     """
+    prepared = as_built(prepared, repository)
     name = prepared.plan.spec.name
     with ExitStack() as stack:
         endpoint = stack.enter_context(

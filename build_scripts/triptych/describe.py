@@ -21,6 +21,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     return {
         "pipeline": plan.spec.name,
         "task": task.name,
+        **({"tuned": dict(plan.spec.tuned)} if plan.spec.tuned else {}),
         "model": _describe_model(plan),
         "traffic": _describe_traffic(plan),
         "batching": {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.build.cache import cached_stage, code_hash, key_of, versions_of
+from triptych.build.precision.recipe import Precision
 from triptych.prepare import Prepared, Progress
 from triptych.quality.decoded import Decoding
 from triptych.quality.samples import hash_requests, rows_of
@@ -34,63 +35,71 @@ class _Failed(Exception):
         super().__init__()
 
 
-def run_gate(
-    prepared: Prepared, artifact: Path, key: str, precision: str, progress: Progress
-) -> dict[str, Any]:
-    """Check an artifact. What passed stays in the cache; what failed is run again when asked for.
+class Gate:
+    """The gate of a pipeline's cores in one precision.
 
     Args:
         prepared: the pipeline, with the gate's rows.
-        artifact: the ``model.onnx``.
-        key: hash of all that decided it.
-        precision: of it, which decides the limits.
-        progress: told the result.
+        precision: of the cores, which decides the limits.
+        progress: told each result.
 
-    Returns:
-        `GateResult.as_dict()`.
+    Attributes:
+        precision: see above.
+        judged_by: hash of what decides a verdict besides the artifact, in hex.
 
     Raises:
         UserError: the spec overrides the limit of what is no metric of the task.
     """
-    limits = limits_of(prepared, precision)
-    stage = {"artifact": key, "judged_by": judged_by(prepared, precision)}
 
-    def work(target: Path) -> None:
-        progress("gate", f"{len(prepared.requests)} requests against PyTorch fp32 ...")
-        result = _check(prepared, artifact, precision, limits)
-        if result["failures"]:
-            raise _Failed(result)
-        (target / GATE_FILE).write_text(json.dumps(result), encoding="utf-8")
-
-    try:
-        folder, cached = cached_stage("gate", stage, work)
-    except _Failed as failed:
-        progress("gate", _line(failed.gate))
-        return failed.gate
-    gate: dict[str, Any] = json.loads((folder / GATE_FILE).read_text(encoding="utf-8"))
-    progress("gate", _line(gate) + (" (cached)" if cached else ""))
-    return gate
-
-
-def judged_by(prepared: Prepared, precision: str) -> str:
-    """Hash of what decides a verdict besides the artifact, in hex."""
-    plan = prepared.plan
-    return key_of(
-        "gate",
-        {
+    def __init__(self, prepared: Prepared, precision: Precision, progress: Progress) -> None:
+        self.precision = precision
+        self._prepared = prepared
+        self._progress = progress
+        self._limits = limits_of(prepared, precision)
+        plan = prepared.plan
+        inputs = {
             "precision": precision,
             "model": plan.facts.sha256,
             "rows": hash_requests(prepared.requests),
             "labelled": hash_requests(prepared.labelled_requests),
             "truth": [[row.line, repr(row.truth)] for row in prepared.labelled],
-            "limits": limits_of(prepared, precision),
+            "limits": self._limits,
             "max_drop": plan.spec.accuracy.max_drop,
             "notes": prepared.notes,
             "batch_size": plan.spec.core.max_batch_size,
             "onnxruntime": versions_of("onnxruntime"),
             "code": code_hash(*CODE),
-        },
-    )
+        }
+        self.judged_by = key_of("gate", inputs)
+
+    def run(self, artifact: Path, key: str) -> dict[str, Any]:
+        """Check an artifact. What passed stays in the cache; what failed is run again when asked.
+
+        Args:
+            artifact: the ``model.onnx``.
+            key: hash of all that decided it.
+
+        Returns:
+            `GateResult.as_dict()`.
+        """
+
+        def work(target: Path) -> None:
+            rows = len(self._prepared.requests)
+            self._progress("gate", f"{rows} requests against PyTorch fp32 ...")
+            result = _check(self._prepared, artifact, self.precision, self._limits)
+            if result["failures"]:
+                raise _Failed(result)
+            (target / GATE_FILE).write_text(json.dumps(result), encoding="utf-8")
+
+        try:
+            stage = {"artifact": key, "judged_by": self.judged_by}
+            folder, cached = cached_stage("gate", stage, work)
+        except _Failed as failed:
+            self._progress("gate", _line(failed.gate))
+            return failed.gate
+        gate: dict[str, Any] = json.loads((folder / GATE_FILE).read_text(encoding="utf-8"))
+        self._progress("gate", _line(gate) + (" (cached)" if cached else ""))
+        return gate
 
 
 def limits_of(prepared: Prepared, precision: str) -> dict[str, float]:
@@ -107,14 +116,10 @@ def limits_of(prepared: Prepared, precision: str) -> dict[str, float]:
 def decoding_of(prepared: Prepared) -> Decoding:
     """How core outputs become answers, but for what `hooks.after` makes of those."""
     plan = prepared.plan
-    outputs = [
-        {"name": t.name, "dtype": t.dtype, "dims": t.config_dims, "json": t.content == "json"}
-        for t in plan.task.outputs
-    ]
     custom = plan.spec.custom is not None
     return Decoding(
         task=plan.task,
-        settings={**plan.task.settings(plan.facts), "outputs": outputs},
+        settings={**plan.task.settings(plan.facts), "outputs": plan.output_settings},
         folder=plan.spec.folder if custom else prepared.tokenizer_folder,
     )
 
@@ -122,7 +127,7 @@ def decoding_of(prepared: Prepared) -> Decoding:
 def _check(
     prepared: Prepared, artifact: Path, precision: str, limits: Mapping[str, float]
 ) -> dict[str, Any]:
-    from triptych.quality.artifact import open_onnx
+    from triptych.quality.artifact import open_core
     from triptych.quality.gate import Labelled, check
 
     plan, task = prepared.plan, prepared.plan.task
@@ -136,13 +141,7 @@ def _check(
             max_drop=plan.spec.accuracy.max_drop,
         )
     result = check(
-        open_onnx(
-            artifact,
-            plan.core,
-            plan.core_inputs,
-            packed=plan.packed,
-            pad_token_id=plan.facts.pad_token_id,
-        ),
+        open_core(artifact, plan),
         prepared.requests,
         reference_of(prepared, rows_of(prepared.requests)),
         plan.core,

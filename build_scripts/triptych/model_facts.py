@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from triptych.image_facts import ImageFacts
 
@@ -78,6 +78,11 @@ class ModelFacts:
     vocabulary: int | None = None
     unk_token_id: int | None = None
     image: ImageFacts | None = None
+
+    @property
+    def of_core(self) -> dict[str, Any]:
+        """All that decides the core, as plain data: prompts do not."""
+        return {**asdict(self), "prompts": None, "default_prompt": None}
 
     @property
     def embedding_size(self) -> int:

@@ -75,6 +75,14 @@ class Plan:
         """What goes from preprocess to postprocess without passing through the core."""
         return (TICKET, CARRY) if self.task.carries else (TICKET,)
 
+    @property
+    def output_settings(self) -> list[dict[str, Any]]:
+        """The ensemble's outputs as postprocess and decoders read them."""
+        return [
+            {"name": t.name, "dtype": t.dtype, "dims": t.config_dims, "json": t.content == "json"}
+            for t in self.task.outputs
+        ]
+
     def step(self, name: str) -> str:
         """Triton's name of the model that is this pipeline's step `name`."""
         owner = self.spec.core.share if name == "core" else None

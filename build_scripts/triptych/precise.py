@@ -8,28 +8,31 @@ them at each try, until the gate passes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from triptych.build.cache import cached_stage, code_hash
 from triptych.build.export import MODEL_FILE
-from triptych.build.feeds import Sample
 from triptych.build.precision.recipe import Precision
 from triptych.prepare import Prepared, Progress
-from triptych.quality.samples import Expected
+from triptych.reference_rows import reference_of
 from triptych.workshop import Workshop
 
 CHOICE_FILE = "choice.json"
 LARGEST_KEPT_SHARE = 0.5
 """A core with more of its layers kept is hardly of the precision any more."""
 
-Judge = Callable[[Path, str], dict[str, Any]]
-"""The gate: an artifact and its key to the result, whose ``failures`` is empty if it passed."""
 
-Reference = Callable[[Sequence[Sample]], Sequence[Expected]]
-"""What PyTorch makes of rows."""
+class Judge(Protocol):
+    """The gate of a precision, as `Gate` is."""
+
+    precision: Precision
+    judged_by: str
+
+    def run(self, artifact: Path, key: str) -> dict[str, Any]:
+        """The result, whose ``failures`` is empty if the artifact passes."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +53,14 @@ class Lowered:
     conversion: dict[str, Any]
 
 
-def lower(
-    prepared: Prepared,
-    source: Path,
-    key: str,
-    precision: Precision,
-    *,
-    judge: Judge,
-    judged_by: str,
-    reference: Reference,
-    progress: Progress,
-) -> Lowered:
+def lower(prepared: Prepared, source: Path, key: str, gate: Judge, progress: Progress) -> Lowered:
     """Convert the fp32 core, keeping as few layers as the gate allows.
 
     Args:
         prepared: the pipeline.
         source: its fp32 core.
         key: hash of all that decided `source`.
-        precision: wanted, not fp32.
-        judge: the gate for this precision.
-        judged_by: hash of what the gate's verdict depends on besides the artifact.
-        reference: what PyTorch makes of rows.
+        gate: of the precision wanted, not fp32.
         progress: told what becomes of each try.
 
     Returns:
@@ -79,11 +69,11 @@ def lower(
     Raises:
         UserError: the graph cannot be converted.
     """
-    workshop = Workshop(prepared, source, key, precision, progress)
+    workshop = Workshop(prepared, source, key, gate.precision, progress)
     searched: list[Lowered] = []
 
     def work(target: Path) -> None:
-        lowered, kept, found = _search(workshop, judge, reference)
+        lowered, kept, found = _search(prepared, workshop, gate)
         searched.append(replace(lowered, conversion={**lowered.conversion, **found}))
         if lowered.gate["failures"]:
             raise _NothingPasses
@@ -92,14 +82,15 @@ def lower(
         (target / CHOICE_FILE).write_text(json.dumps(choice, ensure_ascii=False), encoding="utf-8")
 
     try:
-        inputs = {**workshop.inputs, "judged_by": judged_by, "search": code_hash("precise.py")}
+        search = code_hash("precise.py")
+        inputs = {**workshop.inputs, "judged_by": gate.judged_by, "search": search}
         folder, _ = cached_stage("kept", inputs, work)
     except _NothingPasses:
         return searched[0]
     if searched:
         return searched[0]
     choice = json.loads((folder / CHOICE_FILE).read_text(encoding="utf-8"))
-    lowered = _try(workshop, choice["kept"], judge)
+    lowered = _try(workshop, choice["kept"], gate)
     return replace(lowered, conversion={**lowered.conversion, **choice["found"]})
 
 
@@ -108,26 +99,28 @@ class _NothingPasses(Exception):
 
 
 def _search(
-    workshop: Workshop, judge: Judge, reference: Reference
+    prepared: Prepared, workshop: Workshop, gate: Judge
 ) -> tuple[Lowered, Sequence[str], dict[str, Any]]:
     """The last core tried, the layers it was to keep, and what was found out on the way."""
     kept: Sequence[str] = ()
-    lowered = _try(workshop, kept, judge)
+    lowered = _try(workshop, kept, gate)
     if not lowered.gate["failures"]:
         return lowered, kept, {}
-    hurts = workshop.ranking(lowered.conversion["layers"], reference)
+    hurts = workshop.ranking(
+        lowered.conversion["layers"], lambda rows: reference_of(prepared, rows)
+    )
     worst_first = sorted(hurts, key=lambda name: -hurts[name])
     for count in _counts(len(worst_first)):
         kept = worst_first[:count]
-        lowered = _try(workshop, kept, judge)
+        lowered = _try(workshop, kept, gate)
         if not lowered.gate["failures"]:
             return lowered, kept, {"hurts": hurts, "batch_ms": workshop.times(lowered.file)}
     return lowered, kept, {"hurts": hurts}
 
 
-def _try(workshop: Workshop, kept: Sequence[str], judge: Judge) -> Lowered:
+def _try(workshop: Workshop, kept: Sequence[str], gate: Judge) -> Lowered:
     folder, key, conversion = workshop.converted(kept)
-    return Lowered(folder / MODEL_FILE, key, judge(folder / MODEL_FILE, key), conversion)
+    return Lowered(folder / MODEL_FILE, key, gate.run(folder / MODEL_FILE, key), conversion)
 
 
 def _counts(layers: int) -> list[int]:

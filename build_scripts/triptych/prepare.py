@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from triptych.asks import Asker
-from triptych.build.cache import cached_stage, code_hash, versions_of
+from triptych.build.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.build.feeds import Sample
+from triptych.build.lock import read_lock
 from triptych.build.source import locate, read_facts, read_tokenizer
 from triptych.errors import UserError
 from triptych.gate_rows import (
@@ -30,10 +31,11 @@ from triptych.quality.samples import GateRequest
 from triptych.quality.verdicts import FEW_ROWS
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import HOOKS_FILE, load_hooks
-from triptych.spec import PipelineSpec
+from triptych.spec import SPEC_FILE, PipelineSpec
 from triptych.tasks import Task, find_task
 from triptych.tasks.custom import custom_task
 from triptych.traffic import TRAFFIC_FILE, Lengths, TrafficRow, read_traffic
+from triptych.tuned import TUNED_FILE, read_tuned
 
 LABELLED_ROWS = 2000
 """Of more labelled rows, only the first ones are run."""
@@ -83,6 +85,15 @@ class Prepared:
         return replace(self, plan=plan)
 
 
+def as_built(prepared: Prepared, repository: Path) -> Prepared:
+    """The same in the layout that it was built in, which may not be the one that was asked for."""
+    lock = read_lock(repository, prepared.plan.spec.name) or {}
+    layout = lock.get("plan", {}).get("layout")
+    if layout == prepared.plan.layout or layout not in get_args(Layout):
+        return prepared
+    return prepared.replanned(layout)
+
+
 def task_of(spec: PipelineSpec) -> Task:
     """The task of `spec`, one of the package's or its own.
 
@@ -106,6 +117,7 @@ def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
         UserError: in the spec, the model, the hooks or the traffic.
     """
     task = task_of(spec)
+    _tell_tuned(spec, progress)
     traffic = read_traffic(spec.folder, [tensor.name for tensor in task.inputs])
     folder = locate(spec.model, spec.folder)
     facts = read_facts(folder)
@@ -119,7 +131,7 @@ def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
     hooks_file = None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes()
     tokenizer, lengths = None, None
     if facts.image is not None:
-        maker = _row_maker(task)(row_settings(spec, facts, task), spec.folder)
+        maker = row_maker(task)(row_settings(spec, facts, task), spec.folder)
         used = slice(GATE_IMAGES + CALIBRATION_ROWS)
         made = asker.taken(TRAFFIC_FILE, traffic[used], maker.make(asks[used]))
         rows = image_rows(
@@ -128,11 +140,16 @@ def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
         progress("traffic", f"{len(traffic)} images")
     else:
         tokenizer = _tokenizer(folder, facts)
-        maker, whole = _row_makers(spec, facts, task, tokenizer.parent)
+        maker, whole = row_makers(spec, facts, task, tokenizer.parent)
         made, uncut = (
             asker.taken(TRAFFIC_FILE, traffic, each.token_rows(asks)) for each in (maker, whole)
         )
-        lengths = _lengths(made, uncut, max_length_of(spec, facts, task), progress)
+        lengths = lengths_of(made, uncut, max_length_of(spec, facts, task))
+        progress(
+            "traffic",
+            f"{lengths.rows} rows, {lengths.mean:.1f} tokens on average, "
+            f"{lengths.truncated_share:.1%} over the limit of {max_length_of(spec, facts, task)}",
+        )
         mask_token = str(task.settings(facts).get("mask_token", ""))
         rows = text_rows(asked, made, maker, whole, asker.make_up, mask_token=mask_token)
     _tell(progress, rows)
@@ -151,23 +168,28 @@ def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
     )
 
 
-def _lengths(
-    made: Sequence[Sequence[Any]],
-    uncut: Sequence[Sequence[Any]],
-    max_length: int,
-    progress: Progress,
+def _tell_tuned(spec: PipelineSpec, progress: Progress) -> None:
+    """What comes from ``tuned.yaml``, and whether it was measured for another spec."""
+    tuned = read_tuned(spec.folder) if spec.tuned else None
+    if tuned is None:
+        return
+    changes = ", ".join(f"{key}={value}" for key, value in spec.tuned.items())
+    measured_for = tuned.provenance.get("spec_sha256")
+    stale = measured_for not in (None, sha256_of(spec.folder / SPEC_FILE))
+    note = (
+        f"; {SPEC_FILE} has changed since: run `triptych tune {spec.name}` again" if stale else ""
+    )
+    progress("tuned", f"{changes} ({TUNED_FILE}{note})")
+
+
+def lengths_of(
+    made: Sequence[Sequence[Any]], uncut: Sequence[Sequence[Any]], max_length: int
 ) -> Lengths:
-    """Of the core rows that the row makers, with and without a limit, made of the traffic."""
+    """Of the core rows that the row makers, with and without a limit, made of requests."""
     rows, whole = ([row for rows in each for row in rows] for each in (made, uncut))
     # Where there are more rows than without a limit, they are windows: nothing is cut off.
     counted = whole if len(whole) == len(rows) else rows
-    lengths = Lengths.of([len(row.ids) for row in counted], max_length=max_length)
-    progress(
-        "traffic",
-        f"{lengths.rows} rows, {lengths.mean:.1f} tokens on average, "
-        f"{lengths.truncated_share:.1%} over the limit of {max_length}",
-    )
-    return lengths
+    return Lengths.of([len(row.ids) for row in counted], max_length=max_length)
 
 
 def _tell(progress: Progress, rows: GateRows) -> None:
@@ -249,15 +271,20 @@ def _tokenizer(folder: Path, facts: ModelFacts) -> Path:
     return cache / "tokenizer.json"
 
 
-def _row_maker(task: Task) -> Any:
+def row_maker(task: Task) -> Any:
+    """The class that makes core rows of a task's requests."""
     module = importlib.import_module(f"triptych.runtime.{Path(task.rows).stem}")
     return module.RowMaker
 
 
-def _row_makers(spec: PipelineSpec, facts: ModelFacts, task: Task, folder: Path) -> tuple[Any, Any]:
-    """The task's row maker as it will run, and one that cuts nothing off."""
+def row_makers(spec: PipelineSpec, facts: ModelFacts, task: Task, folder: Path) -> tuple[Any, Any]:
+    """The task's row maker as it will run, and one that cuts nothing off.
+
+    Raises:
+        UserError: the limit leaves no room for what the task adds.
+    """
     settings = {**row_settings(spec, facts, task), "bucket_edges": [], "overflow": "truncate"}
-    kind = _row_maker(task)
+    kind = row_maker(task)
     whole = {**settings, "max_length": UNLIMITED, "max_core_rows": UNLIMITED}
     try:
         return kind(settings, folder), kind(whole, folder)

@@ -28,7 +28,7 @@ def reference_of(prepared: Prepared, samples: Sequence[Sample]) -> list[Expected
         return []
     plan = prepared.plan
     key: dict[str, object] = {
-        "facts": {**asdict(plan.facts), "prompts": None, "default_prompt": None},
+        "facts": plan.facts.of_core,
         "core": asdict(plan.core),
         "rows": hash_rows(samples),
         "versions": versions_of("torch", "transformers"),

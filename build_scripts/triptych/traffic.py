@@ -73,7 +73,9 @@ class Lengths:
         return max(self.counts)
 
 
-def read_traffic(folder: Path, fields: Sequence[str]) -> list[TrafficRow]:
+def read_traffic(
+    folder: Path, fields: Sequence[str], *, file: str = TRAFFIC_FILE
+) -> list[TrafficRow]:
     """Read ``folder/traffic.jsonl``: one JSON object a line with a string for each of `fields`.
 
     An object may also have `parameters`: those of its request.
@@ -81,7 +83,7 @@ def read_traffic(folder: Path, fields: Sequence[str]) -> list[TrafficRow]:
     Raises:
         UserError: a missing or empty file, or a line that is not such an object.
     """
-    path = folder / TRAFFIC_FILE
+    path = folder / file
     form = "{" + ", ".join(f'"{name}": "…"' for name in fields) + "}"
     if not path.is_file():
         raise UserError(

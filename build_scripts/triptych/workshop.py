@@ -141,20 +141,13 @@ class Workshop:
     def _error(
         self, kept: Sequence[str], rows: Sequence[Sample], expected: Sequence[Expected]
     ) -> float:
-        from triptych.quality.artifact import open_onnx
+        from triptych.quality.artifact import open_core
         from triptych.quality.differences import core_error
 
-        plan = self._plan
         with tempfile.TemporaryDirectory(prefix="triptych-layers-") as scratch:
             self._writer()(kept, Path(scratch))
-            run = open_onnx(
-                Path(scratch, MODEL_FILE),
-                plan.core,
-                plan.core_inputs,
-                packed=plan.packed,
-                pad_token_id=plan.facts.pad_token_id,
-            )
-            return core_error(run, rows, expected, plan.core)
+            run = open_core(Path(scratch, MODEL_FILE), self._plan)
+            return core_error(run, rows, expected, self._plan.core)
 
     def _writer(self) -> Write:
         if self._write is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -46,7 +46,7 @@ def progress(stage: str, line: str) -> None:
     status.print(f"  {stage:8} {line}", markup=False)
 
 
-def fail(as_json: bool, result: dict[str, Any], message: str) -> None:
+def fail(as_json: bool, result: dict[str, Any], message: str) -> NoReturn:
     """Print why, and end with the exit code for findings."""
     if as_json:
         print_json(result)

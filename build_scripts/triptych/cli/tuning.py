@@ -22,6 +22,7 @@ from triptych.cli.options import (
     Pipelines,
     Repository,
     app,
+    fail,
     output,
     print_json,
     progress,
@@ -189,6 +190,8 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the numbers that serve best: queue delay, instances, batches; writes tuned.yaml."""
+    from triptych.assemble import GateFailure, LintFailure
+
     if check:
         _check(name, check, pipelines, repository, reports, rate, as_json=as_json)
     from triptych.bench import price_of
@@ -215,8 +218,12 @@ def tune(
         price=price,
         overrides=tuple(overrides or ()),
     )
-    with _stoppable():
-        result = tune_pipeline(folder, repository, tuning, progress)
+    try:
+        with _stoppable():
+            result = tune_pipeline(folder, repository, tuning, progress)
+    except (GateFailure, LintFailure) as failure:
+        told = f"{failure}; `triptych build {name}` shows all of it"
+        fail(as_json, {"pipeline": name, "failure": str(failure)}, told)
     _report(lambda folder: write_tune_report(result, folder), reports / name / "tune")
     if as_json:
         print_json(to_json(result))
@@ -238,8 +245,7 @@ def _check(
     as_json: bool,
 ) -> None:
     """Hold the plan against new traffic, and end."""
-    from triptych.build.lock import read_lock
-    from triptych.prepare import prepare
+    from triptych.prepare import as_built, prepare
     from triptych.spec import load_spec
     from triptych.tuning.capacity import measured_in
     from triptych.tuning.drift import describe_drift, judge
@@ -247,10 +253,7 @@ def _check(
 
     if len(pages) > 2:
         raise UserError("--check", "must be given once or twice", given=f"{len(pages)} files")
-    prepared = prepare(load_spec(pipelines / name), progress)
-    built = (read_lock(repository, name) or {}).get("plan", {}).get("layout")
-    if built in ("packed", "bucketed"):
-        prepared = prepared.replanned(built)
+    prepared = as_built(prepare(load_spec(pipelines / name), progress), repository)
     new = read_lengths(prepared, pages[-1], before=pages[0] if len(pages) > 1 else None)
     drift = judge(prepared, new, measured=measured_in(reports / name), rate_per_s=rate_per_s)
     if as_json:

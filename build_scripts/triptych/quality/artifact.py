@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from triptych.build.feeds import Sample, core_feed, row_strides
 from triptych.build.precision.emulate import open_session
+from triptych.plan import Plan
 from triptych.tasks.task import Core
 from triptych.tensors import Tensor, TokenRow
 
@@ -52,6 +53,12 @@ def open_onnx(
         ]
 
     return run
+
+
+def open_core(path: Path, plan: Plan) -> RunBatch:
+    """`open_onnx` for the core of a plan."""
+    pad = plan.facts.pad_token_id
+    return open_onnx(path, plan.core, plan.core_inputs, packed=plan.packed, pad_token_id=pad)
 
 
 def _cut(

@@ -127,15 +127,7 @@ def _preprocess(plan: Plan) -> Any:
 def _postprocess(plan: Plan) -> Any:
     settings = {
         "core_outputs": [tensor.name for tensor in plan.core.outputs],
-        "outputs": [
-            {
-                "name": tensor.name,
-                "dtype": tensor.dtype,
-                "dims": tensor.config_dims,
-                "json": tensor.content == "json",
-            }
-            for tensor in plan.task.outputs
-        ],
+        "outputs": plan.output_settings,
     }
     inputs = (*plan.core.outputs, *plan.past_core)
     return _python_step(plan, "postprocess", inputs, plan.task.outputs, settings)

@@ -55,8 +55,13 @@ class Slot:
         self.setting: Setting | None = None
         self._prepared: Prepared | None = None
 
-    def put(self, setting: Setting, progress: Progress) -> None:
+    def put(self, setting: Setting, progress: Progress, building: Progress) -> None:
         """Build and serve `setting`, loading again only the models that changed.
+
+        Args:
+            setting: to be served.
+            progress: told what is loaded again.
+            building: told what becomes of each stage of the build.
 
         Raises:
             GateFailure, LintFailure, UserError: it cannot be built or served; the slot is empty.
@@ -66,8 +71,8 @@ class Slot:
         self.setting, self._prepared = None, None
         changes = [f"{key}={_as_yaml(value)}" for key, value in setting.overrides.items()]
         spec = load_spec(self._pipeline, [*self._base, *changes], untuned=True)
-        prepared = prepare(spec, _quiet)
-        built = assemble.build(prepared, self.repository, _quiet)
+        prepared = prepare(spec, building)
+        built = assemble.build(prepared, self.repository, building)
         name = prepared.plan.spec.name
         if self._server is None:
             server = Server(self.repository, models=[name])
@@ -130,11 +135,13 @@ class Arena:
         progress: Progress,
     ) -> None:
         self.champion, self.challenger = champion, challenger
-        self._objective, self._seconds, self._progress = objective, seconds, progress
+        self._objective, self._seconds = objective, seconds
+        self._progress = self._building = progress
 
     def put(self, slot: Slot, setting: Setting) -> None:
         """Build and serve `setting` in a slot; see `Slot.put`."""
-        slot.put(setting, self._progress)
+        slot.put(setting, self._progress, self._building)
+        self._building = _quiet  # every trial builds the same model again
 
     def promote(self) -> None:
         """What was tried is the best now."""
@@ -195,4 +202,4 @@ def _as_yaml(value: Any) -> str:
 
 
 def _quiet(_stage: str, _line: str) -> None:
-    """A progress that is told nothing: every trial builds the same model."""
+    """A progress that is told nothing."""

@@ -6,22 +6,20 @@ to its bucket only, whose ends are 1.26 times apart, or nearer.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from triptych.asks import Asker
 from triptych.errors import UserError
 from triptych.load.metrics_page import Sample, read_samples
-from triptych.plan import Plan, row_settings
-from triptych.prepare import UNLIMITED, Prepared
+from triptych.plan import Plan
+from triptych.prepare import Prepared, lengths_of, row_makers
 from triptych.runtime.hooking import find_hook
-from triptych.traffic import Lengths, TrafficRow, read_lines
+from triptych.traffic import Lengths, read_traffic
 
 ROW_TOKENS = "triptych_row_tokens"
 """What the names of the server's counters begin with."""
@@ -87,20 +85,15 @@ def tokenize_sample(prepared: Prepared, path: Path) -> NewTraffic:
     """
     plan = prepared.plan
     _check_text(plan)
-    rows = list(_sample_rows(path, [tensor.name for tensor in plan.task.inputs]))
-    if not rows:
-        raise UserError(str(path), "must have rows", given="none", remedy="Add real requests")
+    names = [tensor.name for tensor in plan.task.inputs]
+    rows = read_traffic(path.parent, names, file=path.name)
     file = str(path.resolve())
     before = find_hook(plan.spec.folder, "before")
     asker = Asker.of(plan.spec, plan.task, plan.facts, before)
     asks = [asker.ask(file, row).ask for row in rows]
-    made, uncut = (
-        [row for each in asker.taken(file, rows, maker.token_rows(asks)) for row in each]
-        for maker in _row_makers(plan, prepared.tokenizer_folder)
-    )
-    # Where there are more rows than without a limit, they are windows: nothing is cut off.
-    counted = uncut if len(uncut) == len(made) else made
-    lengths = Lengths.of([len(row.ids) for row in counted], max_length=plan.max_length)
+    makers = row_makers(plan.spec, plan.facts, plan.task, prepared.tokenizer_folder)
+    made, uncut = (asker.taken(file, rows, maker.token_rows(asks)) for maker in makers)
+    lengths = lengths_of(made, uncut, plan.max_length)
     return NewTraffic(f"{len(rows)} requests of {path}", lengths, lengths.mean)
 
 
@@ -240,31 +233,3 @@ def _spread(rows: Mapping[float, int], max_length: int) -> dict[int, int]:
             counts[min(length, max_length)] += count
         low = high
     return {length: count for length, count in sorted(counts.items()) if count}
-
-
-def _sample_rows(path: Path, fields: Sequence[str]) -> Iterator[TrafficRow]:
-    form = "{" + ", ".join(f'"{name}": "…"' for name in fields) + "}"
-    try:
-        lines = list(read_lines(path))
-    except OSError as error:
-        raise UserError(str(path), "must be a file", given=error.strerror or error) from error
-    for number, line, row in lines:
-        parameters = None if row is None else row.get("parameters", {})
-        texts = {} if row is None else {name: row.get(name) for name in fields}
-        if not isinstance(parameters, dict) or not all(isinstance(t, str) for t in texts.values()):
-            raise UserError(
-                f"{path}:{number}",
-                "must be a JSON object with a string for each input of the task",
-                given=repr(line[:80]),
-                remedy=f"Write {form}",
-            )
-        yield TrafficRow(number, {name: str(text) for name, text in texts.items()}, parameters)
-
-
-def _row_makers(plan: Plan, folder: Path) -> tuple[Any, Any]:
-    """The task's row maker with the pipeline's limit, and one that cuts nothing off."""
-    module = importlib.import_module(f"triptych.runtime.{Path(plan.task.rows).stem}")
-    settings = row_settings(plan.spec, plan.facts, plan.task)
-    settings |= {"bucket_edges": [], "overflow": "truncate"}
-    whole = settings | {"max_length": UNLIMITED, "max_core_rows": UNLIMITED}
-    return module.RowMaker(settings, folder), module.RowMaker(whole, folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from triptych.bench import Price, bottleneck_of, line, machine, subject_of
-from triptych.build.cache import code_hash
+from triptych.build.cache import code_hash, sha256_of
 from triptych.choose import AUTO, choose
+from triptych.errors import UserError
 from triptych.load.points import Measurement, Point
 from triptych.load.rates import highest_rate
 from triptych.plan import Plan
@@ -106,7 +106,6 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
         GateFailure, LintFailure, UserError: the baseline cannot be built or served.
     """
     prepared, start = _baseline(folder, repository, tuning, progress)
-    began = time.monotonic()
     objective = Objective(tuning.slo, tuning.clients)
     journal = Journal(_journal_key(folder, tuning, start))
     old = read_tuned(folder)
@@ -114,6 +113,8 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     with arena(
         folder, repository, objective, tuning.seconds, progress, base=tuning.overrides
     ) as found:
+        found.put(found.champion, start)  # the first build takes the time it takes
+        began = time.monotonic()
         contest = _Contest(found)
         search = Search(
             contest,
@@ -154,6 +155,14 @@ def _baseline(
 ) -> tuple[Prepared, Setting]:
     """The spec without what was tuned before; of ``auto``, with the precision it chooses."""
     prepared = prepare(load_spec(folder, tuning.overrides, untuned=True), progress)
+    owner = prepared.plan.spec.core.share
+    if owner is not None:
+        raise UserError(
+            "core.share",
+            "must not be set in a pipeline that is tuned",
+            given=owner,
+            remedy=f"Run `triptych tune {owner}`: it has the core",
+        )
     if prepared.plan.spec.core.precision != AUTO:
         return prepared, Setting()
     candidates = choose(prepared, repository, progress)
@@ -162,10 +171,7 @@ def _baseline(
 
 
 def _journal_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, Any]:
-    files = {
-        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        for name in (SPEC_FILE, TRAFFIC_FILE)
-    }
+    files = {name: sha256_of(folder / name) for name in (SPEC_FILE, TRAFFIC_FILE)}
     return {
         "files": files,
         "folder": str(folder.resolve()),
@@ -311,7 +317,7 @@ def _provenance(folder: Path, result: TuneResult) -> dict[str, Any]:
         "machine": result.subject.machine,
         "versions": result.subject.versions,
         "traffic": {"requests": result.subject.requests, "padding": result.subject.padding},
-        "spec_sha256": hashlib.sha256((folder / SPEC_FILE).read_bytes()).hexdigest(),
+        "spec_sha256": sha256_of(folder / SPEC_FILE),
         "trials": len(result.trials),
         "before": figures(result.baseline),
         "after": figures(result.winner),
