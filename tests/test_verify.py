@@ -16,10 +16,10 @@ import pytest
 import broken_repositories as broken
 from conftest import ROOT, build_into, quiet, traffic_texts, write_pipeline
 from task_models import tagger, text_classifier
-from triptych import verify as verb
 from triptych.errors import UserError
 from triptych.gate_rows import EDGE_TEXTS
 from triptych.prepare import Prepared, prepare
+from triptych.serving import endpoint
 from triptych.serving.server import Server, ServerError
 from triptych.spec import load_spec
 from triptych.tasks.accuracy import thresholds
@@ -249,7 +249,7 @@ def test_a_server_that_dies_meanwhile_is_named(
         if "16 at a time" in line and "last" not in line:
             os.kill(servers[0].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(verb, "Server", Watched)
+    monkeypatch.setattr(endpoint, "Server", Watched)
     with pytest.raises(ServerError, match="SIGKILL"):
         verify_pipeline(
             prepared(base / "p/topics"), base / "r", kill, url=None, clients=16, timeout_s=30.0

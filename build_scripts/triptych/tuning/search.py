@@ -159,7 +159,7 @@ class Search:
             score=median(theirs.score for _, theirs in rounds) if rounds else None,
             against=median(present.score for present, _ in rounds) if rounds else None,
             rounds=len(rounds),
-            points=tuple(points_of("", [theirs for _, theirs in rounds])),
+            points=tuple(points_of(self._plan.spec.name, [theirs for _, theirs in rounds])),
             seconds=0.0,
         )
 
