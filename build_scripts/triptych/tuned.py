@@ -6,7 +6,6 @@ It is read after ``pipeline.yaml`` and wins over it; deleting it brings the old 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from triptych.errors import UserError
+from triptych.pages.files import write_files
 from triptych.yaml_text import parse_yaml
 
 TUNED_FILE = "tuned.yaml"
@@ -87,15 +87,9 @@ def read_tuned(folder: Path) -> Tuned | None:
 
 def write_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> Path:
     """Write the file, whole or not at all; returns its path."""
-    path = folder / TUNED_FILE
-    partial = path.with_name(f".{TUNED_FILE}.{os.getpid()}")
     document = {"set": dict(tuned.overrides), "provenance": dict(tuned.provenance)}
     plain = json.loads(json.dumps(document))
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    try:
-        head = _HEAD.format(name=folder.name, spec=spec_file)
-        partial.write_text(head + text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    head = _HEAD.format(name=folder.name, spec=spec_file)
+    write_files(folder, {TUNED_FILE: head + text})
+    return folder / TUNED_FILE

@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from triptych.baselines.calls import ROWS_A_CALL
 from triptych.baselines.process import WorkerFailed, WorkerProcess
 from triptych.baselines.work import work_of, write_work
 from triptych.errors import UserError
+from triptych.load.perf_output import histogram_of
 from triptych.load.points import Load, Measurement, ProcessUse, Resources
 from triptych.prepare import Prepared, Progress
 
@@ -25,8 +25,6 @@ START_LIMIT_S = 300.0
 COMPILE_LIMIT_S = 240.0
 ANSWER_LIMIT_S = 120.0
 """How long after the end of a measurement its last call may take."""
-
-BIN_GROWTH = 1.1
 
 
 class Baselines:
@@ -172,12 +170,6 @@ def _measurement(name: str, answer: Mapping[str, Any]) -> Measurement:
         p99_us=p99,
         p99_9_us=p99_9,
         is_stable=None,
-        histogram_us=_histogram(latencies),
+        histogram_us=histogram_of(latencies.tolist()),
         resources=Resources(cores, machine_cpu=None, client_cpu_cores=0.0, processes=(use,)),
     )
-
-
-def _histogram(latencies_us: NDArray[np.float64]) -> dict[float, int]:
-    bins = np.floor(np.log(latencies_us) / np.log(BIN_GROWTH)).astype(int)
-    found, counts = np.unique(bins, return_counts=True)
-    return dict(zip((BIN_GROWTH**found).tolist(), counts.tolist(), strict=True))

@@ -97,11 +97,8 @@ class Export:
         return [ranked[int(percent / 100 * (len(ranked) - 1) + 0.5)] for percent in percents]
 
     def histogram_us(self) -> dict[float, int]:
-        """Lower edge of each bin that is not empty to the requests in it, ascending."""
-        bins = Counter(
-            math.floor(math.log(max(latency, 1.0), BIN_GROWTH)) for latency in self.latencies_us
-        )
-        return {round(BIN_GROWTH**number, 1): bins[number] for number in sorted(bins)}
+        """See `histogram_of`."""
+        return histogram_of(self.latencies_us)
 
     def windows(self, percentile: float) -> tuple[Window, ...]:
         """Each window by itself; one in which nothing was answered has a throughput of 0."""
@@ -112,6 +109,12 @@ class Export:
             latency = part.percentiles_us(percentile)[0] if last > first else 0.0
             found.append(Window((last - first) / ((end - start) / 1e9), latency))
         return tuple(found)
+
+
+def histogram_of(latencies_us: Sequence[float]) -> dict[float, int]:
+    """Lower edge of each bin that is not empty to the latencies in it, ascending."""
+    bins = Counter(math.floor(math.log(max(us, 1.0), BIN_GROWTH)) for us in latencies_us)
+    return {round(BIN_GROWTH**number, 1): bins[number] for number in sorted(bins)}
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
+
+
+def json_text(value: Any) -> str:
+    """The content of a file with `value` as plain data."""
+    return json.dumps(plain_data(value), indent=2, allow_nan=False) + "\n"
 
 
 def plain_data(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 
 from triptych.build.cache import cache_root
 from triptych.load.points import from_json, to_json
+from triptych.pages.files import write_files
 from triptych.tuning.results import Trial
 
 
@@ -38,10 +38,7 @@ class Journal:
     def add(self, present: Mapping[str, Any], other: Mapping[str, Any], trial: Trial) -> None:
         """Keep a finished trial; it appears whole or not at all."""
         path = self._path(present, other)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(to_json(trial)), encoding="utf-8")
-        partial.replace(path)
+        write_files(path.parent, {path.name: json.dumps(to_json(trial))})
 
     def close(self) -> None:
         """Forget everything: the run came to its end, and the next one measures afresh."""

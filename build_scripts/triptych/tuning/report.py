@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from triptych.pages.curves import Dot, Series, curves
 from triptych.pages.files import write_files
 from triptych.pages.html import PROSE, document, facts, figure_of, listed, section
 from triptych.pages.text import plain, rounded, shown
-from triptych.quality.plain import plain_data
+from triptych.quality.plain import json_text
 from triptych.tuning import trial_table
 from triptych.tuning.pareto import pareto_front
 from triptych.tuning.results import TuneResult
@@ -35,8 +34,8 @@ def write_tune_report(result: TuneResult, folder: Path) -> Path:
     Raises:
         OSError: one of them cannot be written.
     """
-    record = json.dumps(plain_data(to_json(result)), indent=2, allow_nan=False)
-    write_files(folder, {"tune.json": record + "\n", "report.html": tune_page(result)})
+    record = json_text(to_json(result))
+    write_files(folder, {"tune.json": record, "report.html": tune_page(result)})
     return folder / "report.html"
 
 

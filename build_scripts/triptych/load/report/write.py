@@ -12,7 +12,7 @@ from typing import Any
 from triptych.load.points import BenchResult, Measurement, Point, to_json
 from triptych.load.report.page import page
 from triptych.pages.files import write_files
-from triptych.quality.plain import plain_data
+from triptych.quality.plain import json_text
 from triptych.slo import PERCENTILES
 
 _STEP = ("queue_us", "compute_us", "mean_batch", "executions", "busy")
@@ -31,9 +31,8 @@ def write_bench_report(result: BenchResult, folder: Path) -> Path:
     Raises:
         OSError: one of them cannot be written.
     """
-    record = json.dumps(plain_data(to_json(result)), indent=2, allow_nan=False)
     files = {
-        "bench.json": record + "\n",
+        "bench.json": json_text(to_json(result)),
         "bench.csv": as_csv(result),
         "report.html": page(result),
     }

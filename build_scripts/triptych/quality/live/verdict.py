@@ -20,6 +20,7 @@ from triptych.quality.live.replies import (
 from triptych.quality.live.send import ALONE, WAYS, LiveRuns
 from triptych.quality.metrics.compare import compare
 from triptych.quality.verdicts import FEW_ROWS, Verdict, WorstRow, judge_metrics, say_failures
+from triptych.quality.worst import WORST_ROWS
 from triptych.tasks.accuracy import METRICS, Tolerance
 
 ALIKE = "answers_alike"
@@ -39,8 +40,6 @@ CORE_ONLY = ("edge_error",)
 
 LEAST_BATCH = 1.2
 """Rows the core runs at a time on average, below which a run says little of neighbours."""
-
-WORST_ROWS = 10
 
 
 @dataclass(frozen=True)

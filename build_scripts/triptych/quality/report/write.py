@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from triptych.pages.files import write_files
-from triptych.quality.plain import plain_data
+from triptych.quality.plain import json_text, plain_data
 from triptych.quality.report.page import page
 
 
@@ -33,7 +32,7 @@ def write_report(
     record = {**gate, **({"candidates": list(candidates)} if candidates else {})}
     clean = plain_data(record)
     files = {
-        "gate.json": json.dumps(clean, indent=2, allow_nan=False) + "\n",
+        "gate.json": json_text(clean),
         "report.html": page(clean, clean.get("candidates", [])),
     }
     write_files(target, files)

@@ -1,0 +1,100 @@
+"""What a measured capacity becomes when a request takes more work, and where it was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from load_samples import bench
+from triptych.errors import UserError
+from triptych.load.points import Load, Measurement, Point, RateSearch, StepUse
+from triptych.load.report.write import write_bench_report
+from triptych.slo import Slo
+from triptych.tuning.capacity import Measured, estimate, measured_in
+
+
+def step(name: str, busy_us: float) -> StepUse:
+    means: Any = {"queue_us": 0.0, "compute_input_us": 0.0, "compute_output_us": 0.0, "busy": None}
+    return StepUse(
+        name, f"minilm_{name}", 1, 0, 100, 0, 100, 50, {2: 50}, compute_infer_us=busy_us, **means
+    )
+
+
+def point(rate: float, p99_ms: float, core_us: float = 900.0) -> Point:
+    times: dict[str, Any] = dict.fromkeys(("mean_us", "p50_us", "p90_us", "p95_us"), p99_ms * 500)
+    slow: dict[str, Any] = dict.fromkeys(("p99_us", "p99_9_us"), p99_ms * 1000)
+    one = Measurement(
+        seconds=10.0,
+        requests=int(10 * rate),
+        errors={},
+        throughput_per_s=rate,
+        is_stable=True,
+        steps=(step("preprocess", 60.0), step("core", core_us), step("postprocess", 40.0)),
+        **times,
+        **slow,
+    )
+    return Point("minilm", Load("poisson", rate), (one,))
+
+
+SEARCH = RateSearch(
+    slo=Slo(p99_ms=50.0),
+    highest_per_s=200.0,
+    lowest_broken_per_s=250.0,
+    points=(point(50, 10), point(100, 20), point(200, 50), point(250, 200)),
+)
+
+
+def test_the_core_s_share_is_that_of_the_busy_time() -> None:
+    measured = Measured.of((), SEARCH, Slo())
+    assert measured.core_share == pytest.approx(0.9)
+    assert (measured.highest_per_s, measured.slo) == (200.0, SEARCH.slo)
+
+
+def test_the_same_work_leaves_what_was_measured() -> None:
+    measured = Measured.of((), SEARCH, Slo())
+    same = estimate(measured, 1.0, 100.0)
+    assert (same.work, same.holds) == (1.0, True)
+    assert same.highest_per_s == pytest.approx(200.0)
+    assert same.p99_us == pytest.approx(20_000)
+    assert estimate(measured, 1.0, 201.0).holds is False
+    assert estimate(measured, 1.0, None).holds is None
+
+
+def test_twice_the_work_stretches_rate_and_time() -> None:
+    measured = replace(Measured.of((), SEARCH, Slo()), core_share=1.0)
+    heavy = estimate(measured, 2.0, 50.0)
+    # As 100/s before, twice as long: 40 ms. The limit of 50 ms is met up to 25 ms before: 116.7/s.
+    assert heavy.p99_us == pytest.approx(40_000)
+    assert heavy.highest_per_s == pytest.approx(116.67 / 2, rel=0.01)
+    assert heavy.holds is True
+    assert estimate(measured, 2.0, 60.0).holds is False
+    assert estimate(measured, 2.0, 200.0).p99_us is None
+    assert estimate(measured, 100.0, 1.0).highest_per_s == 0.0
+
+
+def test_a_closed_loop_alone_gives_the_throughput() -> None:
+    measured = Measured.of((point(80, 10), point(120, 30)), None, Slo(throughput=100.0))
+    found = estimate(measured, 2.0, None)
+    assert (found.highest_before_per_s, found.p99_us) == (120.0, None)
+    assert found.highest_per_s == pytest.approx(120 / 1.9)
+    assert estimate(measured, 2.0, 50.0).holds is False  # what is promised is more
+    assert estimate(replace(measured, slo=Slo()), 2.0, 50.0).holds is True
+
+
+def test_a_server_that_answered_nothing_has_no_latency() -> None:
+    broken = replace(SEARCH, points=(*SEARCH.points, point(400, float("nan"))))
+    assert len(Measured.of((), broken, Slo()).points) == 4
+
+
+def test_the_last_report_tells_what_was_measured(tmp_path: Path) -> None:
+    assert measured_in(tmp_path) is None
+    result = bench()
+    write_bench_report(result, tmp_path / "bench")
+    assert measured_in(tmp_path) == Measured.of(result.points, result.rate, result.slo)
+    (tmp_path / "bench/bench.json").write_text(json.dumps({"points": 3}), encoding="utf-8")
+    with pytest.raises(UserError, match="must be a result of bench or tune"):
+        measured_in(tmp_path)
