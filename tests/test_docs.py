@@ -207,7 +207,7 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
     from triptych.build.precision.recipe import check_runs
     from triptych.choose import RUNS
     from triptych.errors import UserError
-    from triptych.spec import Core
+    from triptych.spec_fields import Core
 
     rows = {row["precision"]: row for row in table("Precision")}
     assert set(rows) == set(get_args(Core.model_fields["precision"].annotation))

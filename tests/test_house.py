@@ -35,10 +35,10 @@ LAYERS = (
     ("runtime",),
     ("describe",),
     ("plan",),
-    ("tasks",),
-    ("traffic", "spec", "model_facts", "image_facts", "tensors"),
+    ("tasks", "engine_plan"),
+    ("traffic", "spec", "spec_fields", "model_facts", "image_facts", "tensors"),
     ("slo", "tuned"),
-    ("yaml_text", "pages"),
+    ("yaml_text", "pages", "versions"),
     ("errors",),
 )
 """Top to bottom: a module imports from its own layer or below."""

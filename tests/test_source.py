@@ -12,7 +12,7 @@ import pytest
 from triptych.build.source import locate, read_facts, read_tokenizer
 from triptych.errors import UserError
 from triptych.model_facts import Dense, Normalize
-from triptych.spec import ModelSource
+from triptych.spec_fields import ModelSource
 
 
 def write(path: Path, value: object) -> None:

@@ -30,7 +30,7 @@ def test_overrides_reach_nested_fields(tmp_path: Path) -> None:
     ("override", "words"),
     [
         ("core.layoot=packed", ["core.layoot", "not a field", "layout"]),
-        ("core.layout=ragged", ["core.layout", "'packed' or 'bucketed'", "ragged"]),
+        ("core.layout=ragged", ["core.layout", "'packed', 'bucketed' or 'auto'", "ragged"]),
         ("core.max_batch_size=0", ["core.max_batch_size", "greater than or equal to 1", "0"]),
         ("core.max_batch_size=yes", ["core.max_batch_size", "integer", "True"]),
         ("core=5", ["core", "5"]),

@@ -9,7 +9,7 @@ import pytest
 
 from triptych.errors import UserError
 from triptych.repository.config import new_config, parse_config
-from triptych.repository.versions import (
+from triptych.versions import (
     CONFIG_FIELDS,
     TRITON_VERSIONS,
     Release,

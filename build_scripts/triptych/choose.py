@@ -25,7 +25,7 @@ from triptych.prepare import Prepared, Progress
 from triptych.quality.samples import hash_requests
 from triptych.race import race
 from triptych.serving.processor import processor
-from triptych.spec import Core
+from triptych.spec_fields import Core
 
 AUTO = "auto"
 BASELINE: Precision = "fp32"

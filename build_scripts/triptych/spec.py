@@ -8,12 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from triptych.errors import UserError
-from triptych.slo import Slo
+from triptych.spec_fields import (
+    Accuracy,
+    Core,
+    Custom,
+    Frozen,
+    Image,
+    ModelSource,
+    Serving,
+    Tokenizer,
+)
 from triptych.tuned import TUNED_FILE, read_tuned
 from triptych.yaml_text import parse_yaml
 
@@ -21,181 +30,8 @@ SPEC_FILE = "pipeline.yaml"
 RESERVED = ("name", "folder", "tuned")
 """Fields that no file sets by name."""
 
-Positive = Annotated[int, Field(ge=1)]
-Distance = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
 
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class ModelSource(_Frozen):
-    """Where the model's files come from.
-
-    Attributes:
-        source: ``package:<module>/<folder>``, a local folder (relative to the pipeline's own
-            folder, or absolute), or a Hub id ``owner/name``.
-        revision: commit, tag or branch of a Hub id.
-    """
-
-    source: str
-    revision: str | None = None
-
-
-class Tokenizer(_Frozen):
-    """Limits on what is tokenized.
-
-    Attributes:
-        max_length: tokens a row may have, special tokens included; None takes the model's own.
-        overflow: what becomes of a longer row.
-        max_text_bytes: a longer text is refused whole, so that one request cannot hold up a batch.
-    """
-
-    max_length: Annotated[int, Field(ge=3)] | None = None
-    overflow: Literal["truncate", "reject"] = "truncate"
-    max_text_bytes: Positive = 131_072
-
-
-class Image(_Frozen):
-    """Limits on what is decoded, so that one request cannot hold up or exhaust the server.
-
-    Attributes:
-        max_bytes: a larger file is refused.
-        max_pixels: an image that would be larger when decoded is refused before it is.
-    """
-
-    max_bytes: Positive = 20_000_000
-    max_pixels: Positive = 50_000_000
-
-
-class Core(_Frozen):
-    """The compiled model.
-
-    Attributes:
-        backend: Triton's name of what runs it.
-        device: ``gpu`` asks Triton for KIND_GPU instances.
-        precision: of weights and activations. ``int8_dynamic`` finds the range of each token while
-            serving, ``int8`` has them fixed by calibration; ``auto`` builds and measures all that
-            run here and takes the fastest that passes the gate.
-        layout: how rows of different length share a batch; a model whose rows cannot be packed
-            without changing results is built bucketed.
-        share: pipeline of the same repository and model whose core serves this one, too.
-        max_batch_size: rows Triton may put into one batch, and a client into one request.
-        bucket_count: number of padded lengths of the bucketed layout.
-        threads: that share the work of one operator (``intra_op_thread_count`` of the backend);
-            None leaves the choice to it.
-        token_budget: tokens that the local backend computes at a time, at most: a larger batch is
-            dealt out in pieces; None takes its own. The container's backend takes batches whole.
-    """
-
-    backend: Literal["onnxruntime"] = "onnxruntime"
-    device: Literal["cpu", "gpu"] = "cpu"
-    precision: Literal["fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8", "auto"] = "fp32"
-    layout: Literal["packed", "bucketed"] = "packed"
-    max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
-    bucket_count: Annotated[int, Field(ge=1, le=32)] = 6
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    token_budget: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    share: str | None = None
-
-
-class Instances(_Frozen):
-    """Instances of each step; each is a process of its own for Python steps."""
-
-    preprocess: Annotated[int, Field(ge=1, le=64)] = 1
-    core: Positive = 1
-    postprocess: Positive = 1
-
-
-class Queue(_Frozen):
-    """How requests wait.
-
-    Attributes:
-        max_delay_us: how long the core may hold a batch open for more rows.
-        max_size: requests that may be under way; one more is refused at once (Unavailable).
-    """
-
-    max_delay_us: Annotated[int, Field(ge=0, le=10_000_000)] = 0
-    max_size: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-
-
-class Serving(_Frozen):
-    """How Triton runs the steps.
-
-    Attributes:
-        triton: the oldest release (``YY.MM``) the repository must load on. 24.10 is the embedded
-            server's; fields newer than it are left out.
-        gpus: device ids of the core's instances when ``core.device`` is ``gpu``.
-        slo: what `bench` and `tune` hold the pipeline to, where their options say nothing else.
-    """
-
-    triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = "24.10"
-    instances: Instances = Instances()
-    gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
-    queue: Queue = Queue()
-    slo: Slo = Slo()
-
-
-class Accuracy(_Frozen):
-    """Overrides of the gate's limits, by the metrics of `tasks.accuracy`; None keeps the default.
-
-    Attributes:
-        max_drop: how much worse than the original the model may be on ``eval.jsonl``.
-    """
-
-    max_difference: Distance | None = None
-    neighbour_effect: Distance | None = None
-    edge_error: Distance | None = None
-    min_cosine: Share | None = None
-    mean_cosine: Share | None = None
-    nearest_neighbour_agreement: Share | None = None
-    similarity_rank_correlation: Share | None = None
-    label_agreement: Share | None = None
-    max_probability_difference: Distance | None = None
-    confidence_shift: Distance | None = None
-    entity_f1: Share | None = None
-    exact_match: Share | None = None
-    answer_f1: Share | None = None
-    rank_correlation: Share | None = None
-    top1_agreement: Share | None = None
-    top_k_overlap: Share | None = None
-    max_drop: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-
-class CustomOutput(_Frozen):
-    """An output of a custom task.
-
-    Attributes:
-        name: as the client reads it.
-        dtype: Triton's name of the element type.
-        dims: one entry an axis, without the batch; -1 for one of variable size.
-    """
-
-    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-    dtype: Literal["BYTES", "FP32", "INT8", "INT32", "INT64", "BOOL"]
-    dims: Annotated[list[Annotated[int, Field(ge=-1, le=1_000_000)]], Field(min_length=1)] = [1]
-
-
-class Custom(_Frozen):
-    """A task of the pipeline's own: `decode` in its ``hooks.py`` makes the outputs.
-
-    Attributes:
-        inputs: ``text``, or ``text`` and ``text_pair``.
-        model_class: class of transformers that loads the model with its head.
-        reads: what of the encoder's result the head works on.
-        returns: what leaves the core.
-        outputs: of the ensemble.
-    """
-
-    inputs: Annotated[list[Literal["text", "text_pair"]], Field(min_length=1)] = ["text"]
-    model_class: Annotated[str, Field(pattern=r"^Auto[A-Za-z]+$")]
-    reads: Literal["row", "tokens", "pooled"] = "row"
-    returns: Literal["logits", "scores", "token_scores", "vector"] = "scores"
-    outputs: Annotated[list[CustomOutput], Field(min_length=1)]
-
-
-class PipelineSpec(_Frozen):
+class PipelineSpec(BaseModel):
     """One pipeline as declared.
 
     Attributes:
@@ -205,6 +41,8 @@ class PipelineSpec(_Frozen):
         parameters: defaults of request parameters, instead of the task's own.
         custom: where `task` is ``custom``.
     """
+
+    model_config = Frozen.model_config
 
     name: str
     folder: Path

@@ -13,7 +13,7 @@ from triptych.build.sentence_modules import read_json, read_modules
 from triptych.errors import UserError
 from triptych.image_facts import ImageFacts
 from triptych.model_facts import ModelFacts
-from triptych.spec import ModelSource
+from triptych.spec_fields import ModelSource
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 FILES = ("*.json", "*.txt", "*.model", "*.safetensors")

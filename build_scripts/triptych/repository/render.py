@@ -10,8 +10,8 @@ from typing import Any
 
 from triptych.plan import Plan, row_settings
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
-from triptych.repository.versions import without_newer_fields
 from triptych.tensors import ROW_STRIDE, Tensor
+from triptych.versions import without_newer_fields
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
 RAGGED = "input_ids"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from triptych.errors import UserError
 from triptych.model_facts import ModelFacts
-from triptych.spec import Custom
+from triptych.spec_fields import Custom
 from triptych.tasks.parts import TEXT, TEXT_PAIR, any_model, labels
 from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor

@@ -10,7 +10,7 @@ from triptych.repository.lint.config import instances_of
 from triptych.repository.lint.flaw import Flaw, dims_text, error, info, names, warning
 from triptych.repository.lint.snapshot import Model, Repository, enum_name
 from triptych.repository.lint.wiring import Step, Wiring, wirings
-from triptych.repository.versions import PRESERVE_ORDERING_BROKEN, STEP_QUEUE_LIMIT_SAFE
+from triptych.versions import PRESERVE_ORDERING_BROKEN, STEP_QUEUE_LIMIT_SAFE
 
 # Beyond these a number was most likely written in another unit than microseconds.
 _SHORTEST_TIMEOUT_US = 1_000

@@ -19,7 +19,7 @@ from triptych.repository.lint import (
 )
 from triptych.repository.lint.flaw import Flaw
 from triptych.repository.lint.snapshot import Repository, read_repository
-from triptych.repository.versions import parse_release
+from triptych.versions import parse_release
 
 Check = Callable[[Repository], Iterator[Flaw]]
 

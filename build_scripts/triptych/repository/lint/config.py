@@ -11,7 +11,7 @@ from typing import Any
 from triptych.repository.lint.backends import BACKENDS, ENSEMBLE
 from triptych.repository.lint.flaw import Flaw, dims_text, error, names, warning
 from triptych.repository.lint.snapshot import Model, Repository, enum_name, is_file
-from triptych.repository.versions import TENSORRT_INT64, fields_newer_than
+from triptych.versions import TENSORRT_INT64, fields_newer_than
 
 
 def triton_version(repository: Repository) -> Iterator[Flaw]:

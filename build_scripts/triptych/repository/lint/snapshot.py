@@ -14,7 +14,7 @@ from triptych.repository.config import CONFIG_FILE, read_config
 from triptych.repository.lint.backends import BACKENDS, ENSEMBLE, backend_of, inferred_backend
 from triptych.repository.lint.graph import Graph, onnx_installed, read_graph
 from triptych.repository.lint.python_source import Source, defines, read_sources
-from triptych.repository.versions import Release
+from triptych.versions import Release
 
 # Every Python step that Triptych writes carries it, and nothing else does.
 _OUR_MARK = "stub_io.py"

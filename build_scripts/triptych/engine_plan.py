@@ -1,0 +1,93 @@
+"""What a TensorRT engine is built from: shapes of its profiles, CUDA graphs, precision, options.
+
+Pure data, derived by `plan` and kept in the lock, so that the engine can be built where neither
+the model, the traffic nor the spec is: in the image that will serve it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShapeRange:
+    """Shapes that one input may have within a profile, batch dimension included.
+
+    Attributes:
+        minimum: smallest size of each axis.
+        optimum: the shape that kernels are chosen for.
+        maximum: largest size of each axis.
+    """
+
+    minimum: Dims
+    optimum: Dims
+    maximum: Dims
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """One CUDA graph: captured for one shape, used for all batches down to a lower bound.
+
+    Attributes:
+        batch_size: rows it computes.
+        lowest_batch_size: fewest rows it is used for; the others are computed for nothing.
+        inputs: by input: its dims without the batch dimension.
+    """
+
+    batch_size: int
+    lowest_batch_size: int
+    inputs: Mapping[str, Dims]
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """All that decides an engine besides the ONNX file, the TensorRT release and the GPU.
+
+    Attributes:
+        precision: of the matrix multiplications, as `core.precision` names it.
+        profiles: optimization profiles in order, each by input name; a profile's place is its name
+            in ``instance_group.profile``.
+        graph_specs: CUDA graphs; none to capture none.
+        options: `core.engine` of the spec, as plain data.
+    """
+
+    precision: str
+    profiles: tuple[Mapping[str, ShapeRange], ...]
+    graph_specs: tuple[GraphSpec, ...]
+    options: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the lock: plain data that `from_dict` reads."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> EnginePlan:
+        """The plan that a lock holds.
+
+        Raises:
+            KeyError: a field is missing.
+            TypeError: a field is of another kind.
+        """
+        return EnginePlan(
+            precision=data["precision"],
+            profiles=tuple(
+                {
+                    name: ShapeRange(**{key: tuple(dims) for key, dims in shapes.items()})
+                    for name, shapes in profile.items()
+                }
+                for profile in data["profiles"]
+            ),
+            graph_specs=tuple(
+                GraphSpec(
+                    batch_size=spec["batch_size"],
+                    lowest_batch_size=spec["lowest_batch_size"],
+                    inputs={name: tuple(dims) for name, dims in spec["inputs"].items()},
+                )
+                for spec in data["graph_specs"]
+            ),
+            options=dict(data["options"]),
+        )
