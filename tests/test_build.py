@@ -60,7 +60,7 @@ def test_the_lock_records_the_build(minilm_repository: Path) -> None:
     lock = read_lock(minilm_repository, "minilm_packed")
     assert lock is not None
     assert lock["gate"]["failures"] == []
-    assert lock["schema"] == 3
+    assert lock["schema"] == 4
     found = {verdict["metric"]: verdict for verdict in lock["gate"]["verdicts"]}
     assert set(found) == set(metrics_of("text-embedding", "vector"))
     assert found["max_difference"]["value"] < found["max_difference"]["limit"] == 1e-5

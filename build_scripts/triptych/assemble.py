@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from triptych.build.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.build.lock import LOCK_FILE, make_lock, print_lock, read_lock
 from triptych.build.precision.recipe import Precision, check_runs
+from triptych.engine_files import kept_engine, samples_of
 from triptych.errors import Finding, UserError
 from triptych.gating import Gate
 from triptych.plan import Plan
@@ -133,12 +135,16 @@ def build(
     plan = core.prepared.plan
     _check_sharers(repository, name, core.key if shared is None else None, together)
     files = render(
-        plan, core_file=core.file, tokenizer_file=prepared.tokenizer_file, hooks=prepared.hooks
+        plan,
+        core_file=core.file,
+        tokenizer_file=prepared.tokenizer_file,
+        hooks=prepared.hooks,
+        samples=samples_of(core.prepared),
     )
     previous = read_lock(repository, name)
-    lock = make_lock(
+    lock = partial(
+        make_lock,
         plan,
-        hash_files(files),
         core_key=core.key,
         source_key=core.source_key,
         unpacked=core.unpacked,
@@ -146,7 +152,11 @@ def build(
         gate=core.gate,
         previous=previous,
     )
-    files[f"{name}/{LOCK_FILE}"] = print_lock(lock)
+    engine = kept_engine(repository, plan, previous, lock(hash_files(files), engine=None))
+    if engine is not None:
+        files[engine.path] = engine.file
+    record = None if engine is None else engine.record
+    files[f"{name}/{LOCK_FILE}"] = print_lock(lock(hash_files(files), engine=record))
     findings = _lint(files, repository, plan)
     before = (previous or {}).get("files", {})
     retired = {path.partition("/")[0] for path in before} - {p.partition("/")[0] for p in files}
@@ -370,6 +380,8 @@ def _lint(files: Mapping[str, Any], repository: Path, plan: Plan) -> list[Findin
             core = plan.step("core")
             Path(scratch, core).symlink_to((repository / core).absolute())
         findings = run_checks(Path(scratch), triton=plan.spec.serving.triton)
+    # The engine is built of what is written now, here or in the image that will serve it.
+    findings = [finding for finding in findings if finding.id != "engine-built"]
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise LintFailure(errors)

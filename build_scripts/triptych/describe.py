@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.describe_gpu import describe_cost, describe_gpu
 from triptych.plan import Plan
 from triptych.tensors import ROW_STRIDE, Tensor
+
+AUTO = "auto"
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
@@ -27,14 +30,16 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "batching": {
             "layout": _describe_layout(plan),
             "precision": core.precision,
-            "max_batch_size": f"{core.max_batch_size}: {plan.reasons['max_batch_size']}",
+            "max_batch_size": f"{plan.max_batch_size}: {plan.reasons['max_batch_size']}",
             "rows_a_request": f"{plan.request_rows}: {plan.reasons['request_rows']}",
             "bucket_edges": _describe_edges(plan),
             "padding": f"{plan.padding_share:.1%} of computed tokens on this traffic",
             "queue": f"{serving.queue.max_delay_us} us, {serving.queue.max_size} requests: "
             f"{plan.reasons['queue']}",
             "warm_ups": ", ".join(f"{w.rows}x{w.tokens}" for w in plan.warm_ups),
+            **({} if plan.cost is None else {"expected_cost": describe_cost(plan)}),
         },
+        **({"gpu": describe_gpu(plan)} if core.device == "gpu" else {}),
         "request_parameters": {
             name: " ".join(f"{k}={v}" for k, v in rule.as_dict().items())
             + f" default={plan.parameters.get(name, 'none')}"
@@ -92,9 +97,12 @@ def _describe_traffic(plan: Plan) -> dict[str, Any]:
 
 
 def _describe_layout(plan: Plan) -> str:
+    chosen = f" (core.layout {AUTO}: expected to cost less)" * (plan.spec.core.layout == AUTO)
     if plan.packed:
-        return "packed, if that leaves the model's results as they are: the build proves it"
-    return plan.layout
+        return (
+            f"packed{chosen}, if that leaves the model's results as they are: the build proves it"
+        )
+    return plan.layout + chosen
 
 
 def _describe_edges(plan: Plan) -> str:

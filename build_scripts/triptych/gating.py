@@ -66,7 +66,7 @@ class Gate:
             "limits": self._limits,
             "max_drop": plan.spec.accuracy.max_drop,
             "notes": prepared.notes,
-            "batch_size": plan.spec.core.max_batch_size,
+            "batch_size": plan.max_batch_size,
             "onnxruntime": versions_of("onnxruntime"),
             "code": code_hash(*CODE),
         }
@@ -148,7 +148,7 @@ def _check(
         limits,
         task=task.name,
         precision=precision,
-        batch_size=plan.spec.core.max_batch_size,
+        batch_size=plan.max_batch_size,
         # Only a custom task's pipeline knows what its answers mean: the core alone is judged.
         decoding=None if task.name == "custom" else decoding_of(prepared),
         labelled=labelled,

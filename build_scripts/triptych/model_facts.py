@@ -58,6 +58,9 @@ class ModelFacts:
         vocabulary: tokens the model knows; None where its config does not say.
         unk_token_id: of what is not in the vocabulary; None where nothing is unknown.
         image: how the model's image processor makes pixels; None for models of text.
+        layers: of the encoder, one after the other; None where its config does not say.
+        heads: of attention, in a layer; None likewise.
+        intermediate_size: elements between a layer's two feed-forward products; None likewise.
     """
 
     sha256: str
@@ -78,11 +81,15 @@ class ModelFacts:
     vocabulary: int | None = None
     unk_token_id: int | None = None
     image: ImageFacts | None = None
+    layers: int | None = None
+    heads: int | None = None
+    intermediate_size: int | None = None
 
     @property
     def of_core(self) -> dict[str, Any]:
-        """All that decides the core, as plain data: prompts do not."""
-        return {**asdict(self), "prompts": None, "default_prompt": None}
+        """All that decides the core, as plain data: prompts do not, nor do estimates of cost."""
+        aside = ("prompts", "default_prompt", "layers", "heads", "intermediate_size")
+        return {key: value for key, value in asdict(self).items() if key not in aside}
 
     @property
     def embedding_size(self) -> int:

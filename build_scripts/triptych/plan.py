@@ -10,6 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.engine_plan import EnginePlan
+from triptych.expected_cost import RowCost, row_cost
+from triptych.gpu_plan import LARGEST_SCORES_BYTES, engine_plan, packed_rows
 from triptych.model_facts import ModelFacts
 from triptych.spec import PipelineSpec
 from triptych.tasks import Core, Task
@@ -18,6 +21,12 @@ from triptych.traffic import Lengths
 
 TENSOR_CORE_MULTIPLE = 8
 """Padded lengths on a GPU are multiples of this: tensor cores work on blocks of 8."""
+
+MICRO_BATCH_TOKENS = 128
+"""What the local backend computes at a time unless the spec says otherwise."""
+
+GATHER_BUFFERS = 8
+"""Buffers from which on a kernel that gathers them starts faster than a copy each."""
 
 Layout = Literal["packed", "bucketed", "fixed"]
 """How rows share a batch; ``fixed``: all rows have the same shape, as images have."""
@@ -43,11 +52,14 @@ class Plan:
         layout: how rows share a batch.
         lengths: of the traffic's core rows, in tokens; None for images.
         max_length: tokens a core row may have.
+        max_batch_size: rows a batch of the core may have.
         request_rows: rows a request may have.
         bucket_edges: padded lengths, ascending, the last one `max_length`; empty unless bucketed.
         core_inputs: of the core's config, without the batch dimension.
         core: what the core computes and returns.
         warm_ups: of the core.
+        engine: what TensorRT builds, beforehand or inside ONNX Runtime; None where it does not.
+        cost: expected, of a row in either layout; None for images.
         reasons: number to why it is what it is, for `inspect`.
     """
 
@@ -58,11 +70,14 @@ class Plan:
     layout: Layout
     lengths: Lengths | None
     max_length: int
+    max_batch_size: int
     request_rows: int
     bucket_edges: tuple[int, ...]
     core_inputs: tuple[Tensor, ...]
     core: Core
     warm_ups: tuple[WarmUp, ...]
+    engine: EnginePlan | None
+    cost: RowCost | None
     reasons: Mapping[str, str]
 
     @property
@@ -89,6 +104,22 @@ class Plan:
         return f"{owner or self.spec.name}_{name}"
 
     @property
+    def builds_engine(self) -> bool:
+        """The core is a TensorRT plan, made by the engine stage."""
+        return self.spec.core.backend == "tensorrt"
+
+    @property
+    def gather_threshold(self) -> int:
+        """From so many buffers on, one kernel gathers a batch; 0 for never."""
+        threshold = self.spec.serving.transfers.gather_kernel_buffer_threshold
+        return GATHER_BUFFERS if threshold is None else threshold
+
+    @property
+    def row_settings(self) -> dict[str, object]:
+        """What the task's row maker needs to know, but for the padded lengths."""
+        return row_settings(self.spec, self.facts, self.task, max_core_rows=self.max_batch_size)
+
+    @property
     def padding_share(self) -> float:
         """Computed tokens that are padding, over all computed tokens, for the traffic."""
         if self.lengths is None or not self.bucket_edges:
@@ -102,10 +133,17 @@ def max_length_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
     return min(spec.tokenizer.max_length or task.max_length or facts.max_length, facts.max_length)
 
 
-def request_rows_of(spec: PipelineSpec, task: Task) -> int:
-    """Rows a request may have."""
-    room = max(1, spec.core.max_batch_size // task.expansion)
+def request_rows_of(max_batch_size: int, task: Task) -> int:
+    """Rows a request may have, of a core that takes so many."""
+    room = max(1, max_batch_size // task.expansion)
     return min(room, task.request_rows or room)
+
+
+def core_rows_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
+    """Rows that a request may become, before it is known whether rows can be packed."""
+    if spec.core.device == "gpu" and spec.core.layout != "bucketed" and facts.image is None:
+        return packed_rows(spec, facts, max_length_of(spec, facts, task))
+    return spec.core.max_batch_size
 
 
 def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
@@ -118,11 +156,20 @@ def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
     return INPUT_IDS, ROW_LENGTH
 
 
-def row_settings(spec: PipelineSpec, facts: ModelFacts, task: Task) -> dict[str, object]:
-    """What the task's row maker needs to know, but for the padded lengths."""
+def row_settings(
+    spec: PipelineSpec, facts: ModelFacts, task: Task, *, max_core_rows: int
+) -> dict[str, object]:
+    """What the task's row maker needs to know, but for the padded lengths.
+
+    Args:
+        spec: the declaration.
+        facts: of the model.
+        task: what is decoded.
+        max_core_rows: rows that a request may become.
+    """
     settings: dict[str, object] = {
         "inputs": [tensor.name for tensor in task.inputs],
-        "max_core_rows": spec.core.max_batch_size,
+        "max_core_rows": max_core_rows,
         **task.settings(facts),
     }
     if facts.image is not None:
@@ -165,29 +212,80 @@ def make_plan(
         layout: instead of the spec's, where that has turned out impossible.
     """
     max_length = max_length_of(spec, facts, task)
-    layout = "fixed" if lengths is None else layout or spec.core.layout
+    on_gpu = spec.core.device == "gpu"
+    chosen: Layout = "fixed"
     edges: tuple[int, ...] = ()
-    if lengths is not None and layout == "bucketed":
-        multiple = TENSOR_CORE_MULTIPLE if spec.core.device == "gpu" else 1
+    cost: RowCost | None = None
+    if lengths is not None:
+        multiple = TENSOR_CORE_MULTIPLE if on_gpu else 1
         edges = choose_edges(lengths, max_length, count=spec.core.bucket_count, multiple=multiple)
-    warm_lengths = edges or (1,)
-    if lengths is not None and not edges:
-        warm_lengths = tuple(sorted({lengths.quantile(0.5), lengths.quantile(0.99)}))
+        cost = _cost(spec, facts, lengths, edges, max_length)
+        named = spec.core.layout
+        chosen = layout or (cost.cheaper if named == "auto" else named)
+        edges = edges if chosen == "bucketed" else ()
+    packed = chosen == "packed"
+    most = packed_rows(spec, facts, max_length) if packed and on_gpu else spec.core.max_batch_size
+    inputs = inputs_of(facts, task)
+    engine = None
+    if "tensorrt" in (spec.core.backend, spec.core.accelerator):
+        engine = engine_plan(
+            spec,
+            inputs,
+            packed=packed,
+            edges=edges,
+            lengths=lengths,
+            max_length=max_length,
+            max_batch_size=most,
+        )
     return Plan(
         spec=spec,
         facts=facts,
         task=task,
         parameters=parameters,
-        layout=layout,
+        layout=chosen,
         lengths=lengths,
         max_length=max_length,
-        request_rows=request_rows_of(spec, task),
+        max_batch_size=most,
+        request_rows=request_rows_of(most, task),
         bucket_edges=edges,
-        core_inputs=inputs_of(facts, task),
+        core_inputs=inputs,
         core=task.core(facts, parameters),
-        warm_ups=tuple(WarmUp(rows=1, tokens=tokens) for tokens in warm_lengths),
-        reasons=_reasons(spec, facts, task, lengths, max_length, edges),
+        warm_ups=_warm_ups(lengths, edges, most if on_gpu else 1),
+        engine=engine,
+        cost=cost,
+        reasons=_reasons(spec, facts, task, lengths, max_length, edges, most),
     )
+
+
+def _cost(
+    spec: PipelineSpec,
+    facts: ModelFacts,
+    lengths: Lengths,
+    edges: tuple[int, ...],
+    max_length: int,
+) -> RowCost:
+    core, on_gpu = spec.core, spec.core.device == "gpu"
+    rows = packed_rows(spec, facts, max_length) if on_gpu else core.max_batch_size
+    budget = core.token_budget or MICRO_BATCH_TOKENS
+    together = rows * lengths.mean
+    return row_cost(
+        facts,
+        lengths,
+        edges,
+        on_gpu=on_gpu,
+        packed_rows=rows,
+        packed_tokens=together if on_gpu else min(budget, together),
+        bucketed_rows=core.max_batch_size,
+        graphs=core.backend == "tensorrt" and core.engine.cuda_graphs,
+    )
+
+
+def _warm_ups(lengths: Lengths | None, edges: tuple[int, ...], most: int) -> tuple[WarmUp, ...]:
+    """Each planned length, or a usual and a long row; alone, and on a GPU in a full batch, too."""
+    tokens = edges or (1,)
+    if lengths is not None and not edges:
+        tokens = tuple(sorted({lengths.quantile(0.5), lengths.quantile(0.99)}))
+    return tuple(WarmUp(rows, each) for each in tokens for rows in sorted({1, most}))
 
 
 def bucket_of(length: int, edges: tuple[int, ...]) -> int:
@@ -242,6 +340,7 @@ def _reasons(
     lengths: Lengths | None,
     max_length: int,
     edges: tuple[int, ...],
+    max_batch_size: int,
 ) -> dict[str, str]:
     own = spec.tokenizer.max_length
     if own is not None and own < facts.max_length:
@@ -251,8 +350,13 @@ def _reasons(
     else:
         limit = f"the model's own limit ({facts.max_length})"
     full = "core.max_batch_size"
+    if max_batch_size < spec.core.max_batch_size:
+        full += (
+            f" allows {spec.core.max_batch_size}; more of the longest rows, packed, would need over"
+            f" {LARGEST_SCORES_BYTES >> 30} GiB for one layer's attention scores"
+        )
     if lengths is not None:
-        tokens = spec.core.max_batch_size * lengths.mean
+        tokens = max_batch_size * lengths.mean
         full += f"; about {tokens:.0f} tokens in a full batch of this traffic"
     room = "as many as a batch holds"
     if task.request_rows is not None:

@@ -25,7 +25,14 @@ from triptych.gate_rows import (
     text_rows,
 )
 from triptych.model_facts import ModelFacts
-from triptych.plan import Layout, Plan, make_plan, max_length_of, row_settings
+from triptych.plan import (
+    Layout,
+    Plan,
+    core_rows_of,
+    make_plan,
+    max_length_of,
+    row_settings,
+)
 from triptych.quality.metrics.labels import EVAL_FILE, LabelledRow, first_rows, read_labels
 from triptych.quality.samples import GateRequest
 from triptych.quality.verdicts import FEW_ROWS
@@ -131,7 +138,8 @@ def prepare(spec: PipelineSpec, progress: Progress) -> Prepared:
     hooks_file = None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes()
     tokenizer, lengths = None, None
     if facts.image is not None:
-        maker = row_maker(task)(row_settings(spec, facts, task), spec.folder)
+        most = core_rows_of(spec, facts, task)
+        maker = row_maker(task)(row_settings(spec, facts, task, max_core_rows=most), spec.folder)
         used = slice(GATE_IMAGES + CALIBRATION_ROWS)
         made = asker.taken(TRAFFIC_FILE, traffic[used], maker.make(asks[used]))
         rows = image_rows(
@@ -283,7 +291,12 @@ def row_makers(spec: PipelineSpec, facts: ModelFacts, task: Task, folder: Path) 
     Raises:
         UserError: the limit leaves no room for what the task adds.
     """
-    settings = {**row_settings(spec, facts, task), "bucket_edges": [], "overflow": "truncate"}
+    most = core_rows_of(spec, facts, task)
+    settings = {
+        **row_settings(spec, facts, task, max_core_rows=most),
+        "bucket_edges": [],
+        "overflow": "truncate",
+    }
     kind = row_maker(task)
     whole = {**settings, "max_length": UNLIMITED, "max_core_rows": UNLIMITED}
     try:

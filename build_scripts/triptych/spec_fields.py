@@ -132,6 +132,8 @@ class Core(Frozen):
     def _fits(self) -> Core:
         if self.backend == "tensorrt" and self.device != "gpu":
             raise ValueError("the tensorrt backend runs on a gpu only: leave core.device out")
+        if self.device == "gpu" and (self.threads, self.token_budget) != (None, None):
+            raise ValueError("core.threads and core.token_budget are for a core on the cpu")
         if self.accelerator != "cuda" and (self.backend, self.device) != ("onnxruntime", "gpu"):
             raise ValueError("core.accelerator is for the onnxruntime backend on a gpu")
         if self.backend != "tensorrt" and self.engine != Engine():
@@ -153,8 +155,8 @@ class Queue(Frozen):
     Attributes:
         max_delay_us: how long the core may hold a batch open for more rows.
         max_size: requests that may be under way; one more is refused at once (Unavailable).
-        timeout_ms: a request that has waited longer for the core is refused; None waits on. Needs
-            `serving.triton` 26.02: before it, a request refused by a step never ends.
+        timeout_ms: a request that has waited longer for the core is refused; None waits on. Give
+            the core two instances then: a lone one with such a policy wakes up late.
     """
 
     max_delay_us: Annotated[int, Field(ge=0, le=10_000_000)] = 0

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from triptych.model_facts import ModelFacts
-from triptych.plan import row_settings
 from triptych.prepare import Prepared
 from triptych.runtime.hooking import call_before, find_hook
 from triptych.tasks.task import Core
@@ -61,7 +60,7 @@ def work_of(prepared: Prepared, core_file: Path) -> Work:
     before = find_hook(plan.spec.folder, "before")
     if before is not None:
         requests = call_before(before, requests, names, encoded=images)
-    settings = row_settings(plan.spec, plan.facts, plan.task)
+    settings = dict(plan.row_settings)
     return Work(
         model_folder=prepared.model_folder.resolve(),
         tokenizer_folder=prepared.tokenizer_folder.resolve(),

@@ -5,13 +5,20 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from triptych.plan import Plan
 
 LOCK_FILE = "triptych.lock.json"
-SCHEMA = 3
+PLAN_FILE = "model.plan"
+"""Of a TensorRT core, beside the ONNX file it was built from."""
+
+SAMPLES_FILE = "engine_samples.npz"
+"""Beside the lock: core rows that an engine is checked on."""
+
+SCHEMA = 4
 
 
 def make_lock(
@@ -23,6 +30,7 @@ def make_lock(
     unpacked: str,
     versions: Mapping[str, str],
     gate: Mapping[str, object],
+    engine: Mapping[str, Any] | None,
     previous: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The lock as JSON data. Only ``built_at`` differs between two builds of the same inputs.
@@ -35,6 +43,7 @@ def make_lock(
         unpacked: why the layout is not packed although the spec says so; else empty.
         versions: of the libraries that made the artifact.
         gate: the gate's result; with ``accepted`` where it failed and that was accepted.
+        engine: record of the engine in place, where it was built of this very core.
         previous: the lock in place; its time is kept where all else is equal.
     """
     spec = plan.spec.model_dump(mode="json", exclude={"folder"})
@@ -52,7 +61,10 @@ def make_lock(
             "unpacked": unpacked,
             "max_length": plan.max_length,
             "bucket_edges": list(plan.bucket_edges),
+            "max_batch_size": plan.max_batch_size,
+            "engine": _engine_plan(plan, gate),
         },
+        "engine": engine,
         "traffic": _traffic(plan),
         "gate": dict(gate),
         "files": dict(sorted(file_hashes.items())),
@@ -61,6 +73,14 @@ def make_lock(
     if previous is not None and {**previous, "built_at": ""} == {**plain, "built_at": ""}:
         plain["built_at"] = previous["built_at"]
     return plain
+
+
+def _engine_plan(plan: Plan, gate: Mapping[str, object]) -> dict[str, Any] | None:
+    """What the engine stage builds; None where there is none."""
+    if plan.engine is None or not plan.builds_engine or plan.spec.core.share is not None:
+        return None
+    # The precision that was built, where the spec leaves it open.
+    return replace(plan.engine, precision=str(gate["precision"])).as_dict()
 
 
 def _traffic(plan: Plan) -> dict[str, object]:

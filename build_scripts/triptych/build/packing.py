@@ -79,8 +79,12 @@ class PackedEncoder(_Encoder):
             What the encoder makes of each token, FP32 ``[1, T, H]``, and where the rows are.
         """
         ids, length = input_ids.long()[None], row_length.long()
-        end = torch.cumsum(row_stride.long(), 0)
-        start = end - row_stride.long()
+        stride = row_stride.long()
+        rows = torch.arange(row_stride.shape[0])
+        # The sum of all rows up to each one. Not `cumsum`: TensorRT runs that as a loop, which
+        # neither fuses with what is around it nor fits a CUDA graph.
+        end = torch.where(rows[None, :] <= rows[:, None], stride[None, :], 0).sum(1)
+        start = end - stride
         place = torch.arange(input_ids.shape[0])
         row = (place[:, None] >= end[None, :]).long().sum(1)
         position = place - start[row]
@@ -93,7 +97,7 @@ class PackedEncoder(_Encoder):
         attends = Attends((row[:, None] == row[None, :]) & valid[None, :], place, self.window)
         with self.mask(self.encoder, attends) as mask:
             output = self.encoder(input_ids=ids, attention_mask=mask, **extra)
-        member = (row[None, :] == torch.arange(row_length.shape[0])[:, None]) & valid[None, :]
+        member = (row[None, :] == rows[:, None]) & valid[None, :]
         return self.read(output), Rows(ids, position[None], member, length)
 
 

@@ -127,6 +127,11 @@ def read_facts(folder: Path) -> ModelFacts:
     labels = read_labels(config)
     image = _image_facts(folder)
     texts = _TextFacts() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
+
+    def size(name: str) -> int | None:
+        value = config.get(name) if image else _setting(folder, config, name)
+        return value if isinstance(value, int) else None
+
     return ModelFacts(
         sha256=_hash(folder),
         architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
@@ -146,6 +151,9 @@ def read_facts(folder: Path) -> ModelFacts:
         unk_token_id=texts.unk_token_id,
         vocabulary=config.get("vocab_size"),
         image=image,
+        layers=size("num_hidden_layers"),
+        heads=size("num_attention_heads"),
+        intermediate_size=size("intermediate_size"),
     )
 
 

@@ -8,19 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from triptych.plan import Plan, row_settings
+from triptych.build.lock import SAMPLES_FILE
+from triptych.plan import Plan
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
-from triptych.tensors import ROW_STRIDE, Tensor
+from triptych.repository.core_config import core_config, declare
+from triptych.tensors import Tensor
 from triptych.versions import without_newer_fields
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
-RAGGED = "input_ids"
 Content = bytes | Path
 """What a file holds: its bytes, or the file they are copied from."""
 
 
 def render(
-    plan: Plan, *, core_file: Path, tokenizer_file: Path | None, hooks: bytes | None
+    plan: Plan,
+    *,
+    core_file: Path,
+    tokenizer_file: Path | None,
+    hooks: bytes | None,
+    samples: Path | None = None,
 ) -> dict[str, Content]:
     """Every file of the pipeline but its lock: path relative to the repository -> content.
 
@@ -31,6 +37,7 @@ def render(
         core_file: the core's artifact, ``model.onnx``.
         tokenizer_file: the ``tokenizer.json``; None for images.
         hooks: the pipeline's ``hooks.py``, where it has one.
+        samples: rows that an engine built of the core is checked on, where one is to be.
     """
     name, task = plan.spec.name, plan.task
     shared = plan.spec.core.share is not None
@@ -40,7 +47,7 @@ def render(
         plan.step("postprocess"): _postprocess(plan),
     }
     if not shared:
-        configs[plan.step("core")] = _core(plan)
+        configs[plan.step("core")] = core_config(plan)
     files: dict[str, Content] = {
         f"{model}/{CONFIG_FILE}": print_config(
             without_newer_fields(config, plan.spec.serving.triton)
@@ -49,6 +56,8 @@ def render(
     }
     # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
     files[f"{name}/1/.keep"] = b""
+    if samples is not None:
+        files[f"{name}/{SAMPLES_FILE}"] = samples
     pieces = {
         "preprocess": {"model.py": "preprocess.py", "rows.py": task.rows},
         "postprocess": {"model.py": "postprocess.py", "decode.py": task.decode},
@@ -95,9 +104,10 @@ def _ensemble(plan: Plan) -> Any:
         name=plan.spec.name,
         platform="ensemble",
         max_batch_size=plan.request_rows,
-        input=[_declare(tensor) for tensor in plan.task.inputs],
-        output=[_declare(tensor) for tensor in plan.task.outputs],
+        input=[declare(tensor) for tensor in plan.task.inputs],
+        output=[declare(tensor) for tensor in plan.task.outputs],
         ensemble_scheduling={
+            "max_inflight_requests": plan.spec.serving.max_inflight or 0,
             "step": [
                 {
                     "model_name": plan.step(step),
@@ -106,19 +116,19 @@ def _ensemble(plan: Plan) -> Any:
                     "output_map": wire(written),
                 }
                 for step, read, written in steps
-            ]
+            ],
         },
     )
 
 
 def _preprocess(plan: Plan) -> Any:
-    spec, facts, inputs = plan.spec, plan.facts, plan.task.inputs
+    spec, inputs = plan.spec, plan.task.inputs
     settings: dict[str, object] = {
         "encoded_inputs": [tensor.name for tensor in inputs if tensor.content == "image"],
         "layout": plan.layout,
         "max_requests": spec.serving.queue.max_size,
     }
-    settings |= row_settings(spec, facts, plan.task)
+    settings |= plan.row_settings
     settings["bucket_edges"] = list(plan.bucket_edges)
     outputs = (*plan.core_inputs, *plan.past_core)
     return _python_step(plan, "preprocess", inputs, outputs, settings)
@@ -156,10 +166,10 @@ def _python_step(
     return new_config(
         name=plan.step(step),
         backend="python",
-        max_batch_size=plan.spec.core.max_batch_size,
+        max_batch_size=plan.max_batch_size,
         # A step handles each request by itself: unequal shapes need not keep them apart.
-        input=[_declare(tensor) | _ragged(tensor) for tensor in inputs],
-        output=[_declare(tensor) for tensor in outputs],
+        input=[declare(tensor) | _ragged(tensor) for tensor in inputs],
+        output=[declare(tensor) for tensor in outputs],
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build.
         instance_group=[{"kind": "KIND_CPU", "count": getattr(plan.spec.serving.instances, step)}],
         # No queue policy anywhere, nor a delay here: see `runtime.admission`.
@@ -168,65 +178,5 @@ def _python_step(
     )
 
 
-def _core(plan: Plan) -> Any:
-    core, serving = plan.spec.core, plan.spec.serving
-    group: dict[str, Any] = {"kind": "KIND_CPU", "count": serving.instances.core}
-    if core.device == "gpu":
-        group.update(kind="KIND_GPU", gpus=serving.gpus)
-    config = new_config(
-        name=plan.step("core"),
-        backend=core.backend,
-        max_batch_size=core.max_batch_size,
-        input=[_declare(tensor) for tensor in plan.core_inputs],
-        output=[_declare(tensor) for tensor in plan.core.outputs],
-        instance_group=[group],
-        dynamic_batching={"max_queue_delay_microseconds": serving.queue.max_delay_us},
-        model_warmup=[_warm_up(plan, rows=w.rows, tokens=w.tokens) for w in plan.warm_ups],
-        parameters={
-            key: {"string_value": str(value)}
-            for key, value in (
-                ("intra_op_thread_count", core.threads),
-                ("token_budget", core.token_budget),
-            )
-            if value is not None
-        },
-    )
-    if plan.packed:
-        next(i for i in config.input if i.name == RAGGED).allow_ragged_batch = True
-        config.batch_input.add(
-            kind="BATCH_ITEM_SHAPE_FLATTEN",
-            target_name=[ROW_STRIDE.name],
-            data_type=ROW_STRIDE.config_type,
-            source_input=[RAGGED],
-        )
-        if plan.core.per_token:
-            config.batch_output.add(
-                kind="BATCH_SCATTER_WITH_INPUT_SHAPE",
-                target_name=[tensor.name for tensor in plan.core.outputs],
-                source_input=[RAGGED],
-            )
-    return config
-
-
-def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
-    # Zeros: any token id from 0 is valid, and a row of length 0 is all padding.
-    return {
-        "name": f"{rows}x{tokens}",
-        "batch_size": rows,
-        "inputs": {
-            tensor.name: {
-                "data_type": tensor.config_type,
-                "dims": [tokens if dim == -1 else dim for dim in tensor.config_dims],
-                "zero_data": True,
-            }
-            for tensor in plan.core_inputs
-        },
-    }
-
-
 def _ragged(tensor: Tensor) -> dict[str, Any]:
     return {"allow_ragged_batch": True} if -1 in tensor.config_dims else {}
-
-
-def _declare(tensor: Tensor) -> dict[str, Any]:
-    return {"name": tensor.name, "data_type": tensor.config_type, "dims": tensor.config_dims}

@@ -221,8 +221,8 @@ def _shape(lengths: Lengths, mean: float, max_length: int) -> Shape:
 
 
 def _settings(plan: Plan, lengths: Lengths, mean: float) -> Settings:
-    tokens = tuple(warm.tokens for warm in plan.warm_ups)
-    full = plan.spec.core.max_batch_size * _computed(plan.bucket_edges, lengths, mean)
+    tokens = tuple(dict.fromkeys(warm.tokens for warm in plan.warm_ups))
+    full = plan.max_batch_size * _computed(plan.bucket_edges, lengths, mean)
     return Settings(plan.bucket_edges, tokens, full)
 
 
@@ -273,7 +273,7 @@ def _notes(plan: Plan, new: NewTraffic, measured: Measured | None) -> Iterator[s
     if measured is not None and measured.core_share is None:
         yield "the core's share of the work was not measured: all of it is taken to be the core's"
     budget = plan.spec.core.token_budget
-    full = plan.spec.core.max_batch_size * new.mean
+    full = plan.max_batch_size * new.mean
     if budget is not None and full > budget:
         yield f"a full batch has about {full:.0f} tokens, over core.token_budget of {budget}"
 

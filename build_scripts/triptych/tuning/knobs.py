@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.load.points import Measurement, StepUse
-from triptych.plan import Plan
+from triptych.plan import MICRO_BATCH_TOKENS, Plan
 
 MOST_DELAY_US = 20_000
 BUSY = 0.6
@@ -78,7 +78,7 @@ def queue_delay(evidence: Evidence) -> Ladder | Skip:
     if now:
         lower = tuple(dict.fromkeys((0, now // 4)))
         return Ladder(key, lower, f"requests may wait {now} us for others", others=(now * 2,))
-    if core is not None and core.mean_batch >= FULL * evidence.plan.spec.core.max_batch_size:
+    if core is not None and core.mean_batch >= FULL * evidence.plan.max_batch_size:
         return Skip(key, f"batches fill by themselves: {core.mean_batch:.1f} rows on average")
     most = min(MOST_DELAY_US, (evidence.limit_us or MOST_DELAY_US * 5) / 5)
     values = tuple(value for value in (1000, 4000, 16_000) if value <= most)
@@ -112,9 +112,7 @@ def token_budget(evidence: Evidence) -> Ladder | Skip:
     key, core = "core.token_budget", evidence.plan.spec.core
     if core.backend != "onnxruntime" or core.device != "cpu" or evidence.plan.lengths is None:
         return Skip(key, "only the local backend, on texts, deals batches out by tokens")
-    from triptych.serving.backends.onnxruntime.ort_sessions import DEFAULT_TOKEN_BUDGET
-
-    now: int = core.token_budget or DEFAULT_TOKEN_BUDGET
+    now: int = core.token_budget or MICRO_BATCH_TOKENS
     reason = f"{now} tokens are computed at a time"
     return Ladder(key, (now * 2, now * 4), reason, others=(now // 2,))
 

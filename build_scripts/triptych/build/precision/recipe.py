@@ -19,6 +19,9 @@ _REFUSED: dict[tuple[str, str], dict[str, str]] = {
         "bf16": "ONNX Runtime has no bf16 kernels for a CPU; int8 is the fast one there",
         "fp8": "no CPU computes in fp8, and ONNX Runtime takes it for int8; int8 is the fast one",
     },
+    ("tensorrt", "gpu"): {
+        "int8_dynamic": "TensorRT has ranges fixed when it builds; int8 finds them by calibration",
+    },
     ("onnxruntime", "gpu"): {
         "fp8": "ONNX Runtime takes fp8 for int8 where it fuses; fp16 is the fast one there",
     },

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from triptych.plan import Plan, row_settings
+from triptych.plan import Plan
 from triptych.quality.decoded import AS_FLOATS
 from triptych.quality.live.send import LiveRequest, live_request
 from triptych.quality.samples import GateRequest
@@ -36,7 +36,7 @@ def refusals(
         requests: of the gate.
         sent: what a client sends for each.
     """
-    settings = {**row_settings(plan.spec, plan.facts, plan.task), "bucket_edges": []}
+    settings = {**plan.row_settings, "bucket_edges": []}
     module = importlib.import_module(f"triptych.runtime.{Path(plan.task.rows).stem}")
     maker = module.RowMaker(settings, folder)
     asks = [

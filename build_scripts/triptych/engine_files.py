@@ -1,0 +1,75 @@
+"""What a build leaves for the engine stage, and what it keeps of an engine that still fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triptych.build.cache import cached_stage, code_hash
+from triptych.build.lock import PLAN_FILE, SAMPLES_FILE
+from triptych.plan import Plan
+from triptych.prepare import Prepared
+from triptych.quality.samples import hash_rows, rows_of
+
+CHECKED_REQUESTS = 64
+"""Of the traffic, besides all that the gate made up."""
+
+
+class KeptEngine(NamedTuple):
+    """An engine in the repository that was built of this very core.
+
+    Attributes:
+        path: of the plan, relative to the repository.
+        file: the plan.
+        record: of how it was built.
+    """
+
+    path: str
+    file: Path
+    record: dict[str, Any]
+
+
+def samples_of(prepared: Prepared) -> Path | None:
+    """A file of core rows for the engine's check; None where no engine will be built."""
+    plan = prepared.plan
+    if not plan.builds_engine or plan.spec.core.share is not None:
+        return None
+    requests = prepared.requests
+    made = [request for request in requests if request.edge]
+    real = [request for request in requests if not request.edge]
+    rows = rows_of([*made, *real[:CHECKED_REQUESTS]])
+
+    def work(target: Path) -> None:
+        from triptych.quality.samples_file import write_samples
+
+        write_samples(target / SAMPLES_FILE, rows)
+
+    stage = {"rows": hash_rows(rows), "code": code_hash("quality/samples_file.py")}
+    folder, _ = cached_stage("samples", stage, work)
+    return folder / SAMPLES_FILE
+
+
+def kept_engine(
+    repository: Path, plan: Plan, previous: Mapping[str, Any] | None, new: Mapping[str, Any]
+) -> KeptEngine | None:
+    """The engine that is there, if all that it was built from is as before.
+
+    Args:
+        repository: folder of the models.
+        plan: what is being built.
+        previous: the lock in place.
+        new: the lock to be, without an engine.
+    """
+    record = (previous or {}).get("engine")
+    folder = f"{plan.step('core')}/1"
+    path, file = f"{folder}/{PLAN_FILE}", repository / folder / PLAN_FILE
+    if previous is None or record is None or not file.is_file():
+        return None
+    if previous["plan"].get("engine") != new["plan"]["engine"]:
+        return None
+    inputs = [name for name in new["files"] if name.startswith(f"{folder}/")]
+    before = previous["files"]
+    if any(before.get(name) != new["files"][name] for name in inputs):
+        return None
+    return KeptEngine(path, file, dict(record))

@@ -1,0 +1,84 @@
+"""The config of a GPU core, held against files that were read and found right once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import ROOT, write_pipeline
+from test_gpu_plan import facts
+from triptych.plan import Plan, make_plan
+from triptych.repository.config import parse_config, print_config
+from triptych.repository.core_config import core_config
+from triptych.repository.render import render
+from triptych.spec import load_spec
+from triptych.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.tasks.token_classification import TOKEN_CLASSIFICATION
+from triptych.traffic import Lengths
+
+CONFIGS = ROOT / "tests/data/configs"
+LENGTHS = Lengths.of([5, 9, 12, 17, 30], max_length=32)
+CASES: dict[str, list[str]] = {
+    "packed": ["core.backend=tensorrt", "core.precision=fp16"],
+    "bucketed": ["core.backend=tensorrt", "core.layout=bucketed", "core.bucket_count=2"],
+    "limits": [
+        "core.backend=tensorrt",
+        "serving.gpus=[0, 1]",
+        "serving.instances.core=2",
+        "serving.queue.max_delay_us=300",
+        "serving.queue.timeout_ms=2000",
+        "serving.transfers.eager_batching=true",
+        "serving.transfers.pinned_output=false",
+        "serving.transfers.output_copy_stream=false",
+        "serving.transfers.gather_kernel_buffer_threshold=0",
+        "serving.rate_limiter={priority: 2, resources: [{name: gpu-time, count: 3, shared: true}]}",
+    ],
+    "onnxruntime_cuda": ["core.device=gpu"],
+    "onnxruntime_tensorrt": [
+        "core.device=gpu",
+        "core.accelerator=tensorrt",
+        "core.precision=fp16",
+        "core.layout=bucketed",
+        "core.bucket_count=2",
+    ],
+}
+
+
+def plan_of(folder: Path, overrides: list[str], **fields: Any) -> Plan:
+    folder = write_pipeline(folder / "a", **fields)
+    spec = load_spec(folder, ["core.max_batch_size=4", *overrides])
+    return make_plan(spec, facts(max_length=32), TEXT_EMBEDDING, {}, LENGTHS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_is_as_it_was_read_and_found_right(tmp_path: Path, case: str) -> None:
+    text = print_config(core_config(plan_of(tmp_path, CASES[case])))
+    assert text == (CONFIGS / f"{case}.pbtxt").read_text(encoding="utf-8")
+    assert print_config(parse_config(text)) == text
+
+
+def test_results_per_token_are_cut_up_again(tmp_path: Path) -> None:
+    spec = load_spec(write_pipeline(tmp_path / "a"), ["core.backend=tensorrt"])
+    tagged = facts(labels=("O", "B"), max_length=32)
+    config = core_config(make_plan(spec, tagged, TOKEN_CLASSIFICATION, {"aggregation": "simple"}, LENGTHS))
+    (split,) = config.batch_output
+    assert list(split.target_name) == [output.name for output in config.output]
+    assert list(split.source_input) == ["input_ids"]
+
+
+@pytest.mark.parametrize(("triton", "known"), [("25.10", False), ("25.11", True)])
+def test_requests_in_each_step_are_limited_where_the_server_can(
+    tmp_path: Path, triton: str, known: bool
+) -> None:
+    wanted = ["serving.max_inflight=8", f"serving.triton='{triton}'"]
+    plan = plan_of(tmp_path, wanted)
+    files = render(
+        replace(plan), core_file=tmp_path / "model.onnx", tokenizer_file=None, hooks=None
+    )
+    content = files["a/config.pbtxt"]
+    assert isinstance(content, bytes)
+    limit = parse_config(content.decode()).ensemble_scheduling.max_inflight_requests
+    assert limit == (8 if known else 0)

@@ -1,0 +1,88 @@
+"""The estimate that `layout: auto` goes by: it moves as arithmetic says, and no further."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import write_pipeline
+from triptych.expected_cost import RowCost, row_cost
+from triptych.model_facts import ModelFacts
+from triptych.plan import MICRO_BATCH_TOKENS, make_plan
+from triptych.serving.backends.onnxruntime.ort_sessions import DEFAULT_TOKEN_BUDGET
+from triptych.spec import load_spec
+from triptych.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.traffic import Lengths
+
+FACTS = ModelFacts(
+    sha256="0", architecture="B", hidden_size=384, max_length=512, pad_token_id=0, layers=6
+)
+EVEN = Lengths.of([32] * 8, max_length=512)
+MIXED = Lengths.of([4, 9, 16, 30, 70, 200], max_length=512)
+
+
+def cost(lengths: Lengths = EVEN, edges: tuple[int, ...] = (32, 512), **more: Any) -> RowCost:
+    given: dict[str, Any] = {
+        "on_gpu": False,
+        "packed_rows": 32,
+        "packed_tokens": 32.0,
+        "bucketed_rows": 32,
+        "graphs": False,
+        **more,
+    }
+    return row_cost(FACTS, lengths, edges, **given)
+
+
+def test_rows_of_one_length_cost_the_same_in_both_layouts() -> None:
+    found = cost()
+    assert found.packed == pytest.approx(found.bucketed)
+
+
+def test_padding_costs_what_it_computes() -> None:
+    assert cost(edges=(64, 512)).bucketed == pytest.approx(2 * cost().bucketed, rel=0.05)
+
+
+def test_a_larger_packed_batch_costs_more_a_row() -> None:
+    figures = [cost(packed_tokens=tokens).packed for tokens in (32.0, 1000.0, 16_000.0)]
+    assert figures == sorted(figures)
+    assert figures[-1] > 3 * figures[0]
+
+
+def test_starting_a_run_counts_on_a_gpu_and_graphs_start_faster() -> None:
+    plain, graphs = (cost(MIXED, (8, 32, 512), on_gpu=True, graphs=each) for each in (False, True))
+    assert graphs.bucketed < plain.bucketed
+    assert graphs.packed == plain.packed
+
+
+def test_more_lengths_make_more_runs_of_the_same_batch() -> None:
+    few = cost(MIXED, (512,), on_gpu=True, bucketed_rows=4).bucketed
+    one_length = cost(Lengths.of([512] * 6, max_length=512), (512,), on_gpu=True, bucketed_rows=4)
+    assert few == pytest.approx(one_length.bucketed)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths", "layout"),
+    [
+        ([], MIXED, "packed"),
+        (["core.backend=tensorrt"], Lengths.of([500] * 9, max_length=512), "bucketed"),
+    ],
+)
+def test_auto_takes_the_cheaper_layout(
+    tmp_path: Path, overrides: list[str], lengths: Lengths, layout: str
+) -> None:
+    spec = load_spec(write_pipeline(tmp_path / "a"), ["core.layout=auto", *overrides])
+    plan = make_plan(spec, FACTS, TEXT_EMBEDDING, {}, lengths)
+    assert plan.cost is not None
+    assert plan.layout == plan.cost.cheaper == layout
+
+
+def test_a_layout_that_was_proven_impossible_is_not_chosen_again(tmp_path: Path) -> None:
+    spec = load_spec(write_pipeline(tmp_path / "a"), ["core.layout=auto"])
+    plan = make_plan(spec, FACTS, TEXT_EMBEDDING, {}, MIXED, layout="bucketed")
+    assert plan.layout == "bucketed"
+
+
+def test_the_estimate_counts_with_the_local_backends_own_budget() -> None:
+    assert MICRO_BATCH_TOKENS == DEFAULT_TOKEN_BUDGET
