@@ -212,18 +212,24 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
     rows = {row["precision"]: row for row in table("Precision")}
     assert set(rows) == set(get_args(Core.model_fields["precision"].annotation))
 
-    def runs(precision: str, device: str) -> bool:
+    def runs(precision: str, backend: str, device: str) -> bool:
         if precision == "auto":
-            return ("onnxruntime", device) in RUNS
+            return (backend, device) in RUNS
         try:
-            check_runs(precision, "onnxruntime", device)
+            check_runs(precision, backend, device)
         except UserError:
             return False
         return True
 
+    columns = {
+        "onnxruntime, cpu": ("onnxruntime", "cpu"),
+        "onnxruntime, gpu": ("onnxruntime", "gpu"),
+        "tensorrt": ("tensorrt", "gpu"),
+    }
     for precision, row in rows.items():
-        for device in ("cpu", "gpu"):
-            assert row[device] == ("yes" if runs(precision, device) else "no"), (precision, device)
+        for column, place in columns.items():
+            stated = row[column] == "yes"
+            assert stated == runs(precision, *place), (precision, column)
 
 
 @pytest.mark.parametrize("row", table("Labelled rows: eval.jsonl"), ids=lambda row: row["task"])

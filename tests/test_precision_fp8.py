@@ -12,7 +12,8 @@ import pytest
 
 import precision_cases as cases
 from precision_cases import node
-from triptych.build.precision.fp8 import LARGEST, OPSET, convert
+from triptych.build.precision.fp8 import LARGEST, convert
+from triptych.build.precision.opset import OPSET
 from triptych.build.precision.recipe import Recipe
 from triptych.errors import UserError
 

@@ -22,6 +22,7 @@ from triptych.build.precision.files import read_model, write_model
 from triptych.build.precision.float_nodes import FLOATS, fp32_nodes
 from triptych.build.precision.linear import Group, find_groups
 from triptych.build.precision.masks import MASKED, soften_masks
+from triptych.build.precision.opset import at_opset
 from triptych.build.precision.ranges import model_ranges
 from triptych.build.precision.recipe import Conversion, Recipe, check_kept
 from triptych.build.precision.value_types import value_types
@@ -51,13 +52,11 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     groups = find_groups(model.graph)
     layers = tuple(group.name for group in groups)
     check_kept(recipe, [*layers, *(node.name for node in model.graph.node)])
+    asked = {model.graph.node[index].name for index in _asked(model.graph, groups, recipe.kept)}
     softened = soften_masks(model)
     ranges = model_ranges(model, feeds) if feeds else {}
-    types = value_types(model)
-    by_index = fp32_nodes(model, types, ranges, recipe.precision)
-    reasons = {model.graph.node[index].name: reason for index, reason in by_index.items()}
-    asked = {model.graph.node[index].name for index in _asked(model.graph, groups, recipe.kept)}
-    write_model(retyped(model, types, asked | reasons.keys(), recipe.precision), target)
+    halved, reasons = halve(model, recipe.precision, ranges, asked)
+    write_model(halved, target)
     return Conversion(
         layers=layers,
         kept=(*(name for name in recipe.kept if name not in reasons), *reasons),
@@ -65,6 +64,42 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
         ranges=ranges,
         notes=_notes(softened, recipe.precision, ranges),
     )
+
+
+def halve(
+    model: Any, precision: str, ranges: Mapping[str, float], asked: Set[str] = frozenset()
+) -> tuple[Any, dict[str, str]]:
+    """The graph in 16 bits, but for what has to stay fp32.
+
+    Args:
+        model: an `onnx.ModelProto` with fp32 values whose masks are softened; it may be changed.
+        precision: ``fp16`` or ``bf16``.
+        ranges: largest magnitude of values on calibration rows, where it is known.
+        asked: names of more nodes that stay fp32.
+
+    Returns:
+        The graph, and the nodes that stay fp32 to why, but for those that were asked for.
+    """
+    types = value_types(model)
+    by_index = fp32_nodes(model, types, ranges, precision)
+    reasons = {model.graph.node[index].name: reason for index, reason in by_index.items()}
+    return retyped(model, types, asked | reasons.keys(), precision), reasons
+
+
+def halve_quantised(model: Any, ranges: Mapping[str, float]) -> Any:
+    """A graph with Q/DQ layers whose fp32 values become fp16, scales with them.
+
+    TensorRT computes what is not quantised as the graph says: attention and the rest in fp32 would
+    cost more than the quantised layers gain.
+
+    Args:
+        model: an `onnx.ModelProto`, changed in place.
+        ranges: as `halve` takes them; values of the fp32 graph keep their names.
+    """
+    at_opset(model)
+    name_nodes(model.graph)
+    soften_masks(model)
+    return halve(model, "fp16", ranges)[0]
 
 
 def _asked(graph: Any, groups: Sequence[Group], kept: Sequence[str]) -> set[int]:

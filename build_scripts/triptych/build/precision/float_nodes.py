@@ -90,8 +90,9 @@ def fp32_nodes(
 
     graph, wanted = model.graph, FLOATS[precision]
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    learned = _learned(graph, types, constants)
-    before = _before_layers(graph, constants)
+    weights = {**constants, **_dequantised(graph, constants)}
+    learned = _learned(graph, types, weights)
+    before = _before_layers(graph, weights)
     domains = {one.domain: one.version for one in model.opset_import}
     small = _near_epsilons(graph, types, constants, wanted)
     reasons: dict[int, str] = {}
@@ -115,6 +116,17 @@ def fp32_nodes(
     return reasons
 
 
+def _dequantised(graph: Any, constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights that are stored quantised: what their DequantizeLinear makes, by name."""
+    import onnx
+
+    return {
+        node.output[0]: onnx.TensorProto(dims=constants[node.input[0]].dims, data_type=_FLOAT)
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in constants
+    }
+
+
 def is_weighed(node: Any, constants: Mapping[str, Any]) -> bool:
     """Whether the node applies a matrix (or more) of learned weights."""
     place = _WEIGHED.get(node.op_type)
@@ -129,9 +141,12 @@ def _learned(graph: Any, types: Mapping[str, int], constants: Mapping[str, Any])
     values: set[str] = set()
     nodes = set()
     for index, node in enumerate(graph.node):
-        if is_weighed(node, constants) or values.intersection(node.input):
+        # What makes a weight of its stored form belongs to the layer that reads it.
+        stored = not constants.keys().isdisjoint(node.output)
+        if stored or is_weighed(node, constants) or values.intersection(node.input):
             nodes.add(index)
-            values |= {name for name in node.output if types.get(name) == _FLOAT}
+            passes = node.op_type == "QuantizeLinear"  # in integers, to be floats again at once
+            values |= {name for name in node.output if passes or types.get(name) == _FLOAT}
     return nodes
 
 

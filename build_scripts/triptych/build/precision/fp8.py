@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.build.precision.files import read_model, write_model
+from triptych.build.precision.float16 import halve_quantised
 from triptych.build.precision.linear import Group, find_groups
 from triptych.build.precision.names import drop_unused, free_mark
+from triptych.build.precision.opset import at_opset
 from triptych.build.precision.ranges import model_ranges
 from triptych.build.precision.recipe import Conversion, Recipe, check_quantisable
 
 Feed = Mapping[str, NDArray[Any]]
-OPSET = 19
-"""The first whose QuantizeLinear and DequantizeLinear know fp8."""
 LARGEST = 448.0
 """Number of E4M3. Beyond it a value is cut off to it."""
 
@@ -36,7 +36,8 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     Args:
         source: an fp32 graph.
         target: folder to write into.
-        recipe: `Recipe.kept` names groups of layers that stay fp32.
+        recipe: `Recipe.kept` names groups of layers that stay fp32, or become fp16 as all else does
+            where the backend is TensorRT.
         feeds: calibration rows.
 
     Returns:
@@ -53,20 +54,10 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     seen = model_ranges(model, feeds)
     ranges = {group.name: seen[group.input] for group in groups}
     wanted = [group for group in groups if group.name not in recipe.kept]
-    write_model(quantised(at_opset(model), wanted, ranges), target)
+    written = quantised(at_opset(model), wanted, ranges)
+    write_model(halve_quantised(written, seen) if recipe.backend == "tensorrt" else written, target)
     kept = tuple(group.name for group in groups if group not in wanted)
     return Conversion(layers, kept, ranges=ranges)
-
-
-def at_opset(model: Any) -> Any:
-    """The graph, which is at opset 18 at least, with the operators of `OPSET`; changed in place.
-
-    From 18 to 19 operators gained types and settings, and what they had means the same, so that
-    the number is all there is to change.
-    """
-    declared = next(one for one in model.opset_import if not one.domain)
-    declared.version = max(declared.version, OPSET)
-    return model
 
 
 def quantised(model: Any, groups: Sequence[Group], ranges: Mapping[str, float]) -> Any:

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from triptych.build.precision.activations import Activations, capture
 from triptych.build.precision.files import read_model, write_model
+from triptych.build.precision.float16 import halve_quantised
 from triptych.build.precision.linear import Group, find_groups, value_of, weight_of
 from triptych.build.precision.quantised_graph import QuantisedGroup, QuantisedLayer, rewrite
+from triptych.build.precision.ranges import model_ranges
 from triptych.build.precision.recipe import Conversion, Recipe, check_quantisable
 from triptych.build.precision.rounding import round_together, scale_of
 from triptych.build.precision.smoothing import find_smoothing, quantised
@@ -62,8 +64,9 @@ class Quantiser:
     def __init__(self, model: Any, recipe: Recipe, feeds: Sequence[Feed]) -> None:
         """Run the calibration rows, then smooth and round each layer. See `convert`."""
         self._model = model
-        # ONNX Runtime's kernels on x86 want unsigned inputs, TensorRT signed ones around 0.
-        self._signed = recipe.backend == "tensorrt"
+        self._feeds = feeds
+        self._seen: dict[str, float] | None = None
+        self._for_tensorrt = recipe.backend == "tensorrt"
         groups = find_groups(model.graph)
         check_quantisable(recipe, [group.name for group in groups], feeds)
         seen = capture(model, [group.input for group in groups], feeds)
@@ -97,11 +100,22 @@ class Quantiser:
         )
 
     def graph(self, kept: Sequence[str]) -> Any:
-        """The graph as an `onnx.ModelProto`, the groups in `kept` left as they are."""
+        """The graph as an `onnx.ModelProto`, the groups in `kept` not quantised.
+
+        They stay fp32; for TensorRT they become fp16, as all else does.
+        """
         chosen = [
             (found.group, found.quantised) for found in self._found if found.group.name not in kept
         ]
-        return rewrite(self._model, chosen, signed=self._signed)
+        # ONNX Runtime's kernels on x86 want unsigned inputs, TensorRT signed ones around 0.
+        written = rewrite(self._model, chosen, signed=self._for_tensorrt)
+        return halve_quantised(written, self._ranges()) if self._for_tensorrt else written
+
+    def _ranges(self) -> dict[str, float]:
+        """Largest magnitudes of the fp32 graph's values, found at the first call."""
+        if self._seen is None:
+            self._seen = model_ranges(self._model, self._feeds)
+        return self._seen
 
 
 def _quantise(model: Any, group: Group, seen: Activations, *, dynamic: bool) -> QuantisedGroup:
