@@ -6,9 +6,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SHELL := bash
 
-.PHONY: help setup demo test check lint types unit serve examples compare compare-tasks grid precisions gpu-test soak clean
+# Images: Triton and TensorRT as docker/versions.env has them; where the image comes from is yours.
+COMPOSE = TRIPTYCH_USER="$$(id -u):$$(id -g)" docker compose --env-file docker/versions.env \
+  --file docker/compose.yaml
+export TRITON_IMAGE
+
+.PHONY: help setup demo test check lint types unit serve image engine-in-container examples compare compare-tasks grid precisions gpu-test soak clean
 help:  ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
 setup: $(INSTALLED)  ## Make .venv with everything pinned
 $(INSTALLED): pyproject.toml build_scripts/constraints.txt
@@ -39,6 +44,20 @@ unit: setup
 serve: setup  ## Build MiniLM and serve it until Ctrl-C
 	$(BIN)/triptych build minilm
 	$(BIN)/triptych serve
+
+image: docker-ready  ## Build the two container images (TRITON_IMAGE=your registry's tritonserver)
+	$(COMPOSE) --profile engine build
+
+engine-in-container: docker-ready  ## Build a pipeline's engine in the image that serves it (NAME=...)
+	@test -n "$(NAME)" || { echo "error: say which pipeline: make $@ NAME=minilm" >&2; exit 2; }
+	$(COMPOSE) run --rm --build engine engine "$(NAME)"
+
+.PHONY: docker-ready
+docker-ready:
+	@docker compose version >/dev/null 2>&1 || { echo "error: docker with its compose plugin is" \
+	  "needed and not here; docker/README.md says what the host needs" >&2; exit 2; }
+	@test -n "$(TRITON_IMAGE)" || { source docker/versions.env; echo "error: set TRITON_IMAGE to" \
+	  "your registry's copy of NVIDIA's tritonserver:$$TRITON_TAG-py3" >&2; exit 2; }
 
 examples: setup  ## Train both examples (minutes), build them and check them on labelled rows
 	$(BIN)/python build_scripts/examples/train.py ticket_routing

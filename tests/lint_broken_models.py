@@ -31,7 +31,7 @@ from lint_repositories import (
 )
 
 CAPABILITIES = 'cc_model_filenames { key: "9.0" value: "h.plan" }'
-LOWER_BOUND = 'graph_lower_bound { batch_size: 1 input { key: "ids" value { dim: [1] } } }'
+UNKNOWN = 'input { key: "ids" value { dim: [1] } }'
 
 FILES = (
     error("repository-readable", ".", "no model folder", remove("minilm")),
@@ -290,25 +290,18 @@ CONFIGS = (
         "graph-spec",
         CORE,
         "unknown input ids",
-        replace(CORE, "batch_size: 8", f"batch_size: 8 {LOWER_BOUND}"),
-        layout="plan",
+        replace(CORE, "graph_spec { batch_size: 8", f"graph_spec {{ batch_size: 8 {UNKNOWN}"),
+        layout="buckets",
     ),
     error(
         "graph-spec",
         CORE,
         "batch_size 64",
-        replace(CORE, "batch_size: 8", "batch_size: 64"),
-        layout="plan",
+        replace(CORE, "graph_spec { batch_size: 8", "graph_spec { batch_size: 64"),
+        layout="buckets",
     ),
-    error(
-        "graph-spec",
-        CORE,
-        "unknown input row_width",
-        replace(CORE, 'key: "row_stride" value { dim', 'key: "row_width" value { dim'),
-        layout="plan",
-    ),
-    error("graph-spec", CORE, "[-1]", replace(CORE, "dim: [512]", "dim: [-1]"), layout="plan"),
-    error("graph-spec", CORE, "[2]", replace(CORE, "dim: [1]", "dim: [2]"), layout="plan"),
+    error("graph-spec", CORE, "[-1]", replace(CORE, "dim: [32]", "dim: [-1]"), layout="buckets"),
+    error("graph-spec", CORE, "[2]", replace(CORE, "dim: [1]", "dim: [2]"), layout="buckets"),
 )
 
 BROKEN_MODELS = FILES + CONFIGS

@@ -23,6 +23,7 @@ from lint_cases import (
     warning,
 )
 from lint_repositories import (
+    LOCK,
     PLAIN_PY,
     ROW_STRIDE,
     append,
@@ -34,7 +35,6 @@ from lint_repositories import (
     solo,
 )
 
-STRIDE_SPEC = 'input { key: "row_stride" value { dim: [8] } }'
 MAP_LENGTH = 'input_map { key: "row_length" value: "row_length" }'
 
 ENSEMBLES = (
@@ -133,6 +133,18 @@ ENSEMBLES = (
     error(
         "ensemble-tensors",
         ENS,
+        "row_length TYPE_INT64 [1] feeds minilm_core.row_length TYPE_INT32",
+        replace(PRE, '"row_length" data_type: TYPE_INT32', '"row_length" data_type: TYPE_INT64'),
+    ),
+    error(
+        "ensemble-tensors",
+        ENS,
+        "minilm.text TYPE_STRING [] feeds minilm_preprocess.text TYPE_STRING [1]",
+        replace(ENS, "dims: [1] }", "dims: [1] reshape { shape: [] } }"),
+    ),
+    error(
+        "ensemble-tensors",
+        ENS,
         "minilm.embedding TYPE_FP32 [768]",
         replace(ENS, "dims: [384]", "dims: [768]"),
     ),
@@ -204,6 +216,7 @@ CORES = (
         CORE,
         "without allow_ragged_batch",
         replace(CORE, "allow_ragged_batch: true", ""),
+        remove(LOCK),
         layout="plan",
     ),
     error(
@@ -246,7 +259,6 @@ CORES = (
         CORE,
         "none",
         replace(CORE, 'target_name: "row_stride"', ""),
-        replace(CORE, STRIDE_SPEC, ""),
         layout="plan",
     ),
     error(
@@ -264,7 +276,6 @@ CORES = (
         CORE,
         "input_ids",
         replace(CORE, ROW_STRIDE, ""),
-        replace(CORE, STRIDE_SPEC, ""),
         layout="plan",
     ),
 )

@@ -17,6 +17,11 @@ PRIORITIES = "priority_levels: 2 default_priority_level: 1"
 INPUT_IDS = 'key: "input_ids" value { data_type: TYPE_INT32 dims: [16] zero_data: true }'
 IDS_FROM_FILE = INPUT_IDS.replace("zero_data: true", 'input_data_file: "ids"')
 
+LEAN = (
+    'parameters { key: "execution_context_allocation_strategy" '
+    'value { string_value: "ON_PROFILE_CHANGE" } }'
+)
+
 
 @dataclass(frozen=True)
 class Broken:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from lint_cases import (
     CORE,
     DELAY,
     ENS,
     IDS_FROM_FILE,
+    LEAN,
     ONNX_FILE,
     PLAN_FILE,
     POST,
@@ -22,11 +25,14 @@ from lint_cases import (
 )
 from lint_repositories import (
     COMPLETING_PY,
+    EDGES,
     LOCK,
     PLAIN_PY,
     append,
+    engine,
     ensemble,
     graph,
+    profile,
     put,
     relock,
     remove,
@@ -205,5 +211,33 @@ FINE = (
     ),
     fine("results for each token", append(CORE, SCATTER)),
     fine("a model class by assignment", model_py(POST, ASSIGNED)),
+    fine(
+        "a version compatible engine of TensorRT 10 on 11",
+        engine(tensorrt="10.16.1.11", version_compatible=True),
+        layout="plan",
+        triton="26.08",
+    ),
+    fine("an engine of that release", engine(tensorrt="11.2.1"), layout="plan", triton="26.08"),
+    fine("an engine of the same major", engine(tensorrt="10.4.0"), layout="plan", triton="24.10"),
+    fine("an engine for a release to come", engine(tensorrt="12.0"), layout="plan", triton="27.02"),
+    fine(
+        "the graph of the engine",
+        put(ONNX_FILE, graph("plan")),
+        engine(onnx_sha256=hashlib.sha256(graph("plan")).hexdigest()),
+        layout="plan",
+    ),
+    fine(
+        "profiles that share the batch sizes",
+        replace(CORE, '"2"]', '"2", "3", "4", "5"]'),
+        engine([profile(rows, edge=(edge,)) for edge in EDGES for rows in ((1, 8), (9, 32))]),
+        layout="buckets",
+    ),
+    fine(
+        "many contexts with memory for the profile in use",
+        replace(CORE, "count: 2 kind: KIND_GPU", "count: 8 kind: KIND_GPU"),
+        append(CORE, LEAN),
+        layout="buckets",
+        triton="25.05",
+    ),
     fine("a plan of its own", put(PLAN_FILE, b"x"), remove(LOCK), layout="plan"),
 )

@@ -16,8 +16,9 @@ Files = dict[str, bytes]
 Edit = Callable[[Files], None]
 
 LOCK = "minilm/triptych.lock.json"
-LAYOUTS = ("packed", "bucketed", "plan")
-"""ONNX cores of both layouts, and a packed TensorRT plan."""
+LAYOUTS = ("packed", "bucketed", "plan", "buckets")
+"""ONNX cores of both layouts, and a packed and a bucketed TensorRT plan."""
+EDGES = (16, 32, 64)
 
 STUB_IO = b"import json\n\nimport numpy as np\nimport triton_python_backend_utils as pb_utils\n"
 MODEL_PY = b"""
@@ -93,6 +94,7 @@ dynamic_batching {
   default_queue_policy { default_timeout_microseconds: 5000000 max_queue_size: 1024 }
 }
 parameters { key: "bucket_edges" value { string_value: "[16, 32, 64]" } }
+parameters { key: "max_length" value { string_value: "64" } }
 parameters { key: "tokenizer_file" value { string_value: "tokenizer.json" } }
 """
 POSTPROCESS = """
@@ -134,23 +136,29 @@ batch_input [{
 }]
 """
 _CPU = "instance_group [{ count: 2 kind: KIND_CPU }]"
-_GPU = """
-instance_group [{ count: 2 kind: KIND_GPU gpus: [0] profile: ["0"] }]
-optimization { cuda {
-  graphs: true
-  graph_spec [{
-    batch_size: 8
-    input { key: "input_ids" value { dim: [512] } }
-    input { key: "row_length" value { dim: [1] } }
-    input { key: "row_stride" value { dim: [8] } }
-  }]
-} }
-"""
+_GPU = "instance_group [{ count: 2 kind: KIND_GPU gpus: [0] profile: [%s] }]"
+
+
+def graph_spec(edge: int, rows: int, fewest: int) -> str:
+    """A CUDA graph for `fewest` to `rows` rows of `edge` tokens."""
+    inputs = (
+        f'input {{ key: "input_ids" value {{ dim: [{edge}] }} }} '
+        'input { key: "row_length" value { dim: [1] } }'
+    )
+    lower = f"graph_lower_bound {{ batch_size: {fewest} {inputs} }}"
+    return f"graph_spec {{ batch_size: {rows} {inputs} {lower} }}"
+
+
+GRAPHS = tuple(
+    graph_spec(edge, rows, fewest) for edge in EDGES for rows, fewest in ((1, 1), (8, 2), (32, 9))
+)
+_GRAPHS = f"optimization {{ cuda {{ graphs: true {' '.join(GRAPHS)} }} }}"
 _RAGGED = "allow_ragged_batch: true"
 _CORES = {
     "packed": ("onnxruntime", _RAGGED, ROW_STRIDE + _CPU),
     "bucketed": ("onnxruntime", "", _CPU),
-    "plan": ("tensorrt", _RAGGED, ROW_STRIDE + _GPU),
+    "plan": ("tensorrt", _RAGGED, ROW_STRIDE + _GPU % '"0"'),
+    "buckets": ("tensorrt", "", _GPU % '"0", "1", "2"' + _GRAPHS),
 }
 
 
@@ -162,15 +170,18 @@ def graph(
     rows: int | str = "rows",
     flat: bool = True,
     dtype: int = TensorProto.FLOAT,
+    middle: int = TensorProto.FLOAT,
+    ids: int = TensorProto.INT32,
     external: str = "",
 ) -> bytes:
     """A small ONNX file with the inputs and outputs of a core; `external` names a weights file."""
-    tokens = ["tokens"] if layout == "packed" and flat else [rows, "tokens"]
+    packed = layout in ("packed", "plan")
+    tokens = ["tokens"] if packed and flat else [rows, "tokens"]
     inputs = [
-        helper.make_tensor_value_info("input_ids", TensorProto.INT32, tokens),
+        helper.make_tensor_value_info("input_ids", ids, tokens),
         helper.make_tensor_value_info("row_length", TensorProto.INT32, [rows, 1]),
     ]
-    if layout == "packed":
+    if packed:
         inputs.append(helper.make_tensor_value_info("row_stride", TensorProto.INT32, [rows]))
     output = helper.make_tensor_value_info("sentence_embedding", dtype, [rows, width])
     weights = helper.make_tensor("w", TensorProto.FLOAT, [1, width], [0.0] * width)
@@ -181,7 +192,8 @@ def graph(
     nodes = [
         helper.make_node("Cast", ["row_length"], ["length"], to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["length", "w"], ["product"]),
-        helper.make_node("Cast", ["product"], ["sentence_embedding"], to=dtype),
+        helper.make_node("Cast", ["product"], ["middle"], "bf16", to=middle),
+        helper.make_node("Cast", ["middle"], ["sentence_embedding"], to=dtype),
     ]
     body = helper.make_graph(nodes, "core", inputs, [output], initializer=[weights])
     model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
@@ -212,13 +224,40 @@ def good_files(layout: str) -> Files:
     return files
 
 
+def profile(rows: tuple[int, int], **tokens: tuple[int, ...]) -> dict[str, Any]:
+    """A profile for so many rows: packed over ``tokens=(fewest, most)``, else of ``edge=(n,)``."""
+    least, most = rows
+    shapes = {"row_length": ([least, 1], [most, 1])}
+    if "edge" in tokens:
+        shapes["input_ids"] = ([least, *tokens["edge"]], [most, *tokens["edge"]])
+    else:
+        low, high = tokens["tokens"]
+        shapes |= {"input_ids": ([low], [high]), "row_stride": ([least], [most])}
+    return {
+        name: {"minimum": low, "optimum": high, "maximum": high}
+        for name, (low, high) in shapes.items()
+    }
+
+
+PACKED = [profile((1, 32), tokens=(1, 32 * EDGES[-1]))]
+BUCKETED = [profile((1, 32), edge=(edge,)) for edge in EDGES]
+
+
+def engine_plan(profiles: list[dict[str, Any]]) -> dict[str, Any]:
+    """`EnginePlan` as the lock holds it."""
+    return {"precision": "fp16", "profiles": profiles, "graph_specs": [], "options": {}}
+
+
 def make_lock(files: Files, **traffic: Any) -> bytes:
     """The lock of `files`."""
+    core = files.get("minilm_core/config.pbtxt", b"")
     hashed = {n: c for n, c in files.items() if n != LOCK and not n.endswith("/")}
     lock = {
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in hashed.items()},
         "traffic": {"rows": 300, "truncated_share": 0.01, **traffic},
     }
+    if b"tensorrt" in core:
+        lock["plan"] = {"engine": engine_plan(PACKED if _RAGGED.encode() in core else BUCKETED)}
     return json.dumps(lock).encode()
 
 
@@ -325,5 +364,18 @@ def relock(**traffic: Any) -> Edit:
 
     def edit(files: Files) -> None:
         files[LOCK] = make_lock(files, **traffic)
+
+    return edit
+
+
+def engine(profiles: list[dict[str, Any]] | None = None, **record: Any) -> Edit:
+    """Write the lock now, with other profiles or the record of a finished engine."""
+
+    def edit(files: Files) -> None:
+        lock = json.loads(make_lock(files))
+        if profiles is not None:
+            lock["plan"]["engine"] = engine_plan(profiles)
+        lock["engine"] = record or None
+        files[LOCK] = json.dumps(lock).encode()
 
     return edit

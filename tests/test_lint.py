@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lint_broken_engines import BROKEN_ENGINES
 from lint_broken_models import BROKEN_MODELS
 from lint_broken_wires import BROKEN_WIRES
 from lint_cases import Broken, Fine
@@ -17,7 +18,7 @@ from triptych.errors import Finding, UserError
 from triptych.repository.lint import CHECKS, run_checks
 from triptych.serving.server import Server
 
-BROKEN = BROKEN_MODELS + BROKEN_WIRES
+BROKEN = BROKEN_MODELS + BROKEN_WIRES + BROKEN_ENGINES
 
 
 def serious(findings: list[Finding]) -> list[Finding]:

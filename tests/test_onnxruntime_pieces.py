@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from onnxruntime_cases import PACKED, PADDED, write_model
-from triptych.serving.backends.onnxruntime import ort_contract, ort_feeds, ort_sessions
+from triptych.serving.backends.onnxruntime import ort_batches, ort_contract, ort_sessions
+from triptych.serving.stand_in import contract as contracts
+from triptych.serving.stand_in import feeds
 
 PACKED_INPUTS = [
     ort_contract.GraphTensor("input_ids", "tensor(int32)", (-1,)),
@@ -147,18 +149,20 @@ def test_contract_refuses(
     changes: dict[str, Any], inputs: list[Any], outputs: list[Any], message: str
 ) -> None:
     ort_contract.check_contract(
-        ort_contract.parse_contract(packed_contract()), PACKED_INPUTS, PACKED_OUTPUTS
+        contracts.parse_contract(packed_contract(), backend="onnxruntime"),
+        PACKED_INPUTS,
+        PACKED_OUTPUTS,
     )
-    contract = ort_contract.parse_contract(packed_contract(**changes))
-    with pytest.raises(ort_contract.ContractError) as refusal:
+    contract = contracts.parse_contract(packed_contract(**changes), backend="onnxruntime")
+    with pytest.raises(contracts.ContractError) as refusal:
         ort_contract.check_contract(contract, inputs, outputs)
     assert message in str(refusal.value)
 
 
-def tickets(*requests: tuple[int, int]) -> list[ort_feeds.Ticket]:
+def tickets(*requests: tuple[int, int]) -> list[feeds.Ticket]:
     """Requests as (rows, elements a row)."""
     return [
-        ort_feeds.Ticket(index, {}, rows=rows, row_cost=cost)
+        feeds.Ticket(index, {}, rows=rows, row_cost=cost)
         for index, (rows, cost) in enumerate(requests)
     ]
 
@@ -172,7 +176,7 @@ def test_micro_batches_hold_every_row_once_and_in_order(
 ) -> None:
     rng = np.random.default_rng(seed)
     asked = tickets(*((int(rng.integers(1, 9)), int(rng.lognormal(3, 0.8)) + 1) for _ in range(20)))
-    batches = ort_feeds.form_micro_batches(
+    batches = ort_batches.form_micro_batches(
         asked, budget=budget, workers=workers, separable=separable
     )
     rows = [
@@ -192,11 +196,11 @@ def test_micro_batches_hold_every_row_once_and_in_order(
 
 
 def test_micro_batches_keep_all_workers_busy_alike() -> None:
-    batches = ort_feeds.form_micro_batches(
+    batches = ort_batches.form_micro_batches(
         tickets(*[(1, 30)] * 32), budget=128, workers=2, separable=True
     )
     assert [sum(part.ticket.row_cost for part in parts) for parts in batches] == [120] * 8
-    (first, second) = ort_feeds.form_micro_batches(
+    (first, second) = ort_batches.form_micro_batches(
         tickets((6, 20)), budget=128, workers=2, separable=True
     )
     assert [(part.start, part.stop) for part in first + second] == [(0, 3), (3, 6)]
@@ -216,7 +220,7 @@ def test_micro_batches_keep_all_workers_busy_alike() -> None:
 def test_one_micro_batch_when_all_cores_had_better_share_it(
     requests: list[tuple[int, int]], budget: int, workers: int, count: int
 ) -> None:
-    batches = ort_feeds.form_micro_batches(
+    batches = ort_batches.form_micro_batches(
         tickets(*requests), budget=budget, workers=workers, separable=True
     )
     assert len(batches) == count
@@ -235,16 +239,14 @@ def test_token_budget_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_left_their_request_are_described_by_themselves() -> None:
-    contract = ort_contract.parse_contract(packed_contract())
-    requests: list[ort_feeds.Feed] = [
+    contract = contracts.parse_contract(packed_contract(), backend="onnxruntime")
+    requests: list[feeds.Feed] = [
         {"input_ids": np.arange(6, dtype=np.int32).reshape(3, 2), "row_length": np.ones((3, 1))},
         {"input_ids": np.arange(10, 14, dtype=np.int32)[None], "row_length": np.ones((1, 1))},
     ]
-    first, second = (ort_feeds.new_ticket(contract, None, inputs) for inputs in requests)
+    first, second = (feeds.new_ticket(contract, None, inputs) for inputs in requests)
     assert (first.rows, first.row_cost, second.rows, second.row_cost) == (3, 2, 1, 4)
-    feed = ort_feeds.build_feed(
-        contract, [ort_feeds.Part(first, 1, 3), ort_feeds.Part(second, 0, 1)]
-    )
+    feed = feeds.build_feed(contract, [feeds.Part(first, 1, 3), feeds.Part(second, 0, 1)])
     assert feed["input_ids"].tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
     assert feed["row_stride"].tolist() == [2, 2, 4]
     assert feed["row_stride"].dtype == np.int32

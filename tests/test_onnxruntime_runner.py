@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triptych.serving.backends.onnxruntime import ort_contract, ort_feeds
+from triptych.serving.backends.onnxruntime import ort_batches
+from triptych.serving.stand_in import contract, feeds
 
 
 class Bench:
@@ -24,8 +25,9 @@ class Bench:
         self.answers: SimpleQueue[Any] = SimpleQueue()
         self.alone = 0
         tokens = {"name": "tokens", "data_type": "TYPE_INT32", "dims": [-1]}
-        self.contract = ort_contract.parse_contract(
-            {"name": "double", "max_batch_size": 8, "input": [tokens], "output": [tokens]}
+        self.contract = contract.parse_contract(
+            {"name": "double", "max_batch_size": 8, "input": [tokens], "output": [tokens]},
+            backend="onnxruntime",
         )
         self.runner = importlib.import_module("ort_runner").Runner(
             self.contract,
@@ -36,11 +38,11 @@ class Bench:
             answer=self.answers.put,
         )
 
-    def run_alone(self, feed: ort_feeds.Feed) -> list[Any]:
+    def run_alone(self, feed: feeds.Feed) -> list[Any]:
         self.alone += 1
         return self.run_beside(feed)
 
-    def run_beside(self, feed: ort_feeds.Feed) -> list[Any]:
+    def run_beside(self, feed: feeds.Feed) -> list[Any]:
         tokens = feed["tokens"]
         if (tokens == 0).any():
             assert self.go.wait(10)
@@ -53,7 +55,7 @@ class Bench:
         return list(
             self.runner.run(
                 [
-                    ort_feeds.new_ticket(self.contract, rows[0][0], {"tokens": np.array(rows)})
+                    feeds.new_ticket(self.contract, rows[0][0], {"tokens": np.array(rows)})
                     for rows in requests
                 ]
             )
@@ -69,9 +71,8 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    # As Triton does; under the name it has there, so that both know one `ort_feeds`.
-    monkeypatch.syspath_prepend(Path(ort_feeds.__file__).parent)
-    monkeypatch.setitem(sys.modules, "ort_feeds", ort_feeds)
+    # As Triton does, and under the name it has there.
+    monkeypatch.syspath_prepend(Path(ort_batches.__file__).parent)
     monkeypatch.delitem(sys.modules, "ort_runner", raising=False)
     bench = Bench()
     yield bench

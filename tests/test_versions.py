@@ -1,4 +1,4 @@
-"""The table of Triton releases: versions, and the config fields that each one knows."""
+"""The table of Triton releases: what is inside each, and the fields and flags that it knows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from conftest import ROOT
 from triptych.errors import UserError
 from triptych.repository.config import new_config, parse_config
 from triptych.versions import (
+    BACKEND_PARAMETERS,
     CONFIG_FIELDS,
+    CUDA_VERSIONS,
+    SERVER_FLAGS,
+    TENSORRT_VERSIONS,
     TRITON_VERSIONS,
     Release,
+    Since,
+    cuda_of,
     fields_newer_than,
+    flags_newer_than,
+    parameters_newer_than,
     parse_release,
+    releases_with,
+    tensorrt_major,
+    tensorrt_of,
     without_newer_fields,
 )
 
@@ -58,14 +70,18 @@ def test_every_field_of_the_table_is_in_the_schema() -> None:
             descriptor = descriptor.fields_by_name[name].message_type
 
 
-def test_the_embedded_server_knows_the_fields_that_the_table_says() -> None:
+# Settings within a flag are read by code that the binary holds no names of.
+FLAGS = [flag for flag in SERVER_FLAGS if "." not in flag.name]
+
+
+@pytest.mark.parametrize("since", [*CONFIG_FIELDS, *FLAGS], ids=lambda since: since.name)
+def test_the_embedded_server_knows_what_the_table_says(since: Since) -> None:
     found = importlib.util.find_spec("pytriton")
     assert found is not None
     assert found.origin is not None
     binary = (Path(found.origin).parent / "tritonserver/bin/tritonserver").read_bytes()
-    for field in CONFIG_FIELDS:
-        known = field.name.rpartition(".")[2].encode() in binary
-        assert known == (field.release <= Release(24, 10)), field.name
+    known = since.name.rpartition(".")[2].encode() in binary
+    assert known == (since.release <= Release(24, 10))
 
 
 @pytest.mark.parametrize(
@@ -93,3 +109,77 @@ def test_a_config_without_new_fields_stays_as_it_is() -> None:
     assert fields_newer_than(config, Release(23, 1)) == []
     assert without_newer_fields(config, "23.01") == config
     assert fields_newer_than(parse_config(NEW), "25.11") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "newer"),
+    [
+        (["--http-port=8000", "--model-repository", "/models"], []),
+        (["--grpc-infer-thread-count=8", "--exit-timeout-secs=60"], ["grpc-infer-thread-count"]),
+        (["--http-max-input-size", "1000"], ["http-max-input-size"]),
+        (["grpc-max-response-pool-size"], ["grpc-max-response-pool-size"]),
+        (["--allow-client-shm", "--http-restricted-api=x:k=v"], ["allow-client-shm"]),
+        (["--metrics-config=counter_latencies=true"], []),
+        (["--metrics-config=histogram_latencies=true"], ["metrics-config.histogram_latencies"]),
+        (["--metrics-config", "histogram_latencies=true"], ["metrics-config.histogram_latencies"]),
+    ],
+)
+def test_flags_that_a_release_does_not_know_are_found(flags: list[str], newer: list[str]) -> None:
+    assert [flag.name for flag in flags_newer_than(flags, "24.10")] == newer
+    assert flags_newer_than(flags, "26.08") == []
+
+
+def test_flags_are_in_order_of_release() -> None:
+    assert list(SERVER_FLAGS) == sorted(SERVER_FLAGS, key=lambda flag: flag.release)
+
+
+def test_parameters_that_a_backend_does_not_know_are_found_and_left_out() -> None:
+    (strategy,) = BACKEND_PARAMETERS["tensorrt"]
+    keys = ("execution_context_allocation_strategy", "mine")
+    values = (f'parameters {{ key: "{key}" value {{ string_value: "x" }} }}' for key in keys)
+    text = " ".join(values)
+    config = parse_config(f'backend: "tensorrt" {text}')
+    assert parameters_newer_than(config, "25.04") == [strategy]
+    assert parameters_newer_than(config, "25.05") == []
+    assert set(without_newer_fields(config, "25.04").parameters) == {"mine"}
+    assert parameters_newer_than(parse_config(f'backend: "python" {text}'), "25.04") == []
+
+
+@pytest.mark.parametrize(
+    ("triton", "tensorrt", "major"),
+    [
+        ("21.12", None, None),
+        ("24.04", None, 8),
+        ("24.05", None, 10),
+        ("26.05", "10.16.1.11", 10),
+        ("26.06", "11.0.0.114", 11),
+        ("26.08-py3", "11.2.1", 11),
+        ("26.09", None, 11),
+        ("27.01", None, None),
+    ],
+)
+def test_the_tensorrt_of_a_release_is_known_or_said_to_be_unknown(
+    triton: str, tensorrt: str | None, major: int | None
+) -> None:
+    assert tensorrt_of(triton) == tensorrt
+    assert tensorrt_major(triton) == major
+    if tensorrt is not None:
+        assert releases_with(tensorrt) == [parse_release(triton)]
+
+
+def test_what_is_inside_an_image_never_gets_older() -> None:
+    for table in (TENSORRT_VERSIONS, CUDA_VERSIONS):
+        numbers = [tuple(map(int, table[release].split("."))) for release in sorted(table)]
+        assert numbers == sorted(numbers)
+    for release, version in TENSORRT_VERSIONS.items():
+        assert tensorrt_major(release) == int(version.partition(".")[0])
+    assert (cuda_of("26.08"), cuda_of("24.10")) == ("13.4", None)
+
+
+def test_the_image_that_is_built_is_in_the_table() -> None:
+    lines = (ROOT / "docker/versions.env").read_text(encoding="utf-8").splitlines()
+    pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
+    names = {name: value for name, _, value in pairs}
+    release = parse_release(names["TRITON_TAG"])
+    assert TRITON_VERSIONS[release] == names["TRITON_VERSION"]
+    assert TENSORRT_VERSIONS[release] == names["TENSORRT_VERSION"]

@@ -379,7 +379,7 @@ def _lint(files: Mapping[str, Any], repository: Path, plan: Plan) -> list[Findin
         if plan.spec.core.share is not None:
             core = plan.step("core")
             Path(scratch, core).symlink_to((repository / core).absolute())
-        findings = run_checks(Path(scratch), triton=plan.spec.serving.triton)
+        findings = run_checks(Path(scratch), triton=plan.spec.serving.triton, with_engines=False)
     # The engine is built of what is written now, here or in the image that will serve it.
     findings = [finding for finding in findings if finding.id != "engine-built"]
     errors = [finding for finding in findings if finding.severity == "error"]

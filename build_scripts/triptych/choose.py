@@ -31,7 +31,14 @@ AUTO = "auto"
 BASELINE: Precision = "fp32"
 CLIENTS = 32
 PACES_FILE = "paces.json"
-CODE = ("race.py", "load/*.py", "serving/backends/*/*.py", "runtime/*.py", "repository/*.py")
+CODE = (
+    "race.py",
+    "load/*.py",
+    "serving/backends/*/*.py",
+    "serving/stand_in/*.py",
+    "runtime/*.py",
+    "repository/*.py",
+)
 
 RUNS: dict[tuple[str, str], tuple[Precision, ...]] = {
     ("onnxruntime", "cpu"): ("fp32", "int8", "int8_dynamic", "fp16"),

@@ -30,7 +30,8 @@ class ImageCore(nn.Module):
 
     def values(self, pixels: torch.Tensor) -> torch.Tensor:
         """The model's input: UINT8 ``[rows, height, width, channels]`` to FP32, channels first."""
-        values = pixels.permute(0, 3, 1, 2).to(torch.float32)
+        # To floats first: TensorRT takes bytes as an input, but nothing computes on them.
+        values = pixels.to(torch.float32).permute(0, 3, 1, 2)
         # Not folded into one multiplication and addition: this is the processor's own order.
         if self._factor is not None:
             values = values * self._factor

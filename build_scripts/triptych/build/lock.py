@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def make_lock(
             "max_length": plan.max_length,
             "bucket_edges": list(plan.bucket_edges),
             "max_batch_size": plan.max_batch_size,
+            "core": asdict(plan.core),
             "engine": _engine_plan(plan, gate),
         },
         "engine": engine,

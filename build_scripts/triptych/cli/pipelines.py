@@ -158,18 +158,20 @@ def build(
 def lint(
     repository: RepositoryArgument = REPOSITORY,
     triton: Annotated[
-        str, typer.Option("--triton", metavar="YY.MM", help="Oldest release it must load on.")
-    ] = "24.10",
+        str | None,
+        typer.Option("--triton", metavar="YY.MM", help="Release that must load it, engines too."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a model repository without a server: wiring, shapes, files, versions."""
-    from triptych.repository.lint import run_checks
+    from triptych.repository.lint import OLDEST, run_checks
 
     if not repository.is_dir():
         raise UserError(
             "repository", "must be a folder", given=repository, remedy="Run `triptych build NAME`"
         )
-    findings = [finding.as_dict() for finding in run_checks(repository, triton=triton)]
+    found = run_checks(repository, triton=triton or OLDEST, with_engines=triton is not None)
+    findings = [finding.as_dict() for finding in found]
     errors = sum(finding["severity"] == "error" for finding in findings)
     if as_json:
         print_json(findings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,10 +39,15 @@ def serve(
     ] = 8002,
     timeout_s: Annotated[float, typer.Option(help="Time the models may take to load.")] = 120.0,
     log_file: Annotated[Path | None, typer.Option(help="Where the server's log goes.")] = None,
+    profile: Annotated[
+        Literal["development", "production"],
+        typer.Option(help="production takes the serving image's flags, check and TRIPTYCH_*."),
+    ] = "development",
     as_json: Json = False,
 ) -> None:
     """Serve a model repository with a real tritonserver until interrupted."""
     from triptych.repository.store import locked
+    from triptych.serving.production import check_and_make_flags
     from triptych.serving.server import Server
     from triptych.serving.wait import serve_until_asked
 
@@ -62,6 +67,7 @@ def serve(
         http_port=http_port,
         metrics_port=metrics_port,
         log_file=log_file,
+        extra_args=check_and_make_flags(repository) if profile == "production" else (),
     )
 
     def announce() -> None:

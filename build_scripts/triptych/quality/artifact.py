@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.build.feeds import Sample, core_feed, row_strides
+from triptych.build.feeds import Feed, Sample, core_feed, row_strides
 from triptych.build.precision.emulate import open_session
 from triptych.plan import Plan
 from triptych.tasks.task import Core
@@ -20,6 +20,9 @@ RowOutputs = dict[str, NDArray[Any]]
 
 RunBatch = Callable[[Sequence[Sample]], list[RowOutputs]]
 """Runs one batch of rows on the artifact."""
+
+RunFeed = Callable[[Feed], Mapping[str, NDArray[Any]]]
+"""Runs one batch as the graph takes it; the outputs by name."""
 
 
 def open_onnx(
@@ -37,9 +40,29 @@ def open_onnx(
     session = open_session(path)
     names = [tensor.name for tensor in core.outputs]
 
+    def run(feed: Feed) -> Mapping[str, NDArray[Any]]:
+        return dict(zip(names, session.run(names, feed), strict=True))
+
+    return by_rows(run, core, inputs, packed=packed, pad_token_id=pad_token_id)
+
+
+def by_rows(
+    run_feed: RunFeed, core: Core, inputs: tuple[Tensor, ...], *, packed: bool, pad_token_id: int
+) -> RunBatch:
+    """A function that runs one batch of rows by whatever runs a feed.
+
+    Args:
+        run_feed: gives the outputs for a feed, by name.
+        core: what it returns.
+        inputs: of a feed, as `core_feed` takes them.
+        packed: the layout.
+        pad_token_id: fills rows up.
+    """
+    names = [tensor.name for tensor in core.outputs]
+
     def run(samples: Sequence[Sample]) -> list[RowOutputs]:
-        feed = core_feed(samples, inputs, packed=packed, pad_token_id=pad_token_id)
-        results = session.run(names, feed)
+        outputs = run_feed(core_feed(samples, inputs, packed=packed, pad_token_id=pad_token_id))
+        results = [outputs[name] for name in names]
         rows = [sample for sample in samples if isinstance(sample, TokenRow)]
         if not rows:
             return [dict(zip(names, values, strict=True)) for values in zip(*results, strict=True)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from triptych.container.entrypoint import find_release as find_image_release
 from triptych.errors import UserError
 from triptych.serving.requirements import (
     INSTALL_LOCAL,
@@ -19,9 +20,12 @@ from triptych.serving.requirements import (
     find_wheel,
     read_platform,
 )
+from triptych.versions import Release
 
 __all__ = ["INSTALL_LOCAL", "Installation", "find_installation", "find_wheel"]
 
+# Of the server in the `nvidia-pytriton` wheel.
+EMBEDDED_RELEASE = Release(24, 10)
 _NOT_CODE = shutil.ignore_patterns("__pycache__")
 _STAND_INS = Path(__file__).parent / "backends"
 
@@ -66,6 +70,17 @@ def find_installation(private: Path, *, own_backends: Path | None = None) -> Ins
     if wheel is None or platform.libpython is None:
         raise RuntimeError("the requirements hold, so the wheel and libpython are there")
     return _assemble(wheel, platform, private / "backends", _backend_folders(own_backends))
+
+
+def find_release() -> Release:
+    """The release of the server that `find_installation` starts where the caller has no backends.
+
+    Raises:
+        UserError: a tritonserver is on PATH and nothing says which release it is.
+    """
+    if shutil.which("tritonserver"):
+        return find_image_release(os.environ)
+    return EMBEDDED_RELEASE
 
 
 def check_requirements(platform: Platform) -> None:

@@ -29,7 +29,14 @@ from triptych.tuning.objective import Objective, Scored
 from triptych.tuning.results import Outcome, TuneResult
 from triptych.tuning.search import Search, points_of, scores_of
 
-CODE = ("tuning/*.py", "load/*.py", "serving/backends/*/*.py", "runtime/*.py", "repository/*.py")
+CODE = (
+    "tuning/*.py",
+    "load/*.py",
+    "serving/backends/*/*.py",
+    "serving/stand_in/*.py",
+    "runtime/*.py",
+    "repository/*.py",
+)
 FINAL_CLIENTS = (1, 4, 16)
 """Closed loops of the final comparison, besides those that the score is made of."""
 

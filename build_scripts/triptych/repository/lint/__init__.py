@@ -1,5 +1,5 @@
 """Static lint of a whole model repository."""
 
-from triptych.repository.lint.checks import CHECKS, run_checks
+from triptych.repository.lint.checks import CHECKS, OLDEST, run_checks
 
-__all__ = ["CHECKS", "run_checks"]
+__all__ = ["CHECKS", "OLDEST", "run_checks"]

@@ -11,9 +11,12 @@ from triptych.repository.lint import (
     batching,
     config,
     core,
+    cuda_graphs,
+    engine,
     ensemble,
     files,
     lock,
+    profiles,
     python_steps,
     warmup,
 )
@@ -48,6 +51,13 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("onnx-readable", core.onnx_readable),
     ("onnx-data", core.onnx_data),
     ("onnx-tensors", core.onnx_tensors),
+    ("engine-built", engine.engine_built),
+    ("engine-version", engine.engine_version),
+    ("engine-operators", engine.engine_operators),
+    ("profile-batch", profiles.profile_batch),
+    ("profile-names", profiles.profile_names),
+    ("profile-range", profiles.profile_range),
+    ("profile-switching", profiles.profile_switching),
     ("batch-input", core.batch_input),
     ("batch-shapes", batching.batch_shapes),
     ("dynamic-batching", batching.dynamic_batching),
@@ -62,15 +72,21 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("int64-tensor", config.int64_tensor),
     ("warmup", warmup.warmup),
     ("graph-spec", warmup.graph_spec),
+    ("cuda-graphs", cuda_graphs.cuda_graphs),
     ("python-model", python_steps.python_model),
     ("python-import", python_steps.python_import),
     ("python-kind", python_steps.python_kind),
 )
 
+OLDEST = "24.10"
+"""The release that a repository has to suit unless another one is named: the embedded server's."""
+
 _SEVERITIES = ("error", "warning", "info")
 
 
-def run_checks(repository: Path, *, triton: str = "24.10") -> list[Finding]:
+def run_checks(
+    repository: Path, *, triton: str = OLDEST, with_engines: bool = True
+) -> list[Finding]:
     """Every finding on the model repository at `repository`, errors first.
 
     Broken input is a finding, never an exception; files are relative to `repository`.
@@ -78,10 +94,12 @@ def run_checks(repository: Path, *, triton: str = "24.10") -> list[Finding]:
     Args:
         repository: the folder with one folder for each model, ours or hand-made.
         triton: the release that will serve it (``24.10``, or an image tag ``26.08-py3``).
+        with_engines: it must also load the engines. No where `triton` is but the oldest release
+            that the rest has to suit: an engine is of one release, whose image checks it.
 
     Raises:
         UserError: `triton` is not a release.
     """
-    snapshot = read_repository(repository, parse_release(triton))
+    snapshot = read_repository(repository, parse_release(triton), with_engines=with_engines)
     findings = [Finding(name, *astuple(flaw)) for name, check in CHECKS for flaw in check(snapshot)]
     return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))

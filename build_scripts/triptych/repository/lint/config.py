@@ -11,11 +11,19 @@ from typing import Any
 from triptych.repository.lint.backends import BACKENDS, ENSEMBLE
 from triptych.repository.lint.flaw import Flaw, dims_text, error, names, warning
 from triptych.repository.lint.snapshot import Model, Repository, enum_name, is_file
-from triptych.versions import TENSORRT_INT64, fields_newer_than
+from triptych.versions import (
+    BACKEND_TYPES,
+    TENSORRT_INT64,
+    fields_newer_than,
+    parameters_newer_than,
+)
 
 
 def triton_version(repository: Repository) -> Iterator[Flaw]:
-    """No field is newer than the target Triton: one unknown field and it refuses the config."""
+    """No field is newer than the target Triton: one unknown field and it refuses the config.
+
+    Parameters that its backend does not know yet are passed over without a word.
+    """
     for model in repository.configured():
         for field in fields_newer_than(model.config, repository.triton):
             yield error(
@@ -23,6 +31,27 @@ def triton_version(repository: Repository) -> Iterator[Flaw]:
                 f"must hold only fields that Triton {repository.triton} knows",
                 given=f"{field.name}, new in {field.release}",
                 remedy=f"Remove it, or target Triton {field.release} or later",
+            )
+        for parameter in parameters_newer_than(model.config, repository.triton):
+            yield warning(
+                model.config_file,
+                f"should hold only parameters that Triton {repository.triton} knows: it takes no "
+                "notice of others",
+                given=f"parameter {parameter.name}, new in {parameter.release}",
+                remedy=f"Remove it, or target Triton {parameter.release} or later",
+            )
+        yield from _newer_types(repository, model)
+
+
+def _newer_types(repository: Repository, model: Model) -> Iterator[Flaw]:
+    used = {enum_name(t, "data_type") for t in (*model.config.input, *model.config.output)}
+    for since in BACKEND_TYPES.get(model.backend, ()):
+        if since.name in used and since.release > repository.triton:
+            yield error(
+                model.config_file,
+                f"must have only data types that the backend has in Triton {repository.triton}",
+                given=f"{since.name}, new in {since.release} for {model.backend}",
+                remedy=f"Cast to TYPE_FP32, or target Triton {since.release} or later",
             )
 
 

@@ -7,7 +7,13 @@ from typing import Any
 
 from triptych.repository.lint.flaw import Flaw, dims_text, error, info, names, warning
 from triptych.repository.lint.graph import Graph, GraphTensor
-from triptych.repository.lint.snapshot import Model, Repository, enum_name, exists
+from triptych.repository.lint.snapshot import (
+    Model,
+    Repository,
+    enum_name,
+    exists,
+    waits_for_engine,
+)
 
 # How many dims the tensor has that the server makes for each kind of batch_input.
 _RANKS = {"BATCH_ITEM_SHAPE": 2}
@@ -15,7 +21,11 @@ _RANKS = {"BATCH_ITEM_SHAPE": 2}
 
 def onnx_readable(repository: Repository) -> Iterator[Flaw]:
     """ONNX files can be read; without the onnx package their checks are left out."""
-    skipped = [model.name for model in repository.executed() if model.backend == "onnxruntime"]
+    skipped = [
+        model.name
+        for model in repository.executed()
+        if model.backend == "onnxruntime" or waits_for_engine(model)
+    ]
     if skipped and not repository.reads_graphs:
         yield info(
             "",

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from triptych.repository.lint.flaw import Flaw, error, names, warning
 from triptych.repository.lint.python_source import files_beside
-from triptych.repository.lint.snapshot import Model, Repository, exists, is_file
+from triptych.repository.lint.snapshot import (
+    Model,
+    Repository,
+    exists,
+    is_file,
+    waits_for_engine,
+)
 
 # Pointer files of git LFS are about 130 bytes; no model is that small.
 _LFS_START = b"version https://git-lfs"
@@ -134,6 +140,8 @@ def version_policy(repository: Repository) -> Iterator[Flaw]:
 def model_file(repository: Repository) -> Iterator[Flaw]:
     """Every served version holds what its backend loads, and it is not empty."""
     for model in repository.executed():
+        if waits_for_engine(model):
+            continue  # see engine_built
         for folder in model.served_folders:
             if model.model_file:
                 yield from _check_model_file(model, folder)

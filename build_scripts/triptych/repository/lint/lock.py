@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from triptych.build.lock import LOCK_FILE
+from triptych.repository.lint.files_hash import sha256_of
 from triptych.repository.lint.flaw import Flaw, error, warning
 from triptych.repository.lint.snapshot import Model, Repository, is_file
 
@@ -52,7 +51,7 @@ def lock_files(repository: Repository) -> Iterator[Flaw]:
             path = repository.root / name
             if not is_file(path):
                 yield _changed(model, name, "the file is missing")
-            elif _sha256(path) != digest.lower().removeprefix("sha256:"):
+            elif sha256_of(path) != digest.lower().removeprefix("sha256:"):
                 yield _changed(model, name, "the content is another one")
 
 
@@ -63,17 +62,6 @@ def _changed(model: Model, name: str, given: str) -> Flaw:
         given=given,
         remedy=f"Build {model.name} again: change the pipeline, not what was built from it",
     )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError:
-        return ""
-    return digest.hexdigest()
 
 
 def traffic(repository: Repository) -> Iterator[Flaw]:

@@ -19,6 +19,9 @@ from triptych.versions import Release
 # Every Python step that Triptych writes carries it, and nothing else does.
 _OUR_MARK = "stub_io.py"
 
+GRAPH_BACKENDS = ("onnxruntime", "tensorrt")
+"""Backends whose version folders hold an ONNX file: to be run, or to build an engine from."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -93,12 +96,14 @@ class Repository:
         root: its folder.
         models: by folder name, sorted.
         triton: the target release.
+        with_engines: whether it must load the engines, too.
         reads_graphs: whether onnx is installed; without it no model has `graphs`.
     """
 
     root: Path
     models: dict[str, Model]
     triton: Release
+    with_engines: bool
     reads_graphs: bool
 
     def configured(self) -> Iterator[Model]:
@@ -114,13 +119,13 @@ class Repository:
         return (model for model in self.configured() if not model.is_ensemble)
 
 
-def read_repository(root: Path, triton: Release) -> Repository:
+def read_repository(root: Path, triton: Release, *, with_engines: bool) -> Repository:
     """Read every model folder below `root`; what cannot be read becomes a model's problem."""
     reads_graphs = onnx_installed()
     # Hidden folders too: the server takes every folder for a model.
     folders = subfolders(root)
     models = {folder.name: _read_model(folder, reads_graphs=reads_graphs) for folder in folders}
-    return Repository(root, models, triton, reads_graphs)
+    return Repository(root, models, triton, with_engines, reads_graphs)
 
 
 def subfolders(folder: Path) -> list[Path]:
@@ -147,6 +152,15 @@ def exists(path: Path) -> bool:
         return False
 
 
+def waits_for_engine(model: Model) -> bool:
+    """Whether a served version of a TensorRT model holds the graph, but not yet the engine."""
+    graph = BACKENDS["onnxruntime"].model_file
+    return model.backend == "tensorrt" and any(
+        is_file(folder / graph) and not exists(folder / model.model_file)
+        for folder in model.served_folders
+    )
+
+
 def enum_name(message: Any, field: str) -> str:
     """The name of the enum value in `field` of `message`, as config.pbtxt spells it."""
     values = message.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number
@@ -171,8 +185,8 @@ def _read_model(folder: Path, *, reads_graphs: bool) -> Model:
         version_folders=versions,
         served_versions=served,
         backend=backend,
-        graphs=_read_graphs(folder, config, served)
-        if reads_graphs and config is not None and backend == "onnxruntime"
+        graphs=_read_graphs(folder, _graph_file(config, backend), served)
+        if reads_graphs and config is not None and backend in GRAPH_BACKENDS
         else (),
         sources=read_sources([folder / str(v) for v in served], folder.parent)
         if backend == "python"
@@ -225,8 +239,13 @@ def _file_names(folder: Path, versions: tuple[int, ...]) -> set[str]:
         return set()
 
 
-def _read_graphs(folder: Path, config: Any, versions: tuple[int, ...]) -> tuple[Graph, ...]:
-    name = config.default_model_filename or BACKENDS["onnxruntime"].model_file
+def _graph_file(config: Any, backend: str) -> str:
+    # An engine lies beside the graph it is built from, whatever the engine is called.
+    own = config.default_model_filename if backend == "onnxruntime" else ""
+    return own or BACKENDS["onnxruntime"].model_file
+
+
+def _read_graphs(folder: Path, name: str, versions: tuple[int, ...]) -> tuple[Graph, ...]:
     graphs = []
     for version in versions:
         # A model with weights in files of its own may be a folder that holds the ONNX file.

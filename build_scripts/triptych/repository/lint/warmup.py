@@ -22,7 +22,7 @@ def warmup(repository: Repository) -> Iterator[Flaw]:
     for model in repository.executed():
         for index, sample in enumerate(model.config.model_warmup):
             label = f"model_warmup {sample.name or index}"
-            for rule, given in _sample_faults(model, sample):
+            for rule, given in sample_faults(model, sample):
                 yield error(
                     model.config_file,
                     rule,
@@ -32,7 +32,8 @@ def warmup(repository: Repository) -> Iterator[Flaw]:
             yield from _doubtful(model, sample, label)
 
 
-def _sample_faults(model: Model, sample: Any) -> Iterator[tuple[str, str]]:
+def sample_faults(model: Model, sample: Any) -> Iterator[tuple[str, str]]:
+    """What keeps `model` from taking a warm-up: a rule, and what was given."""
     limit = max(model.config.max_batch_size, 1)
     if sample.batch_size > limit:
         yield f"must warm up at most max_batch_size rows ({limit})", f"{sample.batch_size} rows"
@@ -121,7 +122,7 @@ def graph_spec(repository: Repository) -> Iterator[Flaw]:
     """CUDA graphs are captured for batch sizes and shapes that the model takes."""
     for model in repository.executed():
         for index, spec in enumerate(model.config.optimization.cuda.graph_spec):
-            for rule, given in _spec_faults(model, spec):
+            for rule, given in spec_faults(model, spec):
                 yield error(
                     model.config_file,
                     rule,
@@ -130,7 +131,8 @@ def graph_spec(repository: Repository) -> Iterator[Flaw]:
                 )
 
 
-def _spec_faults(model: Model, spec: Any) -> Iterator[tuple[str, str]]:
+def spec_faults(model: Model, spec: Any) -> Iterator[tuple[str, str]]:
+    """What keeps a `graph_spec` from being captured: a rule, and what was given."""
     limit = model.config.max_batch_size
     if not min(limit, 1) <= spec.batch_size <= limit:
         span = f"from 1 to {limit}" if limit else "0"

@@ -15,16 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from triptych.serving.stand_in import contract, feeds
+
 if TYPE_CHECKING:
-    from triptych.serving.backends.onnxruntime import (
-        ort_contract,
-        ort_feeds,
-        ort_runner,
-        ort_sessions,
-    )
+    from triptych.serving.backends.onnxruntime import ort_contract, ort_runner, ort_sessions
 else:
     import ort_contract
-    import ort_feeds
     import ort_runner
     import ort_sessions
 
@@ -64,7 +60,7 @@ class TritonPythonModel:
         """
         config = json.loads(args["model_config"])
         ort_sessions.check_settings(config, kind=args["model_instance_kind"])
-        self._contract = ort_contract.parse_contract(config)
+        self._contract = contract.parse_contract(config, backend="onnxruntime")
         folder = Path(args["model_repository"], args["model_version"])
         path = ort_sessions.model_file(folder, config)
         budget = ort_sessions.token_budget(config)
@@ -119,7 +115,7 @@ class TritonPythonModel:
                 responses[index] = _failure(error, pb_utils.TritonError.INVALID_ARG)
                 continue
             caller = _Caller(index, request.get_response_sender())
-            tickets.append(ort_feeds.new_ticket(self._contract, caller, inputs))
+            tickets.append(feeds.new_ticket(self._contract, caller, inputs))
         if tickets:
             for outcome in self._runner.run(tickets):
                 responses[outcome.ticket.caller.place] = self._response(outcome)
@@ -129,7 +125,7 @@ class TritonPythonModel:
         """Stop the workers."""
         self._runner.close()
 
-    def _read(self, request: Any) -> ort_feeds.Feed:
+    def _read(self, request: Any) -> feeds.Feed:
         # These arrays own their memory, so rows may still run after `execute` has returned.
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         for name in self._strings.intersection(inputs):
@@ -167,7 +163,7 @@ def _graph_tensors(nodes: Sequence[Any]) -> list[ort_contract.GraphTensor]:
     ]
 
 
-def _decode(name: str, value: ort_feeds.Array) -> ort_feeds.Array:
+def _decode(name: str, value: feeds.Array) -> feeds.Array:
     # ONNX Runtime takes `str` objects only: it would run on the printed form of `bytes`.
     try:
         texts = [item.decode("utf-8") for item in value.reshape(-1)]
@@ -176,7 +172,7 @@ def _decode(name: str, value: ort_feeds.Array) -> ort_feeds.Array:
     return np.array(texts, dtype=np.object_).reshape(value.shape)
 
 
-def _encode(value: ort_feeds.Array) -> ort_feeds.Array:
+def _encode(value: feeds.Array) -> feeds.Array:
     if value.dtype != np.object_:
         return np.ascontiguousarray(value)
     texts = [item.encode("utf-8") for item in value.reshape(-1)]

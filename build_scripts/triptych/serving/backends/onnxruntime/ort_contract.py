@@ -1,4 +1,4 @@
-"""What a config.pbtxt demands of its ONNX graph, and Triton's checks of the two at load.
+"""Triton's checks of a config.pbtxt and its ONNX graph at load, and its completion of the config.
 
 The rules and the meaning of the messages are those of Triton's native backend (src/onnxruntime.cc
 in triton-inference-server/onnxruntime_backend), so that what loads here loads there.
@@ -9,6 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from triptych.serving.stand_in.contract import (
+    BatchInputSpec,
+    Contract,
+    ContractError,
+    InputSpec,
+    OutputSpec,
+    shape_text,
+)
 
 # Triton's name of a data type and ONNX Runtime's. TYPE_BF16 is missing natively too.
 GRAPH_TYPES = {
@@ -28,21 +37,8 @@ GRAPH_TYPES = {
 }
 TRITON_TYPES = {graph_type: name for name, graph_type in GRAPH_TYPES.items()}
 
-# Kinds whose tensor has one entry a request, not one a row: rows of a request must stay together.
-PER_REQUEST_KINDS = frozenset(
-    {
-        "BATCH_ELEMENT_COUNT",
-        "BATCH_ACCUMULATED_ELEMENT_COUNT",
-        "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
-        "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE",
-    }
-)
 # `default-max-batch-size` of Triton's command line, which no backend written in Python can read.
 DEFAULT_MAX_BATCH_SIZE = 4
-
-
-class ContractError(Exception):
-    """The config and the graph do not fit: the model must not load."""
 
 
 @dataclass(frozen=True)
@@ -58,117 +54,6 @@ class GraphTensor:
     name: str
     type: str
     dims: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One entry of `input`; `dims` are those the graph sees, without the batch dimension."""
-
-    name: str
-    data_type: str
-    dims: tuple[int, ...]
-    ragged: bool
-    optional: bool
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """One entry of `output`; `scatter_source` is the input that gives a batch output its shape."""
-
-    name: str
-    data_type: str
-    dims: tuple[int, ...]
-    scatter_source: str | None
-
-
-@dataclass(frozen=True)
-class BatchInputSpec:
-    """One entry of `batch_input`: the graph input `targets` that describe `source`."""
-
-    kind: str
-    targets: tuple[str, ...]
-    data_type: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Contract:
-    """The part of a ModelConfig that says how requests become feeds and results responses."""
-
-    model: str
-    max_batch_size: int
-    inputs: tuple[InputSpec, ...]
-    outputs: tuple[OutputSpec, ...]
-    batch_inputs: tuple[BatchInputSpec, ...]
-
-    @property
-    def rows_separable(self) -> bool:
-        """Whether the rows of one request may run apart from each other."""
-        return self.max_batch_size > 0 and not any(
-            spec.kind in PER_REQUEST_KINDS for spec in self.batch_inputs
-        )
-
-    @property
-    def measured_inputs(self) -> tuple[str, ...]:
-        """The inputs whose elements are a row's cost: ragged ones, else variable ones, else all.
-
-        An image by itself exceeds any budget of tokens: each is a micro-batch of its own, which is
-        fastest on a CPU (ViT, 6 layers of 384, 2 cores: 34.7 images/s, in batches of 8 29.3).
-        """
-        ragged = tuple(spec.name for spec in self.inputs if spec.ragged)
-        variable = tuple(spec.name for spec in self.inputs if -1 in spec.dims)
-        return ragged or variable or tuple(spec.name for spec in self.inputs)
-
-
-def parse_contract(config: Mapping[str, Any]) -> Contract:
-    """Read a ModelConfig in the JSON form Triton hands to a backend.
-
-    Raises:
-        ContractError: a field that neither the native backend nor this one can serve.
-    """
-    model = config["name"]
-    if "sequence_batching" in config:
-        raise ContractError(
-            f"unable to load model '{model}', sequence_batching is not supported by the local "
-            "stand-in of the onnxruntime backend; use dynamic_batching or the native backend"
-        )
-    sources = {
-        target: entry["source_input"][0]
-        for entry in config.get("batch_output", [])
-        for target in entry["target_name"]
-    }
-    return Contract(
-        model=model,
-        max_batch_size=int(config["max_batch_size"]),
-        inputs=tuple(
-            InputSpec(
-                name=entry["name"],
-                data_type=entry["data_type"],
-                dims=_graph_dims(entry),
-                ragged=bool(entry.get("allow_ragged_batch")),
-                optional=bool(entry.get("optional")),
-            )
-            for entry in config.get("input", [])
-        ),
-        outputs=tuple(
-            OutputSpec(
-                name=entry["name"],
-                data_type=entry["data_type"],
-                dims=_graph_dims(entry),
-                scatter_source=sources.get(entry["name"]),
-            )
-            for entry in config.get("output", [])
-        ),
-        batch_inputs=tuple(
-            BatchInputSpec(
-                kind=entry["kind"],
-                targets=tuple(entry["target_name"]),
-                data_type=entry["data_type"],
-                source=entry["source_input"][0],
-            )
-            for entry in config.get("batch_input", [])
-        ),
-    )
 
 
 def check_contract(
@@ -244,11 +129,6 @@ def needs_inputs(config: Mapping[str, Any]) -> bool:
     return not config.get("input") and not config.get("batch_input")
 
 
-def _graph_dims(entry: Mapping[str, Any]) -> tuple[int, ...]:
-    shape = entry["reshape"].get("shape", []) if "reshape" in entry else entry["dims"]
-    return tuple(int(dim) for dim in shape)
-
-
 def _completed_entry(tensor: GraphTensor, *, batched: bool) -> dict[str, Any]:
     dims = list(tensor.dims[1:] if batched else tensor.dims)
     entry: dict[str, Any] = {
@@ -282,7 +162,7 @@ def _check_input(contract: Contract, spec: InputSpec, known: Mapping[str, GraphT
     if spec.optional:
         raise ContractError(f"{wanted} '{spec.name}', which is not supported for optional input")
     if tensor.dims != (-1,):
-        raise ContractError(f"{wanted} '{spec.name}', model provides {_shape(tensor.dims)}")
+        raise ContractError(f"{wanted} '{spec.name}', model provides {shape_text(tensor.dims)}")
 
 
 def _check_batch_input(
@@ -301,7 +181,7 @@ def _check_batch_input(
         if len(tensor.dims) != rank:
             raise ContractError(
                 f"unable to load model '{contract.model}', batch input '{target}' of kind "
-                f"{spec.kind} has {rank} dimension(s), model provides {_shape(tensor.dims)}"
+                f"{spec.kind} has {rank} dimension(s), model provides {shape_text(tensor.dims)}"
             )
 
 
@@ -347,14 +227,14 @@ def _check_dims(
             raise ContractError(
                 f"unable to load model '{contract.model}', scalar tensor '{name}', should only "
                 "provide 1 in the model configuration when the model doesn't support batching. "
-                f"Model configuration provided: {_shape(dims)}."
+                f"Model configuration provided: {shape_text(dims)}."
             )
         return
     if batched and provided[:1] != (-1,):
         raise ContractError(
             f"model '{contract.model}', tensor '{name}': for the model to support batching the "
             "shape should have at least 1 dimension and the first dimension must be -1; but shape "
-            f"expected by the model is {_shape(provided)}"
+            f"expected by the model is {shape_text(provided)}"
         )
     wanted = (-1, *dims) if batched else dims
     fits = len(provided) == len(wanted) and all(
@@ -364,16 +244,12 @@ def _check_dims(
     if not fits:
         note = (
             " (an initial batch dimension because max_batch_size > 0 followed by the explicit "
-            f"tensor shape, making complete shape {_shape(wanted)})"
+            f"tensor shape, making complete shape {shape_text(wanted)})"
             if batched
-            else f" (shape {_shape(wanted)})"
+            else f" (shape {shape_text(wanted)})"
         )
         raise ContractError(
             f"model '{contract.model}', tensor '{name}': the model expects {len(provided)} "
-            f"dimensions (shape {_shape(provided)}) but the model configuration specifies "
+            f"dimensions (shape {shape_text(provided)}) but the model configuration specifies "
             f"{len(wanted)} dimensions{note}"
         )
-
-
-def _shape(dims: Sequence[int]) -> str:
-    return "[" + ",".join(str(dim) for dim in dims) + "]"

@@ -7,14 +7,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from triptych.serving.backends.onnxruntime import ort_feeds
-    from triptych.serving.backends.onnxruntime.ort_contract import Contract
-    from triptych.serving.backends.onnxruntime.ort_feeds import Array, Feed, Part, Ticket
-else:
-    import ort_feeds
+from triptych.serving.stand_in import feeds
+from triptych.serving.stand_in.contract import Contract
+from triptych.serving.stand_in.feeds import Array, Feed, Part, Ticket
 
-Run = Callable[["Feed"], Sequence["Array"]]
+if TYPE_CHECKING:
+    from triptych.serving.backends.onnxruntime import ort_batches
+else:
+    import ort_batches
+
+Run = Callable[[Feed], Sequence[Array]]
 
 
 class Outcome(NamedTuple):
@@ -90,7 +92,7 @@ class Runner:
         """
         batches = deque(
             _MicroBatch(parts)
-            for parts in ort_feeds.form_micro_batches(
+            for parts in ort_batches.form_micro_batches(
                 tickets,
                 budget=self._budget,
                 workers=self._workers,
@@ -164,7 +166,7 @@ class Runner:
 
     def _attempt(self, batch: _MicroBatch, run: Run) -> None:
         try:
-            batch.values = run(ort_feeds.build_feed(self._contract, batch.parts))
+            batch.values = run(feeds.build_feed(self._contract, batch.parts))
         except Exception as error:  # whatever it is, it must end these requests only
             batch.error = error
 
@@ -172,9 +174,9 @@ class Runner:
         """Which requests ended with `batch`, and what must be tried again."""
         if batch.error is None:
             try:
-                finished = ort_feeds.hand_out(self._contract, batch.values, batch.parts)
+                finished = feeds.hand_out(self._contract, batch.values, batch.parts)
                 return [Outcome(ticket, None) for ticket in finished], []
-            except ort_feeds.SplitError as error:
+            except feeds.SplitError as error:
                 batch.error = error
         parts_of: dict[int, list[Part]] = {}
         for part in batch.parts:

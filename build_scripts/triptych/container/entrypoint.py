@@ -1,0 +1,122 @@
+"""From a container's start to tritonserver: check the locks, make the flags, become the server.
+
+Usage: ``python3 -m triptych.container.entrypoint [FLAG…]``; flags given here come last and win.
+Exit codes before the server runs: 1 a pipeline cannot be served on this machine, 2 a setting is
+wrong or there is no repository or server. Afterwards they are tritonserver's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from triptych.container.flags import Options, production_flags, uses_rate_limiter
+from triptych.container.lock_check import (
+    EXIT_MISTAKE,
+    EXIT_REFUSED,
+    enforce,
+    has_version_compatible_plans,
+)
+from triptych.container.machine import Machine, read_machine
+from triptych.container.settings import Settings, read_settings
+from triptych.errors import UserError
+from triptych.versions import Release, parse_release
+
+# Each step is a process of its own: threads of tokenizers would fight over the cores.
+STEPS = {"TOKENIZERS_PARALLELISM": "false"}
+_VERSION_FILE = Path("/opt/tritonserver/TRITON_VERSION")
+
+
+def find_release(variables: Mapping[str, str], version_file: Path = _VERSION_FILE) -> Release:
+    """The release of the image's server.
+
+    Args:
+        variables: of the image: NVIDIA sets ``NVIDIA_TRITON_SERVER_VERSION``, ours
+            ``TRIPTYCH_TRITON``.
+        version_file: in the image, with the server's own version.
+
+    Raises:
+        UserError: nothing says it, or what says it is not a release.
+    """
+    named = variables.get("NVIDIA_TRITON_SERVER_VERSION")
+    if not named and version_file.is_file():
+        named = version_file.read_text(encoding="utf-8")
+    named = named or variables.get("TRIPTYCH_TRITON")
+    if not named:
+        raise UserError(
+            "TRIPTYCH_TRITON",
+            "must name the server's release where the image does not",
+            remedy="Set it to the image's tag, such as 26.08",
+        )
+    return parse_release(named)
+
+
+def flags_for(repository: Path, options: Options, machine: Machine, release: Release) -> list[str]:
+    """The production flags for this repository on this machine.
+
+    Args:
+        repository: of the models; what their configs and plans ask for is switched on.
+        options: the operator's.
+        machine: whose GPUs get pools.
+        release: of the server.
+    """
+    complete = replace(
+        options,
+        gpus=tuple(range(len(machine.gpus))),
+        rate_limit=uses_rate_limiter(repository),
+        version_compatible=has_version_compatible_plans(repository),
+    )
+    return production_flags(release, complete)
+
+
+def command(settings: Settings, machine: Machine, release: Release) -> list[str]:
+    """The server's whole command line but for the flags that the operator adds.
+
+    Raises:
+        UserError: there is no such program.
+    """
+    program = shutil.which(settings.server)
+    if program is None:
+        raise UserError(
+            "TRIPTYCH_SERVER",
+            "must be a program that is there",
+            given=settings.server,
+            remedy="Use an image of tritonserver",
+        )
+    return [
+        program,
+        f"--model-repository={settings.repository}",
+        f"--http-address={settings.host}",
+        f"--grpc-address={settings.host}",
+        f"--http-port={settings.http_port}",
+        f"--grpc-port={settings.grpc_port}",
+        f"--metrics-port={settings.metrics_port}",
+        *flags_for(settings.repository, settings.options, machine, release),
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Becomes the server; returns an exit code only where it cannot.
+
+    Args:
+        arguments: flags of tritonserver to add.
+    """
+    try:
+        settings = read_settings()
+        machine = read_machine()
+        if not enforce(settings, machine):
+            return EXIT_REFUSED
+        words = [*command(settings, machine, find_release(os.environ)), *arguments]
+    except UserError as error:
+        print(f"error: {error.message}", file=sys.stderr, flush=True)
+        return EXIT_MISTAKE
+    # The same process from here on: signals of the orchestrator reach the server itself.
+    return os.execve(words[0], words, {**os.environ, **STEPS})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

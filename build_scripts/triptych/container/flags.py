@@ -1,0 +1,175 @@
+"""The flags that a production server is started with: one list for `serve` and for the image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from triptych.versions import Release, flags_newer_than
+
+# Header that opens the restricted services: as it is over HTTP, behind the prefix over gRPC.
+RESTRICTED_HEADER = "triptych-key"
+GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
+# Health, metadata, inference and model-config stay open: probes need the first, clients the others
+# (a client reads the largest batch from the config). These are for operators.
+RESTRICTED = (
+    "shared-memory",
+    "model-repository",
+    "statistics",
+    "trace",
+    "logging",
+)
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Where traces of requests go.
+
+    Attributes:
+        target: an ``http://`` or ``https://`` address of an OpenTelemetry collector, else a file.
+        rate: one request in this many is traced.
+    """
+
+    target: str
+    rate: int
+
+    @property
+    def is_collector(self) -> bool:
+        """Whether they go over the network."""
+        return self.target.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an operator may decide.
+
+    Attributes:
+        restricted_key: who sends it may use the restricted services; one that nobody knows shuts
+            them.
+        gpus: ids of the GPUs that get a pool of `cuda_pool_mib`.
+        pinned_pool_mib: page-locked host memory for transfers, in MiB; None leaves Triton's.
+        cuda_pool_mib: memory of each GPU for tensors between steps, in MiB; None leaves Triton's.
+        grpc_threads: that take in gRPC requests.
+        max_request_mib: largest body of an HTTP request, in MiB.
+        connection_age_s: after which a gRPC client has to connect anew, in seconds.
+        exit_timeout_s: time for requests in flight after SIGTERM, in seconds.
+        client_shm: clients on this machine may pass tensors through shared memory.
+        rate_limit: honour the ``rate_limiter`` of the models' configs.
+        version_compatible: load plans that carry their own TensorRT runtime.
+        trace: None traces nothing.
+    """
+
+    restricted_key: str
+    gpus: tuple[int, ...] = ()
+    pinned_pool_mib: int | None = None
+    cuda_pool_mib: int | None = None
+    grpc_threads: int = 4
+    max_request_mib: int = 64
+    connection_age_s: int = 1800
+    exit_timeout_s: int = 30
+    client_shm: bool = False
+    rate_limit: bool = False
+    version_compatible: bool = False
+    trace: Trace | None = None
+
+
+def production_flags(release: Release, options: Options) -> list[str]:
+    """The flags, without those that the release does not know.
+
+    Args:
+        release: of the server that will get them.
+        options: see `Options`.
+    """
+    flags = [
+        *_models(options),
+        *_access(options),
+        *_grpc(options),
+        *_memory(options),
+        *_observation(options),
+    ]
+    return [flag for flag in flags if not flags_newer_than([flag], release)]
+
+
+def uses_rate_limiter(repository: Path) -> bool:
+    """Whether a model's config asks for it; Triton ignores it unless told otherwise."""
+    return any(
+        "rate_limiter" in config.read_text(encoding="utf-8", errors="replace")
+        for config in repository.glob("*/config.pbtxt")
+    )
+
+
+def _models(options: Options) -> Iterator[str]:
+    # Loading models on request runs code of whoever may write to the repository.
+    yield "--model-control-mode=none"
+    # A half-loaded server must not look like a started one.
+    yield "--exit-on-error=true"
+    yield "--strict-readiness=true"
+    # The configs are complete: what is served is what was linted, not what a backend guesses.
+    yield "--disable-auto-complete-config"
+    # Answer what is in flight, then go; the orchestrator's own limit must be longer.
+    yield f"--exit-timeout-secs={options.exit_timeout_s}"
+    if options.rate_limit:
+        yield "--rate-limit=execution_count"
+    if options.version_compatible:
+        # Such plans bring host code of their own, which the backend refuses unless told.
+        yield "--backend-config=tensorrt,version-compatible=true"
+
+
+def _access(options: Options) -> Iterator[str]:
+    # Triton takes the key on its command line only: it is visible to the server's own user.
+    rule = f"{','.join(RESTRICTED)}:{RESTRICTED_HEADER}={options.restricted_key}"
+    yield f"--grpc-restricted-protocol={rule}"
+    yield f"--http-restricted-api={rule}"
+    # A body is held in memory before it is looked at. gRPC has no such flag.
+    yield f"--http-max-input-size={options.max_request_mib * _MIB}"
+    if options.client_shm:
+        yield "--allow-client-shm=true"
+
+
+def _grpc(options: Options) -> Iterator[str]:
+    # Notice clients that vanished, and keep idle connections open through NAT and balancers.
+    yield "--grpc-keepalive-time=60000"
+    yield "--grpc-keepalive-timeout=20000"
+    yield "--grpc-keepalive-permit-without-calls=1"
+    # With the default of 2 an idle connection is pinged twice and never again.
+    yield "--grpc-http2-max-pings-without-data=0"
+    # Clients may ping every 10 s; the default hangs up on any that ping more than every 300 s.
+    yield "--grpc-http2-min-recv-ping-interval-without-data=10000"
+    # A connection stays on one replica: clients must connect anew to find one that was added.
+    yield f"--grpc-max-connection-age={options.connection_age_s * 1000}"
+    yield f"--grpc-max-connection-age-grace={options.exit_timeout_s * 1000}"
+    # Two threads, the default, take in all requests: too few for many short ones.
+    yield f"--grpc-infer-thread-count={options.grpc_threads}"
+    # One response a request: without a bound a slow reader makes the server hold all of them.
+    yield "--grpc-max-response-pool-size=16"
+
+
+def _memory(options: Options) -> Iterator[str]:
+    if options.pinned_pool_mib is not None:
+        yield f"--pinned-memory-pool-byte-size={options.pinned_pool_mib * _MIB}"
+    if options.cuda_pool_mib is not None:
+        for gpu in options.gpus:
+            yield f"--cuda-memory-pool-byte-size={gpu}:{options.cuda_pool_mib * _MIB}"
+
+
+def _observation(options: Options) -> Iterator[str]:
+    # Percentiles by model and step; counters alone give means.
+    yield "--metrics-config=summary_latencies=true"
+    # Unlike summaries, histograms can be added up over replicas.
+    yield "--metrics-config=histogram_latencies=true"
+    if options.trace is None:
+        # Traces may hold what users sent.
+        yield "--trace-config=level=OFF"
+        return
+    yield "--trace-config=level=TIMESTAMPS"
+    yield f"--trace-config=rate={options.trace.rate}"
+    if options.trace.is_collector:
+        yield "--trace-config=mode=opentelemetry"
+        yield f"--trace-config=opentelemetry,url={options.trace.target}"
+    else:
+        yield "--trace-config=mode=triton"
+        yield f"--trace-config=triton,file={options.trace.target}"
+        # Else everything is written when the server exits, and held until then.
+        yield "--trace-config=triton,log-frequency=100"

@@ -1,0 +1,216 @@
+"""The start-up check: is every engine of the repository one that this machine can run?
+
+Usage: ``python3 -m triptych.container.lock_check [REPOSITORY]``. One line a pipeline that something
+is wrong with, on standard error. Exit codes: 0 all can be served (there may be warnings), 1 at
+least one cannot, 2 there is no repository or a setting is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from triptych.container.locks import Engine, Lock, LockError, Pipeline, find_pipelines
+from triptych.container.machine import Gpu, Machine, read_machine, version_numbers
+from triptych.container.settings import Settings, read_settings
+from triptych.errors import UserError
+
+EXIT_REFUSED = 1
+EXIT_MISTAKE = 2
+_CHUNK_BYTES = 2**22
+_AMPERE = (8, 0)
+# A version-compatible plan runs on later releases of its major version, and on these two.
+_NEXT_MAJOR = {8: 10, 10: 11}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong with one pipeline.
+
+    Attributes:
+        pipeline: its name.
+        severity: ``error`` where it cannot be served.
+        line: one sentence, with the remedy.
+    """
+
+    pipeline: str
+    severity: Literal["error", "warning"]
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.pipeline}: {self.line}"
+
+
+def check_repository(repository: Path, machine: Machine, *, hashes: bool = True) -> list[Verdict]:
+    """The verdicts on all pipelines, one at most for each.
+
+    Args:
+        repository: of the models.
+        machine: see `machine.read_machine`.
+        hashes: compare the plan file with its hash, too: about a second for each GiB.
+
+    Raises:
+        UserError: there is no repository.
+    """
+    if not repository.is_dir():
+        raise UserError(
+            "TRIPTYCH_REPOSITORY",
+            "must be a folder with models",
+            given=repository,
+            remedy="Mount the model repository there",
+        )
+    verdicts = (_check(pipeline, machine, hashes=hashes) for pipeline in find_pipelines(repository))
+    return [verdict for verdict in verdicts if verdict is not None]
+
+
+def has_version_compatible_plans(repository: Path) -> bool:
+    """Whether an engine brings a TensorRT runtime of its own, which Triton loads only if told."""
+    for pipeline in find_pipelines(repository):
+        try:
+            lock = pipeline.read_lock()
+        except LockError:
+            continue
+        if lock is not None and lock.engine is not None and lock.engine.version_compatible:
+            return True
+    return False
+
+
+def enforce(settings: Settings, machine: Machine) -> bool:
+    """Prints what is wrong; returns whether the server may start.
+
+    Raises:
+        UserError: there is no repository.
+    """
+    if settings.lock_check == "off":
+        return True
+    verdicts = check_repository(settings.repository, machine, hashes=settings.lock_hashes)
+    for verdict in verdicts:
+        print(verdict, file=sys.stderr, flush=True)
+    refused = any(verdict.severity == "error" for verdict in verdicts)
+    return settings.lock_check == "warn" or not refused
+
+
+def _check(pipeline: Pipeline, machine: Machine, *, hashes: bool) -> Verdict | None:
+    try:
+        lock = pipeline.read_lock()
+    except LockError as error:
+        return Verdict(
+            pipeline.name,
+            "error",
+            f"its lock cannot be used ({error}): build it again with `triptych build`",
+        )
+    if lock is None:
+        return Verdict(pipeline.name, "warning", "has no lock: nothing could be checked")
+    if not lock.needs_engine:
+        return None
+    errors = _errors(pipeline, lock, machine, hashes=hashes)
+    for line in errors:
+        return Verdict(pipeline.name, "error", line)
+    for line in _warnings(lock, machine):
+        return Verdict(pipeline.name, "warning", line)
+    return None
+
+
+def _errors(pipeline: Pipeline, lock: Lock, machine: Machine, *, hashes: bool) -> Iterator[str]:
+    """Cheapest first; only the first one is asked for."""
+    rebuild = f"rebuild it with `triptych engine {pipeline.name}` in this image"
+    engine = lock.engine
+    if engine is None:
+        yield f"the engine has not been built: {rebuild.replace('rebuild', 'build')}"
+        return
+    if engine.onnx_sha256 != lock.onnx_sha256:
+        yield f"the engine was built from another graph than the repository holds: {rebuild}"
+    if not machine.gpus:
+        yield "the engine needs a GPU, here is none: start the container with `--gpus all`"
+        return
+    if max(lock.gpus) >= len(machine.gpus):
+        yield (
+            f"its core runs on GPU {max(lock.gpus)}, here are {len(machine.gpus)}: change "
+            "`serving.gpus`, or show the container more GPUs"
+        )
+        return
+    unfit = [gpu for gpu in (machine.gpus[i] for i in lock.gpus) if not _fits_gpu(engine, gpu)]
+    if unfit or not _fits_tensorrt(engine, machine.tensorrt):
+        gpu = unfit[0] if unfit else machine.gpus[lock.gpus[0]]
+        built_on = Gpu(engine.gpu, engine.compute_capability)
+        yield (
+            f"the engine was built for TensorRT {engine.tensorrt} on {built_on}, here are "
+            f"TensorRT {machine.tensorrt or '(unknown)'} and {gpu}: {rebuild}"
+        )
+    yield from _file_errors(pipeline, engine, rebuild, hashes=hashes)
+
+
+def _file_errors(
+    pipeline: Pipeline, engine: Engine, rebuild: str, *, hashes: bool
+) -> Iterator[str]:
+    shown = pipeline.plan_file.relative_to(pipeline.repository)
+    try:
+        if not pipeline.plan_file.stat().st_size:
+            yield f"{shown} is empty: {rebuild}"
+        elif hashes and _sha256(pipeline.plan_file) != engine.plan_sha256:
+            yield f"{shown} is not the file that the lock describes: {rebuild}, or copy it again"
+    except FileNotFoundError:
+        yield f"{shown} is missing: copy it with the repository, or {rebuild}"
+    except OSError as error:
+        yield f"{shown} cannot be read ({error.strerror}): mend its permissions"
+
+
+def _warnings(lock: Lock, machine: Machine) -> Iterator[str]:
+    if machine.tensorrt is None:
+        yield "no TensorRT was found here: its version could not be compared with the engine's"
+    built, here = _major(lock.engine.driver if lock.engine else ""), _major(machine.driver or "")
+    if built and here and here < built:
+        yield (
+            f"the engine was built with NVIDIA driver {built}, here is the older {here}: "
+            "update the driver if it does not load"
+        )
+
+
+def _fits_tensorrt(engine: Engine, here: str | None) -> bool:
+    if here is None:
+        return True  # told as a warning
+    built, found = version_numbers(engine.tensorrt), version_numbers(here)
+    shared = min(len(built), len(found))
+    if built[:shared] == found[:shared]:
+        return True
+    if not engine.version_compatible or found < built:
+        return False
+    return found[0] in (built[0], _NEXT_MAJOR.get(built[0]))
+
+
+def _fits_gpu(engine: Engine, gpu: Gpu) -> bool:
+    if engine.hardware == "ampere_plus":
+        return gpu.compute_capability >= _AMPERE
+    if engine.hardware == "same_compute_capability":
+        return gpu.compute_capability == engine.compute_capability
+    return (gpu.name, gpu.compute_capability) == (engine.gpu, engine.compute_capability)
+
+
+def _major(version: str) -> int:
+    return next(iter(version_numbers(version)), 0)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def main(arguments: list[str]) -> int:
+    """Checks one repository; returns the exit code."""
+    try:
+        settings = read_settings(repository=arguments[0] if arguments else None)
+        return 0 if enforce(settings, read_machine()) else EXIT_REFUSED
+    except UserError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return EXIT_MISTAKE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""What this machine has that an engine depends on: TensorRT, GPUs, driver. Read without loading it.
+
+The TensorRT library alone takes seconds to load, so its version comes from the name of its file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+# Of cuda.h: CUdevice_attribute.
+_COMPUTE_CAPABILITY_MAJOR = 75
+_COMPUTE_CAPABILITY_MINOR = 76
+_LIBRARY_FOLDERS = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/local/tensorrt/lib",
+    "/opt/tensorrt/lib",
+)
+_WHEELS = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu13-libs", "tensorrt-cu12-libs")
+_DRIVER_FILES = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that this process may use.
+
+    Attributes:
+        name: the product.
+        compute_capability: ``(9, 0)``.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.compute_capability[0]}.{self.compute_capability[1]})"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that the check of the locks compares with.
+
+    Attributes:
+        tensorrt: its version, as long as it is known (``10.16.1`` or ``10.16.1.11``); None where
+            none was found.
+        gpus: in the order of their ids; empty where there are none, or no driver.
+        driver: its version; None where there is none.
+    """
+
+    tensorrt: str | None
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+
+
+def read_machine(variables: Mapping[str, str] = os.environ) -> Machine:
+    """Looks at this machine; loads nothing but the driver's own library.
+
+    Args:
+        variables: the environment that the server will get.
+    """
+    return Machine(find_tensorrt(variables), find_gpus(), find_driver())
+
+
+def find_tensorrt(
+    variables: Mapping[str, str], folders: tuple[str, ...] = _LIBRARY_FOLDERS
+) -> str | None:
+    """The version of the library that would be loaded, else of an installed wheel.
+
+    Args:
+        variables: whose ``LD_LIBRARY_PATH`` is searched first, as the loader does.
+        folders: where libraries are otherwise.
+    """
+    searched = [*variables.get("LD_LIBRARY_PATH", "").split(os.pathsep), *folders]
+    versions = _library_versions([Path(folder) for folder in searched if folder])
+    return next(versions, None) or next(_wheel_versions(), None)
+
+
+def _library_versions(folders: list[Path]) -> Iterator[str]:
+    for folder in folders:
+        found = [
+            re.fullmatch(r"libnvinfer\.so\.(\d+(?:\.\d+){2,3})", path.name)
+            for path in folder.glob("libnvinfer.so.*")
+        ]
+        versions = [match[1] for match in found if match]
+        yield from sorted(versions, key=version_numbers, reverse=True)
+
+
+def _wheel_versions() -> Iterator[str]:
+    for name in _WHEELS:
+        try:
+            yield re.sub(r"\.post\d+$", "", metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """``10.16.1`` as numbers; empty where it is no version."""
+    return tuple(map(int, version.split("."))) if re.fullmatch(r"\d+(\.\d+)*", version) else ()
+
+
+def find_gpus(library: str = "libcuda.so.1") -> tuple[Gpu, ...]:
+    """The GPUs that the driver shows to this process, in the order of their ids.
+
+    Args:
+        library: the driver's, by name or path.
+    """
+    try:
+        cuda = ctypes.CDLL(library)
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_describe(cuda, ordinal) for ordinal in range(count.value))
+
+
+def _describe(cuda: ctypes.CDLL, ordinal: int) -> Gpu:
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
+    cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_CAPABILITY_MINOR, device)
+    return Gpu(name.value.decode(errors="replace"), (major.value, minor.value))
+
+
+def find_driver(files: tuple[str, ...] = _DRIVER_FILES) -> str | None:
+    """The version of the NVIDIA driver.
+
+    Args:
+        files: of the kernel, any of which may name it.
+    """
+    for file in files:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except OSError:
+            continue
+        version = re.search(r"\d+\.\d+(?:\.\d+)?", text)
+        if version:
+            return version[0]
+    return None

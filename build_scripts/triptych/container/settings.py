@@ -1,0 +1,159 @@
+"""What an operator sets, read from ``TRIPTYCH_*`` variables; docker/README.md lists them."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from triptych.container.flags import Options, Trace
+from triptych.errors import UserError
+
+LockCheck = Literal["enforce", "warn", "off"]
+
+_LOCK_CHECKS: dict[str, LockCheck] = {"enforce": "enforce", "warn": "warn", "off": "off"}
+_YES_NO = {"true": True, "false": False}
+# Triton cuts the flag at commas, colons and equals signs.
+_KEY = re.compile(r"[A-Za-z0-9._~-]{16,}")
+_PORT_MAX = 65535
+_TRACE_RATE = 1000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings, checked.
+
+    Attributes:
+        repository: of the models.
+        server: the program to become.
+        host: address to listen on; ``0.0.0.0`` is every one.
+        http_port: of inference, metadata and health.
+        grpc_port: see `http_port`.
+        metrics_port: of the metrics page.
+        lock_check: what a pipeline that cannot be served does: stop the start, or be told only.
+        lock_hashes: whether the check reads the whole of each plan.
+        options: of the flags.
+    """
+
+    repository: Path
+    server: str
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    lock_check: LockCheck
+    lock_hashes: bool
+    options: Options
+
+    @property
+    def health_url(self) -> str:
+        """Where the server answers probes from its own machine."""
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{host}:{self.http_port}"
+
+
+def read_settings(
+    variables: Mapping[str, str] = os.environ, *, repository: str | None = None
+) -> Settings:
+    """The settings of this environment; an empty variable counts as not set.
+
+    Args:
+        variables: see docker/README.md.
+        repository: takes the place of ``TRIPTYCH_REPOSITORY``.
+
+    Raises:
+        UserError: a variable has a value that makes no sense.
+    """
+    given = {name: value for name, value in variables.items() if value}
+    return Settings(
+        repository=Path(repository or given.get("TRIPTYCH_REPOSITORY", "/models")),
+        server=given.get("TRIPTYCH_SERVER", "tritonserver"),
+        host=given.get("TRIPTYCH_HOST", "0.0.0.0"),
+        http_port=_number(given, "TRIPTYCH_HTTP_PORT", 8000, _PORT_MAX),
+        grpc_port=_number(given, "TRIPTYCH_GRPC_PORT", 8001, _PORT_MAX),
+        metrics_port=_number(given, "TRIPTYCH_METRICS_PORT", 8002, _PORT_MAX),
+        lock_check=_LOCK_CHECKS[_choice(given, "TRIPTYCH_LOCK_CHECK", "enforce", _LOCK_CHECKS)],
+        lock_hashes=_YES_NO[_choice(given, "TRIPTYCH_LOCK_HASHES", "true", _YES_NO)],
+        options=read_options(given),
+    )
+
+
+def read_options(given: Mapping[str, str]) -> Options:
+    """The options of the flags alone.
+
+    Raises:
+        UserError: as `read_settings` does.
+    """
+    default = Options(restricted_key=_read_key(given))
+    return Options(
+        restricted_key=default.restricted_key,
+        pinned_pool_mib=_optional(given, "TRIPTYCH_PINNED_POOL_MIB"),
+        cuda_pool_mib=_optional(given, "TRIPTYCH_CUDA_POOL_MIB"),
+        grpc_threads=_number(given, "TRIPTYCH_GRPC_THREADS", default.grpc_threads, 128),
+        max_request_mib=_number(given, "TRIPTYCH_MAX_REQUEST_MIB", default.max_request_mib, 2047),
+        connection_age_s=_number(given, "TRIPTYCH_CONNECTION_AGE_S", default.connection_age_s),
+        exit_timeout_s=_number(given, "TRIPTYCH_EXIT_TIMEOUT_S", default.exit_timeout_s),
+        client_shm=_YES_NO[_choice(given, "TRIPTYCH_CLIENT_SHM", "false", _YES_NO)],
+        trace=_read_trace(given),
+    )
+
+
+def _read_key(given: Mapping[str, str]) -> str:
+    """The key of the file or variable; where that is empty or not set, one that nobody knows."""
+    file = given.get("TRIPTYCH_RESTRICTED_KEY_FILE")
+    name, key = "TRIPTYCH_RESTRICTED_KEY", given.get("TRIPTYCH_RESTRICTED_KEY")
+    if file:
+        name = "TRIPTYCH_RESTRICTED_KEY_FILE"
+        try:
+            key = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(name, "must be a readable file", given=file) from error
+    if not key:
+        return secrets.token_urlsafe(32)
+    if not _KEY.fullmatch(key):
+        raise UserError(  # the key itself is not shown
+            name,
+            "must be 16 or more letters, digits, dots, dashes, underscores or tildes",
+            remedy="Make one with `openssl rand -hex 32`",
+        )
+    return key
+
+
+def _read_trace(given: Mapping[str, str]) -> Trace | None:
+    target = given.get("TRIPTYCH_TRACE", "off")
+    rate = _number(given, "TRIPTYCH_TRACE_RATE", _TRACE_RATE)
+    if target == "off":
+        return None
+    if not target.startswith(("http://", "https://", "/")):
+        raise UserError(
+            "TRIPTYCH_TRACE",
+            "must be off, the address of an OpenTelemetry collector or an absolute path",
+            given=target,
+        )
+    return Trace(target, rate)
+
+
+def _number(given: Mapping[str, str], name: str, default: int, most: int = 2**31 - 1) -> int:
+    text = given.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not 1 <= int(text) <= most:
+        raise UserError(name, f"must be a whole number from 1 to {most}", given=text)
+    return int(text)
+
+
+def _optional(given: Mapping[str, str], name: str) -> int | None:
+    return _number(given, name, 1) if name in given else None
+
+
+def _choice(
+    given: Mapping[str, str], name: str, default: str, choices: Mapping[str, object]
+) -> str:
+    text = given.get(name, default)
+    if text not in choices:
+        raise UserError(name, f"must be one of {', '.join(choices)}", given=text)
+    return text

@@ -1,0 +1,36 @@
+# Serves a model repository: NVIDIA's tritonserver with three packages and a start-up check.
+# Built by `make image`, which names the base image and reads docker/versions.env.
+ARG TRITON_IMAGE
+FROM ${TRITON_IMAGE}
+
+ARG TRITON_TAG
+# Fallbacks: the image's own variables say which release it is.
+ENV TRIPTYCH_TRITON=${TRITON_TAG} \
+    TRIPTYCH_REPOSITORY=/models \
+    PYTHONPATH=/opt/triptych \
+    PYTHONSAFEPATH=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    # glibc's allocator keeps what many threads free; the server grows without it.
+    LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libtcmalloc.so.4
+
+USER 0
+COPY docker/requirements-serve.txt /opt/triptych/requirements.txt
+# The image's Python is not a virtual environment, and must be used: the steps run in it.
+RUN test -f "${LD_PRELOAD}" \
+ && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-compile --no-deps \
+    --only-binary=:all: --require-hashes --requirement /opt/triptych/requirements.txt \
+ && python3 -c "import numpy, PIL, tokenizers"
+
+COPY build_scripts/triptych/__init__.py build_scripts/triptych/errors.py \
+     build_scripts/triptych/versions.py /opt/triptych/triptych/
+COPY build_scripts/triptych/container /opt/triptych/triptych/container
+
+# NVIDIA's images call this user triton-server.
+USER 1000
+WORKDIR /opt/triptych
+EXPOSE 8000 8001 8002
+# Longer than a first load of large engines with CUDA graphs.
+HEALTHCHECK --start-period=300s --interval=15s --timeout=10s --retries=3 \
+    CMD ["python3", "-m", "triptych.container.health"]
+# NVIDIA's own entry point first: it prepares CUDA forward compatibility, then becomes its arguments.
+ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "python3", "-m", "triptych.container.entrypoint"]

@@ -1,0 +1,84 @@
+"""Repositories with locks, and machines, as the start-up check meets them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from conftest import ROOT
+from triptych.container.machine import Gpu, Machine
+
+PACKAGE = ROOT / "build_scripts/triptych"
+PLAN = b"a plan"
+ENSEMBLE = """
+name: "{name}"
+platform: "ensemble"
+ensemble_scheduling {{
+  step {{ model_name: "{name}_preprocess" }}
+  step {{ model_name: "{name}_core" }}
+}}
+"""
+H200 = Gpu("NVIDIA H200", (9, 0))
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
+L4 = Gpu("NVIDIA L4", (8, 9))
+T4 = Gpu("Tesla T4", (7, 5))
+
+
+def machine(
+    *gpus: Gpu, tensorrt: str | None = "10.16.1", driver: str | None = "590.48.01"
+) -> Machine:
+    """A machine with these GPUs and otherwise what the engine of `write_pipeline` was built on."""
+    return Machine(tensorrt, gpus, driver)
+
+
+def write_pipeline(
+    repository: Path,
+    name: str = "minilm",
+    *,
+    backend: str = "tensorrt",
+    built: bool = True,
+    gpus: tuple[int, ...] = (0,),
+    plan: bytes | None = PLAN,
+    **engine: Any,
+) -> Path:
+    """An ensemble with a lock and a plan; `engine` overrides fields of its record."""
+    record = {
+        "onnx_sha256": "graph",
+        "plan_sha256": hashlib.sha256(PLAN).hexdigest(),
+        "tensorrt": "10.16.1.11",
+        "cuda": "13.2",
+        "driver": "590.48.01",
+        "gpu": H200.name,
+        "compute_capability": "9.0",
+        "version_compatible": False,
+        "hardware": "none",
+        **engine,
+    }
+    lock = {
+        "spec": {"core": {"backend": backend}, "serving": {"gpus": list(gpus)}},
+        "engine": record if built else None,
+        "files": {f"{name}_core/1/model.onnx": "graph"},
+    }
+    (repository / name).mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(ENSEMBLE.format(name=name))
+    (repository / name / "triptych.lock.json").write_text(json.dumps(lock))
+    version = repository / f"{name}_core/1"
+    version.mkdir(parents=True)
+    if plan is not None:
+        (version / "model.plan").write_bytes(plan)
+    return repository
+
+
+def copy_of_the_images_files(folder: Path) -> Path:
+    """What serve.Dockerfile copies of triptych, and nothing else; for PYTHONPATH."""
+    package = folder / "triptych"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "errors.py", "versions.py"):
+        shutil.copy(PACKAGE / name, package)
+    shutil.copytree(
+        PACKAGE / "container", package / "container", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return folder

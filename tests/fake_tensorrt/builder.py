@@ -1,0 +1,239 @@
+"""The building half of the fake TensorRT: configs, profiles, timing caches, and plans."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fake_tensorrt.records import typed
+from fake_tensorrt.runtime import pack_plan
+
+TIMES = b"FAKE-TIMES\n"
+Dims = tuple[int, ...]
+
+
+class IHostMemory:
+    _trt: Any
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._data)
+
+    def __bytes__(self) -> bytes:
+        return self._data
+
+
+class ITimingCache:
+    _trt: Any
+
+    def __init__(self, version: str, times: set[str]) -> None:
+        self._version = version
+        self._times = times
+
+    def combine(self, input_cache: Any, ignore_mismatch: bool) -> bool:
+        if input_cache._version != self._version and not ignore_mismatch:
+            return False
+        self._times |= input_cache._times
+        return True
+
+    def serialize(self) -> Any:
+        text = json.dumps([self._version, sorted(self._times)])
+        return self._trt.IHostMemory(TIMES + text.encode())
+
+
+class IOptimizationProfile:
+    _trt: Any
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, list[Dims]] = {}
+
+    def set_shape(self, input: str, min: Dims, opt: Dims, max: Dims) -> None:
+        if not all(a <= b <= c for a, b, c in zip(min, opt, max, strict=True)):
+            raise ValueError(f"Shape provided for {input} is inconsistent with other inputs")
+        self._shapes[input] = [tuple(min), tuple(opt), tuple(max)]
+
+
+class IProgressMonitor:
+    def __init__(self) -> None:
+        """As pybind11's trampolines want it called."""
+
+
+class IBuilderConfig:
+    _trt: Any
+
+    def __init__(self) -> None:
+        self._flags = {self._trt.BuilderFlag.TF32}
+        self._limits: dict[str, int] = {}
+        self._profiles: list[Any] = []
+        self._cache: Any = None
+        self.builder_optimization_level = 3
+        self.profiling_verbosity = self._trt.ProfilingVerbosity.LAYER_NAMES_ONLY
+        self.hardware_compatibility_level = self._trt.HardwareCompatibilityLevel.NONE
+        if hasattr(self._trt, "IProgressMonitor"):
+            self.progress_monitor: Any = None
+
+    def set_flag(self, flag: Any) -> None:
+        self._flags.add(typed(flag, self._trt.BuilderFlag))
+
+    def clear_flag(self, flag: Any) -> None:
+        self._flags.discard(typed(flag, self._trt.BuilderFlag))
+
+    def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
+        self._limits[typed(pool, self._trt.MemoryPoolType).name] = pool_size
+
+    def add_optimization_profile(self, profile: Any) -> int:
+        self._profiles.append(typed(profile, self._trt.IOptimizationProfile))
+        return len(self._profiles) - 1
+
+    def create_timing_cache(self, serialized_timing_cache: bytes) -> Any:
+        if not serialized_timing_cache:
+            return self._trt.ITimingCache(self._trt.__version__, set())
+        if not serialized_timing_cache.startswith(TIMES):
+            return None
+        version, times = json.loads(serialized_timing_cache[len(TIMES) :])
+        return self._trt.ITimingCache(version, set(times))
+
+    def set_timing_cache(self, cache: Any, ignore_mismatch: bool) -> bool:
+        if cache._version != self._trt.__version__ and not ignore_mismatch:
+            return False
+        self._cache = cache
+        return True
+
+    def get_timing_cache(self) -> Any:
+        return self._cache
+
+    def _has(self, name: str) -> bool:
+        return name in {flag.name for flag in self._flags}
+
+
+class Builder:
+    _trt: Any
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        if self._trt._play.no_gpu:
+            # As 8.6.0 does on a machine without a GPU.
+            self._say("WARNING", "CUDA initialization failure with error: 35")
+            raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    def create_network(self, flags: int = 0) -> Any:
+        return self._trt.INetworkDefinition(flags)
+
+    def create_builder_config(self) -> Any:
+        return self._trt.IBuilderConfig()
+
+    def create_optimization_profile(self) -> Any:
+        return self._trt.IOptimizationProfile()
+
+    def build_serialized_network(self, network: Any, config: Any) -> Any:
+        play = self._trt._play
+        cache = config._cache
+        play.builds.append(_asked(network, config))
+        for severity, text in play.log:
+            self._say(severity, text)
+        fault = "" if play.build_fails else _fault(network, config)
+        if fault:
+            self._say("ERROR", fault)
+        if play.build_fails or fault:
+            return None
+        self._report(config)
+        cache._times.add(f"kernels of {len(network._onnx)} bytes")
+        return self._trt.IHostMemory(pack_plan(_header(self._trt, network, config), network._onnx))
+
+    def _say(self, severity: str, text: str) -> None:
+        self._logger.log(getattr(self._trt.ILogger, severity), text)
+
+    def _report(self, config: Any) -> None:
+        if not hasattr(self._trt, "IProgressMonitor"):
+            self._say("INFO", "Building engine")
+        elif config.progress_monitor is not None:
+            monitor = config.progress_monitor
+            monitor.phase_start("Building Engine", None, 1)
+            assert monitor.step_complete("Building Engine", 0)
+            monitor.phase_finish("Building Engine")
+
+
+def _fault(network: Any, config: Any) -> str:
+    names = {tensor.name for tensor in network._inputs}
+    if not config._profiles:
+        return "Network has dynamic or shape inputs, but no optimization profile has been defined."
+    if any(set(profile._shapes) != names for profile in config._profiles):
+        return "Specified optimization profiles must satisfy MIN<=OPT<=MAX."
+    if network._typed and any(config._has(name) for name in ("FP16", "INT8", "BF16", "FP8")):
+        return "builder flags of precisions cannot be set on a strongly typed network"
+    return ""
+
+
+def _asked(network: Any, config: Any) -> dict[str, Any]:
+    """What a build was asked for, in plain words."""
+    return {
+        "network": sorted(
+            flag.name
+            for flag in network._trt.NetworkDefinitionCreationFlag
+            if network._flags & 1 << int(flag)
+        ),
+        "flags": sorted(flag.name for flag in config._flags),
+        "limits": dict(config._limits),
+        "level": config.builder_optimization_level,
+        "hardware": config.hardware_compatibility_level.name,
+        "profiles": len(config._profiles),
+        "times": len(config._cache._times),
+        "constraints": {
+            layer.name: layer._precision.name
+            for layer in network._layers
+            if layer._precision is not None
+        },
+    }
+
+
+def _header(trt: Any, network: Any, config: Any) -> dict[str, Any]:
+    profiles = [profile._shapes for profile in config._profiles]
+    kernels = [_kernel_type(trt, network, config, product) for product in network._products]
+    wide = sum(
+        2 * product["elements"]
+        for product, kernel in zip(network._products, kernels, strict=True)
+        if kernel == "FLOAT" and product["dtype"] == "HALF"
+    )
+    return {
+        "tensorrt": trt.__version__,
+        "version_compatible": config._has("VERSION_COMPATIBLE"),
+        "profiles": profiles[:-1] if trt._play.lost_profile else profiles,
+        "inputs": {t.name: [t.dtype.name, list(t.shape)] for t in network._inputs},
+        "outputs": {t.name: [t.dtype.name, list(t.shape)] for t in network._outputs},
+        "detailed": config.profiling_verbosity.name == "DETAILED",
+        "fused": trt._play.fused,
+        "room": "." * wide,  # that fp32 weights take more than those of the graph
+        "layers": [
+            {"name": product["name"], "dtype": kernel}
+            for product, kernel in zip(network._products, kernels, strict=True)
+            if product["dtype"] in ("FLOAT", "HALF", "BF16")
+        ],
+    }
+
+
+def _kernel_type(trt: Any, network: Any, config: Any, product: dict[str, Any]) -> str:
+    """The type a product is computed in: as typed, or as the flags and constraints of 8.6 say."""
+    if product["name"] in trt._play.layer_types:
+        return str(trt._play.layer_types[product["name"]])
+    if network._typed:
+        return str(product["quantised"] or product["dtype"])
+    if product["quantised"] and config._has("INT8"):
+        return str(product["quantised"])
+    layer = product["layer"]
+    held = config._has("FP16") and config._has("OBEY_PRECISION_CONSTRAINTS")
+    if held and layer._precision is not None and layer._precision.name == "HALF":
+        return "HALF" if layer._output_types else "FLOAT"
+    return "FLOAT"
+
+
+CLASSES: dict[str, type] = {
+    "IHostMemory": IHostMemory,
+    "ITimingCache": ITimingCache,
+    "IOptimizationProfile": IOptimizationProfile,
+    "IProgressMonitor": IProgressMonitor,
+    "IBuilderConfig": IBuilderConfig,
+    "Builder": Builder,
+}

@@ -1,0 +1,240 @@
+"""The running half of the fake TensorRT: plans, engines and contexts over the fake CUDA."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+TAG = b"FAKE-TENSORRT-PLAN\n"
+NUMPY = {
+    "FLOAT": np.float32,
+    "HALF": np.float16,
+    "INT8": np.int8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+}
+Dims = tuple[int, ...]
+
+
+class Severity(Enum):
+    INTERNAL_ERROR = 0
+    ERROR = 1
+    WARNING = 2
+    INFO = 3
+    VERBOSE = 4
+
+
+def pack_plan(header: Mapping[str, Any], onnx: bytes) -> bytes:
+    """A fake plan.
+
+    Args:
+        header: ``tensorrt`` (version), ``profiles`` (each input name -> minimum, optimum, maximum),
+            ``inputs`` and ``outputs`` (name -> [type, dims]); more is kept as it is.
+        onnx: the graph that the engine computes.
+    """
+    return TAG + json.dumps(header).encode() + b"\n" + onnx
+
+
+def unpack_plan(plan: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and graph of a fake plan.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not plan.startswith(TAG):
+        raise ValueError("no fake plan")
+    header, _, onnx = plan[len(TAG) :].partition(b"\n")
+    return json.loads(header), onnx
+
+
+class ILogger:
+    Severity = Severity
+    INTERNAL_ERROR = Severity.INTERNAL_ERROR
+    ERROR = Severity.ERROR
+    WARNING = Severity.WARNING
+    INFO = Severity.INFO
+    VERBOSE = Severity.VERBOSE
+
+    def log(self, severity: Any, msg: str) -> None:
+        raise NotImplementedError
+
+
+class Logger(ILogger):
+    def __init__(self, min_severity: Any = Severity.WARNING) -> None:
+        self.min_severity = min_severity
+
+    def log(self, severity: Any, msg: str) -> None:
+        """Told nothing: a test that wants to know gives a logger of its own."""
+
+
+class Runtime:
+    _trt: Any
+
+    def __init__(self, logger: ILogger) -> None:
+        self._logger = logger
+        self.engine_host_code_allowed = False
+        if self._trt._play.no_gpu:
+            logger.log(Severity.ERROR, "CUDA initialization failure with error: 35")
+            raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    def deserialize_cuda_engine(self, serialized_engine: bytes) -> Any:
+        own = self._trt.__version__
+        try:
+            header, onnx = unpack_plan(bytes(serialized_engine))
+        except ValueError:
+            self._logger.log(Severity.ERROR, "Magic tag does not match")
+            return None
+        built = header["tensorrt"]
+        if self._trt._play.stale or not self._loads(built, header.get("version_compatible", False)):
+            self._logger.log(
+                Severity.ERROR,
+                f"Version tag does not match. Note: Current Version: {own}, "
+                f"Serialized Engine Version: {built}",
+            )
+            return None
+        return self._trt.ICudaEngine(header, onnx)
+
+    def _loads(self, built: str, version_compatible: bool) -> bool:
+        own = self._trt.__version__
+        if built == own:
+            return True
+        ages = [tuple(int(part) for part in v.split(".")) for v in (built, own)]
+        return version_compatible and self.engine_host_code_allowed and ages[0] <= ages[1]
+
+
+class ICudaEngine:
+    _trt: Any
+
+    def __init__(self, header: Mapping[str, Any], onnx: bytes) -> None:
+        self._header = header
+        self._onnx = onnx
+        self._tensors: dict[str, Any] = {**header["inputs"], **header["outputs"]}
+        self.num_io_tensors = len(self._tensors)
+        self.num_optimization_profiles = len(header["profiles"])
+        self.num_layers = len(header.get("layers", []))
+
+    def get_tensor_name(self, index: int) -> str:
+        return list(self._tensors)[index]
+
+    def get_tensor_mode(self, name: str) -> Any:
+        modes = self._trt.TensorIOMode
+        return modes.INPUT if name in self._header["inputs"] else modes.OUTPUT
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return self._trt.DataType[self._tensors[name][0]]
+
+    def get_tensor_shape(self, name: str) -> Dims:
+        return tuple(self._tensors[name][1])
+
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[Dims]:
+        return [tuple(dims) for dims in self._header["profiles"][profile_index][name]]
+
+    def create_execution_context(self) -> Any:
+        return self._trt.IExecutionContext(self)
+
+    def create_engine_inspector(self) -> Any:
+        return self._trt.EngineInspector(self)
+
+
+class IExecutionContext:
+    _trt: Any
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self._profile = 0
+        self._shapes: dict[str, Dims] = {}
+        self._addresses: dict[str, int] = {}
+        self._session: Any = None
+        self._settled = False  # whether it has run in these shapes: a capture needs that
+
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        self._profile = profile_index
+        self._shapes = {}
+        return 0 <= profile_index < self.engine.num_optimization_profiles and stream_handle > 0
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> bool:
+        low, _, high = self.engine.get_tensor_profile_shape(name, self._profile)
+        dims = tuple(shape)
+        if len(dims) != len(low) or not all(
+            bottom <= dim <= top for bottom, dim, top in zip(low, dims, high, strict=True)
+        ):
+            return False
+        self._settled = self._settled and self._shapes.get(name) == dims
+        self._shapes[name] = dims
+        return True
+
+    def get_tensor_shape(self, name: str) -> Dims:
+        if name in self._shapes:
+            return self._shapes[name]
+        return self._output_shape(name)
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self.engine._header["inputs"] if name not in self._shapes]
+
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        self._addresses[name] = int(memory)
+        return name in self.engine._tensors
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        if self.infer_shapes() or set(self._addresses) != set(self.engine._tensors):
+            return False
+        cuda = importlib.import_module("cuda.bindings.runtime")._fake
+        if cuda.is_capturing(stream_handle) and not self._settled:
+            return False
+        self._settled = True
+        shapes, addresses = dict(self._shapes), dict(self._addresses)
+        event = ("run", [self._profile, {name: list(dims) for name, dims in shapes.items()}])
+        put: bool = cuda.put(
+            stream_handle, lambda: self._compute(cuda, shapes, addresses), event=event
+        )
+        return put
+
+    def _compute(self, cuda: Any, shapes: Mapping[str, Dims], addresses: Mapping[str, int]) -> None:
+        feed = {}
+        for name, dims in shapes.items():
+            dtype = np.dtype(NUMPY[self.engine._tensors[name][0]])
+            size = int(np.prod(dims, dtype=np.int64)) * dtype.itemsize
+            feed[name] = cuda.memory(addresses[name], size).view(dtype).reshape(dims).copy()
+        names = list(self.engine._header["outputs"])
+        outputs = dict(zip(names, self._open().run(names, feed), strict=True))
+        if self._trt._play.miscompute is not None:
+            outputs = self._trt._play.miscompute(outputs)
+        for name, value in outputs.items():
+            raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            cuda.memory(addresses[name], raw.size)[:] = raw
+
+    def _output_shape(self, name: str) -> Dims:
+        """From the names that the graph gives its dimensions; -1 for one no input shares."""
+        session = self._open()
+        sizes: dict[Any, int] = {}
+        for node in session.get_inputs():
+            sizes |= dict(zip(node.shape, self._shapes.get(node.name, ()), strict=False))
+        (output,) = (node for node in session.get_outputs() if node.name == name)
+        return tuple(dim if isinstance(dim, int) else sizes.get(dim, -1) for dim in output.shape)
+
+    def _open(self) -> Any:
+        if self._session is None:
+            import onnxruntime
+
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3  # an odd graph of a test's would be told at length
+            self._session = onnxruntime.InferenceSession(
+                self.engine._onnx, options, providers=["CPUExecutionProvider"]
+            )
+        return self._session
+
+
+CLASSES: dict[str, type] = {
+    "ILogger": ILogger,
+    "Logger": Logger,
+    "Runtime": Runtime,
+    "ICudaEngine": ICudaEngine,
+    "IExecutionContext": IExecutionContext,
+}

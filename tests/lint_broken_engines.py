@@ -1,0 +1,288 @@
+"""What lint must catch of TensorRT cores: engines, their profiles, CUDA graphs, versions."""
+
+from __future__ import annotations
+
+from onnx import TensorProto, helper
+
+from lint_cases import CORE, LEAN, ONNX_FILE, PLAN_FILE, PRE, error, warning
+from lint_repositories import (
+    EDGES,
+    GRAPHS,
+    LOCK,
+    Edit,
+    append,
+    engine,
+    graph,
+    profile,
+    put,
+    remove,
+    replace,
+)
+
+UNBUILT = (put(ONNX_FILE, graph("plan")), remove(PLAN_FILE))
+COUNTED = "count: 2 kind: KIND_GPU"
+
+
+def bucketed(rows: tuple[int, int]) -> Edit:
+    """Profiles of every edge for so many rows."""
+    return engine([profile(rows, edge=(edge,)) for edge in EDGES])
+
+
+def odd_node(operator: str, **settings: object) -> bytes:
+    """A bucketed core whose only node is `operator`."""
+    inputs = [
+        helper.make_tensor_value_info("input_ids", TensorProto.INT32, ["rows", "tokens"]),
+        helper.make_tensor_value_info("row_length", TensorProto.INT32, ["rows", 1]),
+    ]
+    output = helper.make_tensor_value_info("sentence_embedding", TensorProto.FLOAT, ["rows", 384])
+    node = helper.make_node(operator, ["row_length"], ["sentence_embedding"], "odd", **settings)
+    body = helper.make_graph([node], "core", inputs, [output])
+    content: bytes = helper.make_model(
+        body, opset_imports=[helper.make_opsetid("", 18)], ir_version=10
+    ).SerializeToString()
+    return content
+
+
+ENGINES = (
+    error("engine-built", PLAN_FILE, "model.onnx alone", *UNBUILT, layout="plan"),
+    error(
+        "engine-version",
+        LOCK,
+        "10.16.1.11; Triton 26.08 has 11.2.1, and it is not version compatible",
+        engine(tensorrt="10.16.1.11"),
+        layout="plan",
+        triton="26.08",
+    ),
+    error(
+        "engine-version",
+        LOCK,
+        "none loads one of a newer release",
+        engine(tensorrt="11.4.0.106", version_compatible=True),
+        layout="plan",
+        triton="26.08",
+    ),
+    error(
+        "engine-version",
+        LOCK,
+        "Triton 24.10 has TensorRT 10, and none loads one of a newer release",
+        engine(tensorrt="11.2.1"),
+        layout="plan",
+    ),
+    error(
+        "engine-version",
+        LOCK,
+        "Triton 25.01 has TensorRT 10, and it is not version compatible",
+        engine(tensorrt="8.6.3"),
+        layout="plan",
+        triton="25.01",
+    ),
+    error(
+        "engine-version",
+        LOCK,
+        "from too far back",
+        engine(tensorrt="8.6.3", version_compatible=True),
+        layout="plan",
+        triton="26.09",
+    ),
+    error(
+        "engine-version",
+        ONNX_FILE,
+        f"another one than {LOCK} records",
+        put(ONNX_FILE, graph("plan")),
+        engine(onnx_sha256="0" * 64),
+        layout="plan",
+    ),
+    error(
+        "engine-operators",
+        ONNX_FILE,
+        "odd: operator Bernoulli is not in TensorRT 10.15",
+        put(ONNX_FILE, odd_node("Bernoulli")),
+        layout="buckets",
+    ),
+    error(
+        "engine-operators",
+        ONNX_FILE,
+        "Output 1 is out of bounds",
+        put(ONNX_FILE, odd_node("DynamicQuantizeLinear")),
+        layout="buckets",
+    ),
+    error(
+        "engine-operators",
+        ONNX_FILE,
+        "bf16 and 1 more: type BF16 does not exist in TensorRT 8.6",
+        put(ONNX_FILE, graph("buckets", middle=TensorProto.BFLOAT16)),
+        layout="buckets",
+        triton="24.04",
+    ),
+    error(
+        "onnx-tensors",
+        CORE,
+        "TYPE_INT32",
+        put(ONNX_FILE, graph("buckets", ids=TensorProto.INT64)),
+        layout="buckets",
+    ),
+    warning(
+        "triton-version",
+        CORE,
+        "parameter execution_context_allocation_strategy, new in 25.05",
+        append(CORE, LEAN),
+        layout="plan",
+    ),
+    error(
+        "triton-version",
+        CORE,
+        "TYPE_BF16, new in 24.06 for tensorrt",
+        replace(
+            CORE,
+            "dims: [384] }]",
+            "dims: [384] }, { " + 'name: "x" data_type: TYPE_BF16 dims: [1] }]',
+        ),
+        layout="plan",
+        triton="24.05",
+    ),
+)
+
+PROFILES = (
+    error(
+        "profile-batch",
+        CORE,
+        "1 to 16 rows of input_ids [16], row_length [1], max_batch_size is 32",
+        bucketed((1, 16)),
+        layout="buckets",
+    ),
+    error(
+        "profile-batch",
+        CORE,
+        "2 to 32 rows of input_ids [16]",
+        bucketed((2, 32)),
+        layout="buckets",
+    ),
+    error(
+        "profile-batch",
+        CORE,
+        "row_length [1], row_stride [], max_batch_size is 32",
+        engine([profile((1, 16), tokens=(1, 2048))]),
+        layout="plan",
+    ),
+    warning("profile-batch", CORE, "1 to 64 rows", bucketed((1, 64)), layout="buckets"),
+    error(
+        "profile-names",
+        CORE,
+        "profile 3",
+        replace(CORE, '"2"]', '"2", "3"]'),
+        layout="buckets",
+    ),
+    error(
+        "profile-names",
+        CORE,
+        "not named: 2",
+        replace(CORE, ', "2"]', "]"),
+        layout="buckets",
+    ),
+    error(
+        "profile-names",
+        CORE,
+        "not named: 1, 2",
+        replace(CORE, 'profile: ["0", "1", "2"]', ""),
+        layout="buckets",
+    ),
+    error("profile-names", CORE, "profile 1", replace(CORE, '"0"', '"1"'), layout="plan"),
+    error(
+        "profile-range",
+        CORE,
+        f"rows that {PRE} pads to 48: input_ids [1, 48], row_length [1, 1]; profiles: "
+        "0: input_ids [1, 16] to [32, 16]",
+        replace(PRE, "[16, 32, 64]", "[16, 32, 48, 64]"),
+        replace(CORE, "graphs: true", ""),
+        *(replace(CORE, spec, "") for spec in GRAPHS),
+        layout="buckets",
+    ),
+    error(
+        "profile-range",
+        CORE,
+        f"a row of 128 tokens, the most that {PRE} sends",
+        replace(PRE, 'string_value: "64"', 'string_value: "128"'),
+        layout="buckets",
+    ),
+    error(
+        "profile-range",
+        CORE,
+        f"32 rows of 128 tokens, the most that {PRE} sends: input_ids [4096]",
+        replace(PRE, 'string_value: "64"', 'string_value: "128"'),
+        layout="plan",
+    ),
+    error(
+        "profile-range",
+        CORE,
+        "model_warmup warm: input_ids [2, 7], row_length [2, 1]",
+        replace(CORE, "dims: [16] zero_data", "dims: [7] zero_data"),
+        layout="buckets",
+    ),
+    error(
+        "profile-range",
+        CORE,
+        "graph_spec 0: input_ids [8, 7]",
+        replace(CORE, "cuda {", "cuda { " + GRAPHS[1].replace("[16]", "[7]")),
+        layout="buckets",
+    ),
+    warning(
+        "profile-switching",
+        CORE,
+        "3 profiles for each of 6 instances",
+        replace(CORE, COUNTED, COUNTED.replace("2", "6")),
+        layout="buckets",
+    ),
+)
+
+CUDA_GRAPHS = (
+    warning(
+        "cuda-graphs",
+        CORE,
+        "backend onnxruntime",
+        append(CORE, "optimization { cuda { graphs: true } }"),
+    ),
+    warning(
+        "cuda-graphs",
+        CORE,
+        "allow_ragged_batch: true",
+        append(CORE, "optimization { cuda { graphs: true } }"),
+        layout="plan",
+    ),
+    warning(
+        "cuda-graphs",
+        CORE,
+        "no graph_spec, inputs of variable shape",
+        *(replace(CORE, spec, "") for spec in GRAPHS),
+        layout="buckets",
+    ),
+    warning(
+        "cuda-graphs",
+        CORE,
+        "9 graph_spec, graphs is off",
+        replace(CORE, "graphs: true", "graphs: false"),
+        layout="buckets",
+    ),
+    warning(
+        "cuda-graphs",
+        CORE,
+        "none for 2 to 8 rows of 32",
+        replace(CORE, GRAPHS[4], ""),
+        layout="buckets",
+    ),
+    warning(
+        "cuda-graphs",
+        CORE,
+        "none for 2 to 7 rows of 16; 2 to 7 rows of 32; 2 to 7 rows of 64",
+        replace(CORE, "batch_size: 2 input", "batch_size: 8 input"),
+        layout="buckets",
+    ),
+    warning(
+        "cuda-graphs",
+        CORE,
+        "several for 4 to 8 rows of 16; 4 to 8 rows of 32; 4 to 8 rows of 64",
+        replace(CORE, "batch_size: 9 input", "batch_size: 4 input"),
+        layout="buckets",
+    ),
+)
+
+BROKEN_ENGINES = ENGINES + PROFILES + CUDA_GRAPHS

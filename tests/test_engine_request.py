@@ -1,0 +1,166 @@
+"""What is asked of TensorRT is checked before it is asked, and fits the release that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import fake_tensorrt
+from fake_tensorrt import MAJORS
+from triptych.build.engine.api import Api
+from triptych.build.engine.graph import read_graph
+from triptych.build.engine.request import make_request
+from triptych.engine_plan import EnginePlan, ShapeRange
+from triptych.errors import UserError
+
+OPTIONS = {
+    "workspace_mib": None,
+    "optimization_level": None,
+    "version_compatible": False,
+    "hardware": "none",
+    "refit": False,
+    "weight_streaming": False,
+    "tf32": False,
+}
+FINE = {"x": ShapeRange((1, 4), (2, 4), (8, 4))}
+
+
+def write(
+    folder: Path, nodes: Sequence[Any], *, kind: int = TensorProto.FLOAT, out: int | None = None
+) -> Path:
+    """A graph from ``x`` ``[rows, 4]`` to ``y``, with weights ``w`` ``[4, 4]`` in fp32."""
+    x = helper.make_tensor_value_info("x", kind, ["rows", 4])
+    y = helper.make_tensor_value_info("y", kind if out is None else out, ["rows", 4])
+    weights = [
+        numpy_helper.from_array(np.eye(4, dtype=np.float32), "w"),
+        numpy_helper.from_array(np.array(0.1, np.float32), "scale"),
+        numpy_helper.from_array(np.zeros((), np.int8), "zero"),
+        numpy_helper.from_array(np.eye(4, dtype=np.int8), "w8"),
+    ]
+    graph = helper.make_graph(list(nodes), "g", [x], [y], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    return path
+
+
+PRODUCT = [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")]
+SAME = [helper.make_node("Identity", ["x"], ["y"], name="same")]
+LOWER = [
+    helper.make_node("Cast", ["x"], ["xl"], name="c", to=TensorProto.FLOAT16),
+    helper.make_node("Cast", ["w"], ["wl"], name="d", to=TensorProto.FLOAT16),
+    helper.make_node("MatMul", ["xl", "wl"], ["yl"], name="product"),
+    helper.make_node("Cast", ["yl"], ["y"], name="e", to=TensorProto.FLOAT),
+]
+BF16 = [helper.make_node("Cast", ["x"], ["xb"], name="c", to=TensorProto.BFLOAT16)]
+BF16 += [helper.make_node("Cast", ["xb"], ["y"], name="d", to=TensorProto.FLOAT)]
+QUANTISED = [
+    helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["xq"], name="q"),
+    helper.make_node("DequantizeLinear", ["xq", "scale", "zero"], ["xd"], name="dx"),
+    helper.make_node("DequantizeLinear", ["w8", "scale", "zero"], ["wd"], name="dw"),
+    helper.make_node("Transpose", ["wd"], ["wt"], name="t"),
+    helper.make_node("MatMul", ["xd", "wt"], ["y"], name="product"),
+]
+WEIGHT_ONLY = [*QUANTISED[2:4], helper.make_node("MatMul", ["x", "wt"], ["y"], name="product")]
+UNNAMED = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "products"),
+    [
+        (PRODUCT, {"product": "fp32"}),
+        (LOWER, {"product": "fp16"}),
+        (QUANTISED, {"product": "int8"}),
+        (WEIGHT_ONLY, {"product": "fp32"}),
+        (UNNAMED, {"y": "fp32"}),
+        (SAME, {}),
+    ],
+)
+def test_each_product_asks_for_the_type_of_its_operands(
+    tmp_path: Path, nodes: Sequence[Any], products: dict[str, str]
+) -> None:
+    assert read_graph(write(tmp_path, nodes)).products == products
+
+
+def test_the_weights_of_products_are_measured(tmp_path: Path) -> None:
+    graph = read_graph(write(tmp_path, QUANTISED))
+    assert graph.stored_bytes == 16 * 4 + 4 + 1 + 16
+    assert graph.wide_bytes == 16 * 3
+    assert graph.casts == {"q", "dx", "dw"}
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, major: str, onnx_file: Path, **plan: Any) -> Any:
+    fake_tensorrt.install(monkeypatch, major)
+    profiles = plan.pop("profiles", (FINE,))
+    return make_request(onnx_file, EnginePlan("fp32", profiles, (), {**OPTIONS, **plan}), Api())
+
+
+@pytest.mark.parametrize(
+    "kinds", [(TensorProto.INT64, None), (TensorProto.INT32, TensorProto.INT64)]
+)
+@pytest.mark.parametrize("major", MAJORS)
+def test_whole_numbers_of_64_bits_pass_from_10_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, major: str, kinds: tuple[int, int | None]
+) -> None:
+    nodes = SAME if kinds[1] is None else [helper.make_node("Cast", ["x"], ["y"], to=kinds[1])]
+    path = write(tmp_path, nodes, kind=kinds[0], out=kinds[1])
+    if major != "8.6":
+        assert ask(monkeypatch, major, path).graph.outputs["y"].dtype == "INT64"
+        return
+    with pytest.raises(UserError, match="must not be INT64 for TensorRT 8.6"):
+        ask(monkeypatch, major, path)
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_bf16_passes_from_10_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, major: str
+) -> None:
+    path = write(tmp_path, BF16)
+    if major != "8.6":
+        assert ask(monkeypatch, major, path).graph.kinds == {"bf16", "fp32"}
+        return
+    with pytest.raises(UserError) as raised:
+        ask(monkeypatch, major, path)
+    assert (raised.value.field, raised.value.given) == ("core.precision", "bf16")
+
+
+WRONG: dict[str, tuple[tuple[dict[str, ShapeRange], ...], str]] = {
+    "no profile": ((), "must have a profile"),
+    "another input": (({"z": FINE["x"]},), "must name the graph's inputs"),
+    "one input too many": (({**FINE, "z": FINE["x"]},), "must name the graph's inputs"),
+    "an axis too few": (({"x": ShapeRange((1,), (2,), (8,))},), "must give x 2 axes"),
+    "minimum above optimum": (
+        ({"x": ShapeRange((4, 4), (2, 4), (8, 4))},),
+        "minimum <= optimum <= maximum",
+    ),
+    "optimum above maximum": (
+        ({"x": ShapeRange((1, 4), (9, 4), (8, 4))},),
+        "minimum <= optimum <= maximum",
+    ),
+    "nothing at all": (
+        ({"x": ShapeRange((0, 4), (2, 4), (8, 4))},),
+        "minimum <= optimum <= maximum",
+    ),
+    "a fixed axis that varies": (
+        ({"x": ShapeRange((1, 2), (2, 4), (8, 4))},),
+        "must keep axis 1 of x at 4",
+    ),
+    "the second one": ((FINE, {"z": FINE["x"]}), "must name the graph's inputs"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_profile_that_does_not_fit_is_told_before_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    profiles, rule = WRONG[case]
+    with pytest.raises(UserError) as raised:
+        ask(monkeypatch, "10", write(tmp_path, PRODUCT), profiles=profiles)
+    assert rule in raised.value.rule
+    assert raised.value.field.startswith("plan.engine.profiles")

@@ -1,0 +1,345 @@
+"""Running engines, on a fake TensorRT over a fake GPU that computes with ONNX Runtime."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fake_cuda
+import fake_tensorrt
+from fake_cuda import FakeCuda, cudaError_t
+from tensorrt_cases import BUCKETS, PADDED, padded_answer, padded_feed, plan_of
+from triptych.device.engine_file import open_engine, plan_version
+from triptych.device.engine_runner import EngineError, EngineRunner
+from triptych.device.profiles import ShapeError
+from triptych.engine_plan import GraphSpec
+
+PACKED = """
+packed (int32[tokens] input_ids, int32[rows] row_stride) => (float[rows] share)
+{
+  values = Cast<to: int = 1>(input_ids)
+  total = ReduceSum<keepdims: int = 0>(values)
+  strides = Cast<to: int = 1>(row_stride)
+  share = Mul(strides, total)
+}
+"""
+PACKED_PROFILE = {"input_ids": [[1], [8], [16]], "row_stride": [[1], [2], [4]]}
+
+
+def graph(rows: int, lowest: int, *, edge: int = 3) -> GraphSpec:
+    return GraphSpec(rows, lowest, {"input_ids": (edge,), "row_length": (1,)})
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A fake GPU; whatever a test does, all of it must have been given back in the end."""
+    cuda = fake_cuda.install(monkeypatch)
+    yield cuda
+    assert cuda.leaks == []
+
+
+@pytest.fixture
+def trt(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return fake_tensorrt.install(monkeypatch, "10")
+
+
+@pytest.fixture
+def plan(trt: Any) -> bytes:
+    return plan_of(PADDED, BUCKETS, version=trt.__version__)
+
+
+def runs(cuda: FakeCuda) -> list[tuple[int, list[int]]]:
+    """What the engine computed: profile and shape of the tokens."""
+    return [(run[0], run[1]["input_ids"]) for name, run in cuda.events if name == "run"]
+
+
+def check_padded(runner: EngineRunner, rows: int, tokens: int) -> None:
+    feed = padded_feed(rows, tokens)
+    values = runner.run(feed)
+    assert values.keys() == {"total", "each"}
+    for name, value in padded_answer(feed).items():
+        np.testing.assert_array_equal(values[name], value)
+
+
+@pytest.mark.parametrize("major", fake_tensorrt.MAJORS)
+def test_an_engine_computes_what_its_graph_does(
+    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, major: str
+) -> None:
+    trt = fake_tensorrt.install(monkeypatch, major)
+    plan = plan_of(PADDED, BUCKETS, version=trt.__version__)
+    with EngineRunner(plan, packed=False, graphs=[graph(4, 1)]) as runner:
+        for rows, tokens in [(1, 3), (4, 6), (3, 3), (2, 6)]:
+            check_padded(runner, rows, tokens)
+
+
+def test_each_batch_runs_in_the_profile_that_holds_it(cuda: FakeCuda, plan: bytes) -> None:
+    with EngineRunner(plan, packed=False) as runner:
+        check_padded(runner, 2, 6)
+        check_padded(runner, 4, 3)
+    assert runs(cuda) == [(1, [2, 6]), (0, [4, 3])]
+
+
+def test_of_two_profiles_the_one_with_the_nearer_optimum_is_chosen(
+    cuda: FakeCuda, trt: Any
+) -> None:
+    profiles = [
+        {"input_ids": [[1, 1], [best, 6], [8, 9]], "row_length": [[1, 1], [best, 1], [8, 1]]}
+        for best in (8, 1)
+    ]
+    plan = plan_of(PADDED, profiles, version=trt.__version__)
+    with EngineRunner(plan, packed=False) as runner:
+        check_padded(runner, 2, 6)
+        check_padded(runner, 7, 6)
+    assert [place for place, _ in runs(cuda)] == [1, 0]
+
+
+def test_only_the_listed_profiles_are_used(cuda: FakeCuda, plan: bytes) -> None:
+    with (
+        EngineRunner(plan, packed=False, profiles=[1]) as runner,
+        pytest.raises(ShapeError, match=r"\[2, 3\] \(allowed: \[1, 6\] to \[4, 6\]\)"),
+    ):
+        runner.run(padded_feed(2, 3))
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_no_run_allocates(cuda: FakeCuda, plan: bytes, pinned: bool) -> None:
+    with EngineRunner(plan, packed=False, pinned=pinned) as runner:
+        before, host = cuda.counted("malloc"), len(cuda.host)
+        for rows, tokens in [(4, 6), (1, 3), (4, 3)]:
+            check_padded(runner, rows, tokens)
+        assert (cuda.counted("malloc"), len(cuda.host)) == (before, host)
+        assert host == (4 if pinned else 0)
+
+
+def test_outputs_live_on_after_the_next_run(cuda: FakeCuda, plan: bytes) -> None:
+    with EngineRunner(plan, packed=False, graphs=[graph(4, 1)]) as runner:
+        feed = padded_feed(2, 3)
+        first = runner.run(feed)
+        runner.run(padded_feed(4, 3, seed=1))
+    np.testing.assert_array_equal(first["total"], padded_answer(feed)["total"])
+
+
+def test_rows_end_to_end_run_in_one_profile(cuda: FakeCuda, trt: Any) -> None:
+    plan = plan_of(PACKED, [PACKED_PROFILE], version=trt.__version__)
+    with EngineRunner(plan, packed=True) as runner:
+        feed = {"input_ids": np.arange(5, dtype=np.int32), "row_stride": np.array([2, 3], np.int32)}
+        assert runner.run(feed)["share"].tolist() == [20, 30]
+
+
+def test_a_batch_is_launched_as_the_smallest_graph_that_takes_it(
+    cuda: FakeCuda, plan: bytes
+) -> None:
+    graphs = [graph(4, 3), graph(2, 1), graph(1, 1), graph(2, 1, edge=6)]
+    with EngineRunner(plan, packed=False, graphs=graphs) as runner:
+        assert runner.captured == tuple(sorted(graphs, key=lambda g: g.inputs["input_ids"]))
+        assert cuda.counted("graph") == 4
+        del cuda.events[:]
+        for rows in (1, 2, 3, 4):
+            check_padded(runner, rows, 3)
+        assert cuda.counted("launch") == 4
+        assert [shape for _, shape in runs(cuda)] == [[1, 3], [2, 3], [4, 3], [4, 3]]
+        check_padded(runner, 3, 6)  # above that edge's only graph
+        assert cuda.counted("launch") == 4
+        check_padded(runner, 1, 6)
+        assert cuda.counted("launch") == 5
+
+
+def test_a_batch_below_the_lower_bound_runs_without_a_graph(cuda: FakeCuda, plan: bytes) -> None:
+    with EngineRunner(plan, packed=False, graphs=[graph(4, 3)]) as runner:
+        check_padded(runner, 2, 3)
+        assert cuda.counted("launch") == 0
+        assert runs(cuda)[-1] == (0, [2, 3])
+        check_padded(runner, 3, 3)  # the graph still stands after the context had another shape
+        assert cuda.counted("launch") == 1
+
+
+def test_padded_rows_are_copies_of_a_real_row(cuda: FakeCuda, trt: Any, plan: bytes) -> None:
+    seen: list[Any] = []
+
+    def look(outputs: dict[str, Any]) -> dict[str, Any]:
+        seen.append(outputs["total"].copy())
+        return outputs
+
+    with EngineRunner(plan, packed=False, graphs=[graph(4, 1)]) as runner:
+        trt._play.miscompute = look
+        check_padded(runner, 4, 3)
+        check_padded(runner, 2, 3)
+    (_, small) = seen
+    assert small.shape == (4, 1)
+    np.testing.assert_array_equal(small[2:], small[[1, 1]])
+
+
+def test_an_engine_that_cannot_be_captured_runs_all_the_same(cuda: FakeCuda, plan: bytes) -> None:
+    cuda.failing["captured enqueue"] = cudaError_t.cudaErrorStreamCaptureUnsupported
+    warnings: list[str] = []
+    with EngineRunner(plan, packed=False, graphs=[graph(4, 1)], warn=warnings.append) as runner:
+        assert runner.captured == ()
+        check_padded(runner, 4, 3)
+        check_padded(runner, 2, 3)
+    assert warnings == [
+        "batches of 4 run without a CUDA graph: the engine could not be run in optimization "
+        "profile 0"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("feed", "message"),
+    [
+        (
+            padded_feed(2, 4),
+            r"no optimization profile of the engine holds input 'input_ids' of shape \[2, 4\] "
+            r"\(allowed: \[1, 3\] to \[4, 3\], \[1, 6\] to \[4, 6\]\)",
+        ),
+        (padded_feed(5, 3), r"input 'input_ids' of shape \[5, 3\]"),
+        (padded_feed(2, 3) | {"row_length": np.ones(2, np.int32)}, r"'row_length' of shape \[2\]"),
+        ({"row_length": np.ones((1, 1), np.int32)}, "input 'input_ids' of the engine is missing"),
+        (
+            padded_feed(2, 3) | {"row_length": np.ones((2, 1))},
+            "input 'row_length' must be int32, not float64",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_and_harms_no_other(
+    cuda: FakeCuda, plan: bytes, feed: dict[str, Any], message: str
+) -> None:
+    with EngineRunner(plan, packed=False, graphs=[graph(4, 1)]) as runner:
+        with pytest.raises(ShapeError, match=message):
+            runner.run(feed)
+        check_padded(runner, 2, 3)
+
+
+@pytest.mark.parametrize("failing", ["cudaMemcpyAsync", "cudaStreamSynchronize", "enqueue"])
+def test_a_failure_of_the_gpu_is_told_and_the_next_batch_runs(
+    cuda: FakeCuda, plan: bytes, failing: str
+) -> None:
+    with EngineRunner(plan, packed=False) as runner:
+        cuda.failing[failing] = cudaError_t.cudaErrorLaunchFailure
+        with pytest.raises(EngineError, match=r"unspecified launch failure|could not be run"):
+            runner.run(padded_feed(2, 3))
+        del cuda.failing[failing]
+        (stream,) = cuda.streams.values()
+        assert not stream.waiting or failing == "cudaStreamSynchronize"
+        check_padded(runner, 2, 3)
+
+
+def test_too_little_memory_is_told_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, plan: bytes
+) -> None:
+    cuda = fake_cuda.install(monkeypatch, total=100)
+    with pytest.raises(EngineError, match="GPU 0 has no 1 MiB of memory left for tensor") as error:
+        EngineRunner(plan, packed=False)
+    assert "are free" in str(error.value)
+    assert cuda.leaks == []
+
+
+@pytest.mark.parametrize(
+    "failing",
+    ["cudaStreamCreateWithFlags", "cudaMalloc", "cudaHostAlloc", "cudaStreamSynchronize"],
+)
+def test_what_was_allocated_before_a_failure_is_given_back(
+    cuda: FakeCuda, plan: bytes, failing: str
+) -> None:
+    cuda.failing[failing] = cudaError_t.cudaErrorInvalidValue
+    with pytest.raises(EngineError, match=f"{failing} failed on GPU 0: invalid argument"):
+        EngineRunner(plan, packed=False)
+
+
+def test_a_closed_engine_says_so(cuda: FakeCuda, plan: bytes) -> None:
+    runner = EngineRunner(plan, packed=False)
+    runner.close()
+    runner.close()
+    with pytest.raises(EngineError, match="closed"):
+        runner.run(padded_feed(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"profiles": [0, 2]}, "has no optimization profile 2: it has 2, from 0 on"),
+        ({"device": 1}, "cudaSetDevice failed on GPU 1: invalid device ordinal"),
+        ({"packed": True, "graphs": [graph(1, 1)]}, "no CUDA graphs"),
+        ({"graphs": [GraphSpec(1, 1, {"input_ids": (3,)})]}, "input_ids, row_length, but gives"),
+        ({"graphs": [graph(1, 1, edge=5)]}, "no optimization profile of the engine holds"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_at_load(
+    cuda: FakeCuda, plan: bytes, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        EngineRunner(plan, **{"packed": False, **options})
+
+
+def test_an_output_without_a_numpy_type_is_refused(cuda: FakeCuda, trt: Any) -> None:
+    text = "wide (float[rows] x) => (bfloat16[rows] y) { y = Cast<to: int = 16>(x) }"
+    plan = plan_of(text, [{"x": [[1], [1], [2]]}], version=trt.__version__)
+    with pytest.raises(EngineError, match="'y' of the engine is BF16, which numpy cannot hold"):
+        EngineRunner(plan, packed=False)
+
+
+def test_an_output_whose_shape_the_data_decides_is_refused(cuda: FakeCuda, trt: Any) -> None:
+    text = "found (float[rows] x) => (int64[1,found] y) { y = NonZero(x) }"
+    plan = plan_of(text, [{"x": [[1], [1], [2]]}], version=trt.__version__)
+    with pytest.raises(EngineError, match="shape of output 'y' depends on the data"):
+        EngineRunner(plan, packed=False)
+
+
+def test_a_plan_of_another_release_is_refused_with_both(cuda: FakeCuda, trt: Any) -> None:
+    plan = plan_of(PADDED, BUCKETS, version="9.1.0.4")
+    with pytest.raises(EngineError, match=f"TensorRT {trt.__version__}: .*Version: 9.1.0.4"):
+        EngineRunner(plan, packed=False)
+
+
+def test_the_head_of_a_real_plan_names_its_release(cuda: FakeCuda, trt: Any) -> None:
+    head = struct.pack("<II16x4B", 0x74727466, 0, 8, 6, 1, 6)
+    assert plan_version(head) == "8.6.1.6"
+    assert plan_version(b"ftrt") == plan_version(bytes(28)) == ""
+    message = f"it was built for TensorRT 8.6.1.6, this is {trt.__version__}; build it again here"
+    with pytest.raises(EngineError, match=message):
+        open_engine(head + bytes(100))
+
+
+@pytest.mark.parametrize(("host_code", "loads"), [(True, True), (False, False)])
+def test_a_version_compatible_plan_needs_its_code_allowed(
+    cuda: FakeCuda, trt: Any, host_code: bool, loads: bool
+) -> None:
+    plan = plan_of(PADDED, BUCKETS, version="10.3.0.1", version_compatible=True)
+    if loads:
+        with EngineRunner(plan, packed=False, host_code=host_code) as runner:
+            check_padded(runner, 1, 3)
+    else:
+        with pytest.raises(EngineError, match="cannot be loaded"):
+            EngineRunner(plan, packed=False, host_code=host_code)
+
+
+def test_a_gpu_that_tensorrt_cannot_use_is_told(cuda: FakeCuda, trt: Any, plan: bytes) -> None:
+    trt._play.no_gpu = True
+    with pytest.raises(EngineError, match="cannot use this GPU: CUDA initialization failure"):
+        EngineRunner(plan, packed=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("cuda.bindings.runtime", "the CUDA bindings are missing"),
+        ("tensorrt", "TensorRT is missing"),
+    ],
+)
+def test_a_missing_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, plan: bytes, module: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(EngineError, match=message):
+        EngineRunner(plan, packed=False)
+
+
+def test_what_tensorrt_complained_of_is_told(cuda: FakeCuda, trt: Any, plan: bytes) -> None:
+    engine = open_engine(plan)
+    engine.complaints.append("OutOfMemory: requested size was 4 GB")
+    trt.ICudaEngine.create_execution_context = lambda self: None
+    with pytest.raises(EngineError, match=r"for want of device memory: OutOfMemory: requested"):
+        EngineRunner(engine, packed=False)

@@ -1,0 +1,177 @@
+"""What the ONNX parser of each TensorRT takes, and which of the project's own graphs it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import precision_cases as cases
+from precision_cases import node
+from triptych.build.operators import support_of, unsupported
+from triptych.build.precision import float16, fp8
+from triptych.build.precision.recipe import Conversion, Precision, Recipe
+from triptych.errors import UserError
+
+MAJORS = (8, 10, 11)
+CONVERT: dict[Precision, Callable[..., Conversion]] = {
+    "fp16": float16.convert,
+    "bf16": float16.convert,
+    "fp8": fp8.convert,
+}
+LACKS: dict[Precision, dict[int, str]] = {
+    "fp16": {},
+    "bf16": {8: "type BF16 does not exist"},
+    "fp8": {8: "type FP8 does not exist"},
+}
+EXPORTED = [
+    ("bert", "embedding", "packed"),
+    ("bert", "embedding", "bucketed"),
+    ("deberta-v3", "spans", "bucketed"),
+    ("modernbert", "scores", "packed"),
+    ("roberta", "logits", "bucketed"),
+]
+
+
+def reasons(path: Path, major: int) -> set[str]:
+    """Why the parser is certain to refuse a graph."""
+    return {refusal.reason for refusal in unsupported(path, major) if refusal.certain}
+
+
+def operators(path: Path, major: int) -> set[str]:
+    """Operators that are used beyond what is documented."""
+    return {r.operator for r in unsupported(path, major) if not r.certain and r.operator}
+
+
+@pytest.fixture(scope="module", params=EXPORTED, ids="-".join)
+def exported(request: Any, tmp_path_factory: pytest.TempPathFactory) -> cases.Exported:
+    return cases.export(tmp_path_factory.mktemp("exported"), *request.param)
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_every_parser_takes_the_exported_cores(exported: cases.Exported, major: int) -> None:
+    assert reasons(exported.path, major) == set()
+    beyond = {"CumSum", "Clip", *(["ReduceSum", "Mod"] if major == 8 else [])}
+    assert operators(exported.path, major) <= beyond
+
+
+@pytest.mark.parametrize("precision", LACKS)
+def test_a_converted_core_needs_a_tensorrt_with_its_type(
+    exported: cases.Exported, precision: Precision, tmp_path: Path
+) -> None:
+    CONVERT[precision](exported.path, tmp_path, Recipe(precision), exported.feeds())
+    for major in MAJORS:
+        found, lacking = reasons(tmp_path / "model.onnx", major), LACKS[precision].get(major)
+        assert all(lacking and reason.startswith(lacking) for reason in found), found
+        assert bool(found) == bool(lacking)
+
+
+@pytest.mark.parametrize("major", MAJORS)
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        ([node("Det", "x", "y")], "operator Det is not in"),
+        ([node("FusedMatMul", "x x", "y", domain="com.microsoft")], "com.microsoft.FusedMatMul"),
+    ],
+)
+def test_an_operator_that_the_parser_lacks_is_named(
+    nodes: list[Any], reason: str, major: int, tmp_path: Path
+) -> None:
+    path = write(tmp_path, nodes)
+    (refusal,) = unsupported_of(path, major)
+    assert refusal.node == "make_y"
+    assert reason in refusal.reason
+    assert refusal.certain
+
+
+@pytest.mark.parametrize("major", MAJORS)
+@pytest.mark.parametrize(
+    ("zero", "reason"),
+    [
+        (np.array(3, np.int8), "a zero point is not zero"),
+        (np.array(0, np.uint8), "UINT8 is for inputs and outputs"),
+    ],
+    ids=["shifted", "unsigned"],
+)
+def test_quantisation_must_be_symmetric_and_signed(
+    zero: Any, reason: str, major: int, tmp_path: Path
+) -> None:
+    nodes = [
+        node("QuantizeLinear", "x scale zero", "a"),
+        node("DequantizeLinear", "a scale zero", "y"),
+    ]
+    path = cases.write_graph(tmp_path, nodes, {"scale": np.array(1, np.float32), "zero": zero})
+    found = {r.operator: r for r in unsupported_of(path, major)}
+    assert reason in found["DequantizeLinear"].reason
+    assert found["DequantizeLinear"].certain
+
+
+def test_inside_subgraphs_is_looked_too(tmp_path: Path) -> None:
+    branch = onnx.helper.make_graph(
+        [node("Det", "x", "z")],
+        "branch",
+        [],
+        [onnx.helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None)],
+    )
+    nodes = [node("If", "flag", "y", then_branch=branch, else_branch=branch)]
+    path = write(tmp_path, nodes, flag=np.array(True))
+    assert [refusal.operator for refusal in unsupported_of(path, 10)] == ["Det", "Det"]
+
+
+@pytest.mark.parametrize(("major", "lost"), [(8, {"input INT64", "output INT64"}), (10, set())])
+def test_int64_is_narrowed_before_tensorrt_10(major: int, lost: set[str], tmp_path: Path) -> None:
+    values = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, [2]) for name in "xy"
+    ]
+    graph = onnx.helper.make_graph([node("Add", "x x", "y")], "g", values[:1], values[1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    onnx.save(model, tmp_path / "model.onnx")
+    found = {" ".join(reason.split()[:2]) for reason in reasons(tmp_path / "model.onnx", major)}
+    assert found == lost
+
+
+def test_a_newer_opset_than_documented_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path, [node("Relu", "x", "y")])
+    (refusal,) = unsupported(path, 8)
+    assert (refusal.node, refusal.certain) == ("opset", False)
+    assert "opset 18" in refusal.reason
+    assert unsupported(path, 11) == []
+
+
+def test_a_tensorrt_without_a_record_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Known are 8, 10, 11"):
+        unsupported(tmp_path / "model.onnx", 9)
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_records_name_operators_of_onnx_and_types_of_tensorrt(major: int) -> None:
+    support = support_of(major)
+    schemas = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
+    # Names that ONNX gave up, or that only its converters use.
+    former = {"ImageScaler", "ParametricSoftplus", "ScaledTanh"}
+    assert set(support.operators) <= schemas | former
+    assert {kind for kinds in support.operators.values() for kind in kinds} <= support.types
+    assert "onnx-tensorrt" in support.source
+
+
+def unsupported_of(path: Path, major: int) -> list[Any]:
+    """Refusals of nodes."""
+    return [refusal for refusal in unsupported(path, major) if refusal.operator]
+
+
+def write(folder: Path, nodes: list[Any], **constants: Any) -> Path:
+    """A graph that need not be valid ONNX."""
+    graph = onnx.helper.make_graph(
+        nodes,
+        "graph",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [4, 4])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
+        [onnx.numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets), folder / "model.onnx")
+    return folder / "model.onnx"

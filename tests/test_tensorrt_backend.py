@@ -1,0 +1,206 @@
+"""The local TensorRT backend on real servers, over a fake TensorRT and a fake GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+import served_engines
+import tensorrt_cases as cases
+from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
+from fake_cuda import LOG_VARIABLE
+from triptych.serving.client import Client
+from triptych.serving.server import Server
+
+pytestmark = pytest.mark.server
+
+Arrays = dict[str, Any]
+
+
+class Served(NamedTuple):
+    """A server, and what its fake GPU tells of."""
+
+    client: InferenceServerClient
+    url: str
+    log: Path
+    text: Path
+
+
+@pytest.fixture(scope="module")
+def cores(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A repository of TensorRT pipelines as it ships, in both layouts, without engines."""
+    base = tmp_path_factory.mktemp("tensorrt")
+    for layout in LAYOUTS:
+        core = {"backend": "tensorrt", "device": "gpu", "layout": layout, "max_batch_size": 8}
+        folder = write_pipeline(
+            base / f"tiny_{layout}", model={"source": str(tiny_model)}, core=core
+        )
+        build_into(folder, base / "repository")
+    return base / "repository"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, cores: Path) -> Iterator[Served]:
+    """Serves the whole pipelines, and the small models of `cases`."""
+    base = tmp_path_factory.mktemp("served")
+    repository = base / "repository"
+    served_engines.with_fake_engines(cores, repository)
+    for name, (config, graph, profiles) in cases.MODELS.items():
+        served_engines.write_model(repository / name, config, graph, profiles)
+    for name, refused in cases.REFUSED.items():
+        served_engines.write_model(repository / name, refused.config, *refused.engine)
+    (repository / "no_plan/1/model.plan").rename(repository / "no_plan/1/other.plan")
+    log, text = base / "gpu.jsonl", base / "server.log"
+    models = [*(f"tiny_{layout}" for layout in LAYOUTS), *cases.MODELS]
+    with Server(
+        repository,
+        models=models,
+        environment={LOG_VARIABLE: str(log)},
+        backend_directory=served_engines.write_fakes(base / "backends"),
+        log_file=text,
+    ) as server:
+        yield Served(InferenceServerClient(server.grpc_url), server.grpc_url, log, text)
+
+
+@pytest.fixture(scope="module")
+def by_onnx_runtime(tmp_path_factory: pytest.TempPathFactory, cores: Path) -> Iterator[str]:
+    """The same pipelines, their cores served by the stand-in for ONNX Runtime."""
+    repository = tmp_path_factory.mktemp("onnx") / "repository"
+    served_engines.with_onnx_cores(cores, repository)
+    with Server(repository) as server:
+        yield server.grpc_url
+
+
+def ask(client: InferenceServerClient, model: str, inputs: Arrays) -> Arrays:
+    tensors = [
+        InferInput(name, value.shape, np_to_triton_dtype(value.dtype)).set_data_from_numpy(value)
+        for name, value in inputs.items()
+    ]
+    result = client.infer(model, tensors, client_timeout=60)
+    return {out.name: result.as_numpy(out.name) for out in result.get_response().outputs}
+
+
+def ask_together(
+    client: InferenceServerClient, model: str, requests: Sequence[Arrays]
+) -> list[Arrays | InferenceServerException]:
+    """Answers to requests that are sent at the same time, in their order."""
+    gate = threading.Barrier(len(requests))
+
+    def send(inputs: Arrays) -> Arrays | InferenceServerException:
+        gate.wait()
+        try:
+            return ask(client, model, inputs)
+        except InferenceServerException as error:
+            return error
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(send, requests))
+
+
+def embed(url: str, pipeline: str, texts: Sequence[str]) -> Any:
+    """Embeddings of texts that many clients send at the same time, one each."""
+    with Client(pipeline, url) as client, ThreadPoolExecutor(16) as pool:
+        return np.concatenate(list(pool.map(lambda text: client.embed([text]), texts)))
+
+
+def packed_request(*lengths: int) -> Arrays:
+    """Rows of these lengths, each of ones; padded on the right with tokens that count, too."""
+    ids = np.ones((len(lengths), max(lengths)), np.int32)
+    return {"input_ids": ids, "row_length": np.array(lengths, np.int32)[:, None]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pipeline_answers_as_with_onnx_runtime_and_batches(
+    layout: str, server: Served, by_onnx_runtime: str
+) -> None:
+    texts = traffic_texts()[:64]
+    before = len(served_engines.engine_runs(server.log))
+    answers = embed(server.url, f"tiny_{layout}", texts)
+    np.testing.assert_allclose(answers, embed(by_onnx_runtime, f"tiny_{layout}", texts), atol=1e-5)
+    runs = served_engines.engine_runs(server.log)[before:]
+    rows = [shapes["row_length"][0] for _, shapes in runs]
+    assert max(rows) > 1
+    assert len(runs) < len(texts)
+
+
+def test_buckets_run_in_their_profile_and_as_cuda_graphs(server: Served) -> None:
+    captured = served_engines.count_events(server.log, "graph")
+    assert captured > 0
+    assert f"{captured} of {captured} CUDA graphs" in server.text.read_text(encoding="utf-8")
+    launched = served_engines.count_events(server.log, "launch")
+    before = len(served_engines.engine_runs(server.log))
+    embed(server.url, "tiny_bucketed", ["short", "a text of a few more words " * 20])
+    runs = served_engines.engine_runs(server.log)[before:]
+    assert served_engines.count_events(server.log, "launch") - launched == len(runs) == 2
+    assert len({place for place, _ in runs}) == 2
+
+
+def test_requests_that_wait_together_are_one_run(server: Served) -> None:
+    before = len(served_engines.engine_runs(server.log))
+    requests = [packed_request(2), packed_request(1, 3), packed_request(4)]
+    answers = ask_together(server.client, "packed", requests)
+    runs = served_engines.engine_runs(server.log)[before:]
+    assert runs == [(0, {"input_ids": [12], "row_length": [4, 1], "row_stride": [4]})]
+    for request, answer in zip(requests, answers, strict=True):
+        assert isinstance(answer, dict)
+        width = request["input_ids"].shape[1]
+        assert answer["stride"].tolist() == [[width]] * len(request["row_length"])
+        assert answer["each"].shape == (*request["input_ids"].shape, 2)
+
+
+def test_a_request_in_no_profile_fails_alone(server: Served) -> None:
+    most = cases.MOST_TOKENS
+    requests = [packed_request(2), packed_request(most + 1), packed_request(1, 1)]
+    first, second, third = ask_together(server.client, "packed", requests)
+    assert isinstance(second, InferenceServerException)
+    assert second.status() == "StatusCode.INVALID_ARGUMENT"
+    assert second.message() == (
+        f"no optimization profile of the engine holds input 'input_ids' of shape [{most + 1}] "
+        f"(allowed: [1] to [{most}])"
+    )
+    assert isinstance(first, dict)
+    assert isinstance(third, dict)
+    assert (first["stride"].tolist(), third["stride"].tolist()) == ([[2]], [[1], [1]])
+
+
+def test_a_request_that_breaks_a_run_fails_alone(server: Served) -> None:
+    bad = {"input_ids": np.array([[99]], np.int32), "row_length": np.ones((1, 1), np.int32)}
+    good, broken = ask_together(server.client, "packed", [packed_request(3), bad])
+    assert isinstance(good, dict)
+    assert isinstance(broken, InferenceServerException)
+    assert broken.status() == "StatusCode.INTERNAL"
+    assert "unspecified launch failure" in broken.message()
+
+
+def test_a_model_without_batching_runs_each_request_by_itself(server: Served) -> None:
+    value = np.arange(3, dtype=np.float32)
+    answers = ask_together(server.client, "unbatched", [{"x": value}, {"x": value + 1}])
+    assert [a["y"].tolist() for a in answers if isinstance(a, dict)] == [[0, 2, 4], [2, 4, 6]]
+
+
+def test_types_pass_as_they_are(server: Served) -> None:
+    inputs: Arrays = {
+        "half": np.array([[1.5]], np.float16),
+        "byte": np.array([[200]], np.uint8),
+        "long": np.array([[2**40]], np.int64),
+        "flag": np.array([[True]]),
+    }
+    answers = ask(server.client, "typed", inputs)
+    for name, value in inputs.items():
+        assert answers[f"{name}_out"].dtype == value.dtype
+        assert answers[f"{name}_out"].tolist() == value.tolist()
+
+
+@pytest.mark.parametrize("name", cases.REFUSED)
+def test_what_the_native_backend_refuses_does_not_load(name: str, server: Served) -> None:
+    with pytest.raises(InferenceServerException) as refusal:
+        server.client.load_model(name)
+    assert cases.REFUSED[name].message in refusal.value.message()
