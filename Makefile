@@ -76,8 +76,11 @@ grid: setup  ## Hold `triptych tune` against a whole grid of settings (about an 
 precisions: setup  ## The core in every precision: the gate, accuracy and speed (PROVIDER=...)
 	$(BIN)/python build_scripts/peers/precisions.py --provider $(PROVIDER)
 
-gpu-test: setup  ## The same on a GPU, with onnxruntime-gpu in the environment
-	$(BIN)/python build_scripts/peers/precisions.py --provider CUDAExecutionProvider
+# A Python that is named is used as it is, since TensorRT may be nowhere else (an NGC container).
+PYTHON_IS_NAMED := $(filter-out file default,$(firstword $(origin PYTHON)))
+GPU_PYTHON := $(if $(PYTHON_IS_NAMED),$(PYTHON),$(BIN)/python)
+gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Engines, their parity and speed, served, on a GPU (PYTHON=..., ARGS="--minutes 8")
+	PYTHONPATH="build_scripts$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m peers.gpu $(ARGS)
 
 soak: setup  ## Watch memory over 200,000 requests
 	$(BIN)/python build_scripts/peers/soak.py

@@ -36,7 +36,7 @@ def test_the_module_has_the_recorded_version_and_enums(major: str) -> None:
         assert {key: int(value) for key, value in getattr(trt, name).__members__.items()} == members
 
 
-MISSING = [
+MISSING: list[tuple[str, Any]] = [
     ("8.6", lambda trt: trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED),
     ("8.6", lambda trt: trt.BuilderFlag.WEIGHT_STREAMING),
     ("8.6", lambda trt: trt.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY),
@@ -64,11 +64,12 @@ def test_what_a_release_lacks_raises_an_attribute_error(major: str, use: Any) ->
 def test_numbers_are_no_flags(major: str) -> None:
     trt = make_module(major)
     config = trt.Builder(Quiet()).create_builder_config()
-    for call in (
+    calls: tuple[Any, ...] = (
         lambda: config.set_flag(0),
         lambda: config.clear_flag(6),
         lambda: config.set_memory_pool_limit(0, 1),
-    ):
+    )
+    for call in calls:
         with pytest.raises(TypeError):
             call()
 

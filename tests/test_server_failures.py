@@ -107,6 +107,11 @@ DEATHS: dict[str, tuple[str | None, str, str]] = {
         CONFIG.replace("dims: [1]", ""),
         r"model input 'text' must specify 'dims' for dying",
     ),
+    "missing-gpu": (
+        MODEL,
+        CONFIG + "instance_group [{ kind: KIND_GPU gpus: [99] }]",
+        r"it runs on GPU 99, which is not here: .*",
+    ),
     "unknown-backend": (
         MODEL,
         CONFIG.replace("python", "abacus"),

@@ -13,6 +13,7 @@ from triptych.build.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.build.lock import LOCK_FILE, make_lock, print_lock, read_lock
 from triptych.build.precision.recipe import Precision, check_runs
 from triptych.engine_files import kept_engine, samples_of
+from triptych.engines import build_engine_here
 from triptych.errors import Finding, UserError
 from triptych.gating import Gate
 from triptych.plan import Plan
@@ -112,6 +113,7 @@ def build(
         candidates: what `precision` was chosen from; goes into the lock.
 
     Raises:
+        EngineFailure: the engine differs from the graph, which is written without it.
         GateFailure: the artifact differs from the reference, and that is not accepted.
         LintFailure: the repository would not serve.
         UserError: the model cannot be exported, or another build is running.
@@ -163,6 +165,8 @@ def build(
     changed = write_models(repository, files, retired=sorted(retired))
     state = ", ".join(changed) if changed else "up to date"
     progress("write", f"{repository}: {state}")
+    if plan.builds_engine:
+        changed = sorted({*changed, *build_engine_here(repository, name, progress)})
     return Built(plan, tuple(changed), core.gate, tuple(findings), core.unpacked)
 
 

@@ -20,6 +20,7 @@ from triptych.assemble import Built, GateFailure
 from triptych.build.cache import cached_stage, code_hash, versions_of
 from triptych.build.lock import read_lock
 from triptych.build.precision.recipe import Precision
+from triptych.engines import EngineFailure, missing_for_engines
 from triptych.errors import UserError
 from triptych.prepare import Prepared, Progress
 from triptych.quality.samples import hash_requests
@@ -42,6 +43,7 @@ CODE = (
 
 RUNS: dict[tuple[str, str], tuple[Precision, ...]] = {
     ("onnxruntime", "cpu"): ("fp32", "int8", "int8_dynamic", "fp16"),
+    ("tensorrt", "gpu"): ("fp32", "fp16", "bf16", "int8", "fp8"),
 }
 """Backend and device to the precisions worth a try there. On a CPU, ONNX Runtime computes bf16 not
 at all, fp8 and fp16 in fp32; some models gain by fp16 all the same, for their size."""
@@ -148,11 +150,12 @@ def choose(
 
 def _precisions(core: Core) -> tuple[Precision, ...]:
     known = RUNS.get((core.backend, core.device))
-    if known is None:
+    missing = missing_for_engines() if core.backend == "tensorrt" else ""
+    if known is None or missing:
         raise UserError(
             "core.precision",
             "must be named where it cannot be measured here",
-            given=f"auto for {core.backend} on a {core.device}",
+            given=f"auto for {core.backend} on a {core.device}" + f"; {missing}" * bool(missing),
             remedy="Name one, such as fp16; `triptych verify` tells how right it is there",
         )
     return known
@@ -170,6 +173,10 @@ def _built(
         return None, Candidate(
             precision, "failed", failure.failures, verdicts=_values(gate), kept=_kept(gate)
         )
+    except EngineFailure as failure:
+        if precision == BASELINE:
+            raise
+        return None, Candidate(precision, "failed", tuple(failure.gate["failures"]))
     except UserError as error:
         if precision == BASELINE:
             raise

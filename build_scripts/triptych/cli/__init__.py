@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from triptych.cli import pipelines, serving, tuning  # noqa: F401  (their verbs, in this order)
+from triptych.cli import engines, pipelines, serving, tuning  # noqa: F401  (their verbs, in this order)
 from triptych.cli.options import EXIT_MISTAKE, app, status
 from triptych.errors import UserError
 

@@ -118,6 +118,7 @@ def build(
 ) -> None:
     """Build pipelines into the model repository; nothing is written unless every check passed."""
     from triptych import assemble, choose
+    from triptych.engines import EngineFailure
     from triptych.prepare import prepare
     from triptych.spec import load_spec
 
@@ -144,6 +145,9 @@ def build(
             print_failed_gate(status, failure.gate)
             result = {"pipeline": spec.name, "gate": failure.gate, "report": str(report)}
             fail(as_json, result, str(failure))
+        except EngineFailure as failure:
+            print_failed_gate(status, failure.gate)
+            fail(as_json, {"pipeline": spec.name, "gate": dict(failure.gate)}, str(failure))
         except assemble.LintFailure as failure:
             findings = [finding.as_dict() for finding in failure.findings]
             fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))

@@ -30,6 +30,7 @@ _DEPENDENT = "which has no loaded version"
 _CODE = re.compile(r"(?:Internal|Invalid argument|Not found|Unavailable|Unsupported|Unknown): ")
 _FRAME = re.compile(r"  (?P<file>\S.*)\((?P<line>\d+)\): (?P<function>.+)")
 _DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy")
+_NO_GPU = re.compile(r"specifies invalid or unsupported gpu id (?P<id>\d+)")
 
 _ERROR = re.compile(r"[EF]\d{4} |error: |failed to |.*tritonserver: ")
 
@@ -133,6 +134,11 @@ def _sentence(reason: str, repository: Path) -> str:
     said = " ".join(_CODE.sub("", said, count=1).split()).rstrip(".")
     if _DEAD_STUB.search(said):
         said += ": its Python process died without a traceback, in native code or out of memory"
+    if missing := _NO_GPU.search(said):
+        said = (
+            f"it runs on GPU {missing['id']}, which is not here: serve it where that is, or build it "
+            "with core.backend onnxruntime and core.device cpu"
+        )
     places = _places(stack, repository)
     return f"{said} ({', called from '.join(places)})" if places else said
 

@@ -1,0 +1,40 @@
+"""The verb that runs where TensorRT is: `engine`."""
+
+from __future__ import annotations
+
+from triptych.cli.options import (
+    REPOSITORY,
+    Json,
+    Names,
+    Repository,
+    app,
+    fail,
+    output,
+    print_json,
+    progress,
+    status,
+)
+from triptych.shown import print_failed_gate
+
+
+@app.command()
+def engine(names: Names, repository: Repository = REPOSITORY, as_json: Json = False) -> None:
+    """Build the TensorRT engines of built pipelines, on this GPU; checked before they count."""
+    from triptych.engines import EngineFailure, build_engine
+
+    results = []
+    for name in names:
+        status.print(name, style="bold", markup=False)
+        try:
+            built = build_engine(repository, name, progress)
+        except EngineFailure as failure:
+            print_failed_gate(status, failure.gate)
+            fail(as_json, {"pipeline": name, "gate": failure.gate}, str(failure))
+        results.append(built.as_dict())
+        if not as_json:
+            record = built.record
+            made = f"TensorRT {record['tensorrt']}, {record['gpu']}, {record['precision']}"
+            state = "written" if built.changed else "up to date"
+            output.print(f"{built.owner}_core: {made}: {state}", markup=False)
+    if as_json:
+        print_json(results)

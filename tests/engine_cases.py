@@ -1,0 +1,86 @@
+"""Built repositories of TensorRT cores, and a machine with a fake GPU to build their engines on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fake_cuda
+import fake_tensorrt
+from conftest import build_into, write_pipeline
+from triptych.build.lock import print_lock, read_lock
+
+GPU = "NVIDIA H200, 9.0, 590.48.01"
+NAMES = tuple(
+    f"{layout}_{precision}"
+    for layout in ("packed", "bucketed")
+    for precision in ("fp32", "fp16", "int8")
+)
+
+
+def build_repository(model: Path, base: Path, *names: str) -> Path:
+    """A repository with one pipeline a name, such as ``packed_fp16``; no engines yet."""
+    for name in names:
+        layout, precision = name.split("_")
+        core = {
+            "backend": "tensorrt",
+            "layout": layout,
+            "precision": precision,
+            "max_batch_size": 8,
+        }
+        folder = base / "pipelines" / name
+        write_pipeline(folder, model={"source": str(model)}, core=core)
+        build_into(folder, base / "repository")
+    return base / "repository"
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, major: str, *, gpu: str = GPU) -> Any:
+    """Make this the machine of a fake GPU with one release of TensorRT, and an empty cache.
+
+    Returns:
+        The fake module ``tensorrt``.
+    """
+    programs = tmp_path / "programs"
+    programs.mkdir(exist_ok=True)
+    program = programs / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{gpu}'\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_cuda.install(monkeypatch)
+    return fake_tensorrt.install(monkeypatch, major)
+
+
+def copied(repository: Path, target: Path, name: str) -> Path:
+    """A repository of its own with core and ensemble of one pipeline."""
+    for model in (name, f"{name}_core"):
+        shutil.copytree(repository / model, target / model)
+    return target
+
+
+def change_plan(repository: Path, name: str, **options: Any) -> None:
+    """Change `core.engine` in a pipeline's lock, as a build with another spec would."""
+    lock = read_lock(repository, name)
+    assert lock is not None
+    lock["plan"]["engine"]["options"].update(options)
+    (repository / name / "triptych.lock.json").write_bytes(print_lock(lock))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def header_of(plan: Path) -> dict[str, Any]:
+    """What a fake plan says of itself."""
+    found: dict[str, Any] = json.loads(plan.read_bytes().split(b"\n", 2)[1])
+    return found

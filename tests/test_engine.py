@@ -1,0 +1,284 @@
+"""`triptych engine`: one code path builds, inspects, checks and writes with every TensorRT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import quiet
+from engine_cases import build_repository, change_plan, contents, copied, header_of, machine
+from fake_tensorrt import MAJORS
+from triptych.build.engine.graph import read_graph
+from triptych.build.lock import print_lock, read_lock
+from triptych.engine_plan import EnginePlan
+from triptych.engines import build_engine
+from triptych.errors import UserError
+from triptych.repository.store import hash_files
+
+NAMES = ("packed_fp32", "packed_fp16", "packed_int8", "bucketed_fp16")
+PRECISION = {name: name.split("_")[1] for name in NAMES}
+Lines = list[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def built(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_repository(tiny_model, tmp_path_factory.mktemp("engines"), *NAMES)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]:
+    """Makes this the machine of one release; returns the fake module."""
+    return lambda major: machine(monkeypatch, tmp_path, major)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("major", MAJORS)
+def test_every_release_builds_every_graph_into_the_repository(
+    built: Path, tmp_path: Path, on: Callable[[str], Any], major: str, name: str
+) -> None:
+    trt = on(major)
+    repository = copied(built, tmp_path / "repository", name)
+    before = contents(repository)
+    result = build_engine(repository, name, quiet)
+    assert result.changed == (name, f"{name}_core")
+    after = contents(repository)
+    plan = f"{name}_core/1/model.plan"
+    assert set(after) - set(before) == {plan}
+    assert {path for path in before if after[path] != before[path]} == {
+        f"{name}/triptych.lock.json"
+    }
+    lock = read_lock(repository, name)
+    assert lock is not None
+    files = {path: repository / path for path in lock["files"] if (repository / path).is_file()}
+    assert plan in files
+    assert hash_files(files) == {path: lock["files"][path] for path in files}
+    record = lock["engine"]
+    assert record == json.loads(json.dumps(result.record))
+    assert record["plan_sha256"] == lock["files"][plan]
+    assert record["onnx_sha256"] == lock["files"][f"{name}_core/1/model.onnx"]
+    assert {
+        key: record[key] for key in ("tensorrt", "cuda", "driver", "gpu", "compute_capability")
+    } == {
+        "tensorrt": trt.__version__,
+        "cuda": "13.2",
+        "driver": "590.48.01",
+        "gpu": "NVIDIA H200",
+        "compute_capability": "9.0",
+    }
+    wanted = EnginePlan.from_dict(lock["plan"]["engine"]).profiles
+    assert header_of(repository / plan)["profiles"] == [
+        {n: [list(s.minimum), list(s.optimum), list(s.maximum)] for n, s in profile.items()}
+        for profile in wanted
+    ]
+    assert record["matmuls"][PRECISION[name]] > 0
+    assert record["matmuls"]["unseen"] == 0
+    assert record["check"]["verdicts"]
+    assert record["check"]["rows"] > 50
+
+
+TYPE_FLAGS = {
+    "packed_fp32": [],
+    "packed_fp16": ["FP16", "OBEY_PRECISION_CONSTRAINTS"],
+    "packed_int8": ["FP16", "INT8", "OBEY_PRECISION_CONSTRAINTS"],
+}
+
+
+@pytest.mark.parametrize("name", TYPE_FLAGS)
+@pytest.mark.parametrize("major", MAJORS)
+def test_types_come_from_the_graph_in_each_releases_own_way(
+    built: Path, tmp_path: Path, on: Callable[[str], Any], major: str, name: str
+) -> None:
+    trt = on(major)
+    repository = copied(built, tmp_path / "repository", name)
+    build_engine(repository, name, quiet)
+    (asked,) = trt._play.builds
+    creation = {"8.6": ["EXPLICIT_BATCH"], "10": ["STRONGLY_TYPED"], "11": []}
+    assert asked["network"] == creation[major]
+    assert asked["flags"] == (TYPE_FLAGS[name] if major == "8.6" else [])
+    if major != "8.6" or name == "packed_fp32":
+        assert asked["constraints"] == {}
+        return
+    graph = read_graph(repository / f"{name}_core/1/model.onnx")
+    held = asked["constraints"]
+    expected = {node: kind for node, kind in graph.products.items() if kind != "int8"}
+    words = {"fp16": "HALF", "fp32": "FLOAT"}
+    assert {node: held[node] for node in expected} == {n: words[k] for n, k in expected.items()}
+    assert {"HALF", "FLOAT"} == set(held.values())
+    assert not {node for node, kind in graph.products.items() if kind == "int8"} & set(held)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "tf32": ({"tf32": True}, "flags", ["TF32"]),
+    "version compatible": ({"version_compatible": True}, "flags", ["VERSION_COMPATIBLE"]),
+    "refit": ({"refit": True}, "flags", ["REFIT"]),
+    "workspace": ({"workspace_mib": 64}, "limits", {"WORKSPACE": 64 << 20}),
+    "level": ({"optimization_level": 5}, "level", 5),
+    "hardware": ({"hardware": "ampere_plus"}, "hardware", "AMPERE_PLUS"),
+    "nothing": ({}, "flags", []),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("major", MAJORS)
+def test_each_option_reaches_the_builder(
+    built: Path, tmp_path: Path, on: Callable[[str], Any], major: str, option: str
+) -> None:
+    trt = on(major)
+    options, field, value = OPTIONS[option]
+    repository = copied(built, tmp_path / "repository", "packed_fp32")
+    change_plan(repository, "packed_fp32", **options)
+    build_engine(repository, "packed_fp32", quiet)
+    assert trt._play.builds[0][field] == value
+
+
+NEWER: dict[str, tuple[dict[str, Any], str]] = {
+    "same_compute_capability": ({"hardware": "same_compute_capability"}, "core.engine.hardware"),
+    "weight_streaming": ({"weight_streaming": True}, "core.engine.weight_streaming"),
+}
+
+
+@pytest.mark.parametrize("option", NEWER)
+@pytest.mark.parametrize("major", MAJORS)
+def test_an_option_of_newer_releases_is_refused_by_an_older_one(
+    built: Path, tmp_path: Path, on: Callable[[str], Any], major: str, option: str
+) -> None:
+    trt = on(major)
+    options, field = NEWER[option]
+    repository = copied(built, tmp_path / "repository", "packed_fp32")
+    change_plan(repository, "packed_fp32", **options)
+    if major == "8.6":
+        with pytest.raises(UserError) as raised:
+            build_engine(repository, "packed_fp32", quiet)
+        assert raised.value.field == field
+        assert "8.6" in raised.value.message
+        return
+    build_engine(repository, "packed_fp32", quiet)
+    assert option.upper() in (trt._play.builds[0]["hardware"], *trt._play.builds[0]["flags"])
+
+
+def test_a_second_run_does_nothing_and_says_so(
+    built: Path, tmp_path: Path, on: Callable[[str], Any]
+) -> None:
+    trt = on("10")
+    repository = copied(built, tmp_path / "repository", "packed_fp16")
+    first = build_engine(repository, "packed_fp16", quiet)
+    before = contents(repository)
+    lines: Lines = []
+    second = build_engine(repository, "packed_fp16", lambda *line: lines.append(line))
+    assert (second.changed, second.record) == ((), first.record)
+    assert contents(repository) == before
+    assert len(trt._play.builds) == 1
+    assert lines == [("engine", "packed_fp16_core/1/model.plan: up to date")]
+
+
+def test_a_lost_plan_comes_from_the_cache_and_is_checked_again(
+    built: Path, tmp_path: Path, on: Callable[[str], Any]
+) -> None:
+    trt = on("10")
+    repository = copied(built, tmp_path / "repository", "packed_fp16")
+    build_engine(repository, "packed_fp16", quiet)
+    before = contents(repository)
+    (repository / "packed_fp16_core/1/model.plan").unlink()
+    lines: Lines = []
+    result = build_engine(repository, "packed_fp16", lambda *line: lines.append(line))
+    assert len(trt._play.builds) == 1
+    assert result.changed == ("packed_fp16_core",)
+    assert contents(repository) == before
+    assert any("cached" in line for _, line in lines)
+    assert any(stage == "check" and "passed" in line for stage, line in lines)
+
+
+@pytest.mark.parametrize("other", ["another release", "another GPU", "another option"])
+def test_what_decides_the_engine_builds_it_again(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    machine(monkeypatch, tmp_path, "10")
+    repository = copied(built, tmp_path / "repository", "packed_fp16")
+    first = build_engine(repository, "packed_fp16", quiet)
+    gpu = "NVIDIA L4, 8.9, 590.48.01" if other == "another GPU" else "NVIDIA H200, 9.0, 590.48.01"
+    trt = machine(monkeypatch, tmp_path, "11" if other == "another release" else "10", gpu=gpu)
+    if other == "another option":
+        change_plan(repository, "packed_fp16", optimization_level=1)
+    second = build_engine(repository, "packed_fp16", quiet)
+    assert len(trt._play.builds) == 1
+    assert second.record["key"] != first.record["key"]
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_times_of_kernels_serve_the_next_build(
+    built: Path, tmp_path: Path, on: Callable[[str], Any], major: str
+) -> None:
+    trt = on(major)
+    for name in ("packed_fp16", "bucketed_fp16"):
+        build_engine(copied(built, tmp_path / name, name), name, quiet)
+    assert [asked["times"] for asked in trt._play.builds] == [0, 1]
+    (file,) = (tmp_path / "cache/timing").iterdir()
+    assert file.name == f"{trt.__version__}_NVIDIA_H200_9.0.cache"
+    assert file.read_bytes().count(b"kernels") == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", b'FAKE-TIMES\n["9.9.9", ["x"]]'])
+def test_times_that_cannot_be_used_are_measured_again(
+    built: Path, tmp_path: Path, on: Callable[[str], Any], content: bytes
+) -> None:
+    trt = on("10")
+    build_engine(copied(built, tmp_path / "first", "packed_fp32"), "packed_fp32", quiet)
+    (file,) = (tmp_path / "cache/timing").iterdir()
+    file.write_bytes(content)
+    build_engine(copied(built, tmp_path / "second", "packed_fp16"), "packed_fp16", quiet)
+    assert trt._play.builds[1]["times"] == 0
+    assert file.read_bytes().count(b"kernels") == 1
+
+
+@pytest.mark.parametrize("major", MAJORS)
+def test_a_long_build_says_where_it_is(
+    built: Path,
+    tmp_path: Path,
+    on: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    major: str,
+) -> None:
+    on(major)
+    monkeypatch.setattr("triptych.build.engine.make.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("triptych.build.engine.messages.TELL_EVERY_S", 0.0)
+    lines: Lines = []
+    repository = copied(built, tmp_path / "repository", "packed_fp32")
+    build_engine(repository, "packed_fp32", lambda *line: lines.append(line))
+    said = "Building engine" if major == "8.6" else "Building Engine: 1 of 1"
+    assert ("engine", said) in lines
+
+
+def test_the_check_deals_out_batches_that_the_engine_does_not_take(
+    built: Path, tmp_path: Path, on: Callable[[str], Any]
+) -> None:
+    on("10")
+    repository = copied(built, tmp_path / "repository", "packed_fp16")
+    lock = read_lock(repository, "packed_fp16")
+    assert lock is not None
+    tokens = lock["plan"]["engine"]["profiles"][0]["input_ids"]
+    tokens.update(optimum=[500], maximum=[lock["plan"]["max_length"]])
+    (repository / "packed_fp16/triptych.lock.json").write_bytes(print_lock(lock))
+    record = build_engine(repository, "packed_fp16", quiet).record
+    assert list(record["profiles"][0]["input_ids"]["maximum"]) == [512]
+    assert all(verdict["passed"] for verdict in record["check"]["verdicts"])
+
+
+def test_a_shared_core_means_its_owners_engine(
+    built: Path, tmp_path: Path, on: Callable[[str], Any]
+) -> None:
+    on("10")
+    repository = copied(built, tmp_path / "repository", "packed_fp16")
+    lock = read_lock(repository, "packed_fp16")
+    assert lock is not None
+    lock["spec"]["core"]["share"] = "packed_fp16"
+    (repository / "sharer").mkdir()
+    (repository / "sharer/triptych.lock.json").write_text(json.dumps(lock))
+    lines: Lines = []
+    result = build_engine(repository, "sharer", lambda *line: lines.append(line))
+    assert (result.pipeline, result.owner) == ("sharer", "packed_fp16")
+    assert (repository / "packed_fp16_core/1/model.plan").is_file()
+    assert "uses the core of packed_fp16" in lines[0][1]

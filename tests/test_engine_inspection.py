@@ -1,0 +1,245 @@
+"""What the engine inspector says of layers, in every form it has had, and what follows from it.
+
+The descriptions are written after public ones: a BERT of TensorRT 10 (NVIDIA/TensorRT issue 4397),
+a ResNet of 10 (issue 4020), a product of 8 (pytorch pull request 66683), and NVIDIA's guide for
+moving to 11.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.build.engine.graph import Graph
+from triptych.build.engine.inspection import Layer, judge_products, read_layers
+from triptych.build.engine.layer_names import onnx_nodes, parts_of
+from triptych.build.engine.request import Request
+from triptych.engine_plan import EnginePlan
+from triptych.errors import UserError
+
+
+def tensor(said: str, *, form: str = "Format/Datatype") -> dict[str, Any]:
+    if form == "split":
+        return {"Name": "t", "Format": "Row major linear (kLINEAR)", "Datatype": said}
+    return {"Name": "t", "Location": "Device", "Dimensions": [1, 40, 256], form: said}
+
+
+def layer(
+    reads: list[str],
+    writes: list[str],
+    *,
+    name: str = "/a/MatMul",
+    kind: str = "gemm",
+    tactic: str = "",
+    metadata: str = "[ONNX Layer: /a/MatMul]",
+    form: str = "Format/Datatype",
+) -> dict[str, Any]:
+    return {
+        "Name": name,
+        "LayerType": kind,
+        "Inputs": [tensor(said, form=form) for said in reads],
+        "Outputs": [tensor(said, form=form) for said in writes],
+        "TacticName": tactic,
+        "StreamId": 0,
+        "Metadata": metadata,
+    }
+
+
+def read(*layers: Any, casts: frozenset[str] = frozenset()) -> list[Layer]:
+    return read_layers(json.dumps({"Layers": layers, "Bindings": ["a", "b"]}), casts)
+
+
+def request(
+    products: dict[str, str], *, precision: str = "fp16", tf32: bool = False, wide_bytes: int = 0
+) -> Request:
+    graph = Graph({}, {}, {}, products, frozenset(), stored_bytes=100, wide_bytes=wide_bytes)
+    return Request(Path("model.onnx"), graph, EnginePlan(precision, (), (), {"tf32": tf32}))
+
+
+KERNELS = {
+    "Myelin, half": (layer(["Half"], ["Half"]), "fp16"),
+    "tactic over tensors": (
+        layer(
+            ["Float"], ["Float"], tactic="sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32x64"
+        ),
+        "fp16",
+    ),
+    "tf32 tactic": (
+        layer(["Float"], ["Float"], tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n"),
+        "tf32",
+    ),
+    "fp32 tactic": (
+        layer(["Float"], ["Float"], tactic="sm80_xmma_gemm_f32f32_f32f32_f32_nn_n"),
+        "fp32",
+    ),
+    "int8 tactic": (
+        layer(["Int8"], ["Half"], tactic="sm80_xmma_gemm_i8i8_i8i32_f32_tn_n"),
+        "int8",
+    ),
+    "fp8 tactic": (layer(["FP8"], ["Half"], tactic="sm89_xmma_gemm_e4m3e4m3_e4m3f32_f32"), "fp8"),
+    "8.6, half": (
+        layer(
+            ["Row major linear FP16 format"],
+            ["Row major linear FP16 format"],
+            kind="MatrixMultiply",
+        ),
+        "fp16",
+    ),
+    "8.6, float": (
+        layer(["Row major linear FP32"], ["Row major linear FP32"], kind="MatrixMultiply"),
+        "fp32",
+    ),
+    "8.6, vectorised": (
+        layer(
+            ["Thirty-two wide channel vectorized row major Int8 format"], ["Row major linear FP32"]
+        ),
+        "int8",
+    ),
+    "11, split": (layer(["Half"], ["Half"], form="split"), "fp16"),
+    "11, other spelling": (
+        {**layer([], []), "Inputs": [{"Name": "t", "Format": "LINEAR", "DataType": "FP16"}]},
+        "fp16",
+    ),
+    "bfloat16": (layer(["BFloat16"], ["BFloat16"]), "bf16"),
+    "fused attention": (
+        layer(
+            ["Half", "Half", "Half"], ["Half"], kind="kgen", tactic="_gemm_mha_v2_0x957a2fe283f7"
+        ),
+        "fp16",
+    ),
+    "fp8 operands, half mask": (layer(["FP8", "FP8", "Half"], ["Half"]), "fp8"),
+    "mixed": (layer(["Half", "Float"], ["Half"], kind="kgen"), ""),
+    "fp32 in, half out": (layer(["Float"], ["Half"], kind="kgen"), ""),
+    "whole numbers in": (layer(["Int32", "UInt8", "Bool"], ["Half"], kind="kgen"), ""),
+    "region of fp32": (layer(["Float"], ["Float"], kind="Myelin"), ""),
+    "region of half": (layer(["Half"], ["Half"], kind="Myelin"), "fp16"),
+}
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_the_type_of_a_kernel_is_read(case: str) -> None:
+    described, precision = KERNELS[case]
+    (found,) = read(described)
+    assert found.precision == precision
+
+
+def test_fp32_around_a_cast_proves_nothing() -> None:
+    described = layer(
+        ["Float"], ["Float"], kind="kgen", metadata="[ONNX Layer: c][ONNX Layer: /a/MatMul]"
+    )
+    assert [found.precision for found in read(described)] == ["fp32"]
+    assert [found.precision for found in read(described, casts=frozenset({"c"}))] == [""]
+
+
+def test_layers_that_only_move_are_left_out() -> None:
+    moving = [layer(["Float"], ["Half"], kind=kind) for kind in ("Reformat", "Constant", "NoOp")]
+    assert read(*moving) == []
+
+
+def test_names_alone_are_refused() -> None:
+    with pytest.raises(UserError, match="detailed information"):
+        read("a + b", "c")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "nodes"),
+    [
+        ("[ONNX Layer: /a/MatMul][ONNX Layer: /a/Add]", ["/a/MatMul", "/a/Add"]),
+        ("[ONNX Layer: /a/MatMul]\x1e[ONNX Layer: /a[0]/Add]", ["/a/MatMul", "/a[0]/Add"]),
+        ("", []),
+    ],
+)
+def test_metadata_names_the_nodes(metadata: str, nodes: list[str]) -> None:
+    assert onnx_nodes(metadata) == nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("a + b + PWN(c)", ["a", "b", "PWN(c)"]),
+        ("/k/MatMul+/q/MatMul_myl0_16", ["/k/MatMul", "/q/MatMul"]),
+        ("node_MatMul_114", ["node_MatMul_114"]),
+    ],
+)
+def test_names_of_fused_layers_come_apart(name: str, parts: list[str]) -> None:
+    assert parts_of(name) == parts
+
+
+def seen(name: str, reads: str, **more: Any) -> dict[str, Any]:
+    return layer([reads], [reads], name=name, metadata=f"[ONNX Layer: {name}]", **more)
+
+
+def test_products_are_counted_by_the_type_they_are_seen_in() -> None:
+    layers = read(seen("a", "Half"), seen("b", "Half"), seen("c", "Float"))
+    wanted = {"a": "fp16", "b": "fp16", "c": "fp32", "d": "fp16"}
+    matmuls, witness = judge_products(layers, request(wanted), 1000)
+    assert (matmuls, witness) == ({"fp16": 2, "fp32": 1, "unseen": 1}, "layers")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reads"),
+    [
+        ("fp16", "Float"),
+        ("bf16", "Half"),
+        ("int8", "Half"),
+        ("int8", "Float"),
+        ("fp8", "Half"),
+        ("fp32", "Half"),
+    ],
+)
+def test_a_product_in_another_type_is_named(wanted: str, reads: str) -> None:
+    layers = read(seen("good", {"fp32": "Float"}.get(wanted, "Half")), seen("bad", reads))
+    good = "fp32" if wanted == "fp32" else "fp16"
+    with pytest.raises(UserError) as raised:
+        judge_products(layers, request({"good": good, "bad": wanted}), 1000)
+    assert raised.value.given.startswith("bad (")
+    assert f"instead of {wanted}" in raised.value.given
+
+
+def test_many_wrong_layers_are_named_in_part() -> None:
+    names = [f"n{number}" for number in range(8)]
+    layers = read(*(seen(name, "Float") for name in names))
+    with pytest.raises(UserError) as raised:
+        judge_products(layers, request(dict.fromkeys(names, "fp16")), 1000)
+    assert raised.value.given.endswith("n4 (fp32 instead of fp16) and 3 more")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_kernels_need_the_option(allowed: bool) -> None:
+    tactic = "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n"
+    layers = read(seen("a", "Float", tactic=tactic))
+    asked = request({"a": "fp32"}, precision="fp32", tf32=allowed)
+    if allowed:
+        assert judge_products(layers, asked, 1000) == ({"fp32": 1, "unseen": 0}, "graph")
+        return
+    with pytest.raises(UserError, match="a \\(tf32 instead of fp32\\)"):
+        judge_products(layers, asked, 1000)
+
+
+def test_what_only_carries_the_name_of_a_product_counts_for_less() -> None:
+    product = seen("a", "Half")
+    carrier = layer(["Float"], ["Float"], name="add", kind="kgen", metadata="[ONNX Layer: a]")
+    matmuls, _ = judge_products(read(product, carrier), request({"a": "fp16"}), 1000)
+    assert matmuls["fp16"] == 1
+
+
+@pytest.mark.parametrize(
+    ("plan_bytes", "proven"), [(100, True), (149, True), (150, False), (201, False)]
+)
+def test_where_all_is_fused_the_size_of_the_plan_decides(plan_bytes: int, proven: bool) -> None:
+    region = layer(["Int32"], ["Float"], kind="Myelin", metadata="[ONNX Layer: a]")
+    asked = request({"a": "fp16"}, wide_bytes=100)
+    if proven:
+        assert judge_products(read(region), asked, plan_bytes)[1] == "size"
+        return
+    with pytest.raises(UserError, match="none of 1 matrix products"):
+        judge_products(read(region), asked, plan_bytes)
+
+
+def test_an_engine_without_layers_proves_nothing_but_fp32() -> None:
+    assert judge_products([], request({"a": "fp32"}), 1000) == ({"fp32": 0, "unseen": 1}, "graph")
+    with pytest.raises(UserError, match="must be seen in the engine"):
+        judge_products([], request({"a": "fp16"}), 1000)
