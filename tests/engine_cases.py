@@ -15,11 +15,6 @@ from conftest import build_into, write_pipeline
 from triptych.build.lock import print_lock, read_lock
 
 GPU = "NVIDIA H200, 9.0, 590.48.01"
-NAMES = tuple(
-    f"{layout}_{precision}"
-    for layout in ("packed", "bucketed")
-    for precision in ("fp32", "fp16", "int8")
-)
 
 
 def build_repository(model: Path, base: Path, *names: str) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,13 +148,29 @@ def test_no_gpu_is_told_by_nvidia_smi_or_by_tensorrt(
 def test_without_tensorrt_the_container_is_named(
     repository: Path, on: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     on("10")
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     error = refused(repository)
     assert error.field == "tensorrt"
     assert "make engine-in-container" in error.remedy
+
+
+REFUSE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "transformers", "onnxscript", "huggingface_hub",
+                                      "safetensors", "tokenizers"}:
+            raise ImportError(name + " is not installed here")
+sys.meta_path.insert(0, Refuse())
+import triptych.cli.engines, triptych.engines, triptych.quality.parity
+import triptych.quality.samples_file
+"""
+
+
+def test_the_engine_stage_needs_no_library_that_makes_models() -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_release_before_86_is_refused(repository: Path, on: Callable[[str], Any]) -> None:

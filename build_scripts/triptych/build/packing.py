@@ -102,7 +102,22 @@ class PackedEncoder(_Encoder):
 
 
 class BucketedEncoder(_Encoder):
-    """Rows padded to one length, the mask made from `row_length`."""
+    """Rows padded to one length, the mask made from `row_length`.
+
+    Positions are counted from `first_position`, or left to the encoder where that is None. RoBERTa
+    and its kin count them by a running sum, which TensorRT runs as a loop.
+    """
+
+    def __init__(
+        self,
+        encoder: Any,
+        read: Callable[[Any], Tensor],
+        segments: int,
+        *,
+        first_position: int | None = None,
+    ) -> None:
+        super().__init__(encoder, read, segments)
+        self.first_position = first_position
 
     def forward(
         self, input_ids: Tensor, row_length: Tensor, first_segment: Tensor | None = None
@@ -121,8 +136,10 @@ class BucketedEncoder(_Encoder):
         ids, length = input_ids.long(), row_length.long()
         position = torch.arange(input_ids.shape[1])[None, :]
         valid = position < length
-        types = self.types(position.expand(ids.shape), first_segment)
-        output = self.encoder(input_ids=ids, attention_mask=valid.long(), **types)
+        extra = dict(self.types(position.expand(ids.shape), first_segment))
+        if self.first_position is not None:
+            extra["position_ids"] = torch.where(valid, position, 0) + self.first_position
+        output = self.encoder(input_ids=ids, attention_mask=valid.long(), **extra)
         return self.read(output), Rows(ids, position, valid, length)
 
 

@@ -6,7 +6,7 @@ No model is known by name, here or anywhere: what is tried is a mask, a reading,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,16 +108,22 @@ def prove_text_core(
         if _farthest(chosen, _packed_batch(samples), samples) >= TOLERANCE:
             raise CannotPack("its head mixes the tokens of neighbouring rows")
         return chosen
-    ways = []
+    ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module]] = []
     if head is not None:
-        ways.append(TextCore(BucketedEncoder(model.base_model, hidden_of, segments), head))
+        ways.append((model.base_model, hidden_of, head))
     if core.reads != "pooled":
         whole = WholeHead(READINGS[core.reads][0], facts.mask_token_id)
-        ways.append(TextCore(BucketedEncoder(model, logits_of, segments), whole))
+        ways.append((model, logits_of, whole))
     batch = _padded_batch(samples, facts.pad_token_id)
-    for way in ways:
-        if _farthest(way, batch, samples) < TOLERANCE:
-            return way
+    for runs, read, made_by in ways:
+        firsts: list[int | None] = [None]
+        if takes(runs, "position_ids"):
+            firsts.insert(0, _first_position(model.base_model, samples[0].ids))
+        for first in firsts:
+            rows = BucketedEncoder(runs, read, segments, first_position=first)
+            way = TextCore(rows, made_by)
+            if _farthest(way, batch, samples) < TOLERANCE:
+                return way
     raise UserError(
         "model.source",
         "must be a model whose result for a text does not depend on the padding beside it",
