@@ -53,10 +53,7 @@ def write_model(
 
 
 def with_fake_engines(repository: Path, copy: Path) -> None:
-    """Copy a repository of TensorRT cores, an engine added to each as its lock says.
-
-    Triton gives KIND_GPU to no model where it sees no GPU: that one line of the config is changed.
-    """
+    """Copy a repository of TensorRT cores, an engine added to each as its lock says."""
     shutil.copytree(repository, copy)
     for lock in copy.glob("*/triptych.lock.json"):
         data = json.loads(lock.read_text(encoding="utf-8"))
@@ -66,11 +63,17 @@ def with_fake_engines(repository: Path, copy: Path) -> None:
         (core / "1/model.plan").write_bytes(
             plan_of(graph, [_ranges(p) for p in plan.profiles], version=VERSION)
         )
-        config = read_config(core / CONFIG_FILE)
+    without_gpu(copy)
+
+
+def without_gpu(repository: Path) -> None:
+    """Let cores load where Triton sees no GPU: it gives KIND_GPU to none there."""
+    for path in repository.glob(f"*_core/{CONFIG_FILE}"):
+        config = read_config(path)
         for group in config.instance_group:
             group.kind = group.KIND_MODEL
             del group.gpus[:]
-        (core / CONFIG_FILE).write_text(print_config(config), encoding="utf-8")
+        path.write_text(print_config(config), encoding="utf-8")
 
 
 def with_onnx_cores(repository: Path, copy: Path) -> None:
