@@ -63,7 +63,9 @@ def test_the_config_is_as_it_was_read_and_found_right(tmp_path: Path, case: str)
 def test_results_per_token_are_cut_up_again(tmp_path: Path) -> None:
     spec = load_spec(write_pipeline(tmp_path / "a"), ["core.backend=tensorrt"])
     tagged = facts(labels=("O", "B"), max_length=32)
-    config = core_config(make_plan(spec, tagged, TOKEN_CLASSIFICATION, {"aggregation": "simple"}, LENGTHS))
+    config = core_config(
+        make_plan(spec, tagged, TOKEN_CLASSIFICATION, {"aggregation": "simple"}, LENGTHS)
+    )
     (split,) = config.batch_output
     assert list(split.target_name) == [output.name for output in config.output]
     assert list(split.source_input) == ["input_ids"]

@@ -136,8 +136,8 @@ def _sentence(reason: str, repository: Path) -> str:
         said += ": its Python process died without a traceback, in native code or out of memory"
     if missing := _NO_GPU.search(said):
         said = (
-            f"it runs on GPU {missing['id']}, which is not here: serve it where that is, or build it "
-            "with core.backend onnxruntime and core.device cpu"
+            f"it runs on GPU {missing['id']}, which is not here: serve it where that is, or build "
+            "it with core.backend onnxruntime and core.device cpu"
         )
     places = _places(stack, repository)
     return f"{said} ({', called from '.join(places)})" if places else said
