@@ -158,7 +158,8 @@ def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> E
     lengths = SimpleNamespace(mean=10.0)
     plan: Any = SimpleNamespace(
         spec=spec,
-        layout=spec.core.layout,
+        layout="packed" if spec.core.layout == "auto" else spec.core.layout,
+        max_batch_size=spec.core.max_batch_size,
         lengths=lengths,
         bucket_edges=(8, 16),
         padding_share=0.1,
@@ -207,6 +208,16 @@ def test_fields_of_the_cpu_are_left_alone_on_a_gpu() -> None:
     for key in ("core.token_budget", "core.threads"):
         assert isinstance(found_for(key, evidence(device="gpu")), Skip)
         assert isinstance(found_for(key, evidence(cores=4)), Ladder)
+
+
+def test_the_other_layout_is_tried_unless_a_build_fell_back_to_this_one() -> None:
+    for named in ("packed", "auto"):
+        found = found_for("core.layout", evidence(layout=named))
+        assert isinstance(found, Ladder)
+        assert found.values == ("bucketed",)
+    fallen = evidence()
+    fallen.plan.layout = "bucketed"  # type: ignore[misc]  # a namespace, not a frozen plan
+    assert isinstance(found_for("core.layout", fallen), Skip)
 
 
 class Surface:

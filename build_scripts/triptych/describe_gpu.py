@@ -70,9 +70,11 @@ def _describe_engine(plan: Plan, engine: EnginePlan) -> dict[str, Any]:
         f"{_yes(plan.spec.serving.transfers.output_copy_stream)}: results are copied back beside "
         "the next batch"
     )
-    options = {key: value for key, value in engine.options.items() if value not in (None, False)}
+    options = {key: value for key, value in engine.options.items() if value not in (None, False, "none")}
     settings = ", ".join(f"{key}={value}" for key, value in sorted(options.items()))
     described["engine"] = f"precision {engine.precision}, {settings or 'no options'}"
+    if engine.precision == "fp32":
+        described["engine"] += "; fp16 or int8 use tensor cores, and go through the same gate"
     return described
 
 

@@ -155,7 +155,7 @@ def layout(evidence: Evidence) -> Ladder | Skip:
     key, now = "core.layout", evidence.plan.layout
     if now == "fixed":
         return Skip(key, "all rows have one shape")
-    if evidence.plan.spec.core.layout != now:
+    if evidence.plan.spec.core.layout not in (now, "auto"):
         return Skip(key, "its rows cannot be packed")
     other = "bucketed" if now == "packed" else "packed"
     return Ladder(key, (other,), f"rows are {now}")

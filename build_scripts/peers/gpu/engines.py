@@ -1,0 +1,166 @@
+"""Pipelines built to ONNX, then to engines, and the engines' parity with PyTorch fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.gpu.feeds import feeds_of
+from peers.gpu.subjects import Subject, write_pipeline
+from triptych.assemble import CORE_FILE, build
+from triptych.build.feeds import Sample
+from triptych.build.lock import PLAN_FILE, read_lock
+from triptych.device.engine_runner import EngineRunner
+from triptych.engine_plan import EnginePlan
+from triptych.engines import EngineFailure
+from triptych.engines import build_engine as engine_stage
+from triptych.gating import decoding_of, limits_of
+from triptych.plan import Plan
+from triptych.prepare import Prepared, Progress, as_built, prepare
+from triptych.quality.artifact import RowOutputs, RunBatch
+from triptych.quality.gate import check
+from triptych.quality.samples import rows_of
+from triptych.reference_rows import reference_of
+from triptych.spec import load_spec
+from triptych.tensors import TokenRow
+
+ACCEPTED = "measured only, never served"
+"""Why a graph that fails its gate is built all the same: the table says that it failed."""
+
+
+@dataclass
+class Built:
+    """A pipeline of the test and what became of it.
+
+    Attributes:
+        subject: what it is.
+        prepared: its plan and rows, in the layout that it was built in.
+        repository: it is in.
+        graph_failures: of the gate of the ONNX graph on the CPU.
+        engine: the lock's record of the engine; None until it is built.
+        parity: the gate's result of the engine; None until it was checked.
+    """
+
+    subject: Subject
+    prepared: Prepared
+    repository: Path
+    graph_failures: tuple[str, ...]
+    engine: dict[str, Any] | None = None
+    parity: dict[str, Any] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Of the pipeline."""
+        return self.prepared.plan
+
+    @property
+    def graph(self) -> Path:
+        """Its ``model.onnx``."""
+        return self.repository / self.plan.step("core") / "1" / CORE_FILE
+
+    @property
+    def rows(self) -> list[TokenRow]:
+        """Rows of the traffic."""
+        real = [request for request in self.prepared.requests if not request.edge]
+        return [row for row in rows_of(real) if isinstance(row, TokenRow)]
+
+
+def build_graph(subject: Subject, home: Path, progress: Progress, *, reuse: bool) -> Built:
+    """The pipeline in the repository below `home`; with its engine where one can be built.
+
+    Args:
+        subject: what to build.
+        home: folder of models, pipelines and repository.
+        progress: told each stage.
+        reuse: take what another machine has built, and only read it.
+
+    Raises:
+        UserError: it cannot be built.
+        LookupError: nothing, or something of another model, is there to be reused.
+    """
+    repository = home / "repository"
+    folder = write_pipeline(subject, home)
+    prepared = prepare(load_spec(folder), progress)
+    if not reuse:
+        with suppress(EngineFailure):  # the graph is there then, and `build_engine` tells
+            build(prepared, repository, progress, accept=ACCEPTED)
+    lock = read_lock(repository, subject.name)
+    if lock is None:
+        raise LookupError(f"{repository} has no {subject.name}")
+    if lock["model_sha256"] != prepared.plan.facts.sha256:
+        raise LookupError(f"{subject.name} in {repository} was built of other weights")
+    built = as_built(prepared, repository)
+    return Built(subject, built, repository, tuple(lock["gate"]["failures"]))
+
+
+def build_engine(built: Built, progress: Progress) -> None:
+    """Build the engine as `triptych engine` does, unless it is there; note what it came to.
+
+    Raises:
+        UserError: TensorRT refuses it.
+        EngineFailure: it computes something else than its graph.
+    """
+    built.engine = dict(engine_stage(built.repository, built.subject.name, progress).record)
+
+
+def open_runner(built: Built, *, graphs: bool) -> EngineRunner:
+    """The engine ready to run.
+
+    Args:
+        built: with an engine.
+        graphs: with its CUDA graphs.
+
+    Raises:
+        EngineError: the GPU refuses it.
+    """
+    lock = read_lock(built.repository, built.subject.name) or {}
+    plan = EnginePlan.from_dict(lock["plan"]["engine"])
+    file = built.repository / built.plan.step("core") / "1" / PLAN_FILE
+    return EngineRunner(
+        file.read_bytes(),
+        graphs=plan.graph_specs if graphs else (),
+        packed=built.plan.packed,
+        host_code=bool(plan.options["version_compatible"]),
+    )
+
+
+def check_parity(built: Built) -> None:
+    """Hold the engine to the gate's limits against PyTorch fp32, through the GPU.
+
+    Raises:
+        EngineError: the GPU refuses the engine.
+    """
+    prepared, plan = built.prepared, built.plan
+    precision = built.subject.precision
+    with open_runner(built, graphs=True) as runner:
+        result = check(
+            run_batch(runner, plan),
+            prepared.requests,
+            reference_of(prepared, rows_of(prepared.requests)),
+            plan.core,
+            limits_of(prepared, precision),
+            task=plan.task.name,
+            precision=precision,
+            batch_size=plan.max_batch_size,
+            decoding=decoding_of(prepared),
+        )
+    built.parity = result.as_dict()
+
+
+def run_batch(runner: EngineRunner, plan: Plan) -> RunBatch:
+    """A function from a batch of rows to what the engine makes of each, in their order."""
+    names = [tensor.name for tensor in plan.core.outputs]
+
+    def run(samples: Sequence[Sample]) -> list[RowOutputs]:
+        rows = [sample for sample in samples if isinstance(sample, TokenRow)]
+        found: dict[int, RowOutputs] = {}
+        for places, feed in feeds_of(rows, plan, pads=True):
+            outputs = runner.run(feed)
+            for index, place in enumerate(places):
+                found[place] = {name: outputs[name][index] for name in names}
+        return [found[place] for place in range(len(rows))]
+
+    return run

@@ -1,0 +1,254 @@
+"""The GPU test's arithmetic on values: medians, budgets, targets, exit codes, the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers.gpu import engine_speed, feeds, report, targets
+from peers.gpu.contenders import Call, Contender
+from peers.gpu.engine_speed import Speed, Turn
+from peers.gpu.feeds import Load
+from peers.gpu.ledger import Budget, Ledger, fit, one_line
+from peers.gpu.machine import Machine
+from peers.gpu.report import ALL_MET, BAD, FAKE, INCOMPLETE, Findings
+from peers.gpu.served import Loop, Served
+from triptych.tensors import TokenRow
+
+ROWS = [TokenRow(tuple(range(1, length + 1)), length) for length in (3, 9, 5)]
+SINGLE = Load("batch 1, mixed lengths", 1, "mixed", ((ROWS[0],), (ROWS[1],)))
+
+
+def quiet() -> Ledger:
+    return Ledger(lambda line: None)
+
+
+def speed(contender: str, rows_per_s: float, *, batch: int = 1, lengths: str = "mixed") -> Speed:
+    load = f"batch {batch}, {lengths}"
+    return Speed("m", contender, load, batch, lengths, 3, 90, rows_per_s, 1.0, 2.0, 0.5, 0.9)
+
+
+def loop(clients: int, rate: float, p50: float, p99: float, offered: float | None = None) -> Loop:
+    return Loop(clients, offered, 3, rate, rate, rate, p50, p99)
+
+
+def served(rate: float = 800.0, p99: float = 3.0, layout: str = "bucketed") -> Served:
+    closed = (loop(1, 100.0, 1.0, 2.0), loop(64, rate, 5.0, 9.0))
+    return Served("m", "fp16", layout, closed, loop(0, 0.7 * rate, 1.5, p99, 0.7 * rate))
+
+
+SPEEDS = [
+    speed("engine fp16 packed", 300.0),
+    speed("engine fp16 bucketed, CUDA graphs", 400.0),
+    speed("engine fp16 bucketed, CUDA graphs", 1000.0, batch=32),
+    speed("engine fp16 bucketed, no graphs", 900.0, batch=32),
+    speed("engine int8 bucketed, CUDA graphs", 9e9),
+    speed("engine fp16 packed", 9e9, batch=32, lengths="equal"),
+    speed("torch eager fp32", 100.0),
+    speed("torch eager fp32", 9e9, batch=32),
+]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "fitting"),
+    [(inf, (3, 4)), (24.0, (3, 4)), (23.9, (2, 4)), (8.0, (1, 4)), (7.9, (1, 3)), (1.0, (0, 0))],
+)
+def test_short_time_drops_rounds_before_contenders(left_s: float, fitting: tuple[int, int]) -> None:
+    assert fit(3, 4, 2.0, left_s) == fitting
+
+
+def test_a_budget_runs_out_and_is_shared() -> None:
+    clock: Iterator[float] = iter([0.0, 4.0, 4.0, 4.0, 20.0])
+    budget = Budget(10.0, lambda: next(clock))
+    half = budget.share(0.5)
+    assert half.left() == 3.0
+    assert half.left() == 0.0
+
+
+def test_a_turn_takes_whole_passes_and_at_least_some_calls() -> None:
+    clock = count(0.0, 0.25)
+    done: list[str] = []
+    calls: list[Call] = [lambda: done.append("a"), lambda: done.append("b")]
+    turn = engine_speed.time_calls(calls, SINGLE, 2.6, lambda: next(clock))
+    assert turn == Turn(rows_per_s=4.0, p50_ms=250.0, p99_ms=250.0, calls=12)
+    assert done.count("a") == done.count("b") == 6
+    short = engine_speed.time_calls(calls, SINGLE, 0.0, lambda: next(clock))
+    assert short.calls == engine_speed.FEWEST_CALLS
+
+
+def test_rounds_become_medians_with_the_slowest_and_the_fastest() -> None:
+    turns = [Turn(rate, rate / 10, rate / 5, 20) for rate in (30.0, 10.0, 50.0)]
+    found = engine_speed.summarise("m", "c", SINGLE, turns)
+    assert (found.rows_per_s, found.lowest_per_s, found.highest_per_s) == (30.0, 10.0, 50.0)
+    assert (found.p50_ms, found.p99_ms, found.rounds, found.calls) == (3.0, 6.0, 3, 60)
+
+
+def test_contenders_take_turns_and_one_that_breaks_is_told_and_left_out() -> None:
+    order: list[str] = []
+
+    def contender(name: str, *, breaks_at: float = inf) -> Contender:
+        calls = count()
+
+        def call() -> None:
+            order.append(name)
+            if next(calls) >= breaks_at:
+                raise RuntimeError("out\nof memory")
+
+        return Contender(name, lambda rows: call)
+
+    ledger = quiet()
+    entries = [contender("a"), contender("b"), contender("c", breaks_at=4)]
+    found = engine_speed.measure(
+        "m", entries, [SINGLE], rounds=3, seconds=0.0, budget=Budget(inf), ledger=ledger
+    )
+    assert [(one.contender, one.rounds) for one in found] == [("a", 3), ("b", 3)]
+    assert [(one.what, one.reason) for one in ledger.failed] == [
+        ("m, c", "RuntimeError: out of memory")
+    ]
+    turns = "".join(order)
+    assert turns.startswith("aaaabbbbcccc")  # both batches, twice: the warm-up
+    assert turns[12:] == "a" * 10 + "b" * 10 + "c" + "a" * 10 + "b" * 10 + "b" * 10 + "a" * 10
+
+
+def test_a_short_budget_names_what_it_drops() -> None:
+    ledger = quiet()
+    clock = count(0.0, 0.0)
+    entries = [Contender(name, lambda rows: lambda: None) for name in "abc"]
+    entries.insert(1, Contender("compiled", lambda rows: lambda: None, warm_s=60.0))
+    found = engine_speed.measure(
+        "m",
+        entries,
+        [SINGLE],
+        rounds=3,
+        seconds=0.01,
+        budget=Budget(0.025, lambda: next(clock)),
+        ledger=ledger,
+    )
+    assert [(one.contender, one.rounds) for one in found] == [("a", 1), ("b", 1)]
+    assert [one.what for one in ledger.not_run] == ["m, compiled", "m, c"]
+    assert ledger.notes == ["m: 1 instead of 3 rounds: the time is short"]
+
+
+def test_loads_are_of_mixed_and_of_equal_lengths() -> None:
+    mixed, single, equal, alone = feeds.loads_of(ROWS, (4, 1))
+    assert [len(row.ids) for row in mixed.batches[0]] == [3, 9, 5, 3]
+    assert len(mixed.batches) == feeds.CALLS
+    assert len(single.batches) == feeds.SINGLE_CALLS
+    assert {len(row.ids) for row in equal.batches[0]} == {5}
+    assert (alone.batch_size, alone.lengths) == (1, "equal")
+
+
+@pytest.mark.parametrize(
+    ("changes", "statuses"),
+    [
+        ({}, ["met", "met", "met"]),
+        ({"torch eager fp32": 101.0}, ["missed", "met", "met"]),
+        ({"rate": 699.0}, ["met", "missed", "met"]),
+        ({"p99": 3.1}, ["met", "met", "missed"]),
+        ({"served": None}, ["met", "not run", "not run"]),
+        ({"layout": "packed"}, ["met", "missed", "met"]),
+    ],
+    ids=str,
+)
+def test_targets_are_judged_by_their_figures(changes: dict[str, Any], statuses: list[str]) -> None:
+    speeds = [
+        replace(one, rows_per_s=changes.get(one.contender, one.rows_per_s))
+        if one.batch_size == 1
+        else one
+        for one in SPEEDS
+    ]
+    speeds.append(speed("engine fp16 packed", 1200.0, batch=8))
+    options = {key: changes[key] for key in ("rate", "p99", "layout") if key in changes}
+    every = [] if "served" in changes else [served(**options)]
+    assert [target.status for target in targets.judge("m", speeds, every)] == statuses
+
+
+def test_a_load_that_was_not_answered_misses_the_tail_whatever_its_latency() -> None:
+    slow = replace(served(), poisson=loop(0, 400.0, 0.1, 0.1, 560.0))
+    assert targets.judge("m", SPEEDS, [slow])[2].status == "missed"
+
+
+@pytest.mark.parametrize("lacking", ["engine fp16", "torch eager fp32"])
+def test_a_target_without_its_figures_is_not_run_and_says_what_is_missing(lacking: str) -> None:
+    speeds = [one for one in SPEEDS if not one.contender.startswith(lacking)]
+    target = targets.judge("m", speeds, [])[0]
+    assert target.status == "not run"
+    assert lacking in target.figures
+
+
+def findings(*, fakes: tuple[str, ...] = (), finished: bool = True) -> Findings:
+    found = Findings(Machine({"GPU": "H"}, {}), fakes, "2026-01-01T00:00:00Z", finished)
+    found.speeds, found.served = list(SPEEDS), [served()]
+    found.targets = targets.judge("m", SPEEDS, [served()])
+    return found
+
+
+def missed(found: Findings) -> Findings:
+    found.targets[0] = replace(found.targets[0], status="missed")
+    return found
+
+
+def with_entries(*, skipped: int = 0, failed: int = 0) -> Ledger:
+    ledger = quiet()
+    for _ in range(skipped):
+        ledger.skip("onnxruntime-gpu", "it is not installed")
+    for _ in range(failed):
+        ledger.fail("engine of m", "out of memory")
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("found", "ledger", "code"),
+    [
+        (findings(), quiet(), ALL_MET),
+        (findings(), with_entries(skipped=1), INCOMPLETE),
+        (findings(fakes=("tensorrt",)), quiet(), INCOMPLETE),
+        (findings(finished=False), quiet(), INCOMPLETE),
+        (replace(findings(), targets=[]), quiet(), INCOMPLETE),
+        (findings(), with_entries(skipped=1, failed=1), BAD),
+        (missed(findings()), with_entries(skipped=1), BAD),
+    ],
+    ids=["all met", "skipped", "fake", "cut short", "nothing judged", "failed", "missed"],
+)
+def test_the_exit_code_is_0_only_where_all_ran_and_was_met(
+    found: Findings, ledger: Ledger, code: int
+) -> None:
+    assert report.exit_code(found, ledger) == code
+
+
+def test_the_page_counts_and_names_what_failed_and_what_did_not_run() -> None:
+    text = report.page(findings(), with_entries(skipped=2, failed=1))
+    assert "- engine of m: out of memory" in text
+    assert text.count("- onnxruntime-gpu: it is not installed") == 2
+    assert text.endswith("1 failed, 2 not run.")
+    assert FAKE not in text
+    assert "| m | p99 at 70% load at most 3 times the latency of a single request | met |" in text
+
+
+def test_every_row_of_a_page_with_a_fake_says_so() -> None:
+    lines = report.page(findings(fakes=("tensorrt",)), quiet()).splitlines()
+    assert any(line.startswith(f"**{FAKE}: tensorrt.") for line in lines)
+    rows = [line for line in lines if line.startswith("| m ") or line.startswith("| FAKE ")]
+    assert len(rows) == 3 + len(SPEEDS) + 3
+    assert all(FAKE in row for row in rows)
+
+
+def test_a_report_is_written_as_json_and_as_a_page(tmp_path: Path) -> None:
+    report.write(findings(), with_entries(skipped=1), tmp_path / "new/gpu.json")
+    written = json.loads((tmp_path / "new/gpu.json").read_text(encoding="utf-8"))
+    assert [target["status"] for target in written["targets"]] == ["met"] * 3
+    assert written["not_run"] == [{"what": "onnxruntime-gpu", "reason": "it is not installed"}]
+    assert (tmp_path / "new/gpu.md").read_text(encoding="utf-8").startswith("# GPU test")
+
+
+def test_reasons_are_one_short_line() -> None:
+    assert one_line("a\n  b") == "a b"
+    assert len(one_line("x" * 999)) == 300
+    assert one_line(KeyError()) == "KeyError"
