@@ -12,9 +12,10 @@ import pytest
 import fake_cuda
 import fake_tensorrt
 from conftest import build_into, write_pipeline
+from container_cases import H200
+from triptych.build.engine import gpu as own_gpu
 from triptych.build.lock import print_lock, read_lock
-
-GPU = "NVIDIA H200, 9.0, 590.48.01"
+from triptych.container.machine import Gpu
 
 
 def build_repository(model: Path, base: Path, *names: str) -> Path:
@@ -33,18 +34,16 @@ def build_repository(model: Path, base: Path, *names: str) -> Path:
     return base / "repository"
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, major: str, *, gpu: str = GPU) -> Any:
+def machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, major: str, *, gpu: Gpu | None = H200
+) -> Any:
     """Make this the machine of a fake GPU with one release of TensorRT, and an empty cache.
 
     Returns:
         The fake module ``tensorrt``.
     """
-    programs = tmp_path / "programs"
-    programs.mkdir(exist_ok=True)
-    program = programs / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '{gpu}'\n", encoding="utf-8")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setattr(own_gpu, "find_gpus", lambda: () if gpu is None else (gpu,))
+    monkeypatch.setattr(own_gpu, "find_driver", lambda: "590.48.01")
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake_cuda.install(monkeypatch)

@@ -44,6 +44,7 @@ MACHINE = Machine(
     torch_pin="2.13.0",
     gpus=(Gpu("NVIDIA L4", 23034, (8, 9)),),
     driver="595.10",
+    tensorrt="11.2.1",
     perf_analyzer=Path("/usr/bin/perf_analyzer"),
 )
 
@@ -164,6 +165,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "onnxruntime",
     ),
     "nvidia-driver": ({"driver": "535.161.08"}, "warning", "535.161.08", "host"),
+    "tensorrt": ({"tensorrt": None}, "info", "no TensorRT", "pip install -e .[gpu]"),
     "perf-analyzer": ({"perf_analyzer": None}, "info", "not on PATH", "triptych bench"),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from conftest import quiet
+from container_cases import H200, L4
 from engine_cases import build_repository, change_plan, contents, copied, header_of, machine
 from fake_tensorrt import MAJORS
 from triptych.build.engine.graph import read_graph
@@ -199,7 +200,7 @@ def test_what_decides_the_engine_builds_it_again(
     machine(monkeypatch, tmp_path, "10")
     repository = copied(built, tmp_path / "repository", "packed_fp16")
     first = build_engine(repository, "packed_fp16", quiet)
-    gpu = "NVIDIA L4, 8.9, 590.48.01" if other == "another GPU" else "NVIDIA H200, 9.0, 590.48.01"
+    gpu = L4 if other == "another GPU" else H200
     trt = machine(monkeypatch, tmp_path, "11" if other == "another release" else "10", gpu=gpu)
     if other == "another option":
         change_plan(repository, "packed_fp16", optimization_level=1)

@@ -132,17 +132,15 @@ def test_what_the_parser_refuses_is_told_with_node_and_operator(
 
 
 @pytest.mark.parametrize("major", MAJORS)
-def test_no_gpu_is_told_by_nvidia_smi_or_by_tensorrt(
-    repository: Path, tmp_path: Path, on: Callable[[str], Any], major: str
+def test_a_missing_gpu_is_told_by_the_driver_or_by_tensorrt(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, major: str
 ) -> None:
-    on(major)._play.no_gpu = True
+    machine(monkeypatch, tmp_path, major)._play.no_gpu = True
     error = refused(repository)
     assert (error.field, error.given) == ("GPU", "CUDA initialization failure with error: 35")
-    (tmp_path / "programs/nvidia-smi").write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    machine(monkeypatch, tmp_path, major, gpu=None)
     error = refused(repository)
-    assert (error.field, error.given) == ("GPU", "nvidia-smi: No devices were found")
-    (tmp_path / "programs/nvidia-smi").unlink()
-    assert refused(repository).given == "no nvidia-smi on the PATH"
+    assert (error.field, error.given) == ("GPU", "NVIDIA's driver shows none to this process")
 
 
 def test_without_tensorrt_the_container_is_named(

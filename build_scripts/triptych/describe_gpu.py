@@ -70,7 +70,9 @@ def _describe_engine(plan: Plan, engine: EnginePlan) -> dict[str, Any]:
         f"{_yes(plan.spec.serving.transfers.output_copy_stream)}: results are copied back beside "
         "the next batch"
     )
-    options = {key: value for key, value in engine.options.items() if value not in (None, False, "none")}
+    options = {
+        key: value for key, value in engine.options.items() if value not in (None, False, "none")
+    }
     settings = ", ".join(f"{key}={value}" for key, value in sorted(options.items()))
     described["engine"] = f"precision {engine.precision}, {settings or 'no options'}"
     if engine.precision == "fp32":

@@ -224,6 +224,24 @@ def _driver(machine: Machine) -> Iterable[Finding]:
     )
 
 
+def _engines(machine: Machine) -> Iterable[Finding]:
+    if not machine.gpus:
+        return  # said by the GPU
+    packages = {"TensorRT": machine.tensorrt, **machine.extras.get("gpu", {})}
+    there = [f"{name} {version}" for name, version in packages.items() if version]
+    missing = [name for name, version in packages.items() if version is None]
+    yield _finding(
+        "tensorrt",
+        not missing,
+        "`triptych engine`, and serving engines without a container, need TensorRT and CUDA's "
+        "Python packages",
+        ", ".join([*there, *(f"no {name}" for name in missing)]),
+        "info",
+        "Nothing, if the images do both (docker/README.md); else install `tensorrt` and run "
+        "`pip install -e .[gpu]`",
+    )
+
+
 def _load_generator(machine: Machine) -> Iterable[Finding]:
     yield _finding(
         "perf-analyzer",
@@ -248,5 +266,6 @@ CHECKS: tuple[Check, ...] = (
     _torch,
     _gpu,
     _driver,
+    _engines,
     _load_generator,
 )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from triptych.container.machine import find_tensorrt
 from triptych.serving.ports import port_is_busy
 from triptych.serving.requirements import Platform, package_version, read_platform
 
@@ -71,6 +72,7 @@ class Machine:
         torch_pin: the version of torch that the `build` extra asks for.
         gpus: those that the driver shows to this process.
         driver: the NVIDIA driver's version; None where there is none.
+        tensorrt: version of the library or package; None where there is none.
         perf_analyzer: the program on PATH.
     """
 
@@ -88,6 +90,7 @@ class Machine:
     torch_pin: str | None
     gpus: tuple[Gpu, ...]
     driver: str | None
+    tensorrt: str | None
     perf_analyzer: Path | None
 
 
@@ -122,6 +125,7 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> Machine:
         torch_pin=requirements.get("build", {}).get("torch"),
         gpus=gpus,
         driver=driver,
+        tensorrt=find_tensorrt(os.environ),
         perf_analyzer=_on_path("perf_analyzer"),
     )
 

@@ -1,18 +1,15 @@
-"""The GPU that engines are built for: name, compute capability, driver, CUDA."""
+"""The GPU that engines are built for: name, compute capability, driver, CUDA.
+
+Read as the start-up check of the serving image reads it: the two are compared.
+"""
 
 from __future__ import annotations
 
 import importlib
-import os
-import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 
 from triptych.build.engine.messages import no_gpu
-
-_TIMEOUT_S = 20.0
-_QUERY = "name,compute_cap,driver_version"
+from triptych.container.machine import find_driver, find_gpus
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Gpu:
     Attributes:
         name: the product.
         compute_capability: such as ``9.0``.
-        driver: version of NVIDIA's driver.
+        driver: version of NVIDIA's driver; empty where the kernel does not tell.
         cuda: version of the CUDA runtime, major and minor; empty where its bindings are missing.
     """
 
@@ -38,20 +35,11 @@ def read_gpu() -> Gpu:
     Raises:
         UserError: there is none.
     """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        raise no_gpu("no nvidia-smi on the PATH")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
-    command = [program, f"--id={visible or 0}", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise no_gpu(f"nvidia-smi: {error}") from error
-    said = done.stdout.decode(errors="replace").strip()
-    found = re.fullmatch(r"(.+), (\d+\.\d+), ([\d.]+)", said)
-    if done.returncode != 0 or found is None:
-        raise no_gpu(f"nvidia-smi: {said or done.stderr.decode(errors='replace').strip()}")
-    return Gpu(found[1], found[2], found[3], _cuda_version())
+    gpus = find_gpus()
+    if not gpus:
+        raise no_gpu("NVIDIA's driver shows none to this process")
+    major, minor = gpus[0].compute_capability
+    return Gpu(gpus[0].name, f"{major}.{minor}", find_driver() or "", _cuda_version())
 
 
 def _cuda_version() -> str:

@@ -1,18 +1,15 @@
-"""The SHA-256 of a file, read in blocks."""
+"""The SHA-256 of a file that may not be readable."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
+
+from triptych.build import cache
 
 
 def sha256_of(path: Path) -> str:
     """In hex; empty when the file cannot be read."""
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        return cache.sha256_of(path)
     except OSError:
         return ""
-    return digest.hexdigest()
