@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from conftest import quiet, write_pipeline
-from triptych import choose, race
+from triptych import assemble, choose, race
 from triptych.assemble import Built, GateFailure
 from triptych.build.lock import read_lock
+from triptych.engines import EngineFailure
 from triptych.errors import UserError
 from triptych.prepare import prepare
 from triptych.race import Pace
@@ -143,7 +144,43 @@ def test_where_fp32_is_wrong_nothing_is_chosen(pipeline: Path, tmp_path: Path) -
     assert not any((tmp_path / "repository").iterdir())
 
 
-def test_what_cannot_be_measured_here_must_be_named(pipeline: Path, tmp_path: Path) -> None:
-    prepared = prepare(load_spec(pipeline, ["core.device=gpu"]), quiet)
-    with pytest.raises(UserError, match="cannot be measured here"):
+@pytest.mark.parametrize(
+    ("override", "lacking"), [("core.device=gpu", ""), ("core.backend=tensorrt", "no GPU is here")]
+)
+def test_what_cannot_be_measured_here_must_be_named(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, lacking: str
+) -> None:
+    monkeypatch.setattr(choose, "missing_for_engines", lambda: "no GPU is here")
+    prepared = prepare(load_spec(pipeline, [override]), quiet)
+    with pytest.raises(UserError, match="cannot be measured here") as raised:
         choose.build(prepared, tmp_path / "repository", quiet)
+    assert lacking in raised.value.given
+
+
+def test_an_engine_that_differs_from_its_graph_does_not_race(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines are pretended: whether one is right is the engine stage's own matter."""
+
+    def engine(repository: Path, name: str, _progress: Any) -> tuple[str, ...]:
+        if repository.name == "fp16":
+            raise EngineFailure(name, {"failures": ["it is wrong"]})
+        return ()
+
+    def pretend(repositories: Mapping[str, Path], *args: Any, **options: Any) -> dict[str, Pace]:
+        return {
+            name: Pace(1.0 + place, 1.0, 1.0, 1.0, 1) for place, name in enumerate(repositories)
+        }
+
+    monkeypatch.setattr(choose, "missing_for_engines", lambda: "")
+    monkeypatch.setattr(choose, "RUNS", {("tensorrt", "gpu"): ("fp32", "fp16", "bf16")})
+    monkeypatch.setattr(assemble, "build_engine_here", engine)
+    monkeypatch.setattr(choose, "race", pretend)
+    prepared = prepare(load_spec(pipeline, ["core.backend=tensorrt"]), quiet)
+    candidates = by_precision(choose.build(prepared, tmp_path / "repository", quiet))
+    assert {name: one["status"] for name, one in candidates.items()} == {
+        "fp32": "passed",
+        "fp16": "failed",
+        "bf16": "chosen",
+    }
+    assert list(candidates["fp16"]["failures"]) == ["it is wrong"]
