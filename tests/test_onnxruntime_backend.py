@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
 
 import onnxruntime_cases as cases
+from raw_requests import Arrays, ask, ask_together
 from triptych.serving.backends.onnxruntime.ort_sessions import TOKEN_BUDGET_VARIABLE
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 
-Arrays = dict[str, Any]
 BUDGET = 8
 
 
@@ -57,45 +56,6 @@ def client(request: pytest.FixtureRequest) -> InferenceServerClient:
     """Either server."""
     chosen: InferenceServerClient = request.getfixturevalue(request.param)
     return chosen
-
-
-def ask(
-    client: InferenceServerClient,
-    model: str,
-    inputs: Arrays,
-    *,
-    outputs: Sequence[str] = (),
-    version: str = "",
-) -> Arrays:
-    tensors = []
-    for name, value in inputs.items():
-        dtype = np_to_triton_dtype(value.dtype)
-        tensors.append(InferInput(name, value.shape, dtype).set_data_from_numpy(value))
-    result = client.infer(
-        model,
-        tensors,
-        model_version=version,
-        outputs=[InferRequestedOutput(name) for name in outputs] or None,
-        client_timeout=60,
-    )
-    return {out.name: result.as_numpy(out.name) for out in result.get_response().outputs}
-
-
-def ask_together(
-    client: InferenceServerClient, model: str, requests: Sequence[Arrays]
-) -> list[Arrays | InferenceServerException]:
-    """Answers to requests that are sent at the same time, in their order."""
-    gate = threading.Barrier(len(requests))
-
-    def send(inputs: Arrays) -> Arrays | InferenceServerException:
-        gate.wait()
-        try:
-            return ask(client, model, inputs)
-        except InferenceServerException as error:
-            return error
-
-    with ThreadPoolExecutor(len(requests)) as pool:
-        return list(pool.map(send, requests))
 
 
 def executions(client: InferenceServerClient, model: str, *, rows: int = 0) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,19 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tritonclient.grpc import InferenceServerClient, InferInput
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
 
 import served_engines
 import tensorrt_cases as cases
 from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
 from fake_cuda import LOG_VARIABLE
+from raw_requests import Arrays, ask, ask_together
 from triptych.serving.client import Client
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
-
-Arrays = dict[str, Any]
 
 
 class Served(NamedTuple):
@@ -77,32 +75,6 @@ def by_onnx_runtime(tmp_path_factory: pytest.TempPathFactory, cores: Path) -> It
     served_engines.with_onnx_cores(cores, repository)
     with Server(repository) as server:
         yield server.grpc_url
-
-
-def ask(client: InferenceServerClient, model: str, inputs: Arrays) -> Arrays:
-    tensors = [
-        InferInput(name, value.shape, np_to_triton_dtype(value.dtype)).set_data_from_numpy(value)
-        for name, value in inputs.items()
-    ]
-    result = client.infer(model, tensors, client_timeout=60)
-    return {out.name: result.as_numpy(out.name) for out in result.get_response().outputs}
-
-
-def ask_together(
-    client: InferenceServerClient, model: str, requests: Sequence[Arrays]
-) -> list[Arrays | InferenceServerException]:
-    """Answers to requests that are sent at the same time, in their order."""
-    gate = threading.Barrier(len(requests))
-
-    def send(inputs: Arrays) -> Arrays | InferenceServerException:
-        gate.wait()
-        try:
-            return ask(client, model, inputs)
-        except InferenceServerException as error:
-            return error
-
-    with ThreadPoolExecutor(len(requests)) as pool:
-        return list(pool.map(send, requests))
 
 
 def embed(url: str, pipeline: str, texts: Sequence[str]) -> Any:

@@ -136,6 +136,30 @@ def parse_contract(config: Mapping[str, Any], *, backend: str) -> Contract:
     )
 
 
+def dims_error(
+    contract: Contract, name: str, provided: Sequence[int], wanted: Sequence[int]
+) -> ContractError:
+    """A tensor's shape in the model is another than the config's, as both native backends say it.
+
+    Args:
+        contract: of the config.
+        name: of the tensor.
+        provided: the model's shape.
+        wanted: the config's, with the batch dimension where there is one.
+    """
+    note = (
+        " (an initial batch dimension because max_batch_size > 0 followed by the explicit "
+        f"tensor shape, making complete shape {shape_text(wanted)})"
+        if contract.max_batch_size > 0
+        else f" (shape {shape_text(wanted)})"
+    )
+    return ContractError(
+        f"model '{contract.model}', tensor '{name}': the model expects {len(provided)} "
+        f"dimensions (shape {shape_text(provided)}) but the model configuration specifies "
+        f"{len(wanted)} dimensions{note}"
+    )
+
+
 def shape_text(dims: Sequence[int]) -> str:
     """A shape as Triton prints it: ``[-1,384]``."""
     return "[" + ",".join(str(dim) for dim in dims) + "]"

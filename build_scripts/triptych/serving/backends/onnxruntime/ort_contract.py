@@ -16,6 +16,7 @@ from triptych.serving.stand_in.contract import (
     ContractError,
     InputSpec,
     OutputSpec,
+    dims_error,
     shape_text,
 )
 
@@ -242,14 +243,4 @@ def _check_dims(
         for has, wants in zip(provided, wanted, strict=True)
     )
     if not fits:
-        note = (
-            " (an initial batch dimension because max_batch_size > 0 followed by the explicit "
-            f"tensor shape, making complete shape {shape_text(wanted)})"
-            if batched
-            else f" (shape {shape_text(wanted)})"
-        )
-        raise ContractError(
-            f"model '{contract.model}', tensor '{name}': the model expects {len(provided)} "
-            f"dimensions (shape {shape_text(provided)}) but the model configuration specifies "
-            f"{len(wanted)} dimensions{note}"
-        )
+        raise dims_error(contract, name, provided, wanted)

@@ -16,6 +16,7 @@ from triptych.serving.stand_in.contract import (
     ContractError,
     InputSpec,
     OutputSpec,
+    dims_error,
     shape_text,
 )
 
@@ -158,14 +159,4 @@ def _check_dims(contract: Contract, dims: Sequence[int], tensor: EngineTensor) -
         -1 in pair or pair[0] == pair[1] for pair in zip(has, wanted, strict=True)
     )
     if not fits:
-        note = (
-            " (an initial batch dimension because max_batch_size > 0 followed by the explicit "
-            f"tensor shape, making complete shape {shape_text(wanted)})"
-            if batched
-            else f" (shape {shape_text(wanted)})"
-        )
-        raise ContractError(
-            f"model '{contract.model}', tensor '{tensor.name}': the model expects {len(has)} "
-            f"dimensions (shape {shape_text(has)}) but the model configuration specifies "
-            f"{len(wanted)} dimensions{note}"
-        )
+        raise dims_error(contract, tensor.name, has, wanted)
