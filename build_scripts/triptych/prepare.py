@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from triptych.plan import (
 from triptych.quality.metrics.labels import EVAL_FILE, LabelledRow, first_rows, read_labels
 from triptych.quality.samples import GateRequest
 from triptych.quality.verdicts import FEW_ROWS
+from triptych.runtime import module_of
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import HOOKS_FILE, load_hooks
 from triptych.spec import SPEC_FILE, PipelineSpec
@@ -281,8 +281,7 @@ def _tokenizer(folder: Path, facts: ModelFacts) -> Path:
 
 def row_maker(task: Task) -> Any:
     """The class that makes core rows of a task's requests."""
-    module = importlib.import_module(f"triptych.runtime.{Path(task.rows).stem}")
-    return module.RowMaker
+    return module_of(task.rows).RowMaker
 
 
 def row_makers(spec: PipelineSpec, facts: ModelFacts, task: Task, folder: Path) -> tuple[Any, Any]:

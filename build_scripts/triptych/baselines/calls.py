@@ -8,7 +8,6 @@ baseline. It runs on the CPU, with as many threads as the library takes by itsel
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from triptych.baselines.work import Work
 from triptych.build.feeds import Sample
 from triptych.quality.runs import tokens_of
+from triptych.runtime import module_of
 from triptych.runtime.row_types import Ask
 from triptych.tensors import TokenRow
 
@@ -67,8 +67,7 @@ def plan_calls(name: str, requests: Sequence[Request]) -> list[list[Request]]:
 
 def open_rows(work: Work) -> Callable[[Sequence[Request]], list[Sample]]:
     """A function from requests to the rows of the model, request by request."""
-    module = importlib.import_module(f"triptych.runtime.{work.rows}")
-    maker: Any = module.RowMaker(work.settings, work.tokenizer_folder)
+    maker: Any = module_of(work.rows).RowMaker(work.settings, work.tokenizer_folder)
 
     def make(requests: Sequence[Request]) -> list[Sample]:
         asks = [

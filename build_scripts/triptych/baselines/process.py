@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -97,7 +98,8 @@ class WorkerProcess:
         self._reader.join(_END_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # an order that never reached it
+                pipe.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,18 @@ from triptych.quality.artifact import RowOutputs
 from triptych.quality.metrics.ranks import TIE
 from triptych.quality.runs import choices_of, chooses
 from triptych.quality.samples import Expected, GateRequest, by_request
+from triptych.runtime import module_of
 from triptych.runtime.carry import unpack
 from triptych.tasks.task import Core, Task
 
 Decoded = dict[str, NDArray[Any]]
 """The outputs of the ensemble for one request of one row, by name, ``[1, …]`` each."""
 
-AS_FLOATS = {"encoding": "float"}
-"""Request parameters that only make an answer smaller are not the model's doing."""
+
+def as_floats(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Request parameters for answers in full: making them smaller is not the model's doing."""
+    full = {"encoding": "float"}
+    return {**parameters, **{key: full[key] for key in full if key in parameters}}
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,12 @@ def decode(
     """
     if len(outputs) != sum(len(request.rows) for request in requests):
         raise ValueError(f"{len(outputs)} outputs are not one for each core row of the requests")
-    name = Path(decoding.task.decode).stem
-    decoder = importlib.import_module(f"triptych.runtime.{name}").Decoder(
-        decoding.settings, decoding.folder
-    )
+    decoder = module_of(decoding.task.decode).Decoder(decoding.settings, decoding.folder)
     answers: list[Decoded] = []
     for request, rows in zip(requests, by_request(requests, outputs), strict=True):
         columns = {name: _stack([row[name] for row in rows]) for name in rows[0]}
         carries = [unpack(carry) for carry in request.carries]
-        plain = {k: v for k, v in AS_FLOATS.items() if k in request.parameters}
-        answers.append(decoder.decode(columns, carries, {**request.parameters, **plain}))
+        answers.append(decoder.decode(columns, carries, as_floats(request.parameters)))
     return answers
 
 

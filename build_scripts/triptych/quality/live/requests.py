@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from triptych.plan import Plan
-from triptych.quality.decoded import AS_FLOATS
+from triptych.quality.decoded import as_floats
 from triptych.quality.live.send import LiveRequest, live_request
 from triptych.quality.samples import GateRequest
+from triptych.runtime import module_of
 from triptych.runtime.row_types import Ask
 
 
@@ -17,8 +17,7 @@ def live_requests(plan: Plan, requests: Sequence[GateRequest]) -> list[LiveReque
     """What a client sends for each of `requests`."""
     found = []
     for request in requests:
-        as_floats = {k: v for k, v in AS_FLOATS.items() if k in request.parameters}
-        asked = {**request.parameters, **as_floats}
+        asked = as_floats(request.parameters)
         found.append(live_request(request.sent, asked, plan.parameters))
     return found
 
@@ -37,8 +36,7 @@ def refusals(
         sent: what a client sends for each.
     """
     settings = {**plan.row_settings, "bucket_edges": []}
-    module = importlib.import_module(f"triptych.runtime.{Path(plan.task.rows).stem}")
-    maker = module.RowMaker(settings, folder)
+    maker = module_of(plan.task.rows).RowMaker(settings, folder)
     asks = [
         Ask({name: [value] for name, value in request.inputs.items()}, request.parameters)
         for request in requests
