@@ -288,8 +288,9 @@ def test_another_backend_has_no_engine(repository: Path) -> None:
     assert refused(repository).field == "core.backend"
 
 
-def test_an_old_lock_asks_for_a_build(repository: Path) -> None:
-    change_lock(repository, lambda lock: lock["plan"].pop("engine"))
+@pytest.mark.parametrize("field", ["engine", "core"])
+def test_an_old_lock_asks_for_a_build(repository: Path, field: str) -> None:
+    change_lock(repository, lambda lock: lock["plan"].pop(field))
     assert refused(repository).remedy == f"Run `triptych build {NAME}` again"
 
 

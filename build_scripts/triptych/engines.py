@@ -120,7 +120,7 @@ class _Stage:
         self._owner = owner
         self._lock = lock
         self._progress = progress
-        self._plan = _engine_plan(owner, lock)
+        self._plan, self._core = _what_to_build(owner, lock)
         self._model = f"{owner}_core"
         self._onnx = repository / self._model / "1" / ONNX_FILE
         self._samples = repository / owner / SAMPLES_FILE
@@ -246,7 +246,7 @@ class _Stage:
                     engine.run,
                     self._onnx,
                     rows,
-                    _core(self._lock),
+                    self._core,
                     inputs=inputs,
                     profiles=self._plan.profiles,
                     task=self._lock["spec"]["task"],
@@ -304,7 +304,12 @@ def _lock_of(repository: Path, name: str) -> dict[str, Any]:
     return lock
 
 
-def _engine_plan(name: str, lock: Mapping[str, Any]) -> EnginePlan:
+def _what_to_build(name: str, lock: Mapping[str, Any]) -> tuple[EnginePlan, Core]:
+    """What the engine is built from, and what the core returns.
+
+    Raises:
+        UserError: the core needs no engine, or the lock does not say.
+    """
     backend = lock["spec"]["core"].get("backend")
     if backend != "tensorrt":
         raise UserError(
@@ -314,7 +319,10 @@ def _engine_plan(name: str, lock: Mapping[str, Any]) -> EnginePlan:
             remedy=f"Set it in pipeline.yaml and run `triptych build {name}`",
         )
     try:
-        return EnginePlan.from_dict(lock["plan"]["engine"])
+        core = lock["plan"]["core"]
+        outputs = [Tensor(**{**one, "dims": tuple(one["dims"])}) for one in core["outputs"]]
+        plan = EnginePlan.from_dict(lock["plan"]["engine"])
+        return plan, Core(**{**core, "outputs": tuple(outputs)})
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{name}/{LOCK_FILE}",
@@ -322,13 +330,6 @@ def _engine_plan(name: str, lock: Mapping[str, Any]) -> EnginePlan:
             given="a lock of another release of triptych",
             remedy=f"Run `triptych build {name}` again",
         ) from error
-
-
-def _core(lock: Mapping[str, Any]) -> Core:
-    """What the core returns, as the lock has it."""
-    core = lock["plan"]["core"]
-    outputs = (Tensor(**{**tensor, "dims": tuple(tensor["dims"])}) for tensor in core["outputs"])
-    return Core(**{**core, "outputs": tuple(outputs)})
 
 
 def _is(file: Path, digest: str) -> bool:
