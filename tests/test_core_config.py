@@ -18,6 +18,7 @@ from triptych.spec import load_spec
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
 from triptych.tasks.token_classification import TOKEN_CLASSIFICATION
 from triptych.traffic import Lengths
+from triptych.versions import without_newer_fields
 
 CONFIGS = ROOT / "tests/data/configs"
 LENGTHS = Lengths.of([5, 9, 12, 17, 30], max_length=32)
@@ -69,6 +70,19 @@ def test_results_per_token_are_cut_up_again(tmp_path: Path) -> None:
     (split,) = config.batch_output
     assert list(split.target_name) == [output.name for output in config.output]
     assert list(split.source_input) == ["input_ids"]
+
+
+@pytest.mark.parametrize(("triton", "known"), [("25.04", False), ("25.05", True)])
+def test_memory_of_contexts_is_found_anew_where_the_server_can(
+    tmp_path: Path, triton: str, known: bool
+) -> None:
+    wanted = [*CASES["bucketed"], "core.engine.context_memory=on_profile_change"]
+    plan = plan_of(tmp_path, wanted)
+    assert plan.engine is not None
+    assert "context_memory" not in plan.engine.options
+    config = without_newer_fields(core_config(plan), triton)
+    strategies = [value.string_value for value in config.parameters.values()]
+    assert strategies == ["ON_PROFILE_CHANGE"] * known
 
 
 @pytest.mark.parametrize(("triton", "known"), [("25.10", False), ("25.11", True)])

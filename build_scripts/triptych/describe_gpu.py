@@ -45,8 +45,7 @@ def describe_gpu(plan: Plan) -> dict[str, Any]:
         described["rate_limiter"] += "resources: starts to count with --rate-limit=execution_count"
     if serving.max_inflight is not None:
         described["max_inflight"] = (
-            f"{serving.max_inflight} requests in each step; servers before 25.11 do not know it, "
-            f"and it is left out for serving.triton {serving.triton} if that is older"
+            f"{serving.max_inflight} requests in each step{_newer('25.11', serving.triton)}"
         )
     if core.backend == "onnxruntime":
         described["accelerator"] = f"{core.accelerator}, of ONNX Runtime"
@@ -78,6 +77,13 @@ def _describe_engine(plan: Plan, engine: EnginePlan) -> dict[str, Any]:
     if engine.precision == "fp32":
         described["engine"] += "; fp16 or int8 use tensor cores, and go through the same gate"
     return described
+
+
+def _newer(since: str, triton: str) -> str:
+    """That a setting is left out, where the oldest server to serve on does not know it."""
+    if triton >= since:
+        return ""
+    return f"; left out, since serving.triton {triton} does not know it: {since} does"
 
 
 def _why_profiles(plan: Plan) -> str:

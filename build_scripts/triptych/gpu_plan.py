@@ -75,8 +75,8 @@ def engine_plan(
 
 
 def _engine_options(spec: PipelineSpec) -> dict[str, Any]:
-    """The spec's options that decide the plan; the others are in the profiles and graphs."""
-    return spec.core.engine.model_dump(exclude={"cuda_graphs", "opt_batch_size"})
+    """The spec's options that decide the engine; the others are in its profiles and the config."""
+    return spec.core.engine.model_dump(exclude={"cuda_graphs", "opt_batch_size", "context_memory"})
 
 
 def _packed_profile(

@@ -71,6 +71,8 @@ class Engine(Frozen):
         weight_streaming: weights may stay in host memory where the GPU is too small for them.
         tf32: fp32 multiplications may round their inputs to 10 bits of mantissa.
         cuda_graphs: launch each planned shape as one recorded graph; bucketed only.
+        context_memory: scratch memory of a profile is held ``static`` for the largest, or found
+            anew ``on_profile_change``: less memory for many profiles, on servers from 25.05.
     """
 
     workspace_mib: Positive | None = None
@@ -82,6 +84,7 @@ class Engine(Frozen):
     weight_streaming: bool = False
     tf32: bool = False
     cuda_graphs: bool = True
+    context_memory: Literal["static", "on_profile_change"] = "static"
 
 
 class Core(Frozen):

@@ -9,6 +9,9 @@ from triptych.plan import Plan
 from triptych.repository.config import new_config
 from triptych.tensors import INPUT_IDS, ROW_STRIDE, Tensor
 
+CONTEXT_MEMORY = "execution_context_allocation_strategy"
+"""Parameter of the tensorrt backend."""
+
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
 """What ONNX Runtime's TensorRT accelerator may compute in, by the graph's precision."""
 
@@ -33,6 +36,7 @@ def core_config(plan: Plan) -> Any:
             for key, value in (
                 ("intra_op_thread_count", core.threads),
                 ("token_budget", core.token_budget),
+                (CONTEXT_MEMORY, _context_memory(plan)),
             )
             if value is not None
         },
@@ -62,6 +66,12 @@ def _instances(plan: Plan) -> dict[str, Any]:
             "priority": limiter.priority,
         }
     return group
+
+
+def _context_memory(plan: Plan) -> str | None:
+    """The strategy, where it is not the backend's own."""
+    strategy = plan.spec.core.engine.context_memory
+    return None if strategy == "static" else strategy.upper()
 
 
 def _queue_policy(plan: Plan) -> dict[str, Any]:

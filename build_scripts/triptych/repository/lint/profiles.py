@@ -172,6 +172,7 @@ def profile_switching(repository: Repository) -> Iterator[Flaw]:
                 "memory for the largest profile and captures CUDA graphs of its own at load",
                 given=f"instance_group {group.name or index}: {profiles} profiles for each of "
                 f"{count} instances",
-                remedy="Plan fewer buckets (core.bucket_count) or instances, or set the parameter "
-                f"{_ALLOCATION.name} to ON_PROFILE_CHANGE{newer}",
+                remedy="Plan fewer buckets (core.bucket_count) or instances, or set "
+                f"core.engine.context_memory (the parameter {_ALLOCATION.name}) to "
+                f"on_profile_change{newer}",
             )
