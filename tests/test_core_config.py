@@ -10,6 +10,7 @@ import pytest
 
 from conftest import ROOT, write_pipeline
 from test_gpu_plan import facts
+from triptych.describe_gpu import describe_gpu
 from triptych.plan import Plan, make_plan
 from triptych.repository.config import parse_config, print_config
 from triptych.repository.core_config import core_config
@@ -98,3 +99,17 @@ def test_requests_in_each_step_are_limited_where_the_server_can(
     assert isinstance(content, bytes)
     limit = parse_config(content.decode()).ensemble_scheduling.max_inflight_requests
     assert limit == (8 if known else 0)
+
+
+def test_inspect_says_why_and_what_is_left_out(tmp_path: Path) -> None:
+    wanted = [*CASES["bucketed"], "core.engine.context_memory=on_profile_change"]
+    gpu = describe_gpu(plan_of(tmp_path / "old", [*wanted, "serving.max_inflight=8"]))
+    assert set(gpu["profiles"]) == {"0", "1"}
+    assert gpu["cuda_graphs"].startswith("6, for 1, 2, 4 rows of each profile")
+    assert "24.10 does not know it: 25.05 does" in gpu["context_memory"]
+    assert "24.10 does not know it: 25.11 does" in gpu["max_inflight"]
+    newer = describe_gpu(plan_of(tmp_path / "new", [*wanted, "serving.triton='26.08'"]))
+    assert "does not know" not in newer["context_memory"]
+    packed = describe_gpu(plan_of(tmp_path / "packed", CASES["packed"]))
+    assert packed["cuda_graphs"].startswith("none: a packed batch")
+    assert "4 rows of 32 tokens" in packed["why_these_profiles"]

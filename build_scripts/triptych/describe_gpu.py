@@ -69,6 +69,11 @@ def _describe_engine(plan: Plan, engine: EnginePlan) -> dict[str, Any]:
         f"{_yes(plan.spec.serving.transfers.output_copy_stream)}: results are copied back beside "
         "the next batch"
     )
+    if plan.spec.core.engine.context_memory != "static":
+        described["context_memory"] = (
+            "found anew when a batch needs another profile: less memory, a little more time"
+            + _newer("25.05", plan.spec.serving.triton)
+        )
     options = {
         key: value for key, value in engine.options.items() if value not in (None, False, "none")
     }
