@@ -6,6 +6,9 @@ from typing import Any
 
 from triptych.engine_plan import EnginePlan, ShapeRange
 from triptych.plan import Plan
+from triptych.versions import CONTEXT_MEMORY, first_release, parse_release
+
+IN_FLIGHT = "ensemble_scheduling.max_inflight_requests"
 
 
 def describe_cost(plan: Plan) -> str:
@@ -45,7 +48,7 @@ def describe_gpu(plan: Plan) -> dict[str, Any]:
         described["rate_limiter"] += "resources: starts to count with --rate-limit=execution_count"
     if serving.max_inflight is not None:
         described["max_inflight"] = (
-            f"{serving.max_inflight} requests in each step{_newer('25.11', serving.triton)}"
+            f"{serving.max_inflight} requests in each step{_newer(IN_FLIGHT, serving.triton)}"
         )
     if core.backend == "onnxruntime":
         described["accelerator"] = f"{core.accelerator}, of ONNX Runtime"
@@ -72,7 +75,7 @@ def _describe_engine(plan: Plan, engine: EnginePlan) -> dict[str, Any]:
     if plan.spec.core.engine.context_memory != "static":
         described["context_memory"] = (
             "found anew when a batch needs another profile: less memory, a little more time"
-            + _newer("25.05", plan.spec.serving.triton)
+            + _newer(CONTEXT_MEMORY, plan.spec.serving.triton)
         )
     options = {
         key: value for key, value in engine.options.items() if value not in (None, False, "none")
@@ -84,9 +87,10 @@ def _describe_engine(plan: Plan, engine: EnginePlan) -> dict[str, Any]:
     return described
 
 
-def _newer(since: str, triton: str) -> str:
+def _newer(name: str, triton: str) -> str:
     """That a setting is left out, where the oldest server to serve on does not know it."""
-    if triton >= since:
+    since = first_release(name)
+    if parse_release(triton) >= since:
         return ""
     return f"; left out, since serving.triton {triton} does not know it: {since} does"
 

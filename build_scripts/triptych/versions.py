@@ -138,9 +138,11 @@ HISTOGRAMS_FOR_ALL = Release(26, 1)
 # Client shared memory is refused unless `--allow-client-shm=true`.
 CLIENT_SHM_OFF_BY_DEFAULT = Release(26, 4)
 
+# Of the tensorrt backend: when scratch memory for its contexts is found.
+CONTEXT_MEMORY = "execution_context_allocation_strategy"
 # Keys of `parameters` by backend: an older backend takes no notice of them.
 BACKEND_PARAMETERS: Mapping[str, tuple[Since, ...]] = {
-    "tensorrt": (Since("execution_context_allocation_strategy", Release(25, 5)),),
+    "tensorrt": (Since(CONTEXT_MEMORY, Release(25, 5)),),
 }
 # Data types of inputs and outputs by backend: an older backend refuses the model.
 BACKEND_TYPES: Mapping[str, tuple[Since, ...]] = {
@@ -175,6 +177,16 @@ def parse_release(text: str) -> Release:
         given=text,
         remedy="Write for example 24.10, or 26.08 for the image tritonserver:26.08-py3",
     )
+
+
+def first_release(name: str) -> Release:
+    """The first release that knows a config field (dotted) or a backend's parameter.
+
+    Raises:
+        KeyError: none of the tables has it.
+    """
+    known = (*CONFIG_FIELDS, *(one for own in BACKEND_PARAMETERS.values() for one in own))
+    return {one.name: one.release for one in known}[name]
 
 
 def fields_newer_than(config: Any, triton: str | Release) -> list[Since]:

@@ -8,9 +8,7 @@ from triptych.engine_plan import EnginePlan
 from triptych.plan import Plan
 from triptych.repository.config import new_config
 from triptych.tensors import INPUT_IDS, ROW_STRIDE, Tensor
-
-CONTEXT_MEMORY = "execution_context_allocation_strategy"
-"""Parameter of the tensorrt backend."""
+from triptych.versions import CONTEXT_MEMORY
 
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
 """What ONNX Runtime's TensorRT accelerator may compute in, by the graph's precision."""

@@ -10,13 +10,13 @@ from triptych.repository.lint.engine_facts import EngineCore, Shapes, engine_cor
 from triptych.repository.lint.flaw import Flaw, dims_text, error, names, warning
 from triptych.repository.lint.snapshot import Repository
 from triptych.repository.lint.warmup import sample_faults, spec_faults
-from triptych.versions import BACKEND_PARAMETERS
+from triptych.versions import CONTEXT_MEMORY, first_release
 
 # Each context reserves scratch memory for the largest profile and captures CUDA graphs of its own
 # while the model loads. Six buckets, the default, for two instances stay below.
 _MOST_CONTEXTS = 16
 _MANY_PROFILES = 2
-_ALLOCATION = BACKEND_PARAMETERS["tensorrt"][0]
+_ALLOCATION_SINCE = first_release(CONTEXT_MEMORY)
 
 
 def profile_batch(repository: Repository) -> Iterator[Flaw]:
@@ -157,15 +157,15 @@ def profile_switching(repository: Repository) -> Iterator[Flaw]:
     """Not so many contexts that loading takes long and memory runs out."""
     for core in engine_cores(repository):
         config = core.model.config
-        strategy = config.parameters.get(_ALLOCATION.name)
+        strategy = config.parameters.get(CONTEXT_MEMORY)
         lean = strategy is not None and strategy.string_value == "ON_PROFILE_CHANGE"
         for index, group in enumerate(config.instance_group):
             profiles, count = max(len(group.profile), 1), instances_of(core.model, group)
             if profiles < _MANY_PROFILES or profiles * count <= _MOST_CONTEXTS or lean:
                 continue
             newer = ""
-            if repository.triton < _ALLOCATION.release:
-                newer = f", from Triton {_ALLOCATION.release} on"
+            if repository.triton < _ALLOCATION_SINCE:
+                newer = f", from Triton {_ALLOCATION_SINCE} on"
             yield warning(
                 core.model.config_file,
                 f"should make at most {_MOST_CONTEXTS} execution contexts a GPU: each one reserves "
@@ -173,6 +173,6 @@ def profile_switching(repository: Repository) -> Iterator[Flaw]:
                 given=f"instance_group {group.name or index}: {profiles} profiles for each of "
                 f"{count} instances",
                 remedy="Plan fewer buckets (core.bucket_count) or instances, or set "
-                f"core.engine.context_memory (the parameter {_ALLOCATION.name}) to "
+                f"core.engine.context_memory (the parameter {CONTEXT_MEMORY}) to "
                 f"on_profile_change{newer}",
             )
