@@ -244,7 +244,6 @@ def test_a_long_build_says_where_it_is(
     major: str,
 ) -> None:
     on(major)
-    monkeypatch.setattr("triptych.build.engine.make.TELL_EVERY_S", 0.0)
     monkeypatch.setattr("triptych.build.engine.messages.TELL_EVERY_S", 0.0)
     lines: Lines = []
     repository = copied(built, tmp_path / "repository", "packed_fp32")

@@ -35,6 +35,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return machine(monkeypatch, tmp_path, "10")
 
 
+@pytest.fixture
+def built_elsewhere(pipeline: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The pipeline with its engine, on a machine that has no GPU any more."""
+    with monkeypatch.context() as here:
+        machine(here, tmp_path, "10")
+        build_into(pipeline, tmp_path / "repository", ENGINE)
+    return tmp_path / "repository"
+
+
 @pytest.mark.server
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_build_engine_check_and_serve(
@@ -73,12 +82,9 @@ def test_a_build_without_changes_keeps_the_engine(pipeline: Path, gpu: Any, tmp_
 
 
 def test_an_engine_outlives_a_build_where_there_is_no_gpu(
-    pipeline: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pipeline: Path, built_elsewhere: Path
 ) -> None:
-    repository = tmp_path / "repository"
-    with monkeypatch.context() as here:
-        machine(here, tmp_path, "10")
-        build_into(pipeline, repository, ENGINE)
+    repository = built_elsewhere
     before = contents(repository)
     assert build_into(pipeline, repository, ENGINE).changed == ()
     assert contents(repository) == before
@@ -89,13 +95,8 @@ def test_an_engine_outlives_a_build_where_there_is_no_gpu(
     assert lock["engine"]["gpu"] == "NVIDIA H200"
 
 
-def test_an_engine_of_other_shapes_does_not_stay(
-    pipeline: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    repository = tmp_path / "repository"
-    with monkeypatch.context() as here:
-        machine(here, tmp_path, "10")
-        build_into(pipeline, repository, ENGINE)
+def test_an_engine_of_other_shapes_does_not_stay(pipeline: Path, built_elsewhere: Path) -> None:
+    repository = built_elsewhere
     build_into(pipeline, repository, ENGINE, "core.max_batch_size=4")
     assert not (repository / "tiny_core/1/model.plan").exists()
     lock = read_lock(repository, "tiny")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from triptych.build.cache import cached_stage, code_hash, key_of, versions_of
-from triptych.build.lock import LOCK_FILE, make_lock, print_lock, read_lock
+from triptych.build.export import MODEL_FILE, export_onnx
+from triptych.build.lock import LOCK_FILE, make_lock, planned_engine, print_lock, read_lock
 from triptych.build.precision.recipe import Precision, check_runs
 from triptych.engine_files import kept_engine, samples_of
 from triptych.engines import build_engine_here
@@ -25,7 +25,6 @@ from triptych.repository.store import hash_files, write_models
 
 BUILD_LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
 EXPORT_CODE = ("build/*.py",)
-CORE_FILE = "model.onnx"
 REFUSAL_FILE = "cannot_pack.txt"
 
 
@@ -144,21 +143,23 @@ def build(
         samples=samples_of(core.prepared),
     )
     previous = read_lock(repository, name)
-    lock = partial(
-        make_lock,
+    hashes = hash_files(files)
+    engine = kept_engine(repository, plan, previous, hashes, planned_engine(plan, core.gate))
+    if engine is not None:
+        files[engine.path] = engine.file
+        hashes |= hash_files({engine.path: engine.file})
+    lock = make_lock(
         plan,
+        hashes,
         core_key=core.key,
         source_key=core.source_key,
         unpacked=core.unpacked,
         versions=versions_of(*BUILD_LIBRARIES),
         gate=core.gate,
+        engine=None if engine is None else engine.record,
         previous=previous,
     )
-    engine = kept_engine(repository, plan, previous, lock(hash_files(files), engine=None))
-    if engine is not None:
-        files[engine.path] = engine.file
-    record = None if engine is None else engine.record
-    files[f"{name}/{LOCK_FILE}"] = print_lock(lock(hash_files(files), engine=record))
+    files[f"{name}/{LOCK_FILE}"] = print_lock(lock)
     findings = _lint(files, repository, plan)
     before = (previous or {}).get("files", {})
     retired = {path.partition("/")[0] for path in before} - {p.partition("/")[0] for p in files}
@@ -231,7 +232,6 @@ def _export(prepared: Prepared, progress: Progress) -> tuple[Path, str, str]:
     }
 
     def work(target: Path) -> None:
-        from triptych.build.export import export_onnx
         from triptych.build.packing import CannotPack
 
         progress("export", f"{plan.facts.architecture} to ONNX, {plan.layout} ...")
@@ -258,10 +258,10 @@ def _export(prepared: Prepared, progress: Progress) -> tuple[Path, str, str]:
     folder, cached = cached_stage("export", key, work)
     note = folder / REFUSAL_FILE
     if note.is_file():
-        return folder / CORE_FILE, "", note.read_text(encoding="utf-8")
+        return folder / MODEL_FILE, "", note.read_text(encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
-    progress("export", f"{CORE_FILE}, {size:.1f} MB{' (cached)' if cached else ''}")
-    return folder / CORE_FILE, key_of("export", key), ""
+    progress("export", f"{MODEL_FILE}, {size:.1f} MB{' (cached)' if cached else ''}")
+    return folder / MODEL_FILE, key_of("export", key), ""
 
 
 def _check_sharers(repository: Path, name: str, key: str | None, together: Sequence[str]) -> None:
@@ -328,7 +328,7 @@ def _share(
             given=own.precision,
             remedy="Leave it out, or remove core.share",
         )
-    file = repository / plan.step("core") / "1" / CORE_FILE
+    file = repository / plan.step("core") / "1" / MODEL_FILE
     gate = Gate(core.prepared, precision, progress).run(file, lock["core_key"])
     found = replace(core, file=file, key=lock["core_key"], gate=gate)
     return _accepted(found, accept) if gate["failures"] else found

@@ -51,7 +51,11 @@ def samples_of(prepared: Prepared) -> Path | None:
 
 
 def kept_engine(
-    repository: Path, plan: Plan, previous: Mapping[str, Any] | None, new: Mapping[str, Any]
+    repository: Path,
+    plan: Plan,
+    previous: Mapping[str, Any] | None,
+    hashes: Mapping[str, str],
+    planned: Mapping[str, Any] | None,
 ) -> KeptEngine | None:
     """The engine that is there, if all that it was built from is as before.
 
@@ -59,17 +63,18 @@ def kept_engine(
         repository: folder of the models.
         plan: what is being built.
         previous: the lock in place.
-        new: the lock to be, without an engine.
+        hashes: of the files to be, without an engine.
+        planned: the engine to be, as a lock has it.
     """
     record = (previous or {}).get("engine")
     folder = f"{plan.step('core')}/1"
     path, file = f"{folder}/{PLAN_FILE}", repository / folder / PLAN_FILE
     if previous is None or record is None or not file.is_file():
         return None
-    if previous["plan"].get("engine") != new["plan"]["engine"]:
+    if previous["plan"].get("engine") != planned:
         return None
-    inputs = [name for name in new["files"] if name.startswith(f"{folder}/")]
+    inputs = [name for name in hashes if name.startswith(f"{folder}/")]
     before = previous["files"]
-    if any(before.get(name) != new["files"][name] for name in inputs):
+    if any(before.get(name) != hashes[name] for name in inputs):
         return None
     return KeptEngine(path, file, dict(record))

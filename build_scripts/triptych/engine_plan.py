@@ -6,6 +6,7 @@ the model, the traffic nor the spec is: in the image that will serve it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -61,8 +62,9 @@ class EnginePlan:
     options: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """For the lock: plain data that `from_dict` reads."""
-        return asdict(self)
+        """For the lock: data that JSON gives back as it is, and that `from_dict` reads."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> EnginePlan:

@@ -14,8 +14,9 @@ from triptych.build.engine.gpu import Gpu, read_gpu
 from triptych.build.engine.inspection import inspect
 from triptych.build.engine.make import make_engine
 from triptych.build.engine.messages import cannot_write
-from triptych.build.engine.request import ONNX_FILE, Request, make_request
+from triptych.build.engine.request import Request, make_request
 from triptych.build.engine.timing import timing_file
+from triptych.build.export import MODEL_FILE
 from triptych.build.lock import LOCK_FILE, PLAN_FILE, SAMPLES_FILE, print_lock, read_lock
 from triptych.device.engine_file import open_engine
 from triptych.device.engine_runner import EngineError, EngineRunner
@@ -122,7 +123,7 @@ class _Stage:
         self._progress = progress
         self._plan, self._core = _what_to_build(owner, lock)
         self._model = f"{owner}_core"
-        self._onnx = repository / self._model / "1" / ONNX_FILE
+        self._onnx = repository / self._model / "1" / MODEL_FILE
         self._samples = repository / owner / SAMPLES_FILE
 
     def run(self) -> BuiltEngine:
@@ -140,7 +141,7 @@ class _Stage:
         check = self._check(request, built.read_bytes())
         record = {
             "key": key,
-            "onnx_sha256": files[f"{self._model}/1/{ONNX_FILE}"],
+            "onnx_sha256": files[f"{self._model}/1/{MODEL_FILE}"],
             "plan_sha256": sha256_of(built),
             "tensorrt": api.version,
             "cuda": gpu.cuda,

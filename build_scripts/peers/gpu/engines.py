@@ -10,7 +10,8 @@ from typing import Any
 
 from peers.gpu.feeds import feeds_of
 from peers.gpu.subjects import Subject, write_pipeline
-from triptych.assemble import CORE_FILE, build
+from triptych.assemble import build
+from triptych.build.export import MODEL_FILE
 from triptych.build.feeds import Sample
 from triptych.build.lock import PLAN_FILE, read_lock
 from triptych.device.engine_runner import EngineRunner
@@ -59,7 +60,7 @@ class Built:
     @property
     def graph(self) -> Path:
         """Its ``model.onnx``."""
-        return self.repository / self.plan.step("core") / "1" / CORE_FILE
+        return self.repository / self.plan.step("core") / "1" / MODEL_FILE
 
     @property
     def rows(self) -> list[TokenRow]:

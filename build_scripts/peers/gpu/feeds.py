@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.build.feeds import Feed, core_feed
 from triptych.plan import Plan, bucket_of
-from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_STRIDE, TokenRow
+from triptych.tensors import TokenRow
 
-Feed = dict[str, NDArray[Any]]
 BATCHES = (1, 8, 32, 128)
 CALLS = 16
 """Different batches of a load, so that no length is measured alone."""
@@ -99,17 +99,13 @@ def _feed(rows: Sequence[TokenRow], plan: Plan, edge: int, *, pads: bool) -> Fee
             min(len(row.ids) + pads * (index % 4), plan.max_length)
             for index, row in enumerate(rows)
         ]
-    ids = np.full(sum(strides), plan.facts.pad_token_id, dtype=np.int32)
-    for row, start in zip(rows, np.cumsum([0, *strides[:-1]]), strict=True):
-        ids[start : start + len(row.ids)] = row.ids
-    feed = {
-        INPUT_IDS.name: ids if plan.packed else ids.reshape(len(rows), edge),
-        ROW_LENGTH.name: np.array([[len(row.ids)] for row in rows], dtype=np.int32),
-        FIRST_SEGMENT.name: np.array([[row.first_segment] for row in rows], dtype=np.int32),
-        ROW_STRIDE.name: np.array(strides, dtype=np.int32),
-    }
-    names = [tensor.name for tensor in plan.core_inputs] + [ROW_STRIDE.name] * plan.packed
-    return {name: feed[name] for name in names}
+    return core_feed(
+        rows,
+        plan.core_inputs,
+        packed=plan.packed,
+        pad_token_id=plan.facts.pad_token_id,
+        strides=strides,
+    )
 
 
 def padded(rows: Sequence[TokenRow], pad_token_id: int) -> tuple[NDArray[Any], NDArray[Any]]:

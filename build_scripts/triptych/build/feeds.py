@@ -18,7 +18,12 @@ Feed = dict[str, NDArray[Any]]
 
 
 def core_feed(
-    samples: Sequence[Sample], inputs: tuple[Tensor, ...], *, packed: bool, pad_token_id: int
+    samples: Sequence[Sample],
+    inputs: tuple[Tensor, ...],
+    *,
+    packed: bool,
+    pad_token_id: int,
+    strides: Sequence[int] | None = None,
 ) -> Feed:
     """One batch of `samples`.
 
@@ -28,11 +33,12 @@ def core_feed(
             the layout is packed. For a core that reads images: the one input.
         packed: the layout.
         pad_token_id: fills rows up.
+        strides: places each row takes; those of `row_strides` where left out.
     """
     rows = [sample for sample in samples if isinstance(sample, TokenRow)]
     if not rows:
         return {inputs[0].name: np.stack([np.asarray(sample) for sample in samples])}
-    strides = row_strides(rows, packed=packed)
+    strides = row_strides(rows, packed=packed) if strides is None else strides
     feed = {
         "input_ids": _input_ids(rows, strides, pad_token_id, packed=packed),
         "row_length": np.array([[len(row.ids)] for row in rows], dtype=np.int32),

@@ -63,7 +63,7 @@ def make_lock(
             "bucket_edges": list(plan.bucket_edges),
             "max_batch_size": plan.max_batch_size,
             "core": asdict(plan.core),
-            "engine": _engine_plan(plan, gate),
+            "engine": planned_engine(plan, gate),
         },
         "engine": engine,
         "traffic": _traffic(plan),
@@ -76,8 +76,8 @@ def make_lock(
     return plain
 
 
-def _engine_plan(plan: Plan, gate: Mapping[str, object]) -> dict[str, Any] | None:
-    """What the engine stage builds; None where there is none."""
+def planned_engine(plan: Plan, gate: Mapping[str, object]) -> dict[str, Any] | None:
+    """What the engine stage builds, as a lock has it; None where it builds nothing."""
     if plan.engine is None or not plan.builds_engine or plan.spec.core.share is not None:
         return None
     # The precision that was built, where the spec leaves it open.

@@ -1,4 +1,4 @@
-"""Writing a folder of text files, each whole or not at all."""
+"""Writing a folder of files, each whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Write `files` (name to text) into `folder`, made where it is missing.
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    """Write `files` (name to content, text as UTF-8) into `folder`, made where it is missing.
 
     A file that cannot be written leaves the old one, and nothing else, behind.
 
@@ -16,14 +16,15 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
         OSError: one of them cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        _write(folder / name, text)
+    for name, content in files.items():
+        data = content.encode() if isinstance(content, str) else content
+        _write(folder / name, data)
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from triptych.build.engine.messages import (
     cannot_write,
     failure,
     no_gpu,
+    now_and_then,
     parser_failure,
 )
 from triptych.build.engine.old_types import keep_types
 from triptych.build.engine.request import Request
 from triptych.errors import UserError
 
-TELL_EVERY_S = 5.0
 Tell = Callable[[str], None]
 
 
@@ -115,7 +114,7 @@ def _add_profile(builder: Any, config: Any, shapes: Any, messages: Messages) -> 
 
 def _monitor(api: Api, tell: Tell) -> Any:
     """Says now and then which phase the build is in; it never stops one."""
-    told = [time.monotonic()]
+    tell_sometimes = now_and_then(tell)
     base: Any = api.trt.IProgressMonitor
 
     class Monitor(base):  # type: ignore[misc]
@@ -127,9 +126,7 @@ def _monitor(api: Api, tell: Tell) -> Any:
             self._steps[phase_name] = num_steps
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            if time.monotonic() - told[0] >= TELL_EVERY_S:
-                told[0] = time.monotonic()
-                tell(f"{phase_name}: {step + 1} of {self._steps.get(phase_name, 0)}")
+            tell_sometimes(f"{phase_name}: {step + 1} of {self._steps.get(phase_name, 0)}")
             return True
 
         def phase_finish(self, phase_name: str) -> None:

@@ -21,6 +21,19 @@ LONGEST_QUOTE = 400
 TELL_EVERY_S = 5.0
 
 
+def now_and_then(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """`tell` for lines that come thick and fast: one every `TELL_EVERY_S`, the others left out."""
+    told = time.monotonic()
+
+    def sometimes(line: str) -> None:
+        nonlocal told
+        if time.monotonic() - told >= TELL_EVERY_S:
+            told = time.monotonic()
+            tell(line)
+
+    return sometimes
+
+
 class Messages:
     """A log of TensorRT.
 
@@ -42,7 +55,9 @@ class Messages:
         """
         trt, messages = api.trt, self
         base: Any = trt.ILogger
-        told = [time.monotonic()]
+        tell_sometimes = None
+        if tell is not None:
+            tell_sometimes = now_and_then(lambda message: tell(_short(message)))
 
         class Logger(base):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -53,13 +68,8 @@ class Messages:
                     messages.errors.append(message)
                 elif severity == trt.ILogger.WARNING:
                     messages.warnings.append(message)
-                elif (
-                    tell is not None
-                    and severity == trt.ILogger.INFO
-                    and time.monotonic() - told[0] >= TELL_EVERY_S
-                ):
-                    told[0] = time.monotonic()
-                    tell(_short(message))
+                elif tell_sometimes is not None and severity == trt.ILogger.INFO:
+                    tell_sometimes(message)
 
         return Logger()
 

@@ -12,8 +12,6 @@ from triptych.build.engine.graph import Graph, read_graph
 from triptych.engine_plan import EnginePlan, ShapeRange
 from triptych.errors import UserError
 
-ONNX_FILE = "model.onnx"
-
 _REBUILD = "Run `triptych build` again: plan and graph no longer fit each other"
 
 

@@ -6,12 +6,12 @@ One file for each release and kind of GPU: another's times are refused, or wrong
 from __future__ import annotations
 
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from triptych.build.cache import cache_root
 from triptych.build.engine.gpu import Gpu
+from triptych.pages.files import write_files
 
 FOLDER = "timing"
 
@@ -44,12 +44,4 @@ def save(config: Any, file: Path) -> None:
         return
     if file.is_file() and (other := config.create_timing_cache(file.read_bytes())) is not None:
         cache.combine(other, False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".partial-", delete=False) as partial:
-        path = Path(partial.name)
-        try:
-            partial.write(bytes(cache.serialize()))
-            partial.close()
-            path.replace(file)
-        finally:
-            path.unlink(missing_ok=True)
+    write_files(file.parent, {file.name: bytes(cache.serialize())})
