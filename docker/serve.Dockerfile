@@ -22,7 +22,7 @@ RUN test -f "${LD_PRELOAD}" \
  && python3 -c "import numpy, PIL, tokenizers"
 
 COPY build_scripts/triptych/__init__.py build_scripts/triptych/errors.py \
-     build_scripts/triptych/versions.py /opt/triptych/triptych/
+     build_scripts/triptych/releases.py /opt/triptych/triptych/
 COPY build_scripts/triptych/container /opt/triptych/triptych/container
 
 # NVIDIA's images call this user triton-server.

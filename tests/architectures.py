@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.model_facts import ModelFacts
+from triptych.model.facts import ModelFacts
 from triptych.tasks.task import Core
 from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, Tensor
 

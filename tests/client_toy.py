@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client_play import PLAY, PLAY_CONFIG, PLAYED, play_config
-from triptych.serving.client import (
+from triptych.client import (
     AsyncClient,
     Client,
 )
-from triptych.serving.server import Server
+from triptych.server.server import Server
 
 DIM = 8
 MAX_BATCH_SIZE = 16

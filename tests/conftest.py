@@ -50,9 +50,9 @@ def quiet(_stage: str, _line: str) -> None:
 
 def build_into(folder: Path, repository: Path, *overrides: str) -> Any:
     """Build the pipeline in `folder`; returns what `assemble.build` does."""
-    from triptych.assemble import build
-    from triptych.prepare import prepare
-    from triptych.spec import load_spec
+    from triptych.build import build
+    from triptych.pipeline.spec import load_spec
+    from triptych.requests.prepare import prepare
 
     return build(prepare(load_spec(folder, overrides), quiet), repository, quiet)
 
@@ -88,7 +88,7 @@ def minilm_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def minilm_server(minilm_repository: Path) -> Iterator[Any]:
     """A real tritonserver with both pipelines."""
-    from triptych.serving.server import Server
+    from triptych.server.server import Server
 
     with Server(minilm_repository) as server:
         yield server

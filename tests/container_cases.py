@@ -76,7 +76,7 @@ def copy_of_the_images_files(folder: Path) -> Path:
     """What serve.Dockerfile copies of triptych, and nothing else; for PYTHONPATH."""
     package = folder / "triptych"
     package.mkdir(parents=True)
-    for name in ("__init__.py", "errors.py", "versions.py"):
+    for name in ("__init__.py", "errors.py", "releases.py"):
         shutil.copy(PACKAGE / name, package)
     shutil.copytree(
         PACKAGE / "container", package / "container", ignore=shutil.ignore_patterns("__pycache__")

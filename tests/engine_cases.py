@@ -13,9 +13,9 @@ import fake_cuda
 import fake_tensorrt
 from conftest import build_into, write_pipeline
 from container_cases import H200
-from triptych.build.engine import gpu as own_gpu
-from triptych.build.lock import print_lock, read_lock
 from triptych.container.machine import Gpu
+from triptych.engine import gpu as own_gpu
+from triptych.repository.lock import print_lock, read_lock
 
 
 def build_repository(model: Path, base: Path, *names: str) -> Path:

@@ -12,15 +12,15 @@ import numpy as np
 
 from conftest import quiet, traffic_texts
 from task_models import MODELS
-from triptych.build.feeds import Sample
-from triptych.gating import decoding_of
-from triptych.prepare import Prepared, prepare
-from triptych.quality.artifact import RowOutputs, RunBatch, open_core
-from triptych.quality.gate import Labelled, check
-from triptych.quality.samples import Expected, rows_of
-from triptych.quality.verdicts import GateResult
-from triptych.reference_rows import reference_of
-from triptych.spec import load_spec
+from triptych.gate.artifact import RowOutputs, RunBatch, open_core
+from triptych.gate.cached import decoding_of
+from triptych.gate.check import Labelled, check
+from triptych.gate.reference_rows import reference_of
+from triptych.pipeline.spec import load_spec
+from triptych.repository.records import GateResult
+from triptych.requests.feeds import Sample
+from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.samples import Expected, rows_of
 from triptych.tasks.accuracy import thresholds
 
 CONTEXT = "The lamp is kept by Ines in the old harbour house. "

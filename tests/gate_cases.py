@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.build.feeds import Sample
-from triptych.quality.artifact import RowOutputs, RunBatch
-from triptych.quality.gate import check
-from triptych.quality.samples import Expected, GateRequest
-from triptych.quality.verdicts import GateResult
+from triptych.gate.artifact import RowOutputs, RunBatch
+from triptych.gate.check import check
+from triptych.repository.records import GateResult
+from triptych.requests.feeds import Sample
+from triptych.requests.samples import Expected, GateRequest
 from triptych.tasks.accuracy import thresholds
 from triptych.tasks.task import Core, Returns
 from triptych.tensors import Tensor, TokenRow

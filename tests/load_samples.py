@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from triptych.load.cost import cost_of
-from triptych.load.points import (
+from triptych.bench.cost import cost_of
+from triptych.bench.points import (
     BenchResult,
     Bottleneck,
     GpuUse,
@@ -20,8 +20,8 @@ from triptych.load.points import (
     StepUse,
     Subject,
 )
-from triptych.slo import Slo
-from triptych.tuning.results import Outcome, Trial, TuneResult
+from triptych.pipeline.slo import Slo
+from triptych.tune.results import Outcome, Trial, TuneResult
 
 PROMISE = Slo(p99_ms=80.0)
 NO_STEPS: tuple[StepUse, ...] = ()

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 import architectures as models
-from triptych.build.export import export_onnx
-from triptych.build.feeds import core_feed
-from triptych.build.precision.emulate import open_session
+from triptych.export.to_onnx import export_onnx
+from triptych.graph.session import open_session
+from triptych.requests.feeds import core_feed
 from triptych.tensors import TokenRow
 
 Feed = dict[str, NDArray[Any]]

@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from triptych.pages.text import MINUS, TIMES
+from triptych.formatting import MINUS, TIMES
 
 VOID = {"meta", "br", "wbr"}
 LAYERS = tuple(f"encoder.layer.{index}.{name}" for index in range(20) for name in ("query", "out"))

@@ -11,7 +11,7 @@ from typing import Any
 from conftest import ROOT
 from fake_tensorrt.records import read_record
 from tensorrt_cases import Ranges, plan_of
-from triptych.engine_plan import EnginePlan
+from triptych.plan.engine_spec import EnginePlan
 from triptych.repository.config import CONFIG_FILE, print_config, read_config
 
 MAJOR = "10"

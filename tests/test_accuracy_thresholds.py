@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from triptych.build.precision.recipe import Precision
 from triptych.errors import UserError
+from triptych.pipeline.precisions import Precision
 from triptych.tasks import TASKS
 from triptych.tasks.accuracy import METRICS, TOLERANCES, Metric, metrics_of, thresholds
 from triptych.tasks.task import Returns

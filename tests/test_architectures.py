@@ -9,9 +9,9 @@ import onnx
 import pytest
 
 import architectures as models
-from triptych.build.export import export_onnx, load_model
-from triptych.build.packing import CannotPack
 from triptych.errors import UserError
+from triptych.export.packing import CannotPack
+from triptych.export.to_onnx import export_onnx, load_model
 
 TOLERANCE = 2e-6
 CASES = [

@@ -13,14 +13,14 @@ import pytest
 
 from client_play import PLAYED
 from client_toy import Toy, serve_toy
-from triptych.errors import UserError
-from triptych.serving.ask import (
+from triptych.client.infer import (
     Question,
     ask,
     describe_answer,
     parse_parameters,
     read_questions,
 )
+from triptych.errors import UserError
 
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 

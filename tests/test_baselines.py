@@ -23,7 +23,9 @@ from PIL import Image
 from conftest import quiet, write_pipeline
 from gate_benches import write_task
 from task_models import MODELS
-from triptych.baselines.calls import (
+from triptych.bench.baseline_process import WorkerFailed, WorkerProcess
+from triptych.bench.baseline_work import Work, read_work, work_of, write_work
+from triptych.bench.calls import (
     LARGEST_BATCH,
     ROWS_A_CALL,
     open_call,
@@ -31,15 +33,13 @@ from triptych.baselines.calls import (
     open_rows,
     plan_calls,
 )
-from triptych.baselines.contenders import ALL, Baselines
-from triptych.baselines.process import WorkerFailed, WorkerProcess
-from triptych.baselines.work import Work, read_work, work_of, write_work
-from triptych.build.export import export_onnx
+from triptych.bench.contenders import ALL, Baselines
+from triptych.bench.points import Load
 from triptych.errors import UserError
-from triptych.load.points import Load
-from triptych.prepare import Prepared, prepare
-from triptych.quality.reference import reference_outputs
-from triptych.spec import load_spec
+from triptych.export.to_onnx import export_onnx
+from triptych.gate.reference import reference_outputs
+from triptych.pipeline.spec import load_spec
+from triptych.requests.prepare import Prepared, prepare
 
 SECONDS = 0.2
 
@@ -139,7 +139,7 @@ def test_a_worker_dies_with_its_parent(tiny: Prepared, core_file: Path, tmp_path
     write_work(work_of(tiny, core_file), tmp_path / "work")
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from triptych.baselines.process import WorkerProcess\n"
+        "from triptych.bench.baseline_process import WorkerProcess\n"
         "base = Path(sys.argv[1]); worker = WorkerProcess(base / 'work', 'onnxruntime', base)\n"
         "worker.answer(120); worker.ask({'measure': 600}); print(worker.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)"

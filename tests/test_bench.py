@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from conftest import build_into, write_pipeline
-from triptych.bench import Price, parse_loads, price_of, sustained
+from triptych.bench.bench import Price, parse_loads, price_of, sustained
+from triptych.bench.points import BenchResult, Load, Measurement, Point, from_json
 from triptych.errors import UserError
-from triptych.load.points import BenchResult, Load, Measurement, Point, from_json
-from triptych.slo import Slo
+from triptych.pipeline.slo import Slo
 
 
 def triptych(*words: str, status: int = 0) -> str:
@@ -130,7 +130,7 @@ def test_what_is_not_built_is_not_measured(home: Path, tmp_path: Path) -> None:
 
 
 def test_a_baseline_is_measured_in_the_same_rounds(home: Path) -> None:
-    from triptych.baselines.contenders import ALL
+    from triptych.bench.contenders import ALL
 
     words = [*options(home, "e"), "-c", "2", "--baseline", "--json"]
     result = from_json(BenchResult, json.loads(triptych("bench", "tiny", *words)))

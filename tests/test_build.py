@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from conftest import LAYOUTS, build_into, quiet, traffic_texts, write_pipeline
-from triptych.assemble import GateFailure, build
-from triptych.build.lock import LOCK_FILE, read_lock
+from triptych.build import GateFailure, build
 from triptych.errors import UserError
-from triptych.prepare import prepare
+from triptych.lint import run_checks
+from triptych.pipeline.spec import load_spec
 from triptych.repository.config import read_config
-from triptych.repository.lint import run_checks
+from triptych.repository.lock import LOCK_FILE, read_lock
 from triptych.repository.store import locked, write_models
-from triptych.spec import load_spec
+from triptych.requests.prepare import prepare
 from triptych.tasks.accuracy import metrics_of
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from load_samples import bench
+from triptych.bench.points import Load, Measurement, Point, RateSearch, StepUse
 from triptych.errors import UserError
-from triptych.load.points import Load, Measurement, Point, RateSearch, StepUse
-from triptych.load.report.write import write_bench_report
-from triptych.slo import Slo
-from triptych.tuning.capacity import Measured, estimate, measured_in
+from triptych.pipeline.slo import Slo
+from triptych.report.load_write import write_bench_report
+from triptych.tune.capacity import Measured, estimate, measured_in
 
 
 def step(name: str, busy_us: float) -> StepUse:

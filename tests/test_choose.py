@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from conftest import quiet, write_pipeline
-from triptych import assemble, choose, race
-from triptych.assemble import Built, GateFailure
-from triptych.build.lock import read_lock
-from triptych.engines import EngineFailure
+from triptych import build as assemble
+from triptych.build import Built, GateFailure
+from triptych.engine.stage import EngineFailure
 from triptych.errors import UserError
-from triptych.prepare import prepare
-from triptych.race import Pace
-from triptych.spec import load_spec
+from triptych.pipeline.spec import load_spec
+from triptych.precision import auto as choose
+from triptych.precision import race
+from triptych.precision.race import Throughput
+from triptych.repository.lock import read_lock
+from triptych.requests.prepare import prepare
 
 CANDIDATES = ("fp32", "int8", "int8_dynamic", "fp16")
 Told = list[tuple[str, str]]
@@ -116,9 +118,11 @@ def test_a_candidate_that_fails_does_not_race(
 ) -> None:
     raced: list[str] = []
 
-    def pretend(repositories: Mapping[str, Path], *args: Any, **options: Any) -> dict[str, Pace]:
+    def pretend(
+        repositories: Mapping[str, Path], *args: Any, **options: Any
+    ) -> dict[str, Throughput]:
         raced.extend(repositories)
-        return {name: Pace(1.0 + place, 1.0, 1.0, 1.0, 1) for place, name in enumerate(raced)}
+        return {name: Throughput(1.0 + place, 1.0, 1.0, 1.0, 1) for place, name in enumerate(raced)}
 
     monkeypatch.setattr(choose, "race", pretend)
     # No conversion meets this: fp32 does.
@@ -167,9 +171,12 @@ def test_an_engine_that_differs_from_its_graph_does_not_race(
             raise EngineFailure(name, {"failures": ["it is wrong"]})
         return ()
 
-    def pretend(repositories: Mapping[str, Path], *args: Any, **options: Any) -> dict[str, Pace]:
+    def pretend(
+        repositories: Mapping[str, Path], *args: Any, **options: Any
+    ) -> dict[str, Throughput]:
         return {
-            name: Pace(1.0 + place, 1.0, 1.0, 1.0, 1) for place, name in enumerate(repositories)
+            name: Throughput(1.0 + place, 1.0, 1.0, 1.0, 1)
+            for place, name in enumerate(repositories)
         }
 
     monkeypatch.setattr(choose, "missing_for_engines", lambda: "")

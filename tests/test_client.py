@@ -21,8 +21,7 @@ from client_toy import (
     expected_all,
     texts_of_many_lengths,
 )
-from triptych.errors import UserError
-from triptych.serving.client import (
+from triptych.client import (
     AsyncClient,
     Client,
     InvalidRequest,
@@ -31,6 +30,7 @@ from triptych.serving.client import (
     Retry,
     Tls,
 )
+from triptych.errors import UserError
 
 pytestmark = pytest.mark.server
 

@@ -27,7 +27,7 @@ from client_toy import (
     expected_all,
     write_model,
 )
-from triptych.serving.client import (
+from triptych.client import (
     AsyncClient,
     Cancelled,
     Client,
@@ -41,7 +41,7 @@ from triptych.serving.client import (
     Retry,
     ServerUnreachable,
 )
-from triptych.serving.server import Server
+from triptych.server.server import Server
 
 pytestmark = pytest.mark.server
 

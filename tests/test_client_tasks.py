@@ -13,7 +13,7 @@ import pytest
 
 from client_play import PLAYED
 from client_toy import Call, Toy, serve_toy
-from triptych.serving.client import (
+from triptych.client import (
     Answer,
     AsyncClient,
     Choice,

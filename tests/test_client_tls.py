@@ -18,13 +18,13 @@ from client_toy import (
     texts_of_many_lengths,
     write_repository,
 )
-from triptych.serving.client import (
+from triptych.client import (
     AccessDenied,
     Client,
     ServerUnreachable,
     Tls,
 )
-from triptych.serving.server import Server
+from triptych.server.server import Server
 
 pytestmark = pytest.mark.server
 

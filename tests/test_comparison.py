@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from load_samples import NASTY, NOTHING_ANSWERED, baseline, bench, measurement, point, subject
+from triptych.bench.comparison import Change, compare, read_bench
+from triptych.bench.points import BenchResult, Load, Point
 from triptych.errors import UserError
-from triptych.load.comparison import Change, compare, read_bench
-from triptych.load.points import BenchResult, Load, Point
-from triptych.load.report.write import write_bench_report
+from triptych.report.load_write import write_bench_report
 
 
 def rounds(*rates: float) -> BenchResult:

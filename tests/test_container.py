@@ -17,8 +17,8 @@ from triptych.container.flags import Options, Trace, production_flags
 from triptych.container.machine import Gpu, Machine
 from triptych.container.settings import read_settings
 from triptych.errors import UserError
-from triptych.serving.embedded import find_installation
-from triptych.versions import TRITON_VERSIONS, Release
+from triptych.releases import TRITON_VERSIONS, Release
+from triptych.server.embedded import find_installation
 
 OLD, NEW = Release(24, 10), Release(26, 8)
 KEY = "a-key-of-the-operators"

@@ -22,14 +22,14 @@ import pytest
 
 from container_cases import copy_of_the_images_files
 from test_server import eventually, write_model
+from triptych.client import AccessDenied, Client
 from triptych.container.entrypoint import flags_for
 from triptych.container.flags import Options
 from triptych.container.machine import read_machine
-from triptych.serving.client import AccessDenied, Client
-from triptych.serving.embedded import find_installation
-from triptych.serving.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
-from triptych.serving.ports import claim_ports
-from triptych.versions import Release
+from triptych.releases import Release
+from triptych.server.embedded import find_installation
+from triptych.server.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
+from triptych.server.ports import claim_ports
 
 pytestmark = pytest.mark.server
 

@@ -14,13 +14,13 @@ from conftest import quiet
 from gate_benches import write_task
 from gate_cases import make
 from task_models import MODELS
-from triptych.gating import decoding_of
-from triptych.prepare import Prepared, prepare
-from triptych.quality.decoded import Decoded, decode, reference_row_outputs
-from triptych.quality.samples import rows_of
-from triptych.quality.worst import describe_answer
-from triptych.reference_rows import reference_of
-from triptych.spec import load_spec
+from triptych.gate.cached import decoding_of
+from triptych.gate.decoded import Decoded, decode, reference_row_outputs
+from triptych.gate.reference_rows import reference_of
+from triptych.gate.worst import describe_answer
+from triptych.pipeline.spec import load_spec
+from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.samples import rows_of
 
 NAMES = [name for name in MODELS if name != "images"]
 

@@ -264,7 +264,7 @@ NLI = (
 def test_hypotheses_score_as_in_the_pipeline(
     tokenizer: Any, classes: list[str], labels: list[str], multi_label: bool
 ) -> None:
-    from triptych.model_facts import ModelFacts
+    from triptych.model.facts import ModelFacts
 
     names = {name: index for index, name in enumerate(classes)}
     id2label = dict(enumerate(classes))

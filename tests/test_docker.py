@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from conftest import ROOT
-from triptych.versions import TENSORRT_VERSIONS, TRITON_VERSIONS, parse_release
+from triptych.releases import TENSORRT_VERSIONS, TRITON_VERSIONS, parse_release
 
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
@@ -184,7 +184,7 @@ sys.exit(result.exit_code)
 
 def test_the_engine_verb_needs_nothing_that_its_image_lacks() -> None:
     pins = list(pins_of(DOCKER / "requirements-build.txt"))
-    modules = ["triptych.engines", "triptych.quality.parity", "triptych.quality.samples_file"]
+    modules = ["triptych.engine.stage", "triptych.gate.parity", "triptych.requests.samples_file"]
     done = subprocess.run(
         [sys.executable, "-c", ONLY_WHAT_IS_PINNED, json.dumps(pins), *modules],
         capture_output=True,

@@ -136,7 +136,7 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 
 def test_every_field_of_the_spec_is_documented() -> None:
-    from triptych.spec import RESERVED, PipelineSpec
+    from triptych.pipeline.spec import RESERVED, PipelineSpec
 
     def names(schema: dict[str, object], definitions: dict[str, dict[str, object]]) -> set[str]:
         found: set[str] = set()
@@ -169,9 +169,9 @@ def table(heading: str) -> list[dict[str, str]]:
 
 
 def test_numbers_of_rows_are_those_of_the_gate() -> None:
-    from triptych.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, GATE_ROWS
-    from triptych.prepare import LABELLED_ROWS
-    from triptych.quality.verdicts import FEW_ROWS
+    from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, GATE_ROWS
+    from triptych.requests.prepare import LABELLED_ROWS
+    from triptych.requests.samples import FEW_ROWS
 
     text = " ".join(PIPELINES.split())
     for words in (
@@ -204,10 +204,10 @@ def test_limits_are_those_of_the_gate(precision: str) -> None:
 
 
 def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
-    from triptych.build.precision.recipe import check_runs
-    from triptych.choose import RUNS
     from triptych.errors import UserError
-    from triptych.spec_fields import Core
+    from triptych.pipeline.precisions import check_runs
+    from triptych.pipeline.spec_fields import Core
+    from triptych.precision.auto import RUNS
 
     rows = {row["precision"]: row for row in table("Precision")}
     assert set(rows) == set(get_args(Core.model_fields["precision"].annotation))
@@ -234,9 +234,9 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
 
 @pytest.mark.parametrize("row", table("Labelled rows: eval.jsonl"), ids=lambda row: row["task"])
 def test_labelled_rows_are_as_shown(row: dict[str, str], tmp_path: Path) -> None:
-    from triptych.quality.metrics.labelled import judge
-    from triptych.quality.metrics.labels import EVAL_FILE, read_labels
     from triptych.tasks import TASKS
+    from triptych.tasks.metrics.labelled import judge
+    from triptych.tasks.metrics.labels import EVAL_FILE, read_labels
 
     shown = json.loads(row["a line"])
     other = {**shown, **{key: 0 for key in ("relevant", "score") if key in shown}}

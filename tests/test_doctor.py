@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from triptych.errors import Finding, UserError
-from triptych.serving.doctor import examine, judge
-from triptych.serving.embedded import check_requirements
-from triptych.serving.machine import Gpu, Machine, StubPython, read_machine
-from triptych.serving.requirements import REQUIREMENTS, Platform
+from triptych.server.doctor import examine, judge
+from triptych.server.embedded import check_requirements
+from triptych.server.machine import Gpu, Machine, StubPython, read_machine
+from triptych.server.requirements import REQUIREMENTS, Platform
 
 MIB = 2**20
 PLATFORM = Platform(
@@ -268,6 +268,6 @@ def test_what_nvidia_smi_says_is_read(
     program.write_text(f"#!/bin/sh\necho '{said}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("triptych.serving.machine._DRIVER_FILE", tmp_path / "no-driver")
+    monkeypatch.setattr("triptych.server.machine._DRIVER_FILE", tmp_path / "no-driver")
     machine = read_machine({}, Path("/dev/shm"))
     assert (machine.gpus, machine.driver) == (gpus, driver)

@@ -13,16 +13,16 @@ import pytest
 
 from conftest import quiet, traffic_texts, write_pipeline
 from test_capacity import SEARCH
+from triptych.bench.metrics_page import read_samples
 from triptych.errors import UserError
-from triptych.load.metrics_page import read_samples
-from triptych.plan import Layout, choose_edges, make_plan
-from triptych.prepare import Prepared, prepare
-from triptych.slo import Slo
-from triptych.spec import load_spec
-from triptych.traffic import Lengths
-from triptych.tuning.capacity import Measured
-from triptych.tuning.drift import Drift, describe_drift, judge
-from triptych.tuning.new_traffic import NewTraffic, count_page, read_lengths
+from triptych.pipeline.slo import Slo
+from triptych.pipeline.spec import load_spec
+from triptych.pipeline.traffic import Lengths
+from triptych.plan.plan import Layout, choose_edges, make_plan
+from triptych.requests.prepare import Prepared, prepare
+from triptych.tune.capacity import Measured
+from triptych.tune.drift import Drift, describe_drift, judge
+from triptych.tune.new_traffic import NewTraffic, count_page, read_lengths
 
 MAX_LENGTH = 256
 EDGES = [4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 51, 64, 81, 102, 128, 161, 203, 255, 256]

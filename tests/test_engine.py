@@ -13,11 +13,11 @@ from conftest import quiet
 from container_cases import H200, L4
 from engine_cases import build_repository, change_plan, contents, copied, header_of, machine
 from fake_tensorrt import MAJORS
-from triptych.build.engine.graph import read_graph
-from triptych.build.lock import print_lock, read_lock
-from triptych.engine_plan import EnginePlan
-from triptych.engines import build_engine
+from triptych.engine.graph import read_graph
+from triptych.engine.stage import build_engine
 from triptych.errors import UserError
+from triptych.plan.engine_spec import EnginePlan
+from triptych.repository.lock import print_lock, read_lock
 from triptych.repository.store import hash_files
 
 NAMES = ("packed_fp32", "packed_fp16", "packed_int8", "bucketed_fp16")
@@ -244,7 +244,7 @@ def test_a_long_build_says_where_it_is(
     major: str,
 ) -> None:
     on(major)
-    monkeypatch.setattr("triptych.build.engine.messages.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("triptych.engine.messages.TELL_EVERY_S", 0.0)
     lines: Lines = []
     repository = copied(built, tmp_path / "repository", "packed_fp32")
     build_engine(repository, "packed_fp32", lambda *line: lines.append(line))

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from conftest import quiet
 from engine_cases import build_repository, contents, copied, machine
 from fake_tensorrt import MAJORS
-from triptych.build.engine.graph import read_graph
-from triptych.build.lock import print_lock, read_lock
-from triptych.engines import EngineFailure, build_engine
+from triptych.engine.graph import read_graph
+from triptych.engine.stage import EngineFailure, build_engine
 from triptych.errors import UserError
+from triptych.repository.lock import print_lock, read_lock
 
 NAME = "packed_fp16"
 
@@ -161,8 +161,8 @@ class Refuse:
                                       "safetensors", "tokenizers"}:
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Refuse())
-import triptych.cli.engines, triptych.engines, triptych.quality.parity
-import triptych.quality.samples_file
+import triptych.cli.engines, triptych.engine.stage, triptych.gate.parity
+import triptych.requests.samples_file
 """
 
 
@@ -322,7 +322,7 @@ def test_a_build_that_ends_meanwhile_wins(repository: Path, on: Callable[[str], 
 
 
 @pytest.mark.parametrize(
-    "place", ["triptych.engines.write_models", "triptych.build.engine.timing.save"]
+    "place", ["triptych.engine.stage.write_models", "triptych.engine.timing.save"]
 )
 def test_a_full_disk_is_told_and_harms_nothing(
     repository: Path, on: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, place: str

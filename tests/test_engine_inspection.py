@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from triptych.build.engine.graph import Graph
-from triptych.build.engine.inspection import Layer, judge_products, read_layers
-from triptych.build.engine.layer_names import onnx_nodes, parts_of
-from triptych.build.engine.request import Request
-from triptych.engine_plan import EnginePlan
+from triptych.engine.graph import Graph
+from triptych.engine.inspection import Layer, judge_products, read_layers
+from triptych.engine.layer_names import onnx_nodes, parts_of
+from triptych.engine.request import Request
 from triptych.errors import UserError
+from triptych.plan.engine_spec import EnginePlan
 
 
 def tensor(said: str, *, form: str = "Format/Datatype") -> dict[str, Any]:

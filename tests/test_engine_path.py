@@ -14,11 +14,11 @@ from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
 from container_cases import H200, L4
 from container_cases import machine as facts_of
 from engine_cases import contents, machine
-from triptych.build.lock import read_lock
+from triptych.client import Client
 from triptych.container.lock_check import check_repository
-from triptych.repository.lint import run_checks
-from triptych.serving.client import Client
-from triptych.serving.server import Server
+from triptych.lint import run_checks
+from triptych.repository.lock import read_lock
+from triptych.server.server import Server
 
 ENGINE = "core.backend=tensorrt"
 

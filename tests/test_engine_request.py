@@ -13,11 +13,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 import fake_tensorrt
 from fake_tensorrt import MAJORS
-from triptych.build.engine.api import Api
-from triptych.build.engine.graph import read_graph
-from triptych.build.engine.request import make_request
-from triptych.engine_plan import EnginePlan, ShapeRange
+from triptych.engine.api import Api
+from triptych.engine.graph import read_graph
+from triptych.engine.request import make_request
 from triptych.errors import UserError
+from triptych.plan.engine_spec import EnginePlan, ShapeRange
 
 OPTIONS = {
     "workspace_mib": None,

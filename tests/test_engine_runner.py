@@ -14,10 +14,10 @@ import fake_cuda
 import fake_tensorrt
 from fake_cuda import FakeCuda, cudaError_t
 from tensorrt_cases import BUCKETS, PADDED, padded_answer, padded_feed, plan_of
-from triptych.device.engine_file import open_engine, plan_version
-from triptych.device.engine_runner import EngineError, EngineRunner
-from triptych.device.profiles import ShapeError
-from triptych.engine_plan import GraphSpec
+from triptych.engine.engine_file import open_engine, plan_version
+from triptych.engine.engine_runner import EngineError, EngineRunner
+from triptych.engine.profiles import ShapeError
+from triptych.plan.engine_spec import GraphSpec
 
 PACKED = """
 packed (int32[tokens] input_ids, int32[rows] row_stride) => (float[rows] share)

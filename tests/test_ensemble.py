@@ -15,7 +15,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
-from triptych.serving.client import Client, Retry
+from triptych.client import Client, Retry
 
 STRANGE = [
     "",
@@ -249,7 +249,7 @@ def strict_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
     import json
     import shutil
 
-    from triptych.serving.server import Server
+    from triptych.server.server import Server
 
     base = tmp_path_factory.mktemp("strict")
     prompted = Path(shutil.copytree(tiny_model, base / "prompted"))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from conftest import write_pipeline
-from triptych.expected_cost import RowCost, row_cost
-from triptych.model_facts import ModelFacts
-from triptych.plan import MICRO_BATCH_TOKENS, make_plan
-from triptych.serving.backends.onnxruntime.ort_sessions import DEFAULT_TOKEN_BUDGET
-from triptych.spec import load_spec
+from triptych.model.facts import ModelFacts
+from triptych.pipeline.spec import load_spec
+from triptych.pipeline.traffic import Lengths
+from triptych.plan.cost import RowCost, row_cost
+from triptych.plan.plan import MICRO_BATCH_TOKENS, make_plan
+from triptych.server.backends.onnxruntime.ort_sessions import DEFAULT_TOKEN_BUDGET
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
-from triptych.traffic import Lengths
 
 FACTS = ModelFacts(
     sha256="0", architecture="B", hidden_size=384, max_length=512, pad_token_id=0, layers=6

@@ -12,12 +12,12 @@ import pytest
 
 from conftest import LAYOUTS
 from gate_cases import requests_of
-from triptych.build.export import export_onnx
-from triptych.build.feeds import Sample
-from triptych.build.source import read_facts
-from triptych.quality.artifact import RunBatch, open_onnx
-from triptych.quality.gate import check
-from triptych.quality.reference import reference_outputs
+from triptych.export.to_onnx import export_onnx
+from triptych.gate.artifact import RunBatch, open_onnx
+from triptych.gate.check import check
+from triptych.gate.reference import reference_outputs
+from triptych.model.source import read_facts
+from triptych.requests.feeds import Sample
 from triptych.tasks.accuracy import thresholds
 from triptych.tasks.task import Core
 from triptych.tasks.text_embedding import TEXT_EMBEDDING

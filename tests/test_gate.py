@@ -21,11 +21,11 @@ from gate_cases import (
     make,
     requests_of,
 )
-from triptych.build.feeds import Sample
-from triptych.quality.artifact import RowOutputs
-from triptych.quality.gate import check
-from triptych.quality.samples import Expected
-from triptych.quality.verdicts import GateResult
+from triptych.gate.artifact import RowOutputs
+from triptych.gate.check import check
+from triptych.repository.records import GateResult
+from triptych.requests.feeds import Sample
+from triptych.requests.samples import Expected
 from triptych.tasks.task import Returns
 
 LIMITS = {"max_difference": 1e-5, "neighbour_effect": 1e-5}

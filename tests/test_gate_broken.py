@@ -19,18 +19,18 @@ from gate_benches import (
     shift_positions,
     write_task,
 )
-from triptych.gating import decoding_of
-from triptych.quality.artifact import RowOutputs
-from triptych.quality.decoded import decode, reference_row_outputs
-from triptych.quality.gate import Labelled
-from triptych.quality.metrics.compare import compare
-from triptych.quality.metrics.labels import LabelledRow
-from triptych.quality.metrics.spans import read_entities
-from triptych.quality.reference import reference_outputs
-from triptych.quality.samples import GateRequest, by_request, rows_of
-from triptych.quality.verdicts import GateResult
+from triptych.gate.artifact import RowOutputs
+from triptych.gate.cached import decoding_of
+from triptych.gate.check import Labelled
+from triptych.gate.decoded import decode, reference_row_outputs
+from triptych.gate.reference import reference_outputs
+from triptych.repository.records import GateResult
+from triptych.requests.samples import GateRequest, by_request, rows_of
 from triptych.runtime.carry import pack, unpack
 from triptych.tasks.accuracy import METRICS, metrics_of, thresholds
+from triptych.tasks.metrics.compare import compare
+from triptych.tasks.metrics.labels import LabelledRow
+from triptych.tasks.metrics.spans import read_entities
 
 GRAVE = "caught at the limits of int8, too"
 KINDS = (

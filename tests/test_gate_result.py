@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from gate_cases import CHOOSING, EVERY, SAMPLES, TASKS, Case, answer, make, requests_of
-from triptych.build.feeds import Sample
-from triptych.quality.artifact import RowOutputs
-from triptych.quality.differences import core_error
-from triptych.quality.gate import check
-from triptych.quality.runs import BATCH_TOKENS
+from triptych.gate.artifact import RowOutputs
+from triptych.gate.check import check
+from triptych.gate.differences import core_error
+from triptych.gate.runs import BATCH_TOKENS
+from triptych.requests.feeds import Sample
 from triptych.tasks.accuracy import thresholds
 from triptych.tasks.task import Returns
 from triptych.tensors import TokenRow

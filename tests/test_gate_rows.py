@@ -14,13 +14,13 @@ from conftest import ROOT, quiet, write_pipeline
 from gate_benches import write_task
 from task_models import MODELS
 from task_reference import image_bytes
-from triptych import gate_rows
-from triptych.gate_rows import CALIBRATION_ROWS, GATE_ROWS, split_traffic
-from triptych.prepare import Prepared, prepare
-from triptych.quality.samples import GateRequest, hash_requests, rows_of
-from triptych.reference_rows import reference_of
+from triptych.gate.reference_rows import reference_of
+from triptych.pipeline.spec import load_spec
+from triptych.requests import gate_rows
+from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_ROWS, split_traffic
+from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.samples import GateRequest, hash_requests, rows_of
 from triptych.runtime.carry import unpack
-from triptych.spec import load_spec
 from triptych.tensors import TokenRow
 
 TEXT_TASKS = [name for name in MODELS if name not in ("images", "flags")]
@@ -184,7 +184,7 @@ def test_few_rows_are_said(prepared: dict[str, Prepared]) -> None:
 def test_images_are_split_as_texts_are(
     tmp_path: Path, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.gate_rows.GATE_IMAGES", 4)
+    monkeypatch.setattr("triptych.requests.gate_rows.GATE_IMAGES", 4)
     folder = write_task(tmp_path, "images", minilm_folder)
     encoded = image_bytes()
     for number, data in enumerate(encoded):
@@ -205,7 +205,7 @@ def test_images_are_split_as_texts_are(
 def test_labelled_rows_are_requests_too(
     tmp_path: Path, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.prepare.LABELLED_ROWS", 3)
+    monkeypatch.setattr("triptych.requests.prepare.LABELLED_ROWS", 3)
     folder = write_task(tmp_path, "topics", minilm_folder)
     (folder / "hooks.py").write_text(
         "def before(rows):\n    return [{'text': row['text'].upper()} for row in rows]\n"
@@ -233,7 +233,7 @@ def test_the_reference_is_kept_and_comes_back_as_it_was(
     def refuse(*_: object) -> None:
         raise AssertionError("the reference ran again")
 
-    monkeypatch.setattr("triptych.quality.reference.reference_outputs", refuse)
+    monkeypatch.setattr("triptych.gate.reference.reference_outputs", refuse)
     again = reference_of(made, rows)
     assert len(again) == len(rows)
     for one, other in zip(first, again, strict=True):

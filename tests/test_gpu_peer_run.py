@@ -26,10 +26,10 @@ from peers.gpu.report import ALL_MET, BAD, INCOMPLETE, Findings
 from peers.gpu.run import Options
 from peers.gpu.subjects import LAYOUTS, Model
 from triptych.container.machine import find_gpus
-from triptych.device.engine_runner import EngineError
-from triptych.quality.artifact import open_core
+from triptych.engine.engine_runner import EngineError
+from triptych.gate.artifact import open_core
 from triptych.repository.config import CONFIG_FILE, print_config, read_config
-from triptych.serving.server import Server
+from triptych.server.server import Server
 
 FAKES = ("tensorrt", "cuda")
 NO_COMPILER = "it compiles for minutes"

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from conftest import write_pipeline
-from triptych.engine_plan import EnginePlan
 from triptych.errors import UserError
-from triptych.gpu_plan import LARGEST_SCORES_BYTES
-from triptych.image_facts import ImageFacts
-from triptych.model_facts import ModelFacts
-from triptych.plan import Plan, make_plan
-from triptych.spec import load_spec
+from triptych.model.facts import ModelFacts
+from triptych.model.image_facts import ImageFacts
+from triptych.pipeline.spec import load_spec
+from triptych.pipeline.traffic import Lengths
+from triptych.plan.engine_spec import EnginePlan
+from triptych.plan.plan import Plan, make_plan
+from triptych.plan.profiles import LARGEST_SCORES_BYTES
 from triptych.tasks.image_classification import IMAGE_CLASSIFICATION
 from triptych.tasks.reranking import RERANKING
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
-from triptych.traffic import Lengths
 
 LENGTHS = Lengths.of([5, 9, 12, 17, 30, 31, 60, 200], max_length=256)
 TENSORRT = ("core.backend=tensorrt", "core.precision=fp16")

@@ -12,7 +12,7 @@ import pytest
 
 from scaffolding import triptych, write
 from triptych.errors import UserError
-from triptych.hook_tests import Check, check_pipeline
+from triptych.requests.hook_tests import Check, check_pipeline
 
 
 def test_without_hooks_it_says_so(tmp_path: Path) -> None:

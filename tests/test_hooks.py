@@ -14,12 +14,12 @@ import pytest
 
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import TAGS, TOPICS, tagger, text_classifier
-from triptych.assemble import build
+from triptych.build import build
+from triptych.client import Client, InvalidRequest, PipelineFailed
 from triptych.errors import UserError
-from triptych.prepare import prepare
-from triptych.repository.lint import run_checks
-from triptych.serving.client import Client, InvalidRequest, PipelineFailed
-from triptych.spec import load_spec
+from triptych.lint import run_checks
+from triptych.pipeline.spec import load_spec
+from triptych.requests.prepare import prepare
 
 HOOKS = """
 import re
@@ -135,7 +135,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, classifier: Path, taggers: Pa
 
 @pytest.fixture(scope="module")
 def url(base: Path) -> Iterator[str]:
-    from triptych.serving.server import Server
+    from triptych.server.server import Server
 
     with Server(base / "repository") as server:
         yield server.grpc_url

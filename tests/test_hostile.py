@@ -15,14 +15,14 @@ import pytest
 
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import cross_encoder, inference_model, reader, text_classifier
+from triptych.client import Client, InvalidRequest
 from triptych.errors import UserError
-from triptych.prepare import prepare
-from triptych.repository.lint import run_checks
+from triptych.lint import run_checks
+from triptych.pipeline.spec import load_spec
+from triptych.requests.prepare import prepare
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import load_hooks
-from triptych.runtime.row_types import Ask
-from triptych.serving.client import Client, InvalidRequest
-from triptych.spec import load_spec
+from triptych.runtime.row_types import RowInputs
 
 PROMPT_S = 1.0
 """Longest that a request of a few kilobytes may keep preprocess from the others."""
@@ -94,7 +94,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Any]:
-    from triptych.serving.server import Server
+    from triptych.server.server import Server
 
     with Server(repository) as server:
         yield server
@@ -133,7 +133,7 @@ def test_windows_at_every_edge(repository: Path, question: int) -> None:
     room = 384 - 3 - question
     for context in (1, STRIDE, room - 1, room, room + 1, 2 * room - STRIDE, 2 * room - STRIDE + 1):
         text = "q " * question or "\x00"  # not blank, and yet no token
-        made = windows.make([Ask({"text": [text], "text_pair": ["a " * context]}, {})])[0]
+        made = windows.make([RowInputs({"text": [text], "text_pair": ["a " * context]}, {})])[0]
         beyond = max(0, context - room)
         assert rows_made(made) == 1 + -(-beyond // (room - STRIDE))
 
@@ -143,7 +143,7 @@ def test_a_question_that_leaves_no_room_is_refused_before_it_is_cut(repository: 
 
     windows = maker(repository, "answers", RowMaker)
     for question in (LONGEST_QUESTION + 1, 255, 380, 381, 382, 5000):
-        ask = Ask({"text": ["q " * question], "text_pair": ["a " * 3000]}, {})
+        ask = RowInputs({"text": ["q " * question], "text_pair": ["a " * 3000]}, {})
         with pytest.raises(RequestError, match="at most 252 tokens"):
             rows_made(windows.make([ask])[0])
 
@@ -152,7 +152,7 @@ def test_many_windows_are_refused_before_they_are_made(repository: Path) -> None
     from triptych.runtime.rows_windows import RowMaker
 
     windows = maker(repository, "answers", RowMaker)
-    ask = Ask({"text": ["q " * LONGEST_QUESTION], "text_pair": ["!" * 6000]}, {})
+    ask = RowInputs({"text": ["q " * LONGEST_QUESTION], "text_pair": ["!" * 6000]}, {})
     began = time.monotonic()
     with pytest.raises(RequestError, match="32 rows"):
         rows_made(windows.make([ask])[0])
@@ -167,7 +167,7 @@ def test_two_long_halves_cost_no_more_than_their_lengths(repository: Path) -> No
     def seconds(tokens: int) -> float:
         began = time.monotonic()
         text = ["!" * tokens]
-        assert rows_made(pairs.make([Ask({"text": text, "text_pair": text}, {})])[0]) == 1
+        assert rows_made(pairs.make([RowInputs({"text": text, "text_pair": text}, {})])[0]) == 1
         return time.monotonic() - began
 
     seconds(1000)

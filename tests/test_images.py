@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from triptych.build.image_core import ImageCore
-from triptych.build.image_source import read_image_facts
 from triptych.errors import UserError
-from triptych.image_facts import ImageFacts
+from triptych.model.image_core import ImageCore
+from triptych.model.image_facts import ImageFacts
+from triptych.model.image_source import read_image_facts
 from triptych.runtime.faults import RequestError
-from triptych.runtime.row_types import Ask, CoreRows
+from triptych.runtime.row_types import CoreRows, RowInputs
 from triptych.runtime.rows_image import RowMaker
 
 CLASSES = 7
@@ -146,7 +146,7 @@ def maker(facts: ImageFacts) -> RowMaker:
 
 def pixels_of(facts: ImageFacts, images: list[bytes]) -> NDArray[np.uint8]:
     """UINT8 `[n, height, width, channels]`."""
-    (answer,) = maker(facts).make([Ask({"image": images}, {})])
+    (answer,) = maker(facts).make([RowInputs({"image": images}, {})])
     assert isinstance(answer, CoreRows), answer
     pixels = answer.tensors["pixels"]
     assert pixels.dtype == np.uint8
@@ -156,7 +156,7 @@ def pixels_of(facts: ImageFacts, images: list[bytes]) -> NDArray[np.uint8]:
 
 def fault_of(image: bytes) -> str:
     """What the sender of an image is told."""
-    (answer,) = maker(FACTS).make([Ask({"image": [image]}, {})])
+    (answer,) = maker(FACTS).make([RowInputs({"image": [image]}, {})])
     assert isinstance(answer, RequestError), answer
     return str(answer)
 
@@ -272,7 +272,7 @@ def test_a_processor_that_does_more_is_refused(tmp_path: Path) -> None:
 def test_a_bad_image_fails_its_own_request_alone() -> None:
     good, bad = encoded(picture(50, 40), "PNG"), b"no image"
     rows = [[good, good], [good, bad, b""], [good]]
-    answers = maker(FACTS).make([Ask({"image": images}, {}) for images in rows])
+    answers = maker(FACTS).make([RowInputs({"image": images}, {}) for images in rows])
     assert isinstance(answers[0], CoreRows)
     assert isinstance(answers[2], CoreRows)
     np.testing.assert_array_equal(answers[0].tensors["pixels"][1], pixels_of(FACTS, [good])[0])
@@ -341,7 +341,7 @@ def test_a_bomb_is_refused_before_it_is_decoded(edge: int) -> None:
     rows = maker(FACTS)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    (answer,) = rows.make([Ask({"image": [bomb]}, {})])
+    (answer,) = rows.make([RowInputs({"image": [bomb]}, {})])
     assert time.perf_counter() - start < 0.05
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000  # KiB
     assert f"Given: {edge} x {edge}" in str(answer)
@@ -391,7 +391,7 @@ def test_damaged_files_get_an_answer_or_a_reason(
     images = [mutated(whole, chance) for _ in range(300)]
     if format == "PNG":
         images += [mended(image) for image in images]
-    answers = maker(FACTS).make([Ask({"image": [image]}, {}) for image in images])
+    answers = maker(FACTS).make([RowInputs({"image": [image]}, {}) for image in images])
     refused = [answer for answer in answers if isinstance(answer, Exception)]
     assert all(isinstance(answer, RequestError) for answer in refused)
     assert len(refused) > 10

@@ -22,10 +22,10 @@ from decoded_cases import (
     vector,
 )
 from triptych.errors import UserError
-from triptych.quality.metrics.bootstrap import LOSSES_TO_SHOW, difference_interval, ratio
-from triptych.quality.metrics.labelled import LabelledResult, judge
-from triptych.quality.metrics.labels import LabelledRow, first_rows, read_labels
-from triptych.quality.metrics.ranks import rank_correlation
+from triptych.tasks.metrics.bootstrap import LOSSES_TO_SHOW, difference_interval, ratio
+from triptych.tasks.metrics.labelled import LabelledResult, judge
+from triptych.tasks.metrics.labels import LabelledRow, first_rows, read_labels
+from triptych.tasks.metrics.ranks import rank_correlation
 
 FIELDS = {
     "question-answering": ("text", "text_pair"),

@@ -13,13 +13,13 @@ import tritonclient.grpc as triton
 
 from client_toy import write_model
 from conftest import LAYOUTS, quiet, traffic_texts
-from triptych.load.metrics_page import fetch_samples
-from triptych.prepare import prepare
-from triptych.serving.client import Client, InvalidRequest
-from triptych.serving.server import Server
-from triptych.spec import load_spec
-from triptych.tuning.drift import judge
-from triptych.tuning.new_traffic import count_page
+from triptych.bench.metrics_page import fetch_samples
+from triptych.client import Client, InvalidRequest
+from triptych.pipeline.spec import load_spec
+from triptych.requests.prepare import prepare
+from triptych.server.server import Server
+from triptych.tune.drift import judge
+from triptych.tune.new_traffic import count_page
 
 RUNTIME = Path(__file__).parents[1] / "build_scripts/triptych/runtime"
 NAME = "triptych_row_tokens"

@@ -15,8 +15,8 @@ from lint_cases import Broken, Fine
 from lint_fine import FINE
 from lint_repositories import LAYOUTS, good_files, put, write_repository
 from triptych.errors import Finding, UserError
-from triptych.repository.lint import CHECKS, run_checks
-from triptych.serving.server import Server
+from triptych.lint import CHECKS, run_checks
+from triptych.server.server import Server
 
 BROKEN = BROKEN_MODELS + BROKEN_WIRES + BROKEN_ENGINES
 

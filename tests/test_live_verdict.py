@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from triptych.quality.live.closeness import differences, is_finite, same, shape_fault, show_answer
-from triptych.quality.live.replies import LiveCase, Rules
-from triptych.quality.live.send import WAYS, LiveRuns, Reply, live_request
-from triptych.quality.live.verdict import ALIKE, LiveVerdict, judge
-from triptych.serving.client import DeadlineExceeded, InvalidRequest, PipelineFailed
+from triptych.client import DeadlineExceeded, InvalidRequest, PipelineFailed
+from triptych.gate.live.closeness import differences, is_finite, same, shape_fault, show_answer
+from triptych.gate.live.replies import LiveCase, Rules
+from triptych.gate.live.send import WAYS, LiveRuns, Reply, live_request
+from triptych.gate.live.verdict import ALIKE, LiveVerdict, judge
 from triptych.tasks.accuracy import TOLERANCES, thresholds
 
 Answer = Mapping[str, NDArray[Any]]

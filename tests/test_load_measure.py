@@ -12,16 +12,16 @@ import pytest
 
 from conftest import traffic_texts
 from test_perf_analyzer import write_model
+from triptych.bench import perf_analyzer, rates
+from triptych.bench.bottleneck import find_bottleneck
+from triptych.bench.measure import Target, measure
+from triptych.bench.points import Kind, Load, from_json, to_json
+from triptych.bench.points import Measurement as Measured
+from triptych.bench.rates import highest_rate
+from triptych.bench.statistics import STEPS
 from triptych.errors import UserError
-from triptych.load import perf_analyzer, rates
-from triptych.load.bottleneck import find_bottleneck
-from triptych.load.measure import Target, measure
-from triptych.load.points import Kind, Load, from_json, to_json
-from triptych.load.points import Measurement as Measured
-from triptych.load.rates import highest_rate
-from triptych.load.statistics import STEPS
-from triptych.serving.server import Server
-from triptych.slo import Slo
+from triptych.pipeline.slo import Slo
+from triptych.server.server import Server
 
 TEXTS = ["one", "two", "three"]
 SECONDS = 0.9

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from triptych.load.bottleneck import find_bottleneck
-from triptych.load.measure import error_kind
-from triptych.load.metrics_page import read_samples
-from triptych.load.perf_output import BIN_GROWTH, Export, judge, read_export
-from triptych.load.points import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
-from triptych.load.rates import CLOSE, holds, next_rate
-from triptych.load.resources import Sample, Watch, model_of, summarise
-from triptych.load.waterfall import waterfall
-from triptych.slo import Slo
+from triptych.bench.bottleneck import find_bottleneck
+from triptych.bench.measure import error_kind
+from triptych.bench.metrics_page import read_samples
+from triptych.bench.perf_output import BIN_GROWTH, Export, judge, read_export
+from triptych.bench.points import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
+from triptych.bench.rates import CLOSE, holds, next_rate
+from triptych.bench.resources import Sample, Watch, model_of, summarise
+from triptych.bench.waterfall import waterfall
+from triptych.pipeline.slo import Slo
 
 PAGE = """
 # HELP nv_gpu_utilization GPU utilization rate [0.0 - 1.0)

@@ -20,11 +20,11 @@ from decoded_cases import (
     vectors,
     words,
 )
-from triptych.quality.metrics.compare import Comparison, compare
-from triptych.quality.metrics.ranks import rank_correlation, spearman
-from triptych.quality.metrics.vectors import MOST_PAIRS
 from triptych.tasks import TASKS
 from triptych.tasks.accuracy import METRICS, metrics_of, thresholds
+from triptych.tasks.metrics.compare import Comparison, compare
+from triptych.tasks.metrics.ranks import rank_correlation, spearman
+from triptych.tasks.metrics.vectors import MOST_PAIRS
 
 NAN, INF = float("nan"), float("inf")
 

@@ -15,8 +15,8 @@ from tritonclient.utils import InferenceServerException
 
 import onnxruntime_cases as cases
 from raw_requests import Arrays, ask, ask_together
-from triptych.serving.backends.onnxruntime.ort_sessions import TOKEN_BUDGET_VARIABLE
-from triptych.serving.server import Server
+from triptych.server.backends.onnxruntime.ort_sessions import TOKEN_BUDGET_VARIABLE
+from triptych.server.server import Server
 
 pytestmark = pytest.mark.server
 

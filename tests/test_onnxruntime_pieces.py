@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from onnxruntime_cases import PACKED, PADDED, write_model
-from triptych.serving.backends.onnxruntime import ort_batches, ort_contract, ort_sessions
-from triptych.serving.stand_in import contract as contracts
-from triptych.serving.stand_in import feeds
+from triptych.server.backends.onnxruntime import ort_batches, ort_contract, ort_sessions
+from triptych.server.stand_in import contract as contracts
+from triptych.server.stand_in import feeds
 
 PACKED_INPUTS = [
     ort_contract.GraphTensor("input_ids", "tensor(int32)", (-1,)),

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triptych.serving.backends.onnxruntime import ort_batches
-from triptych.serving.stand_in import contract, feeds
+from triptych.server.backends.onnxruntime import ort_batches
+from triptych.server.stand_in import contract, feeds
 
 
 class Bench:

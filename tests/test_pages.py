@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 
 from report_pages import Page, assert_finite_drawing, assert_stands_alone, typed
-from triptych.pages.bars import MOST_BINS, Bar, compared, histogram, waterfall
-from triptych.pages.curves import Dot, Series, curves
-from triptych.pages.files import write_files
-from triptych.pages.html import document, section
-from triptych.pages.svg import linear, snug
-from triptych.pages.text import (
+from triptych.files import write_files
+from triptych.formatting import (
     LONGEST_TEXT,
     TIMES,
     amount,
@@ -29,6 +25,10 @@ from triptych.pages.text import (
     shown,
     signed_percent,
 )
+from triptych.report.bars import MOST_BINS, Bar, compared, histogram, waterfall
+from triptych.report.curves import Dot, Series, curves
+from triptych.report.html import document, section
+from triptych.report.svg import linear, snug
 
 
 def test_texts_keep_what_can_be_read() -> None:

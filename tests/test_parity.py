@@ -14,11 +14,11 @@ from conftest import quiet, traffic_texts
 from engine_cases import copied, machine
 from task_models import MODELS
 from test_precision_tasks import traffic_of
-from triptych.assemble import build
-from triptych.build.lock import read_lock
-from triptych.engines import EngineFailure, build_engine
-from triptych.prepare import prepare
-from triptych.spec import load_spec
+from triptych.build import build
+from triptych.engine.stage import EngineFailure, build_engine
+from triptych.pipeline.spec import load_spec
+from triptych.repository.lock import read_lock
+from triptych.requests.prepare import prepare
 
 CASES = (
     ("topics", "bucketed", "fp16"),

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from triptych.bench.perf_analyzer import LoadError, LoadResult, run
+from triptych.bench.perf_binary import VERSION, find_perf_analyzer
 from triptych.errors import UserError
-from triptych.load.perf_analyzer import LoadError, LoadResult, run
-from triptych.load.perf_binary import VERSION, find_perf_analyzer
-from triptych.serving.server import Server
+from triptych.server.server import Server
 
 TEXTS = ["hello", "nul \0 inside", "😀 é", "", 'quote " \\ \n \t \x01', "\u2028", "x" * 3000]
 PAUSE_S = 0.02

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from conftest import build_into, quiet, write_pipeline
-from triptych import assemble
-from triptych.build.lock import read_lock
-from triptych.build.precision.recipe import Precision
+from triptych import build as assemble
 from triptych.errors import UserError
-from triptych.precise import Lowered, lower
-from triptych.prepare import Prepared, prepare
-from triptych.spec import load_spec
+from triptych.pipeline.precisions import Precision
+from triptych.pipeline.spec import load_spec
+from triptych.precision.keep_layers import Lowered, lower
+from triptych.repository.lock import read_lock
+from triptych.requests.prepare import Prepared, prepare
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +72,16 @@ def test_nothing_is_kept_where_the_gate_passes(fp32: Any, tmp_path: Path) -> Non
     assert lowered.conversion["kept"] == []
     assert len(lowered.conversion["layers"]) == LAYERS
     assert len(gate.judged) == 1
-    assert "hurts" not in lowered.conversion
+    assert "layer_errors" not in lowered.conversion
 
 
 def test_the_layers_that_hurt_most_are_kept(fp32: Any, tmp_path: Path) -> None:
     gate = Gate(passes_at=3)
     lowered = lowered_by(fp32, gate, mark=str(tmp_path))
-    hurts = lowered.conversion["hurts"]
-    assert set(lowered.conversion["kept"]) == set(sorted(hurts, key=lambda n: -hurts[n])[:3])
+    layer_errors = lowered.conversion["layer_errors"]
+    assert set(lowered.conversion["kept"]) == set(
+        sorted(layer_errors, key=lambda n: -layer_errors[n])[:3]
+    )
     assert lowered.gate["failures"] == []
     assert len(gate.judged) == 4  # 0, 1, 2 and 3 layers
     times = lowered.conversion["batch_ms"]
@@ -99,7 +101,7 @@ def test_where_nothing_passes_the_last_try_is_told_and_forgotten(fp32: Any, tmp_
     gate = Gate(passes_at=LAYERS)
     lowered = lowered_by(fp32, gate, mark=str(tmp_path))
     assert lowered.gate["failures"] == ["only 4 layers kept"]  # at most half of them
-    assert set(lowered.conversion["hurts"]) == set(lowered.conversion["layers"])
+    assert set(lowered.conversion["layer_errors"]) == set(lowered.conversion["layers"])
     again = Gate(passes_at=LAYERS)
     lowered_by(fp32, again, mark=str(tmp_path))
     assert len(again.judged) == len(gate.judged) > 1
@@ -115,9 +117,9 @@ def test_minilm_passes_in_lower_precision(tmp_path: Path, precision: str) -> Non
     assert built.gate["precision"] == precision
     assert built.gate["failures"] == []
     assert len(built.gate["conversion"]["layers"]) == 24
-    hurts = built.gate["conversion"].get("hurts", {})
-    assert (precision == "int8") >= bool(hurts)  # fp16 needs no search
-    assert len([name for name in built.gate["conversion"]["kept"] if name in hurts]) <= 12
+    layer_errors = built.gate["conversion"].get("layer_errors", {})
+    assert (precision == "int8") >= bool(layer_errors)  # fp16 needs no search
+    assert len([name for name in built.gate["conversion"]["kept"] if name in layer_errors]) <= 12
     found = {verdict["metric"]: verdict["value"] for verdict in built.gate["verdicts"]}
     assert found["mean_cosine"] >= 0.998
     assert found["nearest_neighbour_agreement"] >= 0.97

@@ -11,11 +11,12 @@ import pytest
 
 import precision_cases as cases
 from precision_cases import node
-from triptych.build.precision import float_nodes
-from triptych.build.precision.emulate import runnable
-from triptych.build.precision.float16 import convert
-from triptych.build.precision.ranges import value_ranges
-from triptych.build.precision.recipe import Precision, Recipe
+from triptych.graph.session import runnable
+from triptych.pipeline.precisions import Precision
+from triptych.precision import float_nodes
+from triptych.precision.float16 import convert
+from triptych.precision.ranges import value_ranges
+from triptych.precision.recipe import Recipe
 
 FP16, BF16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 KIND = {"fp16": FP16, "bf16": BF16}

@@ -12,10 +12,10 @@ import pytest
 
 import precision_cases as cases
 from precision_cases import node
-from triptych.build.precision.fp8 import LARGEST, convert
-from triptych.build.precision.opset import OPSET
-from triptych.build.precision.recipe import Recipe
 from triptych.errors import UserError
+from triptych.graph.opset import OPSET
+from triptych.precision.fp8 import LARGEST, convert
+from triptych.precision.recipe import Recipe
 
 FP8 = onnx.TensorProto.FLOAT8E4M3FN
 RECIPE = Recipe("fp8")

@@ -13,12 +13,13 @@ import pytest
 
 import precision_cases as cases
 from conftest import LAYOUTS
-from triptych.build.precision.files import read_model, write_model
-from triptych.build.precision.int8 import Quantiser, convert
-from triptych.build.precision.linear import find_groups
-from triptych.build.precision.recipe import Precision, Recipe
-from triptych.build.precision.value_types import value_types
 from triptych.errors import UserError
+from triptych.graph.files import read_model, write_model
+from triptych.graph.value_types import value_types
+from triptych.pipeline.precisions import Precision
+from triptych.precision.int8 import Quantiser, convert
+from triptych.precision.linear import find_groups
+from triptych.precision.recipe import Recipe
 
 BOTH: tuple[Precision, ...] = ("int8", "int8_dynamic")
 HEAD = "embedding"

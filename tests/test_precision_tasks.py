@@ -17,16 +17,18 @@ import precision_cases as cases
 from conftest import quiet, traffic_texts
 from odd_graphs import ODD
 from task_models import MODELS
-from triptych.assemble import Built, build
-from triptych.build import export
-from triptych.build.precision import float16, fp8, int8
-from triptych.build.precision.activations import MOST_VECTORS, capture, quiet_options
-from triptych.build.precision.emulate import open_session
-from triptych.build.precision.linear import find_groups
-from triptych.build.precision.recipe import Conversion, Precision, Recipe
+from triptych.build import Built, build
 from triptych.errors import UserError
-from triptych.prepare import prepare
-from triptych.spec import load_spec
+from triptych.graph import files as export
+from triptych.graph.session import open_session
+from triptych.pipeline.precisions import Precision
+from triptych.pipeline.spec import load_spec
+from triptych.precision import float16, fp8, int8
+from triptych.precision.activations import MOST_VECTORS, capture, quiet_options
+from triptych.precision.linear import find_groups
+from triptych.precision.recipe import Recipe
+from triptych.repository.records import Conversion
+from triptych.requests.prepare import prepare
 
 QUANTISED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
 CONVERT: dict[Precision, Callable[..., Conversion]] = {

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triptych.build.feeds import Sample
-from triptych.build.source import read_facts
-from triptych.model_facts import ModelFacts
-from triptych.quality.artifact import open_onnx
-from triptych.quality.reference import pixel_values, reference_outputs
+from triptych.gate.artifact import open_onnx
+from triptych.gate.reference import pixel_values, reference_outputs
+from triptych.model.facts import ModelFacts
+from triptych.model.source import read_facts
+from triptych.requests.feeds import Sample
 from triptych.tasks import find_task
 from triptych.tasks.task import Core
 from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, Tensor, TokenRow

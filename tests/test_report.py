@@ -23,8 +23,8 @@ from report_pages import (
     gate_of,
     verdict,
 )
-from triptych.quality.report import plots
-from triptych.quality.report.write import write_report
+from triptych.report import gate_plots as plots
+from triptych.report.gate_write import write_report
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(1)>",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import precision_cases as cases
-from triptych.build.precision.activations import Activations
-from triptych.build.precision.rounding import round_nearest, round_together, scale_of
-from triptych.build.precision.smoothing import find_smoothing, quantised
+from triptych.precision.activations import Activations
+from triptych.precision.rounding import round_nearest, round_together, scale_of
+from triptych.precision.smoothing import find_smoothing, quantised
 
 
 def correlated(rows: int, width: int = 64, *, rank: int = 6) -> Any:

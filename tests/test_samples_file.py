@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triptych.build.feeds import Sample
 from triptych.errors import UserError
-from triptych.quality.samples_file import read_samples, write_samples
+from triptych.requests.feeds import Sample
+from triptych.requests.samples_file import read_samples, write_samples
 from triptych.tensors import TokenRow
 
 TOKENS: list[Sample] = [TokenRow((101, 7, 102), 3), TokenRow((1,), 1), TokenRow((5, 6), 1)]

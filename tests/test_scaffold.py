@@ -21,16 +21,16 @@ from PIL import Image
 from conftest import ROOT
 from scaffolding import triptych, write
 from triptych.errors import UserError
-from triptych.hook_tests import check_pipeline
-from triptych.model_facts import ModelFacts
-from triptych.prepare import task_of
+from triptych.model.facts import ModelFacts
+from triptych.pipeline.scaffold import TEMPLATES, Scaffold, sample_images, tasks
+from triptych.pipeline.spec import load_spec
+from triptych.pipeline.traffic import read_traffic
+from triptych.requests.hook_tests import check_pipeline
+from triptych.requests.prepare import task_of
 from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook
 from triptych.runtime.rows_image import Limits, open_image
-from triptych.scaffold import TEMPLATES, Scaffold, sample_images, tasks
-from triptych.spec import load_spec
 from triptych.tasks import TASKS
 from triptych.tensors import Tensor
-from triptych.traffic import read_traffic
 
 README = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
 FACTS = ModelFacts(
@@ -126,7 +126,7 @@ def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from triptych.scaffold import scaffold
+from triptych.pipeline.scaffold import scaffold
 
 def audit(event, arguments):
     if event == "open" and str(arguments[0]).endswith(sys.argv[1]):

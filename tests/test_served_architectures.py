@@ -14,10 +14,10 @@ import pytest
 from conftest import build_into, traffic_texts
 from served_models import MASKS, NO_PADDING, RANKER, SERVED, TAGGER, TOPICS, Served, save
 from tokenizers_of_kinds import LONGEST
+from triptych.client import Client
 from triptych.errors import UserError
 from triptych.runtime.carry import OUTSIDE, WORD_START, Carry
 from triptych.runtime.postprocess_question_answering import Decoder
-from triptych.serving.client import Client
 
 pytestmark = [
     pytest.mark.server,
@@ -96,7 +96,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Any]:
-    from triptych.serving.server import Server
+    from triptych.server.server import Server
 
     with Server(repository) as server:
         yield server

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from triptych.serving.server import Server, ServerError
-from triptych.serving.server_log import last_words, read_load_state
+from triptych.server.server import Server, ServerError
+from triptych.server.server_log import last_words, read_load_state
 
 CONFIG = """backend: "python"
 max_batch_size: 4

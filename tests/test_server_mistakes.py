@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from triptych.errors import UserError
-from triptych.serving.ports import claim_ports, port_is_busy
-from triptych.serving.server import Server, ServerError
+from triptych.server.ports import claim_ports, port_is_busy
+from triptych.server.server import Server, ServerError
 
 
 @pytest.fixture

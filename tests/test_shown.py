@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from triptych.shown import print_built
+from triptych.cli.shown import print_built
 
 
 class Done:
@@ -31,7 +31,7 @@ def test_kept_layers_are_shown_with_their_cost_and_nodes_of_the_converter_are_no
     text = shown(
         {
             "kept": ["layer.1", "node_where_1", "layer.0"],
-            "hurts": {"layer.0": 1e-3, "layer.1": 5e-3, "layer.2": 1e-6},
+            "layer_errors": {"layer.0": 1e-3, "layer.1": 5e-3, "layer.2": 1e-6},
             "batch_ms": {"fp32": 20.0, "as kept": 12.5},
         }
     )
@@ -45,5 +45,5 @@ def test_kept_layers_are_shown_with_their_cost_and_nodes_of_the_converter_are_no
 
 
 def test_where_nothing_was_looked_for_nothing_is_shown() -> None:
-    assert shown({"kept": ["node_where_1"], "hurts": {}}) == ""
+    assert shown({"kept": ["node_where_1"], "layer_errors": {}}) == ""
     assert shown({"kept": []}) == ""

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from triptych.build.source import locate, read_facts, read_tokenizer
 from triptych.errors import UserError
-from triptych.model_facts import Dense, Normalize
-from triptych.spec_fields import ModelSource
+from triptych.model.facts import Dense, Normalize
+from triptych.model.source import locate, read_facts, read_tokenizer
+from triptych.pipeline.spec_fields import ModelSource
 
 
 def write(path: Path, value: object) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from conftest import write_pipeline
 from triptych.errors import UserError
-from triptych.spec import load_spec
+from triptych.pipeline.spec import load_spec
+from triptych.pipeline.traffic import Lengths, read_traffic
 from triptych.tasks import find_task
-from triptych.traffic import Lengths, read_traffic
 
 
 def test_two_fields_suffice(tmp_path: Path) -> None:

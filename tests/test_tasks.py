@@ -16,7 +16,7 @@ import pytest
 from conftest import LAYOUTS, build_into, traffic_texts
 from task_models import MODELS
 from task_reference import answer_spans, image_bytes
-from triptych.serving.client import Client, InvalidRequest
+from triptych.client import Client, InvalidRequest
 
 pytestmark = pytest.mark.server
 TEXTS = [
@@ -90,7 +90,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Any]:
-    from triptych.serving.server import Server
+    from triptych.server.server import Server
 
     with Server(repository) as server:
         yield server

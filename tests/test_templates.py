@@ -16,8 +16,8 @@ import pytest
 
 from conftest import build_into, traffic_texts
 from task_models import MODELS
-from triptych.scaffold import scaffold
-from triptych.serving.server import Server
+from triptych.pipeline.scaffold import scaffold
+from triptych.server.server import Server
 from triptych.tasks import TASKS
 
 pytestmark = pytest.mark.server

@@ -17,8 +17,8 @@ import tensorrt_cases as cases
 from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
 from fake_cuda import LOG_VARIABLE
 from raw_requests import Arrays, ask, ask_together
-from triptych.serving.client import Client
-from triptych.serving.server import Server
+from triptych.client import Client
+from triptych.server.server import Server
 
 pytestmark = pytest.mark.server
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from triptych.engine_plan import GraphSpec
-from triptych.serving.backends.tensorrt import trt_settings
-from triptych.serving.stand_in.contract import ContractError
+from triptych.plan.engine_spec import GraphSpec
+from triptych.server.backends.tensorrt import trt_settings
+from triptych.server.stand_in.contract import ContractError
 
 
 def config(**fields: Any) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from conftest import build_into, quiet, write_pipeline
-from triptych.build.cache import cache_root
-from triptych.load.points import to_json
-from triptych.slo import Slo
-from triptych.spec import load_spec
-from triptych.tuned import TUNED_FILE, read_tuned
-from triptych.tuning.arena import Setting, arena
-from triptych.tuning.objective import Objective
-from triptych.tuning.tune import Tuning, tune_pipeline
+from triptych.bench.points import to_json
+from triptych.cache import cache_root
+from triptych.pipeline.slo import Slo
+from triptych.pipeline.spec import load_spec
+from triptych.pipeline.tuned import TUNED_FILE, read_tuned
+from triptych.tune.arena import Setting, arena
+from triptych.tune.objective import Objective
+from triptych.tune.tune import Tuning, tune_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
     with arena(
         folder, home / "repository", objective, 0.6, lambda _stage, line: told.append(line)
     ) as found:
-        slot = found.champion
+        slot = found.best
         found.put(slot, Setting())
         pid = slot.target.pid
         found.put(slot, Setting({"serving.queue.max_delay_us": 700, "core.token_budget": 64}))

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from triptych.bench.points import Measurement, StepUse
 from triptych.errors import UserError
-from triptych.load.points import Measurement, StepUse
-from triptych.slo import Slo
-from triptych.spec import PipelineSpec
-from triptych.tuned import TUNABLE
-from triptych.tuning.arena import Setting
-from triptych.tuning.journal import Journal
-from triptych.tuning.judge import MOST_ROUNDS, gain, judge
-from triptych.tuning.knobs import KNOBS, Evidence, Ladder, Skip
-from triptych.tuning.objective import LADDER, LoadFailed, Objective, Scored
-from triptych.tuning.search import Search
+from triptych.pipeline.slo import Slo
+from triptych.pipeline.spec import PipelineSpec
+from triptych.pipeline.tuned import TUNABLE
+from triptych.tune.arena import Setting
+from triptych.tune.journal import Journal
+from triptych.tune.judge import MOST_ROUNDS, gain, judge
+from triptych.tune.knobs import KNOBS, Evidence, Ladder, Skip
+from triptych.tune.objective import LADDER, LoadFailed, Objective, Scored
+from triptych.tune.search import Search
 
 
 def step(name: str, *, busy: float, batch: int = 4) -> StepUse:

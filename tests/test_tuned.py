@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from conftest import write_pipeline
-from triptych.build.cache import sha256_of
-from triptych.describe import describe_plan
+from triptych.cache import sha256_of
+from triptych.cli.describe import describe_plan
 from triptych.errors import UserError
-from triptych.prepare import prepare
-from triptych.slo import Slo, parse_slo
-from triptych.spec import load_spec
-from triptych.tuned import TUNABLE, TUNED_FILE, Tuned, read_tuned, write_tuned
+from triptych.pipeline.slo import Slo, parse_slo
+from triptych.pipeline.spec import load_spec
+from triptych.pipeline.tuned import TUNABLE, TUNED_FILE, Tuned, read_tuned, write_tuned
+from triptych.requests.prepare import prepare
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ import broken_repositories as broken
 from conftest import ROOT, build_into, quiet, traffic_texts, write_pipeline
 from task_models import tagger, text_classifier
 from triptych.errors import UserError
-from triptych.gate_rows import EDGE_TEXTS
-from triptych.prepare import Prepared, prepare
-from triptych.serving import endpoint
-from triptych.serving.server import Server, ServerError
-from triptych.spec import load_spec
+from triptych.gate.verify import Verification, describe_verification, verify_pipeline
+from triptych.pipeline.spec import load_spec
+from triptych.requests.gate_rows import EDGE_TEXTS
+from triptych.requests.prepare import Prepared, prepare
+from triptych.server import endpoint
+from triptych.server.server import Server, ServerError
 from triptych.tasks.accuracy import thresholds
-from triptych.verify import Verification, describe_verification, verify_pipeline
 
 pytestmark = pytest.mark.server
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))

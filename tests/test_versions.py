@@ -9,8 +9,7 @@ import pytest
 
 from conftest import ROOT
 from triptych.errors import UserError
-from triptych.repository.config import new_config, parse_config
-from triptych.versions import (
+from triptych.releases import (
     BACKEND_PARAMETERS,
     CONFIG_FIELDS,
     CUDA_VERSIONS,
@@ -29,6 +28,7 @@ from triptych.versions import (
     tensorrt_of,
     without_newer_fields,
 )
+from triptych.repository.config import new_config, parse_config
 
 NEW = """
 input [{ name: "a" is_non_linear_format_io: true }, { name: "b" }]

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peers.measurement import Measurement
-from triptych.load import perf_analyzer
-from triptych.serving.server import Server
+from triptych.bench import perf_analyzer
+from triptych.server.server import Server
 
 _ANSWER_TIMEOUT_S = 120.0
 _EMBED_CLIENTS = 16

@@ -24,17 +24,17 @@ from statistics import median
 from typing import Any
 
 from peers.model import CACHE, PIPELINE
+from triptych.bench.points import Measurement
 from triptych.errors import UserError
-from triptych.load.points import Measurement
-from triptych.slo import Slo, parse_slo
-from triptych.spec import SPEC_FILE
-from triptych.tuned import TUNED_FILE
-from triptych.tuning.arena import Arena, Setting, Slot, arena
-from triptych.tuning.judge import describe
-from triptych.tuning.objective import LoadFailed, Objective
-from triptych.tuning.results import TuneResult
-from triptych.tuning.tune import Tuning, tune_pipeline
-from triptych.yaml_text import parse_yaml
+from triptych.pipeline.slo import Slo, parse_slo
+from triptych.pipeline.spec import SPEC_FILE
+from triptych.pipeline.tuned import TUNED_FILE
+from triptych.pipeline.yaml_text import parse_yaml
+from triptych.tune.arena import Arena, Setting, Slot, arena
+from triptych.tune.judge import describe
+from triptych.tune.objective import LoadFailed, Objective
+from triptych.tune.results import TuneResult
+from triptych.tune.tune import Tuning, tune_pipeline
 
 PACKED: Mapping[str, Sequence[Any]] = {
     "serving.queue.max_delay_us": (0, 1000, 4000),
@@ -186,7 +186,7 @@ def _grid(
     with arena(folder, REPOSITORY, any_objective, options.seconds, _say) as found:
         for number, cell in enumerate(cells, start=1):
             try:
-                found.put(found.champion, cell.setting)
+                found.put(found.best, cell.setting)
                 _score(cell, found, objectives, options.seconds)
             except (UserError, LoadFailed) as error:
                 cell.error = str(error)
@@ -200,7 +200,7 @@ def _score(cell: Cell, arena: Arena, objectives: Mapping[str, Objective], second
 
     def measure_at(clients: int) -> Measurement:
         if clients not in known:
-            known[clients] = arena.champion.measure(clients, seconds)
+            known[clients] = arena.best.measure(clients, seconds)
         return known[clients]
 
     for name, objective in objectives.items():

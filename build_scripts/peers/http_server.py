@@ -28,8 +28,8 @@ from typing_extensions import Self
 
 from peers.measurement import Measurement
 from peers.model import CACHE
-from triptych.load.perf_binary import find_perf_analyzer
-from triptych.serving.ports import claim_ports
+from triptych.bench.perf_binary import find_perf_analyzer
+from triptych.server.ports import claim_ports
 
 HOST = "127.0.0.1"
 MODEL = "minilm"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from triptych.load.perf_analyzer import LoadResult
+from triptych.bench.perf_analyzer import LoadResult
 
 
 @dataclass(frozen=True)

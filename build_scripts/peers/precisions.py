@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peers.model import CACHE, PIPELINE, build
-from triptych.build.export import MODEL_FILE
-from triptych.build.feeds import Feed, core_feed
-from triptych.build.lock import read_lock
-from triptych.build.precision.recipe import Precision
-from triptych.gating import Gate
-from triptych.precise import Lowered, lower
-from triptych.prepare import Prepared, prepare
-from triptych.spec import load_spec
+from triptych.gate.cached import Gate
+from triptych.graph.files import MODEL_FILE
+from triptych.pipeline.precisions import Precision
+from triptych.pipeline.spec import load_spec
+from triptych.precision.keep_layers import Lowered, lower
+from triptych.repository.lock import read_lock
+from triptych.requests.feeds import Feed, core_feed
+from triptych.requests.prepare import Prepared, prepare
 from triptych.tasks.accuracy import thresholds
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8")

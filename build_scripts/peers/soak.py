@@ -18,10 +18,10 @@ from statistics import linear_regression, median
 
 from peers.ensemble import Ensemble
 from peers.model import CACHE, PIPELINE, build
+from triptych.bench import perf_analyzer
+from triptych.bench.resources import process_name, process_tree
 from triptych.errors import UserError
-from triptych.load import perf_analyzer
-from triptych.load.resources import process_name, process_tree
-from triptych.traffic import read_traffic
+from triptych.pipeline.traffic import read_traffic
 
 _SHARED_MEMORY = "/dev/shm"
 _MIB = 1024 * 1024

@@ -19,13 +19,13 @@ from peers import own_pipeline
 from peers.images import photographs
 from peers.model import CACHE, PIPELINE
 from peers.zoo import EXHIBITS, Exhibit, requests_of, write_model
-from triptych.assemble import build
-from triptych.load import perf_analyzer
-from triptych.prepare import prepare
-from triptych.serving.client import Client
-from triptych.serving.server import Server
-from triptych.spec import load_spec
-from triptych.traffic import read_traffic
+from triptych.bench import perf_analyzer
+from triptych.build import build
+from triptych.client import Client
+from triptych.pipeline.spec import load_spec
+from triptych.pipeline.traffic import read_traffic
+from triptych.requests.prepare import prepare
+from triptych.server.server import Server
 
 CLIENTS = 16
 CHECKED = 64

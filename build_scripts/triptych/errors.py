@@ -1,11 +1,14 @@
-"""What can go wrong, as values: a user's mistake (`UserError`), a result of a check (`Finding`)."""
+"""What a command tells its caller: a user's mistake, a finding of a check, progress."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
+Progress = Callable[[str, str], None]
+"""Called with the name of a stage and what became of it."""
 
 
 class UserError(Exception):

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peers.gpu.feeds import feeds_of, padded
-from triptych.build.export import load_model
-from triptych.build.feeds import core_feed
-from triptych.device.engine_runner import EngineRunner
-from triptych.plan import Plan
-from triptych.prepare import Prepared
+from triptych.engine.engine_runner import EngineRunner
+from triptych.export.to_onnx import load_model
+from triptych.plan.plan import Plan
+from triptych.requests.feeds import core_feed
+from triptych.requests.prepare import Prepared
 from triptych.tensors import TokenRow
 
 Call = Callable[[], object]
@@ -72,7 +72,7 @@ def torch_model(
         UserError: transformers cannot load the model.
     """
     torch: Any = importlib.import_module("torch")
-    heads: Any = importlib.import_module("triptych.build.heads")
+    heads: Any = importlib.import_module("triptych.export.heads")
     facts, folder = prepared.plan.facts, prepared.model_folder
     kind = torch.float32 if precision == "fp32" else torch.float16
     encoder = load_model(folder, prepared.plan.core.auto_class).to(device, kind)

@@ -10,22 +10,23 @@ from typing import Any
 
 from peers.gpu.feeds import feeds_of
 from peers.gpu.subjects import Subject, write_pipeline
-from triptych.assemble import build
-from triptych.build.export import MODEL_FILE
-from triptych.build.feeds import Sample
-from triptych.build.lock import PLAN_FILE, read_lock
-from triptych.device.engine_runner import EngineRunner
-from triptych.engine_plan import EnginePlan
-from triptych.engines import EngineFailure
-from triptych.engines import build_engine as engine_stage
-from triptych.gating import decoding_of, limits_of
-from triptych.plan import Plan
-from triptych.prepare import Prepared, Progress, as_built, prepare
-from triptych.quality.artifact import RowOutputs, RunBatch
-from triptych.quality.gate import check
-from triptych.quality.samples import rows_of
-from triptych.reference_rows import reference_of
-from triptych.spec import load_spec
+from triptych.build import build
+from triptych.engine.engine_runner import EngineRunner
+from triptych.engine.stage import EngineFailure
+from triptych.engine.stage import build_engine as engine_stage
+from triptych.errors import Progress
+from triptych.gate.artifact import RowOutputs, RunBatch
+from triptych.gate.cached import decoding_of, limits_of
+from triptych.gate.check import check
+from triptych.gate.reference_rows import reference_of
+from triptych.graph.files import MODEL_FILE
+from triptych.pipeline.spec import load_spec
+from triptych.plan.engine_spec import EnginePlan
+from triptych.plan.plan import Plan
+from triptych.repository.lock import PLAN_FILE, read_lock
+from triptych.requests.feeds import Sample
+from triptych.requests.prepare import Prepared, as_built, prepare
+from triptych.requests.samples import rows_of
 from triptych.tensors import TokenRow
 
 ACCEPTED = "measured only, never served"

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.build.feeds import Feed, core_feed
-from triptych.plan import Plan, bucket_of
+from triptych.plan.plan import Plan, bucket_of
+from triptych.requests.feeds import Feed, core_feed
 from triptych.tensors import TokenRow
 
 BATCHES = (1, 8, 32, 128)

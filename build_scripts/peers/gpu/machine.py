@@ -11,11 +11,11 @@ from shutil import which
 from typing import Any
 
 from peers.gpu.ledger import one_line
+from triptych.bench.perf_binary import DEFAULT_CACHE, VERSION
 from triptych.container.machine import find_driver, find_gpus
 from triptych.errors import UserError
-from triptych.load.perf_binary import DEFAULT_CACHE, VERSION
-from triptych.serving import embedded
-from triptych.serving.requirements import read_platform
+from triptych.server import embedded
+from triptych.server.requirements import read_platform
 
 CUDA = "cuda"
 CUDA_PROVIDER = "CUDAExecutionProvider"

@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from peers.gpu.ledger import Budget, Ledger, fit
-from triptych.load import perf_analyzer
-from triptych.load.perf_output import LoadResult
-from triptych.serving.server import Server
+from triptych.bench import perf_analyzer
+from triptych.bench.perf_output import LoadResult
+from triptych.server.server import Server
 
 CLIENTS = (1, 16, 64, 256)
 SHARE = 0.7

@@ -14,13 +14,13 @@ from triptych.cli.options import (
     progress,
     status,
 )
-from triptych.shown import print_failed_gate
+from triptych.cli.shown import print_failed_gate
 
 
 @app.command()
 def engine(names: Names, repository: Repository = REPOSITORY, as_json: Json = False) -> None:
     """Build the TensorRT engines of built pipelines, on this GPU; checked before they count."""
-    from triptych.engines import EngineFailure, build_engine
+    from triptych.engine.stage import EngineFailure, build_engine
 
     results = []
     for name in names:

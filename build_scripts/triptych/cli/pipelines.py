@@ -26,8 +26,8 @@ from triptych.cli.options import (
     progress,
     status,
 )
+from triptych.cli.shown import print_built, print_failed_gate, print_finding, print_tree
 from triptych.errors import UserError
-from triptych.shown import print_built, print_failed_gate, print_finding, print_tree
 
 
 @app.command()
@@ -44,7 +44,7 @@ def new(
     as_json: Json = False,
 ) -> None:
     """Write the folder of a new pipeline, ready to edit. Never overwrites."""
-    from triptych.scaffold import scaffold
+    from triptych.pipeline.scaffold import scaffold
 
     made = scaffold(name, task=task, model=model, with_hooks=hooks, pipelines=pipelines)
     if as_json:
@@ -65,7 +65,7 @@ def test(  # a verb, not a test
     as_json: Json = False,  # noqa: PT028
 ) -> None:
     """Check a pipeline's spec, traffic and hooks, and run its tests: no server, no model."""
-    from triptych.hook_tests import check_pipeline
+    from triptych.requests.hook_tests import check_pipeline
 
     checks = check_pipeline(pipelines / name)
     if as_json:
@@ -84,10 +84,10 @@ def inspect(
     name: Name, pipelines: Pipelines = PIPELINES, overrides: Overrides = None, as_json: Json = False
 ) -> None:
     """Print the plan of a pipeline: models, shapes, limits and why. Writes nothing."""
-    from triptych.build.cache import cache_root
-    from triptych.describe import describe_plan
-    from triptych.prepare import prepare
-    from triptych.spec import load_spec
+    from triptych.cache import cache_root
+    from triptych.cli.describe import describe_plan
+    from triptych.pipeline.spec import load_spec
+    from triptych.requests.prepare import prepare
 
     plan = prepare(load_spec(pipelines / name, overrides or ()), progress).plan
     description = describe_plan(plan)
@@ -117,10 +117,11 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build pipelines into the model repository; nothing is written unless every check passed."""
-    from triptych import assemble, choose
-    from triptych.engines import EngineFailure
-    from triptych.prepare import prepare
-    from triptych.spec import load_spec
+    from triptych import build as assemble
+    from triptych.engine.stage import EngineFailure
+    from triptych.pipeline.spec import load_spec
+    from triptych.precision import auto as choose
+    from triptych.requests.prepare import prepare
 
     if accept is not None and not accept.strip():
         raise UserError(
@@ -168,7 +169,7 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Check a model repository without a server: wiring, shapes, files, versions."""
-    from triptych.repository.lint import OLDEST, run_checks
+    from triptych.lint import OLDEST, run_checks
 
     if not repository.is_dir():
         raise UserError(

@@ -24,8 +24,8 @@ from triptych.cli.options import (
     progress,
     status,
 )
+from triptych.cli.shown import print_finding
 from triptych.errors import UserError
-from triptych.shown import print_finding
 
 
 @app.command()
@@ -47,9 +47,9 @@ def serve(
 ) -> None:
     """Serve a model repository with a real tritonserver until interrupted."""
     from triptych.repository.store import locked
-    from triptych.serving.production import check_and_make_flags
-    from triptych.serving.server import Server
-    from triptych.serving.wait import serve_until_asked
+    from triptych.server.production import check_and_make_flags
+    from triptych.server.server import Server
+    from triptych.server.wait import serve_until_asked
 
     if not repository.is_dir() or not any(repository.glob("*/config.pbtxt")):
         raise UserError(
@@ -125,7 +125,7 @@ def infer(
 
     Of --text and --text-pair one may be given once: it then goes with each of the other.
     """
-    from triptych.serving.ask import ask, describe_answer, parse_parameters, read_questions
+    from triptych.client.infer import ask, describe_answer, parse_parameters, read_questions
 
     questions = read_questions(text or (), text_pair or (), image or (), file)
     asked = parse_parameters(parameters or ())
@@ -154,9 +154,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run the accuracy gate again, through the served pipeline, on any Triton."""
-    from triptych.prepare import prepare
-    from triptych.spec import load_spec
-    from triptych.verify import describe_verification, verify_pipeline
+    from triptych.gate.verify import describe_verification, verify_pipeline
+    from triptych.pipeline.spec import load_spec
+    from triptych.requests.prepare import prepare
 
     prepared = prepare(load_spec(pipelines / name, overrides or ()), progress)
     result = verify_pipeline(
@@ -183,7 +183,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what works on this machine, what does not, and what to do about it."""
-    from triptych.serving.doctor import examine
+    from triptych.server.doctor import examine
 
     findings = [
         finding.as_dict()

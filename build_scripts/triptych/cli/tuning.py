@@ -103,14 +103,14 @@ def bench(
     if compare is not None:
         _compare(*compare, as_json=as_json)
         return
-    from triptych.bench import CONCURRENCY, Bench, bench_pipeline, parse_loads, price_of
-    from triptych.load.points import to_json
-    from triptych.load.report.write import write_bench_report
-    from triptych.load.tables import print_bench
-    from triptych.load.verdict import verdict_of
-    from triptych.prepare import prepare
-    from triptych.slo import parse_slo
-    from triptych.spec import load_spec
+    from triptych.bench.bench import CONCURRENCY, Bench, bench_pipeline, parse_loads, price_of
+    from triptych.bench.points import to_json
+    from triptych.bench.verdict import verdict_of
+    from triptych.cli.bench_tables import print_bench
+    from triptych.pipeline.slo import parse_slo
+    from triptych.pipeline.spec import load_spec
+    from triptych.report.load_write import write_bench_report
+    from triptych.requests.prepare import prepare
 
     if name is None:
         raise UserError("NAME", "must be given", remedy="Name a pipeline, or use --compare A B")
@@ -148,8 +148,8 @@ def bench(
 
 
 def _compare(before: Path, after: Path, *, as_json: bool) -> None:
-    from triptych.load.comparison import compare, read_bench
-    from triptych.load.tables import print_comparison
+    from triptych.bench.comparison import compare, read_bench
+    from triptych.cli.bench_tables import print_comparison
 
     comparison = compare(read_bench(before), read_bench(after))
     if as_json:
@@ -190,17 +190,17 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the numbers that serve best: queue delay, instances, batches; writes tuned.yaml."""
-    from triptych.assemble import GateFailure, LintFailure
+    from triptych.build import GateFailure, LintFailure
 
     if check:
         _check(name, check, pipelines, repository, reports, rate, as_json=as_json)
-    from triptych.bench import price_of
-    from triptych.load.points import to_json
-    from triptych.slo import parse_slo
-    from triptych.spec import load_spec
-    from triptych.tuning.report import write_tune_report
-    from triptych.tuning.tables import print_tuned
-    from triptych.tuning.tune import Tuning, tune_pipeline
+    from triptych.bench.bench import price_of
+    from triptych.bench.points import to_json
+    from triptych.cli.tune_tables import print_tuned
+    from triptych.pipeline.slo import parse_slo
+    from triptych.pipeline.spec import load_spec
+    from triptych.report.tuning_report import write_tune_report
+    from triptych.tune.tune import Tuning, tune_pipeline
 
     folder = pipelines / name
     price = price_of(
@@ -245,11 +245,11 @@ def _check(
     as_json: bool,
 ) -> None:
     """Hold the plan against new traffic, and end."""
-    from triptych.prepare import as_built, prepare
-    from triptych.spec import load_spec
-    from triptych.tuning.capacity import measured_in
-    from triptych.tuning.drift import describe_drift, judge
-    from triptych.tuning.new_traffic import read_lengths
+    from triptych.pipeline.spec import load_spec
+    from triptych.requests.prepare import as_built, prepare
+    from triptych.tune.capacity import measured_in
+    from triptych.tune.drift import describe_drift, judge
+    from triptych.tune.new_traffic import read_lengths
 
     if len(pages) > 2:
         raise UserError("--check", "must be given once or twice", given=f"{len(pages)} files")

@@ -24,7 +24,7 @@ from triptych.container.lock_check import (
 from triptych.container.machine import Machine, read_machine
 from triptych.container.settings import Settings, read_settings
 from triptych.errors import UserError
-from triptych.versions import Release, parse_release
+from triptych.releases import Release, parse_release
 
 # Each step is a process of its own: threads of tokenizers would fight over the cores.
 STEPS = {"TOKENIZERS_PARALLELISM": "false"}

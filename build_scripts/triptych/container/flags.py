@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from triptych.versions import Release, flags_newer_than
+from triptych.releases import Release, flags_newer_than
 
 # Header that opens the restricted services: as it is over HTTP, behind the prefix over gRPC.
 RESTRICTED_HEADER = "triptych-key"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.engine_plan import EnginePlan
-from triptych.plan import Plan
+from triptych.plan.engine_spec import EnginePlan
+from triptych.plan.plan import Plan
+from triptych.releases import CONTEXT_MEMORY
 from triptych.repository.config import new_config
 from triptych.tensors import INPUT_IDS, ROW_STRIDE, Tensor
-from triptych.versions import CONTEXT_MEMORY
 
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
 """What ONNX Runtime's TensorRT accelerator may compute in, by the graph's precision."""

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from triptych.build.lock import SAMPLES_FILE
-from triptych.plan import Plan
+from triptych.plan.plan import Plan
+from triptych.releases import without_newer_fields
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import core_config, declare
+from triptych.repository.lock import SAMPLES_FILE
 from triptych.tensors import Tensor
-from triptych.versions import without_newer_fields
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
 Content = bytes | Path

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from triptych.build.cache import sha256_of
+from triptych.cache import sha256_of
 from triptych.errors import UserError
 from triptych.repository.render import Content
 

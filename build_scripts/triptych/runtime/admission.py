@@ -28,21 +28,21 @@ PATIENCE_S = 1.0
 """A full pipeline without any progress for so long has lost what it counts: let one pass."""
 
 
-class Ledger:
+class InFlight:
     """Counts shared by all processes of one pipeline on one server, in a small file.
 
     Three numbers a slot: the process that holds it, what it admitted, the last ticket seen of it.
     """
 
     def __init__(self, pipeline: str) -> None:
-        """Open the ledger of `pipeline`; the first of its processes makes it."""
+        """Open the counts of `pipeline`; the first of its processes makes it."""
         prefix = os.environ.get(PREFIX_VARIABLE, "triptych_")
         server = _identify(os.getppid())
-        for other in SHARED_MEMORY.glob(f"triptych_*ledger.*.{pipeline}"):
+        for other in SHARED_MEMORY.glob(f"triptych_*in_flight.*.{pipeline}"):
             owner = other.name.split(".")[1]
             if _identify(int(owner.partition("-")[0])) != owner:  # its server is dead
                 other.unlink(missing_ok=True)
-        self.path = SHARED_MEMORY / f"{prefix}ledger.{server}.{pipeline}"
+        self.path = SHARED_MEMORY / f"{prefix}in_flight.{server}.{pipeline}"
         with self.path.open("ab") as file:
             os.ftruncate(file.fileno(), 8 * 3 * SLOTS)
         with self.path.open("r+b") as file:
@@ -83,20 +83,20 @@ class Ledger:
         return sum(self._admitted) - sum(self._settled)
 
 
-class Door:
+class Admission:
     """Lets requests of one preprocess instance into the pipeline while there is room."""
 
-    def __init__(self, ledger: Ledger, limit: int) -> None:
+    def __init__(self, in_flight: InFlight, limit: int) -> None:
         """Let in at most `limit` requests at a time, counted over all instances."""
-        self._ledger = ledger
-        self._slot = ledger.take_slot()
+        self._in_flight = in_flight
+        self._slot = in_flight.take_slot()
         self._limit = limit
         self._last_seen = 0
         self._progress_at = time.monotonic()
 
     def room(self) -> int:
         """Requests that may enter now."""
-        under_way = self._ledger.under_way()
+        under_way = self._in_flight.under_way()
         now = time.monotonic()
         if under_way < self._last_seen or under_way < self._limit:
             self._progress_at = now
@@ -108,7 +108,7 @@ class Door:
 
     def admit(self) -> int:
         """Count one request in; returns its ticket."""
-        return self._ledger.admit(self._slot)
+        return self._in_flight.admit(self._slot)
 
 
 def _identify(pid: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .admission import Ledger
+from .admission import InFlight
 from .carry import unpack
 from .decode import Decoder
 from .hooking import RowForm, call_hook, find_hook
@@ -30,7 +30,7 @@ class TritonPythonModel:
         self._decoder = Decoder(settings, folder)
         self._after = find_hook(folder, "after")
         self._form = RowForm(settings["outputs"])
-        self._ledger = Ledger(settings["pipeline"])
+        self._in_flight = InFlight(settings["pipeline"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request; a request at fault gets its own error."""
@@ -39,7 +39,7 @@ class TritonPythonModel:
     def _respond(self, request: Any) -> Any:
         try:
             ticket = pb_utils.get_input_tensor_by_name(request, "ticket").as_numpy()
-            self._ledger.settle(int(ticket[0, 0]))
+            self._in_flight.settle(int(ticket[0, 0]))
             parameters = check_parameters(request.parameters(), self._rules, self._defaults)
             outputs = {
                 name: pb_utils.get_input_tensor_by_name(request, name).as_numpy()

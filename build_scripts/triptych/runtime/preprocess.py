@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from .admission import Door, Ledger
+from .admission import Admission, InFlight
 from .faults import Overloaded
 from .hooking import call_before, find_hook
 from .lengths import RowTokens
 from .parameters import check_parameters
-from .row_types import Ask, CoreRows
+from .row_types import CoreRows, RowInputs
 from .rows import RowMaker
 from .stub_io import error_response, read_bytes, read_texts, settings_of
 
@@ -41,15 +41,15 @@ class TritonPythonModel:
         self._before = find_hook(folder, "before")
         self._limit = settings["max_requests"]
         self._max_rows = settings["max_core_rows"]
-        self._door = Door(Ledger(settings["pipeline"]), self._limit)
+        self._admission = Admission(InFlight(settings["pipeline"]), self._limit)
         self._row_tokens = RowTokens(settings)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request; a request at fault gets its own error."""
         responses: list[Any] = [None] * len(requests)
         widths = [0] * len(requests)
-        asks: dict[int, Ask] = {}
-        room = self._door.room()
+        asks: dict[int, RowInputs] = {}
+        room = self._admission.room()
         for index, request in enumerate(requests):
             try:
                 if len(asks) >= room:
@@ -79,7 +79,7 @@ class TritonPythonModel:
         """Leave no row uncounted."""
         self._row_tokens.flush()
 
-    def _read(self, request: Any) -> Ask:
+    def _read(self, request: Any) -> RowInputs:
         parameters = check_parameters(request.parameters(), self._rules, self._defaults)
         columns: dict[str, list[Any]] = {
             field: read_bytes(request, field)
@@ -94,7 +94,7 @@ class TritonPythonModel:
             ]
             rows = call_before(self._before, rows, self._fields, encoded=self._encoded)
             columns = {field: [row[field] for row in rows] for field in self._fields}
-        return Ask(columns, parameters)
+        return RowInputs(columns, parameters)
 
     def _respond(self, core_rows: CoreRows) -> Any:
         count = len(next(iter(core_rows.tensors.values())))
@@ -102,7 +102,7 @@ class TritonPythonModel:
         if self._carries:
             carries = np.array(core_rows.carries, dtype=np.object_).reshape(-1, 1)
             tensors.append(pb_utils.Tensor("carry", carries))
-        tensors.append(pb_utils.Tensor("ticket", np.full((count, 1), self._door.admit())))
+        tensors.append(pb_utils.Tensor("ticket", np.full((count, 1), self._admission.admit())))
         return pb_utils.InferenceResponse(tensors)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 
-class Ask(NamedTuple):
+class RowInputs(NamedTuple):
     """What one request asks for.
 
     Attributes:

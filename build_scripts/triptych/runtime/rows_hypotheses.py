@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .faults import RequestError
-from .row_types import Ask
+from .row_types import RowInputs
 from .token_rows import Input, TokenRowMaker, check_filled
 
 
@@ -12,7 +12,7 @@ class RowMaker(TokenRowMaker):
 
     strategy = "only_first"
 
-    def inputs(self, ask: Ask) -> list[Input]:
+    def inputs(self, ask: RowInputs) -> list[Input]:
         """Labels times texts."""
         check_filled(ask, ["text"])
         labels = ask.parameters.get("labels")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError, WebPImagePlugin  # noqa: F401
 
 from .faults import RequestError
-from .row_types import Ask, CoreRows
+from .row_types import CoreRows, RowInputs
 
 FIELD = "image"
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
@@ -124,7 +124,7 @@ class RowMaker:
         self._threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._threads)  # starts a thread when it is first needed
 
-    def make(self, requests: Sequence[Ask]) -> list[CoreRows | Exception]:
+    def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         """The pixels of every row; a request with a bad image gets its first fault instead."""
         crowded = [self._crowded(ask.columns[FIELD]) for ask in requests]
         pixels = [np.empty((len(ask.columns[FIELD]), *self._shape), np.uint8) for ask in requests]

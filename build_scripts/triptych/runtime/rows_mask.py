@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from .faults import RequestError
-from .row_types import Ask
+from .row_types import RowInputs
 from .token_rows import Input, Row, TokenRowMaker
 
 
 class RowMaker(TokenRowMaker):
     """Texts as they are, each with exactly one mask token."""
 
-    def inputs(self, ask: Ask) -> list[Input]:
+    def inputs(self, ask: RowInputs) -> list[Input]:
         """One text a row."""
         return list(ask.columns["text"])
 
-    def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+    def finish(
+        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
+    ) -> list[Row]:
         """One core row a text."""
         mask, mask_id = self.settings["mask_token"], self.settings["mask_token_id"]
         for number, encoding in enumerate(encodings):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .row_types import Ask
+from .row_types import RowInputs
 from .token_rows import Input, TokenRowMaker, check_filled
 
 
@@ -19,7 +19,7 @@ class RowMaker(TokenRowMaker):
         self._lowercase: bool = settings["lowercase"]
         super().__init__(settings, folder)
 
-    def inputs(self, ask: Ask) -> list[Input]:
+    def inputs(self, ask: RowInputs) -> list[Input]:
         """One text, or one pair, a row."""
         texts: list[str] = ask.columns["text"]
         prompt = self._prompts.get(ask.parameters.get("prompt_name", ""), "")

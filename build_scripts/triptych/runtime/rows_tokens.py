@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .carry import Carry, pack
-from .row_types import Ask
+from .row_types import RowInputs
 from .token_kinds import make_kinds
 from .token_rows import Input, Row, TokenRowMaker
 
@@ -26,11 +26,13 @@ class RowMaker(TokenRowMaker):
         self._prefix: str | None = getattr(model, "continuing_subword_prefix", None)
         self._unk_id: int | None = settings["unk_token_id"]
 
-    def inputs(self, ask: Ask) -> list[Input]:
+    def inputs(self, ask: RowInputs) -> list[Input]:
         """One text a row."""
         return list(ask.columns["text"])
 
-    def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+    def finish(
+        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
+    ) -> list[Row]:
         """One core row a text."""
         rows = []
         for number, (text, encoding) in enumerate(zip(inputs, encodings, strict=True)):

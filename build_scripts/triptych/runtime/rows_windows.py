@@ -11,7 +11,7 @@ import numpy as np
 from .carry import OUTSIDE, WORD_START, Carry, pack
 from .faults import RequestError
 from .pairs import PairForm
-from .row_types import Ask
+from .row_types import RowInputs
 from .token_kinds import word_offsets
 from .token_rows import Input, Row, TokenRowMaker, check_filled
 
@@ -45,7 +45,7 @@ class RowMaker(TokenRowMaker):
                 "Raise it",
             )
 
-    def inputs(self, ask: Ask) -> list[Input]:
+    def inputs(self, ask: RowInputs) -> list[Input]:
         """One pair a row."""
         check_filled(ask, self.fields)
         questions = ask.columns["text"]
@@ -70,7 +70,9 @@ class RowMaker(TokenRowMaker):
         self.check_count(windows)
         return pairs
 
-    def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+    def finish(
+        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
+    ) -> list[Row]:
         """As many core rows a pair as it has windows."""
         rows = []
         for number, (pair, encoding) in enumerate(zip(inputs, encodings, strict=True)):

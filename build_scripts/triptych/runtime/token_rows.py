@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from .faults import RequestError
 from .pairs import PairForm, kept
-from .row_types import Ask, CoreRows
+from .row_types import CoreRows, RowInputs
 
 Input = str | tuple[str, str]
 
@@ -67,14 +67,16 @@ class TokenRowMaker(ABC):
             )
 
     @abstractmethod
-    def inputs(self, ask: Ask) -> list[Input]:
+    def inputs(self, ask: RowInputs) -> list[Input]:
         """What to tokenize for one request.
 
         Raises:
             RequestError: the request is at fault.
         """
 
-    def finish(self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+    def finish(
+        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
+    ) -> list[Row]:
         """The core rows of one request, one an input unless the task says otherwise.
 
         Raises:
@@ -82,14 +84,14 @@ class TokenRowMaker(ABC):
         """
         return [self.row(encoding) for encoding in encodings]
 
-    def make(self, requests: Sequence[Ask]) -> list[CoreRows | Exception]:
+    def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         """The core's tensors for each request, or its fault."""
         return [
             rows if isinstance(rows, Exception) else self._tensors(rows)
             for rows in self.token_rows(requests)
         ]
 
-    def token_rows(self, requests: Sequence[Ask]) -> list[list[Row] | Exception]:
+    def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
         """The core rows of each request, or its fault; all are tokenized in one call."""
         asked: list[list[Input] | Exception] = [_attempt(self.inputs, ask) for ask in requests]
         sizes = [0 if isinstance(inputs, Exception) else len(inputs) for inputs in asked]
@@ -111,7 +113,7 @@ class TokenRowMaker(ABC):
         return Row(ids, len(ids) - sum(encoding.type_ids), carry)
 
     def _finish(
-        self, ask: Ask, inputs: Sequence[Input], encodings: Sequence[Any]
+        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
     ) -> list[Row] | Exception:
         try:
             for number, encoding in enumerate(encodings):
@@ -221,7 +223,7 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np
     return padded
 
 
-def check_filled(ask: Ask, fields: Sequence[str]) -> None:
+def check_filled(ask: RowInputs, fields: Sequence[str]) -> None:
     """Every one of `fields` says something in every row.
 
     Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from triptych.errors import UserError
-from triptych.model_facts import ModelFacts
-from triptych.spec_fields import Custom
+from triptych.model.facts import ModelFacts
+from triptych.pipeline.spec_fields import Custom
 from triptych.tasks.parts import TEXT, TEXT_PAIR, any_model, labels
 from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor

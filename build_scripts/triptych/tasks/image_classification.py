@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from triptych.errors import UserError
-from triptych.model_facts import ModelFacts
+from triptych.model.facts import ModelFacts
 from triptych.tasks.parts import CHOICES, choosing_core, has_labels, labels, top_k
 from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from triptych.errors import UserError
-from triptych.model_facts import ModelFacts
+from triptych.model.facts import ModelFacts
 from triptych.tasks.task import LARGEST_TOP_K, Core, Reads, Rule
 from triptych.tensors import Tensor
 

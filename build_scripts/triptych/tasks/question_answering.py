@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from triptych.model_facts import ModelFacts
+from triptych.model.facts import ModelFacts
 from triptych.tasks.parts import TEXT, TEXT_PAIR, any_model
 from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor

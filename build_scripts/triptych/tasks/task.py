@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from triptych.model_facts import ModelFacts
+from triptych.model.facts import ModelFacts
 from triptych.tensors import Tensor
 
 Reads = Literal["pooled", "row", "mask", "tokens", "image"]

@@ -1,0 +1,333 @@
+"""`triptych bench`: a served pipeline under its own traffic, at every load, with its baselines."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from triptych.bench.bottleneck import find_bottleneck
+from triptych.bench.contenders import Baselines
+from triptych.bench.cost import cost_of
+from triptych.bench.measure import Target, measure
+from triptych.bench.points import (
+    BenchResult,
+    Bottleneck,
+    Cost,
+    Load,
+    Measurement,
+    Point,
+    RateSearch,
+    Subject,
+)
+from triptych.bench.rates import highest_rate
+from triptych.cache import versions_of
+from triptych.errors import Progress, UserError
+from triptych.pipeline.slo import Slo
+from triptych.repository.lock import read_lock
+from triptych.requests.prepare import Prepared, as_built
+from triptych.server.endpoint import Endpoint, served
+from triptych.server.processor import processor
+
+CONCURRENCY = (1, 2, 4, 8, 16, 32)
+SERVED_BY = ("numpy", "nvidia-pytriton", "onnxruntime", "tokenizers", "tritonclient")
+"""Packages whose versions decide how fast a pipeline is served here."""
+
+WARM_UP_REQUESTS = 100
+
+
+@dataclass(frozen=True)
+class Price:
+    """What `cost_of` wants to know.
+
+    Attributes:
+        per_hour: of one device.
+        currency: a word to print.
+        daily_requests: volume to find the monthly cost of.
+        peak_per_s: rate to find the number of machines for.
+        headroom: share of a machine's rate that is kept free.
+    """
+
+    per_hour: float
+    currency: str = "USD"
+    daily_requests: float | None = None
+    peak_per_s: float | None = None
+    headroom: float = 0.3
+
+    def cost(self, rate_per_s: float) -> Cost | None:
+        """At the rate that a device sustains; None where it sustains none."""
+        if rate_per_s <= 0:
+            return None
+        return cost_of(
+            rate_per_s,
+            price_per_hour=self.per_hour,
+            currency=self.currency,
+            daily_requests=self.daily_requests,
+            peak_per_s=self.peak_per_s,
+            headroom=self.headroom,
+        )
+
+
+def price_of(
+    per_hour: float | None,
+    *,
+    currency: str,
+    daily_requests: float | None,
+    peak_per_s: float | None,
+    headroom: float,
+) -> Price | None:
+    """The price as options give it; None without one.
+
+    Raises:
+        UserError: a number out of range, or a volume without a price.
+    """
+    if per_hour is None:
+        if daily_requests is not None or peak_per_s is not None:
+            raise UserError(
+                "--price-per-hour",
+                "must be given for the cost of a volume or a peak",
+                remedy="Give the price of one device",
+            )
+        return None
+    price = Price(per_hour, currency, daily_requests, peak_per_s, headroom)
+    price.cost(1.0)  # refuses now what it would refuse after minutes of measuring
+    return price
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What to measure.
+
+    Attributes:
+        loads: each is measured once a round.
+        rounds: all loads and baselines in turns, so that what drifts hits all alike.
+        seconds: of each measurement.
+        budget_s: no round is begun that would end later; the first one always is run.
+        slo: what the pipeline is held to.
+        find_rate: search the highest Poisson rate that holds the latencies of `slo`, too.
+        baselines: measure what one would have instead, too.
+        price: to tell the cost.
+    """
+
+    loads: tuple[Load, ...] = tuple(Load("concurrency", clients) for clients in CONCURRENCY)
+    rounds: int = 3
+    seconds: float = 3.0
+    budget_s: float = 600.0
+    slo: Slo = field(default_factory=Slo)
+    find_rate: bool = False
+    baselines: bool = False
+    price: Price | None = None
+
+
+def bench_pipeline(
+    prepared: Prepared,
+    repository: Path,
+    bench: Bench,
+    progress: Progress,
+    *,
+    url: str | None = None,
+    metrics_url: str | None = None,
+) -> BenchResult:
+    """Measure a built pipeline.
+
+    Args:
+        prepared: the pipeline.
+        repository: folder of the models; its lock tells what was built.
+        bench: what to measure.
+        progress: told each measurement.
+        url: ``host:port`` of a server's gRPC endpoint; None starts one on `repository`.
+        metrics_url: of the metrics page of the server at `url`.
+
+    Raises:
+        UserError: nothing is built, or the server does not serve this pipeline (any more).
+    """
+    prepared = as_built(prepared, repository)
+    name = prepared.plan.spec.name
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(
+            served(repository, name, url, progress, metrics_url=metrics_url)
+        )
+        baselines = None
+        if bench.baselines:
+            core = repository / prepared.plan.step("core") / "1" / "model.onnx"
+            baselines = stack.enter_context(Baselines(prepared, core, progress=progress))
+        target = target_of(endpoint, name)
+        points, others = _points(prepared, target, bench, baselines, progress)
+        failed = dict(baselines.not_runnable) if baselines is not None else {}
+        rate = None
+        if bench.find_rate and bench.slo.limits_us:
+            rate = highest_rate(
+                target,
+                prepared.traffic,
+                bench.slo,
+                start_per_s=0.5 * max(point.median("throughput_per_s") for point in points),
+                seconds=bench.seconds,
+                budget_s=bench.budget_s / 2,
+                progress=progress,
+            )
+    return BenchResult(
+        subject=subject_of(prepared, repository, server="embedded" if url is None else url),
+        points=points,
+        baselines=others,
+        slo=bench.slo,
+        rate=rate,
+        cost=bench.price.cost(sustained(points, bench.slo, rate)) if bench.price else None,
+        not_runnable=failed,
+    )
+
+
+def target_of(endpoint: Endpoint, pipeline: str) -> Target:
+    """A served pipeline as a load generator sees it."""
+    return Target(endpoint.grpc_url, pipeline, endpoint.metrics_url, endpoint.pid)
+
+
+def sustained(points: Sequence[Point], slo: Slo, rate: RateSearch | None) -> float:
+    """Requests a second that one server sustains with its latencies as promised; 0 for none."""
+    if rate is not None:
+        return rate.highest_per_s
+    latencies = Slo(**{**slo.model_dump(), "throughput": None})
+    return max((p.median("throughput_per_s") for p in points if p.meets(latencies)), default=0.0)
+
+
+def _points(
+    prepared: Prepared,
+    target: Target,
+    bench: Bench,
+    baselines: Baselines | None,
+    progress: Progress,
+) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """The pipeline's points and the baselines', every one measured once a round."""
+    turns: list[tuple[str, Load]] = [(target.pipeline, load) for load in bench.loads]
+    if baselines is not None:
+        turns += [(name, baselines.load_of(name)) for name in baselines.names]
+    found: dict[tuple[str, Load], list[Measurement]] = {turn: [] for turn in turns}
+    for number, order in _rounds(turns, bench):
+        for contender, load in order:
+            if contender == target.pipeline:
+                warm = WARM_UP_REQUESTS if not found[contender, load] else 0
+                one = measure(
+                    target, prepared.traffic, load, seconds=bench.seconds, warmup_requests=warm
+                )
+            elif baselines is None or contender not in baselines.names:
+                continue
+            else:
+                try:
+                    one = baselines.measure(contender, bench.seconds)
+                except UserError as error:  # it ended, and is among those that do not run
+                    progress("baseline", str(error))
+                    continue
+            found[contender, load].append(one)
+            progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {line(one)}")
+    points = [
+        Point(contender, load, tuple(rounds))
+        for (contender, load), rounds in found.items()
+        if rounds
+    ]
+    own = tuple(with_bottleneck(point) for point in points if point.contender == target.pipeline)
+    return own, tuple(point for point in points if point.contender != target.pipeline)
+
+
+def _rounds(
+    turns: Sequence[tuple[str, Load]], bench: Bench
+) -> Iterator[tuple[int, list[tuple[str, Load]]]]:
+    """Numbered rounds, each in an order that starts elsewhere, for as long as the budget lasts."""
+    began = time.monotonic()
+    for index in range(bench.rounds):
+        gone = time.monotonic() - began
+        if index and gone + gone / index > bench.budget_s:
+            return
+        shift = index * len(turns) // bench.rounds
+        yield index + 1, [*turns[shift:], *turns[:shift]]
+
+
+def with_bottleneck(point: Point) -> Point:
+    """The point with the name of what holds it."""
+    return Point(point.contender, point.load, point.rounds, bottleneck_of(point))
+
+
+def bottleneck_of(point: Point) -> Bottleneck:
+    """What holds a served pipeline at this load, by its typical round."""
+    return find_bottleneck(point.typical, point.load)
+
+
+def line(one: Measurement) -> str:
+    """A measurement in a few words."""
+    if one.errors:
+        return "; ".join(f"{count} x {kind}" for kind, count in one.errors.items())
+    middle, tail = one.p50_us / 1e3, one.p99_us / 1e3
+    return f"{one.throughput_per_s:.0f}/s, p50 {middle:.1f} ms, p99 {tail:.1f} ms"
+
+
+def subject_of(
+    prepared: Prepared,
+    repository: Path,
+    *,
+    server: str,
+    overrides: Mapping[str, Any] | None = None,
+) -> Subject:
+    """What is measured, and on what.
+
+    Args:
+        prepared: the pipeline.
+        repository: its lock tells what was really built.
+        server: where it is served.
+        overrides: of the spec; None takes those of ``tuned.yaml``.
+    """
+    plan = prepared.plan
+    lock = read_lock(repository, plan.spec.name) or {}
+    lengths = plan.lengths.counts if plan.lengths is not None else {}
+    return Subject(
+        pipeline=plan.spec.name,
+        task=plan.task.name,
+        architecture=plan.facts.architecture,
+        precision=str(lock.get("gate", {}).get("precision", plan.spec.core.precision)),
+        layout=str(lock.get("plan", {}).get("layout", plan.layout)),
+        overrides=dict(plan.spec.tuned if overrides is None else overrides),
+        server=server,
+        machine=machine(),
+        versions=versions_of(*SERVED_BY),
+        measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        requests=len(prepared.traffic),
+        lengths=dict(lengths),
+        padding=plan.padding_share,
+    )
+
+
+def machine() -> dict[str, str]:
+    """This machine, in words."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "processor": processor() or platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory_gib:.0f} GiB",
+        "system": platform.platform(terse=True),
+    }
+
+
+def parse_loads(
+    concurrency: Sequence[int], rates: Sequence[float], arrivals: str, burst: int
+) -> tuple[Load, ...]:
+    """Closed loops of so many clients, then open ones of so many requests a second.
+
+    Raises:
+        UserError: nothing to measure, or a number out of range.
+    """
+    if any(clients < 1 for clients in concurrency) or any(rate <= 0 for rate in rates):
+        raise UserError(
+            "load", "must be above 0", given=[*concurrency, *rates], remedy="Give other numbers"
+        )
+    kinds: dict[str, Any] = {"poisson": "poisson", "constant": "constant", "burst": "burst"}
+    if arrivals not in kinds:
+        raise UserError(
+            "--arrivals", f"must be one of {', '.join(kinds)}", given=arrivals, remedy="Name one"
+        )
+    if burst < 1:
+        raise UserError("--burst", "must be at least 1", given=burst)
+    size = burst if arrivals == "burst" else 1
+    closed = [Load("concurrency", float(clients)) for clients in concurrency]
+    return (*closed, *(Load(kinds[arrivals], rate, size) for rate in rates))

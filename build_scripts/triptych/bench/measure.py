@@ -1,0 +1,214 @@
+"""One round at one load: the client's figures, the server's, and what the machine gave for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from triptych.bench import perf_analyzer
+from triptych.bench.perf_output import Export, LoadResult, judge
+from triptych.bench.points import Load, Measurement
+from triptych.bench.resources import Watch
+from triptych.bench.statistics import Counts, ServerCounts, Step, step_use
+from triptych.bench.waterfall import waterfall
+from triptych.errors import UserError
+
+WINDOWS = 3
+STABILITY_PERCENT = 10.0
+WARM_UP_CLIENTS = 8
+NO_ANSWER = "no answer in time"
+_LONGEST_KIND = 160
+_STRANGERS = 1.2
+"""Requests that the server may have answered for each one that was sent, before it is said."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is measured.
+
+    Attributes:
+        grpc_url: ``host:port``.
+        pipeline: an ensemble, or a model by itself.
+        metrics_url: the whole address of the metrics page: tells of GPUs.
+        pid: of tritonserver, where it runs on this machine.
+    """
+
+    grpc_url: str
+    pipeline: str
+    metrics_url: str | None = None
+    pid: int | None = None
+
+
+def measure(
+    target: Target,
+    requests: Sequence[perf_analyzer.Request],
+    load: Load,
+    *,
+    seconds: float,
+    warmup_requests: int = 0,
+    timeout_s: float = 900.0,
+) -> Measurement:
+    """Load the pipeline once, for three windows one after the other.
+
+    Args:
+        target: what is measured.
+        requests: sent in turn, over and over.
+        load: what is offered: clients, or a rate.
+        seconds: of all windows together; perf_analyzer stretches them by up to a fifth of a second
+            each.
+        warmup_requests: sent before, by a few clients in a closed loop, and not counted.
+        timeout_s: for each of warm-up and load. Where it runs out, `errors` say so.
+
+    Returns:
+        With errors, all figures but `errors` and `steps` are 0: perf_analyzer stops at the first.
+
+    Raises:
+        UserError: no server, no such model, a load that cannot be offered, or no perf_analyzer.
+    """
+    counts = ServerCounts(target.grpc_url, target.pipeline)
+    try:
+        before = counts.read()
+        try:
+            if warmup_requests:
+                _warm_up(target, requests, load, warmup_requests, timeout_s)
+                before = counts.read()
+            with Watch(target.pid, target.metrics_url) as watch:
+                result = _run(target, requests, load, seconds, timeout_s)
+        except perf_analyzer.LoadError as error:
+            return _failed(error, counts, before)
+        after = counts.read()
+    finally:
+        counts.close()
+    did = {model: after[model] - before[model] for model in after}
+    if result.export is None:
+        raise RuntimeError("perf_analyzer answered requests, and exported none")
+    measured = _measured(result, result.export, did, counts.steps, target.pipeline)
+    span = result.export.boundaries_ns
+    return replace(measured, resources=watch.between(span[0], span[-1]))
+
+
+def _run(
+    target: Target,
+    requests: Sequence[perf_analyzer.Request],
+    load: Load,
+    seconds: float,
+    timeout_s: float,
+) -> LoadResult:
+    if load.kind == "in_process":
+        raise UserError("load", "must be one that a server can be given", given=load)
+    if load.kind == "concurrency":
+        return perf_analyzer.run(
+            target.grpc_url,
+            target.pipeline,
+            requests,
+            concurrency=round(load.value),
+            window_s=seconds / WINDOWS,
+            timeout_s=timeout_s,
+            exports=True,
+        )
+    return perf_analyzer.run(
+        target.grpc_url,
+        target.pipeline,
+        requests,
+        request_rate_per_s=load.value,
+        distribution=load.kind,
+        burst=load.burst,
+        window_s=seconds / WINDOWS,
+        timeout_s=timeout_s,
+        exports=True,
+    )
+
+
+def _warm_up(
+    target: Target,
+    requests: Sequence[perf_analyzer.Request],
+    load: Load,
+    count: int,
+    timeout_s: float,
+) -> None:
+    clients = round(load.value) if load.kind == "concurrency" else WARM_UP_CLIENTS
+    perf_analyzer.run(
+        target.grpc_url,
+        target.pipeline,
+        requests,
+        concurrency=clients,
+        request_count=max(count, clients),
+        timeout_s=timeout_s,
+    )
+
+
+def _measured(
+    result: LoadResult,
+    export: Export,
+    did: Mapping[str, Counts],
+    steps: Sequence[Step],
+    pipeline: str,
+) -> Measurement:
+    answered = did[pipeline].statistics.requests
+    requests = len(export.latencies_us)
+    share = min(1.0, requests / answered) if answered else 1.0
+    uses = tuple(step_use(step, did[step.model], share, export.seconds) for step in steps)
+    windows = export.windows(99)
+    p50, p90, p95, p99, p99_9 = export.percentiles_us(50, 90, 95, 99, 99.9)
+    is_stable, unstable = judge(windows, 99, STABILITY_PERCENT)
+    said = [line for line in result.warnings if not line.startswith("unstable")]
+    if answered > requests * _STRANGERS + 100:
+        said.append(f"the server answered {answered} requests, {requests} of them measured here")
+    return Measurement(
+        seconds=export.seconds,
+        requests=requests,
+        errors={},
+        throughput_per_s=export.throughput_per_s,
+        mean_us=export.mean_us,
+        p50_us=p50,
+        p90_us=p90,
+        p95_us=p95,
+        p99_us=p99,
+        p99_9_us=p99_9,
+        is_stable=is_stable,
+        histogram_us=export.histogram_us(),
+        steps=uses,
+        parts=waterfall(export.mean_us, did[pipeline].mean_us, uses),
+        warnings=tuple(said + unstable),
+        sent_per_s=result.sent_per_s,
+    )
+
+
+def _failed(
+    error: perf_analyzer.LoadError, counts: ServerCounts, before: Mapping[str, Counts]
+) -> Measurement:
+    """Nothing but the errors, as often as the server counted them.
+
+    Raises:
+        LoadError: `error`, where it is neither an answer nor a missing one.
+    """
+    if not error.errors and not error.is_late:
+        raise error
+    did = {model: now - before[model] for model, now in counts.read().items()}
+    failures = max(counted.statistics.failures for counted in did.values())
+    kinds = list(dict.fromkeys(error_kind(one) for one in error.errors)) or [NO_ANSWER]
+    errors = dict.fromkeys(kinds, 1)
+    # The server does not tell its errors apart: what is left goes to the first that was seen.
+    errors[kinds[0]] += max(0, failures - len(kinds))
+    return Measurement(
+        seconds=0.0,
+        requests=0,
+        errors=errors,
+        throughput_per_s=0.0,
+        mean_us=0.0,
+        p50_us=0.0,
+        p90_us=0.0,
+        p95_us=0.0,
+        p99_us=0.0,
+        p99_9_us=0.0,
+        is_stable=None,
+        steps=tuple(step_use(step, did[step.model], 1.0, 0.0) for step in counts.steps),
+        warnings=("perf_analyzer stops at the first error: there are no figures",),
+    )
+
+
+def error_kind(message: str) -> str:
+    """A server's message without what differs from request to request, and not too long."""
+    kind = re.sub(r"\d+", "N", " ".join(message.split()))
+    return kind if len(kind) <= _LONGEST_KIND else kind[: _LONGEST_KIND - 1] + "…"

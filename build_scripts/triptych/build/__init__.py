@@ -1,1 +1,0 @@
-"""From a model's files to the core artifact: source, export, packing, lock."""

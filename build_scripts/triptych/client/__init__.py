@@ -1,0 +1,49 @@
+"""The typed gRPC client of a pipeline: texts in, arrays out; `Client` for threads, `AsyncClient`.
+
+>>> with Client("minilm") as client:
+...     vectors = client.embed(["a text", "another"])  # float32 [2, 384]
+"""
+
+from triptych.client.asynchronous import AsyncClient
+from triptych.client.channel import KeepAlive, Tls
+from triptych.client.errors import (
+    AccessDenied,
+    Cancelled,
+    DeadlineExceeded,
+    InferenceError,
+    InvalidRequest,
+    Overloaded,
+    PipelineFailed,
+    PipelineNotFound,
+    PipelineNotReady,
+    ServerUnreachable,
+)
+from triptych.client.results import Answer, Choice, Entity, Ranked
+from triptych.client.statistics import StepStatistics
+from triptych.client.sync import Client
+from triptych.client.wire import PipelineConfig
+from triptych.client.work import Retry
+
+__all__ = [
+    "AccessDenied",
+    "Answer",
+    "AsyncClient",
+    "Cancelled",
+    "Choice",
+    "Client",
+    "DeadlineExceeded",
+    "Entity",
+    "InferenceError",
+    "InvalidRequest",
+    "KeepAlive",
+    "Overloaded",
+    "PipelineConfig",
+    "PipelineFailed",
+    "PipelineNotFound",
+    "PipelineNotReady",
+    "Ranked",
+    "Retry",
+    "ServerUnreachable",
+    "StepStatistics",
+    "Tls",
+]

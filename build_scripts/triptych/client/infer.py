@@ -1,0 +1,349 @@
+"""Questions to a served pipeline: the command line's words to rows, and answers to plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from triptych.errors import UserError
+from triptych.pipeline.traffic import PARAMETERS
+from triptych.pipeline.yaml_text import parse_yaml
+
+if TYPE_CHECKING:
+    from triptych.client import Client, PipelineConfig
+
+Parameter = bool | int | float | str
+
+_IMAGE = "image"
+_MOST_NUMBERS = 6
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row to send.
+
+    Attributes:
+        inputs: name -> text, or the bytes of an image.
+        shown: the inputs as the user gave them: an image by its path.
+        source: where an input that does not fit is to be mended: ``file:line``, or empty where
+            the options of the command line gave it.
+        parameters: of the request, for this row alone.
+    """
+
+    inputs: dict[str, str | bytes]
+    shown: str
+    source: str = ""
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+
+
+def read_questions(
+    texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path], file: Path | None
+) -> list[Question]:
+    """The rows of ``--text``, ``--text-pair``, ``--image`` and ``--file``, in this order.
+
+    A ``.jsonl`` file has one JSON object of inputs a line, images by their paths from the file,
+    and may have `parameters` as a pipeline's traffic has them. Any other file has one text a line.
+    What is given once goes with every row.
+
+    Raises:
+        UserError: nothing at all, inputs that differ in number, or a file that cannot be read.
+    """
+    columns: dict[str, list[str]] = {
+        "text": list(texts),
+        "text_pair": list(pairs),
+        _IMAGE: [str(path) for path in images],
+    }
+    if file is not None and file.suffix == ".jsonl":
+        once = {name: values for name, values in columns.items() if values}
+        for name, values in once.items():
+            if len(values) > 1:
+                raise UserError(
+                    _option(name),
+                    "must be given at most once beside a .jsonl file",
+                    given=len(values),
+                    remedy="Write the rows into the file",
+                )
+        common = {name: values[0] for name, values in once.items()}
+        return _read_objects(file, common)
+    if file is not None:
+        columns["text"] += _read_text("--file", file).removesuffix("\n").split("\n")
+    columns = {name: values for name, values in columns.items() if values}
+    if not columns:
+        raise UserError(
+            "--text",
+            "or --text-pair, --image, --file must be given",
+            remedy='Write for example --text "hello"',
+        )
+    count = max(map(len, columns.values()))
+    if any(len(values) not in (1, count) for values in columns.values()):
+        raise UserError(
+            ", ".join(map(_option, columns)),
+            "must be given equally often, or once",
+            given=", ".join(f"{_option(name)} {len(v)}" for name, v in columns.items()),
+            remedy="Give one of each a row",
+        )
+    rows = zip(*(v if len(v) == count else v * count for v in columns.values()), strict=True)
+    return [_question(dict(zip(columns, row, strict=True)), Path()) for row in rows]
+
+
+def parse_parameters(pairs: Sequence[str]) -> dict[str, Parameter]:
+    """``KEY=VALUE`` pairs as request parameters.
+
+    A value is read as YAML reads it; a list is sent as JSON, its elements as they are written.
+
+    Raises:
+        UserError: not a pair, or a value that is neither scalar nor list of such.
+    """
+    parameters: dict[str, Parameter] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        try:
+            value = parse_yaml(text) if separator and key else None
+            if isinstance(value, list):
+                # Without YAML's types: `[yes, 1.50]` names two labels.
+                value = yaml.load(text, yaml.BaseLoader)
+        except ValueError:
+            value = None
+        if (parameter := _parameter(value)) is None:
+            raise UserError(
+                "--parameter",
+                "must be KEY=VALUE with a plain value or a list of such",
+                given=pair,
+                remedy="Write for example --parameter dimensions=128",
+            )
+        parameters[key] = parameter
+    return parameters
+
+
+def ask(
+    pipeline: str,
+    questions: Sequence[Question],
+    *,
+    url: str,
+    parameters: Mapping[str, Parameter],
+    timeout_s: float,
+) -> list[dict[str, Any]]:
+    """Send `questions` and return for each every output as plain data.
+
+    An output of one element is that element, any other a list; JSON is parsed.
+
+    Raises:
+        UserError: inputs that are not the pipeline's, or the server refused or was not reached.
+    """
+    from triptych.client import Client, InferenceError, ServerUnreachable
+
+    try:
+        with Client(pipeline, url, timeout_s=timeout_s) as client:
+            config = client.interface()
+            _check_inputs(pipeline, config.inputs, questions)
+            return _send(client, config, questions, parameters)
+    except InferenceError as error:
+        unreachable = isinstance(error, ServerUnreachable)
+        remedy = "Start one with `triptych serve`, or name it with --url" if unreachable else ""
+        raise UserError(
+            f"{pipeline} at {url}", "must answer the request", given=error, remedy=remedy
+        ) from error
+
+
+def describe_answer(answer: Mapping[str, Any]) -> list[str]:
+    """The lines that show the outputs of one row.
+
+    Lists of one length with names in them, such as labels and their scores, stand side by side.
+    """
+    scalars = {name: value for name, value in answer.items() if not isinstance(value, list)}
+    lists = {name: value for name, value in answer.items() if isinstance(value, list) and value}
+    lines = [_side_by_side(scalars)] if scalars else []
+    named = [len(value) for value in lists.values() if isinstance(value[0], str)]
+    beside = {name: value for name, value in lists.items() if named and len(value) == named[0]}
+    for entry in zip(*beside.values(), strict=True):
+        lines.append(_side_by_side(dict(zip(beside, entry, strict=True))))
+    for name, value in answer.items():
+        if isinstance(value, list) and name not in beside:
+            lines += _describe_list(name, value)
+    # Empty outputs are worth a word only where nothing else is there, as no entities in a text.
+    return lines or [f"{name}: none" for name in answer]
+
+
+def _send(
+    client: Client,
+    config: PipelineConfig,
+    questions: Sequence[Question],
+    parameters: Mapping[str, Parameter],
+) -> list[dict[str, Any]]:
+    from triptych.client import InvalidRequest
+
+    alike: dict[str, list[int]] = {}
+    for index, question in enumerate(questions):
+        key = json.dumps({**parameters, **question.parameters}, sort_keys=True)
+        alike.setdefault(key, []).append(index)
+    answers: list[dict[str, Any]] = [{}] * len(questions)
+    for key, rows in alike.items():
+        inputs = {name: [questions[row].inputs[name] for row in rows] for name in config.inputs}
+        try:
+            outputs = client.infer(inputs, parameters=json.loads(key))
+        except InvalidRequest as error:
+            row = None if error.row is None else rows[error.row]
+            raise InvalidRequest(error.message, row) from error
+        columns = {
+            name: _plain(name, outputs[name], single=dims == (1,))
+            for name, (_, dims) in config.outputs.items()
+        }
+        for place, row in enumerate(rows):
+            answers[row] = {name: column[place] for name, column in columns.items()}
+    return answers
+
+
+def _check_inputs(pipeline: str, wanted: Sequence[str], questions: Sequence[Question]) -> None:
+    for question in questions:
+        missing = [name for name in wanted if name not in question.inputs]
+        foreign = [name for name in question.inputs if name not in wanted]
+        if not missing and not foreign:
+            continue
+        name = (missing or foreign)[0]
+        rule = "must be given" if missing else "must not be given"
+        raise UserError(
+            question.source or _option(name),
+            f"{rule}: `{name}`" if question.source else rule,
+            given=", ".join(question.inputs) or "nothing",
+            remedy=f"Give what `{pipeline}` wants of a row: {', '.join(wanted)}",
+        )
+
+
+def _read_objects(file: Path, common: Mapping[str, str]) -> list[Question]:
+    # The path of an image on the command line is from where the user stands.
+    beside = _question(common, Path())
+    questions = []
+    for number, line in enumerate(_read_text("--file", file).split("\n"), start=1):
+        if not line.strip():
+            continue
+        source = f"{file}:{number}"
+        row, parameters = _parse_object(line, source)
+        twice = sorted(common.keys() & row.keys())
+        if twice:
+            raise UserError(
+                _option(twice[0]), "must not be given beside lines that have it", given=source
+            )
+        own = _question(row, file.parent, source)
+        shown = " | ".join(part for part in (beside.shown, own.shown) if part)
+        questions.append(Question({**beside.inputs, **own.inputs}, shown, source, parameters))
+    if not questions:
+        raise UserError(
+            str(file), "must have rows", given="none", remedy='Write for example {"text": "hello"}'
+        )
+    return questions
+
+
+def _parse_object(line: str, source: str) -> tuple[dict[str, str], dict[str, Parameter]]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    asked = row.pop(PARAMETERS, {}) if isinstance(row, dict) else None
+    if not isinstance(asked, dict) or not all(isinstance(value, str) for value in row.values()):
+        raise UserError(
+            source,
+            "must be a JSON object with a string for each input",
+            given=line[:80],
+            remedy='Write for example {"text": "hello"}',
+        )
+    parameters = {}
+    for name, value in asked.items():
+        if (parameter := _parameter(value)) is None:
+            raise UserError(
+                source, f"must have a plain value, or a list of str, as `{name}`", given=value
+            )
+        parameters[name] = parameter
+    return row, parameters
+
+
+def _question(row: Mapping[str, str], folder: Path, source: str = "") -> Question:
+    inputs: dict[str, str | bytes] = dict(row)
+    if _IMAGE in row:
+        try:
+            inputs[_IMAGE] = (folder / row[_IMAGE]).read_bytes()
+        except (OSError, ValueError) as error:
+            raise UserError(
+                source or _option(_IMAGE),
+                "must be a readable file",
+                given=f"{row[_IMAGE]}: {error}",
+            ) from error
+    return Question(inputs, " | ".join(row.values()), source)
+
+
+def _read_text(option: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            option, "must be a readable file of UTF-8 text", given=f"{file}: {error}"
+        ) from error
+
+
+def _parameter(value: object) -> Parameter | None:
+    """`value` as a request can carry it; None where it cannot."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _plain(name: str, values: Any, *, single: bool) -> list[Any]:
+    rows: list[Any] = values.tolist()
+    if values.dtype == object:
+        rows = _decoded(rows)
+    if single:
+        rows = [row[0] for row in rows]
+        if name in _json_outputs():
+            rows = [_parsed(row) for row in rows]
+    return rows
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    return value.decode("utf-8", "backslashreplace")
+
+
+def _json_outputs() -> set[str]:
+    from triptych.tasks import TASKS
+
+    return {
+        tensor.name
+        for task in TASKS.values()
+        for tensor in task.outputs
+        if tensor.content == "json"
+    }
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # a custom task's output of the same name
+        return text
+
+
+def _describe_list(name: str, values: Sequence[Any]) -> list[str]:
+    if values and all(isinstance(value, dict) for value in values):
+        return [f"{name}:", *(f"  {_side_by_side(value)}" for value in values)]
+    if values and len(values) <= _MOST_NUMBERS:
+        return [f"{name}: [{', '.join(map(_show, values))}]"]
+    if values:
+        start = ", ".join(map(_show, values[:_MOST_NUMBERS]))
+        return [f"{name}: [{start}, …] ({len(values)} elements)"]
+    return []
+
+
+def _side_by_side(values: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name}: {_show(value)}" for name, value in values.items())
+
+
+def _show(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

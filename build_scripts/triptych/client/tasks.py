@@ -1,0 +1,300 @@
+"""What each task's typed call sends, and what it makes of the outputs; both clients use these.
+
+Each function here becomes a method of the clients: same name, same arguments, same words.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from numpy.typing import NDArray
+
+from triptych.client.calls import Outputs, Row, RowOutputs, TaskCall
+from triptych.client.errors import InvalidRequest
+from triptych.client.results import Answer, Choice, Entity, Ranked
+from triptych.client.wire import Parameter, Rows
+
+Vectors = NDArray[Any]
+"""float32, or int8 where an encoding says so."""
+
+Texts = Sequence["str | bytes"]
+Encoding = Literal["float", "int8", "binary"]
+Aggregation = Literal["none", "simple", "first", "max", "average"]
+
+
+def embed(
+    texts: Texts,
+    *,
+    dimensions: int | None = None,
+    encoding: Encoding | None = None,
+    prompt_name: str | None = None,
+    timeout_s: float | None = None,
+) -> TaskCall[Vectors, Vectors]:
+    """Embed `texts`.
+
+    Args:
+        texts: str, or bytes of UTF-8.
+        dimensions: keep this many leading numbers of a vector and normalise it again.
+        encoding: of the vectors: float, int8, or binary (one bit a number, eight to a byte). None
+            takes the pipeline's own.
+        prompt_name: the model's prompt to put before each text.
+        timeout_s: deadline of the whole call; None takes the client's own.
+
+    Returns:
+        float32 [texts, dimensions], in the order of `texts`; of the right width without any. int8
+        [texts, bytes] with another encoding.
+
+    Raises:
+        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
+    """
+    # The width of a vector varies with the request's parameters, so no config tells it; an answer
+    # does.
+    none = not isinstance(texts, str | bytes) and not len(texts)
+    packed = encoding not in (None, "float")
+
+    def read(outputs: Outputs) -> Vectors:
+        vectors = outputs["embedding_int8" if packed else "embedding"]
+        if encoding is None and not vectors.shape[-1]:
+            # The pipeline's own parameters say another encoding.
+            vectors = outputs.get("embedding_int8", vectors)
+        return vectors[:0] if none else vectors
+
+    def read_row(_: int, outputs: RowOutputs) -> Vectors:
+        return read(outputs)
+
+    return TaskCall(
+        {"text": ["a"] if none else texts},
+        _given(dimensions=dimensions, encoding=encoding, prompt_name=prompt_name),
+        ("embedding", "embedding_int8") if packed else ("embedding",),
+        read,
+        read_row,
+        timeout_s,
+        stand_in=none,
+    )
+
+
+def classify(
+    texts: Texts, *, top_k: int | None = None, timeout_s: float | None = None
+) -> TaskCall[list[list[Choice]], list[Choice]]:
+    """Choose the labels of each text.
+
+    Args:
+        texts: str, or bytes of UTF-8.
+        top_k: how many labels of a text to return; None takes the pipeline's own.
+        timeout_s: deadline of the whole call; None takes the client's own.
+
+    Returns:
+        For each text its labels, best first.
+
+    Raises:
+        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
+    """
+    return _choices({"text": texts}, _given(top_k=top_k), timeout_s)
+
+
+def classify_images(
+    images: Sequence[bytes], *, top_k: int | None = None, timeout_s: float | None = None
+) -> TaskCall[list[list[Choice]], list[Choice]]:
+    """Choose the labels of each image.
+
+    Args:
+        images: encoded, as their files are (JPEG, PNG and others).
+        top_k: how many labels of an image to return; None takes the pipeline's own.
+        timeout_s: deadline of the whole call; None takes the client's own.
+
+    Returns:
+        For each image its labels, best first.
+
+    Raises:
+        InferenceError: one of its kinds; an `InvalidRequest` names the image at fault in `row`.
+    """
+    return _choices({"image": images}, _given(top_k=top_k), timeout_s)
+
+
+def classify_zero_shot(
+    texts: Texts,
+    labels: Sequence[str],
+    *,
+    multi_label: bool | None = None,
+    hypothesis_template: str | None = None,
+    timeout_s: float | None = None,
+) -> TaskCall[list[list[Choice]], list[Choice]]:
+    """Say which of `labels` fit each text, though the model was not trained on them.
+
+    Args:
+        texts: str, or bytes of UTF-8.
+        labels: to choose from, the same for all texts.
+        multi_label: score each label by itself; else the scores of a text sum to 1.
+        hypothesis_template: the sentence that the model judges, with ``{}`` for the label.
+        timeout_s: deadline of the whole call; None takes the client's own.
+
+    Returns:
+        For each text all labels, best first.
+
+    Raises:
+        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
+    """
+    parameters = _given(
+        labels=_json_list("labels", labels),
+        multi_label=multi_label,
+        hypothesis_template=hypothesis_template,
+    )
+    return _choices({"text": texts}, parameters, timeout_s)
+
+
+def fill_mask(
+    texts: Texts, *, top_k: int | None = None, timeout_s: float | None = None
+) -> TaskCall[list[list[Choice]], list[Choice]]:
+    """Find the tokens that fit in place of each text's mask token.
+
+    Args:
+        texts: str, or bytes of UTF-8, with the model's mask token in each.
+        top_k: how many tokens to return; None takes the pipeline's own.
+        timeout_s: deadline of the whole call; None takes the client's own.
+
+    Returns:
+        For each text the tokens (`Choice.label`), best first.
+
+    Raises:
+        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
+    """
+    return _choices({"text": texts}, _given(top_k=top_k), timeout_s, names="token")
+
+
+def entities(
+    texts: Texts, *, aggregation: Aggregation | None = None, timeout_s: float | None = None
+) -> TaskCall[list[list[Entity]], list[Entity]]:
+    """Find what is named in each text.
+
+    Args:
+        texts: str, or bytes of UTF-8.
+        aggregation: how tokens are joined to entities; None takes the pipeline's own.
+        timeout_s: deadline of the whole call; None takes the client's own.
+
+    Returns:
+        For each text its entities in their order, with offsets in characters.
+
+    Raises:
+        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
+    """
+
+    def read_row(_: int, outputs: RowOutputs) -> list[Entity]:
+        return [
+            Entity(
+                found["entity"],
+                found["text"],
+                math.nan if found["score"] is None else found["score"],
+                found["start"],
+                found["end"],
+            )
+            for found in json.loads(outputs["entities"][0])
+        ]
+
+    inputs, parameters = {"text": texts}, _given(aggregation=aggregation)
+    return TaskCall(inputs, parameters, ("entities",), _by_row(read_row), read_row, timeout_s)
+
+
+def answer(
+    questions: Texts,
+    contexts: Texts,
+    *,
+    max_answer_tokens: int | None = None,
+    impossible_answer: bool | None = None,
+    timeout_s: float | None = None,
+) -> TaskCall[list[Answer], Answer]:
+    """Answer each question with a span of its context.
+
+    Args:
+        questions: str, or bytes of UTF-8.
+        contexts: one a question.
+        max_answer_tokens: longest answer; None takes the pipeline's own.
+        impossible_answer: whether the model may say, with an empty answer, that there is none.
+        timeout_s: deadline of the whole call; None takes the client's own.
+
+    Returns:
+        For each question its answer, with offsets in characters of the context.
+
+    Raises:
+        InferenceError: one of its kinds; an `InvalidRequest` names the question at fault in `row`.
+    """
+
+    def read_row(_: int, outputs: RowOutputs) -> Answer:
+        span, score = outputs["answer"][0].decode(), outputs["score"].item()
+        return Answer(span, score, outputs["start"].item(), outputs["end"].item())
+
+    return TaskCall(
+        {"text": questions, "text_pair": contexts},
+        _given(max_answer_tokens=max_answer_tokens, impossible_answer=impossible_answer),
+        ("answer", "score", "start", "end"),
+        _by_row(read_row),
+        read_row,
+        timeout_s,
+    )
+
+
+def rerank(
+    query: str | bytes, passages: Texts, *, timeout_s: float | None = None
+) -> TaskCall[list[Ranked], Ranked]:
+    """Sort passages by how well they answer a query.
+
+    Args:
+        query: str, or bytes of UTF-8.
+        passages: the same.
+        timeout_s: deadline of the whole call; None takes the client's own.
+
+    Returns:
+        All passages, best first; of `rerank_each` in the order given.
+
+    Raises:
+        InferenceError: one of its kinds; an `InvalidRequest` names the passage at fault in `row`.
+    """
+
+    def read_row(index: int, outputs: RowOutputs) -> Ranked:
+        return Ranked(index, outputs["score"].item())
+
+    in_order = _by_row(read_row)
+
+    def read(outputs: Outputs) -> list[Ranked]:
+        return sorted(in_order(outputs), key=lambda ranked: -ranked.score)
+
+    inputs = {"text": [query] * len(passages), "text_pair": passages}
+    return TaskCall(inputs, {}, ("score",), read, read_row, timeout_s)
+
+
+def _choices(
+    inputs: Rows,
+    parameters: dict[str, Parameter],
+    timeout_s: float | None,
+    *,
+    names: str = "label",
+) -> TaskCall[list[list[Choice]], list[Choice]]:
+    def read_row(_: int, outputs: RowOutputs) -> list[Choice]:
+        pairs = zip(outputs[names].tolist(), outputs["score"].tolist(), strict=True)
+        return [Choice(name.decode(), score) for name, score in pairs]
+
+    return TaskCall(inputs, parameters, (names, "score"), _by_row(read_row), read_row, timeout_s)
+
+
+def _by_row(read_row: Callable[[int, RowOutputs], Row]) -> Callable[[Outputs], list[Row]]:
+    def read(outputs: Outputs) -> list[Row]:
+        return [
+            read_row(index, dict(zip(outputs, row, strict=True)))
+            for index, row in enumerate(zip(*outputs.values(), strict=True))
+        ]
+
+    return read
+
+
+def _given(**parameters: Parameter | None) -> dict[str, Parameter]:
+    return {name: value for name, value in parameters.items() if value is not None}
+
+
+def _json_list(name: str, values: Sequence[str]) -> str:
+    if isinstance(values, str | bytes) or not all(isinstance(value, str) for value in values):
+        raise InvalidRequest(
+            f"The parameter `{name}` must be a list of str. Given: {values!r:.80}. Convert it."
+        )
+    return json.dumps(list(values), ensure_ascii=False)

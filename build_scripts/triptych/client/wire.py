@@ -1,0 +1,224 @@
+"""Rows and arrays <-> Triton's gRPC messages: the one place that knows how a tensor is laid out."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from triptych.client.errors import InvalidRequest, PipelineFailed
+
+Parameter = bool | int | float | str
+Rows = Mapping[str, Sequence["str | bytes"]]
+
+_LENGTH = struct.Struct("<I")
+_DTYPES: dict[str, type[np.generic]] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BYTES": np.object_,
+}
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """A call's rows, ready to be sent.
+
+    Attributes:
+        columns: input name -> one element a row; the element of a refused row is empty.
+        count: number of rows.
+        refused: row -> why it cannot be sent.
+    """
+
+    columns: dict[str, list[bytes]]
+    count: int
+    refused: dict[int, InvalidRequest]
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """What the client needs to know of a pipeline's ``config.pbtxt``.
+
+    Attributes:
+        max_batch_size: most rows of one request.
+        inputs: names.
+        outputs: name -> (dtype, shape of one row with 0 for a size that varies).
+        steps: the models of the ensemble in order; the model itself where it is no ensemble.
+    """
+
+    max_batch_size: int
+    inputs: tuple[str, ...]
+    outputs: dict[str, tuple[type[np.generic], tuple[int, ...]]]
+    steps: tuple[str, ...]
+
+    def no_rows(self) -> dict[str, NDArray[Any]]:
+        """The outputs of a call without rows."""
+        return {name: np.empty((0, *row), dtype) for name, (dtype, row) in self.outputs.items()}
+
+
+def encode_rows(inputs: Rows) -> EncodedRows:
+    """Check and encode the rows of every input.
+
+    Raises:
+        InvalidRequest: an input is no list, or the inputs differ in length. A row that cannot be
+            sent does not raise; it is reported in `refused`.
+    """
+    refused: dict[int, InvalidRequest] = {}
+    columns: dict[str, list[bytes]] = {}
+    for name, values in inputs.items():
+        if isinstance(values, str | bytes):
+            raise InvalidRequest(
+                f"`{name}` must be a list with one element a row. "
+                f"Given: one {type(values).__name__}. Put it into a list."
+            )
+        column = columns[name] = []
+        for row, value in enumerate(values):
+            try:
+                column.append(value.encode() if isinstance(value, str) else _checked(value))
+            except (UnicodeEncodeError, TypeError) as error:
+                column.append(b"")
+                refused.setdefault(row, InvalidRequest(_why_not_sendable(name, error), row))
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) != 1:
+        given = ", ".join(f"`{name}` {length}" for name, length in lengths.items()) or "no input"
+        raise InvalidRequest(f"The inputs must have the same number of rows. Given: {given}.")
+    return EncodedRows(columns, next(iter(lengths.values())), refused)
+
+
+def _checked(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(type(value).__name__)
+    return value
+
+
+def _why_not_sendable(name: str, error: UnicodeEncodeError | TypeError) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        # The code point by number: a message with the surrogate itself could not be printed.
+        return (
+            f"`{name}` must be text that UTF-8 can write. Given: the lone surrogate "
+            f"U+{ord(error.object[error.start]):04X} at character {error.start}. Replace it."
+        )
+    return f"`{name}` must be str or bytes. Given: {error}. Convert it."
+
+
+def infer_request(
+    pipeline: str,
+    columns: Mapping[str, Sequence[bytes]],
+    rows: Sequence[int],
+    parameters: Mapping[str, Parameter],
+) -> Any:
+    """The ``ModelInferRequest`` with these rows of `columns`, each input of shape [rows, 1]."""
+    request = service_pb2.ModelInferRequest(model_name=pipeline)
+    for name, value in parameters.items():
+        _set_parameter(request.parameters[name], name, value)
+    for name, column in columns.items():
+        tensor = request.inputs.add(name=name, datatype="BYTES")
+        tensor.shape.extend((len(rows), 1))
+        parts: list[bytes] = []
+        for row in rows:
+            element = column[row]
+            parts += (_LENGTH.pack(len(element)), element)
+        request.raw_input_contents.append(b"".join(parts))
+    return request
+
+
+def _set_parameter(target: Any, name: str, value: object) -> None:
+    # bool before int: every bool is an int. numpy's scalars are Python's by way of `item`.
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool):
+        target.bool_param = value
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:
+        target.int64_param = value
+    elif isinstance(value, float):
+        target.double_param = value
+    elif isinstance(value, str):
+        try:
+            target.string_param = value
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(_why_not_sendable(f"parameter {name}", error)) from None
+    else:
+        raise InvalidRequest(
+            f"The parameter `{name}` must be a bool, a 64-bit int, a float or a str. "
+            f"Given: {value!r}. Convert it."
+        )
+
+
+def read_outputs(response: Any) -> dict[str, NDArray[Any]]:
+    """The arrays of a ``ModelInferResponse``, each [rows, …].
+
+    They are views of the response's own bytes and cannot be written to. BYTES become an array of
+    objects, each `bytes`.
+
+    Raises:
+        PipelineFailed: an output has a datatype numpy does not know.
+    """
+    outputs: dict[str, NDArray[Any]] = {}
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        dtype = _DTYPES.get(tensor.datatype)
+        if dtype is None:
+            raise PipelineFailed(
+                f"Output `{tensor.name}` has the datatype {tensor.datatype}, "
+                f"which the client cannot read. Make the pipeline return FP32."
+            )
+        flat = _read_elements(raw) if dtype is np.object_ else np.frombuffer(raw, dtype)
+        outputs[tensor.name] = flat.reshape(tuple(tensor.shape))
+    return outputs
+
+
+def _read_elements(raw: bytes) -> NDArray[np.object_]:
+    elements: list[bytes] = []
+    at = 0
+    while at < len(raw):
+        start = at + _LENGTH.size
+        at = start + _LENGTH.unpack_from(raw, at)[0]
+        elements.append(raw[start:at])
+    array = np.empty(len(elements), np.object_)
+    array[:] = elements
+    return array
+
+
+def config_request(model: str) -> Any:
+    """The ``ModelConfigRequest`` for the newest version of `model`."""
+    return service_pb2.ModelConfigRequest(name=model)
+
+
+def read_config(response: Any) -> PipelineConfig:
+    """What the client needs of a ``ModelConfigResponse``.
+
+    Raises:
+        InvalidRequest: the pipeline has no batch dimension.
+    """
+    config = response.config
+    if config.max_batch_size < 1:
+        raise InvalidRequest(
+            f"`{config.name}` must have a max_batch_size of 1 or more. "
+            f"Given: {config.max_batch_size}. Its requests have no batch dimension to put rows in."
+        )
+    outputs = {}
+    for output in config.output:
+        datatype = model_config_pb2.DataType.Name(output.data_type).removeprefix("TYPE_")
+        dtype = _DTYPES.get("BYTES" if datatype == "STRING" else datatype, np.object_)
+        outputs[output.name] = (dtype, tuple(max(size, 0) for size in output.dims))
+    steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
+    inputs = tuple(tensor.name for tensor in config.input)
+    return PipelineConfig(config.max_batch_size, inputs, outputs, steps or (config.name,))
+
+
+def statistics_request(model: str) -> Any:
+    """The ``ModelStatisticsRequest`` for every version of `model`."""
+    return service_pb2.ModelStatisticsRequest(name=model)

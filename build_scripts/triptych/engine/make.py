@@ -1,0 +1,135 @@
+"""ONNX graph -> serialized engine: the one code path for all releases of TensorRT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from triptych.engine import timing
+from triptych.engine.api import Api
+from triptych.engine.messages import (
+    Messages,
+    cannot_write,
+    failure,
+    no_gpu,
+    now_and_then,
+    parser_failure,
+)
+from triptych.engine.old_types import keep_types
+from triptych.engine.request import Request
+from triptych.errors import UserError
+
+Tell = Callable[[str], None]
+
+
+def make_engine(api: Api, request: Request, *, timing_file: Path, tell: Tell) -> bytes:
+    """Build the engine.
+
+    Args:
+        api: the release of TensorRT.
+        request: checked by `make_request`.
+        timing_file: kernels' times: read, and written with what was measured.
+        tell: told how far the build is.
+
+    Returns:
+        What ``model.plan`` holds.
+
+    Raises:
+        UserError: TensorRT cannot build it, in words.
+    """
+    messages = Messages()
+    logger = messages.logger(api, None if api.has_monitor() else tell)
+    try:
+        builder = api.trt.Builder(logger)
+    except TypeError as error:  # what the bindings raise where TensorRT gives no object
+        raise no_gpu("; ".join((*messages.errors, *messages.warnings)) or error) from error
+    network = builder.create_network(api.network_flags())
+    # The parser may hand out the network's weights without a copy: it lives as long as the build.
+    parser = api.trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(request.onnx)):
+        raise parser_failure(parser, request.onnx, api)
+    if not api.typed:
+        keep_types(api, network, request.graph)
+    config = builder.create_builder_config()
+    _configure(api, config, request)
+    for profile in request.plan.profiles:
+        _add_profile(builder, config, profile, messages)
+    known = timing.attach(config, timing_file)
+    if api.has_monitor():
+        config.progress_monitor = _monitor(api, tell)
+    tell(f"TensorRT {api.version}, {'with' if known else 'without'} times of earlier builds ...")
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise failure(messages, "build the engine")
+    try:
+        timing.save(config, timing_file)
+    except OSError as error:
+        raise cannot_write(error, timing_file) from error
+    return bytes(plan)
+
+
+def _configure(api: Api, config: Any, request: Request) -> None:
+    trt, options = api.trt, request.options
+    flags = trt.BuilderFlag
+    for flag in api.type_flags(request.graph.kinds):
+        config.set_flag(flag)
+    # TF32 is on by default.
+    if options["tf32"]:
+        config.set_flag(flags.TF32)
+    else:
+        config.clear_flag(flags.TF32)
+    if options["version_compatible"]:
+        config.set_flag(flags.VERSION_COMPATIBLE)
+    if options["refit"]:
+        config.set_flag(flags.REFIT)
+    if options["weight_streaming"]:
+        config.set_flag(api.weight_streaming_flag())
+    if options["hardware"] != "none":
+        config.hardware_compatibility_level = api.hardware_level(options["hardware"])
+    if options["workspace_mib"] is not None:
+        size = options["workspace_mib"] << 20
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, size)
+    if options["optimization_level"] is not None:
+        config.builder_optimization_level = options["optimization_level"]
+    # Else the inspector cannot tell the types of layers.
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+
+
+def _add_profile(builder: Any, config: Any, shapes: Any, messages: Messages) -> None:
+    profile = builder.create_optimization_profile()
+    for name, sizes in shapes.items():
+        try:
+            profile.set_shape(name, sizes.minimum, sizes.optimum, sizes.maximum)
+        except ValueError as error:  # how the bindings say that TensorRT refused it
+            raise UserError(
+                "plan.engine.profiles",
+                "must be ones that TensorRT accepts",
+                given=f"{name}: {error}",
+                remedy="Run `triptych build` again",
+            ) from error
+    if config.add_optimization_profile(profile) < 0:
+        raise failure(messages, "add an optimization profile")
+
+
+def _monitor(api: Api, tell: Tell) -> Any:
+    """Says now and then which phase the build is in; it never stops one."""
+    tell_sometimes = now_and_then(tell)
+    base: Any = api.trt.IProgressMonitor
+
+    class Monitor(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            base.__init__(self)
+            self._steps: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self._steps[phase_name] = num_steps
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            tell_sometimes(f"{phase_name}: {step + 1} of {self._steps.get(phase_name, 0)}")
+            return True
+
+        def phase_finish(self, phase_name: str) -> None:
+            self._steps.pop(phase_name, None)
+
+    return Monitor()

@@ -1,0 +1,80 @@
+"""What a build leaves for the engine stage, and what it keeps of an engine that still fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triptych.cache import cached_stage, code_hash
+from triptych.plan.plan import Plan
+from triptych.repository.lock import PLAN_FILE, SAMPLES_FILE
+from triptych.requests.prepare import Prepared
+from triptych.requests.samples import hash_rows, rows_of
+
+CHECKED_REQUESTS = 64
+"""Of the traffic, besides all that the gate made up."""
+
+
+class KeptEngine(NamedTuple):
+    """An engine in the repository that was built of this very core.
+
+    Attributes:
+        path: of the plan, relative to the repository.
+        file: the plan.
+        record: of how it was built.
+    """
+
+    path: str
+    file: Path
+    record: dict[str, Any]
+
+
+def samples_of(prepared: Prepared) -> Path | None:
+    """A file of core rows for the engine's check; None where no engine will be built."""
+    plan = prepared.plan
+    if not plan.builds_engine or plan.spec.core.share is not None:
+        return None
+    requests = prepared.requests
+    made = [request for request in requests if request.edge]
+    real = [request for request in requests if not request.edge]
+    rows = rows_of([*made, *real[:CHECKED_REQUESTS]])
+
+    def work(target: Path) -> None:
+        from triptych.requests.samples_file import write_samples
+
+        write_samples(target / SAMPLES_FILE, rows)
+
+    stage = {"rows": hash_rows(rows), "code": code_hash("requests/samples_file.py")}
+    folder, _ = cached_stage("samples", stage, work)
+    return folder / SAMPLES_FILE
+
+
+def kept_engine(
+    repository: Path,
+    plan: Plan,
+    previous: Mapping[str, Any] | None,
+    hashes: Mapping[str, str],
+    planned: Mapping[str, Any] | None,
+) -> KeptEngine | None:
+    """The engine that is there, if all that it was built from is as before.
+
+    Args:
+        repository: folder of the models.
+        plan: what is being built.
+        previous: the lock in place.
+        hashes: of the files to be, without an engine.
+        planned: the engine to be, as a lock has it.
+    """
+    record = (previous or {}).get("engine")
+    folder = f"{plan.step('core')}/1"
+    path, file = f"{folder}/{PLAN_FILE}", repository / folder / PLAN_FILE
+    if previous is None or record is None or not file.is_file():
+        return None
+    if previous["plan"].get("engine") != planned:
+        return None
+    inputs = [name for name in hashes if name.startswith(f"{folder}/")]
+    before = previous["files"]
+    if any(before.get(name) != hashes[name] for name in inputs):
+        return None
+    return KeptEngine(path, file, dict(record))

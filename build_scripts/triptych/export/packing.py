@@ -1,0 +1,273 @@
+"""The two layouts as torch modules around any encoder: rows packed end to end, or padded."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from triptych.export.heads import Rows
+
+OUTSIDE = -1e4
+"""Added to the attention score of a token in another row: its weight underflows to exactly 0 in
+fp32, and the number itself still fits fp16."""
+
+
+class CannotPack(Exception):
+    """No way is known to keep this model's rows apart in one sequence; the message says why."""
+
+
+class _Encoder(nn.Module):
+    """What the layouts have in common: the encoder, and which of the usual inputs it takes."""
+
+    def __init__(self, encoder: Any, read: Callable[[Any], Tensor], segments: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.read = read
+        self.takes_positions = takes(encoder, "position_ids")
+        # Without a table of token types a model may take them for words, as GPT-2.
+        typed = segments > 1 or getattr(encoder.config, "type_vocab_size", None)
+        self.takes_types = bool(typed) and takes(encoder, "token_type_ids")
+        self.segments = segments
+
+    def types(self, position: Tensor, first_segment: Tensor | None) -> Mapping[str, Tensor]:
+        """``token_type_ids`` like `position`, where the encoder takes them."""
+        if not self.takes_types:
+            return {}
+        if first_segment is None or self.segments < 2:
+            return {"token_type_ids": torch.zeros_like(position)}
+        return {"token_type_ids": (position >= first_segment).long()}
+
+
+class PackedEncoder(_Encoder):
+    """All rows of a batch end to end as one sequence; a token attends within its row only.
+
+    Row, position and mask are computed in the graph from `row_length` and `row_stride`, with
+    standard operators only.
+    """
+
+    def __init__(
+        self, encoder: Any, segments: int, *, mask: Mask, window: int, first_position: int
+    ) -> None:
+        super().__init__(encoder, hidden_of, segments)
+        self.mask = mask
+        self.window = window
+        self.first_position = first_position
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        row_length: Tensor,
+        row_stride: Tensor,
+        first_segment: Tensor | None = None,
+    ) -> tuple[Tensor, Rows]:
+        """Run the batch.
+
+        Args:
+            input_ids: INT32 ``[T]``, every row followed by its pads.
+            row_length: INT32 ``[B, 1]``, tokens of each row.
+            row_stride: INT32 ``[B]``, places each row takes in `input_ids`.
+            first_segment: INT32 ``[B, 1]``, tokens of each row before its second segment.
+
+        Returns:
+            What the encoder makes of each token, FP32 ``[1, T, H]``, and where the rows are.
+        """
+        ids, length = input_ids.long()[None], row_length.long()
+        stride = row_stride.long()
+        rows = torch.arange(row_stride.shape[0])
+        # The sum of all rows up to each one. Not `cumsum`: TensorRT runs that as a loop, which
+        # neither fuses with what is around it nor fits a CUDA graph.
+        end = torch.where(rows[None, :] <= rows[:, None], stride[None, :], 0).sum(1)
+        start = end - stride
+        place = torch.arange(input_ids.shape[0])
+        row = (place[:, None] >= end[None, :]).long().sum(1)
+        position = place - start[row]
+        valid = position < length[row, 0]
+        position = torch.where(valid, position, 0)
+        extra = {}
+        if self.takes_positions:
+            extra["position_ids"] = position[None] + self.first_position
+        extra |= self.types(position[None], None if first_segment is None else first_segment[row].T)
+        attends = Attends((row[:, None] == row[None, :]) & valid[None, :], place, self.window)
+        with self.mask(self.encoder, attends) as mask:
+            output = self.encoder(input_ids=ids, attention_mask=mask, **extra)
+        member = (row[None, :] == rows[:, None]) & valid[None, :]
+        return self.read(output), Rows(ids, position[None], member, length)
+
+
+class BucketedEncoder(_Encoder):
+    """Rows padded to one length, the mask made from `row_length`.
+
+    Positions are counted from `first_position`, or left to the encoder where that is None. RoBERTa
+    and its kin count them by a running sum, which TensorRT runs as a loop.
+    """
+
+    def __init__(
+        self,
+        encoder: Any,
+        read: Callable[[Any], Tensor],
+        segments: int,
+        *,
+        first_position: int | None = None,
+    ) -> None:
+        super().__init__(encoder, read, segments)
+        self.first_position = first_position
+
+    def forward(
+        self, input_ids: Tensor, row_length: Tensor, first_segment: Tensor | None = None
+    ) -> tuple[Tensor, Rows]:
+        """Run the batch.
+
+        Args:
+            input_ids: INT32 ``[B, L]``, rows padded on the right.
+            row_length: INT32 ``[B, 1]``, tokens of each row.
+            first_segment: INT32 ``[B, 1]``, tokens of each row before its second segment.
+
+        Returns:
+            What the encoder makes of each token, FP32 ``[B, L, H]`` (of a model run whole: its
+            logits), and where the rows are.
+        """
+        ids, length = input_ids.long(), row_length.long()
+        position = torch.arange(input_ids.shape[1])[None, :]
+        valid = position < length
+        extra = dict(self.types(position.expand(ids.shape), first_segment))
+        if self.first_position is not None:
+            extra["position_ids"] = torch.where(valid, position, 0) + self.first_position
+        output = self.encoder(input_ids=ids, attention_mask=valid.long(), **extra)
+        return self.read(output), Rows(ids, position, valid, length)
+
+
+def hidden_of(output: Any) -> Tensor:
+    """The token vectors in an encoder's output."""
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether a model's forward has an argument of that name."""
+    return name in inspect.signature(model.forward).parameters
+
+
+class Attends(NamedTuple):
+    """Which tokens may attend to which.
+
+    Attributes:
+        allowed: BOOL ``[T, T]``, the tokens of the same row.
+        place: INT64 ``[T]``, counts through the sequence.
+        window: farthest token that a layer of local attention sees.
+    """
+
+    allowed: Tensor
+    place: Tensor
+    window: int
+
+    @property
+    def away(self) -> Tensor:
+        """INT64 ``[T, T]``, distance from each token to each."""
+        return (self.place[:, None] - self.place[None, :]).abs()
+
+
+Mask = Callable[[Any, Attends], AbstractContextManager[Any]]
+"""One way of telling an encoder who attends to whom: its ``attention_mask``, to be passed while
+the context is open."""
+
+
+def _additive(allowed: Tensor) -> Tensor:
+    return torch.where(allowed, 0.0, OUTSIDE)[None, None]
+
+
+def _added(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
+    return nullcontext(_additive(attends.allowed))
+
+
+def _added_by_layer_type(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
+    local = attends.allowed & (attends.away <= attends.window)
+    return nullcontext(_by_layer_type(encoder, attends.allowed, local))
+
+
+def _added_by_layer_type_within(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
+    local = attends.allowed & (attends.away < attends.window)
+    return nullcontext(_by_layer_type(encoder, attends.allowed, local))
+
+
+def _by_layer_type(encoder: Any, everywhere: Tensor, local: Tensor) -> dict[str, Tensor]:
+    return {
+        kind: _additive(local if "sliding" in kind else everywhere)
+        for kind in sorted(set(encoder.config.layer_types))
+    }
+
+
+def _boolean(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
+    # A pad sees itself at least, or its vector would not be a number.
+    itself = attends.place[:, None] == attends.place[None, :]
+    return nullcontext((attends.allowed | itself)[None, None])
+
+
+def _added_causal(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
+    before = attends.place[:, None] >= attends.place[None, :]
+    return nullcontext(_additive(attends.allowed & before))
+
+
+def _per_row_of_ones(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
+    return nullcontext(attends.allowed.long()[None])
+
+
+@contextlib.contextmanager
+def _made_by_encoder(encoder: Any, attends: Attends) -> Iterator[Any]:
+    """For encoders that make their mask of a plain one by a method: it returns this one."""
+    makers = [module for module in encoder.modules() if hasattr(module, "get_attention_mask")]
+    if not makers:
+        raise ValueError("no layer makes a mask")
+    with contextlib.ExitStack() as stack:
+        for maker in makers:
+            mask = attends.allowed[None, None]
+            stack.enter_context(replaced(maker, "get_attention_mask", lambda _, mask=mask: mask))
+        yield torch.ones_like(attends.place)[None]
+
+
+MASKS: tuple[Mask, ...] = (
+    _added,
+    _boolean,
+    _added_by_layer_type,
+    _added_by_layer_type_within,
+    _made_by_encoder,
+    _added_causal,
+    _per_row_of_ones,
+)
+"""In the order they are tried."""
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Give an attribute another value while the context is open."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def any_length(model: Any) -> Iterator[None]:
+    """Keep a model from computing with the sequence's length in Python, which fixes it in a graph.
+
+    DeBERTa cuts its table of relative positions to the length; the whole table gives the same.
+    """
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            if hasattr(module, "compute_attention_span"):
+                whole = replaced(module, "compute_attention_span", lambda _q, _k, span: span)
+                stack.enter_context(whole)
+        yield

@@ -1,0 +1,269 @@
+"""Hugging Face model -> ``model.onnx`` in either layout, and nothing of this machine in it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import UserError
+from triptych.graph.files import MODEL_FILE, save_onnx
+from triptych.model.facts import ModelFacts
+from triptych.tasks.task import Core
+from triptych.tensors import ROW_STRIDE, Tensor
+
+OPSET = 18
+RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
+"""What is read of a model's output, whatever its class."""
+
+
+def load_model(folder: Path, auto_class: str) -> Any:
+    """The model in PyTorch, fp32, evaluation mode.
+
+    Args:
+        folder: as `save_pretrained` wrote it.
+        auto_class: class of transformers that loads it, with the head it stands for.
+
+    Raises:
+        UserError: transformers cannot load it as that, or its weights are not all there.
+    """
+    import torch
+    import transformers
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        with _quiet():
+            model, report = _loader(folder, auto_class).from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True
+            )
+    except Exception as error:
+        raise UserError(
+            "model.source",
+            f"must be a model transformers can load ({auto_class})",
+            given=_one_line(error),
+            remedy="Check config.json and the weights",
+        ) from error
+    model = model.eval()
+    missing = sorted(report["missing_keys"])
+    if missing and _matter(model, missing):
+        raise UserError(
+            "model.source",
+            f"must hold every weight of {type(model).__name__}",
+            given=f"{len(missing)} missing: {', '.join(missing[:4])}",
+            remedy="Choose a model fine-tuned for this task",
+        )
+    if isinstance(model, transformers.PreTrainedModel) and hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    return model
+
+
+def _one_line(error: Exception) -> str:
+    """An error's message without line breaks and terminal colours, cut to a readable length."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())[:300]
+
+
+def _loader(folder: Path, auto_class: str) -> Any:
+    """The class to load with; of an encoder-decoder without a head, the encoder where it has one.
+
+    That is also what sentence-transformers takes of it.
+    """
+    import transformers
+
+    if auto_class == "AutoModel":
+        config = transformers.AutoConfig.from_pretrained(folder)
+        encoders = transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
+        if getattr(config, "is_encoder_decoder", False) and type(config) in encoders:
+            return transformers.AutoModelForTextEncoding
+    return getattr(transformers, auto_class)
+
+
+def _matter(model: Any, missing: list[str]) -> bool:
+    """Whether weights that were not in the checkpoint reach a result.
+
+    They are made NaN to see: a pooler that no head reads shows nothing, and is left zero.
+    """
+    import torch
+
+    if model.main_input_name != "input_ids":
+        return True
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    chosen = [weights[name] for name in missing if name in weights]
+    with torch.no_grad():
+        for weight in chosen:
+            weight.fill_(float("nan") if weight.is_floating_point() else 0)
+        try:
+            output = model(**model.dummy_inputs)
+        except Exception:  # needs other inputs: nothing can be told, so nothing may be missing
+            return True
+        results = [output.get(name) for name in RESULTS if output.get(name) is not None]
+        if not results or any(bool(result.isnan().any()) for result in results):
+            return True
+        for weight in chosen:
+            weight.zero_()
+    return False
+
+
+def export_onnx(
+    folder: Path,
+    facts: ModelFacts,
+    core: Core,
+    inputs: tuple[Tensor, ...],
+    *,
+    packed: bool,
+    target: Path,
+) -> None:
+    """Write ``target/model.onnx``: the model in `folder` with its head, and what `core` returns.
+
+    Graph inputs: those of `inputs` in order, then ``row_stride`` if packed. Packed, ``input_ids``
+    is INT32 ``[tokens]``, every row followed by its pads, and an output that is per token is
+    ``[tokens, ...]``; bucketed both are ``[rows, tokens, ...]``. All else is ``[rows, ...]``.
+
+    Raises:
+        CannotPack: packed, and the rows of this model cannot be kept apart; bucketed may do.
+        UserError: the model cannot be loaded, run or exported.
+    """
+    import torch
+
+    from triptych.export.packing import CannotPack, any_length
+
+    model = load_model(folder, core.auto_class)
+    with _quiet(), any_length(model), torch.no_grad():
+        graph = _graph(model, facts, core, inputs, folder, packed=packed)
+        graph_inputs = (*inputs, ROW_STRIDE) if packed else inputs
+        examples, shapes = _examples(graph_inputs, packed=packed)
+        try:
+            exported: Any = torch.onnx.export(
+                torch.export.export(graph.eval(), examples, dynamic_shapes=(shapes,), strict=False),
+                dynamo=True,
+                input_names=[tensor.name for tensor in graph_inputs],
+                output_names=[output.name for output in core.outputs],
+                opset_version=OPSET,
+                verbose=False,
+            )
+        except Exception as error:
+            reason = f"{type(error).__name__}: {_one_line(error)}"
+            if packed:
+                raise CannotPack(f"its packed form does not export ({reason})") from error
+            raise UserError(
+                "model.source",
+                f"must be an architecture that exports to ONNX ({facts.architecture})",
+                given=reason,
+                remedy="Choose another model",
+            ) from error
+    proto = exported.model_proto
+    _declare(proto, (*graph_inputs, *core.outputs), packed=packed)
+    target.mkdir(parents=True, exist_ok=True)
+    save_onnx(proto, target / MODEL_FILE)
+
+
+def _graph(
+    model: Any,
+    facts: ModelFacts,
+    core: Core,
+    inputs: tuple[Tensor, ...],
+    folder: Path,
+    *,
+    packed: bool,
+) -> Any:
+    """The torch module to export, from the graph's inputs to its outputs."""
+    from triptych.export.heads import CoreGraph, Returned
+
+    activation = "softmax" if core.reads == "mask" else facts.activation
+    kept = core.outputs[0].dims[0] if core.returns == "choices" else 0
+    returned = Returned(core.returns, activation, kept=int(kept), flatten=packed and core.per_token)
+    if core.reads == "image":
+        from triptych.model.image_core import ImageCore
+
+        if facts.image is None:
+            raise UserError(
+                "model.source",
+                "must hold an image processor (preprocessor_config.json)",
+                given=f"{facts.architecture} without one",
+                remedy="Save the model's image processor into the folder",
+            )
+        return CoreGraph(ImageCore(model, facts.image), returned, (0,))
+    from triptych.export.proof import prove_text_core
+
+    names = [tensor.name for tensor in inputs]
+    # In the order a layout takes them; the stride is the graph's last input.
+    order = [names.index("input_ids"), names.index("row_length")] + [len(names)] * packed
+    if "first_segment" in names:
+        order.append(names.index("first_segment"))
+    text_core = prove_text_core(model, facts, core, folder, packed=packed)
+    return CoreGraph(text_core, returned, tuple(order))
+
+
+def _examples(
+    inputs: tuple[Tensor, ...], *, packed: bool
+) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
+    """Inputs to trace with, and which of their axes vary."""
+    import torch
+
+    # Sizes differ from one another and from 0 and 1, else the exporter takes them for constants.
+    known = {
+        "input_ids": torch.ones(20 if packed else (3, 9), dtype=torch.int32),
+        "row_length": torch.tensor([[4], [6], [7]], dtype=torch.int32),
+        "row_stride": torch.tensor([5, 6, 9], dtype=torch.int32),
+        "first_segment": torch.tensor([[2], [3], [4]], dtype=torch.int32),
+    }
+    examples, shapes = [], []
+    for tensor in inputs:
+        example = known.get(tensor.name)
+        if example is None:
+            dtype = getattr(torch, tensor.dtype.lower())
+            example = torch.zeros((3, *tensor.config_dims), dtype=dtype)
+        examples.append(example)
+        varies = [isinstance(axis, str) for axis in _axes(tensor, packed=packed)]
+        shapes.append({i: torch.export.Dim.DYNAMIC for i, it in enumerate(varies) if it})
+    return tuple(examples), tuple(shapes)
+
+
+def _axes(tensor: Tensor, *, packed: bool) -> list[int | str]:
+    """The axes of a tensor in the graph: what is per token has no axis of rows when packed."""
+    per_token = "tokens" in tensor.dims
+    return [*tensor.dims] if packed and per_token else ["rows", *tensor.dims]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's chatter off the terminal; its errors are raised."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
+
+
+def _declare(model: Any, tensors: tuple[Tensor, ...], *, packed: bool) -> None:
+    """Declare inputs and outputs as `tensors` has them: Triton compares shapes and types exactly.
+
+    Raises:
+        ValueError: the exporter found something else.
+    """
+    import onnx
+
+    values = (*model.graph.input, *model.graph.output)
+    for value, tensor in zip(values, tensors, strict=True):
+        axes = _axes(tensor, packed=packed)
+        found = value.type.tensor_type
+        sizes = [axis.dim_value if axis.HasField("dim_value") else "?" for axis in found.shape.dim]
+        fits = len(sizes) == len(axes) and all(
+            size == "?" if isinstance(axis, str) else size in (axis, "?")
+            for size, axis in zip(sizes, axes, strict=True)
+        )
+        dtype = onnx.TensorProto.DataType.Value({"FP32": "FLOAT"}.get(tensor.dtype, tensor.dtype))
+        if value.name != tensor.name or found.elem_type != dtype or not fits:
+            raise ValueError(
+                f"{tensor.name} {tensor.dtype} {axes} was exported as {value.name} "
+                f"{onnx.TensorProto.DataType.Name(found.elem_type)} {sizes}"
+            )
+        value.CopyFrom(onnx.helper.make_tensor_value_info(tensor.name, dtype, axes))

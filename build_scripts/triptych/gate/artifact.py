@@ -1,0 +1,93 @@
+"""Running a core artifact in process on rows as the server passes them: what the gate checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.graph.session import open_session
+from triptych.plan.plan import Plan
+from triptych.requests.feeds import Feed, Sample, core_feed, row_strides
+from triptych.tasks.task import Core
+from triptych.tensors import Tensor, TokenRow
+
+RowOutputs = dict[str, NDArray[Any]]
+"""What the core returned for one row, by output; per-token outputs end with the row's tokens."""
+
+RunBatch = Callable[[Sequence[Sample]], list[RowOutputs]]
+"""Runs one batch of rows on the artifact."""
+
+RunFeed = Callable[[Feed], Mapping[str, NDArray[Any]]]
+"""Runs one batch as the graph takes it; the outputs by name."""
+
+
+def open_onnx(
+    path: Path, core: Core, inputs: tuple[Tensor, ...], *, packed: bool, pad_token_id: int
+) -> RunBatch:
+    """A function that runs one batch of rows through a ``model.onnx`` of any precision on the CPU.
+
+    Args:
+        path: of the graph.
+        core: what it returns.
+        inputs: of the graph, as `core_feed` takes them.
+        packed: the layout.
+        pad_token_id: fills rows up.
+    """
+    session = open_session(path)
+    names = [tensor.name for tensor in core.outputs]
+
+    def run(feed: Feed) -> Mapping[str, NDArray[Any]]:
+        return dict(zip(names, session.run(names, feed), strict=True))
+
+    return by_rows(run, core, inputs, packed=packed, pad_token_id=pad_token_id)
+
+
+def by_rows(
+    run_feed: RunFeed, core: Core, inputs: tuple[Tensor, ...], *, packed: bool, pad_token_id: int
+) -> RunBatch:
+    """A function that runs one batch of rows by whatever runs a feed.
+
+    Args:
+        run_feed: gives the outputs for a feed, by name.
+        core: what it returns.
+        inputs: of a feed, as `core_feed` takes them.
+        packed: the layout.
+        pad_token_id: fills rows up.
+    """
+    names = [tensor.name for tensor in core.outputs]
+
+    def run(samples: Sequence[Sample]) -> list[RowOutputs]:
+        outputs = run_feed(core_feed(samples, inputs, packed=packed, pad_token_id=pad_token_id))
+        results = [outputs[name] for name in names]
+        rows = [sample for sample in samples if isinstance(sample, TokenRow)]
+        if not rows:
+            return [dict(zip(names, values, strict=True)) for values in zip(*results, strict=True)]
+        starts = np.cumsum([0, *row_strides(rows, packed=packed)[:-1]])
+        return [
+            {
+                name: _cut(values, index, int(starts[index]), row, core, packed=packed)
+                for name, values in zip(names, results, strict=True)
+            }
+            for index, row in enumerate(rows)
+        ]
+
+    return run
+
+
+def open_core(path: Path, plan: Plan) -> RunBatch:
+    """`open_onnx` for the core of a plan."""
+    pad = plan.facts.pad_token_id
+    return open_onnx(path, plan.core, plan.core_inputs, packed=plan.packed, pad_token_id=pad)
+
+
+def _cut(
+    values: NDArray[Any], index: int, start: int, row: TokenRow, core: Core, *, packed: bool
+) -> NDArray[Any]:
+    """What belongs to one row of an output of the whole batch."""
+    places = slice(start, start + len(row.ids)) if packed else (index, slice(len(row.ids)))
+    result: NDArray[Any] = values[places] if core.per_token else values[index]
+    return result

@@ -1,0 +1,229 @@
+"""The gate's requests through a served pipeline: alone, beside others, in reverse order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.client import (
+    AccessDenied,
+    Client,
+    DeadlineExceeded,
+    InferenceError,
+    InvalidRequest,
+    PipelineConfig,
+    PipelineNotFound,
+    PipelineNotReady,
+    Retry,
+    ServerUnreachable,
+    StepStatistics,
+)
+from triptych.errors import UserError
+from triptych.plan.plan import Plan
+
+ALONE, TOGETHER, REVERSED = "alone", "together", "reversed"
+WAYS = (ALONE, TOGETHER, REVERSED)
+"""How the requests are sent: one after the other, many at once, and so from the last to the first.
+"""
+
+MOST_LATE = 3
+"""So many requests past their deadline, and the others are not waited for."""
+
+_NO_SERVER = (ServerUnreachable, AccessDenied, PipelineNotFound, PipelineNotReady)
+_NUMPY_TYPES: Mapping[str, type[np.generic]] = {
+    "BYTES": np.object_,
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "INT8": np.int8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP32": np.float32,
+}
+Parameter = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class LiveRequest:
+    """One request of one row, as a client sends it.
+
+    Attributes:
+        inputs: name to text, or the bytes of an image.
+        parameters: those that the request gives; the pipeline has defaults for the others.
+    """
+
+    inputs: Mapping[str, str | bytes]
+    parameters: Mapping[str, Parameter]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back: outputs by name, ``[1, …]`` each, or an error."""
+
+    outputs: Mapping[str, NDArray[Any]] | None = None
+    error: InferenceError | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the pipeline says that the request breaks one of its rules."""
+        return isinstance(self.error, InvalidRequest)
+
+
+@dataclass(frozen=True)
+class LiveRuns:
+    """The replies of all ways of sending, in the order of the requests.
+
+    Attributes:
+        replies: way to one reply a request.
+        mean_batch: rows the core ran at a time while many requests were under way; None where the
+            server does not tell.
+    """
+
+    replies: Mapping[str, Sequence[Reply]]
+    mean_batch: float | None
+
+
+def live_request(
+    inputs: Mapping[str, str | bytes],
+    parameters: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+) -> LiveRequest:
+    """A request that gives the `parameters` other than the `defaults`; lists go as JSON."""
+    given = {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list | tuple) else value
+        for name, value in parameters.items()
+        if name not in defaults or defaults[name] != value
+    }
+    return LiveRequest(inputs, given)
+
+
+def run_live(
+    plan: Plan,
+    url: str,
+    requests: Sequence[LiveRequest],
+    *,
+    clients: int,
+    timeout_s: float,
+    progress: Callable[[str], None],
+) -> LiveRuns:
+    """Send every request in each of `WAYS`.
+
+    Args:
+        plan: what the server should serve.
+        url: ``host:port`` of its gRPC endpoint.
+        requests: of one row each.
+        clients: requests under way at once where they are sent together.
+        timeout_s: deadline of each request, in seconds.
+        progress: told what is being done.
+
+    Raises:
+        UserError: no server answers there (any more), it does not serve the pipeline, the
+            pipeline has other inputs or outputs, or requests are not answered in time.
+    """
+    name = plan.spec.name
+    try:
+        with Client(name, url, timeout_s=timeout_s, retry=Retry()) as client:
+            check_interface(plan, client.interface(), url)
+            replies = {}
+            for way in WAYS:
+                progress(f"{len(requests)} requests, {_words(way, clients)} ...")
+                before = _core_statistics(client, plan)
+                order = range(len(requests))[:: -1 if way == REVERSED else 1]
+                replies[way] = _send(client, requests, order, 1 if way == ALONE else clients)
+                after = _core_statistics(client, plan)
+    except DeadlineExceeded as error:
+        raise UserError(
+            f"{name} at {url}",
+            f"must answer requests within {timeout_s:g} s",
+            given=error.message,
+            remedy="Raise --timeout-s, or lower --clients",
+        ) from error
+    except InferenceError as error:
+        raise UserError(
+            f"{name} at {url}",
+            "must be served all the time that it is verified",
+            given=error,
+            remedy="Name a server that serves it with --url, or leave --url out to start one",
+        ) from error
+    mean_batch = None if before is None or after is None else (after - before).mean_batch
+    return LiveRuns(replies, mean_batch)
+
+
+def check_interface(plan: Plan, config: PipelineConfig, url: str) -> None:
+    """The pipeline served has the inputs and outputs that the plan gives it.
+
+    Raises:
+        UserError: it has others.
+    """
+    wanted = {
+        tensor.name: (_NUMPY_TYPES[tensor.dtype], tuple(max(dim, 0) for dim in tensor.config_dims))
+        for tensor in plan.task.outputs
+    }
+    found = {name: (dtype, tuple(dims)) for name, (dtype, dims) in config.outputs.items()}
+    inputs = sorted(tensor.name for tensor in plan.task.inputs)
+    for kind, want, have in (
+        ("inputs", inputs, sorted(config.inputs)),
+        ("outputs", _shown(wanted), _shown(found)),
+    ):
+        if want != have:
+            raise UserError(
+                f"{plan.spec.name} at {url}",
+                f"must have the {kind} of {plan.task.name}: {', '.join(want)}",
+                given=", ".join(have),
+                remedy="Build the pipeline again, or name the server that serves it",
+            )
+
+
+def _shown(outputs: Mapping[str, tuple[type[np.generic], tuple[int, ...]]]) -> list[str]:
+    return sorted(
+        f"{name} {np.dtype(dtype).name} [{', '.join(str(dim or -1) for dim in dims)}]"
+        for name, (dtype, dims) in outputs.items()
+    )
+
+
+def _words(way: str, clients: int) -> str:
+    if way == ALONE:
+        return "one after the other"
+    return f"{clients} at a time" + (", from the last to the first" if way == REVERSED else "")
+
+
+def _core_statistics(client: Client, plan: Plan) -> StepStatistics | None:
+    with suppress(InferenceError):  # a server may keep its statistics to itself
+        steps = client.step_statistics()
+        return next((step for step in steps if step.model == plan.step("core")), None)
+    return None
+
+
+def _send(
+    client: Client, requests: Sequence[LiveRequest], order: Sequence[int], clients: int
+) -> list[Reply]:
+    """One reply a request, in the order of `requests`; they are begun in the given `order`."""
+    late: list[DeadlineExceeded] = []
+
+    def send(place: int) -> Reply:
+        if len(late) >= MOST_LATE:
+            raise late[0]
+        request = requests[place]
+        inputs = {name: [value] for name, value in request.inputs.items()}
+        try:
+            return Reply(client.infer(inputs, parameters=request.parameters))
+        except _NO_SERVER:
+            raise
+        except InferenceError as error:
+            if isinstance(error, DeadlineExceeded):
+                late.append(error)
+            return Reply(error=error)
+
+    with ThreadPoolExecutor(clients) as pool:
+        futures = {place: pool.submit(send, place) for place in order}
+        try:
+            return [futures[place].result() for place in range(len(requests))]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,275 @@
+"""What a served pipeline answered against what the reference says: the gate's limits, live."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from triptych.gate.live.closeness import Answer, differences, same, shape_fault, show_answer
+from triptych.gate.live.replies import (
+    LiveCase,
+    Rules,
+    SortedReplies,
+    describe_faults,
+    sort_replies,
+)
+from triptych.gate.live.send import ALONE, WAYS, LiveRuns
+from triptych.gate.verdicts import judge_metrics, say_failures
+from triptych.gate.worst import WORST_ROWS
+from triptych.repository.records import Verdict, WorstRow
+from triptych.requests.samples import FEW_ROWS
+from triptych.tasks.accuracy import METRICS, Tolerance
+from triptych.tasks.metrics.compare import compare
+
+ALIKE = "answers_alike"
+"""The share of requests answered like the reference in everything: where the task's own metrics
+say nothing of the outputs, as those of a custom task's functions."""
+
+_LEAST_ALIKE: Mapping[Tolerance, float] = {"exact": 0.99, "close": 0.95, "quantized": 0.5}
+# A function that prints digits prints other ones for every rounding, so little can be asked there.
+_LOOSE = 0.05
+"""Largest difference of answers that are alike where the precision sets no limit of its own."""
+
+_LITTLE_ALIKE = "only {:.1%} of the answers are like the reference's"
+
+CORE_LEVEL = ("max_difference", "neighbour_effect")
+CORE_ONLY = ("edge_error",)
+"""Metrics of the core's own outputs, which no answer shows."""
+
+LEAST_BATCH = 1.2
+"""Rows the core runs at a time on average, below which a run says little of neighbours."""
+
+
+@dataclass(frozen=True)
+class LiveVerdict:
+    """What the live gate found.
+
+    Attributes:
+        verdicts: metric by metric, the worst of all ways of sending.
+        by_way: way of sending to the figures of the task.
+        edge_values: figures of the generated rows alone; no limits but those of `verdicts`.
+        failures: what is wrong, in words; empty where the pipeline may serve.
+        notes: what else a user should know.
+        counts: requests by what became of them, over all ways of sending.
+        worst: the rows furthest from the reference.
+        finite: no NaN, no infinity.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    by_way: Mapping[str, Mapping[str, float]]
+    edge_values: Mapping[str, float]
+    failures: tuple[str, ...]
+    notes: tuple[str, ...]
+    counts: Mapping[str, int]
+    worst: tuple[WorstRow, ...]
+    finite: bool
+
+
+def judge(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> LiveVerdict:
+    """Hold every reply to what the spec and the reference say, fail-closed.
+
+    Args:
+        cases: in the order of the requests sent.
+        runs: what came back.
+        rules: what it is held to.
+    """
+    ways = {way: sort_replies(cases, runs.replies[way], rules) for way in WAYS}
+    scales = _scales(cases)
+    readable = _readable_metrics(cases, rules)
+    read = {way: _figures(cases, view, rules, scales, readable) for way, view in ways.items()}
+    values = {
+        **_worst_values([figures.values for figures in read.values()]),
+        "max_difference": _worst_difference(cases, ways, rules, scales),
+        "neighbour_effect": _neighbour_effect(ways, rules, scales),
+    }
+    verdicts = _verdicts(values, readable, rules)
+    failures = [fault for way, view in ways.items() for fault in describe_faults(cases, view, way)]
+    failures += say_failures(verdicts, {ALIKE: [_LITTLE_ALIKE.format(values.get(ALIKE, 0.0))]})
+    return LiveVerdict(
+        verdicts=verdicts,
+        by_way={way: figures.values for way, figures in read.items()},
+        edge_values=_figures(cases, ways[ALONE], rules, scales, readable, edge=True).values,
+        failures=tuple(failures),
+        notes=tuple(_notes(cases, runs, rules, readable)),
+        counts=dict(sum((view.counts for view in ways.values()), Counter())),
+        worst=tuple(_worst(cases, ways, read, rules, scales)),
+        finite=all(view.finite for view in ways.values()),
+    )
+
+
+def _readable_metrics(cases: Sequence[LiveCase], rules: Rules) -> tuple[str, ...]:
+    """The task's metrics that the answers show.
+
+    The reference is held against itself: where it misses a limit, functions of the pipeline's own
+    took out of the outputs what the metric needs.
+    """
+    rows = [case for case in cases if not case.edge and not case.refusal]
+    wanted = [case.wanted for case in rows]
+    found = compare(rules.task, wanted, wanted, [case.query for case in rows]).values
+    return tuple(
+        name
+        for name, value in found.items()
+        if name not in rules.limits or METRICS[name].meets(value, rules.limits[name])
+    )
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What the rows of one way of sending come to.
+
+    Attributes:
+        values: metric to figure.
+        badness: place of a case to how bad its answer is.
+    """
+
+    values: Mapping[str, float]
+    badness: Mapping[int, float]
+
+
+def _figures(
+    cases: Sequence[LiveCase],
+    view: SortedReplies,
+    rules: Rules,
+    scales: Mapping[str, float],
+    readable: Sequence[str],
+    *,
+    edge: bool = False,
+) -> _Figures:
+    places = [place for place in view.answers if cases[place].edge == edge]
+    if not places:
+        return _Figures({}, {})
+    got = [view.answers[place] for place in places]
+    wanted = [cases[place].wanted for place in places]
+    if not readable:
+        alike = [_alike(g, w, rules, scales) for g, w in zip(got, wanted, strict=True)]
+        badness = {place: float(not same) for place, same in zip(places, alike, strict=True)}
+        return _Figures({ALIKE: float(np.mean(alike))}, badness)
+    found = compare(rules.task, got, wanted, [cases[place].query for place in places])
+    values = {name: value for name, value in found.values.items() if name in readable}
+    return _Figures(values, dict(zip(places, found.badness, strict=True)))
+
+
+def _alike(got: Answer, wanted: Answer, rules: Rules, scales: Mapping[str, float]) -> bool:
+    if shape_fault(got, wanted) or not same(got, wanted):
+        return False
+    limit = rules.limits.get("max_difference", _LOOSE)
+    return _scaled(got, wanted, rules, scales) <= limit
+
+
+def _worst_values(ways: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The worst figure of each metric over all ways of sending."""
+    worst: dict[str, float] = {}
+    for values in ways:
+        for name, value in values.items():
+            lower = name in METRICS and METRICS[name].better == "lower"
+            pick = max if lower else min
+            worst[name] = pick(worst.get(name, value), value)
+    return worst
+
+
+def _scales(cases: Sequence[LiveCase]) -> dict[str, float]:
+    """What differences are relative to: the reference's largest number, where that is above 1."""
+    scales: dict[str, float] = {}
+    for case in cases:
+        for name, array in case.wanted.items():
+            if np.issubdtype(array.dtype, np.floating) and array.size:
+                scales[name] = max(scales.get(name, 1.0), float(np.abs(array).max()))
+    return scales
+
+
+def _scaled(one: Answer, other: Answer, rules: Rules, scales: Mapping[str, float]) -> float:
+    if shape_fault(one, other):
+        return math.inf
+    found = differences(one, other, rules.json_outputs)
+    return float(np.max([0.0, *(value / scales.get(name, 1.0) for name, value in found.items())]))
+
+
+def _worst_difference(
+    cases: Sequence[LiveCase],
+    ways: Mapping[str, SortedReplies],
+    rules: Rules,
+    scales: Mapping[str, float],
+) -> float:
+    found = [
+        _scaled(answer, cases[place].wanted, rules, scales)
+        for view in ways.values()
+        for place, answer in view.answers.items()
+    ]
+    return float(np.max(found)) if found else math.nan
+
+
+def _neighbour_effect(
+    ways: Mapping[str, SortedReplies], rules: Rules, scales: Mapping[str, float]
+) -> float:
+    alone = ways[ALONE].answers
+    found = [
+        _scaled(answer, alone[place], rules, scales)
+        for way, view in ways.items()
+        for place, answer in view.answers.items()
+        if way != ALONE and place in alone
+    ]
+    return float(np.max(found)) if found else math.nan
+
+
+def _verdicts(
+    values: Mapping[str, float], readable: Sequence[str], rules: Rules
+) -> tuple[Verdict, ...]:
+    judged = [*readable, *(() if rules.hooked else CORE_LEVEL)]
+    limits = {name: limit for name, limit in rules.limits.items() if name in judged}
+    verdicts = judge_metrics(values, limits, complete=False)
+    if readable:
+        return verdicts
+    value, limit = values.get(ALIKE, math.nan), _LEAST_ALIKE[rules.tolerance]
+    return (Verdict(ALIKE, value, limit, value >= limit), *verdicts)
+
+
+def _notes(
+    cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules, readable: Sequence[str]
+) -> Iterator[str]:
+    elsewhere = (*readable, *CORE_LEVEL, *CORE_ONLY)
+    skipped = [name for name in rules.limits if name not in elsewhere]
+    if skipped:
+        yield f"cannot be read off the answers, so not measured: {', '.join(skipped)}"
+    if rules.hooked:
+        yield (
+            f"no limit on {' and '.join(CORE_LEVEL)}: functions of the pipeline's own made the"
+            " outputs, and they may round"
+        )
+    if runs.mean_batch is not None and runs.mean_batch < LEAST_BATCH:
+        yield (
+            f"the core ran {runs.mean_batch:.1f} rows at a time: hardly anything shared a batch,"
+            " so that little is known of neighbours; raise --clients"
+        )
+    rows = sum(not case.edge for case in cases)
+    if rows < FEW_ROWS:
+        yield f"only {rows} rows of traffic decide: {FEW_ROWS} or more are better"
+
+
+def _worst(
+    cases: Sequence[LiveCase],
+    ways: Mapping[str, SortedReplies],
+    read: Mapping[str, _Figures],
+    rules: Rules,
+    scales: Mapping[str, float],
+) -> list[WorstRow]:
+    rows: dict[int, WorstRow] = {}
+    for way, figures in read.items():
+        for place, badness in figures.badness.items():
+            wanted, answer = cases[place].wanted, ways[way].answers[place]
+            got = {name: answer[name] for name in wanted if name in answer}  # in its order
+            difference = _scaled(got, wanted, rules, scales)
+            row = WorstRow(
+                cases[place].shown, badness, difference, show_answer(wanted), show_answer(got)
+            )
+            if place not in rows or _rank(rows[place]) < _rank(row):
+                rows[place] = row
+    return sorted(rows.values(), key=_rank, reverse=True)[:WORST_ROWS]
+
+
+def _rank(row: WorstRow) -> tuple[float, float]:
+    difference = math.inf if math.isnan(row.difference) else row.difference
+    return row.badness, difference

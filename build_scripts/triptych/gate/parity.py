@@ -1,0 +1,155 @@
+"""An engine against the ONNX graph it was built of: does the compiler compute what the graph says?
+
+A compiler can be wrong in silence, so every engine is run on real rows before it is written: in
+batches, alone, reversed and by length, as the gate runs a core; the reference is what ONNX Runtime
+makes of the same graph on a CPU. Answers are not decoded: whether the graph itself is right, the
+gate has said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from triptych.gate.artifact import RowOutputs, RunBatch, RunFeed, by_rows, open_onnx
+from triptych.gate.check import check
+from triptych.gate.runs import choices_of, chooses, run_rows
+from triptych.plan.engine_spec import ShapeRange
+from triptych.repository.records import GateResult
+from triptych.requests.feeds import Feed, Sample, row_strides
+from triptych.requests.samples import Expected, GateRequest
+from triptych.tasks.accuracy import thresholds
+from triptych.tasks.metrics.ranks import TIE
+from triptych.tasks.task import Core
+from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_STRIDE, Tensor, TokenRow
+
+PAD = 0
+"""Any token id: what pads hold changes no result."""
+
+MEASURED = ("max_difference", "neighbour_effect", "min_cosine", "mean_cosine", "label_agreement")
+"""Metrics of a core's own outputs that need neither a decoder nor made-up rows."""
+
+Profiles = Sequence[Mapping[str, ShapeRange]]
+
+
+def check_engine(
+    run_feed: RunFeed,
+    onnx: Path,
+    rows: Sequence[Sample],
+    core: Core,
+    *,
+    inputs: Sequence[str],
+    profiles: Profiles,
+    task: str,
+    precision: str,
+    tf32: bool,
+) -> GateResult:
+    """Run engine and graph on the same rows and compare, fail-closed.
+
+    Args:
+        run_feed: runs one batch on the engine.
+        onnx: the graph.
+        rows: of the traffic, and made up.
+        core: what it returns.
+        inputs: names of the graph's inputs.
+        profiles: of the engine.
+        task: name of the pipeline's task.
+        precision: of the engine, which decides the limits.
+        tf32: whether fp32 products may be rounded: then they are as close as fp16 is.
+    """
+    packed = ROW_STRIDE.name in inputs
+    tensors = tuple(_tensor(name) for name in inputs if name != ROW_STRIDE.name)
+    batch_size = min(_most_rows(profile) for profile in profiles)
+    graph = open_onnx(onnx, core, tensors, packed=packed, pad_token_id=PAD)
+    wanted = run_rows(graph, rows, range(len(rows)), batch_size)
+    fitted = run_feed if packed else _padded(run_feed, profiles)
+    engine = by_rows(fitted, core, tensors, packed=packed, pad_token_id=PAD)
+    if packed:
+        engine = _dealt(engine, max(profile[INPUT_IDS.name].maximum[0] for profile in profiles))
+    closeness = "fp16" if tf32 and precision == "fp32" else precision
+    limits = thresholds(task, core.returns, closeness, {})
+    return check(
+        engine,
+        [_request(place, row) for place, row in enumerate(rows)],
+        _expected([wanted[place] for place in range(len(rows))], core),
+        core,
+        {name: limit for name, limit in limits.items() if name in MEASURED},
+        task=task,
+        precision=precision,
+        batch_size=batch_size,
+    )
+
+
+def _tensor(name: str) -> Tensor:
+    known = {tensor.name: tensor for tensor in (INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT)}
+    return known.get(name, Tensor(name, "UINT8", ()))
+
+
+def _most_rows(profile: Mapping[str, ShapeRange]) -> int:
+    """Rows that a batch of a profile may have; packed ids have no axis of rows."""
+    name = ROW_STRIDE.name if ROW_STRIDE.name in profile else next(iter(profile))
+    return profile[name].maximum[0]
+
+
+def _padded(run_feed: RunFeed, profiles: Profiles) -> RunFeed:
+    """`run_feed` with rows of tokens padded to the smallest profile that holds them."""
+    edges = sorted(
+        profile[INPUT_IDS.name].maximum[1] for profile in profiles if INPUT_IDS.name in profile
+    )
+
+    def run(feed: Feed) -> Any:
+        ids = feed.get(INPUT_IDS.name)
+        if ids is None:
+            return run_feed(feed)
+        width = next((edge for edge in edges if edge >= ids.shape[1]), ids.shape[1])
+        padded = np.pad(ids, [(0, 0), (0, width - ids.shape[1])], constant_values=PAD)
+        return run_feed({**feed, INPUT_IDS.name: padded})
+
+    return run
+
+
+def _dealt(run: RunBatch, most_tokens: int) -> RunBatch:
+    """`run` with a batch of more tokens than the engine takes dealt out in halves."""
+
+    def halves(samples: Sequence[Sample]) -> list[RowOutputs]:
+        tokens = [row for row in samples if isinstance(row, TokenRow)]
+        if len(tokens) < 2 or sum(row_strides(tokens, packed=True)) <= most_tokens:
+            return run(samples)
+        half = len(samples) // 2
+        return [*halves(samples[:half]), *halves(samples[half:])]
+
+    return halves
+
+
+def _request(place: int, row: Sample) -> GateRequest:
+    size = f"{len(row.ids)} tokens" if isinstance(row, TokenRow) else f"image {list(row.shape)}"
+    return GateRequest({}, {}, {}, (row,), (), edge=False, shown=f"row {place}: {size}")
+
+
+def _expected(rows: Sequence[RowOutputs], core: Core) -> list[Expected]:
+    """The graph's outputs as a reference gives them.
+
+    Of choices, the graph returns the best classes only. The others get hardly less than the least
+    score chosen, which none is above: one that the engine chooses in a tie with the last differs
+    little, and yet is no class that the graph put first, so that the share of equal first classes
+    stays strict.
+    """
+    if not chooses(core):
+        return [
+            tuple(np.asarray(row[tensor.name], np.float32) for tensor in core.outputs)
+            for row in rows
+        ]
+    largest = max((int(choices_of(row, core)[0].max(initial=0)) for row in rows), default=0)
+    # Some room above: which classes there are, the graph's outputs do not say.
+    classes = 2 << largest.bit_length()
+    expected: list[Expected] = []
+    for row in rows:
+        ids, scores = choices_of(row, core)
+        least = scores.min(axis=1, keepdims=True).astype(np.float32) - 2 * TIE
+        every = np.repeat(least, classes, axis=1).astype(np.float32)
+        np.put_along_axis(every, ids.astype(np.int64), scores.astype(np.float32), axis=1)
+        expected.append((every[0] if core.returns == "choices" else every,))
+    return expected

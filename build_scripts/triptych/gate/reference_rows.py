@@ -1,0 +1,67 @@
+"""What the reference makes of core rows, kept in the cache: all candidates are held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from triptych.cache import cached_stage, code_hash, versions_of
+from triptych.requests.feeds import Sample
+from triptych.requests.prepare import Prepared
+from triptych.requests.samples import Expected, hash_rows
+
+FILE = "expected.npz"
+CODE = ("gate/reference.py", "export/to_onnx.py", "export/heads.py", "model/*.py")
+
+
+def reference_of(prepared: Prepared, samples: Sequence[Sample]) -> list[Expected]:
+    """What the core should return for each of `samples`, by the model in PyTorch fp32.
+
+    Raises:
+        UserError: transformers cannot load the model.
+    """
+    if not samples:
+        return []
+    plan = prepared.plan
+    key: dict[str, object] = {
+        "facts": plan.facts.of_core,
+        "core": asdict(plan.core),
+        "rows": hash_rows(samples),
+        "versions": versions_of("torch", "transformers"),
+        "code": code_hash(*CODE),
+    }
+
+    def work(target: Path) -> None:
+        from triptych.gate.reference import reference_outputs
+
+        _save(
+            target / FILE,
+            reference_outputs(prepared.model_folder, plan.facts, plan.core, samples),
+        )
+
+    folder, _ = cached_stage("reference", key, work)
+    return _load(folder / FILE)
+
+
+def _save(path: Path, expected: Sequence[Expected]) -> None:
+    """Results of any shape, all rows of a part end to end."""
+    arrays: dict[str, Any] = {}
+    for part, values in enumerate(zip(*expected, strict=True)):
+        arrays[f"shapes_{part}"] = np.array([value.shape for value in values], dtype=np.int64)
+        arrays[f"values_{part}"] = np.concatenate([value.ravel() for value in values])
+    np.savez(path, **arrays)
+
+
+def _load(path: Path) -> list[Expected]:
+    with np.load(path, allow_pickle=False) as arrays:
+        parts = []
+        for part in range(len(arrays.files) // 2):
+            shapes, values = arrays[f"shapes_{part}"], arrays[f"values_{part}"]
+            ends = np.cumsum(shapes.prod(axis=1))[:-1]
+            pieces = zip(np.split(values, ends), shapes.tolist(), strict=True)
+            parts.append([piece.reshape(shape) for piece, shape in pieces])
+    return list(zip(*parts, strict=True))

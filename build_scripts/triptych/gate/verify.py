@@ -1,0 +1,227 @@
+"""`triptych verify`: the accuracy gate through a live ensemble, on a server of one's own or not."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import Progress, UserError
+from triptych.gate.cached import decoding_of, limits_of
+from triptych.gate.decoded import Decoded, decode, reference_row_outputs
+from triptych.gate.live.replies import LiveCase, Rules
+from triptych.gate.live.requests import live_requests, refusals
+from triptych.gate.live.send import run_live
+from triptych.gate.live.verdict import LiveVerdict, judge
+from triptych.gate.reference_rows import reference_of
+from triptych.plan.plan import Plan
+from triptych.repository.lock import read_lock
+from triptych.repository.plain import plain_data
+from triptych.requests.prepare import Prepared
+from triptych.requests.samples import rows_of
+from triptych.runtime.faults import RequestError
+from triptych.runtime.hooking import HOOKS_FILE, RowForm, call_hook, find_hook
+from triptych.server.endpoint import check_built, served
+from triptych.tasks.accuracy import TOLERANCES
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the live gate found, and where.
+
+    Attributes:
+        pipeline: its name.
+        url: ``host:port`` of the server's gRPC endpoint.
+        precision: that decided the limits.
+        rows: requests of the traffic.
+        edge_rows: generated requests.
+        accepted: why the build was let pass a failed gate; empty where it was not.
+        clients: requests under way at once where they were sent together.
+        mean_batch: rows the core ran at a time then; None where the server does not tell.
+        seconds: that the requests took, all three times.
+        found: figures, failures and rows.
+    """
+
+    pipeline: str
+    url: str
+    precision: str
+    rows: int
+    edge_rows: int
+    accepted: str
+    clients: int
+    mean_batch: float | None
+    seconds: float
+    found: LiveVerdict
+
+    @property
+    def passed(self) -> bool:
+        """Whether the pipeline served is right."""
+        return not self.found.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``: a figure that is no number is null."""
+        fields = {**asdict(self), **asdict(self.found), "passed": self.passed}
+        del fields["found"]
+        plain: dict[str, Any] = plain_data(fields)
+        return plain
+
+
+def verify_pipeline(
+    prepared: Prepared,
+    repository: Path,
+    progress: Progress,
+    *,
+    url: str | None,
+    clients: int,
+    timeout_s: float,
+) -> Verification:
+    """Send the gate's requests to the served pipeline and compare with the reference.
+
+    Args:
+        prepared: the pipeline, as `build` prepares it.
+        repository: folder of the models: its lock tells the precision that was built.
+        progress: told what becomes of each stage.
+        url: ``host:port`` of a server's gRPC endpoint; None starts one on `repository`.
+        clients: requests under way at once where they are sent together.
+        timeout_s: deadline of each request, in seconds.
+
+    Raises:
+        UserError: there is no server, or it does not serve this pipeline (any more).
+    """
+    plan = prepared.plan
+    precision = _precision(plan, repository)
+    rules = _rules(prepared, precision)
+    if url is None:
+        check_built(repository, plan.spec.name)
+    sent = live_requests(plan, prepared.requests)
+    wanted = _reference_answers(prepared, progress)
+    refused = refusals(plan, prepared.tokenizer_folder, prepared.requests, sent)
+    cases = [
+        LiveCase(request.shown, request.query, request.edge, answer, words)
+        for request, answer, words in zip(prepared.requests, wanted, refused, strict=True)
+    ]
+    with served(repository, plan.spec.name, url, progress) as server:
+        endpoint = server.grpc_url
+        started = time.monotonic()
+        runs = run_live(
+            plan,
+            endpoint,
+            sent,
+            clients=clients,
+            timeout_s=timeout_s,
+            progress=lambda line: progress("verify", line),
+        )
+        seconds = time.monotonic() - started
+    edge_rows = sum(case.edge for case in cases)
+    return Verification(
+        pipeline=plan.spec.name,
+        url=endpoint,
+        precision=precision,
+        rows=len(cases) - edge_rows,
+        edge_rows=edge_rows,
+        clients=clients,
+        mean_batch=runs.mean_batch,
+        seconds=seconds,
+        accepted=str(_built_gate(plan, repository).get("accepted", "")),
+        found=judge(cases, runs, rules),
+    )
+
+
+def _rules(prepared: Prepared, precision: str) -> Rules:
+    plan = prepared.plan
+    return Rules(
+        task=plan.task.name,
+        tolerance=TOLERANCES[precision],
+        limits=limits_of(prepared, precision),
+        json_outputs=tuple(t.name for t in plan.task.outputs if t.content == "json"),
+        hooked=plan.spec.custom is not None or find_hook(plan.spec.folder, "after") is not None,
+    )
+
+
+def _reference_answers(prepared: Prepared, progress: Progress) -> list[Decoded]:
+    """What the ensemble should answer: PyTorch fp32, the task's decoder, the pipeline's hooks.
+
+    Raises:
+        UserError: a hook fails on what the reference made of the traffic.
+    """
+    plan, requests = prepared.plan, prepared.requests
+    decoding = decoding_of(prepared)
+    progress("verify", f"{len(requests)} requests in PyTorch fp32 ...")
+    expected = reference_of(prepared, rows_of(requests))
+    after, form = find_hook(plan.spec.folder, "after"), RowForm(decoding.settings["outputs"])
+    try:
+        answers = decode(decoding, requests, reference_row_outputs(plan.core, expected))
+        if after is None:
+            return answers
+        return [
+            form.tensors(call_hook("after", after, form.rows(answer), form.names))
+            for answer in answers
+        ]
+    except (RequestError, RuntimeError) as error:
+        raise UserError(
+            str(plan.spec.folder / HOOKS_FILE),
+            "must take what the reference makes of the traffic",
+            given=error,
+            remedy="Mend the function",
+        ) from error
+
+
+def _built_gate(plan: Plan, repository: Path) -> dict[str, Any]:
+    """What the lock says of the gate that the build went through; empty without a build."""
+    gate = (read_lock(repository, plan.spec.name) or {}).get("gate")
+    return gate if isinstance(gate, dict) else {}
+
+
+def _precision(plan: Plan, repository: Path) -> str:
+    """Of the core that was built, where the repository says so; else what the spec asks for.
+
+    Raises:
+        UserError: the spec leaves it to the build, and there is none.
+    """
+    spec = plan.spec
+    precision = _built_gate(plan, repository).get("precision", spec.core.precision)
+    if precision not in TOLERANCES:
+        raise UserError(
+            "core.precision",
+            "must be known: it decides how close answers must be",
+            given=f"{precision}, and no build of {spec.name} in {repository}",
+            remedy="Name the repository with --repository, or write --set core.precision=int8",
+        )
+    return str(precision)
+
+
+def describe_verification(result: Verification) -> Iterator[tuple[str, str]]:
+    """The lines that show a result, each with its style: figures, rows, counts, what is wrong."""
+    found = result.found
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(found.counts.items()))
+    yield f"{result.pipeline} at {result.url}, held to the limits of {result.precision}", "bold"
+    for verdict in found.verdicts:
+        value = "-" if math.isnan(verdict.value) else f"{verdict.value:.7g}"
+        limit = "" if verdict.limit is None else f"limit {verdict.limit:g}"
+        state = "ok" if verdict.passed else "FAILED"
+        line = f"  {verdict.metric:28} {value:>12}  {limit:16} {state if limit else ''}".rstrip()
+        yield line, "" if verdict.passed else "red"
+    batch = "" if result.mean_batch is None else f", {result.mean_batch:.1f} rows a batch"
+    yield f"  {result.rows} rows of the traffic and {result.edge_rows} edge rows: {counts}", ""
+    yield (
+        f"  each sent alone and twice beside others ({result.clients} at a time{batch}), in"
+        f" {result.seconds:.1f} s",
+        "",
+    )
+    if result.accepted:
+        yield f"  note: built although the gate failed, since: {result.accepted}", "yellow"
+    for note in found.notes:
+        yield f"  note: {note}", "yellow"
+    if found.failures:
+        yield "rows furthest from the reference:", "bold"
+        for row in found.worst:
+            yield f"  {row.shown!r}  (difference {row.difference:.3g})", ""
+            yield f"    wanted {row.wanted}", ""
+            yield f"    got    {row.got}", ""
+    for failure in found.failures:
+        yield f"failed: {failure}", "red"
+    if not found.failures:
+        yield "passed", "green"

@@ -1,0 +1,123 @@
+"""Graphs for other hardware on a CPU, with the accuracy that they have there.
+
+ONNX Runtime's CPU provider has no kernel for most operators in bf16 (Add, MatMul, Softmax, ...: a
+session does not open). fp16 it computes in fp32, and it takes out the casts that it put around its
+kernels, so that a value may pass several operators without ever being rounded to fp16: one beyond
+65,504 does not overflow there as it does on a GPU.
+
+So either is run as a view of the graph: every operator computes in fp32 on values that are 16-bit
+numbers, and its result is rounded to the type by a Cast to it and one back. That is what kernels
+do that add up in fp32 and store in 16 bits. ONNX Runtime leaves such pairs of casts, which lose
+something, alone.
+
+fp8 it quantises and dequantises as written, as long as it does not fuse: it takes fp8 for int8
+then, so that a session does not open, or drops a Relu before a QuantizeLinear, silently.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from triptych.graph.names import free_mark
+from triptych.graph.value_types import value_types
+
+_FLOAT, _FP8 = 1, 17
+_HALVES = (10, 16)
+"""Numbers of `onnx.TensorProto.DataType`; these are fp16 and bf16."""
+
+_MOVES = frozenset(
+    {
+        *("Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity"),
+        *("Neg", "Relu", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose"),
+        *("Unsqueeze", "Where"),
+    }
+)
+"""Operators whose results need no rounding: they are among their inputs, or their negatives."""
+
+_MAKES = frozenset(("Constant", "ConstantOfShape"))
+"""Operators whose type is that of an attribute: they make the 16-bit value themselves."""
+
+
+def open_session(path: Path, options: Any = None) -> Any:
+    """An `onnxruntime.InferenceSession` on the CPU, whatever the graph's precision.
+
+    Args:
+        path: of a ``model.onnx``, with fp32 outputs.
+        options: `onnxruntime.SessionOptions` to add to; the usual ones where left out.
+    """
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions() if options is None else options
+    weights = onnx.load(path, load_external_data=False).graph.initializer
+    if any(tensor.data_type == _FP8 for tensor in weights):
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    graph = runnable(path)
+    if graph != path and any(map(onnx.external_data_helper.uses_external_data, weights)):
+        # A view is no file, so where its weights lie must be said.
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(path.parent)
+        )
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def runnable(path: Path) -> bytes | Path:
+    """What to open in ONNX Runtime on a CPU instead of the graph at `path`.
+
+    Returns:
+        A view of the graph as above, or `path` itself where nothing in it is fp16 or bf16. Weights
+        in a file beside the graph stay there.
+    """
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    types = value_types(model)
+    if not any(kind in _HALVES for kind in types.values()):
+        return path
+    view: bytes = _view(model, types).SerializeToString()
+    return view
+
+
+def _view(model: Any, types: dict[str, int]) -> Any:
+    """The graph with its 16-bit values as fp32 values of the same numbers."""
+    import onnx
+
+    graph = model.graph
+    nodes = []
+    mark = free_mark(graph)
+    for tensor in graph.initializer:
+        if tensor.data_type in _HALVES:
+            name = tensor.name
+            tensor.name = f"{name}{mark}stored"
+            nodes.append(_cast(tensor.name, name, _FLOAT))
+    for node in graph.node:
+        nodes.append(node)
+        for place, name in enumerate(node.output):
+            kind = types.get(name)
+            if kind not in _HALVES or node.op_type in _MOVES:
+                continue
+            stored = f"{name}{mark}stored"
+            if _makes_half(node):
+                node.output[place] = stored
+            else:
+                node.output[place] = f"{name}{mark}exact"
+                nodes.append(_cast(node.output[place], stored, kind))
+            nodes.append(_cast(stored, name, _FLOAT))
+    view = onnx.ModelProto()
+    view.CopyFrom(model)
+    del view.graph.value_info[:]
+    del view.graph.node[:]
+    view.graph.node.extend(nodes)
+    return view
+
+
+def _makes_half(node: Any) -> bool:
+    return node.op_type == "Cast" or node.op_type in _MAKES
+
+
+def _cast(source: str, target: str, kind: int) -> Any:
+    import onnx
+
+    return onnx.helper.make_node("Cast", [source], [target], name=f"{target}/cast", to=kind)

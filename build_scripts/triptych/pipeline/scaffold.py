@@ -1,0 +1,262 @@
+"""New pipelines: a task's templates, filled in and written whole or not at all.
+
+``templates/<task>/`` holds what a new folder gets, ``templates/<task>/hooks/`` what it gets besides
+where hooks are asked for. Python files end in ``.txt`` there: they are no modules of this package.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from triptych.errors import UserError
+from triptych.pipeline.spec import SPEC_FILE, check_folder
+from triptych.pipeline.traffic import TRAFFIC_FILE
+from triptych.pipeline.yaml_text import parse_yaml
+
+TEMPLATES = Path(__file__).parent / "templates"
+HOOKS = "hooks"
+STAGING = ".new"
+MASK_TOKEN = "<mask>"
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Scaffold:
+    """A pipeline that was written.
+
+    Attributes:
+        folder: of the pipeline.
+        files: in it, relative to it.
+        commands: what to run next, in this order.
+    """
+
+    folder: str
+    files: list[str]
+    commands: list[str]
+
+    def as_dict(self) -> dict[str, object]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+def scaffold(
+    name: str, *, task: str, model: str | None, with_hooks: bool, pipelines: Path
+) -> Scaffold:
+    """Write the folder ``pipelines/name`` with a spec, traffic and, if asked for, hooks.
+
+    Args:
+        name: of the pipeline.
+        task: which templates to take.
+        model: source of the model: a Hub id, ``package:…``, or a folder as seen from the working
+            directory; None takes a public model that does the task.
+        with_hooks: whether to add ``hooks.py`` and its tests, where the task does not need them
+            anyway.
+        pipelines: folder of the pipelines; made where there is none.
+
+    Raises:
+        UserError: a name or task that will not do, a model folder that is not there, or a pipeline
+            that exists.
+    """
+    folder = pipelines / name
+    if folder.name != name:
+        raise UserError(
+            "NAME",
+            "must be the name of a folder alone",
+            given=name,
+            remedy="Name the folder it goes into with --pipelines",
+        )
+    if task not in tasks():
+        raise UserError(
+            "--task",
+            "must be a known task",
+            given=task,
+            remedy=f"Choose one of: {', '.join(tasks())}",
+        )
+    # Of the two things it looks at, the spec's file is the template so far: the name is left.
+    check_folder(folder, TEMPLATES / task / SPEC_FILE)
+    local = _local_folder(model)
+    files = _fill(
+        task,
+        with_hooks=with_hooks,
+        marks={
+            "@name@": name,
+            "@folder@": shlex.quote(str(folder)),
+            "@mask@": _mask_token(local) or MASK_TOKEN,
+        },
+    )
+    if model is not None:
+        source = model if local is None else _as_seen_from(folder, local, given=model)
+        line = f"  source: {_yaml_scalar(source)}"
+        files[SPEC_FILE] = re.sub(r"(?m)^  source: \S+", lambda _: line, files[SPEC_FILE], count=1)
+    contents = {path: text.encode("utf-8") for path, text in files.items()}
+    contents |= {
+        path: image for path, image in sample_images().items() if path in files[TRAFFIC_FILE]
+    }
+    _write_whole(folder, contents)
+    return Scaffold(str(folder), sorted(contents), _next_commands(folder, files))
+
+
+def tasks() -> list[str]:
+    """The tasks there are templates for."""
+    return sorted(path.parent.name for path in TEMPLATES.glob(f"*/{SPEC_FILE}"))
+
+
+def _fill(task: str, *, with_hooks: bool, marks: Mapping[str, str]) -> dict[str, str]:
+    """The task's files, marks replaced: path in the new folder to text."""
+    sources = sorted((TEMPLATES / task).iterdir())
+    if with_hooks and (TEMPLATES / task / HOOKS).is_dir():
+        sources += sorted((TEMPLATES / task / HOOKS).iterdir())
+    files = {}
+    for source in sources:
+        if source.is_file():
+            text = source.read_text(encoding="utf-8")
+            for mark, value in marks.items():
+                text = text.replace(mark, value)
+            files[source.name.removesuffix(".txt")] = text
+    return files
+
+
+def _local_folder(model: str | None) -> Path | None:
+    """The folder that `model` names, or None for a Hub id, a package or nothing."""
+    if model is None:
+        return None
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if model.startswith((".", "/", "~")) or path.exists():
+        raise UserError(
+            "--model",
+            "must be a folder, a Hub id `owner/name`, or `package:<module>/<folder>`",
+            given=f"{model}: no such folder here",
+            remedy="A relative folder is looked up from where the command runs",
+        )
+    return None
+
+
+def _as_seen_from(folder: Path, local: Path, *, given: str) -> str:
+    if Path(given).expanduser().is_absolute():
+        return str(local)
+    # Links resolved: `..` of a linked folder is not what its path says.
+    return os.path.relpath(local.resolve(), folder.parent.resolve() / folder.name)
+
+
+def _yaml_scalar(value: str) -> str:
+    """`value` as YAML, quoted where it would be read as something else."""
+    try:
+        if parse_yaml(f"source: {value}") == {"source": value}:
+            return value
+    except ValueError:
+        pass
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _mask_token(folder: Path | None) -> str | None:
+    """The mask token by the tokenizer's files in `folder`; None where they do not say."""
+    for file in TOKENIZER_FILES if folder is not None else ():
+        try:
+            token = json.loads((Path(folder or "") / file).read_text(encoding="utf-8"))
+            token = token.get("mask_token")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(token, dict):  # an AddedToken
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def _next_commands(folder: Path, files: Mapping[str, str]) -> list[str]:
+    name, pipelines = folder.name, folder.parent
+    where = "" if pipelines == Path("pipelines") else f" --pipelines {shlex.quote(str(pipelines))}"
+    example = re.search(r"(?m)^# Try it: (.+)$", files[SPEC_FILE])
+    return [
+        f"triptych test {name}{where}",
+        f"triptych build {name}{where}",
+        "triptych serve",
+        *([example[1]] if example else []),
+    ]
+
+
+def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write `contents` (path in the folder -> bytes) elsewhere and rename it to `folder`."""
+    try:
+        with _only_writer(folder.parent) as staging:
+            if folder.exists() or folder.is_symlink():
+                raise UserError(
+                    str(folder),
+                    "must not exist: nothing is ever overwritten",
+                    given="it is there",
+                    remedy="Choose another name, or remove it yourself",
+                )
+            for path, content in contents.items():
+                (staging / path).parent.mkdir(parents=True, exist_ok=True)
+                (staging / path).write_bytes(content)
+            staging.rename(folder)
+    except OSError as error:
+        raise UserError(
+            "--pipelines", "must be a folder that can be written", given=error
+        ) from error
+
+
+@contextmanager
+def _only_writer(pipelines: Path) -> Iterator[Path]:
+    """A folder to write into, held by one process; what a killed one left in it is gone."""
+    pipelines.mkdir(parents=True, exist_ok=True)
+    lock = os.open(pipelines, os.O_RDONLY | os.O_DIRECTORY)
+    staging = pipelines / STAGING
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(staging, ignore_errors=True)
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(lock)
+
+
+def sample_images() -> dict[str, bytes]:
+    """Small PNGs to try an image pipeline with: path in the pipeline's folder to bytes."""
+    return {
+        "samples/red.png": _png(64, 64, lambda x, y: (200, 30, 30)),
+        "samples/stripes.png": _png(
+            96, 64, lambda x, y: (240, 240, 240) if x // 8 % 2 else (20, 60, 160)
+        ),
+        "samples/gradient.png": _png(64, 96, lambda x, y: (4 * x, 255 - 2 * y, 120)),
+        "samples/disc.png": _png(
+            128,
+            128,
+            lambda x, y: (250, 200, 40) if (x - 64) ** 2 + (y - 64) ** 2 < 2500 else (0, 80, 0),
+        ),
+    }
+
+
+def _png(width: int, height: int, colour: Callable[[int, int], Colour]) -> bytes:
+    """An RGB image with 8 bits a channel; `colour` is called with column and row."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
+
+    lines = (
+        b"\0" + b"".join(bytes(colour(x, y)) for x in range(width)) for y in range(height)
+    )  # 0: pixels as they are, no filter
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            chunk(b"IHDR", header),
+            chunk(b"IDAT", zlib.compress(b"".join(lines), 9)),
+            chunk(b"IEND", b""),
+        )
+    )

@@ -1,0 +1,199 @@
+"""What a user may write in ``pipeline.yaml``: frozen, complete, every default in this one place.
+
+>>> spec = load_spec(Path("pipelines/minilm"), overrides=["core.layout=bucketed"])
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from triptych.errors import UserError
+from triptych.pipeline.spec_fields import (
+    Accuracy,
+    Core,
+    Custom,
+    Frozen,
+    Image,
+    ModelSource,
+    Serving,
+    Tokenizer,
+)
+from triptych.pipeline.tuned import TUNED_FILE, read_tuned
+from triptych.pipeline.yaml_text import parse_yaml
+
+SPEC_FILE = "pipeline.yaml"
+RESERVED = ("name", "folder", "tuned")
+"""Fields that no file sets by name."""
+
+
+class PipelineSpec(BaseModel):
+    """One pipeline as declared.
+
+    Attributes:
+        name: of its folder.
+        folder: where it was read.
+        tuned: fields whose values come from ``tuned.yaml``, and so from measurements.
+        parameters: defaults of request parameters, instead of the task's own.
+        custom: where `task` is ``custom``.
+    """
+
+    model_config = Frozen.model_config
+
+    name: str
+    folder: Path
+    tuned: dict[str, bool | int | float | str | None] = {}
+    task: str
+    model: ModelSource
+    parameters: dict[str, bool | int | float | str | list[str]] = {}
+    custom: Custom | None = None
+    tokenizer: Tokenizer = Tokenizer()
+    image: Image = Image()
+    core: Core = Core()
+    serving: Serving = Serving()
+    accuracy: Accuracy = Accuracy()
+
+
+def load_spec(
+    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
+) -> PipelineSpec:
+    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` where there is one, then the overrides.
+
+    Args:
+        folder: the pipeline's.
+        overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
+        untuned: leave ``tuned.yaml`` out.
+
+    Raises:
+        UserError: a missing file, bad YAML, an unknown key or a value out of range.
+    """
+    path = folder / SPEC_FILE
+    check_folder(folder, path)
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
+        raise UserError(str(path), "must be YAML", given=error, remedy="Mend the line") from error
+    if not isinstance(document, dict):
+        raise UserError(
+            str(path),
+            "must be a mapping of `task` and `model` at least",
+            given=type(document).__name__,
+            remedy="See pipelines/README.md, or start with `triptych new`",
+        )
+    tuned = None if untuned else read_tuned(folder)
+    for key, value in (tuned.overrides if tuned is not None else {}).items():
+        _set(document, key, value, source=f"{folder / TUNED_FILE}: ")
+    for override in overrides:
+        _apply_override(document, override)
+    for reserved in RESERVED:
+        if reserved in document:
+            raise UserError(
+                f"{path}: {reserved}",
+                "is given by the pipeline's folder and what lies in it",
+                given=document[reserved],
+                remedy=f"Remove `{reserved}`; rename the folder to rename the pipeline",
+            )
+    try:
+        given = {"name": folder.name, "folder": folder, "tuned": tuned.overrides if tuned else {}}
+        return PipelineSpec.model_validate({**document, **given})
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        source = folder / TUNED_FILE if tuned and where in tuned.overrides else path
+        raise _as_user_error(source, error) from error
+
+
+def check_folder(folder: Path, path: Path) -> None:
+    """`folder` may be a pipeline's, and has the spec `path`.
+
+    Raises:
+        UserError: there is no such file, or the folder's name cannot be a pipeline's.
+    """
+    if not path.is_file():
+        siblings = sorted(p.parent.name for p in folder.parent.glob(f"*/{SPEC_FILE}"))
+        raise UserError(
+            str(folder),
+            f"must be a pipeline's folder with a {SPEC_FILE}",
+            given="no such folder" if not folder.is_dir() else f"a folder without {SPEC_FILE}",
+            remedy=f"Pipelines here: {', '.join(siblings) or 'none'}",
+        )
+    if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", folder.name):
+        raise UserError(
+            str(folder),
+            "must be named with lower-case letters, digits, `_`, `-`, a letter first (64 at most)",
+            given=folder.name,
+            remedy="Rename the folder: Triton's model names derive from it",
+        )
+    if folder.name.endswith(("_preprocess", "_core", "_postprocess")):
+        raise UserError(
+            str(folder),
+            "must not end like the name of a step (_preprocess, _core, _postprocess)",
+            given=folder.name,
+            remedy="Rename the folder: it could be taken for a step of another pipeline",
+        )
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise UserError(
+            "--set",
+            "must be KEY=VALUE with a dotted key",
+            given=override,
+            remedy="Write for example --set core.layout=bucketed",
+        )
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(
+            f"--set {key}", "must have a YAML value", given=error, remedy="Quote the value"
+        ) from error
+    _set(document, key, value, source="--set ")
+
+
+def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:
+    *parents, last = key.split(".")
+    node = document
+    for part in parents:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise UserError(
+                f"{source}{key}",
+                "must name a field of the spec",
+                given=f"`{part}` is a plain value",
+                remedy="See `triptych inspect NAME --json` for the fields",
+            )
+        node = child
+    node[last] = value
+
+
+def _as_user_error(path: Path, error: ValidationError) -> UserError:
+    """The first problem as field, rule, given, remedy; the others are counted."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    location = ".".join(str(part) for part in first["loc"])
+    more = f" ({len(problems) - 1} more problems follow)" if len(problems) > 1 else ""
+    kind = first["type"]
+    if kind == "extra_forbidden":
+        rule, given = "is not a field of the spec", first["loc"][-1]
+        remedy = f"Fields here: {', '.join(_fields_at(first['loc'][:-1]))}"
+    elif kind == "missing":
+        rule, given, remedy = "is required", "nothing", "Add it; see pipelines/README.md"
+    else:
+        message = first["msg"]
+        rule = "must be valid: " + message[0].lower() + message[1:]
+        given, remedy = first["input"], "Correct the value"
+    return UserError(f"{path}: {location}", rule, given=given, remedy=remedy + more)
+
+
+def _fields_at(location: Sequence[int | str]) -> list[str]:
+    model: type[BaseModel] = PipelineSpec
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return [field for field in model.model_fields if field not in RESERVED]

@@ -1,0 +1,95 @@
+"""`tuned.yaml` beside a spec: the numbers that measured best, with where they come from.
+
+It is read after ``pipeline.yaml`` and wins over it; deleting it brings the old numbers back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from triptych.errors import UserError
+from triptych.files import write_files
+from triptych.pipeline.yaml_text import parse_yaml
+
+TUNED_FILE = "tuned.yaml"
+TUNABLE = (
+    "core.bucket_count",
+    "core.layout",
+    "core.max_batch_size",
+    "core.precision",
+    "core.threads",
+    "core.token_budget",
+    "serving.instances.core",
+    "serving.instances.postprocess",
+    "serving.instances.preprocess",
+    "serving.queue.max_delay_us",
+)
+"""Fields of the spec that change how fast a pipeline is and not what it answers."""
+
+_HEAD = """\
+# Written by `triptych tune {name}`: what measured best. `triptych build {name}` picks it up.
+# Delete this file to go back to the numbers of {spec} and the defaults.
+"""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The file's content.
+
+    Attributes:
+        overrides: dotted key of the spec to its value.
+        provenance: machine, load and figures behind them; ``spec_sha256`` among them.
+    """
+
+    overrides: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+
+
+def read_tuned(folder: Path) -> Tuned | None:
+    """The tuned numbers of the pipeline in `folder`; None where there are none.
+
+    Raises:
+        UserError: the file is not of the form that `write_tuned` gives it.
+    """
+    path = folder / TUNED_FILE
+    if not path.is_file():
+        return None
+    remedy = f"Run `triptych tune {folder.name}` again, or delete the file"
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(str(path), "must be YAML", given=error, remedy=remedy) from error
+    parts = document if isinstance(document, dict) else {}
+    overrides, provenance = parts.get("set"), parts.get("provenance", {})
+    if not isinstance(overrides, dict) or not isinstance(provenance, dict):
+        raise UserError(
+            str(path),
+            "must have a mapping `set` of fields to values",
+            given=f"{document!r:.100}",
+            remedy=remedy,
+        )
+    strange = [key for key in overrides if key not in TUNABLE]
+    if strange:
+        raise UserError(
+            f"{path}: {strange[0]}",
+            "must be a field that tuning may set",
+            given=strange[0],
+            remedy=f"Put it into pipeline.yaml. Fields here: {', '.join(TUNABLE)}",
+        )
+    return Tuned(overrides, provenance)
+
+
+def write_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> Path:
+    """Write the file, whole or not at all; returns its path."""
+    document = {"set": dict(tuned.overrides), "provenance": dict(tuned.provenance)}
+    plain = json.loads(json.dumps(document))
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    head = _HEAD.format(name=folder.name, spec=spec_file)
+    write_files(folder, {TUNED_FILE: head + text})
+    return folder / TUNED_FILE

@@ -1,0 +1,375 @@
+"""All derived numbers of a pipeline: a pure function of (spec, model facts, traffic lengths)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.model.facts import ModelFacts
+from triptych.pipeline.spec import PipelineSpec
+from triptych.pipeline.traffic import Lengths
+from triptych.plan.cost import RowCost, row_cost
+from triptych.plan.engine_spec import EnginePlan
+from triptych.plan.profiles import LARGEST_SCORES_BYTES, engine_plan, packed_rows
+from triptych.tasks import Core, Task
+from triptych.tensors import CARRY, FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, TICKET, Tensor
+
+TENSOR_CORE_MULTIPLE = 8
+"""Padded lengths on a GPU are multiples of this: tensor cores work on blocks of 8."""
+
+MICRO_BATCH_TOKENS = 128
+"""What the local backend computes at a time unless the spec says otherwise."""
+
+GATHER_BUFFERS = 8
+"""Buffers from which on a kernel that gathers them starts faster than a copy each."""
+
+Layout = Literal["packed", "bucketed", "fixed"]
+"""How rows share a batch; ``fixed``: all rows have the same shape, as images have."""
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """One request the server makes before it reports ready: `rows` rows of `tokens` tokens."""
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the repository is written from.
+
+    Attributes:
+        spec: the declaration it follows.
+        facts: of the model.
+        task: what is decoded.
+        parameters: of requests, with the pipeline's defaults.
+        layout: how rows share a batch.
+        lengths: of the traffic's core rows, in tokens; None for images.
+        max_length: tokens a core row may have.
+        max_batch_size: rows a batch of the core may have.
+        request_rows: rows a request may have.
+        bucket_edges: padded lengths, ascending, the last one `max_length`; empty unless bucketed.
+        core_inputs: of the core's config, without the batch dimension.
+        core: what the core computes and returns.
+        warm_ups: of the core.
+        engine: what TensorRT builds, beforehand or inside ONNX Runtime; None where it does not.
+        cost: expected, of a row in either layout; None for images.
+        reasons: number to why it is what it is, for `inspect`.
+    """
+
+    spec: PipelineSpec
+    facts: ModelFacts
+    task: Task
+    parameters: Mapping[str, Any]
+    layout: Layout
+    lengths: Lengths | None
+    max_length: int
+    max_batch_size: int
+    request_rows: int
+    bucket_edges: tuple[int, ...]
+    core_inputs: tuple[Tensor, ...]
+    core: Core
+    warm_ups: tuple[WarmUp, ...]
+    engine: EnginePlan | None
+    cost: RowCost | None
+    reasons: Mapping[str, str]
+
+    @property
+    def packed(self) -> bool:
+        """Rows share a batch end to end, without padding."""
+        return self.layout == "packed"
+
+    @property
+    def past_core(self) -> tuple[Tensor, ...]:
+        """What goes from preprocess to postprocess without passing through the core."""
+        return (TICKET, CARRY) if self.task.carries else (TICKET,)
+
+    @property
+    def output_settings(self) -> list[dict[str, Any]]:
+        """The ensemble's outputs as postprocess and decoders read them."""
+        return [
+            {"name": t.name, "dtype": t.dtype, "dims": t.config_dims, "json": t.content == "json"}
+            for t in self.task.outputs
+        ]
+
+    def step(self, name: str) -> str:
+        """Triton's name of the model that is this pipeline's step `name`."""
+        owner = self.spec.core.share if name == "core" else None
+        return f"{owner or self.spec.name}_{name}"
+
+    @property
+    def builds_engine(self) -> bool:
+        """The core is a TensorRT plan, made by the engine stage."""
+        return self.spec.core.backend == "tensorrt"
+
+    @property
+    def gather_threshold(self) -> int:
+        """From so many buffers on, one kernel gathers a batch; 0 for never."""
+        threshold = self.spec.serving.transfers.gather_kernel_buffer_threshold
+        return GATHER_BUFFERS if threshold is None else threshold
+
+    @property
+    def row_settings(self) -> dict[str, object]:
+        """What the task's row maker needs to know, but for the padded lengths."""
+        return row_settings(self.spec, self.facts, self.task, max_core_rows=self.max_batch_size)
+
+    @property
+    def padding_share(self) -> float:
+        """Computed tokens that are padding, over all computed tokens, for the traffic."""
+        if self.lengths is None or not self.bucket_edges:
+            return 0.0
+        computed = sum(bucket_of(n, self.bucket_edges) * c for n, c in self.lengths.counts.items())
+        return 1.0 - self.lengths.mean * self.lengths.rows / computed
+
+
+def max_length_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
+    """Tokens a core row may have: the spec's limit, else the task's, at most the model's own."""
+    return min(spec.tokenizer.max_length or task.max_length or facts.max_length, facts.max_length)
+
+
+def request_rows_of(max_batch_size: int, task: Task) -> int:
+    """Rows a request may have, of a core that takes so many."""
+    room = max(1, max_batch_size // task.expansion)
+    return min(room, task.request_rows or room)
+
+
+def core_rows_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
+    """Rows that a request may become, before it is known whether rows can be packed."""
+    if spec.core.device == "gpu" and spec.core.layout != "bucketed" and facts.image is None:
+        return packed_rows(spec, facts, max_length_of(spec, facts, task))
+    return spec.core.max_batch_size
+
+
+def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
+    """The core's inputs, without what the server adds."""
+    if facts.image is not None:
+        image = facts.image
+        return (Tensor("pixels", "UINT8", (image.height, image.width, image.channels)),)
+    if task.pairs and facts.segments > 1:
+        return INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT
+    return INPUT_IDS, ROW_LENGTH
+
+
+def row_settings(
+    spec: PipelineSpec, facts: ModelFacts, task: Task, *, max_core_rows: int
+) -> dict[str, object]:
+    """What the task's row maker needs to know, but for the padded lengths.
+
+    Args:
+        spec: the declaration.
+        facts: of the model.
+        task: what is decoded.
+        max_core_rows: rows that a request may become.
+    """
+    settings: dict[str, object] = {
+        "inputs": [tensor.name for tensor in task.inputs],
+        "max_core_rows": max_core_rows,
+        **task.settings(facts),
+    }
+    if facts.image is not None:
+        return settings | {
+            "max_text_bytes": spec.tokenizer.max_text_bytes,
+            "image": asdict(facts.image),
+            "max_image_bytes": spec.image.max_bytes,
+            "max_pixels": spec.image.max_pixels,
+        }
+    return settings | {
+        "lowercase": facts.lowercase,
+        "max_text_bytes": spec.tokenizer.max_text_bytes,
+        "max_length": max_length_of(spec, facts, task),
+        "overflow": spec.tokenizer.overflow,
+        "pad_token_id": facts.pad_token_id,
+        "pairs": task.pairs,
+        "segments": FIRST_SEGMENT in inputs_of(facts, task),
+        "unk_token_id": facts.unk_token_id,
+        "vocabulary": facts.vocabulary,
+    }
+
+
+def make_plan(
+    spec: PipelineSpec,
+    facts: ModelFacts,
+    task: Task,
+    parameters: Mapping[str, Any],
+    lengths: Lengths | None,
+    *,
+    layout: Layout | None = None,
+) -> Plan:
+    """Derive every number the repository needs.
+
+    Args:
+        spec: the declaration.
+        facts: of the model.
+        task: what is decoded.
+        parameters: of requests, with the pipeline's defaults.
+        lengths: of the traffic's core rows; None for images.
+        layout: instead of the spec's, where that has turned out impossible.
+    """
+    max_length = max_length_of(spec, facts, task)
+    on_gpu = spec.core.device == "gpu"
+    chosen: Layout = "fixed"
+    edges: tuple[int, ...] = ()
+    cost: RowCost | None = None
+    if lengths is not None:
+        multiple = TENSOR_CORE_MULTIPLE if on_gpu else 1
+        edges = choose_edges(lengths, max_length, count=spec.core.bucket_count, multiple=multiple)
+        cost = _cost(spec, facts, lengths, edges, max_length)
+        named = spec.core.layout
+        chosen = layout or (cost.cheaper if named == "auto" else named)
+        edges = edges if chosen == "bucketed" else ()
+    packed = chosen == "packed"
+    most = packed_rows(spec, facts, max_length) if packed and on_gpu else spec.core.max_batch_size
+    inputs = inputs_of(facts, task)
+    engine = None
+    if "tensorrt" in (spec.core.backend, spec.core.accelerator):
+        engine = engine_plan(
+            spec,
+            inputs,
+            packed=packed,
+            edges=edges,
+            lengths=lengths,
+            max_length=max_length,
+            max_batch_size=most,
+        )
+    return Plan(
+        spec=spec,
+        facts=facts,
+        task=task,
+        parameters=parameters,
+        layout=chosen,
+        lengths=lengths,
+        max_length=max_length,
+        max_batch_size=most,
+        request_rows=request_rows_of(most, task),
+        bucket_edges=edges,
+        core_inputs=inputs,
+        core=task.core(facts, parameters),
+        warm_ups=_warm_ups(lengths, edges, most if on_gpu else 1),
+        engine=engine,
+        cost=cost,
+        reasons=_reasons(spec, facts, task, lengths, max_length, edges, most),
+    )
+
+
+def _cost(
+    spec: PipelineSpec,
+    facts: ModelFacts,
+    lengths: Lengths,
+    edges: tuple[int, ...],
+    max_length: int,
+) -> RowCost:
+    core, on_gpu = spec.core, spec.core.device == "gpu"
+    rows = packed_rows(spec, facts, max_length) if on_gpu else core.max_batch_size
+    budget = core.token_budget or MICRO_BATCH_TOKENS
+    together = rows * lengths.mean
+    return row_cost(
+        facts,
+        lengths,
+        edges,
+        on_gpu=on_gpu,
+        packed_rows=rows,
+        packed_tokens=together if on_gpu else min(budget, together),
+        bucketed_rows=core.max_batch_size,
+        graphs=core.backend == "tensorrt" and core.engine.cuda_graphs,
+    )
+
+
+def _warm_ups(lengths: Lengths | None, edges: tuple[int, ...], most: int) -> tuple[WarmUp, ...]:
+    """Each planned length, or a usual and a long row; alone, and on a GPU in a full batch, too."""
+    tokens = edges or (1,)
+    if lengths is not None and not edges:
+        tokens = tuple(sorted({lengths.quantile(0.5), lengths.quantile(0.99)}))
+    return tuple(WarmUp(rows, each) for each in tokens for rows in sorted({1, most}))
+
+
+def bucket_of(length: int, edges: tuple[int, ...]) -> int:
+    """The smallest edge that holds `length` tokens."""
+    return next(edge for edge in edges if edge >= length)
+
+
+def choose_edges(
+    lengths: Lengths, max_length: int, *, count: int, multiple: int = 1
+) -> tuple[int, ...]:
+    """The at most `count` padded lengths that minimise the traffic's expected padded tokens.
+
+    Exact, by dynamic programming over the histogram: an optimal edge is always an observed
+    length (rounded up to `multiple`), so only those and `max_length` are candidates.
+
+    Args:
+        lengths: of the traffic, in tokens, none above `max_length`.
+        max_length: the last edge, whatever the traffic shows: any row must have a bucket.
+        count: most edges wanted.
+        multiple: edges other than the last are multiples of this.
+    """
+    rounded: dict[int, int] = {}
+    for length, rows in lengths.counts.items():
+        edge = min(-(-length // multiple) * multiple, max_length)
+        rounded[edge] = rounded.get(edge, 0) + rows
+    rounded.setdefault(max_length, 0)
+    candidates = np.array(sorted(rounded))
+    rows_up_to = np.concatenate([[0], np.cumsum([rounded[c] for c in candidates])])
+    # best[j]: computed tokens of all rows in the first j candidates, with the edges so far.
+    best = np.full(len(candidates) + 1, np.inf)
+    best[0] = 0.0
+    choices: list[NDArray[np.intp]] = []
+    for _ in range(min(count, len(candidates))):
+        # cost[i, j]: candidates i..j-1 padded to candidate j-1, after the best of the first i.
+        cost = best[:, None] + (rows_up_to[None, 1:] - rows_up_to[:, None]) * candidates[None, :]
+        cost[np.tril_indices(len(candidates), k=-1, m=len(candidates))] = np.inf
+        cost[-1] = np.inf
+        choices.append(cost.argmin(axis=0))
+        best = np.concatenate([[np.inf], cost.min(axis=0)])
+    edges = []
+    end = len(candidates)
+    for choice in reversed(choices):
+        edges.append(int(candidates[end - 1]))
+        end = int(choice[end - 1])
+    return tuple(sorted(edges))
+
+
+def _reasons(
+    spec: PipelineSpec,
+    facts: ModelFacts,
+    task: Task,
+    lengths: Lengths | None,
+    max_length: int,
+    edges: tuple[int, ...],
+    max_batch_size: int,
+) -> dict[str, str]:
+    own = spec.tokenizer.max_length
+    if own is not None and own < facts.max_length:
+        limit = f"tokenizer.max_length in the spec (the model allows {facts.max_length})"
+    elif max_length < facts.max_length:
+        limit = f"usual for {task.name} (the model allows {facts.max_length})"
+    else:
+        limit = f"the model's own limit ({facts.max_length})"
+    full = "core.max_batch_size"
+    if max_batch_size < spec.core.max_batch_size:
+        full += (
+            f" allows {spec.core.max_batch_size}; more of the longest rows, packed, would need over"
+            f" {LARGEST_SCORES_BYTES >> 30} GiB for one layer's attention scores"
+        )
+    if lengths is not None:
+        tokens = max_batch_size * lengths.mean
+        full += f"; about {tokens:.0f} tokens in a full batch of this traffic"
+    room = "as many as a batch holds"
+    if task.request_rows is not None:
+        room = "more would hold up other requests"
+    elif task.expansion > 1:
+        room = f"leaves room for {task.expansion} rows of the model each"
+    reasons = {
+        "max_length": limit,
+        "max_batch_size": full,
+        "request_rows": room,
+        "queue": "no delay by default, since a busy core gathers a batch by itself",
+    }
+    if edges and lengths is not None:
+        spans = ", ".join(f"{low + 1}-{high}" for low, high in pairwise((0, *edges)))
+        reasons["bucket_edges"] = f"fewest padded tokens over {lengths.rows} rows: {spans}"
+    return reasons

@@ -1,0 +1,116 @@
+"""What a GPU core needs besides a CPU's: profiles, CUDA graphs, and a bound on packed batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from triptych.model.facts import ModelFacts
+from triptych.pipeline.spec import PipelineSpec
+from triptych.pipeline.traffic import Lengths
+from triptych.plan.cost import USUAL_HEAD_SIZE
+from triptych.plan.engine_spec import Dims, EnginePlan, GraphSpec, ShapeRange
+from triptych.tensors import INPUT_IDS, ROW_STRIDE, Tensor
+
+LARGEST_SCORES_BYTES = 1 << 30
+"""Of one layer's attention scores in a full packed batch of the longest rows: every token is
+compared with all of the batch, so they grow with its square."""
+
+ELEMENT_BYTES = {"fp32": 4}
+"""Of attention scores by precision; 2 in all others."""
+
+
+def packed_rows(spec: PipelineSpec, facts: ModelFacts, max_length: int) -> int:
+    """Rows that a packed batch may have on a GPU: as the spec says, within the bound of scores.
+
+    The server counts rows, not tokens: any batch may be one of the longest rows only.
+    """
+    heads = facts.heads or max(1, facts.hidden_size // USUAL_HEAD_SIZE)
+    bytes_each = heads * ELEMENT_BYTES.get(spec.core.precision, 2)
+    tokens = math.isqrt(LARGEST_SCORES_BYTES // bytes_each)
+    return max(1, min(spec.core.max_batch_size, tokens // max_length))
+
+
+def engine_plan(
+    spec: PipelineSpec,
+    inputs: Sequence[Tensor],
+    *,
+    packed: bool,
+    edges: Sequence[int],
+    lengths: Lengths | None,
+    max_length: int,
+    max_batch_size: int,
+) -> EnginePlan:
+    """What the engine of a core is built from.
+
+    Args:
+        spec: the declaration.
+        inputs: of the core, without what the server adds.
+        packed: rows end to end.
+        edges: padded lengths; empty unless the layout is bucketed.
+        lengths: of the traffic's rows, in tokens; None for images.
+        max_length: tokens a row may have.
+        max_batch_size: rows a batch may have.
+    """
+    options = spec.core.engine
+    best = min(options.opt_batch_size or max_batch_size, max_batch_size)
+    if packed and lengths is not None:
+        profiles = [_packed_profile(inputs, best, max_batch_size, lengths, max_length)]
+    else:
+        profiles = [
+            {
+                tensor.name: ShapeRange(*((rows, *dims) for rows in (1, best, max_batch_size)))
+                for tensor, dims in _shapes(inputs, edge)
+            }
+            for edge in (edges or (0,))
+        ]
+    graphs = [] if packed or not options.cuda_graphs else _graphs(inputs, edges, max_batch_size)
+    return EnginePlan(
+        precision=spec.core.precision,
+        profiles=tuple(profiles),
+        graph_specs=tuple(graphs),
+        options=_engine_options(spec),
+    )
+
+
+def _engine_options(spec: PipelineSpec) -> dict[str, Any]:
+    """The spec's options that decide the engine; the others are in its profiles and the config."""
+    return spec.core.engine.model_dump(exclude={"cuda_graphs", "opt_batch_size", "context_memory"})
+
+
+def _packed_profile(
+    inputs: Sequence[Tensor], best: int, most: int, lengths: Lengths, max_length: int
+) -> dict[str, ShapeRange]:
+    """The one profile that spans all packed batches: tokens and rows vary, each by itself."""
+    typical = max(1, round(best * lengths.mean))
+    tokens = ShapeRange((1,), (min(typical, most * max_length),), (most * max_length,))
+    profile = {
+        tensor.name: tokens
+        if tensor.name == INPUT_IDS.name
+        else ShapeRange(*((rows, *tensor.config_dims) for rows in (1, best, most)))
+        for tensor in inputs
+    }
+    return {**profile, ROW_STRIDE.name: ShapeRange((1,), (best,), (most,))}
+
+
+def _graphs(inputs: Sequence[Tensor], edges: Sequence[int], most: int) -> list[GraphSpec]:
+    """One for each length and power of two: it also takes the batches down to the last one's."""
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+    return [
+        GraphSpec(
+            batch_size=size,
+            lowest_batch_size=below + 1,
+            inputs={tensor.name: dims for tensor, dims in _shapes(inputs, edge)},
+        )
+        for edge in (edges or (0,))
+        for below, size in zip([0, *sizes], sizes, strict=False)
+    ]
+
+
+def _shapes(inputs: Sequence[Tensor], edge: int) -> list[tuple[Tensor, Dims]]:
+    """Each input's dims, the axis that varies being `edge`."""
+    return [
+        (tensor, tuple(edge if dim == -1 else dim for dim in tensor.config_dims))
+        for tensor in inputs
+    ]

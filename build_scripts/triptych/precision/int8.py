@@ -1,0 +1,140 @@
+"""fp32 graph -> int8 graph: what every linear layer becomes, found on calibration rows.
+
+Weights are symmetric, with a scale for each output. A layer's input is smoothed (`smoothing`), then
+quantised on one scale that calibration rows gave (``int8``), or that each vector brings itself
+(``int8_dynamic``): either way a row's result does not depend on what shares its batch, which a
+scale found for a whole batch would break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.graph.files import read_model, write_model
+from triptych.precision.activations import Activations, capture
+from triptych.precision.float16 import halve_quantised
+from triptych.precision.linear import Group, find_groups, value_of, weight_of
+from triptych.precision.quantised_graph import QuantisedGroup, QuantisedLayer, rewrite
+from triptych.precision.ranges import model_ranges
+from triptych.precision.recipe import Recipe, check_quantisable
+from triptych.precision.rounding import round_together, scale_of
+from triptych.precision.smoothing import find_smoothing, quantised
+from triptych.repository.records import Conversion
+
+Feed = Mapping[str, NDArray[Any]]
+
+
+def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
+    """Write ``target/model.onnx``, quantised, with the inputs and outputs of `source`.
+
+    Args:
+        source: the fp32 graph.
+        target: folder to write into.
+        recipe: `Recipe.kept` names groups of layers that stay fp32.
+        feeds: one calibration row each, without padding.
+
+    Raises:
+        UserError: as `check_quantisable`.
+    """
+    quantiser = Quantiser(read_model(source), recipe, feeds)
+    write_model(quantiser.graph(recipe.kept), target)
+    return quantiser.conversion(recipe.kept)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A group of layers, what calibration rows showed of its input, and what it becomes."""
+
+    group: Group
+    largest: float
+    quantised: QuantisedGroup
+
+
+class Quantiser:
+    """One graph with all that calibration found: written with any choice of layers to keep.
+
+    Finding which layers to keep writes many versions; what was measured serves all of them.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, feeds: Sequence[Feed]) -> None:
+        """Run the calibration rows, then smooth and round each layer. See `convert`."""
+        self._model = model
+        self._feeds = feeds
+        self._seen: dict[str, float] | None = None
+        self._for_tensorrt = recipe.backend == "tensorrt"
+        groups = find_groups(model.graph)
+        check_quantisable(recipe, [group.name for group in groups], feeds)
+        seen = capture(model, [group.input for group in groups], feeds)
+        self._found = [
+            _Found(
+                group,
+                seen[group.input].largest,
+                _quantise(model, group, seen[group.input], dynamic="dynamic" in recipe.precision),
+            )
+            for group in groups
+        ]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the groups, in the order of the graph."""
+        return tuple(found.group.name for found in self._found)
+
+    def conversion(self, kept: Sequence[str]) -> Conversion:
+        """What `graph` does with the same `kept`."""
+        smoothings = {one.group.name: one.quantised.smoothing for one in self._found}
+        return Conversion(
+            layers=self.layers,
+            kept=tuple(name for name in self.layers if name in kept),
+            ranges={one.group.name: one.largest for one in self._found},
+            notes=tuple(
+                f"{name}: smoothed by range^{one.power}, range: {one.method}, "
+                f"error of the layer {one.error:.1e}"
+                for name, one in smoothings.items()
+                if name not in kept
+            ),
+        )
+
+    def graph(self, kept: Sequence[str]) -> Any:
+        """The graph as an `onnx.ModelProto`, the groups in `kept` not quantised.
+
+        They stay fp32; for TensorRT they become fp16, as all else does.
+        """
+        chosen = [
+            (found.group, found.quantised) for found in self._found if found.group.name not in kept
+        ]
+        # ONNX Runtime's kernels on x86 want unsigned inputs, TensorRT signed ones around 0.
+        written = rewrite(self._model, chosen, signed=self._for_tensorrt)
+        return halve_quantised(written, self._ranges()) if self._for_tensorrt else written
+
+    def _ranges(self) -> dict[str, float]:
+        """Largest magnitudes of the fp32 graph's values, found at the first call."""
+        if self._seen is None:
+            self._seen = model_ranges(self._model, self._feeds)
+        return self._seen
+
+
+def _quantise(model: Any, group: Group, seen: Activations, *, dynamic: bool) -> QuantisedGroup:
+    weights = [weight_of(model.graph, layer) for layer in group.layers]
+    together = np.concatenate(weights, axis=1)
+    smoothing = find_smoothing(seen, together, dynamic=dynamic)
+    scaled = together * smoothing.scale[:, None]
+    offset = smoothing.shift / smoothing.scale
+    inputs = quantised((seen.vectors - smoothing.shift) / smoothing.scale, smoothing.range)
+    rounded, scale = round_together(scaled, inputs + offset), scale_of(scaled)
+    # What the shift took off, with the weights as they are now: only the rounding of x is left.
+    bias = offset @ (rounded * scale)
+    ends = np.cumsum([weight.shape[1] for weight in weights])[:-1]
+    parts = zip(
+        np.split(rounded, ends, axis=1), np.split(scale, ends), np.split(bias, ends), strict=True
+    )
+    layers = []
+    for layer, (part, steps, added) in zip(group.layers, parts, strict=True):
+        own = value_of(model.graph, layer.bias) if layer.bias else np.float32(0)
+        layers.append(QuantisedLayer(layer, part, steps, (added + own).astype(np.float32)))
+    return QuantisedGroup(smoothing, tuple(layers))

@@ -1,0 +1,76 @@
+"""What a conversion is asked for and what it says it did, whatever the precision."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from triptych.errors import UserError
+from triptych.pipeline.precisions import Precision
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to convert a graph.
+
+    Attributes:
+        precision: wanted.
+        kept: layers that stay in higher precision, by the names `Conversion.layers` gives.
+        backend: Triton's name of what will run the graph.
+        device: where.
+    """
+
+    precision: Precision
+    kept: tuple[str, ...] = ()
+    backend: str = "onnxruntime"
+    device: str = "cpu"
+
+
+def check_kept(recipe: Recipe, known: Collection[str]) -> None:
+    """All that the recipe keeps is in the graph.
+
+    Args:
+        recipe: with the names.
+        known: what can be kept, by name.
+
+    Raises:
+        UserError: something is not.
+    """
+    unknown = [name for name in recipe.kept if name not in known]
+    if unknown:
+        near = get_close_matches(unknown[0], known, n=3) or list(known)[:3]
+        raise UserError(
+            "core.precision",
+            f"{recipe.precision} can only keep layers that the graph has",
+            given=unknown[0],
+            remedy=f"Name one of its layers, such as {', '.join(near)}" if near else "Keep none",
+        )
+
+
+def check_quantisable(recipe: Recipe, layers: Collection[str], feeds: Sequence[object]) -> None:
+    """The graph can be quantised as the recipe asks.
+
+    Args:
+        recipe: of a precision that quantises linear layers.
+        layers: names of those that the graph has.
+        feeds: calibration rows.
+
+    Raises:
+        UserError: there is no layer, no row, or a layer to keep that does not exist.
+    """
+    if not layers:
+        raise UserError(
+            "core.precision",
+            "must suit the model",
+            given=f"{recipe.precision} for a graph without linear layers of a size worth it",
+            remedy="Take fp16 or fp32",
+        )
+    if not feeds:
+        raise UserError(
+            "traffic.jsonl",
+            f"must have rows to calibrate on for {recipe.precision}",
+            given="no calibration rows beside those of the gate",
+            remedy="Add real requests, or take fp16 or fp32",
+        )
+    check_kept(recipe, layers)

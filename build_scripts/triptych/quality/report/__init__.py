@@ -1,1 +1,0 @@
-"""The page that shows what the gate found."""

@@ -1,5 +1,0 @@
-"""Static lint of a whole model repository."""
-
-from triptych.repository.lint.checks import CHECKS, OLDEST, run_checks
-
-__all__ = ["CHECKS", "OLDEST", "run_checks"]

@@ -1,0 +1,184 @@
+"""What a build puts on record, as types: the gate's result, the conversion, the candidates.
+
+One reader (`read_record`) and one writer (`plain_record`) serve the lock, the cache and ``--json``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, TypeAdapter
+
+from triptych.pipeline.precisions import Precision
+from triptych.repository.plain import plain_data
+from triptych.tasks.metrics.labelled import LabelledResult
+
+Record = TypeVar("Record")
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A float; one that is not finite is null in JSON."""
+
+
+def read_record(kind: type[Record], data: object) -> Record:
+    """A record from its plain data.
+
+    Raises:
+        pydantic.ValidationError: the data is not of that kind.
+    """
+    return TypeAdapter(kind).validate_python(data)
+
+
+def plain_record(record: Any) -> dict[str, Any]:
+    """A record as plain data for JSON; fields without a value are left out."""
+    plain: dict[str, Any] = plain_data(asdict(record))
+    optional = getattr(record, "OPTIONAL", ())
+    return {name: value for name, value in plain.items() if value or name not in optional}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion to lower precision did.
+
+    Attributes:
+        layers: what can be kept in higher precision, in the order of the graph.
+        kept: those that are.
+        reasons: kept layer to why, where the converter itself decided it.
+        ranges: layer (or value) to the largest magnitude that calibration rows showed there.
+        notes: what else a user should know, a sentence each.
+        layer_errors: layer to the error of the core's outputs by its conversion alone, where
+            layers had to be kept for the gate.
+        batch_ms: what keeping them costs: milliseconds of a batch in fp32, with nothing kept and
+            as kept, on one thread.
+    """
+
+    OPTIONAL = ("layer_errors", "batch_ms")
+
+    layers: tuple[str, ...]
+    kept: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    ranges: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    layer_errors: Mapping[str, float] = field(default_factory=dict)
+    batch_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One precision that `auto` tried, and what became of it.
+
+    Attributes:
+        precision: of the core.
+        status: what became of it.
+        failures: of the gate.
+        verdicts: metric to value.
+        throughput_per_s: requests answered a second; None where it was not measured.
+        p99_ms: 99th percentile of the latency, in milliseconds.
+        size_bytes: of the core's files.
+        kept: layers that stayed in higher precision.
+        note: why it is not runnable.
+    """
+
+    precision: Precision
+    status: Literal["chosen", "passed", "failed", "not runnable"]
+    failures: tuple[str, ...] = ()
+    verdicts: Mapping[str, Number] | None = None
+    throughput_per_s: float | None = None
+    p99_ms: float | None = None
+    size_bytes: int | None = None
+    kept: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One metric.
+
+    Attributes:
+        metric: its name in `tasks.accuracy.METRICS`.
+        value: measured; NaN where it could not be.
+        limit: the worst value allowed; None where there is none.
+        passed: whether `value` keeps to `limit`.
+    """
+
+    metric: str
+    value: Number
+    limit: float | None
+    passed: bool
+
+
+@dataclass(frozen=True)
+class WorstRow:
+    """A request whose answer is far from the reference's.
+
+    Attributes:
+        shown: the request in short.
+        badness: how wrong the answer is on the task's own scale; 0 where it is right, or where
+            the row is made up and has no part in the task's metrics.
+        difference: largest difference of any element of the core's outputs, as `max_difference`.
+        wanted: the reference's answer in short.
+        got: the artifact's.
+    """
+
+    shown: str
+    badness: Number
+    difference: Number
+    wanted: str
+    got: str
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """What the gate measured.
+
+    Attributes:
+        precision: of the artifact.
+        rows: requests of the traffic compared.
+        edge_rows: requests made up: empty, at the limit and the like.
+        finite: no NaN, no infinity.
+        verdicts: one a metric.
+        failures: what broke a limit, in words; empty when the artifact may ship.
+        worst: the worst rows, worst first.
+        notes: what else a reader should know, a sentence each.
+        row_differences: of each request, as `WorstRow.difference`; made-up ones first.
+        labelled: the result on labelled rows; None where there are none.
+        conversion: to lower precision; None for fp32.
+        accepted: why a failed gate did not stop the build; empty where it did not fail.
+        candidates: what the precision was chosen from, where it was left open.
+    """
+
+    OPTIONAL = ("conversion", "accepted", "candidates")
+
+    precision: Precision
+    rows: int
+    edge_rows: int
+    finite: bool
+    verdicts: tuple[Verdict, ...]
+    failures: tuple[str, ...]
+    worst: tuple[WorstRow, ...] = ()
+    notes: tuple[str, ...] = ()
+    row_differences: tuple[Number, ...] = ()
+    labelled: LabelledResult | None = None
+    conversion: Conversion | None = None
+    accepted: str = ""
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the artifact may ship."""
+        return not self.failures
+
+    def value(self, metric: str) -> float | None:
+        """What was measured; None where the metric does not apply."""
+        return next((v.value for v in self.verdicts if v.metric == metric), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the lock, the report and ``--json``: a number that is not finite is null."""
+        plain = plain_record(self)
+        plain["row_differences"] = [
+            None if value is None else float(f"{value:.3e}") for value in plain["row_differences"]
+        ]
+        if self.conversion is not None:
+            plain["conversion"] = plain_record(self.conversion)
+        return plain

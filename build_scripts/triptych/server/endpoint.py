@@ -1,0 +1,103 @@
+"""Where a pipeline is served: a server of one's own while needed, or one that runs already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+from triptych.errors import UserError
+from triptych.repository.config import CONFIG_FILE
+from triptych.repository.store import locked
+from triptych.server.server import Server, ServerError
+
+_DEATH_S = 3.0
+"""How long a server that stopped answering may take to be seen dead."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that is ready.
+
+    Attributes:
+        grpc_url: ``host:port``.
+        metrics_url: the whole address of its metrics page; None where it was not given.
+        pid: of a server of this process's own.
+    """
+
+    grpc_url: str
+    metrics_url: str | None = None
+    pid: int | None = None
+
+
+def check_built(repository: Path, pipeline: str) -> None:
+    """Refuse a repository without the pipeline.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if not (repository / pipeline / CONFIG_FILE).is_file():
+        raise UserError(
+            str(repository),
+            "must hold the pipeline",
+            given=f"no model {pipeline}",
+            remedy=f"Run `triptych build {pipeline}`, or name a server with --url",
+        )
+
+
+@contextmanager
+def served(
+    repository: Path,
+    pipeline: str,
+    url: str | None,
+    progress: Callable[[str, str], None],
+    *,
+    metrics_url: str | None = None,
+) -> Iterator[Endpoint]:
+    """The server at `url`; without it one on `repository` that lives as long as the context.
+
+    Args:
+        repository: folder of the models.
+        pipeline: the ensemble that is asked for.
+        url: ``host:port`` of a gRPC endpoint.
+        progress: told when a server is started.
+        metrics_url: of the server at `url`.
+
+    Raises:
+        UserError: the pipeline is not built, or its server does not start, or died meanwhile.
+    """
+    if url is not None:
+        yield Endpoint(url, metrics_url)
+        return
+    check_built(repository, pipeline)
+    with locked(repository):  # completes what a killed build left
+        pass
+    progress("serve", f"tritonserver on {repository} ...")
+    with Server(repository, models=[pipeline]) as server:
+        try:
+            yield Endpoint(server.grpc_url, server.metrics_url, server.pid)
+        except UserError as error:
+            death = _death(server)
+            if death is not None:
+                raise death from error
+            raise
+
+
+def _death(server: Server) -> ServerError | None:
+    """Why the server died, if it did."""
+    found: list[ServerError] = []
+
+    def watch() -> None:
+        try:
+            server.wait_dead()
+        except ServerError as error:
+            found.append(error)
+        except RuntimeError:  # it lived on until it was stopped
+            return
+
+    watcher = Thread(target=watch, daemon=True)
+    watcher.start()
+    watcher.join(_DEATH_S)
+    return found[0] if found else None

