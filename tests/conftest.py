@@ -44,6 +44,19 @@ def write_pipeline(folder: Path, **fields: Any) -> Path:
     return folder
 
 
+def lock_data(repository: Path, name: str) -> dict[str, Any]:
+    """The lock of a built pipeline as plain data."""
+    text = (repository / name / "triptych.lock.json").read_text(encoding="utf-8")
+    lock: dict[str, Any] = json.loads(text)
+    return lock
+
+
+def write_lock(repository: Path, name: str, lock: dict[str, Any]) -> None:
+    """Put other data in place of the lock of a built pipeline."""
+    text = json.dumps(lock, indent=2, ensure_ascii=False) + "\n"
+    (repository / name / "triptych.lock.json").write_text(text, encoding="utf-8")
+
+
 def quiet(_stage: str, _line: str) -> None:
     """A progress callback that prints nothing."""
 
@@ -52,9 +65,9 @@ def build_into(folder: Path, repository: Path, *overrides: str) -> Any:
     """Build the pipeline in `folder`; returns what `assemble.build` does."""
     from triptych.build import build
     from triptych.pipeline.spec import load_spec
-    from triptych.requests.prepare import prepare
+    from triptych.requests.inputs import read_inputs
 
-    return build(prepare(load_spec(folder, overrides), quiet), repository, quiet)
+    return build(read_inputs(load_spec(folder, overrides), quiet), repository, quiet)
 
 
 @pytest.fixture(scope="session")

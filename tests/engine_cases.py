@@ -11,11 +11,10 @@ import pytest
 
 import fake_cuda
 import fake_tensorrt
-from conftest import build_into, write_pipeline
+from conftest import build_into, lock_data, write_lock, write_pipeline
 from container_cases import H200
 from triptych.container.machine import Gpu
 from triptych.engine import gpu as own_gpu
-from triptych.repository.lock import print_lock, read_lock
 
 
 def build_repository(model: Path, base: Path, *names: str) -> Path:
@@ -59,10 +58,10 @@ def copied(repository: Path, target: Path, name: str) -> Path:
 
 def change_plan(repository: Path, name: str, **options: Any) -> None:
     """Change `core.engine` in a pipeline's lock, as a build with another spec would."""
-    lock = read_lock(repository, name)
+    lock = lock_data(repository, name)
     assert lock is not None
     lock["plan"]["engine"]["options"].update(options)
-    (repository / name / "triptych.lock.json").write_bytes(print_lock(lock))
+    write_lock(repository, name, lock)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from triptych.gate.reference_rows import reference_of
 from triptych.pipeline.spec import load_spec
 from triptych.repository.records import GateResult
 from triptych.requests.feeds import Sample
-from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.requests.samples import Expected, rows_of
 from triptych.tasks.accuracy import thresholds
 
@@ -52,14 +52,14 @@ def write_task(base: Path, name: str, minilm: Path, rows: int = 40) -> Path:
 class Bench:
     """A pipeline, its core and what the reference makes of the gate's rows."""
 
-    prepared: Prepared
+    prepared: PipelineInputs
     file: Path
     expected: list[Expected]
 
     @classmethod
     def of(cls, folder: Path, file: Path, *, step: int = 1) -> Bench:
         """With every `step`th request of the traffic."""
-        prepared = prepare(load_spec(folder), quiet)
+        prepared = read_inputs(load_spec(folder), quiet)
         edges = [request for request in prepared.requests if request.edge]
         traffic = [request for request in prepared.requests if not request.edge][::step]
         prepared = replace(prepared, requests=(*edges, *traffic))

@@ -39,12 +39,12 @@ from triptych.errors import UserError
 from triptych.export.to_onnx import export_onnx
 from triptych.gate.reference import reference_outputs
 from triptych.pipeline.spec import load_spec
-from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.inputs import PipelineInputs, read_inputs
 
 SECONDS = 0.2
 
 
-def export(prepared: Prepared, target: Path) -> Path:
+def export(prepared: PipelineInputs, target: Path) -> Path:
     plan = prepared.plan
     export_onnx(
         prepared.model_folder,
@@ -67,19 +67,19 @@ def is_gone(pid: int, within_s: float = 20.0) -> bool:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Prepared:
+def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> PipelineInputs:
     folder = tmp_path_factory.mktemp("pipelines") / "tiny"
     write_pipeline(folder, model={"source": str(tiny_model)})
-    return prepare(load_spec(folder), quiet)
+    return read_inputs(load_spec(folder), quiet)
 
 
 @pytest.fixture(scope="module")
-def core_file(tmp_path_factory: pytest.TempPathFactory, tiny: Prepared) -> Path:
+def core_file(tmp_path_factory: pytest.TempPathFactory, tiny: PipelineInputs) -> Path:
     return export(tiny, tmp_path_factory.mktemp("core"))
 
 
 @pytest.fixture(scope="module")
-def running(tiny: Prepared, core_file: Path) -> Iterator[Baselines]:
+def running(tiny: PipelineInputs, core_file: Path) -> Iterator[Baselines]:
     names = ("torch eager", "torch batched", "onnxruntime")
     with Baselines(tiny, core_file, names=names, progress=quiet) as baselines:
         yield baselines
@@ -124,7 +124,7 @@ def test_the_latency_of_a_batch_counts_for_each_of_its_rows(running: Baselines) 
 
 
 def test_nothing_is_left_behind(
-    tiny: Prepared, core_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: PipelineInputs, core_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with Baselines(tiny, core_file, names=["onnxruntime"], progress=quiet) as baselines:
@@ -135,7 +135,9 @@ def test_nothing_is_left_behind(
     assert baselines.names == ()
 
 
-def test_a_worker_dies_with_its_parent(tiny: Prepared, core_file: Path, tmp_path: Path) -> None:
+def test_a_worker_dies_with_its_parent(
+    tiny: PipelineInputs, core_file: Path, tmp_path: Path
+) -> None:
     write_work(work_of(tiny, core_file), tmp_path / "work")
     code = (
         "import os, sys; from pathlib import Path\n"
@@ -152,7 +154,7 @@ def test_a_worker_dies_with_its_parent(tiny: Prepared, core_file: Path, tmp_path
 
 
 def test_a_worker_that_is_killed_says_so_and_leaves_the_others(
-    tiny: Prepared, core_file: Path
+    tiny: PipelineInputs, core_file: Path
 ) -> None:
     names = ("onnxruntime", "torch eager")
     with Baselines(tiny, core_file, names=names, progress=quiet) as baselines:
@@ -168,7 +170,7 @@ def test_a_worker_that_is_killed_says_so_and_leaves_the_others(
 
 
 def test_a_model_that_cannot_be_loaded_is_a_reason(
-    tiny: Prepared, core_file: Path, tmp_path: Path
+    tiny: PipelineInputs, core_file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     broken = replace(tiny, model_folder=tmp_path)
@@ -185,7 +187,7 @@ def test_a_model_that_cannot_be_loaded_is_a_reason(
     assert [line.split(" ")[1] for line in told] == ["torch", "onnxruntime"]
 
 
-def test_a_core_that_is_not_there_is_a_reason(tiny: Prepared, tmp_path: Path) -> None:
+def test_a_core_that_is_not_there_is_a_reason(tiny: PipelineInputs, tmp_path: Path) -> None:
     with Baselines(
         tiny, tmp_path / "gone.onnx", names=["onnxruntime"], progress=quiet
     ) as baselines:
@@ -205,7 +207,7 @@ def test_a_worker_that_cannot_start_tells_its_last_line(tmp_path: Path) -> None:
         worker.end()
 
 
-def test_what_takes_too_long_to_compile_is_left_out(tiny: Prepared, core_file: Path) -> None:
+def test_what_takes_too_long_to_compile_is_left_out(tiny: PipelineInputs, core_file: Path) -> None:
     with Baselines(
         tiny, core_file, names=["torch.compile"], progress=quiet, compile_limit_s=0.5
     ) as baselines:
@@ -214,7 +216,7 @@ def test_what_takes_too_long_to_compile_is_left_out(tiny: Prepared, core_file: P
 
 
 def test_without_a_compiler_the_reason_is_told(
-    tiny: Prepared, core_file: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: PipelineInputs, core_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with Baselines(tiny, core_file, names=["torch.compile"], progress=quiet) as baselines:
@@ -222,12 +224,12 @@ def test_without_a_compiler_the_reason_is_told(
         assert "compiler" in baselines.not_runnable["torch.compile"].lower()
 
 
-def test_an_unknown_name_is_refused(tiny: Prepared, core_file: Path) -> None:
+def test_an_unknown_name_is_refused(tiny: PipelineInputs, core_file: Path) -> None:
     with pytest.raises(UserError, match="must be one of torch eager"):
         Baselines(tiny, core_file, names=["jax"], progress=quiet)
 
 
-def test_calls_hold_the_whole_traffic_once(tiny: Prepared, core_file: Path) -> None:
+def test_calls_hold_the_whole_traffic_once(tiny: PipelineInputs, core_file: Path) -> None:
     requests = work_of(tiny, core_file).requests
     assert [dict(request) for request in requests] == [dict(one) for one in tiny.traffic]
     for name, size in ROWS_A_CALL.items():
@@ -251,7 +253,7 @@ def test_hooks_run_before_the_calls(tmp_path: Path, tiny_model: Path, core_file:
         'def before(rows):\n    return [{"text": row["text"].upper()} for row in rows]\n',
         encoding="utf-8",
     )
-    prepared = prepare(load_spec(folder), quiet)
+    prepared = read_inputs(load_spec(folder), quiet)
     texts = [request["text"] for request in work_of(prepared, core_file).requests]
     assert texts == [str(request["text"]).upper() for request in prepared.traffic]
 
@@ -264,7 +266,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Call
     @cache
     def get(name: str) -> Work:
         folder = image_pipeline(base) if name == "images" else write_task(base, name, minilm_folder)
-        prepared = prepare(load_spec(folder), quiet)
+        prepared = read_inputs(load_spec(folder), quiet)
         write_work(work_of(prepared, base / "none.onnx"), base / f"{name}.work")
         return read_work(base / f"{name}.work")
 
@@ -317,7 +319,7 @@ def test_the_model_in_padded_batches_gives_what_the_reference_gives(
 
 
 def test_vectors_in_padded_batches_are_those_of_the_reference(
-    tiny: Prepared, core_file: Path
+    tiny: PipelineInputs, core_file: Path
 ) -> None:
     work = work_of(tiny, core_file)
     samples = open_rows(work)(work.requests[:5])
@@ -339,7 +341,7 @@ def test_a_request_of_several_rows_runs_in_batches_of_no_more_than_the_limit(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
-def test_a_compiled_model_is_measured(tiny: Prepared, core_file: Path) -> None:
+def test_a_compiled_model_is_measured(tiny: PipelineInputs, core_file: Path) -> None:
     with Baselines(
         tiny, core_file, names=["torch.compile"], progress=quiet, compile_limit_s=900
     ) as baselines:

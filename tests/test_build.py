@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LAYOUTS, build_into, quiet, traffic_texts, write_pipeline
-from triptych.build import GateFailure, build
+from conftest import LAYOUTS, build_into, lock_data, quiet, traffic_texts, write_pipeline
+from triptych.build import build
 from triptych.errors import UserError
+from triptych.gate.cached import GateFailure
 from triptych.lint import run_checks
 from triptych.pipeline.spec import load_spec
 from triptych.repository.config import read_config
-from triptych.repository.lock import LOCK_FILE, read_lock
+from triptych.repository.lock import LOCK_FILE
 from triptych.repository.store import locked, write_models
-from triptych.requests.prepare import prepare
+from triptych.requests.inputs import read_inputs
 from triptych.tasks.accuracy import metrics_of
 
 
@@ -57,7 +58,7 @@ def test_the_packed_core_is_ragged_and_the_bucketed_one_is_not(minilm_repository
 
 
 def test_the_lock_records_the_build(minilm_repository: Path) -> None:
-    lock = read_lock(minilm_repository, "minilm_packed")
+    lock = lock_data(minilm_repository, "minilm_packed")
     assert lock is not None
     assert lock["gate"]["failures"] == []
     assert lock["schema"] == 4
@@ -79,7 +80,9 @@ def test_a_second_build_does_no_work(tiny: Path, tmp_path: Path) -> None:
     before = {path: path.stat() for path in repository.rglob("*")}
     lines: list[str] = []
     spec = load_spec(tiny)
-    again = build(prepare(spec, quiet), repository, lambda stage, line: lines.append(stage + line))
+    again = build(
+        read_inputs(spec, quiet), repository, lambda stage, line: lines.append(stage + line)
+    )
     assert again.changed == ()
     assert sum("(cached)" in line for line in lines) == 2
     after = {path: path.stat() for path in repository.rglob("*")}
@@ -130,8 +133,10 @@ def test_a_failed_gate_is_run_again(tiny: Path, tmp_path: Path) -> None:
     spec = load_spec(tiny, ["accuracy.max_difference=1e-12", "core.layout=bucketed"])
     for _ in range(2):
         with pytest.raises(GateFailure) as caught:
-            build(prepare(spec, quiet), tmp_path / "r", lambda *line: lines.append(" ".join(line)))
-        assert caught.value.gate["worst"][0]["difference"] > 1e-12
+            build(
+                read_inputs(spec, quiet), tmp_path / "r", lambda *line: lines.append(" ".join(line))
+            )
+        assert caught.value.gate.worst[0].difference > 1e-12
     assert sum("requests against PyTorch" in line for line in lines) == 2
     assert not any("gate" in line and "(cached)" in line for line in lines)
 
@@ -141,16 +146,16 @@ def test_a_failed_gate_may_be_accepted_and_that_is_seen(
     tiny: Path, tmp_path: Path, layout: str
 ) -> None:
     spec = load_spec(tiny, ["accuracy.max_difference=1e-12", f"core.layout={layout}"])
-    built = build(prepare(spec, quiet), tmp_path / "r", quiet, accept="only for a trial")
+    built = build(read_inputs(spec, quiet), tmp_path / "r", quiet, accept="only for a trial")
     assert built.plan.layout == layout
     assert [f.id for f in built.findings if f.severity == "warning"] == ["gate-accepted"]
-    lock = read_lock(tmp_path / "r", "tiny")
+    lock = lock_data(tmp_path / "r", "tiny")
     assert lock is not None
     assert lock["gate"]["accepted"] == "only for a trial"
     assert "differs from the reference" in lock["gate"]["failures"][0]
     # A build that passes is no exception, whatever would have been accepted.
-    build(prepare(load_spec(tiny), quiet), tmp_path / "r", quiet, accept="only for a trial")
-    lock = read_lock(tmp_path / "r", "tiny")
+    build(read_inputs(load_spec(tiny), quiet), tmp_path / "r", quiet, accept="only for a trial")
+    lock = lock_data(tmp_path / "r", "tiny")
     assert lock is not None
     assert "accepted" not in lock["gate"]
 
@@ -172,14 +177,15 @@ def labelled(folder: Path, scores: list[float]) -> None:
 
 def test_labelled_rows_are_judged_and_recorded(tiny: Path, tmp_path: Path) -> None:
     labelled(tiny, [0.9, 0.1, 0.5, 0.3, 0.7])
-    result = build(prepare(load_spec(tiny), quiet), tmp_path / "r", quiet, accept="few rows")
-    found = result.gate["labelled"]
-    assert (found["metric"], found["rows"]) == ("similarity_correlation", 5)
-    assert found["difference"] == 0
-    assert found["candidate"] == found["reference"]
+    result = build(read_inputs(load_spec(tiny), quiet), tmp_path / "r", quiet, accept="few rows")
+    found = result.gate.labelled
+    assert found is not None
+    assert (found.metric, found.rows) == ("similarity_correlation", 5)
+    assert found.difference == 0
+    assert found.candidate == found.reference
     (tiny / "eval.jsonl").write_text('{"text": "a"}')
     with pytest.raises(UserError, match=r"eval\.jsonl:1"):
-        prepare(load_spec(tiny), quiet)
+        read_inputs(load_spec(tiny), quiet)
 
 
 def test_a_limit_beyond_the_model_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from conftest import quiet, write_pipeline
+from conftest import lock_data, quiet, write_pipeline
 from triptych import build as assemble
-from triptych.build import Built, GateFailure
+from triptych.build import Built
 from triptych.engine.stage import EngineFailure
 from triptych.errors import UserError
+from triptych.gate.cached import GateFailure
 from triptych.pipeline.spec import load_spec
 from triptych.precision import auto as choose
 from triptych.precision import race
 from triptych.precision.race import Throughput
-from triptych.repository.lock import read_lock
-from triptych.requests.prepare import prepare
+from triptych.repository.records import GateResult
+from triptych.requests.inputs import read_inputs
 
 CANDIDATES = ("fp32", "int8", "int8_dynamic", "fp16")
 Told = list[tuple[str, str]]
@@ -55,13 +56,13 @@ def chosen(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bu
     """A build of it: what it did, where, and what it told."""
     told: Told = []
     repository = tmp_path_factory.mktemp("auto") / "repository"
-    prepared = prepare(load_spec(pipeline), quiet)
-    built = choose.build(prepared, repository, lambda stage, line: told.append((stage, line)))
+    prepared = read_inputs(load_spec(pipeline), quiet)
+    built = assemble.build(prepared, repository, lambda stage, line: told.append((stage, line)))
     return built, repository, told
 
 
 def by_precision(built: Built) -> Mapping[str, Mapping[str, Any]]:
-    return {one["precision"]: one for one in built.gate["candidates"]}
+    return {one["precision"]: one for one in built.gate.as_dict()["candidates"]}
 
 
 def test_the_fastest_that_passes_is_built(chosen: tuple[Built, Path, Told]) -> None:
@@ -71,9 +72,9 @@ def test_the_fastest_that_passes_is_built(chosen: tuple[Built, Path, Told]) -> N
     measured = {name: one for name, one in candidates.items() if one["throughput_per_s"]}
     (best,) = [name for name, one in candidates.items() if one["status"] == "chosen"]
     assert best == max(measured, key=lambda name: measured[name]["throughput_per_s"])
-    assert built.gate["precision"] == best
+    assert built.gate.precision == best
     assert "fp32" in measured
-    lock = read_lock(repository, "tiny")
+    lock = lock_data(repository, "tiny")
     assert lock is not None
     assert lock["spec"]["core"]["precision"] == "auto"
     assert lock["gate"]["precision"] == best
@@ -108,7 +109,7 @@ def test_nothing_is_measured_twice(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(choose, "race", refuse)
-    again = choose.build(prepare(load_spec(pipeline), quiet), repository, quiet)
+    again = assemble.build(read_inputs(load_spec(pipeline), quiet), repository, quiet)
     assert again.changed == ()
     assert again.gate == built.gate
 
@@ -127,8 +128,8 @@ def test_a_candidate_that_fails_does_not_race(
     monkeypatch.setattr(choose, "race", pretend)
     # No conversion meets this: fp32 does.
     overrides = ["accuracy.max_difference=1e-5", "serving.queue.max_size=77"]
-    prepared = prepare(load_spec(pipeline, overrides), quiet)
-    built = choose.build(prepared, tmp_path / "repository", quiet)
+    prepared = read_inputs(load_spec(pipeline, overrides), quiet)
+    built = assemble.build(prepared, tmp_path / "repository", quiet)
     assert raced == ["fp32"]
     candidates = by_precision(built)
     assert {name: one["status"] for name, one in candidates.items()} == {
@@ -138,14 +139,14 @@ def test_a_candidate_that_fails_does_not_race(
         "fp16": "failed",
     }
     assert all("max_difference" in one["verdicts"] for one in candidates.values())
-    assert built.gate["precision"] == "fp32"
+    assert built.gate.precision == "fp32"
 
 
 def test_where_fp32_is_wrong_nothing_is_chosen(pipeline: Path, tmp_path: Path) -> None:
-    prepared = prepare(load_spec(pipeline, ["accuracy.max_difference=1e-12"]), quiet)
+    prepared = read_inputs(load_spec(pipeline, ["accuracy.max_difference=1e-12"]), quiet)
     with pytest.raises(GateFailure, match="differs from the reference"):
-        choose.build(prepared, tmp_path / "repository", quiet)
-    assert not any((tmp_path / "repository").iterdir())
+        assemble.build(prepared, tmp_path / "repository", quiet)
+    assert not (tmp_path / "repository").exists()
 
 
 @pytest.mark.parametrize(
@@ -155,9 +156,9 @@ def test_what_cannot_be_measured_here_must_be_named(
     pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, lacking: str
 ) -> None:
     monkeypatch.setattr(choose, "missing_for_engines", lambda: "no GPU is here")
-    prepared = prepare(load_spec(pipeline, [override]), quiet)
+    prepared = read_inputs(load_spec(pipeline, [override]), quiet)
     with pytest.raises(UserError, match="cannot be measured here") as raised:
-        choose.build(prepared, tmp_path / "repository", quiet)
+        assemble.build(prepared, tmp_path / "repository", quiet)
     assert lacking in raised.value.given
 
 
@@ -168,7 +169,8 @@ def test_an_engine_that_differs_from_its_graph_does_not_race(
 
     def engine(repository: Path, name: str, _progress: Any) -> tuple[str, ...]:
         if repository.name == "fp16":
-            raise EngineFailure(name, {"failures": ["it is wrong"]})
+            failed = GateResult("fp16", 1, 0, True, (), ("it is wrong",))
+            raise EngineFailure(name, failed)
         return ()
 
     def pretend(
@@ -183,8 +185,8 @@ def test_an_engine_that_differs_from_its_graph_does_not_race(
     monkeypatch.setattr(choose, "RUNS", {("tensorrt", "gpu"): ("fp32", "fp16", "bf16")})
     monkeypatch.setattr(assemble, "build_engine_here", engine)
     monkeypatch.setattr(choose, "race", pretend)
-    prepared = prepare(load_spec(pipeline, ["core.backend=tensorrt"]), quiet)
-    candidates = by_precision(choose.build(prepared, tmp_path / "repository", quiet))
+    prepared = read_inputs(load_spec(pipeline, ["core.backend=tensorrt"]), quiet)
+    candidates = by_precision(assemble.build(prepared, tmp_path / "repository", quiet))
     assert {name: one["status"] for name, one in candidates.items()} == {
         "fp32": "passed",
         "fp16": "failed",

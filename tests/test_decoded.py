@@ -19,23 +19,25 @@ from triptych.gate.decoded import Decoded, decode, reference_row_outputs
 from triptych.gate.reference_rows import reference_of
 from triptych.gate.worst import describe_answer
 from triptych.pipeline.spec import load_spec
-from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.requests.samples import rows_of
 
 NAMES = [name for name in MODELS if name != "images"]
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> dict[str, Prepared]:
+def prepared(
+    tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
+) -> dict[str, PipelineInputs]:
     base = tmp_path_factory.mktemp("decoded")
     made = {}
     for name in NAMES:
-        one = prepare(load_spec(write_task(base, name, minilm_folder, rows=20)), quiet)
+        one = read_inputs(load_spec(write_task(base, name, minilm_folder, rows=20)), quiet)
         made[name] = replace(one, requests=one.requests[-6:])
     return made
 
 
-def answers(prepared: Prepared) -> list[Decoded]:
+def answers(prepared: PipelineInputs) -> list[Decoded]:
     decoding = decoding_of(prepared)
     assert decoding is not None
     expected = reference_of(prepared, rows_of(prepared.requests))
@@ -45,7 +47,7 @@ def answers(prepared: Prepared) -> list[Decoded]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_request_has_the_outputs_of_the_ensemble(
-    prepared: dict[str, Prepared], name: str
+    prepared: dict[str, PipelineInputs], name: str
 ) -> None:
     made = prepared[name]
     found = answers(made)
@@ -56,7 +58,7 @@ def test_each_request_has_the_outputs_of_the_ensemble(
         assert describe_answer(outputs)
 
 
-def test_labels_are_those_of_transformers(prepared: dict[str, Prepared]) -> None:
+def test_labels_are_those_of_transformers(prepared: dict[str, PipelineInputs]) -> None:
     import transformers
 
     made = prepared["topics"]
@@ -67,7 +69,7 @@ def test_labels_are_those_of_transformers(prepared: dict[str, Prepared]) -> None
         assert outputs["score"][0, 0] == pytest.approx(best["score"], abs=1e-5)
 
 
-def test_entities_are_found_where_the_text_has_them(prepared: dict[str, Prepared]) -> None:
+def test_entities_are_found_where_the_text_has_them(prepared: dict[str, PipelineInputs]) -> None:
     made = prepared["tags"]
     found = [json.loads(outputs["entities"][0, 0]) for outputs in answers(made)]
     assert any(found)
@@ -76,10 +78,10 @@ def test_entities_are_found_where_the_text_has_them(prepared: dict[str, Prepared
         assert all(text[e["start"] : e["end"]] == e["text"] for e in entities)
 
 
-def test_windows_of_one_request_make_one_answer(prepared: dict[str, Prepared]) -> None:
+def test_windows_of_one_request_make_one_answer(prepared: dict[str, PipelineInputs]) -> None:
     made = prepared["answers"]
     folder = made.plan.spec.folder
-    every = prepare(load_spec(folder), quiet)
+    every = read_inputs(load_spec(folder), quiet)
     long = [request for request in every.requests if len(request.rows) > 1]
     assert long
     assert len(answers(replace(made, requests=tuple(long)))) == len(long)
@@ -94,12 +96,12 @@ def test_vectors_are_compared_as_floats_whatever_the_request_asks_for(
     (folder / "pipeline.yaml").write_text(json.dumps(spec))
     row = {"text": "a", "parameters": {"encoding": "binary", "dimensions": 8}}
     (folder / "traffic.jsonl").write_text(json.dumps(row))
-    made = prepare(load_spec(folder), quiet)
+    made = read_inputs(load_spec(folder), quiet)
     (outputs,) = answers(replace(made, requests=made.requests[-1:]))
     assert outputs["embedding"].shape == (1, 8)
 
 
-def test_one_output_a_core_row_is_needed(prepared: dict[str, Prepared]) -> None:
+def test_one_output_a_core_row_is_needed(prepared: dict[str, PipelineInputs]) -> None:
     decoding = decoding_of(prepared["topics"])
     assert decoding is not None
     with pytest.raises(ValueError, match="one for each core row"):

@@ -170,7 +170,7 @@ def table(heading: str) -> list[dict[str, str]]:
 
 def test_numbers_of_rows_are_those_of_the_gate() -> None:
     from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, GATE_ROWS
-    from triptych.requests.prepare import LABELLED_ROWS
+    from triptych.requests.inputs import LABELLED_ROWS
     from triptych.requests.samples import FEW_ROWS
 
     text = " ".join(PIPELINES.split())

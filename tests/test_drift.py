@@ -19,7 +19,7 @@ from triptych.pipeline.slo import Slo
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.plan import Layout, choose_edges, make_plan
-from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.tune.capacity import Measured
 from triptych.tune.drift import Drift, describe_drift, judge
 from triptych.tune.new_traffic import NewTraffic, count_page, read_lengths
@@ -29,12 +29,12 @@ EDGES = [4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 51, 64, 81, 102, 128, 161, 203,
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PipelineInputs:
     folder = write_pipeline(tmp_path_factory.mktemp("drift") / "minilm")
-    return prepare(load_spec(folder), quiet)
+    return read_inputs(load_spec(folder), quiet)
 
 
-def built_for(prepared: Prepared, lengths: Sequence[int], layout: Layout) -> Prepared:
+def built_for(prepared: PipelineInputs, lengths: Sequence[int], layout: Layout) -> PipelineInputs:
     """As if the pipeline's traffic had been of these lengths."""
     old = prepared.plan
     counted = Lengths.of(lengths, max_length=MAX_LENGTH)
@@ -73,7 +73,9 @@ def page_of(
     return "\n".join(lines) + "\n"
 
 
-def verdict(prepared: Prepared, old: Sequence[int], new: Sequence[int], layout: Layout) -> Drift:
+def verdict(
+    prepared: PipelineInputs, old: Sequence[int], new: Sequence[int], layout: Layout
+) -> Drift:
     found = judge(built_for(prepared, old, layout), exact(new))
     json.dumps(found.as_dict(), allow_nan=False)
     assert [line for line, _ in describe_drift(found)]
@@ -86,7 +88,7 @@ def verdict(prepared: Prepared, old: Sequence[int], new: Sequence[int], layout: 
 @pytest.mark.parametrize("layout", ["packed", "bucketed"])
 @pytest.mark.parametrize("rows", [1, 3, 20, 200, 5000])
 def test_samples_of_one_distribution_are_no_drift(
-    prepared: Prepared, rows: int, layout: Layout
+    prepared: PipelineInputs, rows: int, layout: Layout
 ) -> None:
     old = draw(30, 400, seed=0)
     for seed in range(1, 9):
@@ -98,7 +100,7 @@ def test_samples_of_one_distribution_are_no_drift(
 @pytest.mark.parametrize("layout", ["packed", "bucketed"])
 @pytest.mark.parametrize("mean", [12, 80])
 def test_other_lengths_are_drift_and_change_the_work(
-    prepared: Prepared, mean: float, layout: Layout
+    prepared: PipelineInputs, mean: float, layout: Layout
 ) -> None:
     found = verdict(prepared, draw(30, 400, 0), draw(mean, 300, 1), layout)
     assert found.drifted
@@ -110,13 +112,13 @@ def test_other_lengths_are_drift_and_change_the_work(
         assert found.work == pytest.approx(found.now.mean_tokens / found.before.mean_tokens)
 
 
-def test_a_few_rows_prove_nothing_however_different(prepared: Prepared) -> None:
+def test_a_few_rows_prove_nothing_however_different(prepared: PipelineInputs) -> None:
     found = verdict(prepared, draw(30, 400, 0), [MAX_LENGTH] * 2, "packed")
     assert not found.drifted
     assert any("so few rows" in note for note in found.notes)
 
 
-def test_traffic_that_is_all_cut_is_drift(prepared: Prepared) -> None:
+def test_traffic_that_is_all_cut_is_drift(prepared: PipelineInputs) -> None:
     found = verdict(prepared, draw(30, 400, 0), [900] * 40, "bucketed")
     assert found.drifted
     assert found.now.at_limit_share == 1.0
@@ -126,7 +128,7 @@ def test_traffic_that_is_all_cut_is_drift(prepared: Prepared) -> None:
 # What the present settings cost
 
 
-def test_edges_for_other_rows_cost_padding_and_a_build_mends_it(prepared: Prepared) -> None:
+def test_edges_for_other_rows_cost_padding_and_a_build_mends_it(prepared: PipelineInputs) -> None:
     old = [10, 20, 30, 40, 50, 60] * 50
     new = [15, 25, 35, 45, 55, 21] * 50
     found = verdict(prepared, old, new, "bucketed")
@@ -139,7 +141,7 @@ def test_edges_for_other_rows_cost_padding_and_a_build_mends_it(prepared: Prepar
     assert f"{found.excess:.1%}" in found.cost
 
 
-def test_a_drift_that_costs_nothing_changes_nothing(prepared: Prepared) -> None:
+def test_a_drift_that_costs_nothing_changes_nothing(prepared: PipelineInputs) -> None:
     old = [10] * 100 + [20] * 100
     found = verdict(prepared, old, [10] * 130 + [20] * 60, "bucketed")
     assert found.drifted
@@ -147,7 +149,7 @@ def test_a_drift_that_costs_nothing_changes_nothing(prepared: Prepared) -> None:
     assert found.action == "keep"
 
 
-def test_a_tail_beyond_the_warm_ups_asks_for_a_build(prepared: Prepared) -> None:
+def test_a_tail_beyond_the_warm_ups_asks_for_a_build(prepared: PipelineInputs) -> None:
     old = [20] * 300
     found = verdict(prepared, old, [15] * 280 + [90] * 20, "packed")
     assert found.drifted
@@ -162,7 +164,7 @@ def test_a_tail_beyond_the_warm_ups_asks_for_a_build(prepared: Prepared) -> None
 @pytest.mark.parametrize("layout", ["packed", "bucketed"])
 @pytest.mark.parametrize("mean", [30, 80])
 def test_counted_rows_lead_to_what_the_rows_do(
-    prepared: Prepared, mean: float, layout: Layout
+    prepared: PipelineInputs, mean: float, layout: Layout
 ) -> None:
     pipeline = built_for(prepared, draw(30, 400, 0), layout)
     new = draw(mean, 3000, 1)
@@ -183,7 +185,7 @@ def test_counted_rows_lead_to_what_the_rows_do(
         assert abs(getattr(by_page.now, name) - wanted) <= by_page.blur * wanted + 1
 
 
-def test_two_pages_count_what_lies_between(prepared: Prepared, tmp_path: Path) -> None:
+def test_two_pages_count_what_lies_between(prepared: PipelineInputs, tmp_path: Path) -> None:
     old, new = draw(30, 500, 1), draw(80, 700, 2)
     before, after = tmp_path / "before.txt", tmp_path / "after.txt"
     before.write_text(page_of(old))
@@ -198,14 +200,14 @@ def test_two_pages_count_what_lies_between(prepared: Prepared, tmp_path: Path) -
     assert judge(prepared, found).rate_per_s == 20.0
 
 
-def test_a_restart_between_the_pages_counts_from_there(prepared: Prepared) -> None:
+def test_a_restart_between_the_pages_counts_from_there(prepared: PipelineInputs) -> None:
     before, after = (read_samples(page_of(draw(30, rows, rows))) for rows in (900, 400))
     found = count_page(prepared.plan, after, "after", before=before, seconds=60)
     assert (found.lengths.rows, found.rows_per_s) == (400, None)
     assert "anew" in found.notes[0]
 
 
-def test_servers_add_up_and_other_builds_are_named(prepared: Prepared) -> None:
+def test_servers_add_up_and_other_builds_are_named(prepared: PipelineInputs) -> None:
     one, two = draw(30, 100, 1), draw(30, 200, 2)
     page = page_of(one) + page_of(two)
     assert count_page(prepared.plan, read_samples(page), "two").lengths.rows == 300
@@ -249,7 +251,7 @@ PAGES = {
 
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_page_that_makes_no_sense_is_refused(
-    prepared: Prepared, tmp_path: Path, kind: str
+    prepared: PipelineInputs, tmp_path: Path, kind: str
 ) -> None:
     path = tmp_path / "page.txt"
     path.write_text(PAGES[kind], encoding="utf-8", errors="surrogateescape")
@@ -260,12 +262,12 @@ def test_a_page_that_makes_no_sense_is_refused(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_window_of_no_time_is_refused(prepared: Prepared, seconds: float) -> None:
+def test_a_window_of_no_time_is_refused(prepared: PipelineInputs, seconds: float) -> None:
     with pytest.raises(UserError, match="must be above 0"):
         count_page(prepared.plan, read_samples(page_of([9])), "page", seconds=seconds)
 
 
-def test_a_page_saved_amid_a_flush_loses_no_row(prepared: Prepared) -> None:
+def test_a_page_saved_amid_a_flush_loses_no_row(prepared: PipelineInputs) -> None:
     after = read_samples(page_of([3] * 10 + [60] * 10))
     torn = [
         (name, labels, 4.0 if labels.get("le") in ("+Inf", "256", "255") else 0.0)
@@ -283,7 +285,7 @@ def write_sample(path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
-def test_a_sample_is_tokenized_as_the_traffic_is(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_sample_is_tokenized_as_the_traffic_is(prepared: PipelineInputs, tmp_path: Path) -> None:
     found = read_lengths(prepared, write_sample(tmp_path / "new.jsonl", traffic_texts()))
     assert found.lengths == prepared.plan.lengths
     assert judge(prepared, found).distance == 0
@@ -304,7 +306,7 @@ def test_a_sample_is_tokenized_as_the_traffic_is(prepared: Prepared, tmp_path: P
     ],
 )
 def test_a_bad_sample_is_refused(
-    prepared: Prepared, tmp_path: Path, content: str | None, where: str
+    prepared: PipelineInputs, tmp_path: Path, content: str | None, where: str
 ) -> None:
     path = tmp_path / "new.jsonl"
     if content is not None:
@@ -314,7 +316,7 @@ def test_a_bad_sample_is_refused(
     assert refused.value.field.endswith(where)
 
 
-def test_images_have_no_lengths(prepared: Prepared, tmp_path: Path) -> None:
+def test_images_have_no_lengths(prepared: PipelineInputs, tmp_path: Path) -> None:
     images = replace(prepared, plan=replace(prepared.plan, lengths=None))
     for path in (write_sample(tmp_path / "new.jsonl", ["a"]), tmp_path / "page.txt"):
         path.write_text(page_of([9])) if path.suffix == ".txt" else None
@@ -325,7 +327,7 @@ def test_images_have_no_lengths(prepared: Prepared, tmp_path: Path) -> None:
 # What becomes of the capacity
 
 
-def test_a_promise_that_breaks_asks_for_tuning_even_without_drift(prepared: Prepared) -> None:
+def test_a_promise_that_breaks_asks_for_tuning_even_without_drift(prepared: PipelineInputs) -> None:
     pipeline = built_for(prepared, draw(30, 400, 0), "packed")
     measured = Measured.of((), SEARCH, Slo())
     same = exact(draw(30, 400, 0))
@@ -340,7 +342,7 @@ def test_a_promise_that_breaks_asks_for_tuning_even_without_drift(prepared: Prep
     assert judge(pipeline, counted, measured=measured).action == "tune again"
 
 
-def test_without_the_steps_all_work_is_taken_to_be_the_core_s(prepared: Prepared) -> None:
+def test_without_the_steps_all_work_is_taken_to_be_the_core_s(prepared: PipelineInputs) -> None:
     measured = replace(Measured.of((), SEARCH, Slo()), core_share=None)
     found = judge(prepared, exact(draw(30, 400, 0)), measured=measured, rate_per_s=10.0)
     assert any("was not measured" in note for note in found.notes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conftest import quiet
+from conftest import lock_data, quiet, write_lock
 from container_cases import H200, L4
 from engine_cases import build_repository, change_plan, contents, copied, header_of, machine
 from fake_tensorrt import MAJORS
@@ -17,7 +17,6 @@ from triptych.engine.graph import read_graph
 from triptych.engine.stage import build_engine
 from triptych.errors import UserError
 from triptych.plan.engine_spec import EnginePlan
-from triptych.repository.lock import print_lock, read_lock
 from triptych.repository.store import hash_files
 
 NAMES = ("packed_fp32", "packed_fp16", "packed_int8", "bucketed_fp16")
@@ -52,7 +51,7 @@ def test_every_release_builds_every_graph_into_the_repository(
     assert {path for path in before if after[path] != before[path]} == {
         f"{name}/triptych.lock.json"
     }
-    lock = read_lock(repository, name)
+    lock = lock_data(repository, name)
     assert lock is not None
     files = {path: repository / path for path in lock["files"] if (repository / path).is_file()}
     assert plan in files
@@ -206,7 +205,7 @@ def test_what_decides_the_engine_builds_it_again(
         change_plan(repository, "packed_fp16", optimization_level=1)
     second = build_engine(repository, "packed_fp16", quiet)
     assert len(trt._play.builds) == 1
-    assert second.record["key"] != first.record["key"]
+    assert second.record.key != first.record.key
 
 
 @pytest.mark.parametrize("major", MAJORS)
@@ -257,14 +256,14 @@ def test_the_check_deals_out_batches_that_the_engine_does_not_take(
 ) -> None:
     on("10")
     repository = copied(built, tmp_path / "repository", "packed_fp16")
-    lock = read_lock(repository, "packed_fp16")
+    lock = lock_data(repository, "packed_fp16")
     assert lock is not None
     tokens = lock["plan"]["engine"]["profiles"][0]["input_ids"]
     tokens.update(optimum=[500], maximum=[lock["plan"]["max_length"]])
-    (repository / "packed_fp16/triptych.lock.json").write_bytes(print_lock(lock))
+    write_lock(repository, "packed_fp16", lock)
     record = build_engine(repository, "packed_fp16", quiet).record
-    assert list(record["profiles"][0]["input_ids"]["maximum"]) == [512]
-    assert all(verdict["passed"] for verdict in record["check"]["verdicts"])
+    assert record.profiles[0]["input_ids"].maximum == (512,)
+    assert all(verdict.passed for verdict in record.check.verdicts)
 
 
 def test_a_shared_core_means_its_owners_engine(
@@ -272,7 +271,7 @@ def test_a_shared_core_means_its_owners_engine(
 ) -> None:
     on("10")
     repository = copied(built, tmp_path / "repository", "packed_fp16")
-    lock = read_lock(repository, "packed_fp16")
+    lock = lock_data(repository, "packed_fp16")
     assert lock is not None
     lock["spec"]["core"]["share"] = "packed_fp16"
     (repository / "sharer").mkdir()

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from conftest import quiet
+from conftest import lock_data, quiet, write_lock
 from engine_cases import build_repository, contents, copied, machine
 from fake_tensorrt import MAJORS
 from triptych.engine.graph import read_graph
 from triptych.engine.stage import EngineFailure, build_engine
 from triptych.errors import UserError
-from triptych.repository.lock import print_lock, read_lock
 
 NAME = "packed_fp16"
 
@@ -220,7 +219,7 @@ def test_an_engine_that_shows_no_types_passes_only_if_its_size_tells(
     assert "none of 16 matrix products shows its type" in error.rule
     play.layer_types = {}
     record = build_engine(repository, NAME, quiet).record
-    assert (record["witness"], record["matmuls"]["unseen"]) == ("size", 17)
+    assert (record.witness, record.matmuls["unseen"]) == ("size", 17)
 
 
 def broken(outputs: dict[str, Any]) -> dict[str, Any]:
@@ -246,7 +245,7 @@ def test_an_engine_that_computes_something_else_is_not_written(
     before = contents(repository)
     with pytest.raises(EngineFailure) as raised:
         build_engine(repository, NAME, quiet)
-    assert raised.value.gate["failures"]
+    assert raised.value.gate.failures
     assert contents(repository) == before
 
 
@@ -277,10 +276,10 @@ def test_a_pipeline_that_is_not_there_is_named(repository: Path) -> None:
 
 
 def change_lock(repository: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    lock = read_lock(repository, NAME)
+    lock = lock_data(repository, NAME)
     assert lock is not None
     change(lock)
-    (repository / NAME / "triptych.lock.json").write_bytes(print_lock(lock))
+    write_lock(repository, NAME, lock)
 
 
 def test_another_backend_has_no_engine(repository: Path) -> None:

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 import served_engines
-from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
+from conftest import LAYOUTS, build_into, lock_data, traffic_texts, write_pipeline
 from container_cases import H200, L4
 from container_cases import machine as facts_of
 from engine_cases import contents, machine
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.lint import run_checks
-from triptych.repository.lock import read_lock
 from triptych.server.server import Server
 
 ENGINE = "core.backend=tensorrt"
@@ -90,7 +89,7 @@ def test_an_engine_outlives_a_build_where_there_is_no_gpu(
     assert contents(repository) == before
     build_into(pipeline, repository, ENGINE, "serving.queue.max_delay_us=100")
     assert (repository / "tiny_core/1/model.plan").read_bytes() == before["tiny_core/1/model.plan"]
-    lock = read_lock(repository, "tiny")
+    lock = lock_data(repository, "tiny")
     assert lock is not None
     assert lock["engine"]["gpu"] == "NVIDIA H200"
 
@@ -99,7 +98,7 @@ def test_an_engine_of_other_shapes_does_not_stay(pipeline: Path, built_elsewhere
     repository = built_elsewhere
     build_into(pipeline, repository, ENGINE, "core.max_batch_size=4")
     assert not (repository / "tiny_core/1/model.plan").exists()
-    lock = read_lock(repository, "tiny")
+    lock = lock_data(repository, "tiny")
     assert lock is not None
     assert lock["engine"] is None
     findings = {f.id for f in run_checks(repository) if f.severity == "error"}

@@ -192,7 +192,7 @@ def test_labelled_rows_show_offsets_that_both_sides_have_wrong(
     right = bench.check(bench.open(), labelled=Labelled(labels, tuple(requests), expected, 0.0))
     assert right.passed, right.failures
     assert right.labelled is not None
-    assert right.labelled["candidate"] == 1
+    assert right.labelled.candidate == 1
     wrong = tuple(shifted(request) for request in requests)
     result = bench.check(bench.open(), labelled=Labelled(labels, wrong, expected, 0.0))
     fallen.append(f"{'tags: both sides off':24} {result.failures}")

@@ -16,9 +16,9 @@ from task_models import MODELS
 from task_reference import image_bytes
 from triptych.gate.reference_rows import reference_of
 from triptych.pipeline.spec import load_spec
-from triptych.requests import gate_rows
+from triptych.requests import edge_cases
 from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_ROWS, split_traffic
-from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.requests.samples import GateRequest, hash_requests, rows_of
 from triptych.runtime.carry import unpack
 from triptych.tensors import TokenRow
@@ -27,10 +27,12 @@ TEXT_TASKS = [name for name in MODELS if name not in ("images", "flags")]
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> dict[str, Prepared]:
+def prepared(
+    tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
+) -> dict[str, PipelineInputs]:
     base = tmp_path_factory.mktemp("rows")
     return {
-        name: prepare(load_spec(write_task(base, name, minilm_folder)), quiet)
+        name: read_inputs(load_spec(write_task(base, name, minilm_folder)), quiet)
         for name in TEXT_TASKS
     }
 
@@ -73,7 +75,7 @@ def test_other_parameters_do_not_put_a_row_on_the_other_side(
     rows = [{**row, "parameters": {"dimensions": 8}} for row in texts(60)]
     lines = [*map(json.dumps, [*texts(60), *rows])]
     (folder / "traffic.jsonl").write_text("\n".join(lines))
-    made = prepare(load_spec(folder), quiet)
+    made = read_inputs(load_spec(folder), quiet)
     gate = {row.ids for request in made.requests for row in request.rows}  # type: ignore[union-attr]
     assert made.calibration
     assert not gate & {row.ids for row in made.calibration}  # type: ignore[union-attr]
@@ -85,7 +87,7 @@ def longest(request: GateRequest) -> int:
 
 @pytest.mark.parametrize("name", TEXT_TASKS)
 def test_rows_at_the_limit_have_exactly_that_many_tokens(
-    prepared: dict[str, Prepared], name: str
+    prepared: dict[str, PipelineInputs], name: str
 ) -> None:
     made = prepared[name]
     limit = made.plan.max_length
@@ -102,11 +104,11 @@ def test_rows_at_the_limit_have_exactly_that_many_tokens(
 
 
 @pytest.mark.parametrize("name", TEXT_TASKS)
-def test_made_up_rows_are_of_many_kinds(prepared: dict[str, Prepared], name: str) -> None:
+def test_made_up_rows_are_of_many_kinds(prepared: dict[str, PipelineInputs], name: str) -> None:
     kinds = {r.shown.partition(":")[0] for r in prepared[name].requests if r.edge}
     pairs = prepared[name].plan.task.pairs  # both halves of one must say something
     refused = {"empty", "blank"} if pairs else set()
-    assert kinds >= set(gate_rows.EDGE_TEXTS) - refused
+    assert kinds >= set(edge_cases.EDGE_TEXTS) - refused
     assert all(request.shown.isprintable() for request in prepared[name].requests)
 
 
@@ -119,12 +121,12 @@ def before(rows):
 
 
 def test_rows_are_made_of_what_the_hook_makes_and_sent_as_they_were(
-    prepared: dict[str, Prepared], tmp_path: Path, minilm_folder: Path
+    prepared: dict[str, PipelineInputs], tmp_path: Path, minilm_folder: Path
 ) -> None:
     plain = prepared["topics"].requests
     folder = write_task(tmp_path, "topics", minilm_folder)
     (folder / "hooks.py").write_text(HOOKS)
-    made = prepare(load_spec(folder), quiet)
+    made = read_inputs(load_spec(folder), quiet)
     sent = {request.sent["text"] for request in made.requests if not request.edge}
     lines = (folder / "traffic.jsonl").read_text().splitlines()
     assert sent <= {json.loads(line)["text"] for line in lines}
@@ -134,24 +136,24 @@ def test_rows_are_made_of_what_the_hook_makes_and_sent_as_they_were(
     every = {r.shown.partition(":")[0] for r in plain if r.edge}
     assert set(kinds) == every - {"empty", "blank", "punctuation"}  # refused, and made no text
     assert longest(kinds["at the limit"]) == made.plan.max_length
-    assert kinds["repeated tokens"].sent["text"] == gate_rows.EDGE_TEXTS["repeated tokens"]
+    assert kinds["repeated tokens"].sent["text"] == edge_cases.EDGE_TEXTS["repeated tokens"]
 
 
 def test_a_hook_that_refuses_made_up_images_is_asked(tmp_path: Path, minilm_folder: Path) -> None:
     folder = write_task(tmp_path, "images", minilm_folder)
     (folder / "0.png").write_bytes(next(data for data in image_bytes() if data[:2] != b"BM"))
     (folder / "traffic.jsonl").write_text('{"image": "0.png"}')
-    assert any(request.edge for request in prepare(load_spec(folder), quiet).requests)
+    assert any(request.edge for request in read_inputs(load_spec(folder), quiet).requests)
     (folder / "hooks.py").write_text(
         "def before(rows):\n"
         "    if any(row['image'][:2] == b'BM' for row in rows):\n"
         "        raise ValueError('no bitmaps')\n"
         "    return rows\n"
     )
-    assert not any(request.edge for request in prepare(load_spec(folder), quiet).requests)
+    assert not any(request.edge for request in read_inputs(load_spec(folder), quiet).requests)
 
 
-def test_carries_go_with_their_core_rows(prepared: dict[str, Prepared]) -> None:
+def test_carries_go_with_their_core_rows(prepared: dict[str, PipelineInputs]) -> None:
     for request in prepared["answers"].requests:
         carries = [unpack(carry) for carry in request.carries]
         assert [len(carry.kinds) for carry in carries] == [
@@ -161,23 +163,23 @@ def test_carries_go_with_their_core_rows(prepared: dict[str, Prepared]) -> None:
     assert all(not request.carries for request in prepared["topics"].requests)
 
 
-def test_a_request_has_a_row_for_each_hypothesis(prepared: dict[str, Prepared]) -> None:
+def test_a_request_has_a_row_for_each_hypothesis(prepared: dict[str, PipelineInputs]) -> None:
     assert {len(request.rows) for request in prepared["hypotheses"].requests} == {3}
 
 
 def test_minilm_has_enough_rows_for_both() -> None:
-    made = prepare(load_spec(ROOT / "pipelines/minilm"), quiet)
+    made = read_inputs(load_spec(ROOT / "pipelines/minilm"), quiet)
     assert sum(not request.edge for request in made.requests) >= 200
     assert 100 < len(made.calibration) <= CALIBRATION_ROWS
     assert hash_requests(made.requests) == hash_requests(
-        prepare(load_spec(ROOT / "pipelines/minilm"), quiet).requests
+        read_inputs(load_spec(ROOT / "pipelines/minilm"), quiet).requests
     )
 
 
-def test_few_rows_are_said(prepared: dict[str, Prepared]) -> None:
+def test_few_rows_are_said(prepared: dict[str, PipelineInputs]) -> None:
     lines: list[str] = []
     folder = prepared["topics"].plan.spec.folder
-    prepare(load_spec(folder), lambda stage, line: lines.append(line))
+    read_inputs(load_spec(folder), lambda stage, line: lines.append(line))
     assert any("200 or more for the gate are better" in line for line in lines)
 
 
@@ -191,7 +193,7 @@ def test_images_are_split_as_texts_are(
         (folder / f"{number}.img").write_bytes(data)
     lines = [json.dumps({"image": f"{number}.img"}) for number in range(len(encoded))]
     (folder / "traffic.jsonl").write_text("\n".join(lines))
-    made = prepare(load_spec(folder), quiet)
+    made = read_inputs(load_spec(folder), quiet)
     shown = [request.shown for request in made.requests]
     assert shown[:2] == ["one pixel", "very wide"]
     assert [request.edge for request in made.requests[:2]] == [True, True]
@@ -205,22 +207,22 @@ def test_images_are_split_as_texts_are(
 def test_labelled_rows_are_requests_too(
     tmp_path: Path, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.requests.prepare.LABELLED_ROWS", 3)
+    monkeypatch.setattr("triptych.requests.inputs.LABELLED_ROWS", 3)
     folder = write_task(tmp_path, "topics", minilm_folder)
     (folder / "hooks.py").write_text(
         "def before(rows):\n    return [{'text': row['text'].upper()} for row in rows]\n"
     )
     rows = [{"text": f"text {i}", "label": "billing"} for i in range(5)]
     (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = prepare(load_spec(folder), quiet)
-    assert [row.truth for row in made.labelled] == ["billing"] * 3
-    assert [r.inputs["text"] for r in made.labelled_requests] == ["TEXT 0", "TEXT 1", "TEXT 2"]
-    assert made.notes == ("of 5 labelled rows, the first 3 count",)
+    made = read_inputs(load_spec(folder), quiet)
+    assert [row.truth for row in made.labelled.rows] == ["billing"] * 3
+    assert [r.inputs["text"] for r in made.labelled.requests] == ["TEXT 0", "TEXT 1", "TEXT 2"]
+    assert made.labelled.notes == ("of 5 labelled rows, the first 3 count",)
 
 
 @pytest.mark.parametrize("name", ["topics", "tags", "answers", "masks"])
 def test_the_reference_is_kept_and_comes_back_as_it_was(
-    prepared: dict[str, Prepared],
+    prepared: dict[str, PipelineInputs],
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

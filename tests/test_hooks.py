@@ -19,7 +19,7 @@ from triptych.client import Client, InvalidRequest, PipelineFailed
 from triptych.errors import UserError
 from triptych.lint import run_checks
 from triptych.pipeline.spec import load_spec
-from triptych.requests.prepare import prepare
+from triptych.requests.inputs import read_inputs
 
 HOOKS = """
 import re
@@ -245,7 +245,7 @@ def test_lint_sees_a_shared_core_that_was_built_anew(tmp_path: Path, base: Path)
     assert [f for f in run_checks(repository) if f.id == "shared-core"] == []
     with pytest.raises(UserError, match="cleaned uses it, and it would change"):
         build_into(base / "p/plain", repository, "core.layout=bucketed")
-    prepared = prepare(load_spec(base / "p/plain", ["core.layout=bucketed"]), quiet)
+    prepared = read_inputs(load_spec(base / "p/plain", ["core.layout=bucketed"]), quiet)
     build(prepared, repository, quiet, together=["cleaned"])
     found = [f for f in run_checks(repository) if f.id == "shared-core"]
     assert [(f.severity, f.file) for f in found] == [("error", "cleaned/triptych.lock.json")]

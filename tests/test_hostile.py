@@ -19,7 +19,7 @@ from triptych.client import Client, InvalidRequest
 from triptych.errors import UserError
 from triptych.lint import run_checks
 from triptych.pipeline.spec import load_spec
-from triptych.requests.prepare import prepare
+from triptych.requests.inputs import read_inputs
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import load_hooks
 from triptych.runtime.row_types import RowInputs
@@ -351,7 +351,7 @@ def test_a_mistake_is_named(tmp_path: Path, models: dict[str, Path], mistake: st
     if traffic is not None:
         (folder / "traffic.jsonl").write_text(traffic)
     with pytest.raises(UserError):
-        prepare(load_spec(folder), quiet)
+        read_inputs(load_spec(folder), quiet)
 
 
 def test_hooks_may_have_dataclasses(tmp_path: Path) -> None:

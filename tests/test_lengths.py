@@ -16,7 +16,7 @@ from conftest import LAYOUTS, quiet, traffic_texts
 from triptych.bench.metrics_page import fetch_samples
 from triptych.client import Client, InvalidRequest
 from triptych.pipeline.spec import load_spec
-from triptych.requests.prepare import prepare
+from triptych.requests.inputs import read_inputs
 from triptych.server.server import Server
 from triptych.tune.drift import judge
 from triptych.tune.new_traffic import count_page
@@ -223,7 +223,7 @@ def test_what_a_server_counted_is_judged(
     pipelines: Server, minilm_repository: Path, layout: str
 ) -> None:
     pipeline = f"minilm_{layout}"
-    prepared = prepare(load_spec(minilm_repository.parent / "pipelines" / pipeline), quiet)
+    prepared = read_inputs(load_spec(minilm_repository.parent / "pipelines" / pipeline), quiet)
     plan = prepared.plan
     assert plan.lengths is not None
     with Client(pipeline, pipelines.grpc_url) as client:

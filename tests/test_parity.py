@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import quiet, traffic_texts
+from conftest import lock_data, quiet, traffic_texts
 from engine_cases import copied, machine
 from task_models import MODELS
 from test_precision_tasks import traffic_of
 from triptych.build import build
 from triptych.engine.stage import EngineFailure, build_engine
 from triptych.pipeline.spec import load_spec
-from triptych.repository.lock import read_lock
-from triptych.requests.prepare import prepare
+from triptych.repository.records import plain_record
+from triptych.requests.inputs import read_inputs
 
 CASES = (
     ("topics", "bucketed", "fp16"),
@@ -78,7 +78,7 @@ def repositories(
             (folder / "pipeline.yaml").write_text(json.dumps(spec))
             rows = traffic_of(task, folder)
             (folder / "traffic.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-            build(prepare(load_spec(folder), quiet), base / "repository", quiet)
+            build(read_inputs(load_spec(folder), quiet), base / "repository", quiet)
             built[name] = base / "repository"
         return built[name]
 
@@ -103,7 +103,7 @@ def test_the_right_engine_of_every_task_passes_and_wrong_ones_fail(
         assert not (repository / f"{name}_core/1/model.plan").exists()
     trt._play.miscompute = None
     record = build_engine(repository, name, quiet).record
-    assert all(verdict["passed"] for verdict in record["check"]["verdicts"])
-    lock = read_lock(repository, name)
+    assert all(verdict.passed for verdict in record.check.verdicts)
+    lock = lock_data(repository, name)
     assert lock is not None
-    assert lock["engine"] == record
+    assert lock["engine"] == plain_record(record)

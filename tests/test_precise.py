@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from conftest import build_into, quiet, write_pipeline
+from conftest import build_into, lock_data, quiet, write_pipeline
 from triptych import build as assemble
 from triptych.errors import UserError
 from triptych.pipeline.precisions import Precision
 from triptych.pipeline.spec import load_spec
 from triptych.precision.keep_layers import Lowered, lower
-from triptych.repository.lock import read_lock
-from triptych.requests.prepare import Prepared, prepare
+from triptych.repository.records import GateResult
+from triptych.requests.inputs import PipelineInputs, read_inputs
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fp32(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Prepared, Path, str]:
+def fp32(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PipelineInputs, Path, str]:
     """The tiny pipeline, its fp32 core and that core's key."""
     repository = tmp_path_factory.mktemp("fp32")
     build_into(tiny, repository)
-    lock = read_lock(repository, "tiny")
+    lock = lock_data(repository, "tiny")
     assert lock is not None
-    return prepare(load_spec(tiny), quiet), repository / "tiny_core/1/model.onnx", lock["core_key"]
+    return (
+        read_inputs(load_spec(tiny), quiet),
+        repository / "tiny_core/1/model.onnx",
+        lock["core_key"],
+    )
 
 
 class Gate:
@@ -48,19 +52,20 @@ class Gate:
         self.passes_at = passes_at
         self.judged: list[str] = []
 
-    def run(self, artifact: Path, key: str) -> dict[str, Any]:
+    def run(self, artifact: Path, key: str) -> GateResult:
         import onnx
 
         self.judged.append(key)
         kinds = [node.op_type for node in onnx.load(artifact).graph.node]
         kept = LAYERS - kinds.count("QuantizeLinear")
-        return {"failures": [] if kept >= self.passes_at else [f"only {kept} layers kept"]}
+        failures = () if kept >= self.passes_at else (f"only {kept} layers kept",)
+        return GateResult("int8", 1, 0, True, (), failures)
 
 
 LAYERS = 8  # two transformer layers: q/k/v, attention output, two of the feed-forward
 
 
-def lowered_by(fp32: tuple[Prepared, Path, str], gate: Gate, *, mark: str) -> Lowered:
+def lowered_by(fp32: tuple[PipelineInputs, Path, str], gate: Gate, *, mark: str) -> Lowered:
     prepared, file, key = fp32
     gate.judged_by = mark
     return lower(prepared, file, key, gate, quiet)
@@ -69,22 +74,22 @@ def lowered_by(fp32: tuple[Prepared, Path, str], gate: Gate, *, mark: str) -> Lo
 def test_nothing_is_kept_where_the_gate_passes(fp32: Any, tmp_path: Path) -> None:
     gate = Gate(passes_at=0)
     lowered = lowered_by(fp32, gate, mark=str(tmp_path))
-    assert lowered.conversion["kept"] == []
-    assert len(lowered.conversion["layers"]) == LAYERS
+    assert lowered.conversion.kept == ()
+    assert len(lowered.conversion.layers) == LAYERS
     assert len(gate.judged) == 1
-    assert "layer_errors" not in lowered.conversion
+    assert not lowered.conversion.layer_errors
 
 
 def test_the_layers_that_hurt_most_are_kept(fp32: Any, tmp_path: Path) -> None:
     gate = Gate(passes_at=3)
     lowered = lowered_by(fp32, gate, mark=str(tmp_path))
-    layer_errors = lowered.conversion["layer_errors"]
-    assert set(lowered.conversion["kept"]) == set(
+    layer_errors = lowered.conversion.layer_errors
+    assert set(lowered.conversion.kept) == set(
         sorted(layer_errors, key=lambda n: -layer_errors[n])[:3]
     )
-    assert lowered.gate["failures"] == []
+    assert lowered.gate.passed
     assert len(gate.judged) == 4  # 0, 1, 2 and 3 layers
-    times = lowered.conversion["batch_ms"]
+    times = lowered.conversion.batch_ms
     assert set(times) == {"fp32", "nothing kept", "as kept"}
     assert all(time > 0 for time in times.values())
 
@@ -100,8 +105,8 @@ def test_what_was_found_is_not_looked_for_again(fp32: Any, tmp_path: Path) -> No
 def test_where_nothing_passes_the_last_try_is_told_and_forgotten(fp32: Any, tmp_path: Path) -> None:
     gate = Gate(passes_at=LAYERS)
     lowered = lowered_by(fp32, gate, mark=str(tmp_path))
-    assert lowered.gate["failures"] == ["only 4 layers kept"]  # at most half of them
-    assert set(lowered.conversion["layer_errors"]) == set(lowered.conversion["layers"])
+    assert lowered.gate.failures == ("only 4 layers kept",)  # at most half of them
+    assert set(lowered.conversion.layer_errors) == set(lowered.conversion.layers)
     again = Gate(passes_at=LAYERS)
     lowered_by(fp32, again, mark=str(tmp_path))
     assert len(again.judged) == len(gate.judged) > 1
@@ -111,16 +116,17 @@ def test_where_nothing_passes_the_last_try_is_told_and_forgotten(fp32: Any, tmp_
 def test_minilm_passes_in_lower_precision(tmp_path: Path, precision: str) -> None:
     folder = write_pipeline(tmp_path / "minilm", core={"precision": precision})
     built = build_into(folder, tmp_path / "repository")
-    lock = read_lock(tmp_path / "repository", "minilm")
+    lock = lock_data(tmp_path / "repository", "minilm")
     assert lock is not None
-    assert lock["gate"] == json.loads(json.dumps(built.gate))
-    assert built.gate["precision"] == precision
-    assert built.gate["failures"] == []
-    assert len(built.gate["conversion"]["layers"]) == 24
-    layer_errors = built.gate["conversion"].get("layer_errors", {})
+    gate = built.gate.as_dict()
+    assert lock["gate"] == json.loads(json.dumps(gate))
+    assert gate["precision"] == precision
+    assert gate["failures"] == []
+    assert len(gate["conversion"]["layers"]) == 24
+    layer_errors = gate["conversion"].get("layer_errors", {})
     assert (precision == "int8") >= bool(layer_errors)  # fp16 needs no search
-    assert len([name for name in built.gate["conversion"]["kept"] if name in layer_errors]) <= 12
-    found = {verdict["metric"]: verdict["value"] for verdict in built.gate["verdicts"]}
+    assert len([name for name in gate["conversion"]["kept"] if name in layer_errors]) <= 12
+    found = {verdict["metric"]: verdict["value"] for verdict in gate["verdicts"]}
     assert found["mean_cosine"] >= 0.998
     assert found["nearest_neighbour_agreement"] >= 0.97
     assert lock["core_key"] != lock["source_key"]
@@ -132,7 +138,7 @@ def test_what_would_not_run_is_refused_before_any_work(
     tiny: Path, tmp_path: Path, precision: str
 ) -> None:
     told: list[str] = []
-    prepared = prepare(load_spec(tiny, [f"core.precision={precision}"]), quiet)
+    prepared = read_inputs(load_spec(tiny, [f"core.precision={precision}"]), quiet)
     with pytest.raises(UserError, match="must be one that onnxruntime runs"):
         assemble.build(prepared, tmp_path / "repository", lambda stage, line: told.append(stage))
     assert told == []
@@ -153,12 +159,12 @@ def sharing(tmp_path: Path, model: Path, owner: Sequence[str], sharer: Sequence[
 def test_a_shared_core_brings_its_precision(tmp_path: Path, tiny_model: Path) -> None:
     """fp16 of a random model passes: its limits are those of rounding alone."""
     built = sharing(tmp_path, tiny_model, ["core.precision=fp16"], [])
-    assert built.gate["precision"] == "fp16"
-    owner, sharer = (read_lock(tmp_path / "repository", name) for name in ("owner", "sharer"))
+    assert built.gate.precision == "fp16"
+    owner, sharer = (lock_data(tmp_path / "repository", name) for name in ("owner", "sharer"))
     assert owner is not None
     assert sharer is not None
     assert owner["core_key"] == sharer["core_key"]
-    assert built.gate["rows"] < owner["gate"]["rows"]  # judged on its own traffic
+    assert built.gate.rows < owner["gate"]["rows"]  # judged on its own traffic
 
 
 def test_a_shared_core_has_one_precision(tmp_path: Path, tiny_model: Path) -> None:

@@ -28,7 +28,7 @@ from triptych.precision.activations import MOST_VECTORS, capture, quiet_options
 from triptych.precision.linear import find_groups
 from triptych.precision.recipe import Recipe
 from triptych.repository.records import Conversion
-from triptych.requests.prepare import prepare
+from triptych.requests.inputs import read_inputs
 
 QUANTISED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
 CONVERT: dict[Precision, Callable[..., Conversion]] = {
@@ -84,7 +84,7 @@ def built(folder: Path, model: Path, task: str, layout: str, precision: Precisio
     (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
     lines = map(json.dumps, traffic_of(task, folder))
     (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    prepared = prepare(load_spec(folder), quiet)
+    prepared = read_inputs(load_spec(folder), quiet)
     return build(prepared, folder.parent / "repository", quiet, accept="random weights")
 
 
@@ -94,7 +94,7 @@ def test_every_task_is_built(
 ) -> None:
     task, make = MODELS[name]
     model = make(tmp_path / "model", minilm_folder, traffic_texts())
-    gate = built(tmp_path / name, model, task, layout, precision).gate
+    gate = built(tmp_path / name, model, task, layout, precision).gate.as_dict()
     assert gate["precision"] == precision
     assert gate["finite"]
     assert ("accepted" in gate) == bool(gate["failures"])

@@ -26,7 +26,7 @@ from triptych.pipeline.scaffold import TEMPLATES, Scaffold, sample_images, tasks
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import read_traffic
 from triptych.requests.hook_tests import check_pipeline
-from triptych.requests.prepare import task_of
+from triptych.requests.inputs import task_of
 from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook
 from triptych.runtime.rows_image import Limits, open_image
 from triptych.tasks import TASKS

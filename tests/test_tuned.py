@@ -13,7 +13,7 @@ from triptych.errors import UserError
 from triptych.pipeline.slo import Slo, parse_slo
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.tuned import TUNABLE, TUNED_FILE, Tuned, read_tuned, write_tuned
-from triptych.requests.prepare import prepare
+from triptych.requests.inputs import read_inputs
 
 
 @pytest.fixture
@@ -105,7 +105,9 @@ def test_a_build_says_what_was_tuned_and_whether_it_still_fits(
 
     def told() -> list[str]:
         lines: list[str] = []
-        plan = prepare(load_spec(folder), lambda stage, line: lines.append(f"{stage} {line}")).plan
+        plan = read_inputs(
+            load_spec(folder), lambda stage, line: lines.append(f"{stage} {line}")
+        ).plan
         assert describe_plan(plan)["tuned"] == overrides
         return [line for line in lines if line.startswith("tuned")]
 

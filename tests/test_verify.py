@@ -19,8 +19,8 @@ from task_models import tagger, text_classifier
 from triptych.errors import UserError
 from triptych.gate.verify import Verification, describe_verification, verify_pipeline
 from triptych.pipeline.spec import load_spec
-from triptych.requests.gate_rows import EDGE_TEXTS
-from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.edge_cases import EDGE_TEXTS
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.server import endpoint
 from triptych.server.server import Server, ServerError
 from triptych.tasks.accuracy import thresholds
@@ -89,16 +89,16 @@ def url(base: Path) -> Iterator[str]:
         yield server.grpc_url
 
 
-def prepared(folder: Path, *overrides: str) -> Prepared:
-    return prepare(load_spec(folder, overrides), quiet)
+def prepared(folder: Path, *overrides: str) -> PipelineInputs:
+    return read_inputs(load_spec(folder, overrides), quiet)
 
 
 def verify(
     folder: Path, repository: Path, *overrides: str, url: str | None = None, clients: int = 16
 ) -> Verification:
-    return verify_pipeline(
-        prepared(folder, *overrides), repository, quiet, url=url, clients=clients, timeout_s=30.0
-    )
+    inputs = prepared(folder, *overrides)
+    server = endpoint.served(repository, inputs.plan.spec.name, url, quiet)
+    return verify_pipeline(inputs, repository, server, quiet, clients=clients, timeout_s=30.0)
 
 
 def failed(result: Verification) -> set[str]:
@@ -229,10 +229,10 @@ def test_another_task_under_the_name_is_a_mistake(base: Path, url: str, tmp_path
 
 
 def test_late_answers_are_a_mistake(base: Path, url: str) -> None:
+    server = endpoint.served(base / "r", "topics", url, quiet)
+    inputs = prepared(base / "p/topics")
     with pytest.raises(UserError, match="must answer requests within 1e-05 s"):
-        verify_pipeline(
-            prepared(base / "p/topics"), base / "r", quiet, url=url, clients=2, timeout_s=1e-5
-        )
+        verify_pipeline(inputs, base / "r", server, quiet, clients=2, timeout_s=1e-5)
 
 
 def test_a_server_that_dies_meanwhile_is_named(
@@ -250,10 +250,10 @@ def test_a_server_that_dies_meanwhile_is_named(
             os.kill(servers[0].pid, signal.SIGKILL)
 
     monkeypatch.setattr(endpoint, "Server", Watched)
+    server = endpoint.served(base / "r", "topics", None, quiet)
+    inputs = prepared(base / "p/topics")
     with pytest.raises(ServerError, match="SIGKILL"):
-        verify_pipeline(
-            prepared(base / "p/topics"), base / "r", kill, url=None, clients=16, timeout_s=30.0
-        )
+        verify_pipeline(inputs, base / "r", server, kill, clients=16, timeout_s=30.0)
 
 
 def test_the_lock_tells_the_precision_and_what_was_accepted(

@@ -128,9 +128,7 @@ def _lowered(precision: str) -> Contender:
     """The packed layout in another precision; of ``auto``, the name tells what it chose."""
     repository = build(CACHE / f"packed-{precision}", f"core.precision={precision}")
     lock = read_lock(repository, _NAME)
-    if lock is None:
-        raise SystemExit(f"{repository} has no build record")
-    built = lock["gate"]["precision"]
+    built = lock.gate.precision
     name = f"triptych, {precision}" + (f": {built}" if built != precision else "")
     limit = None
     if built != "fp32":

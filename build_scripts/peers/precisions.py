@@ -26,8 +26,9 @@ from triptych.pipeline.precisions import Precision
 from triptych.pipeline.spec import load_spec
 from triptych.precision.keep_layers import Lowered, lower
 from triptych.repository.lock import read_lock
+from triptych.repository.records import Conversion
 from triptych.requests.feeds import Feed, core_feed
-from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.tasks.accuracy import thresholds
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8")
@@ -64,7 +65,7 @@ class Row:
 def main() -> int:
     """Build, run, compare, print; 1 where a precision fails its gate, or is wrong on the device."""
     options = _parse()
-    prepared = prepare(load_spec(PIPELINE), lambda stage, line: None)
+    prepared = read_inputs(load_spec(PIPELINE), lambda stage, line: None)
     plan = prepared.plan
     # Made-up rows have a limit of their own, in the gate.
     samples = [row for request in prepared.requests if not request.edge for row in request.rows]
@@ -116,21 +117,19 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _source(prepared: Prepared) -> tuple[Path, str]:
+def _source(prepared: PipelineInputs) -> tuple[Path, str]:
     """The fp32 core and its key."""
     repository = build(CACHE / "precisions")
     lock = read_lock(repository, PIPELINE.name)
-    if lock is None:
-        raise SystemExit(f"{repository} has no lock")
-    return repository / prepared.plan.step("core") / "1" / MODEL_FILE, lock["source_key"]
+    return repository / prepared.plan.step("core") / "1" / MODEL_FILE, lock.source_key
 
 
-def _core(prepared: Prepared, precision: Precision) -> Lowered:
+def _core(prepared: PipelineInputs, precision: Precision) -> Lowered:
     """The core with as few layers kept as its gate allows, whatever could serve it."""
     file, key = _source(prepared)
     gate = Gate(prepared, precision, _tell)
     if precision == "fp32":
-        return Lowered(file, key, gate.run(file, key), {"kept": []})
+        return Lowered(file, key, gate.run(file, key), Conversion(()))
     return lower(prepared, file, key, gate, _tell)
 
 
@@ -175,7 +174,7 @@ def _row(
     feeds: Sequence[Feed],
     speeds: dict[int, dict[str, float]],
 ) -> Row:
-    kept, failures = len(core.conversion["kept"]), tuple(core.gate["failures"])
+    kept, failures = len(core.conversion.kept), core.gate.failures
     if precision in faults:
         return Row(precision, kept, failures, 0.0, 0.0, False, {}, faults[precision])
     got = _vectors(sessions[precision], feeds)

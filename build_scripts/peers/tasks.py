@@ -24,7 +24,7 @@ from triptych.build import build
 from triptych.client import Client
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import read_traffic
-from triptych.requests.prepare import prepare
+from triptych.requests.inputs import read_inputs
 from triptych.server.server import Server
 
 CLIENTS = 16
@@ -73,7 +73,7 @@ def _measure(
     repository = CACHE / "zoo" / "repositories" / exhibit.name
     built = {
         layout: build(
-            prepare(load_spec(_pipeline(exhibit, model, layout, requests)), _quiet),
+            read_inputs(load_spec(_pipeline(exhibit, model, layout, requests)), _quiet),
             repository,
             _quiet,
         )

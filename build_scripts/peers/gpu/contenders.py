@@ -17,7 +17,7 @@ from triptych.engine.engine_runner import EngineRunner
 from triptych.export.to_onnx import load_model
 from triptych.plan.plan import Plan
 from triptych.requests.feeds import core_feed
-from triptych.requests.prepare import Prepared
+from triptych.requests.inputs import PipelineInputs
 from triptych.tensors import TokenRow
 
 Call = Callable[[], object]
@@ -53,7 +53,7 @@ def engine(name: str, runner: EngineRunner, plan: Plan) -> Contender:
 
 def torch_model(
     name: str,
-    prepared: Prepared,
+    prepared: PipelineInputs,
     *,
     device: str,
     precision: TorchType,

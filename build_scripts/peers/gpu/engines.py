@@ -21,11 +21,11 @@ from triptych.gate.check import check
 from triptych.gate.reference_rows import reference_of
 from triptych.graph.files import MODEL_FILE
 from triptych.pipeline.spec import load_spec
-from triptych.plan.engine_spec import EnginePlan
 from triptych.plan.plan import Plan
-from triptych.repository.lock import PLAN_FILE, read_lock
+from triptych.repository.lock import PLAN_FILE, find_lock, read_lock
+from triptych.repository.records import plain_record
 from triptych.requests.feeds import Sample
-from triptych.requests.prepare import Prepared, as_built, prepare
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.requests.samples import rows_of
 from triptych.tensors import TokenRow
 
@@ -47,7 +47,7 @@ class Built:
     """
 
     subject: Subject
-    prepared: Prepared
+    prepared: PipelineInputs
     repository: Path
     graph_failures: tuple[str, ...]
     engine: dict[str, Any] | None = None
@@ -85,17 +85,17 @@ def build_graph(subject: Subject, home: Path, progress: Progress, *, reuse: bool
     """
     repository = home / "repository"
     folder = write_pipeline(subject, home)
-    prepared = prepare(load_spec(folder), progress)
+    prepared = read_inputs(load_spec(folder), progress)
     if not reuse:
         with suppress(EngineFailure):  # the graph is there then, and `build_engine` tells
             build(prepared, repository, progress, accept=ACCEPTED)
-    lock = read_lock(repository, subject.name)
+    lock = find_lock(repository, subject.name)
     if lock is None:
         raise LookupError(f"{repository} has no {subject.name}")
-    if lock["model_sha256"] != prepared.plan.facts.sha256:
+    if lock.model_sha256 != prepared.plan.facts.sha256:
         raise LookupError(f"{subject.name} in {repository} was built of other weights")
-    built = as_built(prepared, repository)
-    return Built(subject, built, repository, tuple(lock["gate"]["failures"]))
+    built = prepared.as_built(repository)
+    return Built(subject, built, repository, lock.gate.failures)
 
 
 def build_engine(built: Built, progress: Progress) -> None:
@@ -105,7 +105,7 @@ def build_engine(built: Built, progress: Progress) -> None:
         UserError: TensorRT refuses it.
         EngineFailure: it computes something else than its graph.
     """
-    built.engine = dict(engine_stage(built.repository, built.subject.name, progress).record)
+    built.engine = plain_record(engine_stage(built.repository, built.subject.name, progress).record)
 
 
 def open_runner(built: Built, *, graphs: bool) -> EngineRunner:
@@ -118,8 +118,9 @@ def open_runner(built: Built, *, graphs: bool) -> EngineRunner:
     Raises:
         EngineError: the GPU refuses it.
     """
-    lock = read_lock(built.repository, built.subject.name) or {}
-    plan = EnginePlan.from_dict(lock["plan"]["engine"])
+    plan = read_lock(built.repository, built.subject.name).plan.engine
+    if plan is None:
+        raise ValueError(f"{built.subject.name} has a core without an engine")
     file = built.repository / built.plan.step("core") / "1" / PLAN_FILE
     return EngineRunner(
         file.read_bytes(),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.model.facts import ModelFacts
-from triptych.requests.prepare import Prepared
+from triptych.requests.inputs import PipelineInputs
 from triptych.runtime.hooking import call_before, find_hook
 from triptych.tasks.task import Core
 from triptych.tensors import Tensor
@@ -46,7 +46,7 @@ class Work:
     requests: tuple[Mapping[str, Any], ...]
 
 
-def work_of(prepared: Prepared, core_file: Path) -> Work:
+def work_of(prepared: PipelineInputs, core_file: Path) -> Work:
     """What the baselines of a pipeline work on.
 
     Args:

@@ -29,8 +29,8 @@ from triptych.bench.rates import highest_rate
 from triptych.cache import versions_of
 from triptych.errors import Progress, UserError
 from triptych.pipeline.slo import Slo
-from triptych.repository.lock import read_lock
-from triptych.requests.prepare import Prepared, as_built
+from triptych.repository.lock import find_lock
+from triptych.requests.inputs import PipelineInputs
 from triptych.server.endpoint import Endpoint, served
 from triptych.server.processor import processor
 
@@ -125,7 +125,7 @@ class Bench:
 
 
 def bench_pipeline(
-    prepared: Prepared,
+    prepared: PipelineInputs,
     repository: Path,
     bench: Bench,
     progress: Progress,
@@ -146,7 +146,7 @@ def bench_pipeline(
     Raises:
         UserError: nothing is built, or the server does not serve this pipeline (any more).
     """
-    prepared = as_built(prepared, repository)
+    prepared = prepared.as_built(repository)
     name = prepared.plan.spec.name
     with ExitStack() as stack:
         endpoint = stack.enter_context(
@@ -195,7 +195,7 @@ def sustained(points: Sequence[Point], slo: Slo, rate: RateSearch | None) -> flo
 
 
 def _points(
-    prepared: Prepared,
+    prepared: PipelineInputs,
     target: Target,
     bench: Bench,
     baselines: Baselines | None,
@@ -264,7 +264,7 @@ def line(one: Measurement) -> str:
 
 
 def subject_of(
-    prepared: Prepared,
+    prepared: PipelineInputs,
     repository: Path,
     *,
     server: str,
@@ -279,14 +279,14 @@ def subject_of(
         overrides: of the spec; None takes those of ``tuned.yaml``.
     """
     plan = prepared.plan
-    lock = read_lock(repository, plan.spec.name) or {}
+    lock = find_lock(repository, plan.spec.name)
     lengths = plan.lengths.counts if plan.lengths is not None else {}
     return Subject(
         pipeline=plan.spec.name,
         task=plan.task.name,
         architecture=plan.facts.architecture,
-        precision=str(lock.get("gate", {}).get("precision", plan.spec.core.precision)),
-        layout=str(lock.get("plan", {}).get("layout", plan.layout)),
+        precision=plan.spec.core.precision if lock is None else lock.gate.precision,
+        layout=plan.layout if lock is None else lock.plan.layout,
         overrides=dict(plan.spec.tuned if overrides is None else overrides),
         server=server,
         machine=machine(),

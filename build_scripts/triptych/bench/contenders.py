@@ -18,7 +18,7 @@ from triptych.bench.calls import ROWS_A_CALL
 from triptych.bench.perf_output import histogram_of
 from triptych.bench.points import Load, Measurement, ProcessUse, Resources
 from triptych.errors import Progress, UserError
-from triptych.requests.prepare import Prepared
+from triptych.requests.inputs import PipelineInputs
 
 ALL = tuple(ROWS_A_CALL)
 START_LIMIT_S = 300.0
@@ -49,7 +49,7 @@ class Baselines:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PipelineInputs,
         core_file: Path,
         *,
         names: Sequence[str] = ALL,

@@ -29,11 +29,11 @@ def engine(names: Names, repository: Repository = REPOSITORY, as_json: Json = Fa
             built = build_engine(repository, name, progress)
         except EngineFailure as failure:
             print_failed_gate(status, failure.gate)
-            fail(as_json, {"pipeline": name, "gate": failure.gate}, str(failure))
+            fail(as_json, {"pipeline": name, "gate": failure.gate.as_dict()}, str(failure))
         results.append(built.as_dict())
         if not as_json:
             record = built.record
-            made = f"TensorRT {record['tensorrt']}, {record['gpu']}, {record['precision']}"
+            made = f"TensorRT {record.tensorrt}, {record.gpu}, {record.precision}"
             state = "written" if built.changed else "up to date"
             output.print(f"{built.owner}_core: {made}: {state}", markup=False)
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,6 +28,10 @@ from triptych.cli.options import (
 )
 from triptych.cli.shown import print_built, print_failed_gate, print_finding, print_tree
 from triptych.errors import UserError
+
+if TYPE_CHECKING:
+    from triptych.plan.plan import Plan
+    from triptych.repository.records import GateResult
 
 
 @app.command()
@@ -87,9 +91,9 @@ def inspect(
     from triptych.cache import cache_root
     from triptych.cli.describe import describe_plan
     from triptych.pipeline.spec import load_spec
-    from triptych.requests.prepare import prepare
+    from triptych.requests.inputs import read_inputs
 
-    plan = prepare(load_spec(pipelines / name, overrides or ()), progress).plan
+    plan = read_inputs(load_spec(pipelines / name, overrides or ()), progress).plan
     description = describe_plan(plan)
     if as_json:
         print_json({**description, "cache": str(cache_root())})
@@ -117,11 +121,12 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build pipelines into the model repository; nothing is written unless every check passed."""
-    from triptych import build as assemble
+    from triptych.build import build as build_pipeline
     from triptych.engine.stage import EngineFailure
+    from triptych.gate.cached import GateFailure
+    from triptych.lint.rendered import LintFailure
     from triptych.pipeline.spec import load_spec
-    from triptych.precision import auto as choose
-    from triptych.requests.prepare import prepare
+    from triptych.requests.inputs import read_inputs
 
     if accept is not None and not accept.strip():
         raise UserError(
@@ -134,29 +139,61 @@ def build(
         status.print(f"{spec.name}", style="bold", markup=False)
         following = [later.name for later in specs[number + 1 :]]
         try:
-            built = choose.build(
-                prepare(spec, progress),
+            built = build_pipeline(
+                read_inputs(spec, progress),
                 repository,
                 progress,
                 together=following,
                 accept=(accept or "").strip(),
             )
-        except assemble.GateFailure as failure:
-            report = assemble.report(failure.plan, failure.gate, reports, progress)
+        except GateFailure as failure:
+            report = _report(failure.plan, failure.gate, reports)
             print_failed_gate(status, failure.gate)
-            result = {"pipeline": spec.name, "gate": failure.gate, "report": str(report)}
+            result = {
+                "pipeline": spec.name,
+                "gate": failure.gate.as_dict(),
+                "report": str(report),
+            }
             fail(as_json, result, str(failure))
         except EngineFailure as failure:
             print_failed_gate(status, failure.gate)
-            fail(as_json, {"pipeline": spec.name, "gate": dict(failure.gate)}, str(failure))
-        except assemble.LintFailure as failure:
+            fail(as_json, {"pipeline": spec.name, "gate": failure.gate.as_dict()}, str(failure))
+        except LintFailure as failure:
             findings = [finding.as_dict() for finding in failure.findings]
             fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
-        report = assemble.report(built.plan, built.gate, reports, progress)
+        report = _report(built.plan, built.gate, reports)
         print_built(status, built)
         results.append({**built.as_dict(), "repository": str(repository), "report": str(report)})
     if as_json:
         print_json(results)
+
+
+def _report(plan: Plan, gate: GateResult, folder: Path) -> Path:
+    """Write a gate's report into ``folder/<pipeline>``; the page."""
+    from triptych.cache import versions_of
+    from triptych.export.stage import LIBRARIES
+    from triptych.report.gate_write import About, write_report
+
+    about = About(
+        pipeline=plan.spec.name,
+        task=plan.task.name,
+        architecture=plan.facts.architecture,
+        layout=plan.layout,
+        versions=versions_of(*LIBRARIES, "onnxruntime"),
+    )
+    target = folder / plan.spec.name
+    try:
+        write_report(gate, about, target)
+    except OSError as error:
+        raise UserError(
+            "--reports",
+            "must be a folder that can be written to",
+            given=error,
+            remedy="Name another one",
+        ) from error
+    page = target / "report.html"
+    progress("report", str(page))
+    return page
 
 
 @app.command()

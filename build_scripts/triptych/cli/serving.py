@@ -156,14 +156,17 @@ def verify(
     """Run the accuracy gate again, through the served pipeline, on any Triton."""
     from triptych.gate.verify import describe_verification, verify_pipeline
     from triptych.pipeline.spec import load_spec
-    from triptych.requests.prepare import prepare
+    from triptych.requests.inputs import read_inputs
+    from triptych.server.endpoint import check_built, served
 
-    prepared = prepare(load_spec(pipelines / name, overrides or ()), progress)
+    if url is None:
+        check_built(repository, name)
+    prepared = read_inputs(load_spec(pipelines / name, overrides or ()), progress)
     result = verify_pipeline(
         prepared,
         repository,
+        served(repository, name, url, progress),
         progress,
-        url=url,
         clients=clients,
         timeout_s=timeout_s,
     )

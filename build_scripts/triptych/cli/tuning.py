@@ -110,7 +110,7 @@ def bench(
     from triptych.pipeline.slo import parse_slo
     from triptych.pipeline.spec import load_spec
     from triptych.report.load_write import write_bench_report
-    from triptych.requests.prepare import prepare
+    from triptych.requests.inputs import read_inputs
 
     if name is None:
         raise UserError("NAME", "must be given", remedy="Name a pipeline, or use --compare A B")
@@ -137,7 +137,12 @@ def bench(
     )
     with _stoppable():
         result = bench_pipeline(
-            prepare(spec, progress), repository, wanted, progress, url=url, metrics_url=metrics_url
+            read_inputs(spec, progress),
+            repository,
+            wanted,
+            progress,
+            url=url,
+            metrics_url=metrics_url,
         )
     _report(lambda folder: write_bench_report(result, folder), reports / name / "bench")
     if as_json:
@@ -190,7 +195,8 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the numbers that serve best: queue delay, instances, batches; writes tuned.yaml."""
-    from triptych.build import GateFailure, LintFailure
+    from triptych.gate.cached import GateFailure
+    from triptych.lint.rendered import LintFailure
 
     if check:
         _check(name, check, pipelines, repository, reports, rate, as_json=as_json)
@@ -246,14 +252,14 @@ def _check(
 ) -> None:
     """Hold the plan against new traffic, and end."""
     from triptych.pipeline.spec import load_spec
-    from triptych.requests.prepare import as_built, prepare
+    from triptych.requests.inputs import read_inputs
     from triptych.tune.capacity import measured_in
     from triptych.tune.drift import describe_drift, judge
     from triptych.tune.new_traffic import read_lengths
 
     if len(pages) > 2:
         raise UserError("--check", "must be given once or twice", given=f"{len(pages)} files")
-    prepared = as_built(prepare(load_spec(pipelines / name), progress), repository)
+    prepared = read_inputs(load_spec(pipelines / name), progress).as_built(repository)
     new = read_lengths(prepared, pages[-1], before=pages[0] if len(pages) > 1 else None)
     drift = judge(prepared, new, measured=measured_in(reports / name), rate_per_s=rate_per_s)
     if as_json:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triptych.cache import cached_stage, code_hash
+from triptych.plan.engine_spec import EnginePlan
 from triptych.plan.plan import Plan
-from triptych.repository.lock import PLAN_FILE, SAMPLES_FILE
-from triptych.requests.prepare import Prepared
+from triptych.repository.lock import PLAN_FILE, SAMPLES_FILE, Lock
+from triptych.repository.records import EngineRecord
+from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import hash_rows, rows_of
 
 CHECKED_REQUESTS = 64
@@ -27,15 +29,15 @@ class KeptEngine(NamedTuple):
 
     path: str
     file: Path
-    record: dict[str, Any]
+    record: EngineRecord
 
 
-def samples_of(prepared: Prepared) -> Path | None:
+def samples_of(inputs: PipelineInputs) -> Path | None:
     """A file of core rows for the engine's check; None where no engine will be built."""
-    plan = prepared.plan
+    plan = inputs.plan
     if not plan.builds_engine or plan.spec.core.share is not None:
         return None
-    requests = prepared.requests
+    requests = inputs.requests
     made = [request for request in requests if request.edge]
     real = [request for request in requests if not request.edge]
     rows = rows_of([*made, *real[:CHECKED_REQUESTS]])
@@ -53,9 +55,9 @@ def samples_of(prepared: Prepared) -> Path | None:
 def kept_engine(
     repository: Path,
     plan: Plan,
-    previous: Mapping[str, Any] | None,
+    previous: Lock | None,
     hashes: Mapping[str, str],
-    planned: Mapping[str, Any] | None,
+    planned: EnginePlan | None,
 ) -> KeptEngine | None:
     """The engine that is there, if all that it was built from is as before.
 
@@ -66,15 +68,13 @@ def kept_engine(
         hashes: of the files to be, without an engine.
         planned: the engine to be, as a lock has it.
     """
-    record = (previous or {}).get("engine")
     folder = f"{plan.step('core')}/1"
     path, file = f"{folder}/{PLAN_FILE}", repository / folder / PLAN_FILE
-    if previous is None or record is None or not file.is_file():
+    if previous is None or previous.engine is None or not file.is_file():
         return None
-    if previous["plan"].get("engine") != planned:
+    if previous.plan.engine != planned:
         return None
-    inputs = [name for name in hashes if name.startswith(f"{folder}/")]
-    before = previous["files"]
-    if any(before.get(name) != hashes[name] for name in inputs):
+    core_files = [name for name in hashes if name.startswith(f"{folder}/")]
+    if any(previous.files.get(name) != hashes[name] for name in core_files):
         return None
-    return KeptEngine(path, file, dict(record))
+    return KeptEngine(path, file, previous.engine)

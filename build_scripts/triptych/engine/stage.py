@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from triptych.engine.api import Api
 from triptych.engine.engine_file import open_engine
 from triptych.engine.engine_runner import EngineError, EngineRunner
 from triptych.engine.gpu import Gpu, read_gpu
-from triptych.engine.inspection import inspect
+from triptych.engine.inspection import Inspection, inspect
 from triptych.engine.make import make_engine
 from triptych.engine.messages import cannot_write
 from triptych.engine.request import Request, make_request
@@ -21,11 +22,17 @@ from triptych.engine.timing import timing_file
 from triptych.errors import Progress, UserError
 from triptych.graph.files import MODEL_FILE
 from triptych.plan.engine_spec import EnginePlan
-from triptych.repository.lock import LOCK_FILE, PLAN_FILE, SAMPLES_FILE, print_lock, read_lock
+from triptych.repository.lock import LOCK_FILE, PLAN_FILE, SAMPLES_FILE, Lock, find_lock, read_lock
+from triptych.repository.records import (
+    EngineCheck,
+    EngineRecord,
+    GateResult,
+    plain_record,
+    read_record,
+)
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
-from triptych.tasks.task import Core
-from triptych.tensors import ROW_STRIDE, Tensor
+from triptych.tensors import ROW_STRIDE
 
 CODE = ("engine/*.py", "gate/*.py")
 INSPECTION_FILE = "inspection.json"
@@ -34,10 +41,10 @@ INSPECTION_FILE = "inspection.json"
 class EngineFailure(Exception):
     """The engine computes something else than its graph: nothing was written."""
 
-    def __init__(self, name: str, gate: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, gate: GateResult) -> None:
         self.name = name
         self.gate = gate
-        failures = "; ".join(gate["failures"])
+        failures = "; ".join(gate.failures)
         super().__init__(f"the engine of {name} does not compute what its graph does: {failures}")
 
 
@@ -55,11 +62,11 @@ class BuiltEngine:
     pipeline: str
     owner: str
     changed: tuple[str, ...]
-    record: Mapping[str, Any]
+    record: EngineRecord
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        return asdict(self)
+        return plain_record(self)
 
 
 def missing_for_engines() -> str:
@@ -86,11 +93,11 @@ def build_engine(repository: Path, name: str, progress: Progress) -> BuiltEngine
         EngineFailure: the engine computes something else than the graph.
         UserError: there is nothing to build, or nothing to build with, or TensorRT refuses.
     """
-    lock = _lock_of(repository, name)
-    owner = lock["spec"]["core"].get("share") or name
+    lock = read_lock(repository, name)
+    owner = lock.spec.core.share or name
     if owner != name:
         progress("engine", f"{name} uses the core of {owner}: its engine counts")
-        lock = _lock_of(repository, owner)
+        lock = read_lock(repository, owner)
     return _Stage(repository, name, owner, lock, progress).run()
 
 
@@ -111,14 +118,14 @@ class _Stage:
     """The engine stage of one core."""
 
     def __init__(
-        self, repository: Path, name: str, owner: str, lock: dict[str, Any], progress: Progress
+        self, repository: Path, name: str, owner: str, lock: Lock, progress: Progress
     ) -> None:
         self._repository = repository
         self._name = name
         self._owner = owner
         self._lock = lock
         self._progress = progress
-        self._plan, self._core = _what_to_build(owner, lock)
+        self._plan, self._core = _planned(owner, lock), lock.plan.core
         self._model = f"{owner}_core"
         self._onnx = repository / self._model / "1" / MODEL_FILE
         self._samples = repository / owner / SAMPLES_FILE
@@ -128,29 +135,32 @@ class _Stage:
         api, gpu = Api(), read_gpu()
         plan_path = f"{self._model}/1/{PLAN_FILE}"
         key = self._key(files, plan_path, api, gpu)
-        there = self._lock.get("engine") or {}
+        there = self._lock.engine
         plan_file = self._repository / plan_path
-        if there.get("key") == key and _is(plan_file, there["plan_sha256"]):
+        if there is not None and there.key == key and _is(plan_file, there.plan_sha256):
             self._progress("engine", f"{plan_path}: up to date")
             return BuiltEngine(self._name, self._owner, (), there)
         request = make_request(self._onnx, self._plan, api)
         built, inspection = self._built(request, api, gpu, key)
         check = self._check(request, built.read_bytes())
-        record = {
-            "key": key,
-            "onnx_sha256": files[f"{self._model}/1/{MODEL_FILE}"],
-            "plan_sha256": sha256_of(built),
-            "tensorrt": api.version,
-            "cuda": gpu.cuda,
-            "driver": gpu.driver,
-            "gpu": gpu.name,
-            "compute_capability": gpu.compute_capability,
-            "version_compatible": self._plan.options["version_compatible"],
-            "hardware": self._plan.options["hardware"],
-            "precision": self._plan.precision,
-            **inspection,
-            "check": check,
-        }
+        options = self._plan.options
+        record = EngineRecord(
+            key=key,
+            onnx_sha256=files[f"{self._model}/1/{MODEL_FILE}"],
+            plan_sha256=sha256_of(built),
+            tensorrt=api.version,
+            cuda=gpu.cuda,
+            driver=gpu.driver,
+            gpu=gpu.name,
+            compute_capability=gpu.compute_capability,
+            version_compatible=options["version_compatible"],
+            hardware=options["hardware"],
+            precision=self._plan.precision,
+            matmuls=inspection.matmuls,
+            witness=inspection.witness,
+            profiles=tuple(inspection.profiles),
+            check=check,
+        )
         changed = self._write(built, plan_path, record)
         return BuiltEngine(self._name, self._owner, changed, record)
 
@@ -160,7 +170,7 @@ class _Stage:
         Raises:
             UserError: the disk has something else, or nothing.
         """
-        hashes: dict[str, str] = self._lock["files"]
+        hashes = self._lock.files
         own = {
             path: digest
             for path, digest in hashes.items()
@@ -185,14 +195,14 @@ class _Stage:
             {
                 "files": {path: files[path] for path in files if path.startswith(folder)},
                 "samples": files.get(f"{self._owner}/{SAMPLES_FILE}"),
-                "plan": self._plan.as_dict(),
+                "plan": plain_record(self._plan),
                 "tensorrt": api.version,
                 "gpu": [gpu.name, gpu.compute_capability],
                 "code": code_hash(*CODE),
             },
         )
 
-    def _built(self, request: Request, api: Api, gpu: Gpu, key: str) -> tuple[Path, dict[str, Any]]:
+    def _built(self, request: Request, api: Api, gpu: Gpu, key: str) -> tuple[Path, Inspection]:
         """The plan, inspected, and what the inspection found."""
 
         def tell(line: str) -> None:
@@ -204,7 +214,7 @@ class _Stage:
             opened = open_engine(plan, host_code=request.options["version_compatible"])
             found = inspect(opened, request, len(plan))
             (target / PLAN_FILE).write_bytes(plan)
-            (target / INSPECTION_FILE).write_text(json.dumps(asdict(found)), encoding="utf-8")
+            (target / INSPECTION_FILE).write_text(json.dumps(plain_record(found)), encoding="utf-8")
 
         try:
             folder, cached = cached_stage("engine", {"key": key}, work)
@@ -217,12 +227,13 @@ class _Stage:
             ) from error
         except OSError as error:
             raise cannot_write(error, Path("the cache")) from error
-        found = json.loads((folder / INSPECTION_FILE).read_text(encoding="utf-8"))
+        text = (folder / INSPECTION_FILE).read_text(encoding="utf-8")
+        found = read_record(Inspection, json.loads(text))
         size = (folder / PLAN_FILE).stat().st_size / 1e6
         tell(f"{PLAN_FILE}, {size:.1f} MB, {_counts(found)}{' (cached)' if cached else ''}")
         return folder / PLAN_FILE, found
 
-    def _check(self, request: Request, plan: bytes) -> dict[str, Any]:
+    def _check(self, request: Request, plan: bytes) -> EngineCheck:
         """The engine against the graph, on the rows that the build left.
 
         Raises:
@@ -247,7 +258,7 @@ class _Stage:
                     self._core,
                     inputs=inputs,
                     profiles=self._plan.profiles,
-                    task=self._lock["spec"]["task"],
+                    task=self._lock.spec.task,
                     precision=self._plan.precision,
                     tf32=request.options["tf32"],
                 )
@@ -255,17 +266,16 @@ class _Stage:
             raise UserError(
                 PLAN_FILE, "must run on this GPU", given=error, remedy="End what else runs on it"
             ) from error
-        gate = result.as_dict()
-        values = [v for v in gate["verdicts"] if v["value"] is not None]
-        figures = ", ".join(f"{v['metric']} {v['value']:.3g}" for v in values)
-        self._progress("check", f"{'FAILED' if gate['failures'] else 'passed'}: {figures}")
-        if gate["failures"]:
-            raise EngineFailure(self._owner, gate)
-        return {name: gate[name] for name in ("precision", "rows", "verdicts", "notes")}
+        values = [verdict for verdict in result.verdicts if math.isfinite(verdict.value)]
+        figures = ", ".join(f"{verdict.metric} {verdict.value:.3g}" for verdict in values)
+        self._progress("check", f"{'passed' if result.passed else 'FAILED'}: {figures}")
+        if not result.passed:
+            raise EngineFailure(self._owner, result)
+        return EngineCheck(result.precision, result.rows, result.verdicts, result.notes)
 
-    def _write(self, built: Path, plan_path: str, record: dict[str, Any]) -> tuple[str, ...]:
+    def _write(self, built: Path, plan_path: str, record: EngineRecord) -> tuple[str, ...]:
         """Swap plan and lock into the repository, if it is still the one that was read."""
-        if read_lock(self._repository, self._owner) != self._lock:
+        if find_lock(self._repository, self._owner) != self._lock:
             raise UserError(
                 f"{self._owner}/{LOCK_FILE}",
                 "must stay as it is while the engine is built",
@@ -278,10 +288,10 @@ class _Stage:
             for file in sorted((self._repository / model).rglob("*"))
             if file.is_file() and file.parent.name != "__pycache__"
         }
-        hashes = {**self._lock["files"], plan_path: record["plan_sha256"]}
-        lock = {**self._lock, "engine": record, "files": dict(sorted(hashes.items()))}
+        hashes = {**self._lock.files, plan_path: record.plan_sha256}
+        lock = replace(self._lock, engine=record, files=dict(sorted(hashes.items())))
         files[plan_path] = built
-        files[f"{self._owner}/{LOCK_FILE}"] = print_lock(lock)
+        files[f"{self._owner}/{LOCK_FILE}"] = lock.as_bytes()
         try:
             changed = write_models(self._repository, files)
         except OSError as error:
@@ -290,50 +300,26 @@ class _Stage:
         return tuple(changed)
 
 
-def _lock_of(repository: Path, name: str) -> dict[str, Any]:
-    lock = read_lock(repository, name)
-    if lock is None:
-        raise UserError(
-            name,
-            f"must be a pipeline built into {repository}",
-            given="no lock there",
-            remedy=f"Run `triptych build {name}` first",
-        )
-    return lock
-
-
-def _what_to_build(name: str, lock: Mapping[str, Any]) -> tuple[EnginePlan, Core]:
-    """What the engine is built from, and what the core returns.
+def _planned(name: str, lock: Lock) -> EnginePlan:
+    """What the engine is built from.
 
     Raises:
-        UserError: the core needs no engine, or the lock does not say.
+        UserError: the core needs no engine.
     """
-    backend = lock["spec"]["core"].get("backend")
-    if backend != "tensorrt":
+    if lock.plan.engine is None:
         raise UserError(
             "core.backend",
             "must be tensorrt for an engine",
-            given=f"{backend} in {name}",
+            given=f"{lock.spec.core.backend} in {name}",
             remedy=f"Set it in pipeline.yaml and run `triptych build {name}`",
         )
-    try:
-        core = lock["plan"]["core"]
-        outputs = [Tensor(**{**one, "dims": tuple(one["dims"])}) for one in core["outputs"]]
-        plan = EnginePlan.from_dict(lock["plan"]["engine"])
-        return plan, Core(**{**core, "outputs": tuple(outputs)})
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{name}/{LOCK_FILE}",
-            "must say what the engine is built from",
-            given="a lock of another release of triptych",
-            remedy=f"Run `triptych build {name}` again",
-        ) from error
+    return lock.plan.engine
 
 
 def _is(file: Path, digest: str) -> bool:
     return file.is_file() and sha256_of(file) == digest
 
 
-def _counts(found: Mapping[str, Any]) -> str:
-    counts = [f"{count} {kind}" for kind, count in found["matmuls"].items() if count]
+def _counts(found: Inspection) -> str:
+    counts = [f"{count} {kind}" for kind, count in found.matmuls.items() if count]
     return f"products: {', '.join(counts) or 'none'}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from triptych.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.errors import Progress
 from triptych.gate.decoded import Decoding
 from triptych.gate.reference_rows import reference_of
 from triptych.pipeline.precisions import Precision
-from triptych.requests.prepare import Prepared
+from triptych.plan.plan import Plan
+from triptych.repository.records import GateResult, read_record
+from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import hash_requests, rows_of
 from triptych.tasks.accuracy import thresholds
 
@@ -24,6 +25,7 @@ CODE = (
     "requests/feeds.py",
     "requests/samples.py",
     "graph/session.py",
+    "repository/records.py",
 )
 GATE_FILE = "gate.json"
 
@@ -31,16 +33,25 @@ GATE_FILE = "gate.json"
 class _Failed(Exception):
     """A gate's result that is not to be kept in the cache."""
 
-    def __init__(self, gate: dict[str, Any]) -> None:
-        self.gate = gate
+    def __init__(self, result: GateResult) -> None:
+        self.result = result
         super().__init__()
+
+
+class GateFailure(Exception):
+    """The artifact is not right: nothing was written."""
+
+    def __init__(self, plan: Plan, gate: GateResult) -> None:
+        self.plan = plan
+        self.gate = gate
+        super().__init__(f"{plan.spec.name} failed the accuracy gate: {'; '.join(gate.failures)}")
 
 
 class Gate:
     """The gate of a pipeline's cores in one precision.
 
     Args:
-        prepared: the pipeline, with the gate's rows.
+        inputs: of the pipeline, with the gate's rows.
         precision: of the cores, which decides the limits.
         progress: told each result.
 
@@ -52,120 +63,116 @@ class Gate:
         UserError: the spec overrides the limit of what is no metric of the task.
     """
 
-    def __init__(self, prepared: Prepared, precision: Precision, progress: Progress) -> None:
+    def __init__(self, inputs: PipelineInputs, precision: Precision, progress: Progress) -> None:
         self.precision = precision
-        self._prepared = prepared
+        self._inputs = inputs
         self._progress = progress
-        self._limits = limits_of(prepared, precision)
-        plan = prepared.plan
-        inputs = {
+        self._limits = limits_of(inputs, precision)
+        plan, labelled = inputs.plan, inputs.labelled
+        key = {
             "precision": precision,
             "model": plan.facts.sha256,
-            "rows": hash_requests(prepared.requests),
-            "labelled": hash_requests(prepared.labelled_requests),
-            "truth": [[row.line, repr(row.truth)] for row in prepared.labelled],
+            "rows": hash_requests(inputs.requests),
+            "labelled": hash_requests(labelled.requests),
+            "truth": [[row.line, repr(row.truth)] for row in labelled.rows],
             "limits": self._limits,
             "max_drop": plan.spec.accuracy.max_drop,
-            "notes": prepared.notes,
+            "notes": labelled.notes,
             "batch_size": plan.max_batch_size,
             "onnxruntime": versions_of("onnxruntime"),
             "code": code_hash(*CODE),
         }
-        self.judged_by = key_of("gate", inputs)
+        self.judged_by = key_of("gate", key)
 
-    def run(self, artifact: Path, key: str) -> dict[str, Any]:
+    def run(self, artifact: Path, key: str) -> GateResult:
         """Check an artifact. What passed stays in the cache; what failed is run again when asked.
 
         Args:
             artifact: the ``model.onnx``.
             key: hash of all that decided it.
-
-        Returns:
-            `GateResult.as_dict()`.
         """
 
         def work(target: Path) -> None:
-            rows = len(self._prepared.requests)
+            rows = len(self._inputs.requests)
             self._progress("gate", f"{rows} requests against PyTorch fp32 ...")
-            result = _check(self._prepared, artifact, self.precision, self._limits)
-            if result["failures"]:
+            result = _check(self._inputs, artifact, self.precision, self._limits)
+            if not result.passed:
                 raise _Failed(result)
-            (target / GATE_FILE).write_text(json.dumps(result), encoding="utf-8")
+            (target / GATE_FILE).write_text(json.dumps(result.as_dict()), encoding="utf-8")
 
         try:
             stage = {"artifact": key, "judged_by": self.judged_by}
             folder, cached = cached_stage("gate", stage, work)
         except _Failed as failed:
-            self._progress("gate", _line(failed.gate))
-            return failed.gate
-        gate: dict[str, Any] = json.loads((folder / GATE_FILE).read_text(encoding="utf-8"))
-        self._progress("gate", _line(gate) + (" (cached)" if cached else ""))
-        return gate
+            self._progress("gate", _line(failed.result))
+            return failed.result
+        text = (folder / GATE_FILE).read_text(encoding="utf-8")
+        result = read_record(GateResult, json.loads(text))
+        self._progress("gate", _line(result) + (" (cached)" if cached else ""))
+        return result
 
 
-def limits_of(prepared: Prepared, precision: str) -> dict[str, float]:
+def limits_of(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
     """The limit of each metric for a core of `precision`, the spec's own over the defaults.
 
     Raises:
         UserError: the spec overrides the limit of what is no metric of the task.
     """
-    plan = prepared.plan
+    plan = inputs.plan
     overrides = plan.spec.accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
     return thresholds(plan.task.name, plan.core.returns, precision, overrides)
 
 
-def decoding_of(prepared: Prepared) -> Decoding:
+def decoding_of(inputs: PipelineInputs) -> Decoding:
     """How core outputs become answers, but for what `hooks.after` makes of those."""
-    plan = prepared.plan
+    plan = inputs.plan
     custom = plan.spec.custom is not None
     return Decoding(
         task=plan.task,
         settings={**plan.task.settings(plan.facts), "outputs": plan.output_settings},
-        folder=plan.spec.folder if custom else prepared.tokenizer_folder,
+        folder=plan.spec.folder if custom else inputs.tokenizer_folder,
     )
 
 
 def _check(
-    prepared: Prepared, artifact: Path, precision: str, limits: Mapping[str, float]
-) -> dict[str, Any]:
+    inputs: PipelineInputs, artifact: Path, precision: Precision, limits: Mapping[str, float]
+) -> GateResult:
     from triptych.gate.artifact import open_core
     from triptych.gate.check import Labelled, check
 
-    plan, task = prepared.plan, prepared.plan.task
+    plan, task = inputs.plan, inputs.plan.task
     labelled = None
-    if prepared.labelled:
-        requests = prepared.labelled_requests
+    if inputs.labelled.rows:
         labelled = Labelled(
-            rows=prepared.labelled,
-            requests=requests,
-            expected=reference_of(prepared, rows_of(requests)),
+            rows=inputs.labelled.rows,
+            requests=inputs.labelled.requests,
+            expected=reference_of(inputs, rows_of(inputs.labelled.requests)),
             max_drop=plan.spec.accuracy.max_drop,
         )
-    result = check(
+    return check(
         open_core(artifact, plan),
-        prepared.requests,
-        reference_of(prepared, rows_of(prepared.requests)),
+        inputs.requests,
+        reference_of(inputs, rows_of(inputs.requests)),
         plan.core,
         limits,
         task=task.name,
         precision=precision,
         batch_size=plan.max_batch_size,
         # Only a custom task's pipeline knows what its answers mean: the core alone is judged.
-        decoding=None if task.name == "custom" else decoding_of(prepared),
+        decoding=None if task.name == "custom" else decoding_of(inputs),
         labelled=labelled,
-        notes=prepared.notes,
+        notes=inputs.labelled.notes,
     )
-    return result.as_dict()
 
 
-def _line(gate: Mapping[str, Any]) -> str:
+def _line(result: GateResult) -> str:
     parts = [
-        f"{verdict['metric']} {_figure(verdict['value'])}"
-        for verdict in gate["verdicts"]
-        if verdict["limit"] is not None or verdict["metric"] == "max_difference"
+        f"{verdict.metric} {_figure(verdict.value)}"
+        for verdict in result.verdicts
+        if verdict.limit is not None or verdict.metric == "max_difference"
     ]
-    return f"{'FAILED' if gate['failures'] else 'passed'}: {', '.join(parts)}"
+    return f"{'passed' if result.passed else 'FAILED'}: {', '.join(parts)}"
 
 
-def _figure(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.5g}"
+def _figure(value: float) -> str:
+    return f"{value:.5g}" if value - value == 0 else "not a number"

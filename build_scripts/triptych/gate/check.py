@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from triptych.gate.differences import Measured, best_agree, cosines, measure, re
 from triptych.gate.runs import IN_BATCHES, Incomparable, check_rows, run_rows, run_ways
 from triptych.gate.verdicts import judge_metrics, say_failures
 from triptych.gate.worst import worst_rows
+from triptych.pipeline.precisions import Precision
 from triptych.repository.records import GateResult
 from triptych.requests.samples import FEW_ROWS, Expected, GateRequest, by_request, rows_of
 from triptych.tasks.accuracy import metrics_of
@@ -52,7 +53,7 @@ def check(
     limits: Mapping[str, float],
     *,
     task: str,
-    precision: str,
+    precision: Precision,
     batch_size: int,
     decoding: Decoding | None = None,
     labelled: Labelled | None = None,
@@ -123,7 +124,7 @@ def check(
         worst=worst_rows(requests, compared.badness, differences, compared.wanted, compared.got),
         notes=(*notes, *(f"{name} cannot be measured on these rows" for name in unmeasured)),
         row_differences=tuple(differences),
-        labelled=None if truth is None else asdict(truth),
+        labelled=truth,
     )
 
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.requests.feeds import Sample
-from triptych.requests.prepare import Prepared
+from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import Expected, hash_rows
 
 FILE = "expected.npz"
 CODE = ("gate/reference.py", "export/to_onnx.py", "export/heads.py", "model/*.py")
 
 
-def reference_of(prepared: Prepared, samples: Sequence[Sample]) -> list[Expected]:
+def reference_of(inputs: PipelineInputs, samples: Sequence[Sample]) -> list[Expected]:
     """What the core should return for each of `samples`, by the model in PyTorch fp32.
 
     Raises:
@@ -26,7 +26,7 @@ def reference_of(prepared: Prepared, samples: Sequence[Sample]) -> list[Expected
     """
     if not samples:
         return []
-    plan = prepared.plan
+    plan = inputs.plan
     key: dict[str, object] = {
         "facts": plan.facts.of_core,
         "core": asdict(plan.core),
@@ -40,7 +40,7 @@ def reference_of(prepared: Prepared, samples: Sequence[Sample]) -> list[Expected
 
         _save(
             target / FILE,
-            reference_outputs(prepared.model_folder, plan.facts, plan.core, samples),
+            reference_outputs(inputs.model_folder, plan.facts, plan.core, samples),
         )
 
     folder, _ = cached_stage("reference", key, work)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from triptych.errors import Progress, UserError
 from triptych.gate.cached import decoding_of, limits_of
@@ -17,15 +18,23 @@ from triptych.gate.live.requests import live_requests, refusals
 from triptych.gate.live.send import run_live
 from triptych.gate.live.verdict import LiveVerdict, judge
 from triptych.gate.reference_rows import reference_of
+from triptych.pipeline.precisions import Precision
 from triptych.plan.plan import Plan
-from triptych.repository.lock import read_lock
+from triptych.repository.lock import Lock, find_lock
 from triptych.repository.plain import plain_data
-from triptych.requests.prepare import Prepared
+from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import rows_of
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import HOOKS_FILE, RowForm, call_hook, find_hook
-from triptych.server.endpoint import check_built, served
 from triptych.tasks.accuracy import TOLERANCES
+
+
+class Endpoint(Protocol):
+    """A server that is ready."""
+
+    @property
+    def grpc_url(self) -> str:
+        """``host:port``."""
 
 
 @dataclass(frozen=True)
@@ -70,41 +79,40 @@ class Verification:
 
 
 def verify_pipeline(
-    prepared: Prepared,
+    inputs: PipelineInputs,
     repository: Path,
+    server: AbstractContextManager[Endpoint],
     progress: Progress,
     *,
-    url: str | None,
     clients: int,
     timeout_s: float,
 ) -> Verification:
     """Send the gate's requests to the served pipeline and compare with the reference.
 
     Args:
-        prepared: the pipeline, as `build` prepares it.
+        inputs: of the pipeline.
         repository: folder of the models: its lock tells the precision that was built.
+        server: that serves the pipeline; entered once all else is ready.
         progress: told what becomes of each stage.
-        url: ``host:port`` of a server's gRPC endpoint; None starts one on `repository`.
         clients: requests under way at once where they are sent together.
         timeout_s: deadline of each request, in seconds.
 
     Raises:
         UserError: there is no server, or it does not serve this pipeline (any more).
     """
-    plan = prepared.plan
-    precision = _precision(plan, repository)
-    rules = _rules(prepared, precision)
-    if url is None:
-        check_built(repository, plan.spec.name)
-    sent = live_requests(plan, prepared.requests)
-    wanted = _reference_answers(prepared, progress)
-    refused = refusals(plan, prepared.tokenizer_folder, prepared.requests, sent)
+    plan = inputs.plan
+    lock = find_lock(repository, plan.spec.name)
+    precision = _precision(plan, repository, lock)
+    rules = _rules(inputs, precision)
+    sent = live_requests(plan, inputs.requests)
+    wanted = _reference_answers(inputs, progress)
+    refused = refusals(plan, inputs.tokenizer_folder, inputs.requests, sent)
     cases = [
         LiveCase(request.shown, request.query, request.edge, answer, words)
-        for request, answer, words in zip(prepared.requests, wanted, refused, strict=True)
+        for request, answer, words in zip(inputs.requests, wanted, refused, strict=True)
     ]
-    with served(repository, plan.spec.name, url, progress) as server:
-        endpoint = server.grpc_url
+    with server as reached:
+        endpoint = reached.grpc_url
         started = time.monotonic()
         runs = run_live(
             plan,
@@ -125,32 +133,32 @@ def verify_pipeline(
         clients=clients,
         mean_batch=runs.mean_batch,
         seconds=seconds,
-        accepted=str(_built_gate(plan, repository).get("accepted", "")),
+        accepted="" if lock is None else lock.gate.accepted,
         found=judge(cases, runs, rules),
     )
 
 
-def _rules(prepared: Prepared, precision: str) -> Rules:
-    plan = prepared.plan
+def _rules(inputs: PipelineInputs, precision: Precision) -> Rules:
+    plan = inputs.plan
     return Rules(
         task=plan.task.name,
         tolerance=TOLERANCES[precision],
-        limits=limits_of(prepared, precision),
+        limits=limits_of(inputs, precision),
         json_outputs=tuple(t.name for t in plan.task.outputs if t.content == "json"),
         hooked=plan.spec.custom is not None or find_hook(plan.spec.folder, "after") is not None,
     )
 
 
-def _reference_answers(prepared: Prepared, progress: Progress) -> list[Decoded]:
+def _reference_answers(inputs: PipelineInputs, progress: Progress) -> list[Decoded]:
     """What the ensemble should answer: PyTorch fp32, the task's decoder, the pipeline's hooks.
 
     Raises:
         UserError: a hook fails on what the reference made of the traffic.
     """
-    plan, requests = prepared.plan, prepared.requests
-    decoding = decoding_of(prepared)
+    plan, requests = inputs.plan, inputs.requests
+    decoding = decoding_of(inputs)
     progress("verify", f"{len(requests)} requests in PyTorch fp32 ...")
-    expected = reference_of(prepared, rows_of(requests))
+    expected = reference_of(inputs, rows_of(requests))
     after, form = find_hook(plan.spec.folder, "after"), RowForm(decoding.settings["outputs"])
     try:
         answers = decode(decoding, requests, reference_row_outputs(plan.core, expected))
@@ -169,28 +177,22 @@ def _reference_answers(prepared: Prepared, progress: Progress) -> list[Decoded]:
         ) from error
 
 
-def _built_gate(plan: Plan, repository: Path) -> dict[str, Any]:
-    """What the lock says of the gate that the build went through; empty without a build."""
-    gate = (read_lock(repository, plan.spec.name) or {}).get("gate")
-    return gate if isinstance(gate, dict) else {}
-
-
-def _precision(plan: Plan, repository: Path) -> str:
+def _precision(plan: Plan, repository: Path, lock: Lock | None) -> Precision:
     """Of the core that was built, where the repository says so; else what the spec asks for.
 
     Raises:
         UserError: the spec leaves it to the build, and there is none.
     """
     spec = plan.spec
-    precision = _built_gate(plan, repository).get("precision", spec.core.precision)
-    if precision not in TOLERANCES:
+    precision = spec.core.precision if lock is None else lock.gate.precision
+    if precision == "auto":
         raise UserError(
             "core.precision",
             "must be known: it decides how close answers must be",
             given=f"{precision}, and no build of {spec.name} in {repository}",
             remedy="Name the repository with --repository, or write --set core.precision=int8",
         )
-    return str(precision)
+    return precision
 
 
 def describe_verification(result: Verification) -> Iterator[tuple[str, str]]:

@@ -36,7 +36,7 @@ class PipelineSpec(BaseModel):
 
     Attributes:
         name: of its folder.
-        folder: where it was read.
+        folder: where it was read; a lock does not keep it.
         tuned: fields whose values come from ``tuned.yaml``, and so from measurements.
         parameters: defaults of request parameters, instead of the task's own.
         custom: where `task` is ``custom``.
@@ -45,7 +45,7 @@ class PipelineSpec(BaseModel):
     model_config = Frozen.model_config
 
     name: str
-    folder: Path
+    folder: Path = Path()
     tuned: dict[str, bool | int | float | str | None] = {}
     task: str
     model: ModelSource

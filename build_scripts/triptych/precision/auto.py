@@ -1,7 +1,7 @@
 """`core.precision: auto`: every precision that runs here is built, checked and measured.
 
 Those that fail the gate are dropped, the others race under the pipeline's own traffic, and the
-fastest is built into the repository. What was built, checked or measured before is not done again.
+fastest is taken. What was built, checked or measured before is not done again.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from triptych import build as assemble
-from triptych.build import Built, GateFailure
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.engine.stage import EngineFailure, missing_for_engines
 from triptych.errors import Progress, UserError
-from triptych.pipeline.precisions import Precision
+from triptych.gate.cached import GateFailure
+from triptych.pipeline.precisions import Precision, check_runs
 from triptych.pipeline.spec_fields import Core
-from triptych.precision.race import race
+from triptych.precision.race import Throughput, race
+from triptych.precision.stage import CheckedCore, lower_precision
 from triptych.repository.lock import read_lock
-from triptych.repository.records import Candidate
-from triptych.requests.prepare import Prepared
+from triptych.repository.records import Candidate, GateResult, plain_record, read_record
+from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import hash_requests
 from triptych.server.processor import processor
 
 AUTO = "auto"
 BASELINE: Precision = "fp32"
 CLIENTS = 32
-THROUGHPUT_FILE = "measured.json"
+THROUGHPUT_FILE = "throughput.json"
 CODE = (
     "precision/race.py",
     "bench/*.py",
@@ -49,76 +48,61 @@ RUNS: dict[tuple[str, str], tuple[Precision, ...]] = {
 """Backend and device to the precisions worth a try there. On a CPU, ONNX Runtime computes bf16 not
 at all, fp8 and fp16 in fp32; some models gain by fp16 all the same, for their size."""
 
+WriteRepository = Callable[[CheckedCore, Path], object]
+"""Writes a repository with the pipeline around a core into a folder, engine included."""
 
-def build(
-    prepared: Prepared,
-    repository: Path,
-    progress: Progress,
-    *,
-    together: Sequence[str] = (),
-    accept: str = "",
-) -> Built:
-    """`assemble.build`, with the precision chosen by evidence where the spec leaves it open.
+
+def check_possible(core: Core) -> None:
+    """The precision that the spec asks for can be built and, if open, measured here.
 
     Raises:
-        GateFailure: no candidate passes the gate; it is that of fp32.
-        LintFailure, UserError: as `assemble.build`.
+        UserError: it cannot.
     """
-    if prepared.plan.spec.core.precision != AUTO:
-        return assemble.build(prepared, repository, progress, together=together, accept=accept)
-    candidates = choose(prepared, repository, progress, accept=accept)
-    best = next(one.precision for one in candidates if one.status == "chosen")
-    return assemble.build(
-        prepared,
-        repository,
-        progress,
-        together=together,
-        accept=accept if best == BASELINE else "",
-        precision=best,
-        candidates=[one.as_dict() for one in candidates],
-    )
+    if core.precision == AUTO:
+        _candidates_of(core)
+    else:
+        check_runs(core.precision, core.backend, core.device)
 
 
 def choose(
-    prepared: Prepared, repository: Path, progress: Progress, *, accept: str = ""
-) -> list[Candidate]:
-    """Every candidate, the chosen one among them.
+    core: CheckedCore, repository: Path, write: WriteRepository, progress: Progress
+) -> CheckedCore:
+    """The fastest core that passes the gate; `GateResult.candidates` has all that were tried.
 
     Args:
-        prepared: the pipeline.
+        core: the fp32 one.
         repository: where the chosen one is going to be written: candidates are built beside it.
+        write: makes a candidate ready to be served.
         progress: told what becomes of each stage.
-        accept: why a failed gate of fp32 does not matter; of the others it always does.
 
     Raises:
-        GateFailure: fp32 fails the gate, so nothing can be right.
+        EngineFailure: no engine of the fp32 core computes what its graph does.
         UserError: the device cannot be measured here.
     """
-    core = prepared.plan.spec.core
-    precisions = _precisions(core)
+    precisions = _candidates_of(core.plan.spec.core)
     repository.mkdir(parents=True, exist_ok=True)
+    cores: dict[Precision, CheckedCore] = {}
+    candidates: dict[Precision, Candidate] = {}
     with tempfile.TemporaryDirectory(prefix=".auto-", dir=repository.parent) as scratch:
-        built: dict[str, Built] = {}
-        candidates: dict[str, Candidate] = {}
-        for precision in precisions:
-            progress("auto", f"{precision}: {precisions.index(precision) + 1}/{len(precisions)}")
+        for number, precision in enumerate(precisions, start=1):
+            progress("auto", f"{precision}: {number}/{len(precisions)}")
             target = Path(scratch, precision)
-            reason = accept if precision == BASELINE else ""
-            one, candidates[precision] = _built(prepared, precision, target, progress, reason)
-            if one is not None:
-                built[precision] = one
-        measured = _throughputs(prepared, {name: Path(scratch, name) for name in built}, progress)
-    for name, one in measured.items():
+            found, candidates[precision] = _try(core, precision, target, write, progress)
+            if found is not None:
+                cores[precision] = found
+        rates = _measure(core.inputs, {name: Path(scratch, name) for name in cores}, progress)
+    for name, rate in rates.items():
         candidates[name] = replace(
-            candidates[name], throughput_per_s=one["throughput_per_s"], p99_ms=one["p99_ms"]
+            candidates[name], throughput_per_s=rate.throughput_per_s, p99_ms=rate.p99_ms
         )
-    best = max(measured, key=lambda name: measured[name]["throughput_per_s"])
+    best = max(rates, key=lambda name: rates[name].throughput_per_s)
     candidates[best] = replace(candidates[best], status="chosen")
     progress("auto", f"{best} is the fastest that passes")
-    return list(candidates.values())
+    gate = replace(cores[best].gate, candidates=tuple(candidates.values()))
+    return replace(cores[best], gate=gate)
 
 
-def _precisions(core: Core) -> tuple[Precision, ...]:
+def _candidates_of(core: Core) -> tuple[Precision, ...]:
     known = RUNS.get((core.backend, core.device))
     missing = missing_for_engines() if core.backend == "tensorrt" else ""
     if known is None or missing:
@@ -131,54 +115,53 @@ def _precisions(core: Core) -> tuple[Precision, ...]:
     return known
 
 
-def _built(
-    prepared: Prepared, precision: Precision, target: Path, progress: Progress, accept: str
-) -> tuple[Built | None, Candidate]:
+def _try(
+    core: CheckedCore,
+    precision: Precision,
+    target: Path,
+    write: WriteRepository,
+    progress: Progress,
+) -> tuple[CheckedCore | None, Candidate]:
+    """The core in `precision`, written into `target`; None where it cannot be taken."""
     try:
-        built = assemble.build(prepared, target, progress, precision=precision, accept=accept)
+        found = core if precision == BASELINE else lower_precision(core, precision, progress)
+        write(found, target)
     except GateFailure as failure:
-        if precision == BASELINE:
-            raise
-        gate = failure.gate
-        return None, Candidate(
-            precision, "failed", failure.failures, verdicts=_values(gate), kept=_kept(gate)
-        )
+        return None, _candidate(precision, failure.gate)
     except EngineFailure as failure:
         if precision == BASELINE:
             raise
-        return None, Candidate(precision, "failed", tuple(failure.gate["failures"]))
+        return None, Candidate(precision, "failed", failure.gate.failures)
     except UserError as error:
         if precision == BASELINE:
             raise
         return None, Candidate(precision, "not runnable", note=str(error))
     size = sum(path.stat().st_size for path in target.glob("*_core/1/*"))
-    return built, Candidate(
+    passed = _candidate(precision, found.gate)
+    return found, replace(passed, status="passed", failures=(), size_bytes=size)
+
+
+def _candidate(precision: Precision, gate: GateResult) -> Candidate:
+    return Candidate(
         precision,
-        "passed",
-        verdicts=_values(built.gate),
-        size_bytes=size,
-        kept=_kept(built.gate),
+        "failed",
+        gate.failures,
+        verdicts={verdict.metric: verdict.value for verdict in gate.verdicts},
+        kept=() if gate.conversion is None else gate.conversion.kept,
     )
 
 
-def _values(gate: Mapping[str, Any]) -> dict[str, float | None]:
-    return {verdict["metric"]: verdict["value"] for verdict in gate["verdicts"]}
-
-
-def _kept(gate: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple((gate.get("conversion") or {}).get("kept", ()))
-
-
-def _throughputs(
-    prepared: Prepared, repositories: Mapping[str, Path], progress: Progress
-) -> dict[str, dict[str, Any]]:
-    name = prepared.plan.spec.name
-    requests = [dict(request.sent) for request in prepared.requests if not request.edge]
-    locks = {precision: read_lock(path, name) or {} for precision, path in repositories.items()}
+def _measure(
+    inputs: PipelineInputs, repositories: Mapping[Precision, Path], progress: Progress
+) -> dict[Precision, Throughput]:
+    name = inputs.plan.spec.name
+    requests = [dict(request.sent) for request in inputs.requests if not request.edge]
     key: dict[str, object] = {
         # The files of a repository tell all that is served, and so all that is measured.
-        "files": {precision: lock["files"] for precision, lock in locks.items()},
-        "requests": hash_requests(prepared.requests),
+        "files": {
+            precision: dict(read_lock(path, name).files) for precision, path in repositories.items()
+        },
+        "requests": hash_requests(inputs.requests),
         "clients": CLIENTS,
         "machine": [platform.processor(), processor(), len(os.sched_getaffinity(0))],
         "versions": versions_of("onnxruntime", "nvidia-pytriton", "tokenizers"),
@@ -186,14 +169,14 @@ def _throughputs(
     }
 
     def work(target: Path) -> None:
-        measured = race(
+        rates = race(
             repositories, name, requests, baseline=BASELINE, clients=CLIENTS, progress=progress
         )
-        plain = {precision: asdict(one) for precision, one in measured.items()}
+        plain = {precision: plain_record(rate) for precision, rate in rates.items()}
         (target / THROUGHPUT_FILE).write_text(json.dumps(plain), encoding="utf-8")
 
     folder, cached = cached_stage("race", key, work)
     if cached:
         progress("race", "as measured before (cached)")
-    measured: dict[str, dict[str, Any]] = json.loads((folder / THROUGHPUT_FILE).read_text("utf-8"))
-    return measured
+    text = (folder / THROUGHPUT_FILE).read_text(encoding="utf-8")
+    return read_record(dict[Precision, Throughput], json.loads(text))

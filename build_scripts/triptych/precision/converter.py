@@ -20,9 +20,9 @@ from triptych.pipeline.precisions import Precision
 from triptych.precision import float16, fp8, int8
 from triptych.precision.activations import quiet_options
 from triptych.precision.recipe import Recipe
-from triptych.repository.records import Conversion
+from triptych.repository.records import Conversion, plain_record, read_record
 from triptych.requests.feeds import Feed, Sample, core_feed
-from triptych.requests.prepare import Prepared
+from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import Expected, hash_rows
 from triptych.tensors import TokenRow
 
@@ -54,7 +54,7 @@ class Converter:
 
     def __init__(
         self,
-        prepared: Prepared,
+        inputs: PipelineInputs,
         source: Path,
         key: str,
         precision: Precision,
@@ -63,9 +63,9 @@ class Converter:
         """Take the fp32 core `source` of a pipeline, which `key` stands for."""
         self._precision = precision
         self._progress = progress
-        self._plan = prepared.plan
+        self._plan = inputs.plan
         self._source = source
-        self._calibration = prepared.calibration
+        self._calibration = inputs.calibration
         core = self._plan.spec.core
         self._recipe = Recipe(precision, backend=core.backend, device=core.device)
         self.inputs: Mapping[str, object] = {
@@ -78,18 +78,20 @@ class Converter:
         }
         self._write: Write | None = None
 
-    def converted(self, kept: Sequence[str]) -> tuple[Path, str, dict[str, Any]]:
+    def converted(self, kept: Sequence[str]) -> tuple[Path, str, Conversion]:
         """The folder of the graph with `kept`, its key, and what the conversion did."""
         inputs = {**self.inputs, "kept": sorted(kept)}
 
         def work(target: Path) -> None:
-            text = json.dumps(self._writer()(kept, target).as_dict(), ensure_ascii=False)
+            conversion = plain_record(self._writer()(kept, target))
+            text = json.dumps(conversion, ensure_ascii=False)
             (target / CONVERSION_FILE).write_text(text, encoding="utf-8")
 
         folder, cached = cached_stage("convert", inputs, work)
-        conversion = json.loads((folder / CONVERSION_FILE).read_text(encoding="utf-8"))
+        text = (folder / CONVERSION_FILE).read_text(encoding="utf-8")
+        conversion = read_record(Conversion, json.loads(text))
         size = sum(path.stat().st_size for path in folder.glob(f"{MODEL_FILE}*")) / 1e6
-        of = f", {len(kept)} of {len(conversion['layers'])} layers kept" if kept else ""
+        of = f", {len(kept)} of {len(conversion.layers)} layers kept" if kept else ""
         note = " (cached)" if cached else ""
         self._progress("convert", f"{self._precision}{of}, {size:.1f} MB{note}")
         return folder, key_of("convert", inputs), conversion

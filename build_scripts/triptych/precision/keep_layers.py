@@ -8,10 +8,10 @@ at each try, until the gate passes.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from triptych.cache import cached_stage, code_hash
 from triptych.errors import Progress
@@ -19,7 +19,8 @@ from triptych.gate.reference_rows import reference_of
 from triptych.graph.files import MODEL_FILE
 from triptych.pipeline.precisions import Precision
 from triptych.precision.converter import Converter
-from triptych.requests.prepare import Prepared
+from triptych.repository.records import Conversion, GateResult, plain_record, read_record
+from triptych.requests.inputs import PipelineInputs
 
 CHOICE_FILE = "choice.json"
 LARGEST_KEPT_SHARE = 0.5
@@ -32,33 +33,43 @@ class Judge(Protocol):
     precision: Precision
     judged_by: str
 
-    def run(self, artifact: Path, key: str) -> dict[str, Any]:
-        """The result, whose ``failures`` is empty if the artifact passes."""
+    def run(self, artifact: Path, key: str) -> GateResult:
+        """The gate's result for the artifact that `key` stands for."""
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A core of lower precision.
-
-    Attributes:
-        file: the graph.
-        key: hash of all that decided it.
-        gate: the gate's result.
-        conversion: as `Conversion.as_dict`; where layers are kept also ``layer_errors``, what each
-            layer alone would cost in accuracy, and ``batch_ms``, what keeping them costs in time.
-    """
+    """A core of lower precision: the graph, the hash of all that decided it, and both results."""
 
     file: Path
     key: str
-    gate: dict[str, Any]
-    conversion: dict[str, Any]
+    gate: GateResult
+    conversion: Conversion
 
 
-def lower(prepared: Prepared, source: Path, key: str, gate: Judge, progress: Progress) -> Lowered:
+@dataclass(frozen=True)
+class Choice:
+    """Which layers to keep, and what finding them showed; see `Conversion`."""
+
+    kept: tuple[str, ...] = ()
+    layer_errors: Mapping[str, float] = field(default_factory=dict)
+    batch_ms: Mapping[str, float] = field(default_factory=dict)
+
+    def on_record(self, lowered: Lowered) -> Lowered:
+        """The core with what the search showed in the record of its conversion."""
+        conversion = replace(
+            lowered.conversion, layer_errors=self.layer_errors, batch_ms=self.batch_ms
+        )
+        return replace(lowered, conversion=conversion)
+
+
+def lower(
+    inputs: PipelineInputs, source: Path, key: str, gate: Judge, progress: Progress
+) -> Lowered:
     """Convert the fp32 core, keeping as few layers as the gate allows.
 
     Args:
-        prepared: the pipeline.
+        inputs: of the pipeline.
         source: its fp32 core.
         key: hash of all that decided `source`.
         gate: of the precision wanted, not fp32.
@@ -70,57 +81,48 @@ def lower(prepared: Prepared, source: Path, key: str, gate: Judge, progress: Pro
     Raises:
         UserError: the graph cannot be converted.
     """
-    converter = Converter(prepared, source, key, gate.precision, progress)
+    converter = Converter(inputs, source, key, gate.precision, progress)
     searched: list[Lowered] = []
 
     def work(target: Path) -> None:
-        lowered, kept, found = _search(prepared, converter, gate)
-        searched.append(replace(lowered, conversion={**lowered.conversion, **found}))
-        if lowered.gate["failures"]:
+        lowered, choice = _search(inputs, converter, gate)
+        searched.append(choice.on_record(lowered))
+        if not lowered.gate.passed:
             raise _NothingPasses
-        # What was asked for: a converter may keep more by itself.
-        choice = {"kept": list(kept), "found": found}
-        (target / CHOICE_FILE).write_text(json.dumps(choice, ensure_ascii=False), encoding="utf-8")
+        text = json.dumps(plain_record(choice), ensure_ascii=False)
+        (target / CHOICE_FILE).write_text(text, encoding="utf-8")
 
     try:
         search = code_hash("precision/keep_layers.py")
-        inputs = {**converter.inputs, "judged_by": gate.judged_by, "search": search}
-        folder, _ = cached_stage("kept", inputs, work)
+        stage = {**converter.inputs, "judged_by": gate.judged_by, "search": search}
+        folder, _ = cached_stage("kept", stage, work)
     except _NothingPasses:
         return searched[0]
     if searched:
         return searched[0]
-    choice = json.loads((folder / CHOICE_FILE).read_text(encoding="utf-8"))
-    lowered = _try(converter, choice["kept"], gate)
-    return replace(lowered, conversion={**lowered.conversion, **choice["found"]})
+    text = (folder / CHOICE_FILE).read_text(encoding="utf-8")
+    choice = read_record(Choice, json.loads(text))
+    return choice.on_record(_try(converter, choice.kept, gate))
 
 
 class _NothingPasses(Exception):
     """The search ended without a core that passes: nothing to remember."""
 
 
-def _search(
-    prepared: Prepared, converter: Converter, gate: Judge
-) -> tuple[Lowered, Sequence[str], dict[str, Any]]:
-    """The last core tried, the layers it was to keep, and what was found out on the way."""
-    kept: Sequence[str] = ()
-    lowered = _try(converter, kept, gate)
-    if not lowered.gate["failures"]:
-        return lowered, kept, {}
-    layer_errors = converter.ranking(
-        lowered.conversion["layers"], lambda rows: reference_of(prepared, rows)
-    )
-    worst_first = sorted(layer_errors, key=lambda name: -layer_errors[name])
+def _search(inputs: PipelineInputs, converter: Converter, gate: Judge) -> tuple[Lowered, Choice]:
+    """The last core tried, and the layers it was to keep."""
+    choice = Choice()
+    lowered = _try(converter, choice.kept, gate)
+    if lowered.gate.passed:
+        return lowered, choice
+    errors = converter.ranking(lowered.conversion.layers, lambda rows: reference_of(inputs, rows))
+    worst_first = sorted(errors, key=lambda name: -errors[name])
     for count in _counts(len(worst_first)):
-        kept = worst_first[:count]
-        lowered = _try(converter, kept, gate)
-        if not lowered.gate["failures"]:
-            return (
-                lowered,
-                kept,
-                {"layer_errors": layer_errors, "batch_ms": converter.times(lowered.file)},
-            )
-    return lowered, kept, {"layer_errors": layer_errors}
+        choice = Choice(tuple(worst_first[:count]), errors)
+        lowered = _try(converter, choice.kept, gate)
+        if lowered.gate.passed:
+            return lowered, replace(choice, batch_ms=converter.times(lowered.file))
+    return lowered, replace(choice, layer_errors=errors)
 
 
 def _try(converter: Converter, kept: Sequence[str], gate: Judge) -> Lowered:

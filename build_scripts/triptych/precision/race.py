@@ -10,6 +10,7 @@ from statistics import median
 
 from triptych.bench import perf_analyzer
 from triptych.errors import Progress
+from triptych.pipeline.precisions import Precision
 from triptych.server.server import Server
 
 ROUNDS = 3
@@ -40,14 +41,14 @@ class Throughput:
 
 
 def race(
-    repositories: Mapping[str, Path],
+    repositories: Mapping[Precision, Path],
     pipeline: str,
     requests: Sequence[perf_analyzer.Request],
     *,
-    baseline: str,
+    baseline: Precision,
     clients: int,
     progress: Progress,
-) -> dict[str, Throughput]:
+) -> dict[Precision, Throughput]:
     """Measure every candidate in turn, round after round; their servers run all the while.
 
     A server without requests costs no time, and what drifts on the machine hits all alike.
@@ -63,7 +64,7 @@ def race(
     Raises:
         UserError: a server does not start, or answers with an error.
     """
-    results: dict[str, list[perf_analyzer.LoadResult]] = {name: [] for name in repositories}
+    results: dict[Precision, list[perf_analyzer.LoadResult]] = {name: [] for name in repositories}
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(Server(path, models=[pipeline]))

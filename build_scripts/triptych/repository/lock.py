@@ -5,11 +5,19 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from triptych.plan.plan import Plan
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from triptych.errors import UserError
+from triptych.pipeline.spec import PipelineSpec
+from triptych.plan.engine_spec import EnginePlan
+from triptych.plan.plan import Layout, Plan
+from triptych.repository.plain import plain_data
+from triptych.repository.records import EngineRecord, GateResult
+from triptych.tasks.task import Core
 
 LOCK_FILE = "triptych.lock.json"
 PLAN_FILE = "model.plan"
@@ -21,90 +29,171 @@ SAMPLES_FILE = "engine_samples.npz"
 SCHEMA = 4
 
 
+@dataclass(frozen=True)
+class PlanRecord:
+    """What of the plan later stages need; see `Plan`.
+
+    Attributes:
+        unpacked: why the layout is not packed although the spec says so; else empty.
+        engine: what the engine stage builds; None where it builds nothing.
+    """
+
+    layout: Layout
+    unpacked: str
+    max_length: int
+    bucket_edges: tuple[int, ...]
+    max_batch_size: int
+    core: Core
+    engine: EnginePlan | None
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True)
+class Lock:
+    """The record of one build. Only `built_at` differs between two builds of the same inputs.
+
+    Attributes:
+        schema: version of this form.
+        built_at: UTC, ISO 8601.
+        versions: of the libraries that made the artifact.
+        core_key: hash of all that decided the core.
+        source_key: the same of the fp32 graph that it was made of.
+        engine: the engine in place, where it was built of this very core.
+        traffic: of texts: rows, mean and p99 of their tokens, share of truncated rows.
+        files: path relative to the repository -> SHA-256 in hex.
+    """
+
+    schema: int
+    built_at: str
+    spec: PipelineSpec
+    model_sha256: str
+    architecture: str
+    versions: Mapping[str, str]
+    core_key: str
+    source_key: str
+    plan: PlanRecord
+    engine: EngineRecord | None
+    traffic: Mapping[str, int | float]
+    gate: GateResult
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def as_bytes(self) -> bytes:
+        """The lock's file content."""
+        plain: dict[str, Any] = plain_data({**_fields(self), "spec": None, "gate": None})
+        for name in ("plan", "engine"):
+            record = getattr(self, name)
+            plain[name] = None if record is None else plain_data(asdict(record))
+        plain["spec"] = self.spec.model_dump(mode="json", exclude={"folder"})
+        plain["gate"] = self.gate.as_dict()
+        return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def make_lock(
     plan: Plan,
-    file_hashes: Mapping[str, str],
+    files: Mapping[str, str],
     *,
     core_key: str,
     source_key: str,
     unpacked: str,
     versions: Mapping[str, str],
-    gate: Mapping[str, object],
-    engine: Mapping[str, Any] | None,
-    previous: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The lock as JSON data. Only ``built_at`` differs between two builds of the same inputs.
+    gate: GateResult,
+    engine: EngineRecord | None,
+    previous: Lock | None,
+) -> Lock:
+    """The lock of a build; the time of `previous` is kept where all else is equal.
 
-    Args:
-        plan: what was built.
-        file_hashes: path relative to the repository -> SHA-256 in hex.
-        core_key: hash of all that decided the core.
-        source_key: the same of the fp32 graph that it was made of.
-        unpacked: why the layout is not packed although the spec says so; else empty.
-        versions: of the libraries that made the artifact.
-        gate: the gate's result; with ``accepted`` where it failed and that was accepted.
-        engine: record of the engine in place, where it was built of this very core.
-        previous: the lock in place; its time is kept where all else is equal.
+    For the arguments see `Lock` and `PlanRecord`.
     """
-    spec = plan.spec.model_dump(mode="json", exclude={"folder"})
-    lock = {
-        "schema": SCHEMA,
-        "built_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "spec": spec,
-        "model_sha256": plan.facts.sha256,
-        "architecture": plan.facts.architecture,
-        "versions": dict(versions),
-        "core_key": core_key,
-        "source_key": source_key,
-        "plan": {
-            "layout": plan.layout,
-            "unpacked": unpacked,
-            "max_length": plan.max_length,
-            "bucket_edges": list(plan.bucket_edges),
-            "max_batch_size": plan.max_batch_size,
-            "core": asdict(plan.core),
-            "engine": planned_engine(plan, gate),
-        },
-        "engine": engine,
-        "traffic": _traffic(plan),
-        "gate": dict(gate),
-        "files": dict(sorted(file_hashes.items())),
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(lock))  # as `previous` was read
-    if previous is not None and {**previous, "built_at": ""} == {**plain, "built_at": ""}:
-        plain["built_at"] = previous["built_at"]
-    return plain
+    traffic: dict[str, int | float] = {}
+    if (lengths := plan.lengths) is not None:
+        traffic = {
+            "rows": lengths.rows,
+            "mean_tokens": round(lengths.mean, 2),
+            "p99_tokens": lengths.quantile(0.99),
+            "truncated_share": round(lengths.truncated_share, 4),
+        }
+    lock = Lock(
+        schema=SCHEMA,
+        built_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        spec=plan.spec,
+        model_sha256=plan.facts.sha256,
+        architecture=plan.facts.architecture,
+        versions=dict(versions),
+        core_key=core_key,
+        source_key=source_key,
+        plan=PlanRecord(
+            layout=plan.layout,
+            unpacked=unpacked,
+            max_length=plan.max_length,
+            bucket_edges=plan.bucket_edges,
+            max_batch_size=plan.max_batch_size,
+            core=plan.core,
+            engine=planned_engine(plan, gate),
+        ),
+        engine=engine,
+        traffic=traffic,
+        gate=gate,
+        files=dict(sorted(files.items())),
+    )
+    if previous is not None:
+        dated = replace(lock, built_at=previous.built_at)
+        if dated.as_bytes() == previous.as_bytes():
+            return dated
+    return lock
 
 
-def planned_engine(plan: Plan, gate: Mapping[str, object]) -> dict[str, Any] | None:
-    """What the engine stage builds, as a lock has it; None where it builds nothing."""
+def planned_engine(plan: Plan, gate: GateResult) -> EnginePlan | None:
+    """What the engine stage builds; None where it builds nothing."""
     if plan.engine is None or not plan.builds_engine or plan.spec.core.share is not None:
         return None
     # The precision that was built, where the spec leaves it open.
-    return replace(plan.engine, precision=str(gate["precision"])).as_dict()
+    return replace(plan.engine, precision=gate.precision)
 
 
-def _traffic(plan: Plan) -> dict[str, object]:
-    if plan.lengths is None:
-        return {}
-    return {
-        "rows": plan.lengths.rows,
-        "mean_tokens": round(plan.lengths.mean, 2),
-        "p99_tokens": plan.lengths.quantile(0.99),
-        "truncated_share": round(plan.lengths.truncated_share, 4),
-    }
+def read_lock(repository: Path, pipeline: str) -> Lock:
+    """The lock of a built pipeline.
 
-
-def print_lock(lock: Mapping[str, Any]) -> bytes:
-    """The lock's file content."""
-    return (json.dumps(lock, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def read_lock(repository: Path, pipeline: str) -> dict[str, Any] | None:
-    """The lock of a built pipeline, or None where there is none or it is not JSON."""
+    Raises:
+        UserError: there is none, or it is damaged or of another release of triptych.
+    """
+    path = repository / pipeline / LOCK_FILE
     try:
-        text = (repository / pipeline / LOCK_FILE).read_text(encoding="utf-8")
-        lock = json.loads(text)
-    except (OSError, ValueError):
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            pipeline,
+            f"must be a pipeline built into {repository}",
+            given="no lock there",
+            remedy=f"Run `triptych build {pipeline}` first",
+        ) from error
+    try:
+        lock = TypeAdapter(Lock).validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(
+            f"{pipeline}/{LOCK_FILE}",
+            "must be a lock of this release of triptych",
+            given=f"{where}: {first['msg']}",
+            remedy=f"Run `triptych build {pipeline}` again",
+        ) from error
+    if lock.schema != SCHEMA:
+        raise UserError(
+            f"{pipeline}/{LOCK_FILE}",
+            f"must have the schema {SCHEMA}",
+            given=lock.schema,
+            remedy=f"Run `triptych build {pipeline}` again",
+        )
+    return lock
+
+
+def find_lock(repository: Path, pipeline: str) -> Lock | None:
+    """`read_lock`, or None where there is no lock that can be read."""
+    try:
+        return read_lock(repository, pipeline)
+    except UserError:
         return None
-    return lock if isinstance(lock, dict) else None
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}

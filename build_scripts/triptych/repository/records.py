@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, TypeAdapter
 
 from triptych.pipeline.precisions import Precision
+from triptych.plan.engine_spec import ShapeRange
 from triptych.repository.plain import plain_data
 from triptych.tasks.metrics.labelled import LabelledResult
 
@@ -182,3 +183,44 @@ class GateResult:
         if self.conversion is not None:
             plain["conversion"] = plain_record(self.conversion)
         return plain
+
+
+@dataclass(frozen=True)
+class EngineCheck:
+    """The engine against its graph: figures of the gate; it passed, or there is no record."""
+
+    precision: str
+    rows: int
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """A TensorRT engine that was built, inspected and checked.
+
+    Attributes:
+        key: hash of all that decided the engine and its check.
+        cuda: version of the CUDA runtime.
+        version_compatible: whether the plan also runs on newer releases of TensorRT.
+        hardware: other GPUs that it runs on, as `core.engine.hardware`.
+        matmuls: precision to matrix products seen in it, and ``unseen``.
+        witness: what proves the precision: ``layers``, ``size``, or ``graph`` where it is fp32.
+        profiles: as the engine has them, by input.
+    """
+
+    key: str
+    onnx_sha256: str
+    plan_sha256: str
+    tensorrt: str
+    cuda: str
+    driver: str
+    gpu: str
+    compute_capability: str
+    version_compatible: bool
+    hardware: str
+    precision: str
+    matmuls: Mapping[str, int]
+    witness: str
+    profiles: tuple[Mapping[str, ShapeRange], ...]
+    check: EngineCheck

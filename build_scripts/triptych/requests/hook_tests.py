@@ -18,7 +18,7 @@ from typing import Any, Literal
 from triptych.errors import UserError
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_traffic
-from triptych.requests.prepare import task_of
+from triptych.requests.inputs import task_of
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import (
     FUNCTIONS,

@@ -1,140 +1,211 @@
-"""Lines of a pipeline's files as the requests they stand for: files read, hooks run, checked."""
+"""Lines of a pipeline's files as requests: images read, hooks run, parameters checked, rows made.
+
+A request has three forms, all in `GateRequest`: `sent` by a client, `inputs` after `hooks.before`,
+and the `rows` that its row maker makes for the core.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
 from triptych.pipeline.spec import PipelineSpec
-from triptych.pipeline.traffic import TrafficRow
+from triptych.pipeline.traffic import Lengths, TrafficRow
+from triptych.plan.plan import core_rows_of, max_length_of, row_settings
+from triptych.requests.samples import GateRequest, shown_text
+from triptych.runtime import module_of
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.parameters import check_parameters
 from triptych.runtime.row_types import RowInputs
 from triptych.tasks import Task
+from triptych.tensors import TokenRow
+
+UNLIMITED = 1 << 30
 
 Rules = Mapping[str, Mapping[str, Any]]
 """Request parameter to what it may be, as plain data."""
 
 
-class ReadRequest(NamedTuple):
-    """A request.
-
-    Attributes:
-        sent: its inputs as a client sends them.
-        ask: what the row maker gets: the same, of one row, as `hooks.before` leaves it.
-    """
-
-    sent: dict[str, Any]
-    ask: RowInputs
-
-
-@dataclass(frozen=True)
 class RequestReader:
-    """What makes requests of lines.
+    """Makes requests of a pipeline, as its preprocess step will.
 
-    Attributes:
+    Args:
         spec: the pipeline's.
         task: what is decoded.
+        facts: of the model.
+        tokenizer_folder: with the ``tokenizer.json``; of images, any folder.
         before: the pipeline's own function ahead of the tokenizer, where it has one.
-        rules: of request parameters.
-        parameters: their defaults.
+
+    Attributes:
+        parameters: defaults of request parameters: the spec's over the task's.
+        max_length: tokens that a core row may have.
+
+    Raises:
+        UserError: the spec's parameters are not the task's, or the length limit leaves no room.
     """
 
-    spec: PipelineSpec
-    task: Task
-    before: Hook | None
-    rules: Rules
-    parameters: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls, spec: PipelineSpec, task: Task, facts: ModelFacts, before: Hook | None
-    ) -> RequestReader:
-        """With the request parameters' defaults: the spec's over the task's.
-
-        Raises:
-            UserError: the spec's are not parameters of the task.
-        """
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        task: Task,
+        facts: ModelFacts,
+        tokenizer_folder: Path,
+        before: Hook | None,
+    ) -> None:
+        self._folder = spec.folder
+        self._names = [tensor.name for tensor in task.inputs]
+        self._images = [tensor.name for tensor in task.inputs if tensor.content == "image"]
+        self._before = before
         known = task.parameters(facts)
-        rules = {name: rule.as_dict() for name, rule in known.items()}
+        self._rules: Rules = {name: rule.as_dict() for name, rule in known.items()}
         defaults = {
             name: list(rule.default) if isinstance(rule.default, tuple) else rule.default
             for name, rule in known.items()
             if rule.default is not None
         }
-        parameters = _checked("parameters", spec.parameters, rules, defaults)
-        return cls(spec, task, before, rules, parameters)
+        self.parameters = _checked("parameters", spec.parameters, self._rules, defaults)
+        self.max_length = max_length_of(spec, facts, task)
+        kind = module_of(task.rows).RowMaker
+        most = core_rows_of(spec, facts, task)
+        settings = row_settings(spec, facts, task, max_core_rows=most)
+        if self._images:
+            self._maker = kind(settings, tokenizer_folder)
+            return
+        settings |= {"bucket_edges": [], "overflow": "truncate"}
+        unlimited = {**settings, "max_length": UNLIMITED, "max_core_rows": UNLIMITED}
+        try:
+            self._maker = kind(settings, tokenizer_folder)
+            self._untruncated = kind(unlimited, tokenizer_folder)
+        except RequestError as error:
+            raise UserError(
+                "tokenizer.max_length", "must suit the task", given=error, remedy="Raise it"
+            ) from error
 
-    def ask(self, file: str, row: TrafficRow) -> ReadRequest:
-        """The request that a line of `file`, in the pipeline's folder, stands for.
+    def read(
+        self, file: str, lines: Sequence[TrafficRow], *, with_rows: int | None = None
+    ) -> list[GateRequest]:
+        """The request that each line of `file` stands for.
+
+        Args:
+            file: in the pipeline's folder, or an absolute path.
+            lines: of the file.
+            with_rows: only so many first requests get core rows; None for all.
 
         Raises:
-            UserError: an image that cannot be read, a hook that refuses the row, a bad parameter.
+            UserError: an image that cannot be read, a hook that refuses a line, a bad parameter,
+                a request that the pipeline does not take.
         """
-        where = self._where(file, row.line)
-        sent: dict[str, Any] = dict(row.inputs)
+        requests = [self._read_line(file, line) for line in lines]
+        first = requests[:with_rows]
+        for place, made in enumerate(self._with_rows(first)):
+            if isinstance(made, Exception):
+                raise UserError(
+                    self._where(file, lines[place].line),
+                    "must be a request that the pipeline takes",
+                    given=made,
+                    remedy="Correct the line",
+                )
+            requests[place] = made
+        return requests
+
+    def make_up(
+        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], shown: str
+    ) -> GateRequest | None:
+        """A request that nobody sent, without core rows; None where `hooks.before` refuses it."""
+        try:
+            return GateRequest(sent, self._after_hook(sent), parameters, (), (), True, shown)
+        except Exception:  # what made-up inputs do to the user's own function is no mistake
+            return None
+
+    def accepted(self, requests: Sequence[GateRequest]) -> list[GateRequest]:
+        """Those of `requests` that the row maker takes, with their core rows, none empty."""
+        made = self._with_rows(requests)
+        return [
+            request
+            for request in made
+            if not isinstance(request, Exception) and all(map(_is_filled, request.rows))
+        ]
+
+    def untruncated_lengths(self, requests: Sequence[GateRequest]) -> list[list[int]]:
+        """Tokens of each core row of each request without a limit; none where it is refused."""
+        made = self._untruncated.token_rows([_row_inputs(request) for request in requests])
+        return [
+            [] if isinstance(rows, Exception) else [len(row.ids) for row in rows] for rows in made
+        ]
+
+    def lengths(self, requests: Sequence[GateRequest]) -> Lengths:
+        """Token lengths of the core rows, as they are before truncation."""
+        lengths = [n for each in self.untruncated_lengths(requests) for n in each]
+        rows = [row for request in requests for row in request.rows]
+        # Where there are more rows than without a limit, they are windows: nothing is cut off.
+        if len(lengths) != len(rows):
+            lengths = [len(row.ids) for row in rows if isinstance(row, TokenRow)]
+        return Lengths.of(lengths, max_length=self.max_length)
+
+    def _read_line(self, file: str, line: TrafficRow) -> GateRequest:
+        where = self._where(file, line.line)
+        sent: dict[str, str | bytes] = dict(line.inputs)
         for name in self._images:
             try:
-                sent[name] = (self.spec.folder / sent[name]).read_bytes()
+                sent[name] = (self._folder / line.inputs[name]).read_bytes()
             except (OSError, ValueError) as error:
                 raise UserError(
                     where,
                     "must name image files that can be read",
-                    given=f"{sent[name]!r:.100}: {error!s:.100}",
+                    given=f"{line.inputs[name]!r:.100}: {error!s:.100}",
                     remedy="Paths start at the pipeline's folder",
                 ) from error
-        parameters = _checked(where, row.parameters, self.rules, self.parameters)
+        parameters = _checked(where, line.parameters, self._rules, self.parameters)
+        shown = line.inputs[self._images[0]] if self._images else shown_text(sent)
         try:
-            return self._asked(sent, parameters)
+            inputs = self._after_hook(sent)
         except Exception as error:  # the user's own function
             raise UserError(where, "must pass hooks.before", given=error) from error
+        return GateRequest(sent, inputs, parameters, (), (), False, shown)
 
-    def make_up(self, sent: Mapping[str, Any], parameters: Mapping[str, Any]) -> ReadRequest | None:
-        """The request of inputs that are nobody's; None where `hooks.before` refuses them.
+    def _after_hook(self, sent: Mapping[str, str | bytes]) -> Mapping[str, str | bytes]:
+        row = dict(sent)
+        if self._before is not None:
+            (row,) = call_before(self._before, [row], list(sent), encoded=self._images)
+        return {name: row[name] for name in self._names}
 
-        Args:
-            sent: as a client would send them; bytes for an image.
-            parameters: checked, with the defaults filled in.
-        """
-        try:
-            return self._asked(dict(sent), parameters)
-        except Exception:  # what made-up text does to the user's own function is no mistake
-            return None
-
-    def _asked(self, sent: dict[str, Any], parameters: Mapping[str, Any]) -> ReadRequest:
-        inputs = sent
-        if self.before is not None:
-            (inputs,) = call_before(self.before, [dict(sent)], list(sent), encoded=self._images)
-        columns = {tensor.name: [inputs[tensor.name]] for tensor in self.task.inputs}
-        return ReadRequest(sent, RowInputs(columns, parameters))
-
-    @property
-    def _images(self) -> list[str]:
-        return [tensor.name for tensor in self.task.inputs if tensor.content == "image"]
-
-    def taken(self, file: str, rows: Sequence[TrafficRow], made: Sequence[Any]) -> list[Any]:
-        """What a row maker made of the requests that lines of `file` stand for.
-
-        Raises:
-            UserError: it refused one.
-        """
-        for row, result in zip(rows, made, strict=True):
-            if isinstance(result, Exception):
-                raise UserError(
-                    self._where(file, row.line),
-                    "must be a request that the pipeline takes",
-                    given=result,
-                    remedy="Correct the line",
-                )
-        return list(made)
+    def _with_rows(self, requests: Sequence[GateRequest]) -> list[GateRequest | Exception]:
+        inputs = [_row_inputs(request) for request in requests]
+        if self._images:
+            return [
+                made
+                if isinstance(made, Exception)
+                else replace(request, rows=tuple(made.tensors["pixels"]))
+                for request, made in zip(requests, self._maker.make(inputs), strict=True)
+            ]
+        return [
+            made
+            if isinstance(made, Exception)
+            else replace(
+                request,
+                rows=tuple(TokenRow(tuple(row.ids), row.first_segment) for row in made),
+                carries=tuple(row.carry for row in made if row.carry),
+            )
+            for request, made in zip(requests, self._maker.token_rows(inputs), strict=True)
+        ]
 
     def _where(self, file: str, line: int) -> str:
-        return f"{self.spec.folder / file}:{line}"
+        return f"{self._folder / file}:{line}"
+
+
+def _is_filled(row: Any) -> bool:
+    return not isinstance(row, TokenRow) or bool(row.ids)
+
+
+def _row_inputs(request: GateRequest) -> RowInputs:
+    columns = {name: [value] for name, value in request.inputs.items()}
+    return RowInputs(columns, request.parameters)
 
 
 def _checked(

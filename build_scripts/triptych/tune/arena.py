@@ -22,7 +22,7 @@ from triptych.bench.points import Load, Measurement
 from triptych.client.models import reload_models
 from triptych.errors import Progress
 from triptych.pipeline.spec import load_spec
-from triptych.requests.prepare import Prepared, prepare
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.server.server import Server
 from triptych.tune.objective import Objective, Scored
 
@@ -54,7 +54,7 @@ class Slot:
         self._base = tuple(base)
         self._server: Server | None = None
         self.setting: Setting | None = None
-        self._prepared: Prepared | None = None
+        self._prepared: PipelineInputs | None = None
 
     def put(self, setting: Setting, progress: Progress, building: Progress) -> None:
         """Build and serve `setting`, loading again only the models that changed.
@@ -72,7 +72,7 @@ class Slot:
         self.setting, self._prepared = None, None
         changes = [f"{key}={_as_yaml(value)}" for key, value in setting.overrides.items()]
         spec = load_spec(self._pipeline, [*self._base, *changes], untuned=True)
-        prepared = prepare(spec, building)
+        prepared = read_inputs(spec, building)
         built = assemble.build(prepared, self.repository, building)
         name = prepared.plan.spec.name
         if self._server is None:
@@ -96,7 +96,7 @@ class Slot:
         self.setting, self._prepared = setting, prepared
 
     @property
-    def served(self) -> Prepared:
+    def served(self) -> PipelineInputs:
         """The pipeline as it is served now."""
         if self._prepared is None:
             raise RuntimeError("the slot is empty")

@@ -14,7 +14,7 @@ import numpy as np
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.plan import Plan, bucket_of, make_plan
 from triptych.repository.plain import plain_data
-from triptych.requests.prepare import Prepared
+from triptych.requests.inputs import PipelineInputs
 from triptych.tune.capacity import Capacity, Measured, estimate
 from triptych.tune.new_traffic import NewTraffic
 
@@ -117,7 +117,7 @@ class Drift:
 
 
 def judge(
-    prepared: Prepared,
+    prepared: PipelineInputs,
     new: NewTraffic,
     *,
     measured: Measured | None = None,

@@ -17,7 +17,7 @@ from triptych.bench.metrics_page import Sample, read_samples
 from triptych.errors import UserError
 from triptych.pipeline.traffic import Lengths, read_traffic
 from triptych.plan.plan import Plan
-from triptych.requests.prepare import Prepared, lengths_of, row_makers
+from triptych.requests.inputs import PipelineInputs
 from triptych.requests.reader import RequestReader
 from triptych.runtime.hooking import find_hook
 
@@ -54,7 +54,11 @@ class NewTraffic:
 
 
 def read_lengths(
-    prepared: Prepared, path: Path, *, before: Path | None = None, seconds: float | None = None
+    prepared: PipelineInputs,
+    path: Path,
+    *,
+    before: Path | None = None,
+    seconds: float | None = None,
 ) -> NewTraffic:
     """Read a sample of requests (``.jsonl``, as ``traffic.jsonl``) or a saved metrics page.
 
@@ -77,8 +81,8 @@ def read_lengths(
     return count_page(prepared.plan, pages[0], str(path), before=earlier, seconds=seconds)
 
 
-def tokenize_sample(prepared: Prepared, path: Path) -> NewTraffic:
-    """Lengths of the requests in a ``.jsonl`` file, as `prepare` makes them of the traffic.
+def tokenize_sample(prepared: PipelineInputs, path: Path) -> NewTraffic:
+    """Lengths of the requests in a ``.jsonl`` file, as `read_inputs` has them of the traffic.
 
     Raises:
         UserError: a line that is no request which the pipeline takes.
@@ -87,13 +91,9 @@ def tokenize_sample(prepared: Prepared, path: Path) -> NewTraffic:
     _check_text(plan)
     names = [tensor.name for tensor in plan.task.inputs]
     rows = read_traffic(path.parent, names, file=path.name)
-    file = str(path.resolve())
     before = find_hook(plan.spec.folder, "before")
-    asker = RequestReader.of(plan.spec, plan.task, plan.facts, before)
-    asks = [asker.ask(file, row).ask for row in rows]
-    makers = row_makers(plan.spec, plan.facts, plan.task, prepared.tokenizer_folder)
-    made, untruncated_rows = (asker.taken(file, rows, maker.token_rows(asks)) for maker in makers)
-    lengths = lengths_of(made, untruncated_rows, plan.max_length)
+    reader = RequestReader(plan.spec, plan.task, plan.facts, prepared.tokenizer_folder, before)
+    lengths = reader.lengths(reader.read(str(path.resolve()), rows))
     return NewTraffic(f"{len(rows)} requests of {path}", lengths, lengths.mean)
 
 

@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any, Protocol
 
 from triptych.bench.points import Load, Measurement, Point
-from triptych.build import GateFailure, LintFailure
 from triptych.errors import Progress, UserError
+from triptych.gate.cached import GateFailure
+from triptych.lint.rendered import LintFailure
 from triptych.plan.plan import Plan
 from triptych.tune.arena import Setting
 from triptych.tune.journal import Journal

@@ -12,6 +12,7 @@ from typing import Any
 from triptych.bench.bench import Price, bottleneck_of, line, machine, subject_of
 from triptych.bench.points import Measurement, Point
 from triptych.bench.rates import highest_rate
+from triptych.build import make_core
 from triptych.cache import code_hash, sha256_of
 from triptych.errors import Progress, UserError
 from triptych.pipeline.slo import Slo
@@ -19,8 +20,8 @@ from triptych.pipeline.spec import SPEC_FILE, load_spec
 from triptych.pipeline.traffic import TRAFFIC_FILE
 from triptych.pipeline.tuned import TUNED_FILE, Tuned, read_tuned, write_tuned
 from triptych.plan.plan import Plan
-from triptych.precision.auto import AUTO, choose
-from triptych.requests.prepare import Prepared, prepare
+from triptych.precision.auto import AUTO
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.tune.advice import advice, verdict
 from triptych.tune.arena import Arena, Setting, Slot, arena
 from triptych.tune.journal import Journal
@@ -159,9 +160,9 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
 
 def _baseline(
     folder: Path, repository: Path, tuning: Tuning, progress: Progress
-) -> tuple[Prepared, Setting]:
+) -> tuple[PipelineInputs, Setting]:
     """The spec without what was tuned before; of ``auto``, with the precision it chooses."""
-    prepared = prepare(load_spec(folder, tuning.overrides, untuned=True), progress)
+    prepared = read_inputs(load_spec(folder, tuning.overrides, untuned=True), progress)
     owner = prepared.plan.spec.core.share
     if owner is not None:
         raise UserError(
@@ -172,9 +173,8 @@ def _baseline(
         )
     if prepared.plan.spec.core.precision != AUTO:
         return prepared, Setting()
-    candidates = choose(prepared, repository, progress)
-    best = next(one.precision for one in candidates if one.status == "chosen")
-    return prepared, Setting({"core.precision": best})
+    core = make_core(prepared, repository, progress)
+    return prepared, Setting({"core.precision": core.gate.precision})
 
 
 def _journal_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, Any]:

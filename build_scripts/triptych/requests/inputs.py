@@ -1,0 +1,225 @@
+"""Everything that is read before anything is built: spec, model, hooks, requests; and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+
+from triptych.cache import cached_stage, code_hash, sha256_of, versions_of
+from triptych.errors import Progress, UserError
+from triptych.model.facts import ModelFacts
+from triptych.model.source import locate, read_facts, read_tokenizer
+from triptych.pipeline.spec import SPEC_FILE, PipelineSpec
+from triptych.pipeline.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
+from triptych.pipeline.tuned import TUNED_FILE, read_tuned
+from triptych.plan.plan import Layout, Plan, make_plan
+from triptych.repository.lock import find_lock
+from triptych.requests.feeds import Sample
+from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
+from triptych.requests.reader import RequestReader
+from triptych.requests.samples import GateRequest
+from triptych.runtime.hooking import HOOKS_FILE, load_hooks
+from triptych.tasks import Task, find_task
+from triptych.tasks.custom import custom_task
+from triptych.tasks.metrics.labels import EVAL_FILE, LabelledRow, first_rows, read_labels
+
+LABELLED_ROWS = 2000
+"""Of more labelled rows, only the first ones are run."""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Rows of ``eval.jsonl``.
+
+    Attributes:
+        rows: as the user labelled them.
+        requests: that they make, in order.
+        notes: what the gate's result should say about them.
+    """
+
+    rows: tuple[LabelledRow, ...] = ()
+    requests: tuple[GateRequest, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PipelineInputs:
+    """What is known before anything is exported.
+
+    Attributes:
+        plan: the derived numbers.
+        model_folder: local folder of the model's files.
+        tokenizer_file: the runtime's tokenizer; None for images.
+        requests: for the gate, made-up ones first.
+        calibration: core rows of the traffic that the gate does not use.
+        hooks: content of the pipeline's ``hooks.py``.
+        labelled: rows with the truth, where there are some.
+        traffic: every request of ``traffic.jsonl`` as a client sends it, for load.
+    """
+
+    plan: Plan
+    model_folder: Path
+    tokenizer_file: Path | None
+    requests: tuple[GateRequest, ...]
+    calibration: tuple[Sample, ...]
+    hooks: bytes | None
+    labelled: Labelled = field(default_factory=Labelled)
+    traffic: tuple[Mapping[str, str | bytes], ...] = ()
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where a decoder finds the ``tokenizer.json``, if the task has one."""
+        return self.model_folder if self.tokenizer_file is None else self.tokenizer_file.parent
+
+    def replanned(self, layout: Layout) -> PipelineInputs:
+        """The same with another layout."""
+        old = self.plan
+        plan = make_plan(old.spec, old.facts, old.task, old.parameters, old.lengths, layout=layout)
+        return replace(self, plan=plan)
+
+    def as_built(self, repository: Path) -> PipelineInputs:
+        """The same in the layout that it was built in, which may not be the one asked for."""
+        lock = find_lock(repository, self.plan.spec.name)
+        if lock is None or lock.plan.layout == self.plan.layout:
+            return self
+        return self.replanned(lock.plan.layout)
+
+
+def task_of(spec: PipelineSpec) -> Task:
+    """The task of `spec`, one of the package's or its own.
+
+    Raises:
+        UserError: there is none such.
+    """
+    if (spec.task == "custom") != (spec.custom is not None):
+        raise UserError(
+            "custom",
+            "must be given where task is custom, and nowhere else",
+            given=f"task {spec.task}",
+            remedy="See pipelines/README.md",
+        )
+    return find_task(spec.task) if spec.custom is None else custom_task(spec.custom)
+
+
+def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
+    """Resolve the model, read and tokenize the requests, derive the plan. Writes only to the cache.
+
+    Raises:
+        UserError: in the spec, the model, the hooks or the traffic.
+    """
+    task = task_of(spec)
+    _report_tuned(spec, progress)
+    lines = read_traffic(spec.folder, [tensor.name for tensor in task.inputs])
+    folder = locate(spec.model, spec.folder)
+    facts = read_facts(folder)
+    progress("source", f"{facts.architecture}, from {spec.model.source}")
+    task.check(facts)
+    _check_max_length(spec, facts)
+    hooks = _load_hooks(spec, task)
+    images = facts.image is not None
+    tokenizer = None if images else _tokenizer(folder, facts)
+    before = getattr(hooks, "before", None)
+    reader = RequestReader(
+        spec, task, facts, folder if tokenizer is None else tokenizer.parent, before
+    )
+    most = GATE_IMAGES + CALIBRATION_ROWS if images else None
+    traffic = reader.read(TRAFFIC_FILE, lines, with_rows=most)
+    lengths = None if images else reader.lengths(traffic)
+    if lengths is None:
+        progress("traffic", f"{len(traffic)} images")
+    else:
+        progress(
+            "traffic",
+            f"{lengths.rows} rows, {lengths.mean:.1f} tokens on average, "
+            f"{lengths.truncated_share:.1%} over the limit of {reader.max_length}",
+        )
+    mask_token = str(task.settings(facts).get("mask_token", ""))
+    rows = gate_rows(reader, traffic[:most], images=images, mask_token=mask_token)
+    progress("traffic", str(rows))
+    return PipelineInputs(
+        plan=make_plan(spec, facts, task, reader.parameters, lengths),
+        model_folder=folder,
+        tokenizer_file=tokenizer,
+        requests=rows.requests,
+        calibration=rows.calibration,
+        hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
+        labelled=_read_labelled(spec, task, reader, progress),
+        traffic=tuple(request.sent for request in traffic),
+    )
+
+
+def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:
+    """What comes from ``tuned.yaml``, and whether it was measured for another spec."""
+    tuned = read_tuned(spec.folder) if spec.tuned else None
+    if tuned is None:
+        return
+    changes = ", ".join(f"{key}={value}" for key, value in spec.tuned.items())
+    measured_for = tuned.provenance.get("spec_sha256")
+    stale = measured_for not in (None, sha256_of(spec.folder / SPEC_FILE))
+    note = (
+        f"; {SPEC_FILE} has changed since: run `triptych tune {spec.name}` again" if stale else ""
+    )
+    progress("tuned", f"{changes} ({TUNED_FILE}{note})")
+
+
+def _read_labelled(
+    spec: PipelineSpec, task: Task, reader: RequestReader, progress: Progress
+) -> Labelled:
+    path = spec.folder / EVAL_FILE
+    if not path.is_file():
+        return Labelled()
+    every = read_labels(path, spec.task, [tensor.name for tensor in task.inputs])
+    rows = first_rows(every, spec.task, LABELLED_ROWS)
+    lines = [
+        TrafficRow(row.line, inputs, row.parameters) for row in rows for inputs in row.requests
+    ]
+    requests = reader.read(EVAL_FILE, lines)
+    notes = (f"of {len(every)} labelled rows, the first {len(rows)} count",) * (every != rows)
+    progress("labels", notes[0] if notes else f"{len(rows)} labelled rows")
+    return Labelled(tuple(rows), tuple(requests), notes)
+
+
+def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:
+    wanted = spec.tokenizer.max_length
+    if wanted is not None and wanted > facts.max_length:
+        raise UserError(
+            "tokenizer.max_length",
+            f"must be at most the model's own limit of {facts.max_length}",
+            given=wanted,
+            remedy="Lower it, or leave it out to use the model's limit",
+        )
+
+
+def _load_hooks(spec: PipelineSpec, task: Task) -> ModuleType | None:
+    path = spec.folder / HOOKS_FILE
+    try:
+        hooks = load_hooks(spec.folder)
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            str(path), "must load", given=f"{type(error).__name__}: {error}", remedy="Mend it"
+        ) from error
+    if spec.custom is not None and not hasattr(hooks, "decode"):
+        raise UserError(
+            str(path),
+            "must have the function `decode` for a custom task",
+            given="none",
+            remedy="See pipelines/README.md",
+        )
+    return hooks
+
+
+def _tokenizer(folder: Path, facts: ModelFacts) -> Path:
+    """The runtime's ``tokenizer.json`` of the model in `folder`, in the cache."""
+    inputs = {
+        "model": facts.sha256,
+        "versions": versions_of("transformers", "tokenizers"),
+        "code": code_hash("model/*.py"),
+    }
+
+    def work(target: Path) -> None:
+        (target / "tokenizer.json").write_text(read_tokenizer(folder), encoding="utf-8")
+
+    cache, _ = cached_stage("tokenizer", inputs, work)
+    return cache / "tokenizer.json"
