@@ -50,6 +50,8 @@ def open_session(path: Path, options: Any = None) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions() if options is None else options
+    # Without VNNI, products of unsigned by signed bytes add pairs up in 16 bits, which overflow.
+    options.add_session_config_entry("session.x64quantprecision", "1")
     weights = onnx.load(path, load_external_data=False).graph.initializer
     if any(tensor.data_type == _FP8 for tensor in weights):
         options.add_session_config_entry("session.disable_quant_qdq", "1")
