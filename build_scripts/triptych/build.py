@@ -20,6 +20,7 @@ from triptych.pipeline.precisions import Precision, check_runs
 from triptych.plan.plan import Plan
 from triptych.precision.keep_layers import lower
 from triptych.repository.lock import LOCK_FILE, make_lock, planned_engine, print_lock, read_lock
+from triptych.repository.records import GateResult, read_record
 from triptych.repository.render import render
 from triptych.repository.store import hash_files, write_models
 from triptych.requests.prepare import Prepared
@@ -344,21 +345,18 @@ def report(plan: Plan, gate: Mapping[str, Any], folder: Path, progress: Progress
     Raises:
         UserError: nothing can be written there.
     """
-    from triptych.report.gate_write import write_report
+    from triptych.report.gate_write import About, write_report
 
-    record = {
-        "conversion": None,
-        "accepted": None,
-        **gate,
-        "pipeline": plan.spec.name,
-        "task": plan.task.name,
-        "architecture": plan.facts.architecture,
-        "layout": plan.layout,
-        "versions": versions_of(*BUILD_LIBRARIES, "onnxruntime"),
-    }
+    about = About(
+        pipeline=plan.spec.name,
+        task=plan.task.name,
+        architecture=plan.facts.architecture,
+        layout=plan.layout,
+        versions=versions_of(*BUILD_LIBRARIES, "onnxruntime"),
+    )
     target = folder / plan.spec.name
     try:
-        write_report(record, target)
+        write_report(read_record(GateResult, gate), about, target)
     except OSError as error:
         raise UserError(
             "--reports",
