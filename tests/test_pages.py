@@ -26,10 +26,11 @@ from triptych.formatting import (
     shown,
     signed_percent,
 )
-from triptych.report.drawing import Bar, linear, snug
+from triptych.report.drawing import linear, snug
 from triptych.report.pages import PAGES, render
 from triptych.report.plots import (
     MOST_BINS,
+    Bar,
     Dot,
     Series,
     compared,

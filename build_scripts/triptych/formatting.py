@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from html import escape
 from itertools import groupby
-from math import floor, isfinite, log10
+from math import floor, log10
 from typing import Any
 
 from markupsafe import Markup
@@ -27,9 +27,7 @@ def number(value: Any) -> float | None:
     """`value` as a finite float that arithmetic cannot overflow; None where it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if isinstance(value, int):
-        return float(value) if abs(value) < _LARGEST else None
-    return value if isfinite(value) and abs(value) < _LARGEST else None
+    return float(value) if abs(value) < _LARGEST else None
 
 
 def plain(text: Any) -> Markup:
@@ -64,10 +62,8 @@ def figure(value: Any, digits: int = 4) -> str:
     A share that is nearly 1 keeps as many digits as tell it from 1.
     """
     given = number(value)
-    if given is None:
-        return NOTHING
-    if given == 0:
-        return "0"
+    if not given:
+        return NOTHING if given is None else "0"
     size = abs(given)
     if size >= 1e6 or size < 1e-3:
         return _scientific(given, max(1, digits - 3))
@@ -81,10 +77,8 @@ def figure(value: Any, digits: int = 4) -> str:
 def rounded(value: Any) -> str:
     """A measured number as text with three digits that count, and all of those before the point."""
     given = number(value)
-    if given is None:
-        return NOTHING
-    if given == 0:
-        return "0"
+    if not given:
+        return NOTHING if given is None else "0"
     size = abs(given)
     if size >= 1e9 or size < 1e-3:
         return _scientific(given, 1)
@@ -95,9 +89,7 @@ def rounded(value: Any) -> str:
 def milliseconds(us: Any) -> str:
     """Microseconds as a number of milliseconds, `rounded`; less than a nanosecond is none."""
     given = number(us)
-    if given is None:
-        return NOTHING
-    return rounded(given / 1e3 if abs(given) >= 1e-3 else 0)
+    return rounded(given and (given / 1e3 if abs(given) >= 1e-3 else 0))
 
 
 def percent(share: Any) -> str:

@@ -102,16 +102,16 @@ def print_failed_gate(console: Console, gate: GateResult | Mapping[str, object])
         for verdict in gate.verdicts
         if not verdict.passed
     ]
-    heads = ("metric", "measured", "limit")
-    print_table(console, "What failed", heads, failed, text_columns=range(3))
+    columns = ["metric", "measured", "limit"]
+    print_table(console, "What failed", columns, failed, text_columns=range(3))
     for failure in gate.failures:
         say(console, f"  {failure}")
     worst = [
         (row.shown, _number(row.badness), _number(row.difference), row.wanted, row.got)
         for row in gate.worst
     ]
-    heads = ("row", "wrong by", "differs by", "reference", "artifact")
-    print_table(console, "Worst rows", heads, worst, text_columns=range(5))
+    columns = ["row", "wrong by", "differs by", "reference", "artifact"]
+    print_table(console, "Worst rows", columns, worst, text_columns=range(5))
 
 
 def _number(value: float | None) -> str:

@@ -13,22 +13,6 @@ from triptych.formatting import figure, plain, power, rounded
 WIDTH = 440
 """Of every plot, in its own units; the page scales it."""
 
-ROW = 22
-"""Height of a horizontal bar with the space around it."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bar with `name` before it, `value` long (0 or above), and `text` after it.
-
-    `kind` is a word of the style sheet.
-    """
-
-    name: str
-    value: float
-    text: str
-    kind: str
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -174,19 +158,6 @@ class Drawing:
             self.label(text, WIDTH, y, "end", kind)
         else:
             self.label(text, max(at, half), y, "middle", kind)
-
-    def bar(self, index: int, bar: Bar, scale: Scale, start: float = 0) -> None:
-        """A horizontal bar in row `index`, from the value `start` on."""
-        middle, first = index * ROW + ROW / 2 + 2, scale(start)
-        width = max(scale(start + max(bar.value, 0.0)) - first, 1.5)
-        strong = " strong" if bar.kind in ("whole", "own") else ""
-        self.label(cut(bar.name), scale.start - 8, middle + 4, "end", f"name{strong}")
-        self.box(f"bar {bar.kind}", first, middle - 7, width, 14, f"{bar.name}: {bar.text}")
-        self.label(bar.text, first + width + 6, middle + 4, "start", f"value{strong}")
-
-
-def cut(name: str, most: int = 32) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _tip(text: str) -> str:

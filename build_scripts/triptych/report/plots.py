@@ -10,7 +10,7 @@ from math import log10
 from markupsafe import Markup
 
 from triptych.formatting import MINUS, amount, figure, signed
-from triptych.report.drawing import ROW, WIDTH, Bar, Drawing, Scale, cut, linear, logarithmic, snug
+from triptych.report.drawing import WIDTH, Drawing, Scale, linear, logarithmic, snug
 
 MOST_BINS = 40
 MOST_BARS = 20
@@ -22,10 +22,23 @@ EQUAL = 1e-12
 """Differences below it are drawn as none: no float32 arithmetic shows them."""
 
 _LEFT, _RIGHT = 52, WIDTH - 12
-_RANGE_ROW, _LEGEND_ROW = 19, 17
+_ROW, _RANGE_ROW, _LEGEND_ROW = 22, 19, 17
 _CHARACTER = 7.2
 
 Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar with `name` before it, `value` long (0 or above), and `text` after it.
+
+    `kind` is a word of the style sheet.
+    """
+
+    name: str
+    value: float
+    text: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -110,35 +123,37 @@ def waterfall(name: str, title: str, bars: Sequence[Bar], total: str) -> Markup:
 
     "" where they are all 0.
     """
-    most = sum(max(bar.value, 0.0) for bar in bars)
-    if most <= 0:
-        return Markup()
-    draw, scale = Drawing(), _beside([*bars, Bar("mean", most, total, "whole")], most)
-    start = 0.0
-    for index, bar in enumerate(bars):
-        draw.bar(index, bar, scale, start)
-        start += max(bar.value, 0.0)
-        if index + 1 < len(bars):
-            below = (index + 1) * ROW
-            draw.line("grid", scale(start), below - 5, scale(start), below + 5)
-    height = (len(bars) + 1) * ROW
-    draw.line("axis", scale.start, 4, scale.start, height)
-    draw.bar(len(bars), Bar("mean", most, total, "whole"), scale)
-    says = "; ".join(f"{bar.name} {bar.text}" for bar in bars)
-    return draw.svg(name, height + 6, title, f"{says}; mean {total}")
+    values = [max(bar.value, 0.0) for bar in bars]
+    starts = [sum(values[:index]) for index in range(len(bars))]
+    return _bars(name, title, [*bars, Bar("mean", sum(values), total, "whole")], [*starts, 0.0])
 
 
 def compared(name: str, title: str, bars: Sequence[Bar]) -> Markup:
     """Bars from one line, to compare; "" where they are all 0."""
+    return _bars(name, title, bars, [0.0] * len(bars))
+
+
+def _bars(name: str, title: str, bars: Sequence[Bar], starts: Sequence[float]) -> Markup:
+    """Horizontal bars, each from its start; a line joins one that starts above 0 to the last."""
     most = max((bar.value for bar in bars), default=0.0)
     if most <= 0:
         return Markup()
-    draw, scale = Drawing(), _beside(bars, most)
-    for index, bar in enumerate(bars):
-        draw.bar(index, bar, scale)
-    draw.line("axis", scale.start, 4, scale.start, len(bars) * ROW)
+    # Room for names before the bars and texts after them.
+    left = max(len(_cut(bar.name)) for bar in bars) * _CHARACTER + 10
+    right = WIDTH - max(len(bar.text) for bar in bars) * 6.9 - 8
+    draw, scale, height = Drawing(), Scale(0, most, left, max(right, left + 60)), len(bars) * _ROW
+    for index, (bar, start) in enumerate(zip(bars, starts, strict=True)):
+        middle, first = index * _ROW + _ROW / 2 + 2, scale(start)
+        width = max(scale(start + max(bar.value, 0.0)) - first, 1.5)
+        if start:
+            draw.line("grid", first, index * _ROW - 5, first, index * _ROW + 5)
+        strong = " strong" if bar.kind in ("whole", "own") else ""
+        draw.label(_cut(bar.name), left - 8, middle + 4, "end", f"name{strong}")
+        draw.box(f"bar {bar.kind}", first, middle - 7, width, 14, f"{bar.name}: {bar.text}")
+        draw.label(bar.text, first + width + 6, middle + 4, "start", f"value{strong}")
+    draw.line("axis", left, 4, left, height)
     says = "; ".join(f"{bar.name} {bar.text}" for bar in bars)
-    return draw.svg(name, len(bars) * ROW + 6, title, says)
+    return draw.svg(name, height + 6, title, says)
 
 
 def curves(
@@ -330,11 +345,8 @@ def candidates(
     return draw.svg("candidates", draw.bottom + 46, f"Throughput over {metric}", says)
 
 
-def _beside(bars: Sequence[Bar], most: float) -> Scale:
-    """A scale with room for names before the bars and texts after them."""
-    left = max(len(cut(bar.name)) for bar in bars) * _CHARACTER + 10
-    right = WIDTH - max(len(bar.text) for bar in bars) * 6.9 - 8
-    return Scale(0, most, left, max(right, left + 60))
+def _cut(name: str, most: int = 32) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _bins(
@@ -389,7 +401,7 @@ def _legend(draw: Drawing, series: Sequence[Series], up: str) -> float:
     at = start = len(up) * _CHARACTER + 22
     height = 0.0
     for one in (one for one in series if one.name):
-        text = cut(one.name)
+        text = _cut(one.name)
         width = 30 + len(text) * _CHARACTER + 8
         if at + width > WIDTH and at > start:
             at, height = start, height + _LEGEND_ROW
