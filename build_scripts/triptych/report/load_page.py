@@ -10,7 +10,6 @@ from markupsafe import Markup
 from triptych.bench.points import (
     BenchResult,
     Cost,
-    Measurement,
     Part,
     Point,
     Resources,
@@ -38,17 +37,24 @@ CURVES = ("p50", "p95", "p99")
 STEPS = {"preprocess": "s1", "core": "s2", "postprocess": "s3"}
 """Step to its colour; what is none of them has another."""
 
+_CLOSED = (
+    "Each point a number of clients that send their next request when the last is answered. "
+    "Thin lines: from the lowest to the highest round."
+)
+_OPEN = "Requests sent at a given rate, whatever comes back."
+_RATES = "Latency over the rate that was offered. Dashed: the promise."
+
 Plot = tuple[Markup, str]
 Rate = Callable[[Point], float]
 
 
 def page(result: BenchResult) -> str:
-    every = (*result.points, *result.baselines, *(result.rate.points if result.rate else ()))
+    rate = result.rate
+    every = (*result.points, *result.baselines, *(rate.points if rate else ()))
     closed = closed_loops(result.points)
     other = [point for point in result.points if point.load.kind != "concurrency"]
     other = sorted(other, key=lambda point: point.load.value)
     shown = shown_points(result)
-    budgets = [(_budget(f"budget-{i}", each), _budget_says(each)) for i, each in enumerate(shown)]
     return render(
         "bench.html.j2",
         result=result,
@@ -60,14 +66,12 @@ def page(result: BenchResult) -> str:
             _two(closed, result.slo, achieved, ("latency", "queues"), _CLOSED),
             _two(other, result.slo, offered, ("open", "open-queues"), _OPEN),
         ],
-        rate=result.rate,
-        rates_say=rates_say(result.rate) if result.rate else "",
-        rate_curves=_two(
-            result.rate.points, result.rate.slo, offered, ("rates", "rate-queues"), _RATES
-        )
-        if result.rate
+        rate=rate,
+        rates_say=rates_say(rate) if rate else "",
+        rate_curves=_two(rate.points, rate.slo, offered, ("rates", "rate-queues"), _RATES)
+        if rate
         else [],
-        budgets=budgets,
+        budgets=[_budget(f"budget-{index}", point) for index, point in enumerate(shown)],
         every=every,
         latency=latency,
         warnings=warnings_of(every),
@@ -83,14 +87,6 @@ def page(result: BenchResult) -> str:
         ),
         origin=origin(result.subject),
     )
-
-
-_CLOSED = (
-    "Each point a number of clients that send their next request when the last is answered. "
-    "Thin lines: from the lowest to the highest round."
-)
-_OPEN = "Requests sent at a given rate, whatever comes back."
-_RATES = "Latency over the rate that was offered. Dashed: the promise."
 
 
 def achieved(point: Point) -> float:
@@ -216,55 +212,38 @@ def _two(
 
 def _queue_dots(points: Sequence[Point], step: str, rate: Rate) -> Iterator[Dot]:
     for point in points:
-        waits = [value for one in point.rounds if (value := _queue_ms(one, step)) is not None]
-        if waits:
+        uses = [use for one in point.rounds for use in one.steps if use.step == step]
+        if waits := [use.queue_us / 1e3 for use in uses]:
             tip = f"{point.load}: {step} {rounded(median(waits))} ms"
             yield Dot(rate(point), median(waits), tip, y_span=(min(waits), max(waits)))
 
 
-def _queue_ms(one: Measurement, step: str) -> float | None:
-    return next((use.queue_us / 1e3 for use in one.steps if use.step == step), None)
-
-
-def _budget(name: str, point: Point) -> Markup:
-    """Where a request's mean time goes at one load, part by part; "" where it is not known."""
+def _budget(name: str, point: Point) -> Plot:
+    """Where a request's mean time goes at one load, part by part."""
     parts = [part for part in point.typical.parts if number(part.us) is not None]
-    whole = sum(max(part.us, 0.0) for part in parts)
-    bars = [
-        Bar(
-            part_name(part),
-            max(part.us, 0.0) / 1e3,
-            f"{milliseconds(part.us)} ms, {percent(part.us / whole if whole else 0.0)}",
-            f"{STEPS.get(part.where, 's4')}{' waits' if part.what == 'queue' else ''}",
-        )
-        for part in parts
-    ]
-    total = f"{milliseconds(sum(part.us for part in parts))} ms"
-    return waterfall(name, f"A request's time with {point.load}", bars, total)
-
-
-def _budget_says(point: Point) -> str:
-    parts = point.typical.parts
+    positive = sum(max(part.us, 0.0) for part in parts)
     whole = sum(part.us for part in parts)
+    bars = []
+    for part in parts:
+        share = percent(part.us / positive if positive else 0.0)
+        kind = f"{STEPS.get(part.where, 's4')}{' waits' if part.what == 'queue' else ''}"
+        text = f"{milliseconds(part.us)} ms, {share}"
+        bars.append(Bar(part_name(part), max(part.us, 0.0) / 1e3, text, kind))
+    total = f"{milliseconds(whole)} ms"
     waits = sum(part.us for part in parts if part.what == "queue")
     share = percent(waits / whole) if whole > 0 else "none"
-    load = str(point.load).capitalize()
-    return f"{load}: {milliseconds(whole)} ms in the mean, {share} of it in queues."
+    says = f"{str(point.load).capitalize()}: {total} in the mean, {share} of it in queues."
+    return waterfall(name, f"A request's time with {point.load}", bars, total), says
 
 
 def _contenders(result: BenchResult) -> Markup:
     best = best_point(result.points, Slo())
     held = [("own", best)] if best else []
     held += [("other", other) for other in result.baselines]
-    bars = [
-        Bar(
-            f"{point.contender}, {point.load}",
-            achieved(point),
-            f"{rounded(achieved(point))}/s",
-            kind,
-        )
-        for kind, point in held
-    ]
+    bars = []
+    for kind, point in held:
+        rate = achieved(point)
+        bars.append(Bar(f"{point.contender}, {point.load}", rate, f"{rounded(rate)}/s", kind))
     return compared("contenders", "Throughput of the pipeline and of the baselines", bars)
 
 

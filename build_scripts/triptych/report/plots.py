@@ -1,10 +1,14 @@
-"""Every plot of every page, as SVG: histograms, bars, curves, an interval, a scatter."""
+"""Every plot of every page, as SVG: histograms, bars, curves, an interval, a scatter.
+
+A drawing's `name` is used once a page, its `title` says what it shows; where there is nothing to
+show it is "".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from math import log10
 
 from markupsafe import Markup
@@ -26,6 +30,8 @@ _ROW, _RANGE_ROW, _LEGEND_ROW = 22, 19, 17
 _CHARACTER = 7.2
 
 Span = tuple[float, float]
+Place = tuple[float, float, float]
+Bins = list[tuple[float, float, int, int]]
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,9 @@ class Point:
 def histogram(
     name: str, title: str, counts: Mapping[int, int], *, axes: tuple[str, str], height: float = 150
 ) -> Markup:
-    """How often each whole number occurs; several share a bar where there are many.
+    """How often each whole number (0 or above) occurs; several share a bar where there are many.
 
-    Args:
-        name: of the drawing, once a page.
-        title: what it shows.
-        counts: number, 0 or above, to how often; "" where nothing occurs.
-        axes: what is counted by, and what is counted (plural).
-        height: of the bars.
+    `axes` name what is counted by, and what is counted; `height` is that of the bars.
     """
     held = {value: count for value, count in sorted(counts.items()) if count > 0}
     if not held:
@@ -119,17 +120,14 @@ def histogram(
 
 
 def waterfall(name: str, title: str, bars: Sequence[Bar], total: str) -> Markup:
-    """Parts of a sum, each beginning where the one before ends, then the sum (`total` in words).
-
-    "" where they are all 0.
-    """
+    """Parts of a sum, each beginning where the one before ends, then the sum (`total` in words)."""
     values = [max(bar.value, 0.0) for bar in bars]
     starts = [sum(values[:index]) for index in range(len(bars))]
     return _bars(name, title, [*bars, Bar("mean", sum(values), total, "whole")], [*starts, 0.0])
 
 
 def compared(name: str, title: str, bars: Sequence[Bar]) -> Markup:
-    """Bars from one line, to compare; "" where they are all 0."""
+    """Bars from one line, to compare."""
     return _bars(name, title, bars, [0.0] * len(bars))
 
 
@@ -164,14 +162,9 @@ def curves(
     axes: tuple[str, str],
     limits: Mapping[str, float] | None = None,
 ) -> Markup:
-    """A plot of `series`; "" where none of them has a point.
+    """A plot of finite points, 0 or above, each of `limits` (text to height) a line across.
 
-    Args:
-        name: of the drawing, once a page.
-        title: what it shows.
-        series: in the order of the legend; finite numbers, 0 or above.
-        axes: what is to the right, and what is up.
-        limits: text to the height of a line across.
+    `axes` name what is to the right, and what is up.
     """
     series = [one for one in series if one.dots]
     dots = [each for one in series for each in one.dots]
@@ -262,12 +255,10 @@ def interval(difference: float, low: float, high: float, max_drop: float) -> Mar
 
 
 def ranges(found: Mapping[str, float], kept: Sequence[str], *, fp16: bool) -> Markup:
-    """Bars of the largest magnitudes: kept layers and the largest others; at least one range.
+    """Bars of the largest magnitudes: of kept layers, marked, and of the largest others.
 
-    Args:
-        found: layer (or value) to its finite range, 0 or above.
-        kept: layers in higher precision, marked.
-        fp16: whether the largest float16 is drawn though no range comes near it.
+    `found` is layer (or value) to its finite range, at least one, 0 or above; with `fp16` the
+    largest float16 is drawn even though no range comes near it.
     """
     names, left = charted(found, kept), 214
     draw = Drawing(36, 36 + _RANGE_ROW * len(names))
@@ -349,19 +340,17 @@ def _cut(name: str, most: int = 32) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _bins(
-    above: Sequence[float], limit: float | None, x: Scale
-) -> list[tuple[float, float, int, int]]:
+def _bins(above: Sequence[float], limit: float | None, x: Scale) -> Bins:
     """Low and high edge of each bin, and how many values are within and beyond the limit."""
     first = log10(x.low)
     decades = log10(x.high) - first
     count = min(40, max(20, round(decades * 5)))
     edges = [10 ** (first + decades * index / count) for index in range(count + 1)]
-    within, over = [0] * count, [0] * count
+    counts = [[0, 0] for _ in range(count)]
     for value in above:
         place = min(count - 1, int((log10(value) - first) / decades * count))
-        (over if limit is not None and value > limit else within)[place] += 1
-    return list(zip(edges, edges[1:], within, over, strict=False))
+        counts[place][limit is not None and value > limit] += 1
+    return [(*span, *pair) for span, pair in zip(pairwise(edges), counts, strict=True)]
 
 
 def _draw_series(draw: Drawing, one: Series, x: Scale, y: Scale) -> None:
@@ -378,13 +367,7 @@ def _draw_series(draw: Drawing, one: Series, x: Scale, y: Scale) -> None:
         draw.dot(f"mark {one.kind}", x(each.x), y(each.y), 3.5, each.tip)
 
 
-def _notes(
-    draw: Drawing,
-    dots: Sequence[Dot],
-    x: Scale,
-    y: Scale,
-    taken: list[tuple[float, float, float]],
-) -> None:
+def _notes(draw: Drawing, dots: Sequence[Dot], x: Scale, y: Scale, taken: list[Place]) -> None:
     """Notes above or below their points, where they run into nothing of `taken` (x, y, half)."""
     for each in (each for each in dots if each.note):
         half = len(each.note) * _CHARACTER / 2
