@@ -350,7 +350,7 @@ def _bins(above: Sequence[float], limit: float | None, x: Scale) -> Bins:
     for value in above:
         place = min(count - 1, int((log10(value) - first) / decades * count))
         counts[place][limit is not None and value > limit] += 1
-    return [(*span, *pair) for span, pair in zip(pairwise(edges), counts, strict=True)]
+    return [(*span, w, o) for span, (w, o) in zip(pairwise(edges), counts, strict=True)]
 
 
 def _draw_series(draw: Drawing, one: Series, x: Scale, y: Scale) -> None:
