@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml build_scripts/constraints.txt
 
 demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, stop it
 	$(BIN)/triptych build minilm
-	$(BIN)/python -m triptych.demo model_repository minilm
+	$(BIN)/python -m triptych.cli.demo model_repository minilm
 
 test: check unit  ## Lint, types and every test, against a real server
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 from triptych.formatting import MINUS, TIMES
+from triptych.report.gate_write import About
+from triptych.repository.records import Candidate, Conversion, GateResult, Verdict, WorstRow
+from triptych.tasks.metrics.labelled import LabelledResult
 
 VOID = {"meta", "br", "wbr"}
 LAYERS = tuple(f"encoder.layer.{index}.{name}" for index in range(20) for name in ("query", "out"))
@@ -72,78 +76,74 @@ def assert_stands_alone(source: str) -> None:
         assert {*str(attrs["aria-labelledby"]).split()} <= {*ids}
 
 
-def verdict(metric: str, value: float | None, limit: float | None, *, passed: bool = True) -> Any:
-    return {"metric": metric, "value": value, "limit": limit, "passed": passed}
+ABOUT = About("minilm", "text-embedding", "BertModel", "packed", {"onnxruntime": "1.22.0"})
 
 
-def gate_of(**changes: Any) -> dict[str, Any]:
+def verdict(metric: str, value: float, limit: float | None, *, passed: bool = True) -> Verdict:
+    return Verdict(metric, value, limit, passed)
+
+
+LABELLED = LabelledResult(
+    metric="similarity_correlation",
+    rows=300,
+    reference=0.8214,
+    candidate=0.8197,
+    difference=-0.0017,
+    low=-0.0049,
+    high=0.0012,
+    max_drop=0.005,
+    smallest_visible_drop=0.0031,
+    failure="",
+)
+CONVERSION = Conversion(
+    layers=LAYERS,
+    kept=(LAYERS[3],),
+    reasons={LAYERS[3]: "most sensitive"},
+    ranges={name: 1.5 + index for index, name in enumerate(LAYERS)},
+    notes=("of the conversion",),
+)
+
+
+def gate_of(**changes: Any) -> GateResult:
     """A gate that an int8 embedding passed, but for `changes`."""
-    return {
-        "precision": "int8",
-        "rows": 267,
-        "edge_rows": 9,
-        "finite": True,
-        "verdicts": [
+    gate = GateResult(
+        precision="int8",
+        rows=267,
+        edge_rows=9,
+        finite=True,
+        verdicts=(
             verdict("max_difference", 0.0834, None),
             verdict("mean_cosine", 0.99861, 0.998),
             verdict("nearest_neighbour_agreement", 0.9775, 0.97),
-        ],
-        "failures": [],
-        "worst": [
-            {"shown": "a text", "badness": 0.25, "difference": 0.5, "wanted": "w", "got": "g"}
-        ],
-        "notes": ["a note"],
-        "row_differences": [0.0, 1e-3, 0.01, 0.0834],
-        "labelled": {
-            "metric": "similarity_correlation",
-            "rows": 300,
-            "reference": 0.8214,
-            "candidate": 0.8197,
-            "difference": -0.0017,
-            "low": -0.0049,
-            "high": 0.0012,
-            "max_drop": 0.005,
-            "smallest_visible_drop": 0.0031,
-            "failure": "",
-        },
-        "pipeline": "minilm",
-        "task": "text-embedding",
-        "architecture": "BertModel",
-        "layout": "packed",
-        "conversion": {
-            "layers": LAYERS,
-            "kept": [LAYERS[3]],
-            "reasons": {LAYERS[3]: "most sensitive"},
-            "ranges": {name: 1.5 + index for index, name in enumerate(LAYERS)},
-            "notes": ["of the conversion"],
-        },
-        "accepted": None,
-        "versions": {"onnxruntime": "1.22.0"},
-        **changes,
-    }
+        ),
+        failures=(),
+        worst=(WorstRow("a text", 0.25, 0.5, "w", "g"),),
+        notes=("a note",),
+        row_differences=(0.0, 1e-3, 0.01, 0.0834),
+        labelled=LABELLED,
+        conversion=CONVERSION,
+    )
+    return replace(gate, **changes)
 
 
-def candidate(precision: str, status: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "precision": precision,
-        "status": status,
-        "failures": [],
-        "verdicts": {"mean_cosine": 0.9987, "nearest_neighbour_agreement": 0.9775},
-        "throughput_per_s": 231.94,
-        "p99_ms": 196.4,
-        "size_bytes": 24_100_000,
-        "kept": [],
-        "note": "",
-        **changes,
-    }
+def candidate(precision: Any, status: Any, **changes: Any) -> Candidate:
+    found = Candidate(
+        precision=precision,
+        status=status,
+        verdicts={"mean_cosine": 0.9987, "nearest_neighbour_agreement": 0.9775},
+        throughput_per_s=231.94,
+        p99_ms=196.4,
+        size_bytes=24_100_000,
+    )
+    return replace(found, **changes)
 
 
-NOTHING_KNOWN = dict.fromkeys(candidate("int8", "failed"))
+NOTHING_KNOWN = Candidate("int8", "failed")
 CANDIDATES = (
     candidate("fp32", "passed", throughput_per_s=162.3),
-    candidate("bf16", "not runnable", verdicts=None, throughput_per_s=None, kept=None),
+    candidate("bf16", "not runnable", verdicts=None, throughput_per_s=None),
     candidate("int8", "chosen"),
-    candidate("int8_dynamic", "failed", failures=["0.88 is below 0.97"], throughput_per_s=218.0),
+    candidate("int8_dynamic", "failed", failures=("0.88 is below 0.97",), throughput_per_s=218.0),
 )
 
 

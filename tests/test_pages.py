@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 
 from report_pages import Page, assert_finite_drawing, assert_stands_alone, typed
 from triptych.files import write_files
@@ -25,10 +26,18 @@ from triptych.formatting import (
     shown,
     signed_percent,
 )
-from triptych.report.bars import MOST_BINS, Bar, compared, histogram, waterfall
-from triptych.report.curves import Dot, Series, curves
-from triptych.report.html import document, section
-from triptych.report.svg import linear, snug
+from triptych.report.drawing import linear, snug
+from triptych.report.pages import PAGES, render
+from triptych.report.plots import (
+    MOST_BINS,
+    Bar,
+    Dot,
+    Series,
+    compared,
+    curves,
+    histogram,
+    waterfall,
+)
 
 
 def test_texts_keep_what_can_be_read() -> None:
@@ -194,15 +203,30 @@ def test_a_waterfall_goes_on_where_the_last_part_ends() -> None:
     assert "4 ms" in page.text
 
 
-def test_a_document_stands_alone(tmp_path: Path) -> None:
-    sheet = tmp_path / "own.css"
-    sheet.write_text(".own { color: red; }")
-    source = document("<b>", section("Nothing") + section("One", "<p>two</p>"), sheet)
+PIECES = """
+{% extends "page.html.j2" %}
+{% from "parts.html.j2" import listed, section %}
+{% block title %}{{ word }}{% endblock %}
+{% block style %}.own { color: red; }{% endblock %}
+{% block body %}
+{% call section("Nothing") %}{{ listed("notes", ()) }}{% endcall %}
+{% call section("One") %}<p>{{ word }}</p>{% endcall %}
+{% endblock %}
+"""
+
+
+def test_a_page_stands_alone() -> None:
+    source = PAGES.from_string(PIECES).render(word="<b>\u202e")
     assert_stands_alone(source)
     assert ".own" in source
     page = Page(source)
     assert page.count("h2") == 1
-    assert "<b>" in page.text
+    assert page.text.count("<b>[U+202E]") == 2  # though no filter was named
+
+
+def test_a_name_that_a_template_lacks_is_a_mistake() -> None:
+    with pytest.raises(UndefinedError):
+        render("gate.html.j2")
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:

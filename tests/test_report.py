@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 
 from report_pages import (
+    ABOUT,
     CANDIDATES,
+    CONVERSION,
+    LABELLED,
     LAYERS,
     NOTHING_KNOWN,
     Page,
@@ -23,8 +27,12 @@ from report_pages import (
     gate_of,
     verdict,
 )
-from triptych.report import gate_plots as plots
-from triptych.report.gate_write import write_report
+from triptych.report import plots
+from triptych.report.gate_write import About, write_report
+from triptych.repository.plain import plain_data
+from triptych.repository.records import Candidate, Conversion, GateResult, WorstRow
+
+NAN = math.nan
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(1)>",
@@ -42,8 +50,10 @@ HOSTILE = (
 def read(tmp_path: Path) -> Callable[..., Page]:
     """Writes a report and takes it apart."""
 
-    def write(gate: Mapping[str, Any], candidates: Any = ()) -> Page:
-        write_report(gate, tmp_path / "out", candidates=candidates)
+    def write(
+        gate: GateResult, candidates: tuple[Candidate, ...] = (), about: About = ABOUT
+    ) -> Page:
+        write_report(replace(gate, candidates=candidates), about, tmp_path / "out")
         return Page((tmp_path / "out/report.html").read_text(encoding="utf-8"))
 
     return write
@@ -93,14 +103,12 @@ def test_every_plot_has_words_for_who_cannot_see_it(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"failures": ["mean_cosine 0.99 is below 0.998"]},
-        {"failures": None},
+        {"failures": ("mean_cosine 0.99 is below 0.998",)},
         {"finite": False},
-        {"finite": None},
-        {"verdicts": []},
-        {"verdicts": [verdict("mean_cosine", None, 0.998, passed=False)]},
-        {"verdicts": [verdict("max_difference", None, None, passed=False)]},
-        {"labelled": {**gate_of()["labelled"], "failure": "fell by 0.03"}},
+        {"verdicts": ()},
+        {"verdicts": (verdict("mean_cosine", math.nan, 0.998, passed=False),)},
+        {"verdicts": (verdict("max_difference", math.nan, None, passed=False),)},
+        {"labelled": replace(LABELLED, failure="fell by 0.03")},
     ],
     ids=str,
 )
@@ -118,20 +126,20 @@ def test_only_a_gate_without_any_fault_reads_as_passed(
 
 
 def test_a_failure_is_listed_once(read: Callable[..., Page]) -> None:
-    labelled = {**gate_of()["labelled"], "failure": "fell by 0.03"}
-    for failures in ([], ["fell by 0.03"]):
+    labelled = replace(LABELLED, failure="fell by 0.03")
+    for failures in ((), ("fell by 0.03",)):
         page = read(gate_of(failures=failures, labelled=labelled))
         assert page.text.count("fell by 0.03") == 2  # in the verdict and beside its plot
 
 
 def test_each_verdict_has_its_row(read: Callable[..., Page]) -> None:
-    verdicts = [
+    verdicts = (
         verdict("mean_cosine", 0.99799996, 0.998, passed=False),
         verdict("neighbour_effect", 2e-7, 1e-5),
-        verdict("max_difference", None, 0.05, passed=False),
+        verdict("max_difference", math.nan, 0.05, passed=False),
         verdict("of_a_later_version", 0.5, 0.4),
-    ]
-    page = read(gate_of(verdicts=verdicts, labelled=None, worst=[], conversion=None))
+    )
+    page = read(gate_of(verdicts=verdicts, labelled=None, worst=(), conversion=None))
     assert page.count("th") - 4 == len(verdicts)
     assert page.count("tr", "failed") == 2
     assert "2 of 4 limits do not hold" in page.text
@@ -148,29 +156,21 @@ def test_each_verdict_has_its_row(read: Callable[..., Page]) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_texts_are_inert(read: Callable[..., Page], text: str, tmp_path: Path) -> None:
-    calm, wild = (
-        gate_of(
-            failures=[word],
-            notes=[word],
-            worst=[{"shown": word, "badness": 1.0, "difference": 1.0, "wanted": word, "got": word}],
-            pipeline=word,
-            architecture=word,
-            accepted=word,
-            versions={word: word},
-            conversion={
-                "layers": [word],
-                "kept": [word],
-                "reasons": {word: word},
-                "ranges": {word: 2.0},
-            },
-            verdicts=[verdict(word, 1.0, 1.0)],
+    few, many = (
+        read(
+            gate_of(
+                failures=(word,),
+                notes=(word,),
+                worst=(WorstRow(word, 1.0, 1.0, word, word),),
+                accepted=word,
+                conversion=Conversion((word,), (word,), {word: word}, {word: 2.0}),
+                verdicts=(verdict(word, 1.0, 1.0),),
+            ),
+            (candidate(word, "chosen", note=word, failures=(word,), verdicts={word: 0.5}),),
+            About(word, word, word, word, {word: word}),
         )
         for word in ("calm", text)
     )
-    tried = [
-        [candidate(w, "chosen", note=w, failures=[w], verdicts={w: 0.5})] for w in ("calm", text)
-    ]
-    few, many = (read(gate, c) for gate, c in zip((calm, wild), tried, strict=True))
     extra = {"span", "wbr"}  # spelled-out characters, what was left out, breaks of names
     assert [tag for tag, _ in many.tags if tag not in extra] == [
         tag for tag, _ in few.tags if tag not in extra
@@ -183,17 +183,17 @@ def test_hostile_texts_are_inert(read: Callable[..., Page], text: str, tmp_path:
 
 @pytest.mark.parametrize(
     "values",
-    [[], [0.0], [0.0] * 5, [0.3], [1e-320, 1e299], [None, None], [None, 0.1], [-1.0], [1e-7] * 400],
+    [[], [0.0], [0.0] * 5, [0.3], [1e-320, 1e299], [NAN, NAN], [NAN, 0.1], [-1.0], [1e-7] * 400],
     ids=str,
 )
 @pytest.mark.parametrize("limit", [None, 0.0, 1e-5, 1e280])
 def test_differences_of_any_kind_are_drawn(
-    read: Callable[..., Page], values: list[float | None], limit: float | None
+    read: Callable[..., Page], values: list[float], limit: float | None
 ) -> None:
-    gate = gate_of(row_differences=values, verdicts=[verdict("max_difference", 0.1, limit)])
-    page = read(gate)
+    verdicts = (verdict("max_difference", 0.1, limit),)
+    page = read(gate_of(row_differences=tuple(values), verdicts=verdicts))
     assert_finite_drawing(page)
-    assert ("not finite" in page.text) == (None in values)
+    assert ("not finite" in page.text) == (NAN in values)
 
 
 def test_rows_beyond_the_limit_are_red() -> None:
@@ -210,17 +210,17 @@ def test_rows_beyond_the_limit_are_red() -> None:
         {"difference": 0.0, "low": 0.0, "high": 0.0, "max_drop": 0.0},
         {"difference": 0.5, "low": 0.4, "high": 0.6, "max_drop": 0.0},
         {"difference": -1e-12, "low": -1.0, "high": 1.0},
-        {"low": None},
-        dict.fromkeys(gate_of()["labelled"]),
+        {"low": NAN},
+        {name: NAN for name, value in asdict(LABELLED).items() if isinstance(value, float)},
     ],
     ids=str,
 )
 def test_any_labelled_result_can_be_shown(
     read: Callable[..., Page], changes: dict[str, Any]
 ) -> None:
-    page = read(gate_of(labelled={**gate_of()["labelled"], **changes}, conversion=None))
+    page = read(gate_of(labelled=replace(LABELLED, **changes), conversion=None))
     assert_finite_drawing(page)
-    assert page.count("svg") == (1 if None in changes.values() else 2)
+    assert page.count("svg") == (1 if NAN in changes.values() else 2)
 
 
 def test_only_an_interval_wholly_in_the_loss_is_red() -> None:
@@ -230,18 +230,18 @@ def test_only_an_interval_wholly_in_the_loss_is_red() -> None:
 
 @pytest.mark.parametrize(
     "ranges",
-    [{}, {"one": 0.0}, {"one": 3.0}, {"one": None, "two": 1e299}, {"one": -7.0, "two": 7.0}],
+    [{}, {"one": 0.0}, {"one": 3.0}, {"one": NAN, "two": 1e299}, {"one": -7.0, "two": 7.0}],
     ids=str,
 )
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
 def test_any_ranges_can_be_drawn(
-    read: Callable[..., Page], ranges: dict[str, float | None], precision: str
+    read: Callable[..., Page], ranges: dict[str, float], precision: str
 ) -> None:
-    conversion = {**gate_of()["conversion"], "ranges": ranges, "kept": ["one"], "reasons": {}}
+    conversion = replace(CONVERSION, ranges=ranges, kept=("one",), reasons={})
     page = read(gate_of(conversion=conversion, precision=precision, labelled=None))
     assert_finite_drawing(page)
     assert page.count("svg") == 1 + bool(ranges)
-    drawn = any(value is not None for value in ranges.values())
+    drawn = any(value is not NAN for value in ranges.values())
     assert ("65,504" in page.text) == (drawn and (precision == "fp16" or 1e299 in ranges.values()))
 
 
@@ -262,19 +262,21 @@ def test_float16_overflow_is_red_only_where_nothing_was_done_about_it() -> None:
 @pytest.mark.parametrize(
     "candidates",
     [
-        [candidate("fp32", "chosen")],
-        [candidate("fp32", "chosen", throughput_per_s=0.0)],
-        [NOTHING_KNOWN],
-        [NOTHING_KNOWN, candidate("int8", "chosen"), candidate("int8", "passed")],
-        [candidate("int8", "chosen", verdicts={"neighbour_effect": 0.0})],
-        [candidate("a", "failed", verdicts={"mean_cosine": -1.0}, throughput_per_s=1e299)],
+        (candidate("fp32", "chosen"),),
+        (candidate("fp32", "chosen", throughput_per_s=0.0),),
+        (NOTHING_KNOWN,),
+        (NOTHING_KNOWN, candidate("int8", "chosen"), candidate("int8", "passed")),
+        (candidate("int8", "chosen", verdicts={"neighbour_effect": 0.0}),),
+        (candidate("a", "failed", verdicts={"mean_cosine": -1.0}, throughput_per_s=1e299),),
     ],
     ids=range(6),
 )
-def test_any_candidates_can_be_shown(read: Callable[..., Page], candidates: list[Any]) -> None:
+def test_any_candidates_can_be_shown(
+    read: Callable[..., Page], candidates: tuple[Candidate, ...]
+) -> None:
     page = read(gate_of(conversion=None, labelled=None), candidates)
     assert_finite_drawing(page)
-    measured = sum(each["throughput_per_s"] is not None for each in candidates)
+    measured = sum(each.throughput_per_s is not None for each in candidates)
     assert page.count("circle") == measured
 
 
@@ -297,22 +299,27 @@ def test_names_of_candidates_do_not_run_into_each_other() -> None:
 
 
 def test_gate_json_is_the_gate(tmp_path: Path) -> None:
-    gate = gate_of(row_differences=[math.nan, 1.0, math.inf])
-    write_report(gate, tmp_path, candidates=CANDIDATES)
+    gate = gate_of(row_differences=(math.nan, 1.0, math.inf), candidates=CANDIDATES)
+    write_report(gate, ABOUT, tmp_path)
     held = json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))
     assert held["row_differences"] == [None, 1.0, None]
-    assert held["verdicts"] == gate["verdicts"]
-    assert held["candidates"] == list(CANDIDATES)
-    write_report(gate_of(), tmp_path)
-    assert "candidates" not in json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))
+    assert held["verdicts"] == [asdict(each) for each in gate.verdicts]
+    assert held["candidates"] == [plain_data(asdict(each)) for each in CANDIDATES]
+    assert held["accepted"] is None
+    assert {"rows", "labelled", "versions"} < held.keys()
+    assert (held["pipeline"], held["layout"]) == ("minilm", "packed")
+    write_report(gate_of(conversion=None, accepted="why"), ABOUT, tmp_path)
+    held = json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))
+    assert "candidates" not in held
+    assert (held["conversion"], held["accepted"]) == (None, "why")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    write_report(gate_of(), tmp_path)
+    write_report(gate_of(), ABOUT, tmp_path)
     before = (tmp_path / "report.html").read_bytes()
     with pytest.raises(TypeError):
-        write_report(gate_of(notes=[object()]), tmp_path)
+        write_report(gate_of(notes=(object(),)), ABOUT, tmp_path)
     assert (tmp_path / "report.html").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]
 
@@ -320,5 +327,5 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
 def test_a_write_that_fails_leaves_no_scraps(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(OSError, match=r"report\.html"):
-        write_report(gate_of(), tmp_path)
+        write_report(gate_of(), ABOUT, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
+from report_pages import CANDIDATES, candidate, typed
 from triptych.cli.shown import print_built
+from triptych.repository.records import Conversion, GateResult, Verdict, WorstRow
 
 
 class Done:
@@ -16,24 +20,27 @@ class Done:
     unpacked = ""
     findings = ()
 
-    def __init__(self, conversion: dict[str, Any]) -> None:
-        self.gate = {"notes": (), "conversion": conversion}
+    def __init__(self, gate: GateResult) -> None:
+        self.gate = gate
 
 
-def shown(conversion: dict[str, Any]) -> str:
+def shown(**changes: Any) -> str:
     console = Console(file=io.StringIO(), width=120)
-    print_built(console, Done(conversion))  # type: ignore[arg-type]
+    empty = GateResult("int8", 8, 0, finite=True, verdicts=(), failures=())
+    print_built(console, Done(replace(empty, **changes)))  # type: ignore[arg-type]
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
 
 
 def test_kept_layers_are_shown_with_their_cost_and_nodes_of_the_converter_are_not() -> None:
+    layers = ("layer.0", "layer.1", "layer.2", "node_where_1")
     text = shown(
-        {
-            "kept": ["layer.1", "node_where_1", "layer.0"],
-            "layer_errors": {"layer.0": 1e-3, "layer.1": 5e-3, "layer.2": 1e-6},
-            "batch_ms": {"fp32": 20.0, "as kept": 12.5},
-        }
+        conversion=Conversion(
+            layers,
+            kept=("layer.1", "node_where_1", "layer.0"),
+            layer_errors={"layer.0": 1e-3, "layer.1": 5e-3, "layer.2": 1e-6},
+            batch_ms={"fp32": 20.0, "as kept": 12.5},
+        )
     )
     lines = [line.strip() for line in text.splitlines()]
     assert lines == [
@@ -45,5 +52,29 @@ def test_kept_layers_are_shown_with_their_cost_and_nodes_of_the_converter_are_no
 
 
 def test_where_nothing_was_looked_for_nothing_is_shown() -> None:
-    assert shown({"kept": ["node_where_1"], "layer_errors": {}}) == ""
-    assert shown({"kept": []}) == ""
+    assert shown(conversion=Conversion((), kept=("node_where_1",))) == ""
+    assert shown(conversion=Conversion(())) == ""
+    assert shown() == ""
+
+
+def test_candidates_and_what_failed_are_shown_as_they_are() -> None:
+    text = typed(
+        shown(
+            candidates=(*CANDIDATES, candidate("[red]", "failed", note="[b]too slow[/b]")),
+            accepted="a [bold]freeze",
+            verdicts=(Verdict("mean_cosine", math.nan, 0.998, passed=False),),
+            failures=("mean_cosine is not a number",),
+            worst=(WorstRow("[i]a row[/i]", 0.25, math.nan, "wanted", "got"),),
+        )
+    )
+    for wanted in (
+        "What failed",
+        "│ mean_cosine │ not a number │ 0.998",
+        "[i]a row[/i] │ 0.25",
+        "accepted although the accuracy gate failed: a [bold]freeze",
+        "│ requests/s │ 162 │ - │ 232 │ 218 │ 232",
+        "│ nearest_neighbour_agreement │ 0.9775 │ - ",
+        "int8_dynamic: 0.88 is below 0.97",
+        "[red]: [b]too slow[/b]",
+    ):
+        assert wanted in text, wanted

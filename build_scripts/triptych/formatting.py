@@ -5,8 +5,10 @@ from __future__ import annotations
 import unicodedata
 from html import escape
 from itertools import groupby
-from math import floor, isfinite, log10
+from math import floor, log10
 from typing import Any
+
+from markupsafe import Markup
 
 NOTHING = "\N{EM DASH}"
 MINUS = "\N{MINUS SIGN}"
@@ -25,37 +27,33 @@ def number(value: Any) -> float | None:
     """`value` as a finite float that arithmetic cannot overflow; None where it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if isinstance(value, int):
-        return float(value) if abs(value) < _LARGEST else None
-    return value if isfinite(value) and abs(value) < _LARGEST else None
+    return float(value) if abs(value) < _LARGEST else None
 
 
-def plain(text: Any) -> str:
-    """`text` escaped for an attribute or for SVG; what cannot be seen is spelled out."""
-    return "".join(f"[{mark}]" if mark else piece for mark, piece in _pieces(str(text)))
+def plain(text: Any) -> Markup:
+    """`text` escaped for HTML, an attribute or SVG; what cannot be seen is spelled out."""
+    return _spelled(str(text), "[{}]")
 
 
-def shown(text: Any, most: int = LONGEST_TEXT) -> str:
+def shown(text: Any, most: int = LONGEST_TEXT) -> Markup:
     """The first `most` characters as HTML: escaped, of their own direction, the unseen spelled."""
     if text is None:
-        return NOTHING
-    body = "".join(
-        f'<span class="mark">{mark}</span>' if mark else piece
-        for mark, piece in _pieces(str(text)[:most])
-    )
+        return Markup(NOTHING)
+    body = _spelled(str(text)[:most], '<span class="mark">{}</span>')
     left_out = len(str(text)) - most
     more = f' <span class="quiet">… {left_out:,} more characters</span>' if left_out > 0 else ""
     if not str(text).strip(" "):
-        body = f'<span class="quiet">{amount(len(str(text)), "blank") if body else "empty"}</span>'
-    return f"<bdi>{body}</bdi>{more}"
+        blanks = amount(len(str(text)), "blank") if body else "empty"
+        body = Markup(f'<span class="quiet">{blanks}</span>')
+    return Markup(f"<bdi>{body}</bdi>{more}")
 
 
-def code(name: Any) -> str:
+def code(name: Any) -> Markup:
     """A name as HTML that may break after its underscores, dots and slashes."""
-    text = plain(name)
+    text = str(plain(name))
     for sign in "_./":
         text = text.replace(sign, f"{sign}<wbr>")
-    return f"<code>{text}</code>"
+    return Markup(f"<code>{text}</code>")
 
 
 def figure(value: Any, digits: int = 4) -> str:
@@ -64,10 +62,8 @@ def figure(value: Any, digits: int = 4) -> str:
     A share that is nearly 1 keeps as many digits as tell it from 1.
     """
     given = number(value)
-    if given is None:
-        return NOTHING
-    if given == 0:
-        return "0"
+    if not given:
+        return NOTHING if given is None else "0"
     size = abs(given)
     if size >= 1e6 or size < 1e-3:
         return _scientific(given, max(1, digits - 3))
@@ -81,10 +77,8 @@ def figure(value: Any, digits: int = 4) -> str:
 def rounded(value: Any) -> str:
     """A measured number as text with three digits that count, and all of those before the point."""
     given = number(value)
-    if given is None:
-        return NOTHING
-    if given == 0:
-        return "0"
+    if not given:
+        return NOTHING if given is None else "0"
     size = abs(given)
     if size >= 1e9 or size < 1e-3:
         return _scientific(given, 1)
@@ -95,9 +89,7 @@ def rounded(value: Any) -> str:
 def milliseconds(us: Any) -> str:
     """Microseconds as a number of milliseconds, `rounded`; less than a nanosecond is none."""
     given = number(us)
-    if given is None:
-        return NOTHING
-    return rounded(given / 1e3 if abs(given) >= 1e-3 else 0)
+    return rounded(given and (given / 1e3 if abs(given) >= 1e-3 else 0))
 
 
 def percent(share: Any) -> str:
@@ -147,14 +139,14 @@ def _scientific(value: float, digits: int) -> str:
     return "\N{NO-BREAK SPACE}".join(words)
 
 
-def _pieces(text: str) -> list[tuple[str, str]]:
-    """The parts of `text`: what to spell out and "", or "" and escaped characters."""
+def _spelled(text: str, form: str) -> Markup:
+    """`text` escaped, with `form` around the name of each character that cannot be seen."""
     parts = []
     for character, run in groupby(text):
         times = len(list(run))
         if character in _JOINERS or unicodedata.category(character) not in _UNSEEN:
-            parts.append(("", escape(character) * times))
+            parts.append(escape(character) * times)
             continue
         mark = _NAMED.get(character, f"U+{ord(character):04X}")
-        parts.append((mark if times == 1 else f"{mark} {TIMES}{times}", ""))
-    return parts
+        parts.append(form.format(mark if times == 1 else f"{mark} {TIMES}{times}"))
+    return Markup("".join(parts))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from triptych.cli.describe_gpu import describe_cost, describe_gpu
+from triptych.cli.describe_gpu import Described, describe_cost, describe_gpu
 from triptych.plan.plan import Plan
 from triptych.tensors import ROW_STRIDE, Tensor
 
 AUTO = "auto"
 
 
-def describe_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as nested plain data, ready to print or to dump as JSON."""
+def describe_plan(plan: Plan) -> Described:
     core, serving, task = plan.spec.core, plan.spec.serving, plan.task
     stride = (ROW_STRIDE,) if plan.packed else ()
     steps = {
@@ -64,9 +61,9 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _describe_model(plan: Plan) -> dict[str, Any]:
+def _describe_model(plan: Plan) -> Described:
     facts = plan.facts
-    described: dict[str, Any] = {
+    described: Described = {
         "source": plan.spec.model.source,
         "architecture": facts.architecture,
     }
@@ -83,7 +80,7 @@ def _describe_model(plan: Plan) -> dict[str, Any]:
     return described
 
 
-def _describe_traffic(plan: Plan) -> dict[str, Any]:
+def _describe_traffic(plan: Plan) -> Described:
     lengths = plan.lengths
     if lengths is None:
         return {"rows": "images, all of one size for the core"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from triptych.plan.engine_spec import EnginePlan, ShapeRange
 from triptych.plan.plan import Plan
 from triptych.releases import CONTEXT_MEMORY, first_release, parse_release
+
+Described: TypeAlias = dict[str, Any]
+"""Words and numbers by name, nested: ready to print or to dump as JSON."""
 
 IN_FLIGHT = "ensemble_scheduling.max_inflight_requests"
 
@@ -22,12 +25,12 @@ def describe_cost(plan: Plan) -> str:
     )
 
 
-def describe_gpu(plan: Plan) -> dict[str, Any]:
+def describe_gpu(plan: Plan) -> Described:
     """What is asked of Triton and TensorRT, and why."""
     core, serving = plan.spec.core, plan.spec.serving
     transfers = serving.transfers
     gpus = ", ".join(map(str, serving.gpus))
-    described: dict[str, Any] = {
+    described: Described = {
         "gpus": f"{gpus}: {serving.instances.core} instance(s) of the core on each",
         "pinned_memory": f"input {_yes(transfers.pinned_input)}, output "
         f"{_yes(transfers.pinned_output)}: memory that the GPU copies from without a detour",
@@ -57,8 +60,8 @@ def describe_gpu(plan: Plan) -> dict[str, Any]:
     return described
 
 
-def _describe_engine(plan: Plan, engine: EnginePlan) -> dict[str, Any]:
-    described: dict[str, Any] = {
+def _describe_engine(plan: Plan, engine: EnginePlan) -> Described:
+    described: Described = {
         "profiles": {
             str(place): ", ".join(f"{name} {_range(shapes)}" for name, shapes in profile.items())
             for place, profile in enumerate(engine.profiles)

@@ -3,140 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from math import isfinite
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+
+from triptych.cli.tables import print_table, say
+from triptych.repository.records import Candidate, Conversion, GateResult
 
 if TYPE_CHECKING:
     from triptych.build import Built
-
-NARROWEST = 100
-"""Columns of a table where the terminal's width is not known, or less."""
 
 
 def print_finding(console: Console, finding: Mapping[str, str]) -> None:
     """A finding of `lint` or `doctor`."""
     style = {"error": "red", "warning": "yellow"}.get(finding["severity"], "")
     where = f" {finding['file']}" if finding["file"] else ""
-    console.print(f"{finding['severity']}: {finding['id']}{where}", style=style, markup=False)
-    console.print(f"  {finding['rule']}. Given: {finding['given']}", markup=False)
+    say(console, f"{finding['severity']}: {finding['id']}{where}", style)
+    say(console, f"  {finding['rule']}. Given: {finding['given']}")
     if finding["remedy"]:
-        console.print(f"  -> {finding['remedy']}", markup=False)
+        say(console, f"  -> {finding['remedy']}")
 
 
-def print_tree(console: Console, value: Mapping[str, Any], indent: int = 0) -> None:
+def print_tree(console: Console, value: Mapping[str, object], indent: int = 0) -> None:
     """Nested plain data."""
     pad = "  " * indent
     for key, item in value.items():
         if isinstance(item, dict):
-            console.print(f"{pad}{key}", style="bold", markup=False)
+            say(console, f"{pad}{key}", "bold")
             print_tree(console, item, indent + 1)
         else:
-            console.print(f"{pad}{key:22} {item}", markup=False)
+            say(console, f"{pad}{key:22} {item}")
 
 
 def print_built(console: Console, built: Built) -> None:
     """What a user should know of a build that is done."""
-    for note in built.gate["notes"]:
-        console.print(f"  {note}", markup=False)
-    if built.gate.get("accepted"):
-        print_failed_gate(console, built.gate)
-        console.print(
-            f"  accepted although the accuracy gate failed: {built.gate['accepted']}",
-            style="red",
-            markup=False,
-        )
-    print_candidates(console, built.gate.get("candidates", ()))
-    _print_kept(console, built.gate.get("conversion") or {})
+    gate = built.gate
+    for note in gate.notes:
+        say(console, f"  {note}")
+    if gate.accepted:
+        print_failed_gate(console, gate)
+        say(console, f"  accepted although the accuracy gate failed: {gate.accepted}", "red")
+    print_candidates(console, gate.candidates)
+    if gate.conversion:
+        _print_kept(console, gate.conversion)
     if built.unpacked:
-        console.print(
-            f"  built bucketed, not packed: {built.unpacked}", style="yellow", markup=False
-        )
+        say(console, f"  built bucketed, not packed: {built.unpacked}", "yellow")
     for finding in built.findings:
         if finding.severity == "warning":
             print_finding(console, finding.as_dict())
 
 
-def print_candidates(console: Console, candidates: Sequence[Mapping[str, Any]]) -> None:
-    """What `auto` chose from: speed, size and the gate's figures of each precision.
-
-    Args:
-        console: to print to.
-        candidates: `Candidate.as_dict()` each.
-    """
+def print_candidates(console: Console, candidates: Sequence[Candidate]) -> None:
+    """What `auto` chose from: speed, size and the gate's figures of each precision."""
     if not candidates:
         return
-    metrics = [name for one in candidates[:1] for name in one["verdicts"] or ()]
-    table = Table(title="Precision", title_justify="left")
-    table.add_column("")
+
+    def line(label: str, values: Sequence[float | None], form: str) -> list[str]:
+        return [label, *("-" if value is None else format(value, form) for value in values)]
+
+    sizes = [None if one.size_bytes is None else one.size_bytes / 1e6 for one in candidates]
+    verdicts = [one.verdicts or {} for one in candidates]
+    rows = [
+        ["", *(one.status for one in candidates)],
+        line("requests/s", [one.throughput_per_s for one in candidates], ".0f"),
+        line("p99 ms", [one.p99_ms for one in candidates], ".0f"),
+        line("MB", sizes, ".1f"),
+        ["kept in higher precision", *(str(len(one.kept)) for one in candidates)],
+        *(line(metric, [one.get(metric) for one in verdicts], ".4g") for metric in verdicts[0]),
+    ]
+    print_table(console, "Precision", ["", *(one.precision for one in candidates)], rows)
     for one in candidates:
-        table.add_column(one["precision"], justify="right")
-    table.add_row("", *(one["status"] for one in candidates))
-    for name, label in (("throughput_per_s", "requests/s"), ("p99_ms", "p99 ms")):
-        rates = (one[name] for one in candidates)
-        table.add_row(label, *("-" if rate is None else f"{rate:.0f}" for rate in rates))
-    sizes = (one["size_bytes"] for one in candidates)
-    table.add_row("MB", *("-" if size is None else f"{size / 1e6:.1f}" for size in sizes))
-    table.add_row("kept in higher precision", *(str(len(one["kept"])) for one in candidates))
-    for metric in metrics:
-        values = ((one["verdicts"] or {}).get(metric) for one in candidates)
-        table.add_row(metric, *("-" if value is None else f"{value:.4g}" for value in values))
-    console.print(table, width=max(console.width, NARROWEST))
-    for one in candidates:
-        for line in (*one["failures"], one["note"]):
-            if line:
-                console.print(f"  {one['precision']}: {line}", markup=False)
+        for text in (*one.failures, one.note):
+            if text:
+                say(console, f"  {one.precision}: {text}")
 
 
-def _print_kept(console: Console, conversion: Mapping[str, Any]) -> None:
+def _print_kept(console: Console, conversion: Conversion) -> None:
     """Which layers stayed as they were for accuracy, and what that costs in time."""
-    layer_errors = conversion.get("layer_errors", {})
+    errors = conversion.layer_errors
     # What a converter keeps by itself, as the nodes of fp16, costs nothing that was looked for.
-    kept = [name for name in conversion.get("kept", ()) if name in layer_errors]
+    kept = [name for name in conversion.kept if name in errors]
     if not kept:
         return
-    console.print(
-        f"  {len(kept)} of {len(layer_errors)} layers kept in higher precision:", markup=False
-    )
-    for name in sorted(kept, key=lambda name: -layer_errors[name]):
-        console.print(f"    {name}: alone an error of {layer_errors[name]:.1e}", markup=False)
-    times = conversion.get("batch_ms")
+    say(console, f"  {len(kept)} of {len(errors)} layers kept in higher precision:")
+    for name in sorted(kept, key=lambda name: -errors[name]):
+        say(console, f"    {name}: alone an error of {errors[name]:.1e}")
+    times = ", ".join(f"{name} {time:.1f} ms" for name, time in conversion.batch_ms.items())
     if times:
-        line = ", ".join(f"{name} {time:.1f} ms" for name, time in times.items())
-        console.print(f"  a batch takes, on one thread: {line}", markup=False)
+        say(console, f"  a batch takes, on one thread: {times}")
 
 
-def print_failed_gate(console: Console, gate: Mapping[str, Any]) -> None:
-    """What of a gate failed, and the rows that are furthest from the reference.
-
-    Args:
-        console: to print to.
-        gate: `GateResult.as_dict()`.
-    """
-    width = max(console.width, NARROWEST)
-    failed = Table(title="What failed", title_justify="left")
-    for name in ("metric", "measured", "limit"):
-        failed.add_column(name)
-    for verdict in gate["verdicts"]:
-        if not verdict["passed"]:
-            measured, limit = _number(verdict["value"]), _number(verdict["limit"])
-            failed.add_row(verdict["metric"], measured, limit)
-    if failed.row_count:
-        console.print(failed, width=width)
-    for failure in gate["failures"]:
-        console.print(f"  {failure}", markup=False)
-    worst = Table(title="Worst rows", title_justify="left")
-    for name in ("row", "wrong by", "differs by", "reference", "artifact"):
-        worst.add_column(name)
-    for row in gate["worst"]:
-        numbers = _number(row["badness"]), _number(row["difference"])
-        # As text objects: a row may hold what rich takes for markup.
-        worst.add_row(*map(Text, (row["shown"], *numbers, row["wanted"], row["got"])))
-    if worst.row_count:
-        console.print(worst, width=width)
+def print_failed_gate(console: Console, gate: GateResult) -> None:
+    """What of a gate (or of its plain data) failed, and the rows furthest from the reference."""
+    failed = [
+        (verdict.metric, _number(verdict.value), _number(verdict.limit))
+        for verdict in gate.verdicts
+        if not verdict.passed
+    ]
+    columns = ["metric", "measured", "limit"]
+    print_table(console, "What failed", columns, failed, text_columns=range(3))
+    for failure in gate.failures:
+        say(console, f"  {failure}")
+    worst = [
+        (row.shown, _number(row.badness), _number(row.difference), row.wanted, row.got)
+        for row in gate.worst
+    ]
+    columns = ["row", "wrong by", "differs by", "reference", "artifact"]
+    print_table(console, "Worst rows", columns, worst, text_columns=range(5))
 
 
 def _number(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.4g}"
+    return f"{value:.4g}" if value is not None and isfinite(value) else "not a number"

@@ -1,1 +1,1 @@
-"""Pages that stand alone: HTML, plots as SVG, the style sheet, and writing them whole."""
+"""Stand-alone pages and their records: templates, plots as SVG; measures and judges nothing."""

@@ -2,131 +2,106 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 
-from triptych.bench.points import BenchResult, Point, StepUse, Subject
+from markupsafe import Markup
+
+from triptych.bench.points import (
+    BenchResult,
+    Cost,
+    Part,
+    Point,
+    Resources,
+    StepUse,
+    Subject,
+)
 from triptych.bench.verdict import (
     best_point,
     bottleneck_of,
     closed_loops,
+    figures_of,
     headline,
     rates_say,
     verdict_of,
+    warnings_of,
 )
-from triptych.formatting import amount, milliseconds, percent, plain, rounded, shown
+from triptych.formatting import NOTHING, TIMES, milliseconds, number, percent, rounded
 from triptych.pipeline.slo import Slo
-from triptych.report import load_figures as figures
-from triptych.report import load_tables as tables
-from triptych.report.bars import Bar, compared
-from triptych.report.html import PROSE, document, facts, figure_of, section
+from triptych.report.pages import render
+from triptych.report.plots import Bar, Dot, Series, compared, curves, histogram, waterfall
 
-STYLE = Path(__file__).with_name("load.css")
+CURVES = ("p50", "p95", "p99")
+"""Percentiles that are drawn."""
+
+STEPS = {"preprocess": "s1", "core": "s2", "postprocess": "s3"}
+"""Step to its colour; what is none of them has another."""
+
+_CLOSED = (
+    "Each point a number of clients that send their next request when the last is answered. "
+    "Thin lines: from the lowest to the highest round."
+)
+_OPEN = "Requests sent at a given rate, whatever comes back."
+_RATES = "Latency over the rate that was offered. Dashed: the promise."
+
+Plot = tuple[Markup, str]
+Rate = Callable[[Point], float]
 
 
 def page(result: BenchResult) -> str:
-    """The whole page."""
-    verdict = verdict_of(result)
-    every = (*result.points, *result.baselines, *(result.rate.points if result.rate else ()))
-    body = "".join(
-        (
-            _header(result),
-            _curves(result),
-            _rates(result),
-            _budget(result),
-            section("All loads", tables.all_points(result.points, result.slo)),
-            section("Errors", tables.errors(every)),
-            section("Warnings", tables.warnings(every)),
-            _baselines(result),
-            _cost(result),
-            _resources(result),
-            _batches(result),
-            _traffic(result.subject),
-            provenance(result.subject),
-        )
-    )
-    title = f"{result.subject.pipeline}: {verdict.word.lower()}"
-    return document(title, body, STYLE)
-
-
-def _header(result: BenchResult) -> str:
-    verdict = verdict_of(result)
-    kind = {"met": "passed", "not met": "failed", "none": "accepted"}[verdict.kind]
-    held = bottleneck_of(result.points)
-    bottleneck = ""
-    if held is not None:
-        bottleneck = (
-            f"<p>Bottleneck: {plain(held.kind)}. {shown(held.says, PROSE)} "
-            f'<span class="remedy">{shown(held.remedy, PROSE) if held.remedy else ""}</span></p>'
-        )
-    subject = result.subject
-    entries = {
-        "Task": plain(subject.task),
-        "Precision": plain(subject.precision),
-        "Layout": plain(subject.layout),
-        "Server": plain(subject.server),
-        "Measured": plain(subject.measured_at),
-    }
-    return (
-        f'<header><p class="eyebrow">Load test</p><h1>{shown(subject.pipeline)}</h1>'
-        f'<div class="verdict {kind}"><p class="word">{verdict.word}</p>'
-        f"<p>{promise(verdict.says)}</p><p>{plain(headline(result))}</p>{bottleneck}</div>"
-        f"{facts('facts', entries)}</header>"
-    )
-
-
-def promise(text: object) -> str:
-    """A promise as HTML, its signs as in print."""
-    return plain(str(text).replace("<=", "≤"))
-
-
-def _curves(result: BenchResult) -> str:
-    """Closed loops: latency and queues over what was answered."""
-    closed = closed_loops(result.points)
-    other = sorted(
-        (p for p in result.points if p.load.kind != "concurrency"), key=lambda p: p.load.value
-    )
-    parts = [
-        _two(
-            figures.latency("latency", closed, result.slo, rate=figures.achieved),
-            "Each point a number of clients that send their next request when the last is "
-            "answered. Thin lines: from the lowest to the highest round.",
-            figures.queues("queues", closed, rate=figures.achieved),
-            "Mean time a request waits in front of each step.",
-        ),
-        _two(
-            figures.latency("open", other, result.slo, rate=figures.offered),
-            "Requests sent at a given rate, whatever comes back.",
-            figures.queues("open-queues", other, rate=figures.offered),
-            "Mean time a request waits in front of each step.",
-        ),
-    ]
-    return section("Throughput and latency", *parts)
-
-
-def _two(first: str, caption: str, second: str, other_caption: str) -> str:
-    """Two plots side by side, each where it has something to show."""
-    drawn = [
-        figure_of(svg, words) for svg, words in ((first, caption), (second, other_caption)) if svg
-    ]
-    return f'<div class="pair">{"".join(drawn)}</div>' if drawn else ""
-
-
-def _rates(result: BenchResult) -> str:
     rate = result.rate
-    if rate is None:
-        return ""
-    return section(
-        "Highest rate",
-        f"<p>{promise(rate.slo)} {plain(rates_say(rate))}. Requests arrive as a Poisson process: "
-        "independent of each other and of the answers.</p>",
-        _two(
-            figures.latency("rates", rate.points, rate.slo, rate=figures.offered),
-            "Latency over the rate that was offered. Dashed: the promise.",
-            figures.queues("rate-queues", rate.points, rate=figures.offered),
-            "Mean time a request waits in front of each step.",
+    every = (*result.points, *result.baselines, *(rate.points if rate else ()))
+    closed = closed_loops(result.points)
+    other = [point for point in result.points if point.load.kind != "concurrency"]
+    other = sorted(other, key=lambda point: point.load.value)
+    shown = shown_points(result)
+    return render(
+        "bench.html.j2",
+        result=result,
+        slo=result.slo,
+        verdict=verdict_of(result),
+        headline=headline(result),
+        bottleneck=bottleneck_of(result.points),
+        curves=[
+            _two(closed, result.slo, achieved, ("latency", "queues"), _CLOSED),
+            _two(other, result.slo, offered, ("open", "open-queues"), _OPEN),
+        ],
+        rate=rate,
+        rates_say=rates_say(rate) if rate else "",
+        rate_curves=_two(rate.points, rate.slo, offered, ("rates", "rate-queues"), _RATES)
+        if rate
+        else [],
+        budgets=[_budget(f"budget-{index}", point) for index, point in enumerate(shown)],
+        every=every,
+        latency=latency,
+        warnings=warnings_of(every),
+        contenders=_contenders(result),
+        baselines=[(other, times_as_fast(result.points, other)) for other in result.baselines],
+        cost=cost_entries(result.cost) if result.cost else {},
+        watched=[point for point in shown if point.typical.resources],
+        resources=_resources(shown),
+        batches=_batches(shown[-1]) if shown else [],
+        largest=shown[-1].load if shown else None,
+        lengths=histogram(
+            "lengths", "Lengths of rows", result.subject.lengths, axes=("tokens a row", "rows")
         ),
-        tables.rates(rate),
+        origin=origin(result.subject),
     )
+
+
+def achieved(point: Point) -> float:
+    """Requests answered a second."""
+    return point.median("throughput_per_s")
+
+
+def offered(point: Point) -> float:
+    """Requests sent a second, by an open load."""
+    return point.load.value
+
+
+def latency(point: Point, percentile: str) -> str:
+    """In milliseconds; of no answer there is none."""
+    return milliseconds(point.median(f"{percentile}_us") if point.median("requests") else None)
 
 
 def shown_points(result: BenchResult) -> list[Point]:
@@ -139,98 +114,9 @@ def shown_points(result: BenchResult) -> list[Point]:
     return [first] if first == closed[-1] else [first, closed[-1]]
 
 
-def _budget(result: BenchResult) -> str:
-    drawn = [
-        figure_of(svg, f"{plain(point.load).capitalize()}: {_share_of_queues(point)}")
-        for index, point in enumerate(shown_points(result))
-        if (svg := figures.budget(f"budget-{index}", point))
-    ]
-    if not drawn:
-        return ""
-    words = "<p>A request's mean time, part by part. Pale parts are waiting.</p>"
-    return section("Where the time goes", words, f'<div class="pair">{"".join(drawn)}</div>')
-
-
-def _share_of_queues(point: Point) -> str:
-    parts = figures.mean_parts(point)
-    whole = sum(part.us for part in parts)
-    waits = sum(part.us for part in parts if part.what == "queue")
-    share = percent(waits / whole) if whole > 0 else "none"
-    return f"{milliseconds(whole)} ms in the mean, {share} of it in queues."
-
-
-def _baselines(result: BenchResult) -> str:
-    if not result.baselines:
-        return ""
-    best = best_point(result.points, Slo())
-    held = [("own", best)] if best else []
-    held += [("other", other) for other in result.baselines]
-    bars = [
-        Bar(
-            f"{point.contender}, {point.load}",
-            point.median("throughput_per_s"),
-            f"{rounded(point.median('throughput_per_s'))}/s",
-            kind,
-        )
-        for kind, point in held
-    ]
-    chart = compared("contenders", "Throughput of the pipeline and of the baselines", bars)
-    return section(
-        "Baselines",
-        "<p>Measured in the same rounds. Each is compared with the pipeline at the same load, or "
-        "with its best where there is none.</p>",
-        figure_of(chart, "Requests answered a second.") if chart else "",
-        tables.baselines(result.points, result.baselines),
-    )
-
-
-def _cost(result: BenchResult) -> str:
-    if result.cost is None:
-        return ""
-    words = (
-        "<p>A million inferences: an hour's price for the time they take at the full rate. "
-        "A month: whole machines, paid for 730 hours.</p>"
-    )
-    return section("Cost", words, tables.cost(result.cost))
-
-
-def _resources(result: BenchResult) -> str:
-    return section("Resources", tables.resources(shown_points(result)))
-
-
-def _batches(result: BenchResult) -> str:
-    point = next(iter(reversed(shown_points(result))), None)
-    if point is None:
-        return ""
-    drawn = [
-        f"<div><h3>{shown(use.step)}</h3>{figure_of(svg, _mean_batch(use))}</div>"
-        for index, use in enumerate(point.typical.steps)
-        if (svg := figures.batches(f"batches-{index}", use))
-    ]
-    words = f"<p>Rows that each step ran at once, with {plain(point.load)}.</p>"
-    return section("Batches", words, f'<div class="three">{"".join(drawn)}</div>') if drawn else ""
-
-
-def _mean_batch(use: StepUse) -> str:
-    return f"{rounded(use.mean_batch)} rows in the mean of {amount(use.executions, 'batch', 'es')}."
-
-
-def _traffic(subject: Subject) -> str:
-    said = f"<p>{amount(subject.requests, 'different request')}. "
-    svg = figures.lengths("lengths", subject.lengths)
-    if not svg:
-        return section("Traffic", f"{said}Its rows have no lengths: they are of one size.</p>")
-    padding = (
-        f"{percent(subject.padding)} of the computed tokens are padding."
-        if subject.padding
-        else "No computed token is padding."
-    )
-    return section("Traffic", f"{said}{padding}</p>", figure_of(svg, "Tokens of the core's rows."))
-
-
-def provenance(subject: Subject) -> str:
-    """What was measured, and on what."""
-    entries = {
+def origin(subject: Subject) -> dict[str, object]:
+    """What was measured, and on what: name to value."""
+    return {
         "Pipeline": subject.pipeline,
         "Task": subject.task,
         "Architecture": subject.architecture,
@@ -238,9 +124,159 @@ def provenance(subject: Subject) -> str:
         "Precision": subject.precision,
         "Server": subject.server,
         "Measured at": subject.measured_at,
+        **{f"Set: {name}": value for name, value in subject.overrides.items()},
+        **{f"Machine: {name}": value for name, value in subject.machine.items()},
+        **subject.versions,
     }
-    entries |= {f"Set: {name}": value for name, value in subject.overrides.items()}
-    entries |= {f"Machine: {name}": value for name, value in subject.machine.items()}
-    entries |= subject.versions
-    shown_entries = {name: shown(value) for name, value in entries.items()}
-    return section("Provenance", facts("provenance", shown_entries))
+
+
+def part_name(part: Part) -> str:
+    """``core queue``, ``core`` for its compute, ``transport``."""
+    if part.what == "queue":
+        return f"{part.where} queue"
+    return part.where if part.what == "compute" else part.what
+
+
+def times_as_fast(points: Sequence[Point], other: Point) -> str:
+    """``2.31 x as fast``: throughput at the same load as `other`, else the best, over `other`'s."""
+    same = [point for point in points if point.load == other.load]
+    rival = same[0] if same else best_point(points, Slo())
+    rate = achieved(other)
+    if rival is None or rate <= 0 or not rival.median("requests"):
+        return NOTHING
+    return f"{rounded(achieved(rival) / rate)}\N{NO-BREAK SPACE}{TIMES} as fast"
+
+
+def cost_entries(found: Cost) -> dict[str, str]:
+    """What to tell of a cost: name to value, for people."""
+    money = f"{found.currency} "
+    entries = {
+        "A million inferences": money + rounded(found.per_million),
+        "At": f"{rounded(found.rate_per_s)}/s a device",
+        "Price": f"{money}{rounded(found.price_per_hour)} an hour",
+    }
+    if found.monthly is not None:
+        entries["A month"] = f"{money}{rounded(found.monthly)}"
+        entries["Of requests a day"] = rounded(found.daily_requests)
+    if found.machines is not None:
+        entries["Machines"] = f"{found.machines:,} for a peak of {rounded(found.peak_per_s)}/s"
+    if found.monthly is not None or found.machines is not None:
+        entries["Kept free"] = percent(found.headroom)
+    return entries
+
+
+def latency_dot(point: Point, which: str, tip: str, *, rate: Rate, note: bool) -> Dot:
+    """A latency percentile over the rate, with its rounds; `note` tells the number of clients."""
+    low, high = point.span(f"{which}_us")
+    return Dot(
+        x=rate(point),
+        y=point.median(f"{which}_us") / 1e3,
+        tip=tip,
+        note=f"{point.load.value:g}" if note else "",
+        x_span=point.span("throughput_per_s") if rate is achieved else None,
+        y_span=(low / 1e3, high / 1e3),
+    )
+
+
+def _two(
+    points: Sequence[Point], slo: Slo, rate: Rate, names: tuple[str, str], says: str
+) -> list[Plot]:
+    """Latency and queues over the rate, each where it has something to show."""
+    # A load that only met errors has no latency.
+    points = [point for point in points if point.median("requests") > 0]
+    closed = rate is achieved
+    across = f"requests {'answered' if closed else 'offered'} a second"
+    limits = {
+        f"{which.replace('_', '.')} limit {most / 1e3:g} ms": most / 1e3
+        for which, most in slo.limits_us.items()
+        if which in CURVES
+    }
+    title = "Latency over throughput" if closed else "Latency over offered rate"
+    series = []
+    for index, which in enumerate(CURVES, 1):
+        dots = []
+        for point in points:
+            tip = f"{figures_of(point)}, {which} {milliseconds(point.median(f'{which}_us'))} ms"
+            note = closed and which == CURVES[-1]
+            dots.append(latency_dot(point, which, tip, rate=rate, note=note))
+        series.append(Series(which, f"q{index}", tuple(dots)))
+    latency = curves(names[0], title, series, axes=(across, "latency, ms"), limits=limits)
+    steps = dict.fromkeys(use.step for point in points for use in point.typical.steps)
+    waits = [
+        Series(step, STEPS.get(step, "s4"), tuple(_queue_dots(points, step, rate)))
+        for step in steps
+    ]
+    queues = curves(names[1], "Queue over rate", waits, axes=(across, "mean queue, ms"))
+    return [(latency, says), (queues, "Mean time a request waits in front of each step.")]
+
+
+def _queue_dots(points: Sequence[Point], step: str, rate: Rate) -> Iterator[Dot]:
+    for point in points:
+        uses = [use for one in point.rounds for use in one.steps if use.step == step]
+        if waits := [use.queue_us / 1e3 for use in uses]:
+            tip = f"{point.load}: {step} {rounded(median(waits))} ms"
+            yield Dot(rate(point), median(waits), tip, y_span=(min(waits), max(waits)))
+
+
+def _budget(name: str, point: Point) -> Plot:
+    """Where a request's mean time goes at one load, part by part."""
+    parts = [part for part in point.typical.parts if number(part.us) is not None]
+    positive = sum(max(part.us, 0.0) for part in parts)
+    whole = sum(part.us for part in parts)
+    bars = []
+    for part in parts:
+        share = percent(part.us / positive if positive else 0.0)
+        kind = f"{STEPS.get(part.where, 's4')}{' waits' if part.what == 'queue' else ''}"
+        text = f"{milliseconds(part.us)} ms, {share}"
+        bars.append(Bar(part_name(part), max(part.us, 0.0) / 1e3, text, kind))
+    total = f"{milliseconds(whole)} ms"
+    waits = sum(part.us for part in parts if part.what == "queue")
+    share = percent(waits / whole) if whole > 0 else "none"
+    says = f"{str(point.load).capitalize()}: {total} in the mean, {share} of it in queues."
+    return waterfall(name, f"A request's time with {point.load}", bars, total), says
+
+
+def _contenders(result: BenchResult) -> Markup:
+    best = best_point(result.points, Slo())
+    held = [("own", best)] if best else []
+    held += [("other", other) for other in result.baselines]
+    bars = []
+    for kind, point in held:
+        rate = achieved(point)
+        bars.append(Bar(f"{point.contender}, {point.load}", rate, f"{rounded(rate)}/s", kind))
+    return compared("contenders", "Throughput of the pipeline and of the baselines", bars)
+
+
+def _resources(points: Sequence[Point]) -> dict[str, list[str]]:
+    """Process to cores and memory at each of `points` that was watched."""
+    columns = [_used(used) for point in points if (used := point.typical.resources)]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return {
+        name: [text for column in columns for text in column.get(name, (NOTHING, NOTHING))]
+        for name in names
+    }
+
+
+def _used(used: Resources) -> dict[str, tuple[str, str]]:
+    """Name to cores and memory, for people."""
+    found = {
+        process.name: (rounded(process.cpu_cores), rounded(process.memory_mib))
+        for process in used.processes
+    }
+    found["load generator"] = (rounded(used.client_cpu_cores), NOTHING)
+    if used.machine_cpu is not None:
+        found["whole machine"] = (f"{percent(used.machine_cpu)} of {used.cores}", NOTHING)
+    for gpu in used.gpus:
+        found[f"GPU {gpu.name}"] = (f"{percent(gpu.utilization)} busy", rounded(gpu.memory_mib))
+    return found
+
+
+def _batches(point: Point) -> list[tuple[StepUse, Markup]]:
+    """How large the batches of each step were, where it ran any."""
+    axes = ("rows a batch", "batches")
+    drawn = []
+    for index, use in enumerate(point.typical.steps):
+        name, title = f"batches-{index}", f"Batches of {use.step}"
+        if svg := histogram(name, title, use.batch_sizes, axes=axes, height=110):
+            drawn.append((use, svg))
+    return drawn
