@@ -306,7 +306,7 @@ def _planned(name: str, lock: Lock) -> EnginePlan:
     Raises:
         UserError: the core needs no engine.
     """
-    if lock.plan.engine is None:
+    if lock.plan.engine is None or lock.spec.core.backend != "tensorrt":
         raise UserError(
             "core.backend",
             "must be tensorrt for an engine",
