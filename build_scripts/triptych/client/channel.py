@@ -48,11 +48,7 @@ class Tls:
             )
 
     def credentials(self) -> Any:
-        """The gRPC credentials of these files.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """The gRPC credentials of these files; raises a `UserError` where one cannot be read."""
         return grpc.ssl_channel_credentials(
             root_certificates=_read("tls.root_certificates", self.root_certificates),
             private_key=_read("tls.key", self.key),
@@ -81,15 +77,7 @@ class KeepAlive:
 
 @dataclass(frozen=True)
 class Connection:
-    """All that is needed to open a channel.
-
-    Attributes:
-        url: ``host:port`` of the server's gRPC endpoint.
-        tls: None talks in the clear.
-        headers: sent with every request, such as ``triton-grpc-protocol-<key>``.
-        keep_alive: None never pings.
-        max_message_bytes: most that one request or one response may carry.
-    """
+    """All that is needed to open a channel; the attributes are arguments of `PipelineClient`."""
 
     url: str = "127.0.0.1:8001"
     tls: Tls | None = None
