@@ -1,4 +1,4 @@
-"""Judging a machine: what works here, what does not, and what to do about it."""
+"""Checks of a machine: what works here, what does not, and what to do about it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from triptych.errors import Finding, Severity
-from triptych.server.machine import Machine, read_machine
-from triptych.server.requirements import REQUIREMENTS
+from triptych.server.embedded import REQUIREMENTS
+from triptych.server.machine import MachineFacts, read_machine
 
 _MIB = 2**20
 _PYTHON_MIN, _PYTHON_END = (3, 10), (3, 13)
@@ -19,7 +19,7 @@ _SHM_ERROR_BYTES = 16 * _MIB * _PYTHON_STEPS
 _DRIVER_MIN = 590
 _COMPUTE_CAPABILITY_MIN = (7, 5)
 
-Check = Callable[[Machine], Iterable[Finding]]
+Check = Callable[[MachineFacts], Iterable[Finding]]
 
 
 def examine(
@@ -29,13 +29,7 @@ def examine(
     metrics_port: int = 8002,
     shm_path: Path = Path("/dev/shm"),
 ) -> list[Finding]:
-    """Looks at this machine and judges it.
-
-    Args:
-        grpc_port: the port that a server will use; 0 is always free. So for the other two.
-        http_port: see `grpc_port`.
-        metrics_port: see `grpc_port`.
-        shm_path: the mount of the shared memory.
+    """Looks at this machine and checks it; a port of 0 is always free.
 
     Returns:
         The findings of every check, in the order of `CHECKS`; what is in order is an ``info``
@@ -45,10 +39,10 @@ def examine(
         UserError: a port is out of range.
     """
     ports = {"grpc": grpc_port, "http": http_port, "metrics": metrics_port}
-    return judge(read_machine(ports, shm_path))
+    return check_machine(read_machine(ports, shm_path))
 
 
-def judge(machine: Machine) -> list[Finding]:
+def check_machine(machine: MachineFacts) -> list[Finding]:
     """The findings of every check about these facts, in the order of `CHECKS`."""
     return [finding for check in CHECKS for finding in check(machine)]
 
@@ -57,12 +51,11 @@ def _finding(
     name: str, holds: object, rule: str, given: object, severity: Severity, remedy: str
 ) -> Finding:
     """An ``info`` without a remedy where the rule holds."""
-    if holds:
-        return Finding(name, "info", "", rule, str(given), "")
-    return Finding(name, severity, "", rule, str(given), remedy)
+    kind: Severity = "info" if holds else severity
+    return Finding(name, kind, "", rule, str(given), "" if holds else remedy)
 
 
-def _python(machine: Machine) -> Iterable[Finding]:
+def _python(machine: MachineFacts) -> Iterable[Finding]:
     version = tuple(int(part) for part in machine.platform.python_version.split("."))
     yield _finding(
         "python-version",
@@ -74,31 +67,22 @@ def _python(machine: Machine) -> Iterable[Finding]:
     )
 
 
-def _server(machine: Machine) -> Iterable[Finding]:
-    yield _finding(
-        "tritonserver",
-        True,
-        "the server is the one on PATH, else the embedded one",
-        machine.tritonserver or "embedded",
-        "info",
-        "",
-    )
+def _server(machine: MachineFacts) -> Iterable[Finding]:
+    rule = "the server is the one on PATH, else the embedded one"
+    yield _finding("tritonserver", True, rule, machine.tritonserver or "embedded", "info", "")
 
 
-def _embedded(machine: Machine) -> Iterable[Finding]:
+def _embedded(machine: MachineFacts) -> Iterable[Finding]:
     """What the embedded server lacks stops nobody who has another server on PATH."""
-    for requirement in REQUIREMENTS:
+    severity: Severity = "info" if machine.tritonserver else "error"
+    for name, rule, holds, given, remedy in REQUIREMENTS:
+        rule = f"the embedded tritonserver {rule}"
         yield _finding(
-            requirement.id,
-            requirement.holds(machine.platform),
-            f"the embedded tritonserver {requirement.rule}",
-            requirement.given(machine.platform),
-            "info" if machine.tritonserver else "error",
-            requirement.remedy,
+            name, holds(machine.platform), rule, given(machine.platform), severity, remedy
         )
 
 
-def _stub_python(machine: Machine) -> Iterable[Finding]:
+def _stub_python(machine: MachineFacts) -> Iterable[Finding]:
     python = machine.stub_python
     expected = (machine.platform.python_version, machine.prefix)
     yield _finding(
@@ -112,7 +96,7 @@ def _stub_python(machine: Machine) -> Iterable[Finding]:
     )
 
 
-def _temporary_folder(machine: Machine) -> Iterable[Finding]:
+def _temporary_folder(machine: MachineFacts) -> Iterable[Finding]:
     yield _finding(
         "temporary-folder",
         machine.temporary_folder_runs_programs,
@@ -123,7 +107,7 @@ def _temporary_folder(machine: Machine) -> Iterable[Finding]:
     )
 
 
-def _ports(machine: Machine) -> Iterable[Finding]:
+def _ports(machine: MachineFacts) -> Iterable[Finding]:
     for name, port in machine.ports.items():
         yield _finding(
             f"port-{name}",
@@ -135,7 +119,7 @@ def _ports(machine: Machine) -> Iterable[Finding]:
         )
 
 
-def _shared_memory(machine: Machine) -> Iterable[Finding]:
+def _shared_memory(machine: MachineFacts) -> Iterable[Finding]:
     free_bytes = machine.shm_free_bytes
     yield _finding(
         "shared-memory",
@@ -149,7 +133,7 @@ def _shared_memory(machine: Machine) -> Iterable[Finding]:
     )
 
 
-def _extras(machine: Machine) -> Iterable[Finding]:
+def _extras(machine: MachineFacts) -> Iterable[Finding]:
     yield _finding(
         "package",
         machine.extras,
@@ -172,7 +156,7 @@ def _extras(machine: Machine) -> Iterable[Finding]:
         )
 
 
-def _torch(machine: Machine) -> Iterable[Finding]:
+def _torch(machine: MachineFacts) -> Iterable[Finding]:
     torch = machine.extras.get("build", {}).get("torch")
     if torch is None or machine.torch_pin is None:
         return  # said by the extra
@@ -186,7 +170,7 @@ def _torch(machine: Machine) -> Iterable[Finding]:
     )
 
 
-def _gpu(machine: Machine) -> Iterable[Finding]:
+def _gpu(machine: MachineFacts) -> Iterable[Finding]:
     listed = ", ".join(f"{gpu.name} ({gpu.memory_mib} MiB)" for gpu in machine.gpus)
     yield _finding(
         "gpu",
@@ -210,7 +194,7 @@ def _gpu(machine: Machine) -> Iterable[Finding]:
         )
 
 
-def _driver(machine: Machine) -> Iterable[Finding]:
+def _driver(machine: MachineFacts) -> Iterable[Finding]:
     if machine.driver is None:
         return  # said by the GPU
     major = machine.driver.partition(".")[0]
@@ -224,7 +208,7 @@ def _driver(machine: Machine) -> Iterable[Finding]:
     )
 
 
-def _engines(machine: Machine) -> Iterable[Finding]:
+def _engines(machine: MachineFacts) -> Iterable[Finding]:
     if not machine.gpus:
         return  # said by the GPU
     packages = {"TensorRT": machine.tensorrt, **machine.extras.get("gpu", {})}
@@ -242,7 +226,7 @@ def _engines(machine: Machine) -> Iterable[Finding]:
     )
 
 
-def _load_generator(machine: Machine) -> Iterable[Finding]:
+def _load_generator(machine: MachineFacts) -> Iterable[Finding]:
     yield _finding(
         "perf-analyzer",
         machine.perf_analyzer,

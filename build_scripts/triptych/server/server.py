@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from triptych.container.entrypoint import STEPS
 from triptych.errors import UserError
 from triptych.server.embedded import Installation, find_installation
 from triptych.server.leftovers import new_mark
@@ -91,11 +92,9 @@ class Server:
         self.log_file = log_file
         self._keep_log = log_file is not None
         self._host = host
-        self._wanted_ports = {
-            "grpc_port": grpc_port,
-            "http_port": http_port,
-            "metrics_port": metrics_port,
-        }
+        self._wanted_ports = dict(
+            grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port
+        )
         self._ports: dict[str, int] = {}
         self._models = tuple(models)
         self._extra_args = tuple(extra_args)
@@ -105,12 +104,10 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The process id of tritonserver."""
         return self._started().pid
 
     @property
     def grpc_url(self) -> str:
-        """``host:port`` of the gRPC service."""
         return self._url("grpc_port")
 
     @property
@@ -120,7 +117,6 @@ class Server:
 
     @property
     def metrics_url(self) -> str:
-        """The whole address of the metrics page."""
         return f"http://{self._url('metrics_port')}/metrics"
 
     def __enter__(self) -> Server:
@@ -157,7 +153,7 @@ class Server:
             log_file = self._open_log()
             self._process = ServerProcess(
                 self._command(installation, mark),
-                self._variables(installation),
+                {**os.environ, **STEPS, **installation.environment, **self._environment},
                 mark=mark,
                 log_file=log_file,
                 own_paths=[private],
@@ -204,6 +200,10 @@ class Server:
         """
         self._started().wait()
         raise self._failed(self._load_state())
+
+    def death(self, within_s: float) -> ServerError | None:
+        """Why the server died by itself, if it does within some seconds."""
+        return self._failed(self._load_state()) if self._started().wait(within_s) else None
 
     def stop(self, grace_s: float = 30.0) -> None:
         """Ends the server and removes everything that it made on this machine.
@@ -269,9 +269,7 @@ class Server:
             f"--model-repository={self.repository}",
             f"--http-address={self._host}",
             f"--grpc-address={self._host}",  # the metrics service follows the HTTP address
-            f"--http-port={self._ports['http_port']}",
-            f"--grpc-port={self._ports['grpc_port']}",
-            f"--metrics-port={self._ports['metrics_port']}",
+            *(f"--{name.replace('_', '-')}={port}" for name, port in self._ports.items()),
             "--metrics-config=summary_latencies=true",
             f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
         ]
@@ -285,15 +283,6 @@ class Server:
             command.append("--model-control-mode=explicit")
             command += [f"--load-model={name}" for name in self._models]
         return [*command, *self._extra_args]
-
-    def _variables(self, installation: Installation) -> dict[str, str]:
-        return {
-            **os.environ,
-            # Each step is a process of its own: threads of tokenizers would fight over the cores.
-            "TOKENIZERS_PARALLELISM": "false",
-            **installation.environment,
-            **self._environment,
-        }
 
     def _started(self) -> ServerProcess:
         if self._process is None:
