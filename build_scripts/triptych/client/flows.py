@@ -263,6 +263,7 @@ def task_flows(
     name, own = make.__name__, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     asked = inspect.signature(make)
     signature = asked.replace(parameters=[own, *asked.parameters.values()])
+    flow: Any
     for flow, flow_name, words in (
         (
             *(whole, name),
@@ -276,7 +277,7 @@ def task_flows(
         ),
     ):
         flow.__name__, flow.__doc__ = flow_name, words
-        flow.__signature__ = signature  # type: ignore[attr-defined]
+        flow.__signature__ = signature
     return whole, each
 
 

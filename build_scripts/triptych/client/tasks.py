@@ -1,7 +1,7 @@
 """What each task's typed call sends, and what it makes of the outputs; both clients use these.
 
 Each function here becomes a method of the clients: same name, same arguments, same words. Texts are
-str, or bytes of UTF-8; a parameter that is None is left to the pipeline; `timeout_s` is as in `infer`.
+str, or bytes of UTF-8; a parameter that is None is the pipeline's; `timeout_s` is as in `infer`.
 """
 
 from __future__ import annotations

@@ -92,9 +92,8 @@ class Server:
         self.log_file = log_file
         self._keep_log = log_file is not None
         self._host = host
-        self._wanted_ports = dict(
-            grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port
-        )
+        self._wanted_ports = {"grpc_port": grpc_port, "http_port": http_port}
+        self._wanted_ports["metrics_port"] = metrics_port
         self._ports: dict[str, int] = {}
         self._models = tuple(models)
         self._extra_args = tuple(extra_args)

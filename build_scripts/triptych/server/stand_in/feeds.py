@@ -88,12 +88,7 @@ def build_feed(contract: Contract, parts: Sequence[Part]) -> Feed:
 
 
 def hand_out(contract: Contract, values: Sequence[Array], parts: Sequence[Part]) -> list[Ticket]:
-    """Give each request its rows of the results.
-
-    Args:
-        contract: says how each output is cut.
-        values: the graph's outputs in the contract's order.
-        parts: the rows the graph was run on.
+    """Give each request its rows of the results, which are in the contract's order.
 
     Returns:
         The tickets that now have all their rows.
