@@ -68,7 +68,7 @@ class PipelineClient:
         keep_alive: KeepAlive | None = _KEEP_ALIVE,
         max_message_bytes: int = LARGEST_MESSAGE_BYTES,
     ) -> None:
-        """Prepare a client; it connects at the first call.
+        """Prepare a client of an ensemble; it connects at the first call.
 
         Args:
             pipeline: name of the ensemble.
@@ -77,8 +77,7 @@ class PipelineClient:
             headers: sent with every request, such as ``triton-grpc-protocol-<key>`` for a server
                 with restricted protocols, or an authorization for a proxy.
             timeout_s: deadline of a call that gives none of its own; None waits for ever.
-            rows_per_request: most rows of one request, never above the pipeline's own limit; None
-                takes a quarter of that limit.
+            rows_per_request: at most, never above the pipeline's limit; None: a quarter of that.
             max_in_flight: most requests that one call has under way at once.
             retry: how to send a request again that met a full queue; None raises `Overloaded`.
             keep_alive: None never pings.

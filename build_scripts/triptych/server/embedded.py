@@ -28,12 +28,7 @@ _STAND_INS = Path(__file__).parent / "backends"
 
 
 class Wheel(NamedTuple):
-    """Where the `nvidia-pytriton` wheel put its pieces.
-
-    Attributes:
-        server: the folder with ``bin``, ``backends`` and ``python_backend_stubs``.
-        libraries: the folder of the shared libraries that the binaries were linked with.
-    """
+    """Where the `nvidia-pytriton` wheel put its pieces, and the libraries they were linked with."""
 
     server: Path
     libraries: Path
@@ -57,14 +52,11 @@ class Platform:
     """The facts about this machine and its Python that decide whether the server can run.
 
     Attributes:
-        system: as `sys.platform` has it: ``linux``.
-        processor: as `platform.machine` has it: ``x86_64``.
         glibc: the C library's version; None where it is another C library.
         python_version: of this Python, as the stubs are named: ``3.11``.
         python_prefix: the installation that this Python belongs to.
         stub_versions: the Python versions that the wheel has a stub for; empty without a wheel.
         libpython: the folder of this Python's shared library; None without one.
-        numpy_version: None where numpy is missing.
     """
 
     system: str
@@ -78,15 +70,7 @@ class Platform:
 
 
 class Requirement(NamedTuple):
-    """One thing that the embedded server needs.
-
-    Attributes:
-        id: stable name, in kebab case.
-        rule: what must hold, as the end of a sentence that begins with the subject.
-        holds: whether it does.
-        given: what there is.
-        remedy: what to do where it does not hold.
-    """
+    """One thing that the embedded server needs; `rule` ends a sentence that begins with it."""
 
     id: str
     rule: str
@@ -165,12 +149,8 @@ def find_installation(private: Path, *, own_backends: Path | None = None) -> Ins
     """The server to start.
 
     A ``tritonserver`` on PATH (inside an NGC container) is used with its own backends. Otherwise,
-    or where `own_backends` is given, the embedded server is assembled.
-
-    Args:
-        private: an empty folder of the caller's; the assembled backend directory is made in it.
-        own_backends: backends laid over the assembled ones, a folder each; asks for the embedded
-            server.
+    or where `own_backends` (a folder each, laid over the assembled ones) is given, the embedded
+    server is assembled in `private`, an empty folder of the caller's.
 
     Raises:
         UserError: no server is there, or a piece of the embedded one is missing.

@@ -18,13 +18,7 @@ _DEATH_S = 3.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that is ready.
-
-    Attributes:
-        grpc_url: ``host:port``.
-        metrics_url: the whole address of its metrics page; None where it was not given.
-        pid: of a server of this process's own.
-    """
+    """A server that is ready: ``host:port``, the whole address of its metrics, its own process."""
 
     grpc_url: str
     metrics_url: str | None = None
@@ -52,13 +46,6 @@ def served(
     metrics_url: str | None = None,
 ) -> Iterator[Endpoint]:
     """The server at `url`; without it one on `repository` that lives as long as the context.
-
-    Args:
-        repository: folder of the models.
-        pipeline: the ensemble that is asked for.
-        url: ``host:port`` of a gRPC endpoint.
-        progress: told when a server is started.
-        metrics_url: of the server at `url`.
 
     Raises:
         UserError: the pipeline is not built, or its server does not start, or died meanwhile.

@@ -46,23 +46,16 @@ class MachineFacts:
     """What is there; whether that will do is for `doctor` to say.
 
     Attributes:
-        platform: what the embedded server asks about.
         tritonserver: the server program on PATH; None outside an NGC container.
         prefix: the environment that this Python belongs to.
         stub_python: None where no ``python3`` would be found, or it does not run.
-        temporary_folder: where a server's private files go.
         temporary_folder_runs_programs: whether a program in it may be run (no ``noexec`` mount).
         ports: the port by its name (``grpc``); 0 asks for any free one.
         busy_ports: the names of those where something listens already.
-        shm_path: the mount of the shared memory.
         shm_free_bytes: None where there is no such mount.
         extras: by extra, by package of that extra: its version, None where it is missing. Empty
             where triptych itself is not installed.
         torch_pin: the version of torch that the `build` extra asks for.
-        gpus: those that the driver shows to this process.
-        driver: the NVIDIA driver's version; None where there is none.
-        tensorrt: version of the library or package; None where there is none.
-        perf_analyzer: the program on PATH.
     """
 
     platform: Platform
@@ -84,11 +77,7 @@ class MachineFacts:
 
 
 def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineFacts:
-    """Looks at this machine; changes nothing on it.
-
-    Args:
-        ports: the ports to look at, by name; 0 is not looked at.
-        shm_path: the mount of the shared memory.
+    """Looks at this machine; changes nothing on it. Ports are by name; 0 is not looked at.
 
     Raises:
         UserError: a port is out of range.

@@ -29,8 +29,8 @@ class ServerProcess:
         variables: the whole environment.
         mark: see `leftovers.new_mark`; the prefix of the server's shared-memory regions.
         log_file: its standard output and error are appended to it.
-        own_paths: what to remove with the server: files and folders made for it alone.
-        orphan_paths: what to remove only where this process dies before it could `end` the server.
+        own_paths: files and folders to remove with the server.
+        orphan_paths: to remove only where this process dies before it could `end` the server.
     """
 
     def __init__(
@@ -93,11 +93,7 @@ class ServerProcess:
         return self._exited.wait(timeout_s)
 
     def end(self, grace_s: float) -> None:
-        """Asks the server to end, kills it after the grace, and removes what it leaves behind.
-
-        Args:
-            grace_s: how long it may take to answer the requests in flight, in seconds.
-        """
+        """Asks the server to end, kills it after the grace, and removes what it leaves behind."""
         if self._ended:
             return
         try:

@@ -32,12 +32,9 @@ _PROBE_TIMEOUT_S = 2.0
 
 
 class ServerError(UserError):
-    """A server that did not become ready, or died after it was.
+    """A server that did not become ready, or died after it was; its `log_file` is kept.
 
-    Attributes:
-        step: the model that died; empty where it was the server itself.
-        reason: why, in one sentence.
-        log_file: the server's whole log, which is kept.
+    `step` is the model that died, empty where it was the server itself; `reason` says why.
     """
 
     def __init__(self, step: str, rule: str, reason: str, log_file: Path) -> None:
@@ -167,9 +164,7 @@ class Server:
     ) -> None:
         """Returns once the server and every model that it was asked to serve are ready.
 
-        Args:
-            timeout_s: how long to wait, in seconds.
-            on_progress: called with one line for each model that became ready.
+        `on_progress` is called with one line for each model that became ready.
 
         Raises:
             ServerError: a model died (it says which, and why), the server exited, or time ran out.
@@ -207,11 +202,8 @@ class Server:
     def stop(self, grace_s: float = 30.0) -> None:
         """Ends the server and removes everything that it made on this machine.
 
-        The server answers the requests in flight first. May be called at any time and more than
-        once, also when the server is dead already.
-
-        Args:
-            grace_s: how long it may take to answer them, in seconds; then it is killed.
+        The server answers the requests in flight first, for `grace_s` at most. May be called at any
+        time and more than once, also when the server is dead already.
         """
         if self._process is None:
             return

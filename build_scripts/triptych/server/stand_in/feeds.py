@@ -21,7 +21,6 @@ class Ticket:
         inputs: tensors by name, with the batch dimension; strings are `str` objects.
         rows: size of the batch dimension; 1 for a model without one.
         row_cost: what one row adds to the load of a micro-batch, in elements.
-        rows_left: rows whose results are still missing.
         closed: whether it has failed, so that what else comes of it is of no interest.
     """
 
