@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc
 
 from triptych.client import flows, tasks
+from triptych.client.channel import open_channel
 from triptych.client.errors import InferenceError, InvalidRequest
 from triptych.client.flows import Flow, PipelineClient, UnaryCall, make_method, task_flows
 from triptych.client.tasks import Row, TaskCall, Whole
@@ -148,7 +150,7 @@ class AsyncClient(PipelineClient):
         self._raise_if_closed()
         if self._stub is None:
             # The channel belongs to the loop that runs when it is made: the first call makes it.
-            self._channel = self._connection.open_async()
+            self._channel = open_channel(grpc.aio, *self._connection)
             self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         call = getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
         try:

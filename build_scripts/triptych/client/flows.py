@@ -14,7 +14,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from numpy.typing import NDArray
 
-from triptych.client.channel import LARGEST_MESSAGE_BYTES, Connection, KeepAlive, Tls
+from triptych.client.channel import LARGEST_MESSAGE_BYTES, KeepAlive, Tls, check_url
 from triptych.client.errors import Cancelled, InferenceError, InvalidRequest, status_error
 from triptych.client.statistics import StepStatistics, read_statistics
 from triptych.client.tasks import Row, RowOutputs, TaskCall, Whole
@@ -94,8 +94,10 @@ class PipelineClient:
                 raise UserError(name, "must be 1 or more", given=value)
         self.pipeline = pipeline
         self.url = url
-        self._connection = Connection(url, tls, headers or {}, keep_alive, max_message_bytes)
-        self._metadata = self._connection.metadata
+        check_url(url)
+        self._connection = (url, tls, keep_alive, max_message_bytes)
+        # gRPC refuses capital letters in a name.
+        self._metadata = tuple((name.lower(), value) for name, value in (headers or {}).items())
         self._timeout_s = timeout_s
         self._rows_per_request = rows_per_request
         self._max_in_flight = max_in_flight

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from triptych.client import Client, PipelineConfig
 
 Parameter = bool | int | float | str
+PlainOutputs = Mapping[str, object]
+"""Of one row by output, as JSON can say it."""
 
 _IMAGE = "image"
 _MOST_NUMBERS = 6
@@ -120,7 +122,7 @@ def ask(
     url: str,
     parameters: Mapping[str, Parameter],
     timeout_s: float,
-) -> list[dict[str, Any]]:
+) -> list[PlainOutputs]:
     """Send `questions` and return for each every output as plain data.
 
     An output of one element is that element, any other a list; JSON is parsed.
@@ -143,7 +145,7 @@ def ask(
         ) from error
 
 
-def describe_answer(answer: Mapping[str, Any]) -> list[str]:
+def describe_answer(answer: PlainOutputs) -> list[str]:
     """The lines that show the outputs of one row.
 
     Lists of one length with names in them, such as labels and their scores, stand side by side.
@@ -167,7 +169,7 @@ def _send(
     config: PipelineConfig,
     questions: Sequence[Question],
     parameters: Mapping[str, Parameter],
-) -> list[dict[str, Any]]:
+) -> list[PlainOutputs]:
     from triptych.client import InvalidRequest
     from triptych.tasks import TASKS
 
@@ -177,7 +179,7 @@ def _send(
     for index, question in enumerate(questions):
         key = json.dumps({**parameters, **question.parameters}, sort_keys=True)
         alike.setdefault(key, []).append(index)
-    answers: list[dict[str, Any]] = [{}] * len(questions)
+    answers: list[PlainOutputs] = [{}] * len(questions)
     for key, rows in alike.items():
         inputs = {name: [questions[row].inputs[name] for row in rows] for name in config.inputs}
         try:
@@ -318,7 +320,7 @@ def _describe_list(name: str, values: Sequence[Any]) -> list[str]:
     return [f"{name}: [{start}, …] ({len(values)} elements)"]
 
 
-def _side_by_side(values: Mapping[str, Any]) -> str:
+def _side_by_side(values: Mapping[str, object]) -> str:
     return "  ".join(f"{name}: {_show(value)}" for name, value in values.items())
 
 

@@ -12,6 +12,7 @@ import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc
 
 from triptych.client import flows, tasks
+from triptych.client.channel import open_channel
 from triptych.client.errors import InferenceError, InvalidRequest
 from triptych.client.flows import Flow, PipelineClient, UnaryCall, make_method, task_flows
 from triptych.client.tasks import Row, TaskCall, Whole
@@ -59,7 +60,7 @@ class Client(PipelineClient):
     interface, step_statistics = _blocking(flows.interface), _blocking(flows.step_statistics)
 
     def _open(self) -> None:
-        self._channel = self._connection.open()
+        self._channel = open_channel(grpc, *self._connection)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def close(self) -> None:
