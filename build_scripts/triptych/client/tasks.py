@@ -36,12 +36,9 @@ class TaskCall(Generic[Whole, Row]):
     """What a call sends, and what it makes of the answer.
 
     Attributes:
-        inputs: as `Client.infer` takes them.
-        parameters: of the request.
         outputs: those that it reads.
         read: all outputs, [rows, …] each, to the result of the call.
         read_row: index and outputs of one row to that row's result.
-        timeout_s: deadline of the whole call; None takes the client's own.
         stand_in: the only row of `inputs` is not the caller's, who gave none.
     """
 

@@ -46,14 +46,9 @@ _LIKE_BYTES = 16
 class Retry:
     """How often, and after what pause, a request is sent again that met a full queue.
 
-    The pause is drawn at random between 0 and a limit that doubles with every attempt, so that many
-    clients do not come back at the same moment. A pause that would outlast the deadline is not
-    begun.
-
-    Attributes:
-        attempts: most times one request is sent, the first included.
-        first_pause_s: limit of the first pause.
-        longest_pause_s: what the limit does not grow beyond.
+    The pause is drawn at random between 0 and a limit that doubles with every attempt, up to
+    `longest_pause_s`, so that many clients do not come back at the same moment. A pause that would
+    outlast the deadline is not begun. The first sending is one of the `attempts`.
     """
 
     attempts: int = 5

@@ -33,22 +33,10 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What an operator may decide.
+    """What an operator may decide (docker/README.md), and what the repository asks for.
 
-    Attributes:
-        restricted_key: who sends it may use the restricted services; one that nobody knows shuts
-            them.
-        gpus: ids of the GPUs that get a pool of `cuda_pool_mib`.
-        pinned_pool_mib: page-locked host memory for transfers, in MiB; None leaves Triton's.
-        cuda_pool_mib: memory of each GPU for tensors between steps, in MiB; None leaves Triton's.
-        grpc_threads: that take in gRPC requests.
-        max_request_mib: largest body of an HTTP request, in MiB.
-        connection_age_s: after which a gRPC client has to connect anew, in seconds.
-        exit_timeout_s: time for requests in flight after SIGTERM, in seconds.
-        client_shm: clients on this machine may pass tensors through shared memory.
-        rate_limit: honour the ``rate_limiter`` of the models' configs.
-        version_compatible: load plans that carry their own TensorRT runtime.
-        trace: None traces nothing.
+    Pools are in MiB, where None leaves Triton's own; each of the `gpus` gets a CUDA pool. Who sends
+    `restricted_key` may use the restricted services: one that nobody knows shuts them.
     """
 
     restricted_key: str

@@ -20,17 +20,10 @@ class LockError(Exception):
 
 
 class EngineRecord(NamedTuple):
-    """What the engine of one pipeline was built for.
+    """What the engine of one pipeline was built for, and from which graph.
 
-    Attributes:
-        tensorrt: ``10.16.1.11``.
-        gpu: the product that it was built on.
-        compute_capability: ``(9, 0)``.
-        driver: its version at the time.
-        version_compatible: whether it also runs on newer releases of TensorRT.
-        hardware: ``none``, ``ampere_plus`` or ``same_compute_capability``.
-        plan_sha256: of the plan file, in hex.
-        onnx_sha256: of the graph that it was built from.
+    `version_compatible` plans also run on newer releases of TensorRT; `hardware` is ``none``,
+    ``ampere_plus`` or ``same_compute_capability``.
     """
 
     tensorrt: str

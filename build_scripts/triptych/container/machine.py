@@ -37,13 +37,10 @@ class VisibleGpu(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The facts that the check of the locks compares with.
+    """The facts that the check of the locks compares with; None for what was not found.
 
-    Attributes:
-        tensorrt: its version, as long as it is known (``10.16.1`` or ``10.16.1.11``); None where
-            none was found.
-        gpus: in the order of their ids; empty where there are none, or no driver.
-        driver: its version; None where there is none.
+    `tensorrt` is as long as it is known (``10.16.1`` or ``10.16.1.11``); the GPUs are in the order
+    of their ids.
     """
 
     tensorrt: str | None

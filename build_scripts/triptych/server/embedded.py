@@ -133,7 +133,6 @@ class Installation:
     """A tritonserver that can be started.
 
     Attributes:
-        executable: the program.
         backend_directory: what to pass as ``--backend-directory``; None leaves the server its own.
         python_backends: the backends that run Python stubs, each configured by its own name.
         environment: variables to set over those of this process.

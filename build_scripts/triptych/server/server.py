@@ -65,10 +65,6 @@ class Server:
             `stop` removes unless the server failed.
         backend_directory: backends of the caller's, a folder each, laid over those of the embedded
             server; asks for the embedded server even where a tritonserver is on PATH.
-
-    Attributes:
-        repository: the absolute path of the repository.
-        log_file: the log; None before the start where none was asked for.
     """
 
     def __init__(

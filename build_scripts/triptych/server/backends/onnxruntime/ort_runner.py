@@ -125,13 +125,10 @@ class Runner:
             thread.start()
 
     def run(self, tickets: Sequence[Ticket]) -> list[Outcome]:
-        """Run all rows of `tickets`.
+        """Run all rows of `tickets`; returns the outcomes that do not go to `answer`.
 
         A micro-batch that fails is run again request by request, so that only those requests fail
         whose own rows cannot be run.
-
-        Returns:
-            The outcomes that came last in this thread; all others go to `answer`.
         """
         batches = deque(
             _MicroBatch(parts)
