@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import ROOT
-from triptych.container.machine import Gpu, Machine
+from triptych.container.machine import Machine, VisibleGpu
 
 PACKAGE = ROOT / "build_scripts/triptych"
 PLAN = b"a plan"
@@ -21,14 +21,14 @@ ensemble_scheduling {{
   step {{ model_name: "{name}_core" }}
 }}
 """
-H200 = Gpu("NVIDIA H200", (9, 0))
-H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
-L4 = Gpu("NVIDIA L4", (8, 9))
-T4 = Gpu("Tesla T4", (7, 5))
+H200 = VisibleGpu("NVIDIA H200", (9, 0))
+H100 = VisibleGpu("NVIDIA H100 80GB HBM3", (9, 0))
+L4 = VisibleGpu("NVIDIA L4", (8, 9))
+T4 = VisibleGpu("Tesla T4", (7, 5))
 
 
 def machine(
-    *gpus: Gpu, tensorrt: str | None = "10.16.1", driver: str | None = "590.48.01"
+    *gpus: VisibleGpu, tensorrt: str | None = "10.16.1", driver: str | None = "590.48.01"
 ) -> Machine:
     """A machine with these GPUs and otherwise what the engine of `write_pipeline` was built on."""
     return Machine(tensorrt, gpus, driver)

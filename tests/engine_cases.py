@@ -13,7 +13,7 @@ import fake_cuda
 import fake_tensorrt
 from conftest import build_into, lock_data, write_lock, write_pipeline
 from container_cases import H200
-from triptych.container.machine import Gpu
+from triptych.container.machine import VisibleGpu
 from triptych.engine import gpu as own_gpu
 
 
@@ -34,7 +34,7 @@ def build_repository(model: Path, base: Path, *names: str) -> Path:
 
 
 def machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, major: str, *, gpu: Gpu | None = H200
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, major: str, *, gpu: VisibleGpu | None = H200
 ) -> Any:
     """Make this the machine of a fake GPU with one release of TensorRT, and an empty cache.
 

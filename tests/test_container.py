@@ -14,7 +14,7 @@ import pytest
 from container_cases import PACKAGE, copy_of_the_images_files, write_pipeline
 from triptych.container.entrypoint import find_release, flags_for, main
 from triptych.container.flags import Options, Trace, production_flags
-from triptych.container.machine import Gpu, Machine
+from triptych.container.machine import Machine, VisibleGpu
 from triptych.container.settings import read_settings
 from triptych.errors import UserError
 from triptych.releases import TRITON_VERSIONS, Release
@@ -121,7 +121,7 @@ def test_tracing_is_off_unless_asked_for() -> None:
 
 
 def test_the_repository_switches_on_what_it_asks_for(tmp_path: Path) -> None:
-    here = Machine("11.2.1", (Gpu("NVIDIA L4", (8, 9)),) * 2, "615.61")
+    here = Machine("11.2.1", (VisibleGpu("NVIDIA L4", (8, 9)),) * 2, "615.61")
     options = Options(restricted_key=KEY, cuda_pool_mib=1)
     write_pipeline(tmp_path)
     plain = flags_for(tmp_path, options, here, NEW)

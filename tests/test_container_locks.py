@@ -10,7 +10,7 @@ import pytest
 
 from container_cases import H100, H200, L4, T4, machine, write_pipeline
 from triptych.container.lock_check import check_repository, has_version_compatible_plans, main
-from triptych.container.machine import Gpu, Machine, find_driver, find_gpus, find_tensorrt
+from triptych.container.machine import Machine, VisibleGpu, find_driver, find_gpus, find_tensorrt
 from triptych.errors import UserError
 
 HERE = machine(H200)
@@ -70,7 +70,7 @@ def test_a_plan_runs_on_later_releases_only_where_it_was_built_to(
     ids=str,
 )
 def test_a_plan_runs_on_other_gpus_only_where_it_was_built_to(
-    hardware: str, gpu: Gpu, fits: bool, tmp_path: Path
+    hardware: str, gpu: VisibleGpu, fits: bool, tmp_path: Path
 ) -> None:
     said = check(write_pipeline(tmp_path, hardware=hardware), machine(gpu))
     assert (said == "") == fits, said

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from triptych.errors import Finding, UserError
-from triptych.server.doctor import examine, judge
-from triptych.server.embedded import check_requirements
-from triptych.server.machine import Gpu, Machine, StubPython, read_machine
-from triptych.server.requirements import REQUIREMENTS, Platform
+from triptych.server.doctor import check_machine, examine
+from triptych.server.embedded import REQUIREMENTS, Platform, check_requirements
+from triptych.server.machine import GpuSummary, MachineFacts, StubPython, read_machine
 
 MIB = 2**20
 PLATFORM = Platform(
@@ -29,7 +28,7 @@ PLATFORM = Platform(
 )
 BUILD = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "onnx": "1.23.2"}
 LOCAL = {"nvidia-pytriton": "0.7.0", "onnxruntime": "1.31.1"}
-MACHINE = Machine(
+MACHINE = MachineFacts(
     platform=PLATFORM,
     tritonserver=None,
     prefix="/project/.venv",
@@ -42,20 +41,20 @@ MACHINE = Machine(
     shm_free_bytes=1024 * MIB,
     extras={"build": BUILD, "local": LOCAL},
     torch_pin="2.13.0",
-    gpus=(Gpu("NVIDIA L4", 23034, (8, 9)),),
+    gpus=(GpuSummary("NVIDIA L4", 23034, (8, 9)),),
     driver="595.10",
     tensorrt="11.2.1",
     perf_analyzer=Path("/usr/bin/perf_analyzer"),
 )
 
 
-def unwell(machine: Machine) -> list[Finding]:
+def unwell(machine: MachineFacts) -> list[Finding]:
     """The findings that ask for something."""
-    return [finding for finding in judge(machine) if finding.remedy]
+    return [finding for finding in check_machine(machine) if finding.remedy]
 
 
 def test_a_healthy_machine_needs_nothing() -> None:
-    findings = judge(MACHINE)
+    findings = check_machine(MACHINE)
     assert unwell(MACHINE) == []
     assert {finding.severity for finding in findings} == {"info"}
     assert len({finding.id for finding in findings}) == len(findings)
@@ -117,8 +116,8 @@ def test_what_the_embedded_server_lacks_is_no_error_inside_a_container() -> None
         stub_python=None,
         tritonserver=Path("/opt/tritonserver/bin/tritonserver"),
     )
-    assert {finding.severity for finding in judge(machine)} == {"info"}
-    by_id = {finding.id: finding for finding in judge(machine)}
+    assert {finding.severity for finding in check_machine(machine)} == {"info"}
+    by_id = {finding.id: finding for finding in check_machine(machine)}
     assert by_id["tritonserver"].given == "/opt/tritonserver/bin/tritonserver"
 
 
@@ -159,7 +158,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "gpu": ({"gpus": (), "driver": None}, "info", "none", "core.device: cpu"),
     "gpu-compute-capability": (
-        {"gpus": (Gpu("Tesla P4", 7611, (6, 1)),)},
+        {"gpus": (GpuSummary("Tesla P4", 7611, (6, 1)),)},
         "warning",
         "6.1",
         "onnxruntime",
@@ -251,7 +250,7 @@ def test_a_missing_shared_memory_mount_is_seen(tmp_path: Path) -> None:
     [
         (
             "NVIDIA L4, 23034, 8.9, 595.10\nTesla T4, 15360, 7.5, 595.10",
-            (Gpu("NVIDIA L4", 23034, (8, 9)), Gpu("Tesla T4", 15360, (7, 5))),
+            (GpuSummary("NVIDIA L4", 23034, (8, 9)), GpuSummary("Tesla T4", 15360, (7, 5))),
             "595.10",
         ),
         ("NVIDIA-SMI has failed because it could not talk to the driver", (), None),
@@ -261,13 +260,13 @@ def test_what_nvidia_smi_says_is_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     said: str,
-    gpus: tuple[Gpu, ...],
+    gpus: tuple[GpuSummary, ...],
     driver: str | None,
 ) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{said}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("triptych.server.machine._DRIVER_FILE", tmp_path / "no-driver")
+    monkeypatch.setattr("triptych.server.machine.find_driver", lambda: None)
     machine = read_machine({}, Path("/dev/shm"))
     assert (machine.gpus, machine.driver) == (gpus, driver)

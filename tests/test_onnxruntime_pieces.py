@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from onnxruntime_cases import PACKED, PADDED, write_model
-from triptych.server.backends.onnxruntime import ort_batches, ort_contract, ort_sessions
+from triptych.server.backends.onnxruntime import ort_contract, ort_runner, ort_sessions
 from triptych.server.stand_in import contract as contracts
 from triptych.server.stand_in import feeds
 
 PACKED_INPUTS = [
-    ort_contract.GraphTensor("input_ids", "tensor(int32)", (-1,)),
-    ort_contract.GraphTensor("row_length", "tensor(int32)", (-1, 1)),
-    ort_contract.GraphTensor("row_stride", "tensor(int32)", (-1,)),
+    ort_contract.OrtTensor("input_ids", "tensor(int32)", (-1,)),
+    ort_contract.OrtTensor("row_length", "tensor(int32)", (-1, 1)),
+    ort_contract.OrtTensor("row_stride", "tensor(int32)", (-1,)),
 ]
-PACKED_OUTPUTS = [ort_contract.GraphTensor("embedding", "tensor(float)", (-1, 384))]
+PACKED_OUTPUTS = [ort_contract.OrtTensor("embedding", "tensor(float)", (-1, 384))]
 
 
 def entry(name: str, data_type: str, dims: Sequence[int], **more: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ STRIDE = {
 }
 
 
-def packed_contract(**changes: Any) -> dict[str, Any]:
+def packed_contract(**changes: Any) -> Any:
     return {
         "name": "core",
         "max_batch_size": 32,
@@ -51,8 +51,7 @@ def packed_contract(**changes: Any) -> dict[str, Any]:
 
 def with_dims(tensors: Sequence[Any], name: str, dims: tuple[int, ...]) -> list[Any]:
     return [
-        ort_contract.GraphTensor(t.name, t.type, dims if t.name == name else t.dims)
-        for t in tensors
+        ort_contract.OrtTensor(t.name, t.type, dims if t.name == name else t.dims) for t in tensors
     ]
 
 
@@ -67,7 +66,7 @@ def with_dims(tensors: Sequence[Any], name: str, dims: tuple[int, ...]) -> list[
         ),
         (
             {"batch_input": [{**STRIDE, "target_name": ["row_stride", "more"]}]},
-            [*PACKED_INPUTS, ort_contract.GraphTensor("more", "tensor(int32)", (-1,))],
+            [*PACKED_INPUTS, ort_contract.OrtTensor("more", "tensor(int32)", (-1,))],
             PACKED_OUTPUTS,
             "configuration expects 3 inputs, model provides 4",
         ),
@@ -140,7 +139,7 @@ def with_dims(tensors: Sequence[Any], name: str, dims: tuple[int, ...]) -> list[
         (
             {},
             PACKED_INPUTS,
-            [ort_contract.GraphTensor("embedding", "seq(tensor(float))", ())],
+            [ort_contract.OrtTensor("embedding", "seq(tensor(float))", ())],
             "Unsupported ONNX Type 'seq(tensor(float))' for I/O 'embedding'",
         ),
     ],
@@ -176,7 +175,7 @@ def test_micro_batches_hold_every_row_once_and_in_order(
 ) -> None:
     rng = np.random.default_rng(seed)
     asked = tickets(*((int(rng.integers(1, 9)), int(rng.lognormal(3, 0.8)) + 1) for _ in range(20)))
-    batches = ort_batches.form_micro_batches(
+    batches = ort_runner.form_micro_batches(
         asked, budget=budget, workers=workers, separable=separable
     )
     rows = [
@@ -196,11 +195,11 @@ def test_micro_batches_hold_every_row_once_and_in_order(
 
 
 def test_micro_batches_keep_all_workers_busy_alike() -> None:
-    batches = ort_batches.form_micro_batches(
+    batches = ort_runner.form_micro_batches(
         tickets(*[(1, 30)] * 32), budget=128, workers=2, separable=True
     )
     assert [sum(part.ticket.row_cost for part in parts) for parts in batches] == [120] * 8
-    (first, second) = ort_batches.form_micro_batches(
+    (first, second) = ort_runner.form_micro_batches(
         tickets((6, 20)), budget=128, workers=2, separable=True
     )
     assert [(part.start, part.stop) for part in first + second] == [(0, 3), (3, 6)]
@@ -220,7 +219,7 @@ def test_micro_batches_keep_all_workers_busy_alike() -> None:
 def test_one_micro_batch_when_all_cores_had_better_share_it(
     requests: list[tuple[int, int]], budget: int, workers: int, count: int
 ) -> None:
-    batches = ort_batches.form_micro_batches(
+    batches = ort_runner.form_micro_batches(
         tickets(*requests), budget=budget, workers=workers, separable=True
     )
     assert len(batches) == count
@@ -231,10 +230,10 @@ def test_token_budget_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ort_sessions.token_budget({}) == 128
     monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "64")
     assert ort_sessions.token_budget({}) == 64
-    own = {"parameters": {"token_budget": {"string_value": "192"}}}
+    own: Any = {"parameters": {"token_budget": {"string_value": "192"}}}
     assert ort_sessions.token_budget(own) == 192
     monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "much")
-    with pytest.raises(ort_sessions.SettingError, match="must be a number of tokens"):
+    with pytest.raises(contracts.ContractError, match="must be a number of tokens"):
         ort_sessions.token_budget({})
 
 
@@ -253,7 +252,7 @@ def test_rows_that_left_their_request_are_described_by_themselves() -> None:
     assert feed["row_length"].shape == (3, 1)
 
 
-def settings(**parameters: str) -> dict[str, Any]:
+def settings(**parameters: str) -> Any:
     return {
         "name": "core",
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
@@ -277,9 +276,9 @@ def settings(**parameters: str) -> dict[str, Any]:
         (settings(share_session_between_instances="maybe"), "CPU", "'maybe' to boolean"),
     ],
 )
-def test_settings_refuse(config: dict[str, Any], kind: str, message: str) -> None:
+def test_settings_refuse(config: Any, kind: str, message: str) -> None:
     ort_sessions.check_settings(settings(share_session_between_instances="TRUE"), kind="CPU")
-    with pytest.raises(ort_sessions.SettingError) as refusal:
+    with pytest.raises(contracts.ContractError) as refusal:
         ort_sessions.check_settings(config, kind=kind)
     assert message in str(refusal.value)
 
@@ -294,9 +293,9 @@ def test_settings_refuse(config: dict[str, Any], kind: str, message: str) -> Non
 )
 def test_parameters_refuse(parameters: dict[str, str], message: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model", "", {"1/model.onnx": PADDED})
-    path = ort_sessions.model_file(tmp_path / "model" / "1", settings())
+    path = contracts.model_file(tmp_path / "model" / "1", settings(), "model.onnx")
     for threads in ([1], [1, 2]):
-        with pytest.raises(ort_sessions.SettingError, match=message):
+        with pytest.raises(contracts.ContractError, match=message):
             ort_sessions.open_sessions(path, settings(**parameters), threads=threads)
 
 
@@ -304,7 +303,7 @@ def test_sessions_on_one_copy_of_the_weights_give_the_same_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "model", "", {"1/model.onnx": PACKED})
-    path = ort_sessions.model_file(tmp_path / "model" / "1", settings())
+    path = contracts.model_file(tmp_path / "model" / "1", settings(), "model.onnx")
     feed = {
         "tokens": np.array([1, 2, 3, 4, 5], np.int32),
         "length": np.array([[2], [2]], np.int32),

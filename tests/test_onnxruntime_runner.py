@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triptych.server.backends.onnxruntime import ort_batches
+from triptych.server.backends.onnxruntime import ort_runner
 from triptych.server.stand_in import contract, feeds
 
 
@@ -24,7 +24,7 @@ class Bench:
         self.go = threading.Event()
         self.answers: SimpleQueue[Any] = SimpleQueue()
         self.alone = 0
-        tokens = {"name": "tokens", "data_type": "TYPE_INT32", "dims": [-1]}
+        tokens: Any = {"name": "tokens", "data_type": "TYPE_INT32", "dims": [-1]}
         self.contract = contract.parse_contract(
             {"name": "double", "max_batch_size": 8, "input": [tokens], "output": [tokens]},
             backend="onnxruntime",
@@ -72,7 +72,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     # As Triton does, and under the name it has there.
-    monkeypatch.syspath_prepend(Path(ort_batches.__file__).parent)
+    monkeypatch.syspath_prepend(Path(ort_runner.__file__).parent)
     monkeypatch.delitem(sys.modules, "ort_runner", raising=False)
     bench = Bench()
     yield bench

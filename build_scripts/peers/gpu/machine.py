@@ -15,7 +15,6 @@ from triptych.bench.perf_binary import DEFAULT_CACHE, VERSION
 from triptych.container.machine import find_driver, find_gpus
 from triptych.errors import UserError
 from triptych.server import embedded
-from triptych.server.requirements import read_platform
 
 CUDA = "cuda"
 CUDA_PROVIDER = "CUDAExecutionProvider"
@@ -165,7 +164,7 @@ def _server() -> tuple[str, str]:
     if found is not None:
         return found, ""
     try:
-        embedded.check_requirements(read_platform())
+        embedded.check_requirements(embedded.read_platform())
     except UserError as error:
         return "", str(error)
     return f"embedded, {embedded.EMBEDDED_RELEASE}, with the stand-in backend", ""

@@ -3,57 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
-from numpy.typing import NDArray
+import grpc.aio  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc
 
-from triptych.client import tasks
-from triptych.client.calls import Row, RowOutputs, TaskCall, Whole, dress_methods
+from triptych.client import flows, tasks
+from triptych.client.channel import open_channel
 from triptych.client.errors import InferenceError, InvalidRequest
-from triptych.client.settings import PipelineClient
-from triptych.client.statistics import StepStatistics, read_statistics
-from triptych.client.wire import (
-    EncodedRows,
-    Parameter,
-    PipelineConfig,
-    Rows,
-    config_request,
-    encode_rows,
-    read_config,
-    statistics_request,
-)
-from triptych.client.work import Deadline, Portion, Work
+from triptych.client.flows import Flow, PipelineClient, UnaryCall, make_method, task_flows
+from triptych.client.tasks import Row, TaskCall, Whole
+from triptych.client.work import Portion, Work
 
 P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
-def awaited(
+def _awaited(
+    flow: Callable[Concatenate[PipelineClient, P], Flow[Result]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Result]]:
+    async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        return await self._run(flow(self, *args, **kwargs))
+
+    make_method(method, flow, "AsyncClient")
+    return method
+
+
+def _awaited_task(
     make: Callable[P, TaskCall[Whole, Row]],
 ) -> tuple[
     Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Whole]],
     Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, list[Row | InvalidRequest]]],
 ]:
-    """The two methods of `AsyncClient` for the calls that `make` describes."""
-
-    async def whole(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Whole:
-        call = make(*args, **kwargs)
-        return call.whole((await self._perform_task(call, keep_going=False)).outputs())
-
-    async def each(
-        self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs
-    ) -> list[Row | InvalidRequest]:
-        call = make(*args, **kwargs)
-        if call.stand_in:
-            return []
-        return call.each((await self._perform_task(call, keep_going=True)).each())
-
-    dress_methods("AsyncClient", make, whole, each)
-    return whole, each
+    whole, each = task_flows(make)
+    return _awaited(whole), _awaited(each)
 
 
 class AsyncClient(PipelineClient):
@@ -63,49 +49,16 @@ class AsyncClient(PipelineClient):
     call's requests.
     """
 
-    embed, embed_each = awaited(tasks.embed)
-    classify, classify_each = awaited(tasks.classify)
-    classify_images, classify_images_each = awaited(tasks.classify_images)
-    classify_zero_shot, classify_zero_shot_each = awaited(tasks.classify_zero_shot)
-    fill_mask, fill_mask_each = awaited(tasks.fill_mask)
-    entities, entities_each = awaited(tasks.entities)
-    answer, answer_each = awaited(tasks.answer)
-    rerank, rerank_each = awaited(tasks.rerank)
-
-    async def infer(
-        self,
-        inputs: Rows,
-        *,
-        parameters: Mapping[str, Parameter] | None = None,
-        timeout_s: float | None = None,
-    ) -> dict[str, NDArray[Any]]:
-        """Send rows of any inputs and return every output, [rows, …]. As `Client.infer`."""
-        encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
-        return (await self._perform(encoded, parameters, deadline, keep_going=False)).outputs()
-
-    async def infer_each(
-        self,
-        inputs: Rows,
-        *,
-        parameters: Mapping[str, Parameter] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[RowOutputs | InvalidRequest]:
-        """For each row its outputs, or why it was refused. As `Client.infer_each`."""
-        encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
-        return (await self._perform(encoded, parameters, deadline, keep_going=True)).each()
-
-    async def interface(self, *, timeout_s: float | None = None) -> PipelineConfig:
-        """The pipeline's batch limit, inputs, outputs and steps. As `Client.interface`."""
-        return await self._known_config(self._deadline(timeout_s))
-
-    async def step_statistics(self, *, timeout_s: float | None = None) -> list[StepStatistics]:
-        """What each step has done since the server loaded it. As `Client.step_statistics`."""
-        deadline = self._deadline(timeout_s)
-        ask = self._stub().ModelStatistics
-        return [
-            read_statistics(step, await self._ask(ask, statistics_request(step), deadline))
-            for step in (await self._known_config(deadline)).steps
-        ]
+    embed, embed_each = _awaited_task(tasks.embed)
+    classify, classify_each = _awaited_task(tasks.classify)
+    classify_images, classify_images_each = _awaited_task(tasks.classify_images)
+    classify_zero_shot, classify_zero_shot_each = _awaited_task(tasks.classify_zero_shot)
+    fill_mask, fill_mask_each = _awaited_task(tasks.fill_mask)
+    entities, entities_each = _awaited_task(tasks.entities)
+    answer, answer_each = _awaited_task(tasks.answer)
+    rerank, rerank_each = _awaited_task(tasks.rerank)
+    infer, infer_each = _awaited(flows.infer), _awaited(flows.infer_each)
+    interface, step_statistics = _awaited(flows.interface), _awaited(flows.step_statistics)
 
     async def close(self) -> None:
         """Close the connection; calls under way in other tasks raise `Cancelled`."""
@@ -124,47 +77,26 @@ class AsyncClient(PipelineClient):
     ) -> None:
         await self.close()
 
-    def _open(self) -> None:
-        # The channel belongs to the loop that runs when it is made, so the first call makes it.
-        self._open_stub: Any = None
-
-    def _stub(self) -> Any:
-        self._raise_if_closed()
-        if self._open_stub is None:
-            self._channel = self._connection.open_async()
-            self._open_stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        return self._open_stub
-
-    async def _perform_task(self, call: TaskCall[Any, Any], *, keep_going: bool) -> Work:
-        encoded, deadline = encode_rows(call.inputs), self._deadline(call.timeout_s)
+    async def _run(self, flow: Flow[Result]) -> Result:
         try:
-            return await self._perform(encoded, call.parameters, deadline, keep_going=keep_going)
-        except InvalidRequest as error:
-            misfit = None
-            if error.row not in encoded.refused:
-                # A pipeline of another task complains of an input or a parameter.
-                with suppress(InferenceError):
-                    misfit = call.misfit(await self._known_config(deadline))
-            if misfit:
-                raise misfit from error
-            raise
+            step = next(flow)
+            while True:
+                try:
+                    answer = await self._send(step)
+                except InferenceError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(answer)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
-    async def _perform(
-        self,
-        encoded: EncodedRows,
-        parameters: Mapping[str, Parameter] | None,
-        deadline: Deadline,
-        *,
-        keep_going: bool,
-    ) -> Work:
-        if self._needs_config(encoded, keep_going=keep_going):
-            await self._known_config(deadline)
-        work = self._work(encoded, parameters, deadline, keep_going=keep_going)
-        if work.waiting > 1:
-            await self._send_at_once(work)
-        else:
-            await self._send_in_turn(work)
-        return work
+    async def _send(self, step: UnaryCall | Work) -> Any:
+        if isinstance(step, UnaryCall):
+            return await self._ask(step.method, step.request, step.left_s)
+        if step.waiting > 1:
+            return await self._send_at_once(step)
+        return await self._send_in_turn(step)
 
     async def _send_in_turn(self, work: Work) -> None:
         # To await one call at a time needs no task of its own.
@@ -210,22 +142,17 @@ class AsyncClient(PipelineClient):
 
     async def _start(self, work: Work, portion: Portion) -> Any:
         request, left_s = work.request(portion)
-        call = self._stub().ModelInfer(request, timeout=left_s, metadata=self._metadata)
-        return await self._response(call, portion.rows)
+        return await self._ask("ModelInfer", request, left_s, portion.rows)
 
-    async def _known_config(self, deadline: Deadline) -> PipelineConfig:
-        config = self._config
-        if config is None:
-            ask = self._stub().ModelConfig
-            config = read_config(await self._ask(ask, config_request(self.pipeline), deadline))
-            self._config = config
-        return config
-
-    async def _ask(self, method: Any, request: Any, deadline: Deadline) -> Any:
-        call = method(request, timeout=deadline.left_s(), metadata=self._metadata)
-        return await self._response(call)
-
-    async def _response(self, call: Any, rows: Sequence[int] = ()) -> Any:
+    async def _ask(
+        self, method: str, request: Any, left_s: float | None, rows: Sequence[int] = ()
+    ) -> Any:
+        self._raise_if_closed()
+        if self._stub is None:
+            # The channel belongs to the loop that runs when it is made: the first call makes it.
+            self._channel = open_channel(grpc.aio, *self._connection)
+            self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        call = getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
         try:
             # Awaiting the call itself would raise CancelledError for a closed channel as well as
             # for a cancelled task; the code tells them apart.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
-import grpc.aio  # type: ignore[import-untyped]
 
 from triptych.errors import UserError
 
@@ -48,11 +46,7 @@ class Tls:
             )
 
     def credentials(self) -> Any:
-        """The gRPC credentials of these files.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """The gRPC credentials of these files; raises a `UserError` where one cannot be read."""
         return grpc.ssl_channel_credentials(
             root_certificates=_read("tls.root_certificates", self.root_certificates),
             private_key=_read("tls.key", self.key),
@@ -79,69 +73,52 @@ class KeepAlive:
     without_calls: bool = False
 
 
-@dataclass(frozen=True)
-class Connection:
-    """All that is needed to open a channel.
+def open_channel(
+    library: Any, url: str, tls: Tls | None, keep_alive: KeepAlive | None, max_message_bytes: int
+) -> Any:
+    """A channel that connects at the first call.
 
-    Attributes:
+    Args:
+        library: `grpc` for threads, `grpc.aio` for the running event loop.
         url: ``host:port`` of the server's gRPC endpoint.
         tls: None talks in the clear.
-        headers: sent with every request, such as ``triton-grpc-protocol-<key>``.
         keep_alive: None never pings.
         max_message_bytes: most that one request or one response may carry.
+
+    Raises:
+        UserError: a file of `tls` cannot be read.
     """
-
-    url: str = "127.0.0.1:8001"
-    tls: Tls | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    keep_alive: KeepAlive | None = KeepAlive()
-    max_message_bytes: int = LARGEST_MESSAGE_BYTES
-
-    def __post_init__(self) -> None:
-        if self.url.startswith(_FOREIGN_SCHEMES) or not self.url:
-            raise UserError(
-                "url",
-                "must be the host and port of the server's gRPC endpoint",
-                given=self.url or "nothing",
-                remedy="Write host:port, and ask for encryption with `tls`",
-            )
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """`headers` as gRPC takes them: it refuses capital letters in a name."""
-        return tuple((name.lower(), value) for name, value in self.headers.items())
-
-    def open(self) -> Any:
-        """A channel for threads; it connects at the first call."""
-        if self.tls is None:
-            return grpc.insecure_channel(self.url, options=self._options())
-        return grpc.secure_channel(self.url, self.tls.credentials(), options=self._options())
-
-    def open_async(self) -> Any:
-        """A channel for the running event loop; it connects at the first call."""
-        if self.tls is None:
-            return grpc.aio.insecure_channel(self.url, options=self._options())
-        return grpc.aio.secure_channel(self.url, self.tls.credentials(), options=self._options())
-
-    def _options(self) -> list[tuple[str, int | str]]:
-        options: list[tuple[str, int | str]] = [
-            ("grpc.max_send_message_length", self.max_message_bytes),
-            ("grpc.max_receive_message_length", self.max_message_bytes),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_PAUSE_MS),
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_PAUSE_MS),
+    ]
+    if keep_alive is not None:
+        options += [
+            ("grpc.keepalive_time_ms", int(keep_alive.interval_s * 1000)),
+            ("grpc.keepalive_timeout_ms", int(keep_alive.timeout_s * 1000)),
+            ("grpc.keepalive_permit_without_calls", int(keep_alive.without_calls)),
         ]
-        if self.keep_alive is not None:
-            options += [
-                ("grpc.keepalive_time_ms", int(self.keep_alive.interval_s * 1000)),
-                ("grpc.keepalive_timeout_ms", int(self.keep_alive.timeout_s * 1000)),
-                ("grpc.keepalive_permit_without_calls", int(self.keep_alive.without_calls)),
-            ]
-        if self.tls is not None and self.tls.server_name is not None:
-            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
-        if _is_loopback(self.url):
-            # gRPC would send even this machine's own traffic to the proxy of the environment.
-            options.append(("grpc.enable_http_proxy", 0))
-        return options
+    if _is_loopback(url):
+        # gRPC would send even this machine's own traffic to the proxy of the environment.
+        options.append(("grpc.enable_http_proxy", 0))
+    if tls is None:
+        return library.insecure_channel(url, options=options)
+    if tls.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return library.secure_channel(url, tls.credentials(), options=options)
+
+
+def check_url(url: str) -> None:
+    """Raises a `UserError` where `url` is not ``host:port``."""
+    if url.startswith(_FOREIGN_SCHEMES) or not url:
+        raise UserError(
+            "url",
+            "must be the host and port of the server's gRPC endpoint",
+            given=url or "nothing",
+            remedy="Write host:port, and ask for encryption with `tls`",
+        )
 
 
 def _is_loopback(url: str) -> bool:

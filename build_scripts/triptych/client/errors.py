@@ -1,16 +1,4 @@
-"""What a call to a pipeline can end in besides an answer: one root, one class a cause.
-
-InferenceError
-├── InvalidRequest      the request, or one of its rows, breaks a rule
-├── Overloaded          the pipeline's queue is full, or the request waited in it too long
-├── DeadlineExceeded    the caller's own time limit passed
-├── Cancelled           the client was closed, or the server gave the request up
-├── PipelineNotFound    the server does not know the pipeline
-├── PipelineNotReady    the server knows it but does not serve it now
-├── PipelineFailed      a step broke on the request
-├── AccessDenied        a header is missing or not accepted
-└── ServerUnreachable   no server answered at the address
-"""
+"""What a call to a pipeline can end in besides an answer: one root, one class a cause."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from triptych.client import Client, PipelineConfig
 
 Parameter = bool | int | float | str
+PlainOutputs = Mapping[str, object]
+"""Of one row by output, as JSON can say it."""
 
 _IMAGE = "image"
 _MOST_NUMBERS = 6
@@ -25,20 +27,15 @@ _MOST_NUMBERS = 6
 
 @dataclass(frozen=True)
 class Question:
-    """One row to send.
-
-    Attributes:
-        inputs: name -> text, or the bytes of an image.
-        shown: the inputs as the user gave them: an image by its path.
-        source: where an input that does not fit is to be mended: ``file:line``, or empty where
-            the options of the command line gave it.
-        parameters: of the request, for this row alone.
-    """
+    """One row to send: text, or the bytes of an image, by input."""
 
     inputs: dict[str, str | bytes]
     shown: str
+    """The inputs as the user gave them: an image by its path."""
     source: str = ""
+    """``file:line`` of the row; empty where the options of the command line gave it."""
     parameters: dict[str, Parameter] = field(default_factory=dict)
+    """Of the request, for this row alone."""
 
 
 def read_questions(
@@ -59,8 +56,7 @@ def read_questions(
         _IMAGE: [str(path) for path in images],
     }
     if file is not None and file.suffix == ".jsonl":
-        once = {name: values for name, values in columns.items() if values}
-        for name, values in once.items():
+        for name, values in columns.items():
             if len(values) > 1:
                 raise UserError(
                     _option(name),
@@ -68,10 +64,9 @@ def read_questions(
                     given=len(values),
                     remedy="Write the rows into the file",
                 )
-        common = {name: values[0] for name, values in once.items()}
-        return _read_objects(file, common)
+        return _read_objects(file, {name: v[0] for name, v in columns.items() if v})
     if file is not None:
-        columns["text"] += _read_text("--file", file).removesuffix("\n").split("\n")
+        columns["text"] += _read_text(file).removesuffix("\n").split("\n")
     columns = {name: values for name, values in columns.items() if values}
     if not columns:
         raise UserError(
@@ -127,7 +122,7 @@ def ask(
     url: str,
     parameters: Mapping[str, Parameter],
     timeout_s: float,
-) -> list[dict[str, Any]]:
+) -> list[PlainOutputs]:
     """Send `questions` and return for each every output as plain data.
 
     An output of one element is that element, any other a list; JSON is parsed.
@@ -150,7 +145,7 @@ def ask(
         ) from error
 
 
-def describe_answer(answer: Mapping[str, Any]) -> list[str]:
+def describe_answer(answer: PlainOutputs) -> list[str]:
     """The lines that show the outputs of one row.
 
     Lists of one length with names in them, such as labels and their scores, stand side by side.
@@ -174,14 +169,17 @@ def _send(
     config: PipelineConfig,
     questions: Sequence[Question],
     parameters: Mapping[str, Parameter],
-) -> list[dict[str, Any]]:
+) -> list[PlainOutputs]:
     from triptych.client import InvalidRequest
+    from triptych.tasks import TASKS
 
+    outputs_of_tasks = (tensor for task in TASKS.values() for tensor in task.outputs)
+    in_json = {tensor.name for tensor in outputs_of_tasks if tensor.content == "json"}
     alike: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
         key = json.dumps({**parameters, **question.parameters}, sort_keys=True)
         alike.setdefault(key, []).append(index)
-    answers: list[dict[str, Any]] = [{}] * len(questions)
+    answers: list[PlainOutputs] = [{}] * len(questions)
     for key, rows in alike.items():
         inputs = {name: [questions[row].inputs[name] for row in rows] for name in config.inputs}
         try:
@@ -190,7 +188,7 @@ def _send(
             row = None if error.row is None else rows[error.row]
             raise InvalidRequest(error.message, row) from error
         columns = {
-            name: _plain(name, outputs[name], single=dims == (1,))
+            name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
             for name, (_, dims) in config.outputs.items()
         }
         for place, row in enumerate(rows):
@@ -218,7 +216,7 @@ def _read_objects(file: Path, common: Mapping[str, str]) -> list[Question]:
     # The path of an image on the command line is from where the user stands.
     beside = _question(common, Path())
     questions = []
-    for number, line in enumerate(_read_text("--file", file).split("\n"), start=1):
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         source = f"{file}:{number}"
@@ -275,12 +273,12 @@ def _question(row: Mapping[str, str], folder: Path, source: str = "") -> Questio
     return Question(inputs, " | ".join(row.values()), source)
 
 
-def _read_text(option: str, file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            option, "must be a readable file of UTF-8 text", given=f"{file}: {error}"
+            "--file", "must be a readable file of UTF-8 text", given=f"{file}: {error}"
         ) from error
 
 
@@ -291,32 +289,17 @@ def _parameter(value: object) -> Parameter | None:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _plain(name: str, values: Any, *, single: bool) -> list[Any]:
-    rows: list[Any] = values.tolist()
-    if values.dtype == object:
-        rows = _decoded(rows)
+def _plain(values: Any, *, single: bool, as_json: bool) -> list[Any]:
+    rows: list[Any] = _decoded(values.tolist()) if values.dtype == object else values.tolist()
     if single:
         rows = [row[0] for row in rows]
-        if name in _json_outputs():
-            rows = [_parsed(row) for row in rows]
-    return rows
+    return [_parsed(row) for row in rows] if single and as_json else rows
 
 
 def _decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_decoded(item) for item in value]
     return value.decode("utf-8", "backslashreplace")
-
-
-def _json_outputs() -> set[str]:
-    from triptych.tasks import TASKS
-
-    return {
-        tensor.name
-        for task in TASKS.values()
-        for tensor in task.outputs
-        if tensor.content == "json"
-    }
 
 
 def _parsed(text: str) -> Any:
@@ -327,17 +310,17 @@ def _parsed(text: str) -> Any:
 
 
 def _describe_list(name: str, values: Sequence[Any]) -> list[str]:
-    if values and all(isinstance(value, dict) for value in values):
+    if not values:
+        return []
+    if all(isinstance(value, dict) for value in values):
         return [f"{name}:", *(f"  {_side_by_side(value)}" for value in values)]
-    if values and len(values) <= _MOST_NUMBERS:
-        return [f"{name}: [{', '.join(map(_show, values))}]"]
-    if values:
-        start = ", ".join(map(_show, values[:_MOST_NUMBERS]))
-        return [f"{name}: [{start}, …] ({len(values)} elements)"]
-    return []
+    start = ", ".join(map(_show, values[:_MOST_NUMBERS]))
+    if len(values) <= _MOST_NUMBERS:
+        return [f"{name}: [{start}]"]
+    return [f"{name}: [{start}, …] ({len(values)} elements)"]
 
 
-def _side_by_side(values: Mapping[str, Any]) -> str:
+def _side_by_side(values: Mapping[str, object]) -> str:
     return "  ".join(f"{name}: {_show(value)}" for name, value in values.items())
 
 

@@ -10,12 +10,7 @@ _TIMEOUT_S = 120.0
 
 
 def reload_models(url: str, pipeline: str, changed: Sequence[str]) -> None:
-    """Load the models that changed, and after its steps the ensemble.
-
-    Args:
-        url: ``host:port`` of the gRPC endpoint of a server in explicit model control.
-        pipeline: the ensemble.
-        changed: models whose files are others now.
+    """Load the models that changed, and after its steps the ensemble `pipeline`.
 
     Raises:
         UserError: a model does not load.

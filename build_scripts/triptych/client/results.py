@@ -6,12 +6,7 @@ from typing import NamedTuple
 
 
 class Choice(NamedTuple):
-    """One of the labels, or tokens, that the model chose from.
-
-    Attributes:
-        label: its name; of fill-mask the token.
-        score: from 0 to 1.
-    """
+    """One of the labels (of fill-mask: tokens) that the model chose from; `score` from 0 to 1."""
 
     label: str
     score: float
@@ -36,13 +31,9 @@ class Entity(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The span of a context that answers a question.
+    """The span of a context that answers a question; an empty text where there is none.
 
-    Attributes:
-        answer: its text; empty where there is none.
-        score: from 0 to 1.
-        start: its first character in the context.
-        end: the character behind it.
+    `score` is from 0 to 1, `start` its first character in the context, `end` the one behind it.
     """
 
     answer: str
@@ -52,12 +43,7 @@ class Answer(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """How well a passage answers a query.
-
-    Attributes:
-        index: of the passage in the caller's list.
-        score: the higher the better.
-    """
+    """How well the passage at `index` of the caller's list answers a query: the higher `score`."""
 
     index: int  # type: ignore[assignment]  # instead of the tuple's method
     score: float

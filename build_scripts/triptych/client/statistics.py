@@ -10,6 +10,8 @@ from typing import Any
 class StepStatistics:
     """Sums since the server loaded the step; two of them subtracted give what lay between.
 
+    ``…_us`` without ``total`` is the mean of a request, in the batch that it was in.
+
     Attributes:
         model: name of the step's model.
         requests: requests run, among them those that a Python step itself refused.
@@ -17,9 +19,9 @@ class StepStatistics:
         rows: rows inferred, counting every row of a request.
         executions: batches run.
         queue_total_us: time all requests together waited to be batched.
-        compute_input_total_us: time spent gathering their inputs.
-        compute_infer_total_us: time spent running the model.
-        compute_output_total_us: time spent handing out their outputs.
+        compute_input_total_us: spent gathering their inputs.
+        compute_infer_total_us: spent running the model.
+        compute_output_total_us: spent handing out their outputs.
     """
 
     model: str
@@ -39,22 +41,18 @@ class StepStatistics:
 
     @property
     def queue_us(self) -> float:
-        """Mean wait of a request."""
         return self._mean(self.queue_total_us)
 
     @property
     def compute_input_us(self) -> float:
-        """Mean time to gather the inputs of the batch a request was in."""
         return self._mean(self.compute_input_total_us)
 
     @property
     def compute_infer_us(self) -> float:
-        """Mean time the model ran on the batch a request was in."""
         return self._mean(self.compute_infer_total_us)
 
     @property
     def compute_output_us(self) -> float:
-        """Mean time to hand out the outputs of the batch a request was in."""
         return self._mean(self.compute_output_total_us)
 
     def _mean(self, total_us: float) -> float:
@@ -76,14 +74,18 @@ def read_statistics(model: str, response: Any) -> StepStatistics:
     """The sums over all versions in a ``ModelStatisticsResponse`` for `model`."""
     versions = list(response.model_stats)
     inferences = [version.inference_stats for version in versions]
+
+    def total_us(phase: str) -> float:
+        return float(sum(getattr(inference, phase).ns for inference in inferences) / 1000)
+
     return StepStatistics(
         model=model,
         requests=sum(inference.success.count for inference in inferences),
         failures=sum(inference.fail.count for inference in inferences),
         rows=sum(version.inference_count for version in versions),
         executions=sum(version.execution_count for version in versions),
-        queue_total_us=sum(inference.queue.ns for inference in inferences) / 1000,
-        compute_input_total_us=sum(inference.compute_input.ns for inference in inferences) / 1000,
-        compute_infer_total_us=sum(inference.compute_infer.ns for inference in inferences) / 1000,
-        compute_output_total_us=sum(inference.compute_output.ns for inference in inferences) / 1000,
+        queue_total_us=total_us("queue"),
+        compute_input_total_us=total_us("compute_input"),
+        compute_infer_total_us=total_us("compute_infer"),
+        compute_output_total_us=total_us("compute_output"),
     )

@@ -4,55 +4,42 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
-from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2_grpc
 
-from triptych.client import tasks
-from triptych.client.calls import Row, RowOutputs, TaskCall, Whole, dress_methods
+from triptych.client import flows, tasks
+from triptych.client.channel import open_channel
 from triptych.client.errors import InferenceError, InvalidRequest
-from triptych.client.settings import PipelineClient
-from triptych.client.statistics import StepStatistics, read_statistics
-from triptych.client.wire import (
-    EncodedRows,
-    Parameter,
-    PipelineConfig,
-    Rows,
-    config_request,
-    encode_rows,
-    read_config,
-    statistics_request,
-)
-from triptych.client.work import Deadline, Portion, Work
+from triptych.client.flows import Flow, PipelineClient, UnaryCall, make_method, task_flows
+from triptych.client.tasks import Row, TaskCall, Whole
+from triptych.client.work import Portion, Work
 
 P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
-def blocking(
+def _blocking(
+    flow: Callable[Concatenate[PipelineClient, P], Flow[Result]],
+) -> Callable[Concatenate[Client, P], Result]:
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        return self._run(flow(self, *args, **kwargs))
+
+    make_method(method, flow, "Client")
+    return method
+
+
+def _blocking_task(
     make: Callable[P, TaskCall[Whole, Row]],
 ) -> tuple[
     Callable[Concatenate[Client, P], Whole],
     Callable[Concatenate[Client, P], list[Row | InvalidRequest]],
 ]:
-    """The two methods of `Client` for the calls that `make` describes."""
-
-    def whole(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Whole:
-        call = make(*args, **kwargs)
-        return call.whole(self._perform_task(call, keep_going=False).outputs())
-
-    def each(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> list[Row | InvalidRequest]:
-        call = make(*args, **kwargs)
-        if call.stand_in:
-            return []
-        return call.each(self._perform_task(call, keep_going=True).each())
-
-    dress_methods("Client", make, whole, each)
-    return whole, each
+    whole, each = task_flows(make)
+    return _blocking(whole), _blocking(each)
 
 
 class Client(PipelineClient):
@@ -61,75 +48,20 @@ class Client(PipelineClient):
     Its settings are those of `PipelineClient`. Open it after a fork, not before.
     """
 
-    embed, embed_each = blocking(tasks.embed)
-    classify, classify_each = blocking(tasks.classify)
-    classify_images, classify_images_each = blocking(tasks.classify_images)
-    classify_zero_shot, classify_zero_shot_each = blocking(tasks.classify_zero_shot)
-    fill_mask, fill_mask_each = blocking(tasks.fill_mask)
-    entities, entities_each = blocking(tasks.entities)
-    answer, answer_each = blocking(tasks.answer)
-    rerank, rerank_each = blocking(tasks.rerank)
+    embed, embed_each = _blocking_task(tasks.embed)
+    classify, classify_each = _blocking_task(tasks.classify)
+    classify_images, classify_images_each = _blocking_task(tasks.classify_images)
+    classify_zero_shot, classify_zero_shot_each = _blocking_task(tasks.classify_zero_shot)
+    fill_mask, fill_mask_each = _blocking_task(tasks.fill_mask)
+    entities, entities_each = _blocking_task(tasks.entities)
+    answer, answer_each = _blocking_task(tasks.answer)
+    rerank, rerank_each = _blocking_task(tasks.rerank)
+    infer, infer_each = _blocking(flows.infer), _blocking(flows.infer_each)
+    interface, step_statistics = _blocking(flows.interface), _blocking(flows.step_statistics)
 
-    def infer(
-        self,
-        inputs: Rows,
-        *,
-        parameters: Mapping[str, Parameter] | None = None,
-        timeout_s: float | None = None,
-    ) -> dict[str, NDArray[Any]]:
-        """Send rows of any inputs and return every output.
-
-        Args:
-            inputs: name -> one element a row; all of the same length.
-            parameters: request parameters; `priority` and `timeout` are Triton's own.
-            timeout_s: deadline of the whole call; None takes the client's own.
-
-        Returns:
-            Name -> array [rows, …] in the order of the rows; BYTES are objects, each `bytes`.
-
-        Raises:
-            InferenceError: one of its kinds; an `InvalidRequest` names the row at fault in `row`.
-        """
-        encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
-        return self._perform(encoded, parameters, deadline, keep_going=False).outputs()
-
-    def infer_each(
-        self,
-        inputs: Rows,
-        *,
-        parameters: Mapping[str, Parameter] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[RowOutputs | InvalidRequest]:
-        """For each row its outputs, or why it was refused.
-
-        Arguments and errors are those of `infer`, but a refused row does not raise: the other rows
-        of its request are sent again without it.
-        """
-        encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
-        return self._perform(encoded, parameters, deadline, keep_going=True).each()
-
-    def interface(self, *, timeout_s: float | None = None) -> PipelineConfig:
-        """The pipeline's batch limit, inputs, outputs and steps; asked of the server once.
-
-        Raises:
-            InferenceError: one of its kinds.
-        """
-        return self._known_config(self._deadline(timeout_s))
-
-    def step_statistics(self, *, timeout_s: float | None = None) -> list[StepStatistics]:
-        """What each step of the pipeline has done since the server loaded it, in order.
-
-        Subtract an earlier value to see a span of time.
-
-        Raises:
-            InferenceError: one of its kinds.
-        """
-        deadline = self._deadline(timeout_s)
-        ask = self._stub.ModelStatistics
-        return [
-            read_statistics(step, self._ask(ask, statistics_request(step), deadline))
-            for step in self._known_config(deadline).steps
-        ]
+    def _open(self) -> None:
+        self._channel = open_channel(grpc, *self._connection)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def close(self) -> None:
         """Close the connection; calls under way in other threads raise `Cancelled`."""
@@ -147,44 +79,33 @@ class Client(PipelineClient):
     ) -> None:
         self.close()
 
-    def _open(self) -> None:
-        self._channel = self._connection.open()
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-
-    def _perform_task(self, call: TaskCall[Any, Any], *, keep_going: bool) -> Work:
-        encoded, deadline = encode_rows(call.inputs), self._deadline(call.timeout_s)
+    def _run(self, flow: Flow[Result]) -> Result:
         try:
-            return self._perform(encoded, call.parameters, deadline, keep_going=keep_going)
-        except InvalidRequest as error:
-            misfit = None
-            if error.row not in encoded.refused:
-                # A pipeline of another task complains of an input or a parameter.
-                with suppress(InferenceError):
-                    misfit = call.misfit(self._known_config(deadline))
-            if misfit:
-                raise misfit from error
-            raise
+            step = next(flow)
+            while True:
+                try:
+                    answer = self._send(step)
+                except InferenceError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(answer)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
-    def _perform(
-        self,
-        encoded: EncodedRows,
-        parameters: Mapping[str, Parameter] | None,
-        deadline: Deadline,
-        *,
-        keep_going: bool,
-    ) -> Work:
-        if self._needs_config(encoded, keep_going=keep_going):
-            self._known_config(deadline)
-        work = self._work(encoded, parameters, deadline, keep_going=keep_going)
+    def _send(self, step: UnaryCall | Work) -> Any:
         try:
-            if work.waiting > 1:
-                self._send_at_once(work)
-            else:
-                self._send_in_turn(work)
+            if isinstance(step, UnaryCall):
+                method = getattr(self._stub, step.method)
+                return method(step.request, timeout=step.left_s, metadata=self._metadata)
+            if step.waiting > 1:
+                return self._send_at_once(step)
+            return self._send_in_turn(step)
+        except grpc.RpcError as status:
+            raise self._error(status.code(), status.details()) from None
         except ValueError:
             self._raise_if_closed()
             raise
-        return work
 
     def _send_in_turn(self, work: Work) -> None:
         # A blocking call spares the two thread switches of a future: 15 % of a short request.
@@ -227,20 +148,3 @@ class Client(PipelineClient):
             # Whatever ended the call, an interrupt too, leaves no request behind.
             for call in in_flight:
                 call.cancel()
-
-    def _known_config(self, deadline: Deadline) -> PipelineConfig:
-        config = self._config
-        if config is None:
-            ask = self._stub.ModelConfig
-            config = read_config(self._ask(ask, config_request(self.pipeline), deadline))
-            self._config = config
-        return config
-
-    def _ask(self, method: Any, request: Any, deadline: Deadline) -> Any:
-        try:
-            return method(request, timeout=deadline.left_s(), metadata=self._metadata)
-        except grpc.RpcError as status:
-            raise self._error(status.code(), status.details()) from None
-        except ValueError:
-            self._raise_if_closed()
-            raise

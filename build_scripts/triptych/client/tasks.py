@@ -1,21 +1,27 @@
 """What each task's typed call sends, and what it makes of the outputs; both clients use these.
 
-Each function here becomes a method of the clients: same name, same arguments, same words.
+Each function here becomes a method of the clients: same name, same arguments, same words. Texts are
+str, or bytes of UTF-8; a parameter that is None is the pipeline's; `timeout_s` is as in `infer`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
 from numpy.typing import NDArray
 
-from triptych.client.calls import Outputs, Row, RowOutputs, TaskCall
 from triptych.client.errors import InvalidRequest
 from triptych.client.results import Answer, Choice, Entity, Ranked
-from triptych.client.wire import Parameter, Rows
+from triptych.client.wire import Parameter, PipelineConfig, Rows
+
+RowOutputs = dict[str, NDArray[Any]]
+Outputs = Mapping[str, NDArray[Any]]
+Whole = TypeVar("Whole")
+Row = TypeVar("Row")
 
 Vectors = NDArray[Any]
 """float32, or int8 where an encoding says so."""
@@ -23,6 +29,68 @@ Vectors = NDArray[Any]
 Texts = Sequence["str | bytes"]
 Encoding = Literal["float", "int8", "binary"]
 Aggregation = Literal["none", "simple", "first", "max", "average"]
+
+
+@dataclass(frozen=True)
+class TaskCall(Generic[Whole, Row]):
+    """What a call sends, and what it makes of the answer.
+
+    Attributes:
+        outputs: those that it reads.
+        read: all outputs, [rows, …] each, to the result of the call.
+        read_row: index and outputs of one row to that row's result.
+        stand_in: the only row of `inputs` is not the caller's, who gave none.
+    """
+
+    inputs: Rows
+    parameters: Mapping[str, Parameter]
+    outputs: tuple[str, ...]
+    read: Callable[[Outputs], Whole]
+    read_row: Callable[[int, RowOutputs], Row]
+    timeout_s: float | None
+    stand_in: bool = False
+
+    def whole(self, outputs: Outputs) -> Whole:
+        """The result of the call.
+
+        Raises:
+            InvalidRequest: the pipeline lacks an output; it is of another task.
+        """
+        self._raise_if_lacking(outputs)
+        return self.read(outputs)
+
+    def each(self, rows: Sequence[RowOutputs | InvalidRequest]) -> list[Row | InvalidRequest]:
+        """For each row its result, or why it was refused; raises as `whole` does."""
+        results: list[Row | InvalidRequest] = []
+        for index, row in enumerate(rows):
+            if isinstance(row, InvalidRequest):
+                results.append(row)
+            else:
+                self._raise_if_lacking(row)
+                results.append(self.read_row(index, row))
+        return results
+
+    def misfit(self, config: PipelineConfig) -> InvalidRequest | None:
+        """Why a pipeline of this interface cannot answer the call; None where it can."""
+        try:
+            self._raise_if_lacking(config.outputs)
+        except InvalidRequest as error:
+            return error
+        if set(self.inputs) == set(config.inputs):
+            return None
+        return InvalidRequest(
+            f"The pipeline must have the input {_quoted(self.inputs)} for this call. "
+            f"Given: {', '.join(config.inputs)} (outputs: {', '.join(sorted(config.outputs))}). "
+            "Make the call that fits its task."
+        )
+
+    def _raise_if_lacking(self, outputs: Mapping[str, object]) -> None:
+        for name in self.outputs:
+            if name not in outputs:
+                raise InvalidRequest(
+                    f"The pipeline must have the output `{name}` for this call. "
+                    f"Given: {', '.join(sorted(outputs))}. Make the call that fits its task."
+                )
 
 
 def embed(
@@ -35,20 +103,13 @@ def embed(
 ) -> TaskCall[Vectors, Vectors]:
     """Embed `texts`.
 
-    Args:
-        texts: str, or bytes of UTF-8.
-        dimensions: keep this many leading numbers of a vector and normalise it again.
-        encoding: of the vectors: float, int8, or binary (one bit a number, eight to a byte). None
-            takes the pipeline's own.
-        prompt_name: the model's prompt to put before each text.
-        timeout_s: deadline of the whole call; None takes the client's own.
+    `dimensions` keeps that many leading numbers of a vector and normalises it again; `encoding` is
+    float, int8 or binary (one bit a number, eight to a byte); `prompt_name` is the model's prompt
+    to put before each text.
 
     Returns:
         float32 [texts, dimensions], in the order of `texts`; of the right width without any. int8
         [texts, bytes] with another encoding.
-
-    Raises:
-        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
     """
     # The width of a vector varies with the request's parameters, so no config tells it; an answer
     # does.
@@ -79,18 +140,10 @@ def embed(
 def classify(
     texts: Texts, *, top_k: int | None = None, timeout_s: float | None = None
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
-    """Choose the labels of each text.
-
-    Args:
-        texts: str, or bytes of UTF-8.
-        top_k: how many labels of a text to return; None takes the pipeline's own.
-        timeout_s: deadline of the whole call; None takes the client's own.
+    """Choose the best `top_k` labels of each text.
 
     Returns:
         For each text its labels, best first.
-
-    Raises:
-        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
     """
     return _choices({"text": texts}, _given(top_k=top_k), timeout_s)
 
@@ -98,18 +151,10 @@ def classify(
 def classify_images(
     images: Sequence[bytes], *, top_k: int | None = None, timeout_s: float | None = None
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
-    """Choose the labels of each image.
-
-    Args:
-        images: encoded, as their files are (JPEG, PNG and others).
-        top_k: how many labels of an image to return; None takes the pipeline's own.
-        timeout_s: deadline of the whole call; None takes the client's own.
+    """Choose the best `top_k` labels of each image, encoded as in its file (JPEG, PNG and others).
 
     Returns:
         For each image its labels, best first.
-
-    Raises:
-        InferenceError: one of its kinds; an `InvalidRequest` names the image at fault in `row`.
     """
     return _choices({"image": images}, _given(top_k=top_k), timeout_s)
 
@@ -124,18 +169,11 @@ def classify_zero_shot(
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
     """Say which of `labels` fit each text, though the model was not trained on them.
 
-    Args:
-        texts: str, or bytes of UTF-8.
-        labels: to choose from, the same for all texts.
-        multi_label: score each label by itself; else the scores of a text sum to 1.
-        hypothesis_template: the sentence that the model judges, with ``{}`` for the label.
-        timeout_s: deadline of the whole call; None takes the client's own.
+    With `multi_label` each label is scored by itself, else the scores of a text sum to 1;
+    `hypothesis_template` is the sentence that the model judges, with ``{}`` for the label.
 
     Returns:
         For each text all labels, best first.
-
-    Raises:
-        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
     """
     parameters = _given(
         labels=_json_list("labels", labels),
@@ -148,18 +186,10 @@ def classify_zero_shot(
 def fill_mask(
     texts: Texts, *, top_k: int | None = None, timeout_s: float | None = None
 ) -> TaskCall[list[list[Choice]], list[Choice]]:
-    """Find the tokens that fit in place of each text's mask token.
-
-    Args:
-        texts: str, or bytes of UTF-8, with the model's mask token in each.
-        top_k: how many tokens to return; None takes the pipeline's own.
-        timeout_s: deadline of the whole call; None takes the client's own.
+    """Find the best `top_k` tokens for the model's mask token, which each text must have.
 
     Returns:
         For each text the tokens (`Choice.label`), best first.
-
-    Raises:
-        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
     """
     return _choices({"text": texts}, _given(top_k=top_k), timeout_s, names="token")
 
@@ -167,28 +197,18 @@ def fill_mask(
 def entities(
     texts: Texts, *, aggregation: Aggregation | None = None, timeout_s: float | None = None
 ) -> TaskCall[list[list[Entity]], list[Entity]]:
-    """Find what is named in each text.
-
-    Args:
-        texts: str, or bytes of UTF-8.
-        aggregation: how tokens are joined to entities; None takes the pipeline's own.
-        timeout_s: deadline of the whole call; None takes the client's own.
+    """Find what is named in each text; `aggregation` says how tokens are joined to entities.
 
     Returns:
         For each text its entities in their order, with offsets in characters.
-
-    Raises:
-        InferenceError: one of its kinds; an `InvalidRequest` names the text at fault in `row`.
     """
 
     def read_row(_: int, outputs: RowOutputs) -> list[Entity]:
         return [
             Entity(
-                found["entity"],
-                found["text"],
+                *(found["entity"], found["text"]),
                 math.nan if found["score"] is None else found["score"],
-                found["start"],
-                found["end"],
+                *(found["start"], found["end"]),
             )
             for found in json.loads(outputs["entities"][0])
         ]
@@ -205,20 +225,12 @@ def answer(
     impossible_answer: bool | None = None,
     timeout_s: float | None = None,
 ) -> TaskCall[list[Answer], Answer]:
-    """Answer each question with a span of its context.
+    """Answer each question with a span of its context, of `max_answer_tokens` at most.
 
-    Args:
-        questions: str, or bytes of UTF-8.
-        contexts: one a question.
-        max_answer_tokens: longest answer; None takes the pipeline's own.
-        impossible_answer: whether the model may say, with an empty answer, that there is none.
-        timeout_s: deadline of the whole call; None takes the client's own.
+    With `impossible_answer` the model may say, with an empty answer, that there is none.
 
     Returns:
         For each question its answer, with offsets in characters of the context.
-
-    Raises:
-        InferenceError: one of its kinds; an `InvalidRequest` names the question at fault in `row`.
     """
 
     def read_row(_: int, outputs: RowOutputs) -> Answer:
@@ -240,16 +252,8 @@ def rerank(
 ) -> TaskCall[list[Ranked], Ranked]:
     """Sort passages by how well they answer a query.
 
-    Args:
-        query: str, or bytes of UTF-8.
-        passages: the same.
-        timeout_s: deadline of the whole call; None takes the client's own.
-
     Returns:
         All passages, best first; of `rerank_each` in the order given.
-
-    Raises:
-        InferenceError: one of its kinds; an `InvalidRequest` names the passage at fault in `row`.
     """
 
     def read_row(index: int, outputs: RowOutputs) -> Ranked:
@@ -298,3 +302,7 @@ def _json_list(name: str, values: Sequence[str]) -> str:
             f"The parameter `{name}` must be a list of str. Given: {values!r:.80}. Convert it."
         )
     return json.dumps(list(values), ensure_ascii=False)
+
+
+def _quoted(names: Sequence[str] | Rows) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -18,19 +18,9 @@ Rows = Mapping[str, Sequence["str | bytes"]]
 
 _LENGTH = struct.Struct("<I")
 _DTYPES: dict[str, type[np.generic]] = {
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-    "BYTES": np.object_,
+    **{name.upper(): np.dtype(name).type for name in ("bool", "int8", "int16", "int32", "int64")},
+    **{name.upper(): np.dtype(name).type for name in ("uint8", "uint16", "uint32", "uint64")},
+    **{"FP16": np.float16, "FP32": np.float32, "FP64": np.float64, "BYTES": np.object_},
 }
 
 
@@ -66,7 +56,6 @@ class PipelineConfig:
     steps: tuple[str, ...]
 
     def no_rows(self) -> dict[str, NDArray[Any]]:
-        """The outputs of a call without rows."""
         return {name: np.empty((0, *row), dtype) for name, (dtype, row) in self.outputs.items()}
 
 
@@ -193,7 +182,6 @@ def _read_elements(raw: bytes) -> NDArray[np.object_]:
 
 
 def config_request(model: str) -> Any:
-    """The ``ModelConfigRequest`` for the newest version of `model`."""
     return service_pb2.ModelConfigRequest(name=model)
 
 
@@ -220,5 +208,4 @@ def read_config(response: Any) -> PipelineConfig:
 
 
 def statistics_request(model: str) -> Any:
-    """The ``ModelStatisticsRequest`` for every version of `model`."""
     return service_pb2.ModelStatisticsRequest(name=model)

@@ -46,14 +46,9 @@ _LIKE_BYTES = 16
 class Retry:
     """How often, and after what pause, a request is sent again that met a full queue.
 
-    The pause is drawn at random between 0 and a limit that doubles with every attempt, so that many
-    clients do not come back at the same moment. A pause that would outlast the deadline is not
-    begun.
-
-    Attributes:
-        attempts: most times one request is sent, the first included.
-        first_pause_s: limit of the first pause.
-        longest_pause_s: what the limit does not grow beyond.
+    The pause is drawn at random between 0 and a limit that doubles with every attempt, up to
+    `longest_pause_s`, so that many clients do not come back at the same moment. A pause that would
+    outlast the deadline is not begun. The first sending is one of the `attempts`.
     """
 
     attempts: int = 5
@@ -72,19 +67,13 @@ class Retry:
 
 @dataclass(frozen=True)
 class Deadline:
-    """The moment a call must be over by.
-
-    Attributes:
-        timeout_s: what the caller gave; infinity waits for ever.
-        at_s: that moment on the clock of `time.monotonic`.
-    """
+    """The moment (on the clock of `time.monotonic`) a call must be over by; may be infinity."""
 
     timeout_s: float
     at_s: float
 
     @classmethod
     def after(cls, timeout_s: float | None) -> Deadline:
-        """The deadline `timeout_s` from now; None waits for ever."""
         limit = math.inf if timeout_s is None else timeout_s
         return cls(limit, time.monotonic() + limit)
 
@@ -104,12 +93,10 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Portion:
-    """Some of a call's rows, sent as one request.
+    """Some of a call's rows (indexes in the caller's list), sent as one request.
 
-    Attributes:
-        rows: index of each row in the caller's list, in the order sent.
-        attempt: how many times it will have been sent.
-        due_s: not before this moment, on the clock of `time.monotonic`.
+    `attempt` counts how often it will have been sent; it is not sent before `due_s` on the clock of
+    `time.monotonic`.
     """
 
     rows: tuple[int, ...]
@@ -161,18 +148,7 @@ class Work:
         retry: Retry | None,
         keep_going: bool,
     ) -> None:
-        """Split the rows into requests.
-
-        Args:
-            pipeline: name of the ensemble.
-            encoded: the rows.
-            parameters: request parameters, the same for every request.
-            config: the pipeline's limits and outputs; a call of one row does without.
-            rows_per_request: most rows of one request; None takes a quarter of the pipeline's
-                limit, so that requests batch with each other and little is padded.
-            deadline: of the whole call.
-            retry: None sends nothing twice.
-            keep_going: a refused row does not end the call; it is left out and reported.
+        """Split the rows into requests; with `keep_going` a refused row does not end the call.
 
         Raises:
             InvalidRequest: a row cannot be sent, unless `keep_going`.
@@ -193,13 +169,14 @@ class Work:
             sum(map(len, elements)) for elements in zip(*encoded.columns.values(), strict=True)
         ]
         rows = [row for row in range(encoded.count) if row not in self.refused]
+        # A call of one row does without the config. A quarter of the pipeline's limit, so that
+        # requests batch with each other and little is padded.
         limit = 1 if config is None else config.max_batch_size
         most = min(limit, rows_per_request or math.ceil(limit / 4))
         self._waiting = deque(Portion(part) for part in split_rows(rows, sizes, most))
 
     @property
     def waiting(self) -> int:
-        """Number of requests still to be sent."""
         return len(self._waiting)
 
     def take(self) -> Portion | None:

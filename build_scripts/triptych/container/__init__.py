@@ -1,5 +1,5 @@
 """What runs inside the serving image: start-up check, flags, entry point and health check.
 
-Standard library only, with `triptych.releases` and `triptych.errors`: the image gets these files
-and nothing else of Triptych.
+It never imports anything but the standard library, `triptych.releases` and `triptych.errors`: the
+image gets these files and nothing else of Triptych.
 """

@@ -32,12 +32,9 @@ _VERSION_FILE = Path("/opt/tritonserver/TRITON_VERSION")
 
 
 def find_release(variables: Mapping[str, str], version_file: Path = _VERSION_FILE) -> Release:
-    """The release of the image's server.
+    """The release of the image's server, from its variables or the server's own file.
 
-    Args:
-        variables: of the image: NVIDIA sets ``NVIDIA_TRITON_SERVER_VERSION``, ours
-            ``TRIPTYCH_TRITON``.
-        version_file: in the image, with the server's own version.
+    NVIDIA sets ``NVIDIA_TRITON_SERVER_VERSION``, this project's images ``TRIPTYCH_TRITON``.
 
     Raises:
         UserError: nothing says it, or what says it is not a release.
@@ -56,14 +53,7 @@ def find_release(variables: Mapping[str, str], version_file: Path = _VERSION_FIL
 
 
 def flags_for(repository: Path, options: Options, machine: Machine, release: Release) -> list[str]:
-    """The production flags for this repository on this machine.
-
-    Args:
-        repository: of the models; what their configs and plans ask for is switched on.
-        options: the operator's.
-        machine: whose GPUs get pools.
-        release: of the server.
-    """
+    """The production flags; what the repository's configs and plans ask for is switched on."""
     complete = replace(
         options,
         gpus=tuple(range(len(machine.gpus))),
@@ -100,11 +90,7 @@ def command(settings: Settings, machine: Machine, release: Release) -> list[str]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Becomes the server; returns an exit code only where it cannot.
-
-    Args:
-        arguments: flags of tritonserver to add.
-    """
+    """Becomes the server, with these flags added; returns an exit code only where it cannot."""
     try:
         settings = read_settings()
         machine = read_machine()

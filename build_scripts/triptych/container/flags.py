@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from triptych.releases import Release, flags_newer_than
 
@@ -23,42 +24,19 @@ RESTRICTED = (
 _MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Where traces of requests go.
-
-    Attributes:
-        target: an ``http://`` or ``https://`` address of an OpenTelemetry collector, else a file.
-        rate: one request in this many is traced.
-    """
+class Trace(NamedTuple):
+    """Where one request in `rate` is traced: ``http[s]://`` of a collector, else a file."""
 
     target: str
     rate: int
 
-    @property
-    def is_collector(self) -> bool:
-        """Whether they go over the network."""
-        return self.target.startswith(("http://", "https://"))
-
 
 @dataclass(frozen=True)
 class Options:
-    """What an operator may decide.
+    """What an operator may decide (docker/README.md), and what the repository asks for.
 
-    Attributes:
-        restricted_key: who sends it may use the restricted services; one that nobody knows shuts
-            them.
-        gpus: ids of the GPUs that get a pool of `cuda_pool_mib`.
-        pinned_pool_mib: page-locked host memory for transfers, in MiB; None leaves Triton's.
-        cuda_pool_mib: memory of each GPU for tensors between steps, in MiB; None leaves Triton's.
-        grpc_threads: that take in gRPC requests.
-        max_request_mib: largest body of an HTTP request, in MiB.
-        connection_age_s: after which a gRPC client has to connect anew, in seconds.
-        exit_timeout_s: time for requests in flight after SIGTERM, in seconds.
-        client_shm: clients on this machine may pass tensors through shared memory.
-        rate_limit: honour the ``rate_limiter`` of the models' configs.
-        version_compatible: load plans that carry their own TensorRT runtime.
-        trace: None traces nothing.
+    Pools are in MiB, where None leaves Triton's own; each of the `gpus` gets a CUDA pool. Who sends
+    `restricted_key` may use the restricted services: one that nobody knows shuts them.
     """
 
     restricted_key: str
@@ -76,20 +54,8 @@ class Options:
 
 
 def production_flags(release: Release, options: Options) -> list[str]:
-    """The flags, without those that the release does not know.
-
-    Args:
-        release: of the server that will get them.
-        options: see `Options`.
-    """
-    flags = [
-        *_models(options),
-        *_access(options),
-        *_grpc(options),
-        *_memory(options),
-        *_observation(options),
-    ]
-    return [flag for flag in flags if not flags_newer_than([flag], release)]
+    """The flags, without those that the release of the server does not know."""
+    return [flag for flag in _flags(options) if not flags_newer_than([flag], release)]
 
 
 def uses_rate_limiter(repository: Path) -> bool:
@@ -100,7 +66,7 @@ def uses_rate_limiter(repository: Path) -> bool:
     )
 
 
-def _models(options: Options) -> Iterator[str]:
+def _flags(options: Options) -> Iterator[str]:
     # Loading models on request runs code of whoever may write to the repository.
     yield "--model-control-mode=none"
     # A half-loaded server must not look like a started one.
@@ -115,9 +81,6 @@ def _models(options: Options) -> Iterator[str]:
     if options.version_compatible:
         # Such plans bring host code of their own, which the backend refuses unless told.
         yield "--backend-config=tensorrt,version-compatible=true"
-
-
-def _access(options: Options) -> Iterator[str]:
     # Triton takes the key on its command line only: it is visible to the server's own user.
     rule = f"{','.join(RESTRICTED)}:{RESTRICTED_HEADER}={options.restricted_key}"
     yield f"--grpc-restricted-protocol={rule}"
@@ -126,9 +89,6 @@ def _access(options: Options) -> Iterator[str]:
     yield f"--http-max-input-size={options.max_request_mib * _MIB}"
     if options.client_shm:
         yield "--allow-client-shm=true"
-
-
-def _grpc(options: Options) -> Iterator[str]:
     # Notice clients that vanished, and keep idle connections open through NAT and balancers.
     yield "--grpc-keepalive-time=60000"
     yield "--grpc-keepalive-timeout=20000"
@@ -144,32 +104,30 @@ def _grpc(options: Options) -> Iterator[str]:
     yield f"--grpc-infer-thread-count={options.grpc_threads}"
     # One response a request: without a bound a slow reader makes the server hold all of them.
     yield "--grpc-max-response-pool-size=16"
-
-
-def _memory(options: Options) -> Iterator[str]:
     if options.pinned_pool_mib is not None:
         yield f"--pinned-memory-pool-byte-size={options.pinned_pool_mib * _MIB}"
     if options.cuda_pool_mib is not None:
         for gpu in options.gpus:
             yield f"--cuda-memory-pool-byte-size={gpu}:{options.cuda_pool_mib * _MIB}"
+    yield from _observation(options.trace)
 
 
-def _observation(options: Options) -> Iterator[str]:
+def _observation(trace: Trace | None) -> Iterator[str]:
     # Percentiles by model and step; counters alone give means.
     yield "--metrics-config=summary_latencies=true"
     # Unlike summaries, histograms can be added up over replicas.
     yield "--metrics-config=histogram_latencies=true"
-    if options.trace is None:
+    if trace is None:
         # Traces may hold what users sent.
         yield "--trace-config=level=OFF"
         return
     yield "--trace-config=level=TIMESTAMPS"
-    yield f"--trace-config=rate={options.trace.rate}"
-    if options.trace.is_collector:
+    yield f"--trace-config=rate={trace.rate}"
+    if trace.target.startswith(("http://", "https://")):
         yield "--trace-config=mode=opentelemetry"
-        yield f"--trace-config=opentelemetry,url={options.trace.target}"
+        yield f"--trace-config=opentelemetry,url={trace.target}"
     else:
         yield "--trace-config=mode=triton"
-        yield f"--trace-config=triton,file={options.trace.target}"
+        yield f"--trace-config=triton,file={trace.target}"
         # Else everything is written when the server exits, and held until then.
         yield "--trace-config=triton,log-frequency=100"

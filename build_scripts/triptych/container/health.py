@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 
 from triptych.container.locks import Pipeline, find_pipelines
 from triptych.container.settings import read_settings
@@ -20,17 +19,17 @@ _TIMEOUT_S = 3.0
 
 
 def find_fault(url: str, pipelines: list[Pipeline]) -> str | None:
-    """What is not in order, in a few words; None where all is.
-
-    Args:
-        url: of the server's HTTP service.
-        pipelines: that must be ready.
-    """
+    """What is not in order at the server of `url`, in a few words; None where all is."""
     if not pipelines:
         return "the repository holds no ensemble"
     # The probe talks to its own machine; a proxy meant for the outside must not come between.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for what, path in _probes(pipelines):
+    models = dict.fromkeys(name for p in pipelines for name in (p.name, *p.steps))
+    for what, path in (
+        ("the server", "/v2/health/live"),
+        ("the server", "/v2/health/ready"),
+        *((name, f"/v2/models/{name}/ready") for name in models),
+    ):
         try:
             with opener.open(url + path, timeout=_TIMEOUT_S):
                 pass
@@ -40,13 +39,6 @@ def find_fault(url: str, pipelines: list[Pipeline]) -> str | None:
         except OSError as error:
             return f"{what} does not answer ({getattr(error, 'reason', error)})"
     return None
-
-
-def _probes(pipelines: list[Pipeline]) -> Iterator[tuple[str, str]]:
-    yield "the server", "/v2/health/live"
-    yield "the server", "/v2/health/ready"
-    for name in dict.fromkeys(name for p in pipelines for name in (p.name, *p.steps)):
-        yield name, f"/v2/models/{name}/ready"
 
 
 def main() -> int:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from triptych.container.locks import Engine, Lock, LockError, Pipeline, find_pipelines
-from triptych.container.machine import Gpu, Machine, read_machine, version_numbers
+from triptych.container.locks import EngineRecord, Lock, LockError, Pipeline, find_pipelines
+from triptych.container.machine import Machine, VisibleGpu, read_machine, version_numbers
 from triptych.container.settings import Settings, read_settings
 from triptych.errors import UserError
 
@@ -27,15 +26,8 @@ _AMPERE = (8, 0)
 _NEXT_MAJOR = {8: 10, 10: 11}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What is wrong with one pipeline.
-
-    Attributes:
-        pipeline: its name.
-        severity: ``error`` where it cannot be served.
-        line: one sentence, with the remedy.
-    """
+class LockProblem(NamedTuple):
+    """What is wrong with one pipeline, an error where it cannot be served; with the remedy."""
 
     pipeline: str
     severity: Literal["error", "warning"]
@@ -45,13 +37,12 @@ class Verdict:
         return f"{self.severity}: {self.pipeline}: {self.line}"
 
 
-def check_repository(repository: Path, machine: Machine, *, hashes: bool = True) -> list[Verdict]:
-    """The verdicts on all pipelines, one at most for each.
+def check_repository(
+    repository: Path, machine: Machine, *, hashes: bool = True
+) -> list[LockProblem]:
+    """What is wrong with the pipelines, one problem at most for each.
 
-    Args:
-        repository: of the models.
-        machine: see `machine.read_machine`.
-        hashes: compare the plan file with its hash, too: about a second for each GiB.
+    With `hashes` the plan file is compared with its hash, too: about a second for each GiB.
 
     Raises:
         UserError: there is no repository.
@@ -63,8 +54,8 @@ def check_repository(repository: Path, machine: Machine, *, hashes: bool = True)
             given=repository,
             remedy="Mount the model repository there",
         )
-    verdicts = (_check(pipeline, machine, hashes=hashes) for pipeline in find_pipelines(repository))
-    return [verdict for verdict in verdicts if verdict is not None]
+    problems = (_check(pipeline, machine, hashes=hashes) for pipeline in find_pipelines(repository))
+    return [problem for problem in problems if problem is not None]
 
 
 def has_version_compatible_plans(repository: Path) -> bool:
@@ -87,31 +78,27 @@ def enforce(settings: Settings, machine: Machine) -> bool:
     """
     if settings.lock_check == "off":
         return True
-    verdicts = check_repository(settings.repository, machine, hashes=settings.lock_hashes)
-    for verdict in verdicts:
-        print(verdict, file=sys.stderr, flush=True)
-    refused = any(verdict.severity == "error" for verdict in verdicts)
+    problems = check_repository(settings.repository, machine, hashes=settings.lock_hashes)
+    for problem in problems:
+        print(problem, file=sys.stderr, flush=True)
+    refused = any(problem.severity == "error" for problem in problems)
     return settings.lock_check == "warn" or not refused
 
 
-def _check(pipeline: Pipeline, machine: Machine, *, hashes: bool) -> Verdict | None:
+def _check(pipeline: Pipeline, machine: Machine, *, hashes: bool) -> LockProblem | None:
     try:
         lock = pipeline.read_lock()
     except LockError as error:
-        return Verdict(
-            pipeline.name,
-            "error",
-            f"its lock cannot be used ({error}): build it again with `triptych build`",
-        )
+        line = f"its lock cannot be used ({error}): build it again with `triptych build`"
+        return LockProblem(pipeline.name, "error", line)
     if lock is None:
-        return Verdict(pipeline.name, "warning", "has no lock: nothing could be checked")
+        return LockProblem(pipeline.name, "warning", "has no lock: nothing could be checked")
     if not lock.needs_engine:
         return None
-    errors = _errors(pipeline, lock, machine, hashes=hashes)
-    for line in errors:
-        return Verdict(pipeline.name, "error", line)
+    for line in _errors(pipeline, lock, machine, hashes=hashes):
+        return LockProblem(pipeline.name, "error", line)
     for line in _warnings(lock, machine):
-        return Verdict(pipeline.name, "warning", line)
+        return LockProblem(pipeline.name, "warning", line)
     return None
 
 
@@ -136,7 +123,7 @@ def _errors(pipeline: Pipeline, lock: Lock, machine: Machine, *, hashes: bool) -
     unfit = [gpu for gpu in (machine.gpus[i] for i in lock.gpus) if not _fits_gpu(engine, gpu)]
     if unfit or not _fits_tensorrt(engine, machine.tensorrt):
         gpu = unfit[0] if unfit else machine.gpus[lock.gpus[0]]
-        built_on = Gpu(engine.gpu, engine.compute_capability)
+        built_on = VisibleGpu(engine.gpu, engine.compute_capability)
         yield (
             f"the engine was built for TensorRT {engine.tensorrt} on {built_on}, here are "
             f"TensorRT {machine.tensorrt or '(unknown)'} and {gpu}: {rebuild}"
@@ -145,7 +132,7 @@ def _errors(pipeline: Pipeline, lock: Lock, machine: Machine, *, hashes: bool) -
 
 
 def _file_errors(
-    pipeline: Pipeline, engine: Engine, rebuild: str, *, hashes: bool
+    pipeline: Pipeline, engine: EngineRecord, rebuild: str, *, hashes: bool
 ) -> Iterator[str]:
     shown = pipeline.plan_file.relative_to(pipeline.repository)
     try:
@@ -170,7 +157,7 @@ def _warnings(lock: Lock, machine: Machine) -> Iterator[str]:
         )
 
 
-def _fits_tensorrt(engine: Engine, here: str | None) -> bool:
+def _fits_tensorrt(engine: EngineRecord, here: str | None) -> bool:
     if here is None:
         return True  # told as a warning
     built, found = version_numbers(engine.tensorrt), version_numbers(here)
@@ -182,7 +169,7 @@ def _fits_tensorrt(engine: Engine, here: str | None) -> bool:
     return found[0] in (built[0], _NEXT_MAJOR.get(built[0]))
 
 
-def _fits_gpu(engine: Engine, gpu: Gpu) -> bool:
+def _fits_gpu(engine: EngineRecord, gpu: VisibleGpu) -> bool:
     if engine.hardware == "ampere_plus":
         return gpu.compute_capability >= _AMPERE
     if engine.hardware == "same_compute_capability":

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LOCK_FILE = "triptych.lock.json"
 _PLAN = Path("1", "model.plan")
@@ -20,19 +19,11 @@ class LockError(Exception):
     """A lock that is there and cannot be used; says why."""
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What the engine of one pipeline was built for.
+class EngineRecord(NamedTuple):
+    """What the engine of one pipeline was built for, and from which graph.
 
-    Attributes:
-        tensorrt: ``10.16.1.11``.
-        gpu: the product that it was built on.
-        compute_capability: ``(9, 0)``.
-        driver: its version at the time.
-        version_compatible: whether it also runs on newer releases of TensorRT.
-        hardware: ``none``, ``ampere_plus`` or ``same_compute_capability``.
-        plan_sha256: of the plan file, in hex.
-        onnx_sha256: of the graph that it was built from.
+    `version_compatible` plans also run on newer releases of TensorRT; `hardware` is ``none``,
+    ``ampere_plus`` or ``same_compute_capability``.
     """
 
     tensorrt: str
@@ -45,32 +36,23 @@ class Engine:
     onnx_sha256: str
 
 
-@dataclass(frozen=True)
-class Lock:
-    """What matters of a lock at start-up.
+class Lock(NamedTuple):
+    """What matters of a lock at start-up: of a pipeline whose own core runs on TensorRT.
 
     Attributes:
-        needs_engine: whether the pipeline's own core runs on TensorRT.
         engine: None where it has not been built.
         gpus: ids of the GPUs that the core runs on.
         onnx_sha256: of the graph that the repository holds now; empty where the lock lists none.
     """
 
-    needs_engine: bool
-    engine: Engine | None
-    gpus: tuple[int, ...]
-    onnx_sha256: str
+    engine: EngineRecord | None = None
+    gpus: tuple[int, ...] = ()
+    onnx_sha256: str = ""
+    needs_engine: bool = True
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """One ensemble of the repository.
-
-    Attributes:
-        name: of its folder.
-        steps: the models that it calls.
-        repository: where it is.
-    """
+class Pipeline(NamedTuple):
+    """One ensemble of the repository, and the models that it calls."""
 
     name: str
     steps: tuple[str, ...]
@@ -78,7 +60,6 @@ class Pipeline:
 
     @property
     def core(self) -> str:
-        """The name of its compiled step."""
         return f"{self.name}_core"
 
     @property
@@ -122,25 +103,16 @@ def _parse(lock: Mapping[str, Any], onnx_file: str) -> Lock:
     core = lock["spec"]["core"]
     # A shared core is checked with the pipeline that owns it.
     if core["backend"] != "tensorrt" or core.get("share"):
-        return Lock(needs_engine=False, engine=None, gpus=(), onnx_sha256="")
-    engine = lock["engine"]
-    return Lock(
-        needs_engine=True,
-        engine=None if engine is None else _parse_engine(engine),
-        gpus=tuple(map(int, lock["spec"]["serving"]["gpus"])),
-        onnx_sha256=str(lock["files"].get(onnx_file, "")),
-    )
-
-
-def _parse_engine(engine: Mapping[str, Any]) -> Engine:
-    major, minor = map(int, engine["compute_capability"].split("."))
-    return Engine(
-        tensorrt=str(engine["tensorrt"]),
-        gpu=str(engine["gpu"]),
-        compute_capability=(major, minor),
-        driver=str(engine["driver"]),
-        version_compatible=bool(engine["version_compatible"]),
-        hardware=str(engine["hardware"]),
-        plan_sha256=str(engine["plan_sha256"]),
-        onnx_sha256=str(engine["onnx_sha256"]),
-    )
+        return Lock(needs_engine=False)
+    record = None
+    if (engine := lock["engine"]) is not None:
+        major, minor = map(int, engine["compute_capability"].split("."))
+        record = EngineRecord(
+            *(str(engine["tensorrt"]), str(engine["gpu"]), (major, minor), str(engine["driver"])),
+            version_compatible=bool(engine["version_compatible"]),
+            hardware=str(engine["hardware"]),
+            plan_sha256=str(engine["plan_sha256"]),
+            onnx_sha256=str(engine["onnx_sha256"]),
+        )
+    gpus = tuple(map(int, lock["spec"]["serving"]["gpus"]))
+    return Lock(record, gpus, str(lock["files"].get(onnx_file, "")))

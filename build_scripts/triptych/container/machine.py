@@ -9,9 +9,9 @@ import ctypes
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 # Of cuda.h: CUdevice_attribute.
 _COMPUTE_CAPABILITY_MAJOR = 75
@@ -26,14 +26,8 @@ _WHEELS = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu13-libs", "
 _DRIVER_FILES = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU that this process may use.
-
-    Attributes:
-        name: the product.
-        compute_capability: ``(9, 0)``.
-    """
+class VisibleGpu(NamedTuple):
+    """One GPU that this process may use; `compute_capability` is as ``(9, 0)``."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -42,28 +36,20 @@ class Gpu:
         return f"{self.name} ({self.compute_capability[0]}.{self.compute_capability[1]})"
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The facts that the check of the locks compares with.
+class Machine(NamedTuple):
+    """The facts that the check of the locks compares with; None for what was not found.
 
-    Attributes:
-        tensorrt: its version, as long as it is known (``10.16.1`` or ``10.16.1.11``); None where
-            none was found.
-        gpus: in the order of their ids; empty where there are none, or no driver.
-        driver: its version; None where there is none.
+    `tensorrt` is as long as it is known (``10.16.1`` or ``10.16.1.11``); the GPUs are in the order
+    of their ids.
     """
 
     tensorrt: str | None
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[VisibleGpu, ...]
     driver: str | None
 
 
 def read_machine(variables: Mapping[str, str] = os.environ) -> Machine:
-    """Looks at this machine; loads nothing but the driver's own library.
-
-    Args:
-        variables: the environment that the server will get.
-    """
+    """Looks at this machine for a server with these variables; loads only the driver's library."""
     return Machine(find_tensorrt(variables), find_gpus(), find_driver())
 
 
@@ -72,9 +58,7 @@ def find_tensorrt(
 ) -> str | None:
     """The version of the library that would be loaded, else of an installed wheel.
 
-    Args:
-        variables: whose ``LD_LIBRARY_PATH`` is searched first, as the loader does.
-        folders: where libraries are otherwise.
+    ``LD_LIBRARY_PATH`` of the variables is searched first, as the loader does, then the folders.
     """
     searched = [*variables.get("LD_LIBRARY_PATH", "").split(os.pathsep), *folders]
     versions = _library_versions([Path(folder) for folder in searched if folder])
@@ -104,12 +88,8 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split("."))) if re.fullmatch(r"\d+(\.\d+)*", version) else ()
 
 
-def find_gpus(library: str = "libcuda.so.1") -> tuple[Gpu, ...]:
-    """The GPUs that the driver shows to this process, in the order of their ids.
-
-    Args:
-        library: the driver's, by name or path.
-    """
+def find_gpus(library: str = "libcuda.so.1") -> tuple[VisibleGpu, ...]:
+    """The GPUs that the driver's library shows to this process, in the order of their ids."""
     try:
         cuda = ctypes.CDLL(library)
     except OSError:
@@ -120,22 +100,18 @@ def find_gpus(library: str = "libcuda.so.1") -> tuple[Gpu, ...]:
     return tuple(_describe(cuda, ordinal) for ordinal in range(count.value))
 
 
-def _describe(cuda: ctypes.CDLL, ordinal: int) -> Gpu:
+def _describe(cuda: ctypes.CDLL, ordinal: int) -> VisibleGpu:
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
     cuda.cuDeviceGet(ctypes.byref(device), ordinal)
     cuda.cuDeviceGetName(name, len(name), device)
     cuda.cuDeviceGetAttribute(ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, device)
     cuda.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_CAPABILITY_MINOR, device)
-    return Gpu(name.value.decode(errors="replace"), (major.value, minor.value))
+    return VisibleGpu(name.value.decode(errors="replace"), (major.value, minor.value))
 
 
 def find_driver(files: tuple[str, ...] = _DRIVER_FILES) -> str | None:
-    """The version of the NVIDIA driver.
-
-    Args:
-        files: of the kernel, any of which may name it.
-    """
+    """The version of the NVIDIA driver, from the kernel's files, any of which may name it."""
     for file in files:
         try:
             text = Path(file).read_text(encoding="utf-8")

@@ -6,16 +6,15 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from triptych.container.flags import Options, Trace
 from triptych.errors import UserError
 
-LockCheck = Literal["enforce", "warn", "off"]
+LockCheckMode = Literal["enforce", "warn", "off"]
 
-_LOCK_CHECKS: dict[str, LockCheck] = {"enforce": "enforce", "warn": "warn", "off": "off"}
+_LOCK_CHECKS: dict[str, LockCheckMode] = {"enforce": "enforce", "warn": "warn", "off": "off"}
 _YES_NO = {"true": True, "false": False}
 # Triton cuts the flag at commas, colons and equals signs.
 _KEY = re.compile(r"[A-Za-z0-9._~-]{16,}")
@@ -23,21 +22,8 @@ _PORT_MAX = 65535
 _TRACE_RATE = 1000
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings, checked.
-
-    Attributes:
-        repository: of the models.
-        server: the program to become.
-        host: address to listen on; ``0.0.0.0`` is every one.
-        http_port: of inference, metadata and health.
-        grpc_port: see `http_port`.
-        metrics_port: of the metrics page.
-        lock_check: what a pipeline that cannot be served does: stop the start, or be told only.
-        lock_hashes: whether the check reads the whole of each plan.
-        options: of the flags.
-    """
+class Settings(NamedTuple):
+    """The settings, checked; docker/README.md says what each does."""
 
     repository: Path
     server: str
@@ -45,13 +31,12 @@ class Settings:
     http_port: int
     grpc_port: int
     metrics_port: int
-    lock_check: LockCheck
+    lock_check: LockCheckMode
     lock_hashes: bool
     options: Options
 
     @property
     def health_url(self) -> str:
-        """Where the server answers probes from its own machine."""
         host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         return f"http://{host}:{self.http_port}"
 
@@ -61,9 +46,7 @@ def read_settings(
 ) -> Settings:
     """The settings of this environment; an empty variable counts as not set.
 
-    Args:
-        variables: see docker/README.md.
-        repository: takes the place of ``TRIPTYCH_REPOSITORY``.
+    `repository` takes the place of ``TRIPTYCH_REPOSITORY``.
 
     Raises:
         UserError: a variable has a value that makes no sense.
@@ -78,16 +61,11 @@ def read_settings(
         metrics_port=_number(given, "TRIPTYCH_METRICS_PORT", 8002, _PORT_MAX),
         lock_check=_LOCK_CHECKS[_choice(given, "TRIPTYCH_LOCK_CHECK", "enforce", _LOCK_CHECKS)],
         lock_hashes=_YES_NO[_choice(given, "TRIPTYCH_LOCK_HASHES", "true", _YES_NO)],
-        options=read_options(given),
+        options=_read_options(given),
     )
 
 
-def read_options(given: Mapping[str, str]) -> Options:
-    """The options of the flags alone.
-
-    Raises:
-        UserError: as `read_settings` does.
-    """
+def _read_options(given: Mapping[str, str]) -> Options:
     default = Options(restricted_key=_read_key(given))
     return Options(
         restricted_key=default.restricted_key,

@@ -1,1 +1,1 @@
-"""Running what was built: the local server and the client."""
+"""A real tritonserver on this machine, what it needs, what it leaves behind; never asks a model."""

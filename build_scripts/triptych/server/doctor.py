@@ -1,13 +1,13 @@
-"""Judging a machine: what works here, what does not, and what to do about it."""
+"""Checks of a machine: what works here, what does not, and what to do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from triptych.errors import Finding, Severity
-from triptych.server.machine import Machine, read_machine
-from triptych.server.requirements import REQUIREMENTS
+from triptych.server.embedded import REQUIREMENTS
+from triptych.server.machine import MachineFacts, read_machine
 
 _MIB = 2**20
 _PYTHON_MIN, _PYTHON_END = (3, 10), (3, 13)
@@ -19,8 +19,6 @@ _SHM_ERROR_BYTES = 16 * _MIB * _PYTHON_STEPS
 _DRIVER_MIN = 590
 _COMPUTE_CAPABILITY_MIN = (7, 5)
 
-Check = Callable[[Machine], Iterable[Finding]]
-
 
 def examine(
     *,
@@ -29,40 +27,47 @@ def examine(
     metrics_port: int = 8002,
     shm_path: Path = Path("/dev/shm"),
 ) -> list[Finding]:
-    """Looks at this machine and judges it.
-
-    Args:
-        grpc_port: the port that a server will use; 0 is always free. So for the other two.
-        http_port: see `grpc_port`.
-        metrics_port: see `grpc_port`.
-        shm_path: the mount of the shared memory.
+    """Looks at this machine and checks it; a port of 0 is always free.
 
     Returns:
-        The findings of every check, in the order of `CHECKS`; what is in order is an ``info``
+        The findings of every check, in their order; what is in order is an ``info``
         without a remedy.
 
     Raises:
         UserError: a port is out of range.
     """
     ports = {"grpc": grpc_port, "http": http_port, "metrics": metrics_port}
-    return judge(read_machine(ports, shm_path))
+    return check_machine(read_machine(ports, shm_path))
 
 
-def judge(machine: Machine) -> list[Finding]:
-    """The findings of every check about these facts, in the order of `CHECKS`."""
-    return [finding for check in CHECKS for finding in check(machine)]
+def check_machine(machine: MachineFacts) -> list[Finding]:
+    """The findings of every check about these facts: the ground first, then what few verbs need."""
+    return [
+        *_ground(machine),
+        *_embedded(machine),
+        *_resources(machine),
+        *_packages(machine),
+        *_gpus(machine),
+        _finding(
+            "perf-analyzer",
+            machine.perf_analyzer,
+            "`triptych bench` makes load with perf_analyzer",
+            machine.perf_analyzer or "not on PATH",
+            "info",
+            "Nothing: `triptych bench` fetches one when it is first run",
+        ),
+    ]
 
 
 def _finding(
     name: str, holds: object, rule: str, given: object, severity: Severity, remedy: str
 ) -> Finding:
     """An ``info`` without a remedy where the rule holds."""
-    if holds:
-        return Finding(name, "info", "", rule, str(given), "")
-    return Finding(name, severity, "", rule, str(given), remedy)
+    kind: Severity = "info" if holds else severity
+    return Finding(name, kind, "", rule, str(given), "" if holds else remedy)
 
 
-def _python(machine: Machine) -> Iterable[Finding]:
+def _ground(machine: MachineFacts) -> Iterable[Finding]:
     version = tuple(int(part) for part in machine.platform.python_version.split("."))
     yield _finding(
         "python-version",
@@ -72,33 +77,18 @@ def _python(machine: Machine) -> Iterable[Finding]:
         "error",
         "Make the virtual environment anew: `python3.11 -m venv .venv`",
     )
+    rule = "the server is the one on PATH, else the embedded one"
+    yield _finding("tritonserver", True, rule, machine.tritonserver or "embedded", "info", "")
 
 
-def _server(machine: Machine) -> Iterable[Finding]:
-    yield _finding(
-        "tritonserver",
-        True,
-        "the server is the one on PATH, else the embedded one",
-        machine.tritonserver or "embedded",
-        "info",
-        "",
-    )
-
-
-def _embedded(machine: Machine) -> Iterable[Finding]:
+def _embedded(machine: MachineFacts) -> Iterable[Finding]:
     """What the embedded server lacks stops nobody who has another server on PATH."""
-    for requirement in REQUIREMENTS:
+    severity: Severity = "info" if machine.tritonserver else "error"
+    for name, rule, holds, given, remedy in REQUIREMENTS:
+        rule = f"the embedded tritonserver {rule}"
         yield _finding(
-            requirement.id,
-            requirement.holds(machine.platform),
-            f"the embedded tritonserver {requirement.rule}",
-            requirement.given(machine.platform),
-            "info" if machine.tritonserver else "error",
-            requirement.remedy,
+            name, holds(machine.platform), rule, given(machine.platform), severity, remedy
         )
-
-
-def _stub_python(machine: Machine) -> Iterable[Finding]:
     python = machine.stub_python
     expected = (machine.platform.python_version, machine.prefix)
     yield _finding(
@@ -107,23 +97,20 @@ def _stub_python(machine: Machine) -> Iterable[Finding]:
         f"the first python3 beside this Python must belong to {machine.prefix}: a served step "
         "finds its packages through it",
         f"{python.program}: Python {python.version} of {python.prefix}" if python else "none runs",
-        "info" if machine.tritonserver else "error",
+        severity,
         "Run triptych from a virtual environment: `python3.11 -m venv .venv`",
     )
-
-
-def _temporary_folder(machine: Machine) -> Iterable[Finding]:
     yield _finding(
         "temporary-folder",
         machine.temporary_folder_runs_programs,
         "the temporary folder must allow programs to run: the steps' stub is put there",
         machine.temporary_folder,
-        "info" if machine.tritonserver else "error",
+        severity,
         "Set TMPDIR to a folder on a mount without `noexec`",
     )
 
 
-def _ports(machine: Machine) -> Iterable[Finding]:
+def _resources(machine: MachineFacts) -> Iterable[Finding]:
     for name, port in machine.ports.items():
         yield _finding(
             f"port-{name}",
@@ -133,9 +120,6 @@ def _ports(machine: Machine) -> Iterable[Finding]:
             "warning",
             f"Stop what listens there, or pass another with --{name}-port (0 picks a free one)",
         )
-
-
-def _shared_memory(machine: Machine) -> Iterable[Finding]:
     free_bytes = machine.shm_free_bytes
     yield _finding(
         "shared-memory",
@@ -149,7 +133,7 @@ def _shared_memory(machine: Machine) -> Iterable[Finding]:
     )
 
 
-def _extras(machine: Machine) -> Iterable[Finding]:
+def _packages(machine: MachineFacts) -> Iterable[Finding]:
     yield _finding(
         "package",
         machine.extras,
@@ -170,12 +154,9 @@ def _extras(machine: Machine) -> Iterable[Finding]:
             "warning",
             "Run `pip install -e .[build,local]`",
         )
-
-
-def _torch(machine: Machine) -> Iterable[Finding]:
     torch = machine.extras.get("build", {}).get("torch")
     if torch is None or machine.torch_pin is None:
-        return  # said by the extra
+        return
     yield _finding(
         "torch-build",
         torch == f"{machine.torch_pin}+cpu",
@@ -186,7 +167,7 @@ def _torch(machine: Machine) -> Iterable[Finding]:
     )
 
 
-def _gpu(machine: Machine) -> Iterable[Finding]:
+def _gpus(machine: MachineFacts) -> Iterable[Finding]:
     listed = ", ".join(f"{gpu.name} ({gpu.memory_mib} MiB)" for gpu in machine.gpus)
     yield _finding(
         "gpu",
@@ -208,25 +189,18 @@ def _gpu(machine: Machine) -> Iterable[Finding]:
             "warning",
             "Serve with `core.backend: onnxruntime` on these",
         )
-
-
-def _driver(machine: Machine) -> Iterable[Finding]:
-    if machine.driver is None:
-        return  # said by the GPU
-    major = machine.driver.partition(".")[0]
-    yield _finding(
-        "nvidia-driver",
-        major.isdigit() and int(major) >= _DRIVER_MIN,
-        f"containers with TensorRT 11 need NVIDIA driver {_DRIVER_MIN} or later",
-        machine.driver,
-        "warning",
-        "Update the driver on the host, or pin a container with TensorRT 10",
-    )
-
-
-def _engines(machine: Machine) -> Iterable[Finding]:
+    if machine.driver is not None:
+        major = machine.driver.partition(".")[0]
+        yield _finding(
+            "nvidia-driver",
+            major.isdigit() and int(major) >= _DRIVER_MIN,
+            f"containers with TensorRT 11 need NVIDIA driver {_DRIVER_MIN} or later",
+            machine.driver,
+            "warning",
+            "Update the driver on the host, or pin a container with TensorRT 10",
+        )
     if not machine.gpus:
-        return  # said by the GPU
+        return
     packages = {"TensorRT": machine.tensorrt, **machine.extras.get("gpu", {})}
     there = [f"{name} {version}" for name, version in packages.items() if version]
     missing = [name for name, version in packages.items() if version is None]
@@ -240,32 +214,3 @@ def _engines(machine: Machine) -> Iterable[Finding]:
         "Nothing, if the images do both (docker/README.md); else install `tensorrt` and run "
         "`pip install -e .[gpu]`",
     )
-
-
-def _load_generator(machine: Machine) -> Iterable[Finding]:
-    yield _finding(
-        "perf-analyzer",
-        machine.perf_analyzer,
-        "`triptych bench` makes load with perf_analyzer",
-        machine.perf_analyzer or "not on PATH",
-        "info",
-        "Nothing: `triptych bench` fetches one when it is first run",
-    )
-
-
-# In the order of the report: the ground first, then what only some commands need.
-CHECKS: tuple[Check, ...] = (
-    _python,
-    _server,
-    _embedded,
-    _stub_python,
-    _temporary_folder,
-    _ports,
-    _shared_memory,
-    _extras,
-    _torch,
-    _gpu,
-    _driver,
-    _engines,
-    _load_generator,
-)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 from triptych.errors import UserError
 from triptych.repository.config import CONFIG_FILE
 from triptych.repository.store import locked
-from triptych.server.server import Server, ServerError
+from triptych.server.server import Server
 
 _DEATH_S = 3.0
 """How long a server that stopped answering may take to be seen dead."""
@@ -19,13 +18,7 @@ _DEATH_S = 3.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that is ready.
-
-    Attributes:
-        grpc_url: ``host:port``.
-        metrics_url: the whole address of its metrics page; None where it was not given.
-        pid: of a server of this process's own.
-    """
+    """A server that is ready: ``host:port``, the whole address of its metrics, its own process."""
 
     grpc_url: str
     metrics_url: str | None = None
@@ -33,11 +26,7 @@ class Endpoint:
 
 
 def check_built(repository: Path, pipeline: str) -> None:
-    """Refuse a repository without the pipeline.
-
-    Raises:
-        UserError: it is not there.
-    """
+    """Raises a `UserError` where the repository does not hold the pipeline."""
     if not (repository / pipeline / CONFIG_FILE).is_file():
         raise UserError(
             str(repository),
@@ -58,13 +47,6 @@ def served(
 ) -> Iterator[Endpoint]:
     """The server at `url`; without it one on `repository` that lives as long as the context.
 
-    Args:
-        repository: folder of the models.
-        pipeline: the ensemble that is asked for.
-        url: ``host:port`` of a gRPC endpoint.
-        progress: told when a server is started.
-        metrics_url: of the server at `url`.
-
     Raises:
         UserError: the pipeline is not built, or its server does not start, or died meanwhile.
     """
@@ -79,25 +61,7 @@ def served(
         try:
             yield Endpoint(server.grpc_url, server.metrics_url, server.pid)
         except UserError as error:
-            death = _death(server)
+            death = server.death(_DEATH_S)
             if death is not None:
                 raise death from error
             raise
-
-
-def _death(server: Server) -> ServerError | None:
-    """Why the server died, if it did."""
-    found: list[ServerError] = []
-
-    def watch() -> None:
-        try:
-            server.wait_dead()
-        except ServerError as error:
-            found.append(error)
-        except RuntimeError:  # it lived on until it was stopped
-            return
-
-    watcher = Thread(target=watch, daemon=True)
-    watcher.start()
-    watcher.join(_DEATH_S)
-    return found[0] if found else None

@@ -3,7 +3,6 @@
 Run as a script, ``python leftovers.py PARENT_PID MARK PATH...`` is the guard of one server: it
 sleeps until the process that started it dies, then removes what that process no longer can. The
 server's stubs need it: killed while they start, they wait for their dead server for ever.
-Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 # Set in the server's environment; its stubs and whatever they start inherit it.
 MARK_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.admission` reads it
 SHM = Path("/dev/shm")
@@ -31,17 +32,13 @@ def new_mark() -> str:
     return f"triptych_{os.getpid()}_{secrets.token_hex(4)}_"
 
 
-def marked_processes(mark: str) -> list[int]:
-    """The pids of this user's living processes whose environment carries the mark."""
-    wanted = f"{MARK_VARIABLE}={mark}".encode()
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            # A process may end, or belong to somebody else, at any point in between.
-            with suppress(OSError):
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-    return found
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """This user's living processes whose environment carries the mark, but for this one."""
+    return [
+        process
+        for process in psutil.process_iter(["environ"])  # None of a process of somebody else
+        if (process.info["environ"] or {}).get(MARK_VARIABLE) == mark and process.pid != os.getpid()
+    ]
 
 
 def remove_leftovers(mark: str, paths: Sequence[Path] = (), *, timeout_s: float = 5.0) -> None:
@@ -58,11 +55,11 @@ def remove_leftovers(mark: str, paths: Sequence[Path] = (), *, timeout_s: float 
     quiet_looks = 0
     # Two looks: a process that is being replaced by another program shows no environment just then.
     while quiet_looks < 2 and time.monotonic() < deadline:
-        pids = marked_processes(mark)
-        quiet_looks = 0 if pids else quiet_looks + 1
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        processes = marked_processes(mark)
+        quiet_looks = 0 if processes else quiet_looks + 1
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(_POLL_S)
     for region in SHM.glob(f"{mark}*"):
         region.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The facts about this machine that `doctor` judges, read once."""
+"""The facts about this machine that `doctor` checks, read once."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
-from triptych.container.machine import find_tensorrt
+from triptych.container.machine import find_driver, find_tensorrt
+from triptych.server.embedded import Platform, package_version, read_platform, server_path
 from triptych.server.ports import port_is_busy
-from triptych.server.requirements import Platform, package_version, read_platform
 
 _PROGRAM_TIMEOUT_S = 20.0
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _GPU_QUERY = "name,memory.total,compute_cap,driver_version"
 
 
-@dataclass(frozen=True)
-class StubPython:
-    """The Python whose packages the steps of a served pipeline see.
+class StubPython(NamedTuple):
+    """The Python whose packages the steps of a served pipeline see: the first on a server's PATH.
 
-    Attributes:
-        program: the first ``python3`` on the PATH that a server is given.
-        version: ``3.11``.
-        prefix: the environment that it belongs to.
+    `version` is as ``3.11``, `prefix` the environment that it belongs to.
     """
 
     program: Path
@@ -37,15 +33,8 @@ class StubPython:
     prefix: str
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU as the driver describes it.
-
-    Attributes:
-        name: the product.
-        memory_mib: its whole memory.
-        compute_capability: ``(9, 0)``.
-    """
+class GpuSummary(NamedTuple):
+    """One GPU as nvidia-smi describes it; `compute_capability` is as ``(9, 0)``."""
 
     name: str
     memory_mib: int
@@ -53,27 +42,20 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What is there, without a judgement.
+class MachineFacts:
+    """What is there; whether that will do is for `doctor` to say.
 
     Attributes:
-        platform: what the embedded server asks about.
         tritonserver: the server program on PATH; None outside an NGC container.
         prefix: the environment that this Python belongs to.
         stub_python: None where no ``python3`` would be found, or it does not run.
-        temporary_folder: where a server's private files go.
         temporary_folder_runs_programs: whether a program in it may be run (no ``noexec`` mount).
         ports: the port by its name (``grpc``); 0 asks for any free one.
         busy_ports: the names of those where something listens already.
-        shm_path: the mount of the shared memory.
         shm_free_bytes: None where there is no such mount.
         extras: by extra, by package of that extra: its version, None where it is missing. Empty
             where triptych itself is not installed.
         torch_pin: the version of torch that the `build` extra asks for.
-        gpus: those that the driver shows to this process.
-        driver: the NVIDIA driver's version; None where there is none.
-        tensorrt: version of the library or package; None where there is none.
-        perf_analyzer: the program on PATH.
     """
 
     platform: Platform
@@ -88,18 +70,14 @@ class Machine:
     shm_free_bytes: int | None
     extras: Mapping[str, Mapping[str, str | None]]
     torch_pin: str | None
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuSummary, ...]
     driver: str | None
     tensorrt: str | None
     perf_analyzer: Path | None
 
 
-def read_machine(ports: Mapping[str, int], shm_path: Path) -> Machine:
-    """Looks at this machine; changes nothing on it.
-
-    Args:
-        ports: the ports to look at, by name; 0 is not looked at.
-        shm_path: the mount of the shared memory.
+def read_machine(ports: Mapping[str, int], shm_path: Path) -> MachineFacts:
+    """Looks at this machine; changes nothing on it. Ports are by name; 0 is not looked at.
 
     Raises:
         UserError: a port is out of range.
@@ -107,7 +85,7 @@ def read_machine(ports: Mapping[str, int], shm_path: Path) -> Machine:
     requirements = _extra_requirements()
     temporary_folder = Path(tempfile.gettempdir())
     gpus, driver = _read_gpus()
-    return Machine(
+    return MachineFacts(
         platform=read_platform(),
         tritonserver=_on_path("tritonserver"),
         prefix=sys.prefix,
@@ -147,8 +125,7 @@ def _extra_requirements() -> dict[str, dict[str, str]]:
 
 
 def _read_stub_python() -> StubPython | None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    program = shutil.which("python3", path=path)
+    program = shutil.which("python3", path=server_path())
     said = _output(
         [program or "", "-I", "-c", "import sys; print(*sys.version_info[:2], sys.prefix)"]
     )
@@ -158,19 +135,16 @@ def _read_stub_python() -> StubPython | None:
     return StubPython(Path(program), f"{found[1]}.{found[2]}", found[3])
 
 
-def _read_gpus() -> tuple[tuple[Gpu, ...], str | None]:
+def _read_gpus() -> tuple[tuple[GpuSummary, ...], str | None]:
     said = _output(["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"])
     gpus = []
     driver: str | None = None
     for line in said.splitlines():
         found = re.fullmatch(r"(.+), (\d+), (\d+)\.(\d+), ([\d.]+)", line.strip())
         if found:
-            gpus.append(Gpu(found[1], int(found[2]), (int(found[3]), int(found[4]))))
+            gpus.append(GpuSummary(found[1], int(found[2]), (int(found[3]), int(found[4]))))
             driver = found[5]
-    if driver is None and _DRIVER_FILE.is_file():
-        version = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _DRIVER_FILE.read_text())
-        driver = version[1] if version else "unknown"
-    return tuple(gpus), driver
+    return tuple(gpus), driver or find_driver()
 
 
 def _on_path(program: str) -> Path | None:

@@ -22,24 +22,14 @@ def port_is_busy(port: int, host: str = "127.0.0.1") -> bool:
         UserError: `host` is no address of this machine, or the port may not be used at all.
     """
     _check_range("port", port)
-    try:
-        _bind(host, port).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return True
-        raise _unusable(host, port, error) from error
-    return False
+    sock = _bind(host, port)
+    if sock is not None:
+        sock.close()
+    return sock is None
 
 
 def claim_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
-    """Checks the wanted ports and picks a free one for every 0.
-
-    Args:
-        host: the address that the server will listen on.
-        wanted: port by the name of its field (``grpc_port``); 0 asks for any free port.
-
-    Returns:
-        The same names with the ports to use.
+    """Checks the wanted ports, by the name of their field, and picks a free one for every 0.
 
     Raises:
         UserError: a port is busy, out of range, wanted twice, or the host is not this machine.
@@ -59,17 +49,15 @@ def _claim(host: str, field: str, port: int, claimed: dict[str, int]) -> socket.
     for other, taken in claimed.items():
         if taken == port:
             raise UserError(field, f"must differ from `{other}`", given=port)
-    try:
-        return _bind(host, port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                field,
-                "must be a free port",
-                given=f"{port}, where something listens already on {host}",
-                remedy="Stop that process, name another port, or 0 to have a free one picked",
-            ) from error
-        raise _unusable(host, port, error, field) from error
+    sock = _bind(host, port, field)
+    if sock is None:
+        raise UserError(
+            field,
+            "must be a free port",
+            given=f"{port}, where something listens already on {host}",
+            remedy="Stop that process, name another port, or 0 to have a free one picked",
+        )
+    return sock
 
 
 def _check_range(field: str, port: int) -> None:
@@ -78,42 +66,37 @@ def _check_range(field: str, port: int) -> None:
 
 
 def _pick(host: str) -> socket.socket:
-    last: OSError | None = None
     for port in random.sample(_PICK_FROM, _ATTEMPTS):
-        try:
-            return _bind(host, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise _unusable(host, port, error) from error
-            last = error
+        sock = _bind(host, port)
+        if sock is not None:
+            return sock
     raise UserError(
         "port",
         f"must be free: {_ATTEMPTS} ports from {_PICK_FROM.start} to {_PICK_FROM.stop} were tried",
         remedy="Name the ports yourself",
-    ) from last
+    )
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, field: str = "port") -> socket.socket | None:
+    """A socket that listens there; None where something does already."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         # As the server does: a port whose last connections are still closing is free.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(1)
-    except OSError:
+        return sock
+    except PermissionError as error:
         sock.close()
-        raise
-    return sock
-
-
-def _unusable(host: str, port: int, error: OSError, field: str = "") -> UserError:
-    if isinstance(error, PermissionError):
-        return UserError(
-            field or "port", "must be one that this user may open", given=port, remedy="Use 1024 up"
-        )
-    return UserError(
-        "host",
-        "must be an address of this machine",
-        given=f"{host} ({error.strerror or error})",
-        remedy="Use 127.0.0.1, or 0.0.0.0 to listen on every address",
-    )
+        rule = "must be one that this user may open"
+        raise UserError(field, rule, given=port, remedy="Use 1024 up") from error
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise UserError(
+            "host",
+            "must be an address of this machine",
+            given=f"{host} ({error.strerror or error})",
+            remedy="Use 127.0.0.1, or 0.0.0.0 to listen on every address",
+        ) from error

@@ -16,9 +16,7 @@ from triptych.server.embedded import find_release
 def check_and_make_flags(repository: Path) -> list[str]:
     """The flags of the image's entry point for the server that is here.
 
-    Args:
-        repository: takes the place of ``TRIPTYCH_REPOSITORY``; the other ``TRIPTYCH_*`` variables
-            count, but for host, ports and server, which `serve` has options for.
+    The image's variables count, but for host, ports, server and repository.
 
     Raises:
         UserError: a setting is wrong, or an engine cannot run here; which ones, and why, was

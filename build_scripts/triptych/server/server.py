@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from triptych.container.entrypoint import STEPS
 from triptych.errors import UserError
 from triptych.server.embedded import Installation, find_installation
 from triptych.server.leftovers import new_mark
@@ -31,12 +32,9 @@ _PROBE_TIMEOUT_S = 2.0
 
 
 class ServerError(UserError):
-    """A server that did not become ready, or died after it was.
+    """A server that did not become ready, or died after it was; its `log_file` is kept.
 
-    Attributes:
-        step: the model that died; empty where it was the server itself.
-        reason: why, in one sentence.
-        log_file: the server's whole log, which is kept.
+    `step` is the model that died, empty where it was the server itself; `reason` says why.
     """
 
     def __init__(self, step: str, rule: str, reason: str, log_file: Path) -> None:
@@ -67,10 +65,6 @@ class Server:
             `stop` removes unless the server failed.
         backend_directory: backends of the caller's, a folder each, laid over those of the embedded
             server; asks for the embedded server even where a tritonserver is on PATH.
-
-    Attributes:
-        repository: the absolute path of the repository.
-        log_file: the log; None before the start where none was asked for.
     """
 
     def __init__(
@@ -91,11 +85,8 @@ class Server:
         self.log_file = log_file
         self._keep_log = log_file is not None
         self._host = host
-        self._wanted_ports = {
-            "grpc_port": grpc_port,
-            "http_port": http_port,
-            "metrics_port": metrics_port,
-        }
+        self._wanted_ports = {"grpc_port": grpc_port, "http_port": http_port}
+        self._wanted_ports["metrics_port"] = metrics_port
         self._ports: dict[str, int] = {}
         self._models = tuple(models)
         self._extra_args = tuple(extra_args)
@@ -105,12 +96,10 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The process id of tritonserver."""
         return self._started().pid
 
     @property
     def grpc_url(self) -> str:
-        """``host:port`` of the gRPC service."""
         return self._url("grpc_port")
 
     @property
@@ -120,7 +109,6 @@ class Server:
 
     @property
     def metrics_url(self) -> str:
-        """The whole address of the metrics page."""
         return f"http://{self._url('metrics_port')}/metrics"
 
     def __enter__(self) -> Server:
@@ -157,7 +145,7 @@ class Server:
             log_file = self._open_log()
             self._process = ServerProcess(
                 self._command(installation, mark),
-                self._variables(installation),
+                {**os.environ, **STEPS, **installation.environment, **self._environment},
                 mark=mark,
                 log_file=log_file,
                 own_paths=[private],
@@ -172,9 +160,7 @@ class Server:
     ) -> None:
         """Returns once the server and every model that it was asked to serve are ready.
 
-        Args:
-            timeout_s: how long to wait, in seconds.
-            on_progress: called with one line for each model that became ready.
+        `on_progress` is called with one line for each model that became ready.
 
         Raises:
             ServerError: a model died (it says which, and why), the server exited, or time ran out.
@@ -205,14 +191,15 @@ class Server:
         self._started().wait()
         raise self._failed(self._load_state())
 
+    def death(self, within_s: float) -> ServerError | None:
+        """Why the server died by itself, if it does within some seconds."""
+        return self._failed(self._load_state()) if self._started().wait(within_s) else None
+
     def stop(self, grace_s: float = 30.0) -> None:
         """Ends the server and removes everything that it made on this machine.
 
-        The server answers the requests in flight first. May be called at any time and more than
-        once, also when the server is dead already.
-
-        Args:
-            grace_s: how long it may take to answer them, in seconds; then it is killed.
+        The server answers the requests in flight first, for `grace_s` at most. May be called at any
+        time and more than once, also when the server is dead already.
         """
         if self._process is None:
             return
@@ -269,9 +256,7 @@ class Server:
             f"--model-repository={self.repository}",
             f"--http-address={self._host}",
             f"--grpc-address={self._host}",  # the metrics service follows the HTTP address
-            f"--http-port={self._ports['http_port']}",
-            f"--grpc-port={self._ports['grpc_port']}",
-            f"--metrics-port={self._ports['metrics_port']}",
+            *(f"--{name.replace('_', '-')}={port}" for name, port in self._ports.items()),
             "--metrics-config=summary_latencies=true",
             f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
         ]
@@ -285,15 +270,6 @@ class Server:
             command.append("--model-control-mode=explicit")
             command += [f"--load-model={name}" for name in self._models]
         return [*command, *self._extra_args]
-
-    def _variables(self, installation: Installation) -> dict[str, str]:
-        return {
-            **os.environ,
-            # Each step is a process of its own: threads of tokenizers would fight over the cores.
-            "TOKENIZERS_PARALLELISM": "false",
-            **installation.environment,
-            **self._environment,
-        }
 
     def _started(self) -> ServerProcess:
         if self._process is None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-# `E1120 10:38:17.351952 5534 model_lifecycle.cc:642] message`; the message is quoted and escaped
-# from 24.09 on.
+# `E1120 10:38:17.351952 5534 model_lifecycle.cc:642] "message"`, quoted and escaped.
 _HEADER = re.compile(r"[IWEF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ")
 _LOADING = re.compile(r"^loading: (\S+):\d+$")
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
@@ -43,28 +42,15 @@ _HARMLESS = (
 )
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A model that did not load.
-
-    Attributes:
-        step: the model's name.
-        reason: one sentence: the exception and its place, or the server's own words.
-    """
+class Failure(NamedTuple):
+    """A model (`step`) that did not load: the exception and its place, or the server's words."""
 
     step: str
     reason: str
 
 
-@dataclass(frozen=True)
-class LoadState:
-    """What a log tells about the models.
-
-    Attributes:
-        loading: the models that began to load and neither loaded nor died yet.
-        loaded: the models that loaded, in order.
-        failures: the models that died, causes before the ensembles that depend on them.
-    """
+class LoadState(NamedTuple):
+    """What a log tells about the models; causes of failure before the ensembles that depend."""
 
     loading: tuple[str, ...]
     loaded: tuple[str, ...]
@@ -105,27 +91,20 @@ def last_words(log: str) -> str:
 
 
 def _messages(log: str) -> Iterator[str]:
-    """The entries' messages, unescaped; a line without a header belongs to the entry above it."""
-    entry = ""
+    """The entries' messages, unescaped; lines without a header are what steps print."""
     for line in log.splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break  # still being written
-        if _HEADER.match(line) or line.startswith("["):
-            yield _unquoted(entry)
-            entry = _HEADER.sub("", line, count=1)
-        else:
-            entry += line
-    yield _unquoted(entry)
+        # A line without an end is still being written.
+        if line.endswith("\n") and (_HEADER.match(line) or line.startswith("[")):
+            yield _unquoted(_HEADER.sub("", line[:-1], count=1))
 
 
 def _unquoted(message: str) -> str:
-    head = message.partition("\n")[0]
-    if head.startswith('"') and head.endswith('"'):
-        try:
-            return str(json.loads(head))
-        except ValueError:
-            return head[1:-1]
-    return message
+    if not (message.startswith('"') and message.endswith('"')):
+        return message
+    try:
+        return str(json.loads(message))
+    except ValueError:
+        return message[1:-1]
 
 
 def _sentence(reason: str, repository: Path) -> str:

@@ -23,12 +23,7 @@ def serve_until_asked(
     """Start `server`, call `on_ready` once every model is, and stop it at the first signal.
 
     A signal counts from the start on, also while models load; requests in flight are answered.
-
-    Args:
-        server: not started yet.
-        timeout_s: time the models may take to load, in seconds.
-        on_progress: called with one line for each model that became ready.
-        on_ready: called once.
+    `timeout_s` and `on_progress` are as in `Server.wait_ready`.
 
     Returns:
         The signal's name.

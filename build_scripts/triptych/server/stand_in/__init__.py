@@ -1,1 +1,1 @@
-"""What the local stand-ins of Triton's backends share; imported by the stubs that run them."""
+"""What the stand-ins of Triton's backends share, run by their stubs; never talks to Triton."""

@@ -21,7 +21,6 @@ class Ticket:
         inputs: tensors by name, with the batch dimension; strings are `str` objects.
         rows: size of the batch dimension; 1 for a model without one.
         row_cost: what one row adds to the load of a micro-batch, in elements.
-        rows_left: rows whose results are still missing.
         closed: whether it has failed, so that what else comes of it is of no interest.
     """
 
@@ -88,12 +87,7 @@ def build_feed(contract: Contract, parts: Sequence[Part]) -> Feed:
 
 
 def hand_out(contract: Contract, values: Sequence[Array], parts: Sequence[Part]) -> list[Ticket]:
-    """Give each request its rows of the results.
-
-    Args:
-        contract: says how each output is cut.
-        values: the graph's outputs in the contract's order.
-        parts: the rows the graph was run on.
+    """Give each request its rows of the results, which are in the contract's order.
 
     Returns:
         The tickets that now have all their rows.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import psutil
 import triton_python_backend_utils as pb_utils
 
 from triptych.server.stand_in import contract, feeds
@@ -42,8 +43,8 @@ class TritonPythonModel:
         if config.get("output") and not ort_contract.needs_inputs(config):
             return auto_complete_model_config
         # Triton tells this method nothing of the model's folder: it stands on the command line.
-        command = Path("/proc/self/cmdline").read_text(encoding="utf-8").split("\0")
-        path = ort_sessions.model_file(Path(command[1]).parent, config)
+        folder = Path(psutil.Process().cmdline()[1]).parent
+        path = contract.model_file(folder, config, ort_sessions.MODEL_FILE)
         session = ort_sessions.open_session(path, config, threads=1)
         ort_contract.complete_config(
             config, _graph_tensors(session.get_inputs()), _graph_tensors(session.get_outputs())
@@ -62,12 +63,10 @@ class TritonPythonModel:
         ort_sessions.check_settings(config, kind=args["model_instance_kind"])
         self._contract = contract.parse_contract(config, backend="onnxruntime")
         folder = Path(args["model_repository"], args["model_version"])
-        path = ort_sessions.model_file(folder, config)
+        path = contract.model_file(folder, config, ort_sessions.MODEL_FILE)
         budget = ort_sessions.token_budget(config)
         if budget and not self._contract.measured_inputs:
-            budget = (
-                sys.maxsize
-            )  # rows of one fixed shape are dealt out to the workers, that is all
+            budget = sys.maxsize  # rows of one fixed shape are only dealt out to the workers
         cores = ort_sessions.instance_cores(config)
         threads = ort_sessions.intra_op_threads(config)
         splits = self._contract.max_batch_size > 0 and budget > 0
@@ -122,7 +121,6 @@ class TritonPythonModel:
         return responses
 
     def finalize(self) -> None:
-        """Stop the workers."""
         self._runner.close()
 
     def _read(self, request: Any) -> feeds.Feed:
@@ -152,9 +150,9 @@ class TritonPythonModel:
         )
 
 
-def _graph_tensors(nodes: Sequence[Any]) -> list[ort_contract.GraphTensor]:
+def _graph_tensors(nodes: Sequence[Any]) -> list[ort_contract.OrtTensor]:
     return [
-        ort_contract.GraphTensor(
+        ort_contract.OrtTensor(
             node.name,
             node.type,
             tuple(dim if isinstance(dim, int) else -1 for dim in node.shape or ()),

@@ -7,16 +7,19 @@ in triton-inference-server/onnxruntime_backend), so that what loads here loads t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from triptych.server.stand_in.contract import (
     BatchInputSpec,
     Contract,
     ContractError,
     InputSpec,
+    ModelConfig,
     OutputSpec,
+    TensorEntry,
+    batch_input_rank,
     dims_error,
+    find_tensor,
     shape_text,
 )
 
@@ -42,14 +45,11 @@ TRITON_TYPES = {graph_type: name for name, graph_type in GRAPH_TYPES.items()}
 DEFAULT_MAX_BATCH_SIZE = 4
 
 
-@dataclass(frozen=True)
-class GraphTensor:
+class OrtTensor(NamedTuple):
     """An input or output as the ONNX file declares it.
 
-    Attributes:
-        name: its name in the graph.
-        type: ONNX Runtime's name of its type, such as ``tensor(float)``.
-        dims: its shape with the batch dimension; -1 where it varies.
+    `type` is ONNX Runtime's name, such as ``tensor(float)``; `dims` have the batch dimension, and
+    -1 for what varies.
     """
 
     name: str
@@ -59,17 +59,13 @@ class GraphTensor:
 
 def check_contract(
     contract: Contract,
-    inputs: Sequence[GraphTensor],
-    outputs: Sequence[GraphTensor],
-    initializers: Sequence[GraphTensor] = (),
+    inputs: Sequence[OrtTensor],
+    outputs: Sequence[OrtTensor],
+    initializers: Sequence[OrtTensor] = (),
 ) -> None:
     """Refuse what Triton's native backend refuses at load, and what it could never run.
 
-    Args:
-        contract: what the config demands.
-        inputs: the inputs of the graph.
-        outputs: the outputs of the graph.
-        initializers: the graph's overridable initializers, which serve optional inputs.
+    The graph's overridable `initializers` serve optional inputs.
 
     Raises:
         ContractError: the first thing that does not fit.
@@ -96,14 +92,9 @@ def check_contract(
 
 
 def complete_config(
-    config: dict[str, Any], inputs: Sequence[GraphTensor], outputs: Sequence[GraphTensor]
+    config: ModelConfig, inputs: Sequence[OrtTensor], outputs: Sequence[OrtTensor]
 ) -> None:
-    """Fill in missing inputs, outputs and batching from the graph, as the native backend does.
-
-    Args:
-        config: a ModelConfig in JSON form; changed in place.
-        inputs: the inputs of the graph.
-        outputs: the outputs of the graph.
+    """Fill in (in place) what is missing of inputs, outputs and batching, as natively done.
 
     Raises:
         ContractError: `max_batch_size` is set for a graph that cannot batch.
@@ -125,14 +116,14 @@ def complete_config(
         config["output"] = [_completed_entry(tensor, batched=batched) for tensor in outputs]
 
 
-def needs_inputs(config: Mapping[str, Any]) -> bool:
+def needs_inputs(config: ModelConfig) -> bool:
     """Whether the config names no input at all, so that the graph's must be filled in."""
     return not config.get("input") and not config.get("batch_input")
 
 
-def _completed_entry(tensor: GraphTensor, *, batched: bool) -> dict[str, Any]:
+def _completed_entry(tensor: OrtTensor, *, batched: bool) -> TensorEntry:
     dims = list(tensor.dims[1:] if batched else tensor.dims)
-    entry: dict[str, Any] = {
+    entry: TensorEntry = {
         "name": tensor.name,
         "data_type": TRITON_TYPES.get(tensor.type, "TYPE_INVALID"),
         "dims": dims or [1],
@@ -142,22 +133,17 @@ def _completed_entry(tensor: GraphTensor, *, batched: bool) -> dict[str, Any]:
     return entry
 
 
-def _check_input(contract: Contract, spec: InputSpec, known: Mapping[str, GraphTensor]) -> None:
+def _check_input(contract: Contract, spec: InputSpec, known: Mapping[str, OrtTensor]) -> None:
     load = f"unable to load model '{contract.model}'"
     if spec.optional and contract.max_batch_size > 0:
         raise ContractError(
             f"{load}, optional input '{spec.name}' is not supported for models that support "
             "batching"
         )
-    if spec.name not in known:
-        raise ContractError(
-            f"unexpected inference input '{spec.name}', allowed inputs are: "
-            + ", ".join(sorted(known))
-        )
-    tensor = known[spec.name]
-    _check_type(contract, "input", spec.name, spec.data_type, tensor)
+    tensor = find_tensor("inference input", spec.name, known, "allowed inputs are")
+    _check_type(contract, "input", spec.data_type, tensor)
     if not spec.ragged:
-        _check_dims(contract, spec.name, spec.dims, tensor, exact=False)
+        _check_dims(contract, spec.dims, tensor, exact=False)
         return
     wanted = f"{load}, configuration expects model provides input with shape [-1] for ragged input"
     if spec.optional:
@@ -167,18 +153,13 @@ def _check_input(contract: Contract, spec: InputSpec, known: Mapping[str, GraphT
 
 
 def _check_batch_input(
-    contract: Contract, spec: BatchInputSpec, known: Mapping[str, GraphTensor]
+    contract: Contract, spec: BatchInputSpec, known: Mapping[str, OrtTensor]
 ) -> None:
     # The native backend only counts these at load and would fail every request afterwards.
-    rank = 2 if spec.kind == "BATCH_ITEM_SHAPE" else 1
+    rank = batch_input_rank(spec)
     for target in spec.targets:
-        if target not in known:
-            raise ContractError(
-                f"unexpected batch input '{target}', allowed inputs are: "
-                + ", ".join(sorted(known))
-            )
-        tensor = known[target]
-        _check_type(contract, "input", target, spec.data_type, tensor)
+        tensor = find_tensor("batch input", target, known, "allowed inputs are")
+        _check_type(contract, "input", spec.data_type, tensor)
         if len(tensor.dims) != rank:
             raise ContractError(
                 f"unable to load model '{contract.model}', batch input '{target}' of kind "
@@ -186,16 +167,11 @@ def _check_batch_input(
             )
 
 
-def _check_output(contract: Contract, spec: OutputSpec, known: Mapping[str, GraphTensor]) -> None:
-    if spec.name not in known:
-        raise ContractError(
-            f"unexpected inference output '{spec.name}', allowed outputs are: "
-            + ", ".join(sorted(known))
-        )
-    tensor = known[spec.name]
-    _check_type(contract, "output", spec.name, spec.data_type, tensor)
+def _check_output(contract: Contract, spec: OutputSpec, known: Mapping[str, OrtTensor]) -> None:
+    tensor = find_tensor("inference output", spec.name, known, "allowed outputs are")
+    _check_type(contract, "output", spec.data_type, tensor)
     if spec.scatter_source is None:
-        _check_dims(contract, spec.name, spec.dims, tensor, exact=True)
+        _check_dims(contract, spec.dims, tensor, exact=True)
     elif spec.data_type == "TYPE_STRING":
         raise ContractError(
             f"unable to load model '{contract.model}', batch output '{spec.name}' must have "
@@ -203,9 +179,8 @@ def _check_output(contract: Contract, spec: OutputSpec, known: Mapping[str, Grap
         )
 
 
-def _check_type(
-    contract: Contract, role: str, name: str, data_type: str, tensor: GraphTensor
-) -> None:
+def _check_type(contract: Contract, role: str, data_type: str, tensor: OrtTensor) -> None:
+    name = tensor.name
     if data_type not in GRAPH_TYPES:
         raise ContractError(
             f"unsupported datatype {data_type} for {role} '{name}' for model '{contract.model}'"
@@ -219,10 +194,10 @@ def _check_type(
 
 
 def _check_dims(
-    contract: Contract, name: str, dims: tuple[int, ...], tensor: GraphTensor, *, exact: bool
+    contract: Contract, dims: tuple[int, ...], tensor: OrtTensor, *, exact: bool
 ) -> None:
     batched = contract.max_batch_size > 0
-    provided = tensor.dims
+    name, provided = tensor.name, tensor.dims
     if not provided and not batched:
         if any(dim != 1 for dim in dims):
             raise ContractError(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from triptych.server.stand_in.contract import ContractError, ModelConfig
 
 TOKEN_BUDGET_VARIABLE = "TRIPTYCH_TOKEN_BUDGET"
 DEFAULT_TOKEN_BUDGET = 128
@@ -17,37 +19,19 @@ _ALIGNMENT_BYTES = 64
 _SMALLEST_PACKED_BYTES = (1024, 1 << 20)
 
 
-class SettingError(Exception):
-    """A parameter, an environment variable or a file that keeps the model from loading."""
-
-
-def model_file(version_folder: Path, config: Mapping[str, Any]) -> Path:
-    """The ONNX file of one model version: the config's file, or ``model.onnx``, or one inside it.
-
-    Raises:
-        SettingError: there is none.
-    """
-    path = version_folder / (config.get("default_model_filename") or MODEL_FILE)
-    if path.is_dir():
-        path = path / MODEL_FILE
-    if not path.exists():
-        raise SettingError(f"unable to find '{path}' for model instance '{config['name']}'")
-    return path
-
-
-def instance_cores(config: Mapping[str, Any]) -> int:
+def instance_cores(config: ModelConfig) -> int:
     """Cores one instance may keep busy: this machine's, shared out among the model's instances."""
     instances = sum(int(group.get("count", 1)) for group in config.get("instance_group", []))
     return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
 
 
-def token_budget(config: Mapping[str, Any]) -> int:
+def token_budget(config: ModelConfig) -> int:
     """Most elements in a micro-batch; 0 for no splitting.
 
     The config's `token_budget` counts before the environment's, and that before the default.
 
     Raises:
-        SettingError: either is something else than a number.
+        ContractError: either is something else than a number.
     """
     if _parameter(config, "token_budget") is not None:
         return max(0, _int_parameter(config, "token_budget"))
@@ -55,47 +39,40 @@ def token_budget(config: Mapping[str, Any]) -> int:
     if not text:
         return DEFAULT_TOKEN_BUDGET
     if not text.isdecimal():
-        raise SettingError(
+        raise ContractError(
             f"{TOKEN_BUDGET_VARIABLE} must be a number of tokens, 0 for no splitting. Given: {text}"
         )
     return int(text)
 
 
-def intra_op_threads(config: Mapping[str, Any]) -> int:
+def intra_op_threads(config: ModelConfig) -> int:
     """`intra_op_thread_count` of the config; 0 if it leaves the choice to the backend."""
     return max(0, _int_parameter(config, "intra_op_thread_count"))
 
 
-def check_settings(config: Mapping[str, Any], *, kind: str) -> None:
-    """Refuse what no session can be made for.
-
-    Raises:
-        SettingError: a GPU instance, or an accelerator this machine's ONNX Runtime lacks.
-    """
+def check_settings(config: ModelConfig, *, kind: str) -> None:
+    """Refuse a GPU instance, and an accelerator this machine's ONNX Runtime lacks."""
     if kind == "GPU":
-        raise SettingError(
+        raise ContractError(
             f"unable to load model '{config['name']}', the local stand-in of the onnxruntime "
             "backend runs on the CPU only; use KIND_CPU or the native backend"
         )
     accelerators = config.get("optimization", {}).get("execution_accelerators", {})
     for accelerator in accelerators.get("cpu_execution_accelerator", []):
-        raise SettingError(
+        raise ContractError(
             f"unknown Execution Accelerator '{accelerator['name']}' is requested: the local "
             "stand-in of the onnxruntime backend has none"
         )
     _bool_parameter(config, "share_session_between_instances")
 
 
-def open_session(path: Path, config: Mapping[str, Any], *, threads: int) -> Any:
+def open_session(path: Path, config: ModelConfig, *, threads: int) -> Any:
     """An `onnxruntime.InferenceSession` on the CPU, set up as the config's parameters say.
 
-    Args:
-        path: the ONNX file.
-        config: a ModelConfig in JSON form.
-        threads: threads that share the work of one operator.
+    `threads` share the work of one operator.
 
     Raises:
-        SettingError: a parameter has a value its type does not allow.
+        ContractError: a parameter has a value its type does not allow.
     """
     import onnxruntime
 
@@ -103,7 +80,7 @@ def open_session(path: Path, config: Mapping[str, Any], *, threads: int) -> Any:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def open_sessions(path: Path, config: Mapping[str, Any], *, threads: Sequence[int]) -> list[Any]:
+def open_sessions(path: Path, config: ModelConfig, *, threads: Sequence[int]) -> list[Any]:
     """One session for each number of threads, all on one copy of the weights.
 
     ONNX Runtime repacks weights for its matrix kernels, once a session. Written to a file first,
@@ -111,7 +88,7 @@ def open_sessions(path: Path, config: Mapping[str, Any], *, threads: Sequence[in
     private memory instead of 232 MB, and no slower to load). The file is gone when this returns.
 
     Raises:
-        SettingError: a parameter has a value its type does not allow.
+        ContractError: a parameter has a value its type does not allow.
     """
     for smallest in _SMALLEST_PACKED_BYTES:
         try:
@@ -125,7 +102,7 @@ def open_sessions(path: Path, config: Mapping[str, Any], *, threads: Sequence[in
     return [open_session(path, config, threads=count) for count in threads]
 
 
-def run_options(config: Mapping[str, Any]) -> Any:
+def run_options(config: ModelConfig) -> Any:
     """`onnxruntime.RunOptions` with the config's one run parameter, or None."""
     import onnxruntime
 
@@ -148,9 +125,7 @@ def _is_aligned(packed: Path) -> bool:
     return all(int(place) % _ALIGNMENT_BYTES == 0 for place in places)
 
 
-def _write_packed(
-    path: Path, packed: Path, config: Mapping[str, Any], *, smallest_bytes: int
-) -> None:
+def _write_packed(path: Path, packed: Path, config: ModelConfig, *, smallest_bytes: int) -> None:
     import onnxruntime
 
     options = _session_options(config, threads=1)
@@ -163,19 +138,20 @@ def _write_packed(
     onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def _session_options(config: Mapping[str, Any], *, threads: int) -> Any:
+def _session_options(config: ModelConfig, *, threads: int) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     levels = onnxruntime.GraphOptimizationLevel
+    level = int(config.get("optimization", {}).get("graph", {}).get("level", 0))
     options.graph_optimization_level = {
         -1: levels.ORT_ENABLE_BASIC,
         1: levels.ORT_ENABLE_EXTENDED,
         2: levels.ORT_DISABLE_ALL,
-    }.get(_graph_level(config), levels.ORT_ENABLE_ALL)
+    }.get(level, levels.ORT_ENABLE_ALL)
     mode = _int_parameter(config, "execution_mode")
     if mode not in (0, 1):
-        raise SettingError(
+        raise ContractError(
             "Invalid configuration value provided. Expected values for execution_mode are 0 or 1 "
             f"but got {mode}."
         )
@@ -188,11 +164,9 @@ def _session_options(config: Mapping[str, Any], *, threads: int) -> Any:
     # (MiniLM-L6, 2 cores, 4 clients: 155-175 texts/s instead of 153-157).
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.inter_op_num_threads = max(0, _int_parameter(config, "inter_op_thread_count"))
-    arena = _bool_parameter(config, "enable_mem_arena")
-    if arena is not None:
+    if (arena := _bool_parameter(config, "enable_mem_arena")) is not None:
         options.enable_cpu_mem_arena = arena
-    pattern = _bool_parameter(config, "enable_mem_pattern")
-    if pattern is not None:
+    if (pattern := _bool_parameter(config, "enable_mem_pattern")) is not None:
         options.enable_mem_pattern = pattern
     device_allocator = "session.use_device_allocator_for_initializers"
     if (value := _parameter(config, device_allocator)) is not None:
@@ -202,31 +176,26 @@ def _session_options(config: Mapping[str, Any], *, threads: int) -> Any:
     return options
 
 
-def _graph_level(config: Mapping[str, Any]) -> int:
-    graph = config.get("optimization", {}).get("graph", {})
-    return int(graph.get("level", 0))
-
-
-def _parameter(config: Mapping[str, Any], key: str) -> str | None:
+def _parameter(config: ModelConfig, key: str) -> str | None:
     entry = config.get("parameters", {}).get(key)
-    return None if entry is None else str(entry["string_value"])
+    return None if entry is None else entry["string_value"]
 
 
-def _int_parameter(config: Mapping[str, Any], key: str) -> int:
+def _int_parameter(config: ModelConfig, key: str) -> int:
     text = _parameter(config, key)
     if text is None:
         return 0
     number = re.match(r"\s*[+-]?\d+", text)
     if number is None:
-        raise SettingError(f"failed to convert '{text}' to integral number (parameter '{key}')")
+        raise ContractError(f"failed to convert '{text}' to integral number (parameter '{key}')")
     return int(number[0])
 
 
-def _bool_parameter(config: Mapping[str, Any], key: str) -> bool | None:
+def _bool_parameter(config: ModelConfig, key: str) -> bool | None:
     text = _parameter(config, key)
     if text is None:
         return None
     words = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
     if text.lower() not in words:
-        raise SettingError(f"failed to convert '{text}' to boolean (parameter '{key}')")
+        raise ContractError(f"failed to convert '{text}' to boolean (parameter '{key}')")
     return words[text.lower()]

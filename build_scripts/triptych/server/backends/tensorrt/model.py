@@ -42,6 +42,7 @@ class TritonPythonModel:
         path = trt_settings.plan_file(Path(args["model_repository"], args["model_version"]), config)
         profiles = trt_settings.profiles_of(config, args["model_instance_name"])
         graphs = trt_settings.graph_specs(config)
+        pinned, pinned_output = trt_settings.pinned(config)
         Cuda(device)
         # A lean runtime inside a plan is program code: the repository's owner put it there.
         engine = open_engine(path.read_bytes(), host_code=True)
@@ -52,8 +53,8 @@ class TritonPythonModel:
         self._runner = EngineRunner(
             engine,
             device=device,
-            pinned=trt_settings.pinned(config, "input"),
-            pinned_output=trt_settings.pinned(config, "output"),
+            pinned=pinned,
+            pinned_output=pinned_output,
             graphs=graphs,
             packed=any(spec.ragged for spec in self._contract.inputs),
             profiles=profiles,
@@ -77,7 +78,6 @@ class TritonPythonModel:
         return [self._alone(ticket) for ticket in tickets]
 
     def finalize(self) -> None:
-        """Give back all that is held on the GPU."""
         self._runner.close()
 
     def _alone(self, ticket: feeds.Ticket) -> Any:

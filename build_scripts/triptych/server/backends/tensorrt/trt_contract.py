@@ -16,7 +16,9 @@ from triptych.server.stand_in.contract import (
     ContractError,
     InputSpec,
     OutputSpec,
+    batch_input_rank,
     dims_error,
+    find_tensor,
     shape_text,
 )
 
@@ -43,12 +45,7 @@ def check_engine(
 ) -> None:
     """Refuse what Triton's native backend refuses at load, and what it could never run.
 
-    Args:
-        contract: what the config demands.
-        inputs: the inputs of the engine.
-        outputs: the outputs of the engine.
-        profiles: all optimization profiles of the engine.
-        chosen: places of those that the instance uses.
+    `chosen` are the places of those `profiles` of the engine that the instance uses.
 
     Raises:
         ContractError: the first thing that does not fit.
@@ -99,7 +96,7 @@ def _check_profiles(
 
 
 def _check_input(contract: Contract, spec: InputSpec, known: Tensors) -> None:
-    tensor = _find("inference input", spec.name, known)
+    tensor = find_tensor("inference input", spec.name, known, "allowed are")
     _check_type(contract, "input", spec.data_type, tensor)
     if not spec.ragged:
         _check_dims(contract, spec.dims, tensor)
@@ -112,9 +109,9 @@ def _check_input(contract: Contract, spec: InputSpec, known: Tensors) -> None:
 
 
 def _check_batch_input(contract: Contract, spec: BatchInputSpec, known: Tensors) -> None:
-    rank = 2 if spec.kind == "BATCH_ITEM_SHAPE" else 1
+    rank = batch_input_rank(spec)
     for target in spec.targets:
-        tensor = _find("batch input", target, known)
+        tensor = find_tensor("batch input", target, known, "allowed are")
         _check_type(contract, "input", spec.data_type, tensor)
         if len(tensor.dims) != rank:
             raise ContractError(
@@ -125,16 +122,10 @@ def _check_batch_input(contract: Contract, spec: BatchInputSpec, known: Tensors)
 
 
 def _check_output(contract: Contract, spec: OutputSpec, known: Tensors) -> None:
-    tensor = _find("inference output", spec.name, known)
+    tensor = find_tensor("inference output", spec.name, known, "allowed are")
     _check_type(contract, "output", spec.data_type, tensor)
     if spec.scatter_source is None:
         _check_dims(contract, spec.dims, tensor)
-
-
-def _find(role: str, name: str, known: Tensors) -> EngineTensor:
-    if name not in known:
-        raise ContractError(f"unexpected {role} '{name}', allowed are: " + ", ".join(sorted(known)))
-    return known[name]
 
 
 def _check_type(contract: Contract, role: str, data_type: str, tensor: EngineTensor) -> None:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from triptych.plan.engine_spec import GraphSpec
-from triptych.server.stand_in.contract import ContractError
+from triptych.server.stand_in.contract import (
+    ContractError,
+    GraphBoundEntry,
+    GraphEntry,
+    GroupEntry,
+    ModelConfig,
+    model_file,
+)
 
 PLAN_FILE = "model.plan"
 
 
-def device_of(config: Mapping[str, Any], *, kind: str, device_id: str) -> int:
-    """The GPU of one instance.
+def device_of(config: ModelConfig, *, kind: str, device_id: str) -> int:
+    """The number of the GPU of one instance, whose `kind` is GPU, CPU or MODEL.
 
-    Args:
-        config: a ModelConfig in JSON form.
-        kind: of the instance, as Triton tells it to Python models: GPU, CPU, MODEL.
-        device_id: of the instance.
-
-    Returns:
-        Its number. KIND_MODEL, by which a backend chooses for itself, means the first GPU: so the
-        model loads where Triton itself sees none. The native backend refuses it.
+    KIND_MODEL, by which a backend chooses for itself, means the first GPU: so the model loads where
+    Triton itself sees none. The native backend refuses it.
 
     Raises:
         ContractError: the instance is to run on the processor.
@@ -36,7 +35,7 @@ def device_of(config: Mapping[str, Any], *, kind: str, device_id: str) -> int:
     )
 
 
-def plan_file(version_folder: Path, config: Mapping[str, Any]) -> Path:
+def plan_file(version_folder: Path, config: ModelConfig) -> Path:
     """The plan of one model version: the config's file, or ``model.plan``.
 
     Raises:
@@ -47,26 +46,21 @@ def plan_file(version_folder: Path, config: Mapping[str, Any]) -> Path:
             f"unable to load model '{config['name']}', cc_model_filenames is not supported by the "
             "local stand-in of the tensorrt backend; use default_model_filename"
         )
-    path = version_folder / (config.get("default_model_filename") or PLAN_FILE)
-    if not path.is_file():
-        raise ContractError(f"unable to find '{path}' for model instance '{config['name']}'")
-    return path
+    return model_file(version_folder, config, PLAN_FILE)
 
 
-def profiles_of(config: Mapping[str, Any], instance: str) -> list[int]:
+def profiles_of(config: ModelConfig, instance: str) -> list[int]:
     """Places of the optimization profiles that an instance uses; the first where it names none.
 
-    Args:
-        config: a ModelConfig in JSON form.
-        instance: its name, which Triton makes of its group's and a number.
+    Triton makes the name of an `instance` of its group's and a number.
 
     Raises:
         ContractError: a name that is no number.
     """
     groups = config.get("instance_group", [])
     own = [group for group in groups if instance.startswith(f"{group.get('name', '')}_")]
-    chosen: Mapping[str, Any] = max(
-        own or groups[:1], key=lambda group: len(group.get("name", "")), default={}
+    chosen = max(
+        own or groups[:1], key=lambda group: len(group.get("name", "")), default=GroupEntry()
     )
     places = []
     for name in chosen.get("profile", []):
@@ -76,13 +70,15 @@ def profiles_of(config: Mapping[str, Any], instance: str) -> list[int]:
     return places or [0]
 
 
-def pinned(config: Mapping[str, Any], direction: str) -> bool:
-    """Whether ``input`` or ``output`` copies use page-locked memory; Triton's default is yes."""
-    setting = config.get("optimization", {}).get(f"{direction}_pinned_memory", {})
-    return bool(setting.get("enable", True))
+def pinned(config: ModelConfig) -> tuple[bool, bool]:
+    """Whether the copies of inputs and of outputs use page-locked memory; Triton's default: yes."""
+    optimization = config.get("optimization", {})
+    inputs = optimization.get("input_pinned_memory", {})
+    outputs = optimization.get("output_pinned_memory", {})
+    return inputs.get("enable", True), outputs.get("enable", True)
 
 
-def graph_specs(config: Mapping[str, Any]) -> list[GraphSpec]:
+def graph_specs(config: ModelConfig) -> list[GraphSpec]:
     """The CUDA graphs to capture; none unless the config turns them on and lists them.
 
     Raises:
@@ -95,7 +91,7 @@ def graph_specs(config: Mapping[str, Any]) -> list[GraphSpec]:
     return [_graph_spec(config, entry) for entry in cuda.get("graph_spec", [])]
 
 
-def _graph_spec(config: Mapping[str, Any], entry: Mapping[str, Any]) -> GraphSpec:
+def _graph_spec(config: ModelConfig, entry: GraphEntry) -> GraphSpec:
     load = f"unable to load model '{config['name']}'"
     most, size = int(config["max_batch_size"]), int(entry.get("batch_size", 0))
     if not 1 <= size <= most:
@@ -114,7 +110,7 @@ def _graph_spec(config: Mapping[str, Any], entry: Mapping[str, Any]) -> GraphSpe
     return GraphSpec(batch_size=size, lowest_batch_size=max(1, lowest), inputs=dims)
 
 
-def _dims(entry: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _dims(entry: GraphBoundEntry) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(int(dim) for dim in shape.get("dim", []))
         for name, shape in entry.get("input", {}).items()
