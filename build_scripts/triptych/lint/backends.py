@@ -29,37 +29,29 @@ BACKENDS: dict[str, Backend] = {
     "onnxruntime": Backend(("onnxruntime_onnx",), "model.onnx"),
     "tensorrt": Backend(("tensorrt_plan",), "model.plan"),
     "pytorch": Backend(("pytorch_libtorch", "pytorch", "torch_aoti")),
-    "openvino": Backend(),
     "tensorflow": Backend(("tensorflow_graphdef", "tensorflow_savedmodel")),
     "vllm": Backend(model_file="model.json", batches_itself=True),
     "tensorrtllm": Backend(batches_itself=True),
-    "dali": Backend(),
-    "fil": Backend(),
-    "identity": Backend(),
-    "repeat": Backend(),
-    "square": Backend(),
+    **dict.fromkeys(("openvino", "dali", "fil", "identity", "repeat", "square"), Backend()),
 }
 
 
 def backend_of(config: Any, version_files: Collection[str]) -> str:
-    """The backend that serves `config`, as the server infers it; empty when it cannot.
+    """The backend that serves a model, as the server infers it; empty when it cannot.
 
     Args:
-        config: a ModelConfig.
+        config: a ModelConfig; None where there is none to go by but the files.
         version_files: names of the files in the served version folders.
     """
-    if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
-        return ENSEMBLE
-    if config.backend:
-        return str(config.backend)
-    if config.platform:
-        matching = (n for n, b in BACKENDS.items() if config.platform in b.platforms)
-        return next(matching, "")
-    present = [config.default_model_filename] if config.default_model_filename else version_files
-    return inferred_backend(present)
-
-
-def inferred_backend(version_files: Collection[str]) -> str:
-    """The backend whose default file is among `version_files`; empty when there is none."""
-    matching = (n for n, b in BACKENDS.items() if b.model_file and b.model_file in version_files)
-    return next(matching, "")
+    if config is not None:
+        if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
+            return ENSEMBLE
+        if config.backend:
+            return str(config.backend)
+        if config.platform:
+            return next((n for n, b in BACKENDS.items() if config.platform in b.platforms), "")
+        if config.default_model_filename:
+            version_files = [config.default_model_filename]
+    return next(
+        (n for n, b in BACKENDS.items() if b.model_file and b.model_file in version_files), ""
+    )

@@ -2,84 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from triptych import releases
 from triptych.errors import Finding
-from triptych.lint import (
-    batching,
-    config,
-    core,
-    cuda_graphs,
-    engine,
-    ensemble,
-    files,
-    lock,
-    profiles,
-    python_steps,
-    warmup,
-)
+from triptych.lint import batching, config, core, ensemble, files, profiles, python_steps, warmup
+from triptych.lint.engine import engine_built, engine_cores, engine_operators, engine_version
 from triptych.lint.flaw import Flaw
 from triptych.lint.snapshot import Repository, read_repository
-from triptych.releases import parse_release
+from triptych.lint.wiring import wirings
 
-Check = Callable[[Repository], Iterator[Flaw]]
+
+class Check(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        id: of its findings.
+        subjects: what of a repository it looks at, one after the other.
+        flaws: those of one subject; without a file they are of the subject's `config_file`.
+    """
+
+    id: str
+    subjects: Callable[[Repository], Iterable[Any]]
+    flaws: Callable[[Any], Iterator[Flaw]]
+
+
+def _repository(repository: Repository) -> Iterable[Repository]:
+    return (repository,)
+
+
+_folders = Repository.folders
+_configured = Repository.configured
+_ensembles = Repository.ensembles
+_executed = Repository.executed
 
 # A new check is a generator of flaws and a line here. What most often causes the rest comes first.
-CHECKS: tuple[tuple[str, Check], ...] = (
-    ("repository-readable", files.repository_readable),
-    ("config-readable", files.config_readable),
-    ("model-name", files.model_name),
-    ("version-folder", files.version_folder),
-    ("version-policy", files.version_policy),
-    ("model-file", files.model_file),
-    ("referenced-file", files.referenced_file),
-    ("lock-readable", lock.lock_readable),
-    ("lock-files", lock.lock_files),
-    ("shared-core", lock.shared_core),
-    ("traffic", lock.traffic),
-    ("gate-accepted", lock.gate_accepted),
-    ("triton-version", config.triton_version),
-    ("backend-known", config.backend_known),
-    ("tensor-valid", config.tensor_valid),
-    ("ensemble-fields", config.ensemble_fields),
-    ("ensemble-steps", ensemble.ensemble_steps),
-    ("ensemble-closes", ensemble.ensemble_closes),
-    ("ensemble-tensors", ensemble.ensemble_tensors),
-    ("ensemble-batch", ensemble.ensemble_batch),
-    ("onnx-readable", core.onnx_readable),
-    ("onnx-data", core.onnx_data),
-    ("onnx-tensors", core.onnx_tensors),
-    ("engine-built", engine.engine_built),
-    ("engine-version", engine.engine_version),
-    ("engine-operators", engine.engine_operators),
-    ("profile-batch", profiles.profile_batch),
-    ("profile-names", profiles.profile_names),
-    ("profile-range", profiles.profile_range),
-    ("profile-switching", profiles.profile_switching),
-    ("batch-input", core.batch_input),
-    ("batch-shapes", batching.batch_shapes),
-    ("dynamic-batching", batching.dynamic_batching),
-    ("preferred-batch-size", batching.preferred_batch_size),
-    ("priority-levels", batching.priority_levels),
-    ("preserve-ordering", batching.preserve_ordering),
-    ("queue-policy", batching.queue_policy),
-    ("queue-limit", batching.queue_limit),
-    ("queue-wake-up", batching.queue_wake_up),
-    ("instance-group", config.instance_group),
-    ("response-cache", config.response_cache),
-    ("int64-tensor", config.int64_tensor),
-    ("warmup", warmup.warmup),
-    ("graph-spec", warmup.graph_spec),
-    ("cuda-graphs", cuda_graphs.cuda_graphs),
-    ("python-model", python_steps.python_model),
-    ("python-import", python_steps.python_import),
-    ("python-kind", python_steps.python_kind),
+CHECKS = (
+    Check("repository-readable", _repository, files.repository_readable),
+    Check("config-readable", _folders, files.config_readable),
+    Check("model-name", _configured, files.model_name),
+    Check("version-folder", _folders, files.version_folder),
+    Check("version-policy", _configured, files.version_policy),
+    Check("model-file", _executed, files.model_file),
+    Check("referenced-file", _configured, files.referenced_file),
+    Check("lock-readable", _folders, files.lock_readable),
+    Check("lock-files", _folders, files.lock_files),
+    Check("shared-core", _folders, files.shared_core),
+    Check("traffic", _folders, files.traffic),
+    Check("gate-accepted", _folders, files.gate_accepted),
+    Check("triton-version", _configured, config.triton_version),
+    Check("backend-known", _configured, config.backend_known),
+    Check("tensor-valid", _configured, config.tensor_valid),
+    Check("ensemble-fields", _ensembles, config.ensemble_fields),
+    Check("ensemble-steps", wirings, ensemble.ensemble_steps),
+    Check("ensemble-closes", wirings, ensemble.ensemble_closes),
+    Check("ensemble-tensors", wirings, ensemble.ensemble_tensors),
+    Check("ensemble-batch", wirings, ensemble.ensemble_batch),
+    Check("onnx-readable", _repository, core.onnx_readable),
+    Check("onnx-data", _executed, core.onnx_data),
+    Check("onnx-tensors", _executed, core.onnx_tensors),
+    Check("engine-built", engine_cores, engine_built),
+    Check("engine-version", engine_cores, engine_version),
+    Check("engine-operators", engine_cores, engine_operators),
+    Check("profile-batch", engine_cores, profiles.profile_batch),
+    Check("profile-names", engine_cores, profiles.profile_names),
+    Check("profile-range", engine_cores, profiles.profile_range),
+    Check("profile-switching", engine_cores, profiles.profile_switching),
+    Check("batch-input", _executed, core.batch_input),
+    Check("batch-shapes", _executed, batching.batch_shapes),
+    Check("dynamic-batching", _executed, batching.dynamic_batching),
+    Check("preferred-batch-size", _configured, batching.preferred_batch_size),
+    Check("priority-levels", _configured, batching.priority_levels),
+    Check("preserve-ordering", _configured, batching.preserve_ordering),
+    Check("queue-policy", _executed, batching.queue_policy),
+    Check("queue-limit", wirings, batching.queue_limit),
+    Check("queue-wake-up", _executed, batching.queue_wake_up),
+    Check("instance-group", _executed, config.instance_group),
+    Check("response-cache", _configured, config.response_cache),
+    Check("warmup", _executed, warmup.warmup),
+    Check("graph-spec", _executed, warmup.graph_spec),
+    Check("cuda-graphs", _executed, profiles.cuda_graphs),
+    Check("python-model", _executed, python_steps.python_model),
+    Check("python-import", _executed, python_steps.python_import),
+    Check("python-kind", _executed, python_steps.python_kind),
 )
 
-OLDEST = "24.10"
-"""The release that a repository has to suit unless another one is named: the embedded server's."""
+OLDEST = str(releases.OLDEST)
+"""The release that a repository has to suit unless another one is named."""
 
 _SEVERITIES = ("error", "warning", "info")
 
@@ -100,6 +111,13 @@ def run_checks(
     Raises:
         UserError: `triton` is not a release.
     """
-    snapshot = read_repository(repository, parse_release(triton), with_engines=with_engines)
-    findings = [Finding(name, *astuple(flaw)) for name, check in CHECKS for flaw in check(snapshot)]
+    snapshot = read_repository(
+        repository, releases.parse_release(triton), with_engines=with_engines
+    )
+    findings = [
+        Finding(check.id, **{**vars(flaw), "file": flaw.file or subject.config_file})
+        for check in CHECKS
+        for subject in check.subjects(snapshot)
+        for flaw in check.flaws(subject)
+    ]
     return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))

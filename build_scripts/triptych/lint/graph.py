@@ -33,8 +33,8 @@ class Graph:
 
     Attributes:
         file: path relative to the repository.
-        problem: why it could not be read; empty when it could.
         data_files: files with weights that the ONNX file refers to, relative to its folder.
+        problem: why it could not be read; empty when it could.
     """
 
     file: str
@@ -45,7 +45,6 @@ class Graph:
 
 
 def onnx_installed() -> bool:
-    """Whether graphs can be read at all on this machine."""
     try:
         import onnx  # noqa: F401
     except ImportError:
@@ -62,15 +61,13 @@ def read_graph(path: Path, file: str) -> Graph:
     import onnx
 
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        graph = onnx.load(str(path), load_external_data=False).graph
     except Exception as problem:  # the parser raises more than its documented DecodeError
         return Graph(file, problem=f"{type(problem).__name__}: {problem}")
-    graph = model.graph
     if not graph.output:
         return Graph(file, problem="no graph with an output in it")
-    external = onnx.TensorProto.EXTERNAL
     weights = {tensor.name for tensor in graph.initializer}
-    stored_apart = [tensor for tensor in graph.initializer if tensor.data_location == external]
+    stored_apart = filter(onnx.external_data_helper.uses_external_data, graph.initializer)
     locations = {e.value for t in stored_apart for e in t.external_data if e.key == "location"}
     return Graph(
         file,

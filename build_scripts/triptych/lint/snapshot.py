@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from triptych.errors import UserError
-from triptych.lint.backends import BACKENDS, ENSEMBLE, backend_of, inferred_backend
+from triptych.graph.files import MODEL_FILE
+from triptych.lint.backends import BACKENDS, ENSEMBLE, backend_of
 from triptych.lint.graph import Graph, onnx_installed, read_graph
 from triptych.lint.python_source import Source, defines, read_sources
 from triptych.releases import Release
@@ -23,11 +24,12 @@ GRAPH_BACKENDS = ("onnxruntime", "tensorrt")
 """Backends whose version folders hold an ONNX file: to be run, or to build an engine from."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """One folder of the repository.
 
     Attributes:
+        repository: it is in.
         name: of the folder.
         folder: absolute, or relative to the working directory.
         config: a ModelConfig; None when missing or unreadable.
@@ -42,6 +44,7 @@ class Model:
         sources: the Python files of the served versions of a Python model.
     """
 
+    repository: Repository
     name: str
     folder: Path
     config: Any
@@ -56,12 +59,15 @@ class Model:
 
     @property
     def config_file(self) -> str:
-        """Path of its config, relative to the repository."""
+        """Relative to the repository, as is `lock_file`."""
         return f"{self.name}/{CONFIG_FILE}"
 
     @property
+    def lock_file(self) -> str:
+        return f"{self.name}/{LOCK_FILE}"
+
+    @property
     def is_ensemble(self) -> bool:
-        """Whether it only wires other models."""
         return self.backend == ENSEMBLE
 
     @property
@@ -71,7 +77,6 @@ class Model:
 
     @property
     def served_folders(self) -> tuple[Path, ...]:
-        """The version folders that the server loads."""
         return tuple(self.folder / str(version) for version in self.served_versions)
 
     @property
@@ -87,31 +92,73 @@ class Model:
         known = BACKENDS.get(self.backend)
         return str(self.config.default_model_filename) or (known.model_file if known else "")
 
+    @property
+    def waits_for_engine(self) -> bool:
+        """Whether a served version of a TensorRT model holds the graph, but not yet the engine."""
+        return self.backend == "tensorrt" and any(
+            is_file(folder / MODEL_FILE) and not exists(folder / self.model_file)
+            for folder in self.served_folders
+        )
 
-@dataclass(frozen=True)
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The config's inputs by name."""
+        return {tensor.name: tensor for tensor in self.config.input}
+
+    @property
+    def ragged(self) -> set[str]:
+        """Inputs whose rows come end to end."""
+        return {tensor.name for tensor in self.config.input if tensor.allow_ragged_batch}
+
+    @property
+    def varying(self) -> set[str]:
+        """Inputs whose rows may be of different shape."""
+        return {tensor.name for tensor in self.config.input if -1 in tensor.dims}
+
+    @property
+    def added(self) -> set[str]:
+        """Inputs that the server adds to a batch."""
+        return {name for each in self.config.batch_input for name in each.target_name}
+
+    @property
+    def queue_policies(self) -> list[Any]:
+        batching = self.config.dynamic_batching
+        return [batching.default_queue_policy, *batching.priority_queue_policy.values()]
+
+    def instances_of(self, group: Any) -> int:
+        """Instances the server starts for an instance group, its own default included."""
+        on_cpu = (self.backend, enum_name(group, "kind")) == ("onnxruntime", "KIND_CPU")
+        return group.count if group.count > 0 else 2 if on_cpu else 1
+
+
+@dataclass(frozen=True, eq=False)
 class Repository:
     """A model repository and the release it is meant for.
 
     Attributes:
         root: its folder.
-        models: by folder name, sorted.
         triton: the target release.
         with_engines: whether it must load the engines, too.
         reads_graphs: whether onnx is installed; without it no model has `graphs`.
+        models: by folder name, sorted.
     """
 
     root: Path
-    models: dict[str, Model]
     triton: Release
     with_engines: bool
     reads_graphs: bool
+    models: dict[str, Model] = field(default_factory=dict)
+    config_file = ""
+
+    def folders(self) -> Iterable[Model]:
+        """Every model, its config readable or not."""
+        return self.models.values()
 
     def configured(self) -> Iterator[Model]:
         """The models whose config could be read."""
         return (model for model in self.models.values() if model.config is not None)
 
     def ensembles(self) -> Iterator[Model]:
-        """The ensembles among `configured`."""
         return (model for model in self.configured() if model.is_ensemble)
 
     def executed(self) -> Iterator[Model]:
@@ -121,17 +168,23 @@ class Repository:
 
 def read_repository(root: Path, triton: Release, *, with_engines: bool) -> Repository:
     """Read every model folder below `root`; what cannot be read becomes a model's problem."""
-    reads_graphs = onnx_installed()
+    repository = Repository(root, triton, with_engines, onnx_installed())
     # Hidden folders too: the server takes every folder for a model.
-    folders = subfolders(root)
-    models = {folder.name: _read_model(folder, reads_graphs=reads_graphs) for folder in folders}
-    return Repository(root, models, triton, with_engines, reads_graphs)
+    repository.models.update((f.name, _read_model(repository, f)) for f in _subfolders(root))
+    return repository
 
 
-def subfolders(folder: Path) -> list[Path]:
-    """The folders in `folder`, sorted by name; none when it cannot be listed."""
+def entries(folder: Path) -> list[Path]:
+    """What is in `folder`, sorted by name; nothing when it cannot be listed."""
     try:
-        return sorted(entry for entry in folder.iterdir() if entry.is_dir())
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return [entry for entry in entries(folder) if entry.is_dir()]
     except OSError:
         return []
 
@@ -152,15 +205,6 @@ def exists(path: Path) -> bool:
         return False
 
 
-def waits_for_engine(model: Model) -> bool:
-    """Whether a served version of a TensorRT model holds the graph, but not yet the engine."""
-    graph = BACKENDS["onnxruntime"].model_file
-    return model.backend == "tensorrt" and any(
-        is_file(folder / graph) and not exists(folder / model.model_file)
-        for folder in model.served_folders
-    )
-
-
 def enum_name(message: Any, field: str) -> str:
     """The name of the enum value in `field` of `message`, as config.pbtxt spells it."""
     values = message.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number
@@ -168,14 +212,23 @@ def enum_name(message: Any, field: str) -> str:
     return value.name if value else str(getattr(message, field))
 
 
-def _read_model(folder: Path, *, reads_graphs: bool) -> Model:
-    config, config_problem = _read_config(folder / CONFIG_FILE)
-    lock, lock_problem = _read_lock(folder / LOCK_FILE)
-    versions = tuple(sub.name for sub in subfolders(folder) if sub.name[0].isdigit())
+def is_version(name: str) -> bool:
+    """Whether the server takes a folder of this name for a version."""
+    return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+def _read_model(repository: Repository, folder: Path) -> Model:
+    config, config_problem = _read(folder / CONFIG_FILE, read_config)
+    lock, lock_problem = _read(folder / LOCK_FILE, lambda path: json.loads(path.read_bytes()))
+    versions = tuple(sub.name for sub in _subfolders(folder) if sub.name[0].isdigit())
     served = _served_versions(config, versions)
-    files = _file_names(folder, served)
-    backend = inferred_backend(files) if config is None else backend_of(config, files)
+    backend = backend_of(config, {path.name for v in served for path in entries(folder / str(v))})
+    with_graphs = repository.reads_graphs and config is not None and backend in GRAPH_BACKENDS
+    # An engine lies beside the graph it is built from, whatever the engine is called.
+    own = config.default_model_filename if with_graphs and backend == "onnxruntime" else ""
+    python = [folder / str(v) for v in served] if backend == "python" else []
     return Model(
+        repository=repository,
         name=folder.name,
         folder=folder,
         config=config,
@@ -185,33 +238,21 @@ def _read_model(folder: Path, *, reads_graphs: bool) -> Model:
         version_folders=versions,
         served_versions=served,
         backend=backend,
-        graphs=_read_graphs(folder, _graph_file(config, backend), served)
-        if reads_graphs and config is not None and backend in GRAPH_BACKENDS
-        else (),
-        sources=read_sources([folder / str(v) for v in served], folder.parent)
-        if backend == "python"
-        else (),
+        graphs=tuple(_read_graphs(folder, own or MODEL_FILE, served if with_graphs else ())),
+        sources=read_sources(python, folder.parent),
     )
 
 
-def _read_config(path: Path) -> tuple[Any, str]:
+def _read(path: Path, parse: Callable[[Path], Any]) -> tuple[Any, str]:
+    """What a file holds, or None and why it cannot be read; None alone where there is no file."""
     if not is_file(path):
         return None, ""
     try:
-        return read_config(path), ""
+        return parse(path), ""
     except UserError as problem:
         return None, problem.given
     except UnicodeDecodeError as problem:
         return None, f"byte {problem.start} is not UTF-8"
-    except OSError as problem:
-        return None, f"cannot be read: {problem.strerror}"
-
-
-def _read_lock(path: Path) -> tuple[Any, str]:
-    if not is_file(path):
-        return None, ""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")), ""
     except (ValueError, RecursionError) as problem:
         return None, f"not JSON: {problem}"
     except OSError as problem:
@@ -219,38 +260,20 @@ def _read_lock(path: Path) -> tuple[Any, str]:
 
 
 def _served_versions(config: Any, folders: tuple[str, ...]) -> tuple[int, ...]:
-    # The server ignores names with leading zeros or anything but digits.
-    present = [int(n) for n in folders if n.isascii() and n.isdigit() and str(int(n)) == n]
-    newest_first = sorted(present, reverse=True)
+    newest_first = sorted((int(name) for name in folders if is_version(name)), reverse=True)
     policy = config.version_policy if config is not None else None
     choice = policy.WhichOneof("policy_choice") if policy is not None else None
-    if choice == "all":
-        return tuple(newest_first)
-    if policy is not None and choice == "specific":
-        return tuple(v for v in newest_first if v in policy.specific.versions)
-    wanted = policy.latest.num_versions if policy is not None and choice == "latest" else 1
-    return tuple(newest_first[:wanted])
+    if policy is None or choice is None:
+        return tuple(newest_first[:1])
+    if choice == "latest":
+        return tuple(newest_first[: policy.latest.num_versions])
+    return tuple(v for v in newest_first if choice == "all" or v in policy.specific.versions)
 
 
-def _file_names(folder: Path, versions: tuple[int, ...]) -> set[str]:
-    try:
-        return {entry.name for v in versions for entry in (folder / str(v)).iterdir()}
-    except OSError:
-        return set()
-
-
-def _graph_file(config: Any, backend: str) -> str:
-    # An engine lies beside the graph it is built from, whatever the engine is called.
-    own = config.default_model_filename if backend == "onnxruntime" else ""
-    return own or BACKENDS["onnxruntime"].model_file
-
-
-def _read_graphs(folder: Path, name: str, versions: tuple[int, ...]) -> tuple[Graph, ...]:
-    graphs = []
+def _read_graphs(folder: Path, name: str, versions: tuple[int, ...]) -> Iterator[Graph]:
     for version in versions:
         # A model with weights in files of its own may be a folder that holds the ONNX file.
-        candidates = [f"{version}/{name}", f"{version}/{name}/{name}"]
-        file = next((file for file in candidates if is_file(folder / file)), None)
-        if file:
-            graphs.append(read_graph(folder / file, f"{folder.name}/{file}"))
-    return tuple(graphs)
+        for file in (f"{version}/{name}", f"{version}/{name}/{name}"):
+            if is_file(folder / file):
+                yield read_graph(folder / file, f"{folder.name}/{file}")
+                break

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from triptych.lint.snapshot import Model, Repository
 
@@ -33,30 +33,43 @@ class Step:
         return f"step {self.index} ({self.model_name or 'no model_name'})"
 
 
-@dataclass(frozen=True)
 class Wiring:
     """The dataflow of one ensemble.
 
     Attributes:
         ensemble: the model with `ensemble_scheduling`.
+        config_file: its.
         steps: in the order of the config.
         producers: the ensemble's tensor -> the steps that write it.
         consumers: the ensemble's tensor -> the steps that read it.
         inputs: names of the ensemble's own inputs.
         outputs: names of the ensemble's own outputs.
+        tensors: all that have a source: the ensemble's inputs and what the steps write.
     """
 
-    ensemble: Model
-    steps: tuple[Step, ...]
-    producers: dict[str, list[Step]]
-    consumers: dict[str, list[Step]]
-    inputs: frozenset[str]
-    outputs: frozenset[str]
-
-    @property
-    def tensors(self) -> frozenset[str]:
-        """Every tensor that has a source: the ensemble's inputs and what the steps write."""
-        return self.inputs | self.producers.keys()
+    def __init__(self, ensemble: Model) -> None:
+        models = {model.name: model for model in ensemble.repository.configured()}
+        self.ensemble, self.config_file = ensemble, ensemble.config_file
+        self.steps = tuple(
+            Step(
+                index,
+                step.model_name,
+                models.get(step.model_name),
+                dict(step.input_map),
+                dict(step.output_map),
+            )
+            for index, step in enumerate(ensemble.config.ensemble_scheduling.step)
+        )
+        self.producers: dict[str, list[Step]] = defaultdict(list)
+        self.consumers: dict[str, list[Step]] = defaultdict(list)
+        for step in self.steps:
+            for tensor in step.outputs.values():
+                self.producers[tensor].append(step)
+            for tensor in step.inputs.values():
+                self.consumers[tensor].append(step)
+        self.inputs = {tensor.name for tensor in ensemble.config.input}
+        self.outputs = {tensor.name for tensor in ensemble.config.output}
+        self.tensors = self.inputs | self.producers.keys()
 
     def stages(self) -> list[list[Step]]:
         """The steps in the order they can run: those of one stage run at the same time.
@@ -78,41 +91,17 @@ class Wiring:
             ready.update(tensor for step in stage for tensor in step.outputs.values())
             waiting = [step for step in waiting if step not in stage]
 
-
-def wiring_of(repository: Repository, ensemble: Model) -> Wiring:
-    """The wiring of `ensemble`, a model with a readable config."""
-    steps = tuple(
-        _step(repository, index, step)
-        for index, step in enumerate(ensemble.config.ensemble_scheduling.step)
-    )
-    producers: dict[str, list[Step]] = defaultdict(list)
-    consumers: dict[str, list[Step]] = defaultdict(list)
-    for step in steps:
-        for tensor in step.outputs.values():
-            producers[tensor].append(step)
-        for tensor in step.inputs.values():
-            consumers[tensor].append(step)
-    return Wiring(
-        ensemble=ensemble,
-        steps=steps,
-        producers=dict(producers),
-        consumers=dict(consumers),
-        inputs=frozenset(tensor.name for tensor in ensemble.config.input),
-        outputs=frozenset(tensor.name for tensor in ensemble.config.output),
-    )
+    def feeding(self, model: Model, inputs: set[str]) -> list[Step]:
+        """The steps that write what the steps of `model` read as `inputs`."""
+        read = [
+            step.inputs[name]
+            for step in self.steps
+            if step.model is model
+            for name in sorted(inputs & set(step.inputs))
+        ]
+        return [step for tensor in read for step in self.producers.get(tensor, [])]
 
 
-def wirings(repository: Repository) -> list[Wiring]:
+def wirings(repository: Repository) -> Iterator[Wiring]:
     """The wiring of every ensemble of the repository."""
-    return [wiring_of(repository, ensemble) for ensemble in repository.ensembles()]
-
-
-def _step(repository: Repository, index: int, step: Any) -> Step:
-    model = repository.models.get(step.model_name)
-    return Step(
-        index=index,
-        model_name=step.model_name,
-        model=model if model is not None and model.config is not None else None,
-        inputs=dict(step.input_map),
-        outputs=dict(step.output_map),
-    )
+    return (Wiring(ensemble) for ensemble in repository.ensembles())

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
 
 Dims = tuple[int, ...]
 
@@ -63,33 +65,17 @@ class EnginePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """For the lock: data that JSON gives back as it is, and that `from_dict` reads."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        plain: dict[str, Any] = TypeAdapter(EnginePlan).dump_python(self, mode="json")
         return plain
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> EnginePlan:
+    def from_dict(data: object) -> EnginePlan:
         """The plan that a lock holds.
 
         Raises:
-            KeyError: a field is missing.
-            TypeError: a field is of another kind.
+            TypeError: a field is missing, or of another kind.
         """
-        return EnginePlan(
-            precision=data["precision"],
-            profiles=tuple(
-                {
-                    name: ShapeRange(**{key: tuple(dims) for key, dims in shapes.items()})
-                    for name, shapes in profile.items()
-                }
-                for profile in data["profiles"]
-            ),
-            graph_specs=tuple(
-                GraphSpec(
-                    batch_size=spec["batch_size"],
-                    lowest_batch_size=spec["lowest_batch_size"],
-                    inputs={name: tuple(dims) for name, dims in spec["inputs"].items()},
-                )
-                for spec in data["graph_specs"]
-            ),
-            options=dict(data["options"]),
-        )
+        try:
+            return TypeAdapter(EnginePlan).validate_json(json.dumps(data), strict=True)
+        except ValueError as error:
+            raise TypeError(str(error)) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.plan.plan import Plan
-from triptych.releases import without_newer_fields
+from triptych.releases import parse_release, without_newer_fields
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import core_config, declare
 from triptych.repository.lock import SAMPLES_FILE
@@ -41,6 +41,7 @@ def render(
     """
     name, task = plan.spec.name, plan.task
     shared = plan.spec.core.share is not None
+    release = parse_release(plan.spec.serving.triton)
     configs = {
         name: _ensemble(plan),
         plan.step("preprocess"): _preprocess(plan),
@@ -50,7 +51,7 @@ def render(
         configs[plan.step("core")] = core_config(plan)
     files: dict[str, Content] = {
         f"{model}/{CONFIG_FILE}": print_config(
-            without_newer_fields(config, plan.spec.serving.triton)
+            without_newer_fields(config, release)
         ).encode()
         for model, config in configs.items()
     }
