@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from triptych.lint.backends import BACKENDS
+from triptych.lint.ensemble import Wiring, wirings
 from triptych.lint.flaw import Flaw, dims_text, error, info, names, warning
-from triptych.lint.snapshot import Model, enum_name
-from triptych.lint.wiring import Wiring, wirings
+from triptych.lint.snapshot import BACKENDS, Model, enum_name
 from triptych.releases import PRESERVE_ORDERING_BROKEN, STEP_QUEUE_LIMIT_SAFE
 
 # Beyond these a number was most likely written in another unit than microseconds.

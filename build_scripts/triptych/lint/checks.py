@@ -10,18 +10,15 @@ from triptych import releases
 from triptych.errors import Finding
 from triptych.lint import batching, config, core, ensemble, files, profiles, python_steps, warmup
 from triptych.lint.engine import engine_built, engine_cores, engine_operators, engine_version
+from triptych.lint.ensemble import wirings
 from triptych.lint.flaw import Flaw
 from triptych.lint.snapshot import Repository, read_repository
-from triptych.lint.wiring import wirings
 
 
 class Check(NamedTuple):
-    """One row of the table.
+    """A row of the table: `flaws` looks at one subject after the other.
 
-    Attributes:
-        id: of its findings.
-        subjects: what of a repository it looks at, one after the other.
-        flaws: those of one subject; without a file they are of the subject's `config_file`.
+    A flaw without a file is of the subject's `config_file`.
     """
 
     id: str
@@ -29,40 +26,31 @@ class Check(NamedTuple):
     flaws: Callable[[Any], Iterator[Flaw]]
 
 
-def _repository(repository: Repository) -> Iterable[Repository]:
-    return (repository,)
-
-
-_folders = Repository.folders
-_configured = Repository.configured
-_ensembles = Repository.ensembles
-_executed = Repository.executed
-
 # A new check is a generator of flaws and a line here. What most often causes the rest comes first.
 CHECKS = (
-    Check("repository-readable", _repository, files.repository_readable),
-    Check("config-readable", _folders, files.config_readable),
-    Check("model-name", _configured, files.model_name),
-    Check("version-folder", _folders, files.version_folder),
-    Check("version-policy", _configured, files.version_policy),
-    Check("model-file", _executed, files.model_file),
-    Check("referenced-file", _configured, files.referenced_file),
-    Check("lock-readable", _folders, files.lock_readable),
-    Check("lock-files", _folders, files.lock_files),
-    Check("shared-core", _folders, files.shared_core),
-    Check("traffic", _folders, files.traffic),
-    Check("gate-accepted", _folders, files.gate_accepted),
-    Check("triton-version", _configured, config.triton_version),
-    Check("backend-known", _configured, config.backend_known),
-    Check("tensor-valid", _configured, config.tensor_valid),
-    Check("ensemble-fields", _ensembles, config.ensemble_fields),
+    Check("repository-readable", Repository.itself, files.repository_readable),
+    Check("config-readable", Repository.folders, files.config_readable),
+    Check("model-name", Repository.configured, files.model_name),
+    Check("version-folder", Repository.folders, files.version_folder),
+    Check("version-policy", Repository.configured, files.version_policy),
+    Check("model-file", Repository.executed, files.model_file),
+    Check("referenced-file", Repository.configured, files.referenced_file),
+    Check("lock-readable", Repository.folders, files.lock_readable),
+    Check("lock-files", Repository.folders, files.lock_files),
+    Check("shared-core", Repository.folders, files.shared_core),
+    Check("traffic", Repository.folders, files.traffic),
+    Check("gate-accepted", Repository.folders, files.gate_accepted),
+    Check("triton-version", Repository.configured, config.triton_version),
+    Check("backend-known", Repository.configured, config.backend_known),
+    Check("tensor-valid", Repository.configured, config.tensor_valid),
+    Check("ensemble-fields", Repository.ensembles, config.ensemble_fields),
     Check("ensemble-steps", wirings, ensemble.ensemble_steps),
     Check("ensemble-closes", wirings, ensemble.ensemble_closes),
     Check("ensemble-tensors", wirings, ensemble.ensemble_tensors),
     Check("ensemble-batch", wirings, ensemble.ensemble_batch),
-    Check("onnx-readable", _repository, core.onnx_readable),
-    Check("onnx-data", _executed, core.onnx_data),
-    Check("onnx-tensors", _executed, core.onnx_tensors),
+    Check("onnx-readable", Repository.itself, core.onnx_readable),
+    Check("onnx-data", Repository.executed, core.onnx_data),
+    Check("onnx-tensors", Repository.executed, core.onnx_tensors),
     Check("engine-built", engine_cores, engine_built),
     Check("engine-version", engine_cores, engine_version),
     Check("engine-operators", engine_cores, engine_operators),
@@ -70,23 +58,23 @@ CHECKS = (
     Check("profile-names", engine_cores, profiles.profile_names),
     Check("profile-range", engine_cores, profiles.profile_range),
     Check("profile-switching", engine_cores, profiles.profile_switching),
-    Check("batch-input", _executed, core.batch_input),
-    Check("batch-shapes", _executed, batching.batch_shapes),
-    Check("dynamic-batching", _executed, batching.dynamic_batching),
-    Check("preferred-batch-size", _configured, batching.preferred_batch_size),
-    Check("priority-levels", _configured, batching.priority_levels),
-    Check("preserve-ordering", _configured, batching.preserve_ordering),
-    Check("queue-policy", _executed, batching.queue_policy),
+    Check("batch-input", Repository.executed, core.batch_input),
+    Check("batch-shapes", Repository.executed, batching.batch_shapes),
+    Check("dynamic-batching", Repository.executed, batching.dynamic_batching),
+    Check("preferred-batch-size", Repository.configured, batching.preferred_batch_size),
+    Check("priority-levels", Repository.configured, batching.priority_levels),
+    Check("preserve-ordering", Repository.configured, batching.preserve_ordering),
+    Check("queue-policy", Repository.executed, batching.queue_policy),
     Check("queue-limit", wirings, batching.queue_limit),
-    Check("queue-wake-up", _executed, batching.queue_wake_up),
-    Check("instance-group", _executed, config.instance_group),
-    Check("response-cache", _configured, config.response_cache),
-    Check("warmup", _executed, warmup.warmup),
-    Check("graph-spec", _executed, warmup.graph_spec),
-    Check("cuda-graphs", _executed, profiles.cuda_graphs),
-    Check("python-model", _executed, python_steps.python_model),
-    Check("python-import", _executed, python_steps.python_import),
-    Check("python-kind", _executed, python_steps.python_kind),
+    Check("queue-wake-up", Repository.executed, batching.queue_wake_up),
+    Check("instance-group", Repository.executed, config.instance_group),
+    Check("response-cache", Repository.configured, config.response_cache),
+    Check("warmup", Repository.executed, warmup.warmup),
+    Check("graph-spec", Repository.executed, warmup.graph_spec),
+    Check("cuda-graphs", Repository.executed, profiles.cuda_graphs),
+    Check("python-model", Repository.executed, python_steps.python_model),
+    Check("python-import", Repository.executed, python_steps.python_import),
+    Check("python-kind", Repository.executed, python_steps.python_kind),
 )
 
 OLDEST = str(releases.OLDEST)

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from triptych.lint.backends import BACKENDS, ENSEMBLE
 from triptych.lint.flaw import Flaw, dims_text, error, names, warning
-from triptych.lint.snapshot import Model, enum_name, is_file
+from triptych.lint.snapshot import BACKENDS, ENSEMBLE, Model, enum_name, is_file
 from triptych.releases import fields_newer_than, parameters_newer_than
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from triptych.lint.flaw import Flaw, dims_text, error, info, names, warning
 from triptych.lint.graph import Graph, GraphTensor
-from triptych.lint.snapshot import GRAPH_BACKENDS, Model, Repository, enum_name, exists
+from triptych.lint.snapshot import GRAPH_BACKENDS, Model, Repository, enum_name, exists, fits
 
 # How many dims the tensor has that the server makes for each kind of batch_input.
 _RANKS = {"BATCH_ITEM_SHAPE": 2}
@@ -85,21 +85,16 @@ def _tensor_faults(
         return
     dims = tuple(tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims)
     batched = model.config.max_batch_size > 0
+    without_batch = found.dims[1:] if batched else found.dims
     if batched and found.dims[:1] != (-1,):
         rule = "must have a variable first dimension in the ONNX file when max_batch_size is set"
         yield rule, dims_text(found.dims)
-    elif not _same(dims, found.dims[1:] if batched else found.dims, exact=kind == "output"):
+    # The backend takes a narrower input than the graph's, but compares outputs exactly.
+    elif dims != without_batch and not (kind == "input" and fits(dims, without_batch)):
         yield (
             "must have the ONNX file's dims" + (", without the batch" if batched else ""),
             f"{dims_text(dims)}, the ONNX file has {dims_text(found.dims)}",
         )
-
-
-def _same(declared: tuple[int, ...], found: tuple[int, ...], *, exact: bool) -> bool:
-    # The backend takes a narrower input than the graph's, but compares outputs exactly.
-    return len(declared) == len(found) and all(
-        want == got or (got == -1 and not exact) for want, got in zip(declared, found, strict=True)
-    )
 
 
 def batch_input(model: Model) -> Iterator[Flaw]:

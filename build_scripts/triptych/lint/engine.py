@@ -16,9 +16,9 @@ from typing import Any
 
 from triptych import cache
 from triptych.export.operators import support_of, unsupported
+from triptych.lint.ensemble import Wiring, wirings
 from triptych.lint.flaw import Flaw, error, names
 from triptych.lint.snapshot import Model, Repository, enum_name
-from triptych.lint.wiring import Wiring, wirings
 from triptych.plan.engine_spec import Dims, EnginePlan, ShapeRange
 from triptych.releases import TENSORRT_VERSIONS, Release, releases_with, tensorrt_major
 
@@ -31,10 +31,9 @@ Shapes = Mapping[str, Dims]
 
 @dataclass(frozen=True)
 class Rows:
-    """What one step sends the core.
+    """What the step `source` sends the core.
 
     Attributes:
-        source: name of the step.
         padded: lengths that it pads rows to; empty when it does not.
         longest: tokens a row may have; None when it does not say.
     """
@@ -48,9 +47,6 @@ class EngineCore:
     """A model with backend tensorrt.
 
     Attributes:
-        model: it.
-        config: its.
-        config_file: its.
         pipeline: that built it; empty when no lock says.
         lock_file: of that pipeline, relative to the repository.
         profiles: of its engine; none when they are not known.
@@ -58,7 +54,9 @@ class EngineCore:
         rows: what the steps before it send.
     """
 
-    def __init__(self, model: Model, users: list[Wiring]) -> None:
+    def __init__(self, model: Model) -> None:
+        every = wirings(model.repository)
+        users = [w for w in every if any(step.model is model for step in w.steps)]
         self.model, self.config, self.config_file = model, model.config, model.config_file
         plans = ((user.ensemble, _plan_of(user.ensemble.lock)) for user in users)
         owner, plan = next(((owner, plan) for owner, plan in plans if plan), (None, None))
@@ -117,17 +115,13 @@ def engine_cores(repository: Repository) -> Iterator[EngineCore]:
     """Every TensorRT model, with what the locks of its ensembles say."""
     for model in repository.executed():
         if model.backend == "tensorrt":
-            found = wirings(repository)
-            yield EngineCore(
-                model, [w for w in found if any(step.model is model for step in w.steps)]
-            )
+            yield EngineCore(model)
 
 
 def between(low: Dims, dims: Dims, high: Dims) -> bool:
     """Whether a shape lies between two others of its rank."""
-    return len(low) == len(dims) == len(high) and all(
-        a <= b <= c for a, b, c in zip(low, dims, high, strict=True)
-    )
+    trios = zip(low, dims, high, strict=False)
+    return len(low) == len(dims) == len(high) and all(a <= b <= c for a, b, c in trios)
 
 
 def _plan_of(lock: Any) -> EnginePlan | None:
@@ -144,11 +138,8 @@ def _rows_sent(wiring: Wiring, core: Model) -> Iterator[Rows]:
         if producer.model is not None:
             edges = _setting(producer.model, "bucket_edges")
             longest = _setting(producer.model, "max_length")
-            yield Rows(
-                source=producer.model.name,
-                padded=tuple(edges) if _are_sizes(edges) else (),
-                longest=longest if _are_sizes([longest]) else None,
-            )
+            padded = tuple(edges) if _are_sizes(edges) else ()
+            yield Rows(producer.model.name, padded, longest if _are_sizes([longest]) else None)
 
 
 def _setting(model: Model, key: str) -> Any:
@@ -241,7 +232,7 @@ def engine_operators(core: EngineCore) -> Iterator[Flaw]:
     """The target's TensorRT takes every operator and element type of the graph."""
     repository = core.model.repository
     major = tensorrt_major(repository.triton)
-    for graph in core.model.graphs if major is not None else ():
+    for graph in core.model.graphs:
         if graph.problem or major is None:
             continue
         try:

@@ -2,13 +2,94 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from triptych.lint.flaw import Flaw, dims_text, error, names, warning
-from triptych.lint.snapshot import Model, enum_name
-from triptych.lint.wiring import Step, Wiring
+from triptych.lint.snapshot import Model, Repository, enum_name
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an ensemble.
+
+    Attributes:
+        index: position in the config, from 0.
+        model: that it runs; None when it is missing or its config unreadable.
+        inputs: the model's input -> the ensemble's tensor; `outputs` likewise.
+    """
+
+    index: int
+    model_name: str
+    model: Model | None
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+    @property
+    def label(self) -> str:
+        return f"step {self.index} ({self.model_name or 'no model_name'})"
+
+
+class Wiring:
+    """How an ensemble wires its steps.
+
+    Attributes:
+        producers: the ensemble's tensor -> the steps that write it.
+        inputs: names of the ensemble's own inputs; `outputs` likewise.
+        tensors: all that have a source: the ensemble's inputs and what the steps write.
+    """
+
+    def __init__(self, ensemble: Model) -> None:
+        models = {model.name: model for model in ensemble.repository.configured()}
+        self.ensemble, self.config_file = ensemble, ensemble.config_file
+        self.steps = tuple(
+            Step(i, s.model_name, models.get(s.model_name), dict(s.input_map), dict(s.output_map))
+            for i, s in enumerate(ensemble.config.ensemble_scheduling.step)
+        )
+        self.producers: dict[str, list[Step]] = defaultdict(list)
+        for step in self.steps:
+            for tensor in step.outputs.values():
+                self.producers[tensor].append(step)
+        self.inputs = {tensor.name for tensor in ensemble.config.input}
+        self.outputs = {tensor.name for tensor in ensemble.config.output}
+        self.tensors = self.inputs | self.producers.keys()
+
+    def stages(self) -> list[list[Step]]:
+        """The steps in the order they can run: those of one stage run at the same time.
+
+        Steps that wait for each other in a circle, or behind one, are in none.
+        """
+        ready, waiting = set(self.inputs), list(self.steps)
+        stages: list[list[Step]] = []
+        while True:
+            # A tensor without any source is another fault: it blocks nothing here.
+            stage = [
+                step
+                for step in waiting
+                if all(t in ready or t not in self.producers for t in step.inputs.values())
+            ]
+            if not stage:
+                return stages
+            stages.append(stage)
+            ready.update(tensor for step in stage for tensor in step.outputs.values())
+            waiting = [step for step in waiting if step not in stage]
+
+    def feeding(self, model: Model, inputs: set[str]) -> list[Step]:
+        """The steps that write what the steps of `model` read as `inputs`."""
+        read = [
+            step.inputs[name]
+            for step in self.steps
+            if step.model is model
+            for name in sorted(inputs & set(step.inputs))
+        ]
+        return [step for tensor in read for step in self.producers.get(tensor, [])]
+
+
+def wirings(repository: Repository) -> Iterator[Wiring]:
+    """The wiring of every ensemble of the repository."""
+    return (Wiring(ensemble) for ensemble in repository.ensembles())
 
 
 def ensemble_steps(wiring: Wiring) -> Iterator[Flaw]:
@@ -152,7 +233,7 @@ def ensemble_tensors(wiring: Wiring) -> Iterator[Flaw]:
         for end in others:
             if source.data_type != end.data_type:
                 rule, change = "must have one dtype at both ends of a wire", "data_type"
-            elif not (_fits(source.dims, end.dims) or _fits(source.full_dims, end.full_dims)):
+            elif not (_join(source.dims, end.dims) or _join(source.full_dims, end.full_dims)):
                 rule, change = "must have dims that fit at both ends of a wire", "dims"
             else:
                 continue
@@ -181,10 +262,9 @@ def _ends(wiring: Wiring) -> Iterator[tuple[str, _End]]:
     yield from ((t.name, end(ensemble, t, own=True)) for t in ensemble.config.output)
 
 
-def _fits(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    return len(left) == len(right) and all(
-        a == b or -1 in (a, b) for a, b in zip(left, right, strict=True)
-    )
+def _join(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
+    pairs = zip(left, right, strict=False)
+    return len(left) == len(right) and all(a == b or -1 in (a, b) for a, b in pairs)
 
 
 def ensemble_batch(wiring: Wiring) -> Iterator[Flaw]:

@@ -6,22 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_TRITON_TYPES = {
-    "FLOAT": "TYPE_FP32",
-    "FLOAT16": "TYPE_FP16",
-    "BFLOAT16": "TYPE_BF16",
-    "DOUBLE": "TYPE_FP64",
-}
+_FLOATS = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP64"}
 
 
 @dataclass(frozen=True)
 class GraphTensor:
-    """An input or output of a graph.
-
-    Attributes:
-        data_type: Triton's name of it (``TYPE_INT32``).
-        dims: with the batch dimension, -1 where variable; None when the file does not say.
-    """
+    """Its dims have the batch dimension, -1 where variable; None when the file does not say."""
 
     data_type: str
     dims: tuple[int, ...] | None
@@ -33,7 +23,7 @@ class Graph:
 
     Attributes:
         file: path relative to the repository.
-        data_files: files with weights that the ONNX file refers to, relative to its folder.
+        data_files: files with weights that it refers to, relative to its folder.
         problem: why it could not be read; empty when it could.
     """
 
@@ -86,4 +76,4 @@ def _tensor(value: Any) -> GraphTensor:
     dims = None
     if tensor.HasField("shape"):
         dims = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)
-    return GraphTensor(_TRITON_TYPES.get(name, f"TYPE_{name}"), dims)
+    return GraphTensor(f"TYPE_{_FLOATS.get(name, name)}", dims)

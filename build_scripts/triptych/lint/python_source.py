@@ -13,12 +13,10 @@ _IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception"}
 
 @dataclass(frozen=True)
 class Source:
-    """One parsed file.
+    """One parsed file; `file` is its path relative to the repository.
 
     Attributes:
-        path: of the file.
-        file: the same, relative to the repository.
-        tree: its syntax tree; an empty module when it does not parse.
+        tree: an empty module when it does not parse.
         problem: why it does not parse, with the line; empty when it does.
     """
 

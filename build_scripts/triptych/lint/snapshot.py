@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from triptych.errors import UserError
 from triptych.graph.files import MODEL_FILE
-from triptych.lint.backends import BACKENDS, ENSEMBLE, backend_of
 from triptych.lint.graph import Graph, onnx_installed, read_graph
 from triptych.lint.python_source import Source, defines, read_sources
 from triptych.releases import Release
@@ -19,6 +18,35 @@ from triptych.repository.lock import LOCK_FILE
 
 # Every Python step that Triptych writes carries it, and nothing else does.
 _OUR_MARK = "stub_io.py"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend of Triton.
+
+    Attributes:
+        platforms: values of `platform` that go with it; any when empty.
+        model_file: what it loads from a version folder by default; empty when that varies.
+        batches_itself: the server need not.
+    """
+
+    platforms: tuple[str, ...] = ()
+    model_file: str = ""
+    batches_itself: bool = False
+
+
+ENSEMBLE = "ensemble"
+
+BACKENDS: dict[str, Backend] = {
+    "python": Backend(model_file="model.py"),
+    "onnxruntime": Backend(("onnxruntime_onnx",), "model.onnx"),
+    "tensorrt": Backend(("tensorrt_plan",), "model.plan"),
+    "pytorch": Backend(("pytorch_libtorch", "pytorch", "torch_aoti")),
+    "tensorflow": Backend(("tensorflow_graphdef", "tensorflow_savedmodel")),
+    "vllm": Backend(model_file="model.json", batches_itself=True),
+    "tensorrtllm": Backend(batches_itself=True),
+    **dict.fromkeys(("openvino", "dali", "fil", "identity", "repeat", "square"), Backend()),
+}
 
 GRAPH_BACKENDS = ("onnxruntime", "tensorrt")
 """Backends whose version folders hold an ONNX file: to be run, or to build an engine from."""
@@ -29,13 +57,9 @@ class Model:
     """One folder of the repository.
 
     Attributes:
-        repository: it is in.
-        name: of the folder.
-        folder: absolute, or relative to the working directory.
         config: a ModelConfig; None when missing or unreadable.
         config_problem: why `config` is None, with line:column where known; empty when missing.
-        lock: the parsed `triptych.lock.json`; None when missing or unreadable.
-        lock_problem: why `lock` is None; empty when missing.
+        lock: the parsed `triptych.lock.json`; `lock_problem` likewise.
         version_folders: names of its subfolders that start with a digit.
         served_versions: those that its version policy serves, newest first.
         backend: ``ensemble``, a backend's name, or empty when it cannot be told; without a
@@ -59,7 +83,6 @@ class Model:
 
     @property
     def config_file(self) -> str:
-        """Relative to the repository, as is `lock_file`."""
         return f"{self.name}/{CONFIG_FILE}"
 
     @property
@@ -136,9 +159,7 @@ class Repository:
     """A model repository and the release it is meant for.
 
     Attributes:
-        root: its folder.
-        triton: the target release.
-        with_engines: whether it must load the engines, too.
+        with_engines: whether the release must load the engines, too.
         reads_graphs: whether onnx is installed; without it no model has `graphs`.
         models: by folder name, sorted.
     """
@@ -149,6 +170,9 @@ class Repository:
     reads_graphs: bool
     models: dict[str, Model] = field(default_factory=dict)
     config_file = ""
+
+    def itself(self) -> tuple[Repository]:
+        return (self,)
 
     def folders(self) -> Iterable[Model]:
         """Every model, its config readable or not."""
@@ -212,9 +236,31 @@ def enum_name(message: Any, field: str) -> str:
     return value.name if value else str(getattr(message, field))
 
 
+def fits(dims: Sequence[int], declared: Sequence[int]) -> bool:
+    """Whether `dims` are those declared, where -1 is for any."""
+    pairs = zip(dims, declared, strict=False)
+    return len(dims) == len(declared) and all(want in (-1, got) for got, want in pairs)
+
+
 def is_version(name: str) -> bool:
     """Whether the server takes a folder of this name for a version."""
     return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+def backend_of(config: Any, version_files: Collection[str]) -> str:
+    """The backend that serves a config (or files alone) as the server infers it; else empty."""
+    if config is not None:
+        if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
+            return ENSEMBLE
+        if config.backend:
+            return str(config.backend)
+        if config.platform:
+            return next((n for n, b in BACKENDS.items() if config.platform in b.platforms), "")
+        if config.default_model_filename:
+            version_files = [config.default_model_filename]
+    return next(
+        (n for n, b in BACKENDS.items() if b.model_file and b.model_file in version_files), ""
+    )
 
 
 def _read_model(repository: Repository, folder: Path) -> Model:

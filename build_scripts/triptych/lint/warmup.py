@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
 from triptych.lint.flaw import Flaw, dims_text, error, names, warning
-from triptych.lint.snapshot import Model, enum_name, is_file
+from triptych.lint.snapshot import Model, enum_name, fits, is_file
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("TYPE_BOOL", "TYPE_UINT8", "TYPE_INT8"), 1),
@@ -45,19 +45,13 @@ def sample_faults(model: Model, sample: Any) -> Iterator[tuple[str, str]]:
         dims = f"dims that fit the input's, without the batch: {dims_text(tensor.dims)}"
         if any(dim < 1 for dim in data.dims):
             yield "must have concrete dims", f"{place} {dims_text(data.dims)}"
-        elif not _fit(tensor.dims, data.dims):
+        elif not fits(data.dims, tensor.dims):
             yield f"must have {dims}", f"{place} {dims_text(data.dims)}"
         source = data.WhichOneof("input_data_type")
         if source is None:
             yield "must have one of zero_data, random_data and input_data_file", f"{place} has none"
         elif source == "input_data_file":
             yield from _file_faults(model, data, place)
-
-
-def _fit(declared: Sequence[int], concrete: Sequence[int]) -> bool:
-    return len(declared) == len(concrete) and all(
-        want in (-1, got) for want, got in zip(declared, concrete, strict=True)
-    )
 
 
 def _file_faults(model: Model, data: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -135,6 +129,6 @@ def _shape_faults(model: Model, shapes: Mapping[str, Any]) -> Iterator[tuple[str
         if any(dim < 1 for dim in shape.dim):
             yield "must have concrete dims in a graph_spec", given
         # Ragged and batch inputs are given as they are after joining: nothing to compare with.
-        elif tensor and not tensor.allow_ragged_batch and not _fit(tensor.dims, shape.dim):
+        elif tensor and not tensor.allow_ragged_batch and not fits(shape.dim, tensor.dims):
             rule = f"must fit the input's dims, without the batch: {dims_text(tensor.dims)}"
             yield rule, given
