@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
-
 Dims = tuple[int, ...]
 
 
@@ -20,10 +18,7 @@ Dims = tuple[int, ...]
 class ShapeRange:
     """Shapes that one input may have within a profile, batch dimension included.
 
-    Attributes:
-        minimum: smallest size of each axis.
-        optimum: the shape that kernels are chosen for.
-        maximum: largest size of each axis.
+    Kernels are chosen for the optimum.
     """
 
     minimum: Dims
@@ -65,6 +60,8 @@ class EnginePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """For the lock: data that JSON gives back as it is, and that `from_dict` reads."""
+        from pydantic import TypeAdapter  # not where an engine only runs
+
         plain: dict[str, Any] = TypeAdapter(EnginePlan).dump_python(self, mode="json")
         return plain
 
@@ -75,6 +72,8 @@ class EnginePlan:
         Raises:
             TypeError: a field is missing, or of another kind.
         """
+        from pydantic import TypeAdapter
+
         try:
             return TypeAdapter(EnginePlan).validate_json(json.dumps(data), strict=True)
         except ValueError as error:
