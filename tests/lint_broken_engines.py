@@ -102,6 +102,13 @@ ENGINES = (
     error(
         "engine-operators",
         ONNX_FILE,
+        "bf16 and 1 more: type UINT32 does not exist in TensorRT 10.15",
+        put(ONNX_FILE, graph("buckets", middle=TensorProto.UINT32)),
+        layout="buckets",
+    ),
+    error(
+        "engine-operators",
+        ONNX_FILE,
         "Output 1 is out of bounds",
         put(ONNX_FILE, odd_node("DynamicQuantizeLinear")),
         layout="buckets",

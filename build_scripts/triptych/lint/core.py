@@ -55,7 +55,7 @@ def onnx_tensors(model: Model) -> Iterator[Flaw]:
                     remedy = f"Correct the {kind} here, or export {graph.file} again"
                     yield error(rule, f"{kind} {tensor.name}: {given}", remedy)
         sequence = model.config.sequence_batching
-        fed = {*model.tensors, *model.added, *(state.input_name for state in sequence.state)}
+        fed = {*model.inputs, *model.added, *(state.input_name for state in sequence.state)}
         fed.update(control.name for control in sequence.control_input)
         unfed = set(graph.inputs) - fed
         if model.config.input and unfed:
@@ -123,9 +123,9 @@ def _source_faults(model: Model, added: Any, kind: str) -> Iterator[tuple[str, s
     if len(added.source_input) != 1:
         yield f"must have one source_input for {kind}", names(added.source_input)
     for name in added.source_input:
-        if name not in model.tensors:
+        if name not in model.inputs:
             rule = "must have an input of the config as source_input"
-            yield rule, f"{name} is none; inputs: {names(model.tensors)}"
+            yield rule, f"{name} is none; inputs: {names(model.inputs)}"
         elif name not in model.ragged:
             rule = f"must have a ragged input as source_input of {kind}"
             yield rule, f"{name} is without allow_ragged_batch: true"
@@ -138,7 +138,7 @@ def _added_faults(model: Model, added: Any) -> Iterator[tuple[str, str]]:
         yield "must be TYPE_INT32 or TYPE_FP32 to be made by the server", data_type
     if not added.target_name:
         yield "must have a target_name", "none"
-    both = set(model.tensors) & set(added.target_name)
+    both = set(model.inputs) & set(added.target_name)
     if both:
         yield "must not make an input that a request brings along", names(both)
     for graph in model.graphs:

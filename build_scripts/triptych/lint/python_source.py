@@ -5,48 +5,37 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 _IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception"}
 
 
-@dataclass(frozen=True)
 class Source:
-    """One parsed file; `file` is its path relative to the repository.
+    """One parsed file.
 
     Attributes:
+        file: its path relative to the repository; `folder` likewise.
         tree: an empty module when it does not parse.
         problem: why it does not parse, with the line; empty when it does.
     """
 
-    path: Path
-    file: str
-    tree: ast.Module
-    problem: str
+    def __init__(self, path: Path, root: Path) -> None:
+        self.path, self.file = path, path.relative_to(root).as_posix()
+        self.folder = self.file.rpartition("/")[0]
+        self.tree, self.problem = ast.Module(body=[], type_ignores=[]), ""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what Python merely doubts is not lint's concern
+                self.tree = ast.parse(path.read_bytes())
+        except SyntaxError as broken:
+            self.problem = f"line {broken.lineno}: {broken.msg}"
+        except (OSError, ValueError, RecursionError, MemoryError) as broken:
+            self.problem = f"{type(broken).__name__}: {broken}"
 
-    @property
-    def folder(self) -> str:
-        return self.file.rpartition("/")[0]
 
-
-def read_sources(folders: Iterable[Path], root: Path) -> tuple[Source, ...]:
+def read_sources(folders: Iterable[Path], root: Path) -> list[Source]:
     """The Python files in `folders` and below them; paths in messages are relative to `root`."""
-    paths = (path for folder in folders for path in sorted(folder.rglob("*.py")))
-    return tuple(_read_source(path, path.relative_to(root).as_posix()) for path in paths)
-
-
-def _read_source(path: Path, file: str) -> Source:
-    problem, tree = "", ast.Module(body=[], type_ignores=[])
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Python merely doubts is not lint's concern
-            tree = ast.parse(path.read_bytes())
-    except SyntaxError as broken:
-        problem = f"line {broken.lineno}: {broken.msg}"
-    except (OSError, ValueError, RecursionError, MemoryError) as broken:
-        problem = f"{type(broken).__name__}: {broken}"
-    return Source(path, file, tree, problem)
+    return [Source(path, root) for folder in folders for path in sorted(folder.rglob("*.py"))]
 
 
 def imports_of(tree: ast.Module, level: int) -> set[str]:

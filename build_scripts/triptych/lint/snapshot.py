@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 from triptych.errors import UserError
 from triptych.graph.files import MODEL_FILE
 from triptych.lint.graph import Graph, onnx_installed, read_graph
-from triptych.lint.python_source import Source, defines, read_sources
+from triptych.lint.python_source import defines, read_sources
 from triptych.releases import Release
-from triptych.repository.config import CONFIG_FILE, read_config
+from triptych.repository.config import CONFIG_FILE, new_config, read_config
 from triptych.repository.lock import LOCK_FILE
 
 # Every Python step that Triptych writes carries it, and nothing else does.
@@ -52,7 +52,6 @@ GRAPH_BACKENDS = ("onnxruntime", "tensorrt")
 """Backends whose version folders hold an ONNX file: to be run, or to build an engine from."""
 
 
-@dataclass(frozen=True, eq=False)
 class Model:
     """One folder of the repository.
 
@@ -60,93 +59,65 @@ class Model:
         config: a ModelConfig; None when missing or unreadable.
         config_problem: why `config` is None, with line:column where known; empty when missing.
         lock: the parsed `triptych.lock.json`; `lock_problem` likewise.
+        inputs: the config's, by name.
+        ragged: inputs whose rows come end to end.
+        varying: inputs whose rows may be of different shape.
+        added: inputs that the server adds to a batch.
         version_folders: names of its subfolders that start with a digit.
         served_versions: those that its version policy serves, newest first.
         backend: ``ensemble``, a backend's name, or empty when it cannot be told; without a
             config, the one that would load the files that are there.
-        graphs: one for each served version that holds an ONNX file.
+        model_file: what the backend loads from a version folder; empty when that varies.
+        is_ours: Triptych wrote this step, and with it the producer of planned shapes.
         sources: the Python files of the served versions of a Python model.
+        completes_itself: the server finds out what the config leaves out: inputs and outputs.
+        waits_for_engine: a served version of a TensorRT model holds the graph, but no engine yet.
+        graphs: one for each served version that holds an ONNX file.
     """
 
-    repository: Repository
-    name: str
-    folder: Path
-    config: Any
-    config_problem: str
-    lock: Any
-    lock_problem: str
-    version_folders: tuple[str, ...]
-    served_versions: tuple[int, ...]
-    backend: str
-    graphs: tuple[Graph, ...]
-    sources: tuple[Source, ...]
-
-    @property
-    def config_file(self) -> str:
-        return f"{self.name}/{CONFIG_FILE}"
-
-    @property
-    def lock_file(self) -> str:
-        return f"{self.name}/{LOCK_FILE}"
-
-    @property
-    def is_ensemble(self) -> bool:
-        return self.backend == ENSEMBLE
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether Triptych wrote this step, and with it the producer of planned shapes."""
-        return any(is_file(folder / _OUR_MARK) for folder in self.served_folders)
-
-    @property
-    def served_folders(self) -> tuple[Path, ...]:
-        return tuple(self.folder / str(version) for version in self.served_versions)
-
-    @property
-    def completes_itself(self) -> bool:
-        """Whether the server finds out what the config leaves out: its inputs and outputs."""
-        if self.backend == "python":
-            return any(defines(source.tree, "auto_complete_config") for source in self.sources)
-        return bool(self.backend) and not self.is_ensemble
-
-    @property
-    def model_file(self) -> str:
-        """What the backend loads from a version folder; empty when that varies."""
-        known = BACKENDS.get(self.backend)
-        return str(self.config.default_model_filename) or (known.model_file if known else "")
-
-    @property
-    def waits_for_engine(self) -> bool:
-        """Whether a served version of a TensorRT model holds the graph, but not yet the engine."""
-        return self.backend == "tensorrt" and any(
-            is_file(folder / MODEL_FILE) and not exists(folder / self.model_file)
-            for folder in self.served_folders
+    def __init__(self, repository: Repository, folder: Path) -> None:
+        self.repository, self.folder, self.name = repository, folder, folder.name
+        self.config_file = f"{folder.name}/{CONFIG_FILE}"
+        self.lock_file = f"{folder.name}/{LOCK_FILE}"
+        self.config, self.config_problem = _read(folder / CONFIG_FILE, read_config)
+        self.lock, self.lock_problem = _read(
+            folder / LOCK_FILE, lambda path: json.loads(path.read_bytes())
         )
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """The config's inputs by name."""
-        return {tensor.name: tensor for tensor in self.config.input}
-
-    @property
-    def ragged(self) -> set[str]:
-        """Inputs whose rows come end to end."""
-        return {tensor.name for tensor in self.config.input if tensor.allow_ragged_batch}
-
-    @property
-    def varying(self) -> set[str]:
-        """Inputs whose rows may be of different shape."""
-        return {tensor.name for tensor in self.config.input if -1 in tensor.dims}
-
-    @property
-    def added(self) -> set[str]:
-        """Inputs that the server adds to a batch."""
-        return {name for each in self.config.batch_input for name in each.target_name}
-
-    @property
-    def queue_policies(self) -> list[Any]:
-        batching = self.config.dynamic_batching
-        return [batching.default_queue_policy, *batching.priority_queue_policy.values()]
+        config = new_config() if self.config is None else self.config
+        self.inputs: dict[str, Any] = {tensor.name: tensor for tensor in config.input}
+        self.ragged = {tensor.name for tensor in config.input if tensor.allow_ragged_batch}
+        self.varying = {tensor.name for tensor in config.input if -1 in tensor.dims}
+        self.added = {name for each in config.batch_input for name in each.target_name}
+        by_priority = config.dynamic_batching.priority_queue_policy.values()
+        self.queue_policies = [config.dynamic_batching.default_queue_policy, *by_priority]
+        self.version_folders = [path.name for path in _folders(folder) if path.name[0].isdigit()]
+        self.served_versions = _served_versions(config.version_policy, self.version_folders)
+        self.served_folders = [folder / str(version) for version in self.served_versions]
+        own_file = str(config.default_model_filename)
+        files = {path.name for place in self.served_folders for path in entries(place)}
+        self.backend = _backend_of(config, {own_file} if own_file else files)
+        self.is_ensemble = self.backend == ENSEMBLE
+        self.model_file = own_file or BACKENDS.get(self.backend, Backend()).model_file
+        self.is_ours = any(is_file(place / _OUR_MARK) for place in self.served_folders)
+        python = self.backend == "python"
+        self.sources = read_sources(self.served_folders if python else (), folder.parent)
+        self.completes_itself = bool(self.backend) and not self.is_ensemble
+        if python:
+            trees = (source.tree for source in self.sources)
+            self.completes_itself = any(defines(tree, "auto_complete_config") for tree in trees)
+        self.waits_for_engine = self.backend == "tensorrt" and any(
+            is_file(place / MODEL_FILE) and not exists(place / self.model_file)
+            for place in self.served_folders
+        )
+        # An engine lies beside the graph it is built from, whatever the engine is called.
+        name = own_file if own_file and self.backend == "onnxruntime" else MODEL_FILE
+        self.graphs: list[Graph] = []
+        if repository.reads_graphs and self.config is not None and self.backend in GRAPH_BACKENDS:
+            for version in self.served_versions:
+                # A model with weights in files of its own may be a folder with the ONNX file in it.
+                places = [f"{version}/{name}", f"{version}/{name}/{name}"]
+                found = [place for place in places if is_file(folder / place)][:1]
+                self.graphs += [read_graph(folder / f, f"{folder.name}/{f}") for f in found]
 
     def instances_of(self, group: Any) -> int:
         """Instances the server starts for an instance group, its own default included."""
@@ -194,7 +165,7 @@ def read_repository(root: Path, triton: Release, *, with_engines: bool) -> Repos
     """Read every model folder below `root`; what cannot be read becomes a model's problem."""
     repository = Repository(root, triton, with_engines, onnx_installed())
     # Hidden folders too: the server takes every folder for a model.
-    repository.models.update((f.name, _read_model(repository, f)) for f in _subfolders(root))
+    repository.models.update((f.name, Model(repository, f)) for f in _folders(root))
     return repository
 
 
@@ -206,7 +177,7 @@ def entries(folder: Path) -> list[Path]:
         return []
 
 
-def _subfolders(folder: Path) -> list[Path]:
+def _folders(folder: Path) -> list[Path]:
     try:
         return [entry for entry in entries(folder) if entry.is_dir()]
     except OSError:
@@ -247,46 +218,16 @@ def is_version(name: str) -> bool:
     return name.isascii() and name.isdigit() and str(int(name)) == name
 
 
-def backend_of(config: Any, version_files: Collection[str]) -> str:
-    """The backend that serves a config (or files alone) as the server infers it; else empty."""
-    if config is not None:
-        if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
-            return ENSEMBLE
-        if config.backend:
-            return str(config.backend)
-        if config.platform:
-            return next((n for n, b in BACKENDS.items() if config.platform in b.platforms), "")
-        if config.default_model_filename:
-            version_files = [config.default_model_filename]
-    return next(
-        (n for n, b in BACKENDS.items() if b.model_file and b.model_file in version_files), ""
-    )
-
-
-def _read_model(repository: Repository, folder: Path) -> Model:
-    config, config_problem = _read(folder / CONFIG_FILE, read_config)
-    lock, lock_problem = _read(folder / LOCK_FILE, lambda path: json.loads(path.read_bytes()))
-    versions = tuple(sub.name for sub in _subfolders(folder) if sub.name[0].isdigit())
-    served = _served_versions(config, versions)
-    backend = backend_of(config, {path.name for v in served for path in entries(folder / str(v))})
-    with_graphs = repository.reads_graphs and config is not None and backend in GRAPH_BACKENDS
-    # An engine lies beside the graph it is built from, whatever the engine is called.
-    own = config.default_model_filename if with_graphs and backend == "onnxruntime" else ""
-    python = [folder / str(v) for v in served] if backend == "python" else []
-    return Model(
-        repository=repository,
-        name=folder.name,
-        folder=folder,
-        config=config,
-        config_problem=config_problem,
-        lock=lock,
-        lock_problem=lock_problem,
-        version_folders=versions,
-        served_versions=served,
-        backend=backend,
-        graphs=tuple(_read_graphs(folder, own or MODEL_FILE, served if with_graphs else ())),
-        sources=read_sources(python, folder.parent),
-    )
+def _backend_of(config: Any, files: set[str]) -> str:
+    """The backend that the server infers from a config, or else from the files to serve."""
+    if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
+        return ENSEMBLE
+    if config.backend:
+        return str(config.backend)
+    for name, backend in BACKENDS.items():
+        if config.platform in backend.platforms if config.platform else backend.model_file in files:
+            return name
+    return ""
 
 
 def _read(path: Path, parse: Callable[[Path], Any]) -> tuple[Any, str]:
@@ -305,21 +246,9 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> tuple[Any, str]:
         return None, f"cannot be read: {problem.strerror}"
 
 
-def _served_versions(config: Any, folders: tuple[str, ...]) -> tuple[int, ...]:
+def _served_versions(policy: Any, folders: Sequence[str]) -> list[int]:
     newest_first = sorted((int(name) for name in folders if is_version(name)), reverse=True)
-    policy = config.version_policy if config is not None else None
-    choice = policy.WhichOneof("policy_choice") if policy is not None else None
-    if policy is None or choice is None:
-        return tuple(newest_first[:1])
-    if choice == "latest":
-        return tuple(newest_first[: policy.latest.num_versions])
-    return tuple(v for v in newest_first if choice == "all" or v in policy.specific.versions)
-
-
-def _read_graphs(folder: Path, name: str, versions: tuple[int, ...]) -> Iterator[Graph]:
-    for version in versions:
-        # A model with weights in files of its own may be a folder that holds the ONNX file.
-        for file in (f"{version}/{name}", f"{version}/{name}/{name}"):
-            if is_file(folder / file):
-                yield read_graph(folder / file, f"{folder.name}/{file}")
-                break
+    choice = policy.WhichOneof("policy_choice")
+    if choice in (None, "latest"):
+        return newest_first[: policy.latest.num_versions if choice else 1]
+    return [v for v in newest_first if choice == "all" or v in policy.specific.versions]

@@ -33,11 +33,11 @@ def sample_faults(model: Model, sample: Any) -> Iterator[tuple[str, str]]:
     limit = max(model.config.max_batch_size, 1)
     if sample.batch_size > limit:
         yield f"must warm up at most max_batch_size rows ({limit})", f"{sample.batch_size} rows"
-    missing = {n for n, tensor in model.tensors.items() if not tensor.optional} - set(sample.inputs)
+    missing = {n for n, tensor in model.inputs.items() if not tensor.optional} - set(sample.inputs)
     if missing:
         yield "must give every required input data", f"no data for {names(missing)}"
-    for name in sorted(set(sample.inputs) & set(model.tensors)):
-        tensor, data = model.tensors[name], sample.inputs[name]
+    for name in sorted(set(sample.inputs) & set(model.inputs)):
+        tensor, data = model.inputs[name], sample.inputs[name]
         place = f"input {name}"
         wanted, got = enum_name(tensor, "data_type"), enum_name(data, "data_type")
         if got != wanted:
@@ -76,11 +76,11 @@ def _doubtful(model: Model, sample: Any, label: str) -> Iterator[Flaw]:
             "Write batch_size: 1 or more",
         )
     controls = {control.name for control in model.config.sequence_batching.control_input}
-    unknown = set(sample.inputs) - set(model.tensors) - controls
-    if model.tensors and unknown:
+    unknown = set(sample.inputs) - set(model.inputs) - controls
+    if model.inputs and unknown:
         yield warning(
             "should warm up only inputs that exist",
-            f"{label}: unknown input {names(unknown)}; inputs: {names(model.tensors)}",
+            f"{label}: unknown input {names(unknown)}; inputs: {names(model.inputs)}",
             "Correct the name, or remove it",
         )
     # Random bytes make ids beyond the vocabulary, and lookups out of range.
@@ -118,14 +118,14 @@ def spec_faults(model: Model, spec: Any) -> Iterator[tuple[str, str]]:
 
 
 def _shape_faults(model: Model, shapes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    known = {*model.tensors, *model.added}
+    known = {*model.inputs, *model.added}
     unknown = set(shapes) - known
-    if model.tensors and unknown:
+    if model.inputs and unknown:
         given = f"unknown input {names(unknown)}; inputs: {names(known)}"
         yield "must name inputs that exist in a graph_spec", given
     for name, shape in sorted(shapes.items()):
         given = f"input {name} {dims_text(shape.dim)}"
-        tensor = model.tensors.get(name)
+        tensor = model.inputs.get(name)
         if any(dim < 1 for dim in shape.dim):
             yield "must have concrete dims in a graph_spec", given
         # Ragged and batch inputs are given as they are after joining: nothing to compare with.
