@@ -100,12 +100,9 @@ class EngineCore:
 
     def spec_shapes(self, rows: int, inputs: Mapping[str, Any]) -> Shapes:
         """Shapes that a `graph_spec` names: ragged and added inputs are given as joined."""
-        shapes = {name: tuple(shape.dim) for name, shape in inputs.items()}
-        as_given = self.model.ragged | self.model.added
-        return {
-            name: dims if name in as_given else self._batched(rows, dims)
-            for name, dims in shapes.items()
-        }
+        as_given = {n: tuple(s.dim) for n, s in inputs.items()}
+        joined = self.model.ragged | self.model.added
+        return {n: d if n in joined else self._batched(rows, d) for n, d in as_given.items()}
 
     def _batched(self, rows: int, dims: Dims) -> Dims:
         return (rows, *dims) if self.config.max_batch_size > 0 else dims

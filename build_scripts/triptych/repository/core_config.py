@@ -55,7 +55,7 @@ def _instances(plan: Plan) -> dict[str, Any]:
     core, serving = plan.spec.core, plan.spec.serving
     group: dict[str, Any] = {"kind": "KIND_CPU", "count": serving.instances.core}
     if core.device == "gpu":
-        group.update(kind="KIND_GPU", gpus=serving.gpus)
+        group |= {"kind": "KIND_GPU", "gpus": serving.gpus}
     if plan.engine is not None and plan.builds_engine:
         # Without names the backend makes a context for profile 0 only.
         group["profile"] = [str(place) for place in range(len(plan.engine.profiles))]
