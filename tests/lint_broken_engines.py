@@ -102,17 +102,16 @@ ENGINES = (
     error(
         "engine-operators",
         ONNX_FILE,
-        "Output 1 is out of bounds",
-        put(ONNX_FILE, odd_node("DynamicQuantizeLinear")),
+        "bf16 and 1 more: type UINT32 does not exist in TensorRT 10.15",
+        put(ONNX_FILE, graph("buckets", middle=TensorProto.UINT32)),
         layout="buckets",
     ),
     error(
         "engine-operators",
         ONNX_FILE,
-        "bf16 and 1 more: type BF16 does not exist in TensorRT 8.6",
-        put(ONNX_FILE, graph("buckets", middle=TensorProto.BFLOAT16)),
+        "Output 1 is out of bounds",
+        put(ONNX_FILE, odd_node("DynamicQuantizeLinear")),
         layout="buckets",
-        triton="24.04",
     ),
     error(
         "onnx-tensors",
@@ -127,18 +126,6 @@ ENGINES = (
         "parameter execution_context_allocation_strategy, new in 25.05",
         append(CORE, LEAN),
         layout="plan",
-    ),
-    error(
-        "triton-version",
-        CORE,
-        "TYPE_BF16, new in 24.06 for tensorrt",
-        replace(
-            CORE,
-            "dims: [384] }]",
-            "dims: [384] }, { " + 'name: "x" data_type: TYPE_BF16 dims: [1] }]',
-        ),
-        layout="plan",
-        triton="24.05",
     ),
 )
 

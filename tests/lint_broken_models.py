@@ -258,14 +258,6 @@ CONFIGS = (
         solo("response_cache { enable: true } sequence_batching { }"),
     ),
     warning("response-cache", ENS, POST, append(ENS, "response_cache { enable: true }")),
-    error(
-        "int64-tensor",
-        CORE,
-        "ids",
-        more_outputs(CORE, 'name: "ids" data_type: TYPE_INT64 dims: [1]'),
-        layout="plan",
-        triton="24.04",
-    ),
     error("warmup", CORE, "64 rows", replace(CORE, "batch_size: 2", "batch_size: 64")),
     error("warmup", CORE, "no data for input_ids", replace(CORE, f"inputs {{ {INPUT_IDS} }}", "")),
     warning(

@@ -14,7 +14,7 @@ from triptych.cli.describe_gpu import describe_gpu
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.plan import Plan, make_plan
-from triptych.releases import without_newer_fields
+from triptych.releases import parse_release, without_newer_fields
 from triptych.repository.config import parse_config, print_config
 from triptych.repository.core_config import core_config
 from triptych.repository.render import render
@@ -81,7 +81,7 @@ def test_memory_of_contexts_is_found_anew_where_the_server_can(
     plan = plan_of(tmp_path, wanted)
     assert plan.engine is not None
     assert "context_memory" not in plan.engine.options
-    config = without_newer_fields(core_config(plan), triton)
+    config = without_newer_fields(core_config(plan), parse_release(triton))
     strategies = [value.string_value for value in config.parameters.values()]
     assert strategies == ["ON_PROFILE_CHANGE"] * known
 

@@ -66,6 +66,6 @@ def test_pain_11_cuda_graphs_that_never_engage(case: Broken, tmp_path: Path) -> 
     assert is_found(case, tmp_path)
 
 
-@cases(ensemble_tensors="INT64", onnx_tensors="TYPE_INT32", int64_tensor="", warmup="INT64")
+@cases(ensemble_tensors="INT64", onnx_tensors="TYPE_INT32", warmup="INT64")
 def test_pain_12_int64_where_int32_is_read(case: Broken, tmp_path: Path) -> None:
     assert is_found(case, tmp_path)

@@ -37,6 +37,7 @@ def test_overrides_reach_nested_fields(tmp_path: Path) -> None:
         ("core.layout.x=5", ["--set core.layout.x"]),
         ("tokenizer.overflow=cut", ["overflow", "truncate", "cut"]),
         ("serving.triton=24.13", ["serving.triton", "24.13"]),
+        ("serving.triton='24.09'", ["serving", "must be 24.10 or later"]),
         ("serving.gpus=[]", ["serving.gpus"]),
         ("model.source=5", ["model.source", "string", "5"]),
         ("name=x", ["name", "folder"]),

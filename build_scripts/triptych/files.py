@@ -17,14 +17,10 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        data = content.encode() if isinstance(content, str) else content
-        _write(folder / name, data)
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        path = folder / name
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)

@@ -36,6 +36,9 @@ class Since:
     release: Release
 
 
+OLDEST = Release(24, 10)
+"""The oldest release that is supported, the embedded server's."""
+
 # Release -> Triton version, from the tags of the server repository (`TRITON_VERSION`).
 TRITON_VERSIONS: dict[Release, str] = {
     Release(24, 10): "2.51.0",
@@ -73,80 +76,29 @@ TENSORRT_VERSIONS: dict[Release, str] = {
     Release(26, 8): "11.2.1",
 }
 
-# The first image with each major version of TensorRT; nothing is said of images before the first.
-_TENSORRT_MAJORS = ((Release(22, 1), 8), (Release(24, 5), 10), (Release(26, 6), 11))
+_TENSORRT_11 = Release(26, 6)
+"""The first image with it; those before have TensorRT 10."""
 
-# CUDA of the image, major and minor, from the release notes and docs/introduction/compatibility.md.
-CUDA_VERSIONS: dict[Release, str] = {
-    Release(24, 5): "12.4",
-    Release(25, 1): "12.8",
-    Release(25, 2): "12.8",
-    Release(25, 3): "12.8",
-    Release(25, 4): "12.9",
-    Release(25, 5): "12.9",
-    Release(25, 6): "12.9",
-    Release(25, 7): "12.9",
-    Release(25, 8): "13.0",
-    Release(25, 9): "13.0",
-    Release(25, 10): "13.0",
-    Release(25, 11): "13.0",
-    Release(25, 12): "13.1",
-    Release(26, 1): "13.1",
-    Release(26, 2): "13.1",
-    Release(26, 3): "13.2",
-    Release(26, 4): "13.2",
-    Release(26, 5): "13.2",
-    Release(26, 6): "13.3",
-    Release(26, 7): "13.3",
-    Release(26, 8): "13.4",
-    Release(26, 9): "13.4",
-}
-
-# A field older than the first release listed here counts as always known.
+# A field that is not listed here is known to every release.
 CONFIG_FIELDS: tuple[Since, ...] = (
-    Since("ensemble_scheduling.step.model_namespace", Release(23, 6)),
-    Since("sequence_batching.iterative_sequence", Release(23, 12)),
-    Since("runtime", Release(24, 1)),
-    Since("input.is_non_linear_format_io", Release(24, 8)),
-    Since("output.is_non_linear_format_io", Release(24, 8)),
     Since("model_metrics", Release(24, 11)),
     Since("ensemble_scheduling.max_inflight_requests", Release(25, 11)),
 )
 
-# Of the server (`src/command_line_parser.cc` of each branch), in order of release; what is older
-# than the first release here counts as always known. Those of 23.06 came in 23.04 to 23.06.
+# Of the server (`src/command_line_parser.cc` of each branch), in order of release; what is not here
+# is known to every release.
 SERVER_FLAGS: tuple[Since, ...] = (
-    Since("metrics-config", Release(23, 6)),
-    Since("trace-config", Release(23, 6)),
-    Since("metrics-address", Release(23, 6)),
-    Since("grpc-restricted-protocol", Release(23, 6)),
-    Since("grpc-header-forward-pattern", Release(23, 6)),
-    Since("http-header-forward-pattern", Release(23, 6)),
-    Since("http-restricted-api", Release(23, 12)),
-    Since("model-load-retry-count", Release(24, 1)),
-    Since("grpc-max-connection-age", Release(24, 1)),
-    Since("model-config-name", Release(24, 5)),
-    Since("enable-peer-access", Release(24, 8)),
     Since("metrics-config.histogram_latencies", Release(24, 11)),
     Since("grpc-infer-thread-count", Release(25, 4)),
     Since("grpc-max-response-pool-size", Release(25, 4)),
     Since("http-max-input-size", Release(25, 6)),
     Since("allow-client-shm", Release(26, 4)),
 )
-# `histogram_latencies` also counts requests to models that are not decoupled.
-HISTOGRAMS_FOR_ALL = Release(26, 1)
-# Client shared memory is refused unless `--allow-client-shm=true`.
-CLIENT_SHM_OFF_BY_DEFAULT = Release(26, 4)
-
-# Of the tensorrt backend: when scratch memory for its contexts is found.
 CONTEXT_MEMORY = "execution_context_allocation_strategy"
+"""Of the tensorrt backend: when scratch memory for its contexts is found."""
 # Keys of `parameters` by backend: an older backend takes no notice of them.
 BACKEND_PARAMETERS: Mapping[str, tuple[Since, ...]] = {
     "tensorrt": (Since(CONTEXT_MEMORY, Release(25, 5)),),
-}
-# Data types of inputs and outputs by backend: an older backend refuses the model.
-BACKEND_TYPES: Mapping[str, tuple[Since, ...]] = {
-    "tensorrt": (Since("TYPE_BF16", Release(24, 6)),),
 }
 
 # First and last release whose dynamic batcher answers in completion order in spite of
@@ -155,19 +107,25 @@ PRESERVE_ORDERING_BROKEN = (Release(25, 9), Release(26, 7))
 # Before it, a request hangs for ever when one step refuses it for `max_queue_size` while another
 # step of it runs (core #466).
 STEP_QUEUE_LIMIT_SAFE = Release(26, 2)
-# The first image with TensorRT 10: INT64 inputs and outputs do not exist before it.
-TENSORRT_INT64 = Release(24, 5)
 
 
 def parse_release(text: str) -> Release:
     """The release named by `text`: ``24.10``, an image tag ``24.10-py3`` or a version ``2.51.0``.
 
     Raises:
-        UserError: none of the three, or a Triton version that is not in `TRITON_VERSIONS`.
+        UserError: none of the three, a version not in `TRITON_VERSIONS`, or older than `OLDEST`.
     """
     match = re.fullmatch(r"(\d\d)\.(\d\d)(?:-[\w.-]+)?", text.strip())
     if match and 1 <= int(match[2]) <= 12:
-        return Release(int(match[1]), int(match[2]))
+        release = Release(int(match[1]), int(match[2]))
+        if release >= OLDEST:
+            return release
+        raise UserError(
+            "triton",
+            f"must be Triton {OLDEST} or later",
+            given=text,
+            remedy="Use a newer image: nothing is known of releases before it",
+        )
     for release, version in TRITON_VERSIONS.items():
         if text.strip() == version:
             return release
@@ -189,15 +147,8 @@ def first_release(name: str) -> Release:
     return {one.name: one.release for one in known}[name]
 
 
-def fields_newer_than(config: Any, triton: str | Release) -> list[Since]:
-    """The fields set in `config` that the release `triton` does not know.
-
-    A server refuses the whole config over one unknown field.
-
-    Raises:
-        UserError: `triton` is not a release.
-    """
-    release = _release(triton)
+def fields_newer_than(config: Any, release: Release) -> list[Since]:
+    """The fields set in `config` that a release does not know: it refuses the config over one."""
     return [
         field
         for field in CONFIG_FIELDS
@@ -205,47 +156,32 @@ def fields_newer_than(config: Any, triton: str | Release) -> list[Since]:
     ]
 
 
-def parameters_newer_than(config: Any, triton: str | Release) -> list[Since]:
-    """The `parameters` of `config` that its backend in the release `triton` takes no notice of.
-
-    Raises:
-        UserError: `triton` is not a release.
-    """
-    release = _release(triton)
+def parameters_newer_than(config: Any, release: Release) -> list[Since]:
+    """The `parameters` of `config` that its backend in a release takes no notice of."""
     known = BACKEND_PARAMETERS.get(config.backend, ())
     return [since for since in known if since.release > release and since.name in config.parameters]
 
 
-def without_newer_fields(config: Any, triton: str | Release) -> Any:
-    """A copy of `config` without the fields and parameters that the release `triton` lacks.
-
-    Raises:
-        UserError: `triton` is not a release.
-    """
+def without_newer_fields(config: Any, release: Release) -> Any:
+    """A copy of `config` without the fields and parameters that a release lacks."""
     copy = type(config)()
     copy.CopyFrom(config)
-    for field in fields_newer_than(config, triton):
+    for field in fields_newer_than(config, release):
         for holder in list(_holders(copy, field.name)):
             holder.ClearField(field.name.rpartition(".")[2])
-    for parameter in parameters_newer_than(config, triton):
+    for parameter in parameters_newer_than(config, release):
         del copy.parameters[parameter.name]
     return copy
 
 
-def flags_newer_than(flags: Iterable[str], triton: str | Release) -> list[Since]:
-    """What of a server's command line the release `triton` does not know.
-
-    A server refuses to start over one unknown flag.
+def flags_newer_than(flags: Iterable[str], release: Release) -> list[Since]:
+    """What of a server's command line a release does not know: it refuses to start over one.
 
     Args:
         flags: words of the command line (``--grpc-infer-thread-count=8``; a value may be a word of
             its own); or names of flags without their dashes.
-        triton: the release that is to take them.
-
-    Raises:
-        UserError: `triton` is not a release.
+        release: that is to take them.
     """
-    release = _release(triton)
     given = set(_flag_names(flags))
     return [flag for flag in SERVER_FLAGS if flag.release > release and flag.name in given]
 
@@ -266,43 +202,16 @@ def _flag_names(words: Iterable[str]) -> Iterator[str]:
             flag = ""
 
 
-def tensorrt_of(triton: str | Release) -> str | None:
-    """The TensorRT inside the image of a release; None where that is not known exactly.
-
-    Raises:
-        UserError: `triton` is not a release.
-    """
-    return TENSORRT_VERSIONS.get(_release(triton))
-
-
-def tensorrt_major(triton: str | Release) -> int | None:
-    """The major version of the TensorRT inside the image of a release; None where not known.
-
-    Raises:
-        UserError: `triton` is not a release.
-    """
-    release = _release(triton)
+def tensorrt_major(release: Release) -> int | None:
+    """The major version of the TensorRT inside the image of a release; None where not known."""
     if release > max(TRITON_VERSIONS):
         return None
-    return next((major for since, major in reversed(_TENSORRT_MAJORS) if since <= release), None)
+    return 11 if release >= _TENSORRT_11 else 10
 
 
 def releases_with(tensorrt: str) -> list[Release]:
     """The releases whose image is known to have exactly this TensorRT."""
     return [release for release, version in TENSORRT_VERSIONS.items() if version == tensorrt]
-
-
-def cuda_of(triton: str | Release) -> str | None:
-    """Major and minor version of the CUDA inside the image of a release; None where not known.
-
-    Raises:
-        UserError: `triton` is not a release.
-    """
-    return CUDA_VERSIONS.get(_release(triton))
-
-
-def _release(triton: str | Release) -> Release:
-    return triton if isinstance(triton, Release) else parse_release(triton)
 
 
 def _holders(message: Any, path: str) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Static lint of a whole model repository."""
+"""Findings on a whole model repository, from its files alone: no server, no GPU, nothing mended."""
 
 from triptych.lint.checks import CHECKS, OLDEST, run_checks
 

@@ -2,84 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from triptych import releases
 from triptych.errors import Finding
-from triptych.lint import (
-    batching,
-    config,
-    core,
-    cuda_graphs,
-    engine,
-    ensemble,
-    files,
-    lock,
-    profiles,
-    python_steps,
-    warmup,
-)
+from triptych.lint import batching, config, core, ensemble, files, profiles, python_steps, warmup
+from triptych.lint.engine import engine_built, engine_cores, engine_operators, engine_version
+from triptych.lint.ensemble import wirings
 from triptych.lint.flaw import Flaw
 from triptych.lint.snapshot import Repository, read_repository
-from triptych.releases import parse_release
 
-Check = Callable[[Repository], Iterator[Flaw]]
+
+class Check(NamedTuple):
+    """A row of the table: `flaws` looks at one subject after the other.
+
+    A flaw without a file is of the subject's `config_file`.
+    """
+
+    id: str
+    subjects: Callable[[Repository], Iterable[Any]]
+    flaws: Callable[[Any], Iterator[Flaw]]
+
 
 # A new check is a generator of flaws and a line here. What most often causes the rest comes first.
-CHECKS: tuple[tuple[str, Check], ...] = (
-    ("repository-readable", files.repository_readable),
-    ("config-readable", files.config_readable),
-    ("model-name", files.model_name),
-    ("version-folder", files.version_folder),
-    ("version-policy", files.version_policy),
-    ("model-file", files.model_file),
-    ("referenced-file", files.referenced_file),
-    ("lock-readable", lock.lock_readable),
-    ("lock-files", lock.lock_files),
-    ("shared-core", lock.shared_core),
-    ("traffic", lock.traffic),
-    ("gate-accepted", lock.gate_accepted),
-    ("triton-version", config.triton_version),
-    ("backend-known", config.backend_known),
-    ("tensor-valid", config.tensor_valid),
-    ("ensemble-fields", config.ensemble_fields),
-    ("ensemble-steps", ensemble.ensemble_steps),
-    ("ensemble-closes", ensemble.ensemble_closes),
-    ("ensemble-tensors", ensemble.ensemble_tensors),
-    ("ensemble-batch", ensemble.ensemble_batch),
-    ("onnx-readable", core.onnx_readable),
-    ("onnx-data", core.onnx_data),
-    ("onnx-tensors", core.onnx_tensors),
-    ("engine-built", engine.engine_built),
-    ("engine-version", engine.engine_version),
-    ("engine-operators", engine.engine_operators),
-    ("profile-batch", profiles.profile_batch),
-    ("profile-names", profiles.profile_names),
-    ("profile-range", profiles.profile_range),
-    ("profile-switching", profiles.profile_switching),
-    ("batch-input", core.batch_input),
-    ("batch-shapes", batching.batch_shapes),
-    ("dynamic-batching", batching.dynamic_batching),
-    ("preferred-batch-size", batching.preferred_batch_size),
-    ("priority-levels", batching.priority_levels),
-    ("preserve-ordering", batching.preserve_ordering),
-    ("queue-policy", batching.queue_policy),
-    ("queue-limit", batching.queue_limit),
-    ("queue-wake-up", batching.queue_wake_up),
-    ("instance-group", config.instance_group),
-    ("response-cache", config.response_cache),
-    ("int64-tensor", config.int64_tensor),
-    ("warmup", warmup.warmup),
-    ("graph-spec", warmup.graph_spec),
-    ("cuda-graphs", cuda_graphs.cuda_graphs),
-    ("python-model", python_steps.python_model),
-    ("python-import", python_steps.python_import),
-    ("python-kind", python_steps.python_kind),
+CHECKS = (
+    Check("repository-readable", Repository.itself, files.repository_readable),
+    Check("config-readable", Repository.folders, files.config_readable),
+    Check("model-name", Repository.configured, files.model_name),
+    Check("version-folder", Repository.folders, files.version_folder),
+    Check("version-policy", Repository.configured, files.version_policy),
+    Check("model-file", Repository.executed, files.model_file),
+    Check("referenced-file", Repository.configured, files.referenced_file),
+    Check("lock-readable", Repository.folders, files.lock_readable),
+    Check("lock-files", Repository.folders, files.lock_files),
+    Check("shared-core", Repository.folders, files.shared_core),
+    Check("traffic", Repository.folders, files.traffic),
+    Check("gate-accepted", Repository.folders, files.gate_accepted),
+    Check("triton-version", Repository.configured, config.triton_version),
+    Check("backend-known", Repository.configured, config.backend_known),
+    Check("tensor-valid", Repository.configured, config.tensor_valid),
+    Check("ensemble-fields", Repository.ensembles, config.ensemble_fields),
+    Check("ensemble-steps", wirings, ensemble.ensemble_steps),
+    Check("ensemble-closes", wirings, ensemble.ensemble_closes),
+    Check("ensemble-tensors", wirings, ensemble.ensemble_tensors),
+    Check("ensemble-batch", wirings, ensemble.ensemble_batch),
+    Check("onnx-readable", Repository.itself, core.onnx_readable),
+    Check("onnx-data", Repository.executed, core.onnx_data),
+    Check("onnx-tensors", Repository.executed, core.onnx_tensors),
+    Check("engine-built", engine_cores, engine_built),
+    Check("engine-version", engine_cores, engine_version),
+    Check("engine-operators", engine_cores, engine_operators),
+    Check("profile-batch", engine_cores, profiles.profile_batch),
+    Check("profile-names", engine_cores, profiles.profile_names),
+    Check("profile-range", engine_cores, profiles.profile_range),
+    Check("profile-switching", engine_cores, profiles.profile_switching),
+    Check("batch-input", Repository.executed, core.batch_input),
+    Check("batch-shapes", Repository.executed, batching.batch_shapes),
+    Check("dynamic-batching", Repository.executed, batching.dynamic_batching),
+    Check("preferred-batch-size", Repository.configured, batching.preferred_batch_size),
+    Check("priority-levels", Repository.configured, batching.priority_levels),
+    Check("preserve-ordering", Repository.configured, batching.preserve_ordering),
+    Check("queue-policy", Repository.executed, batching.queue_policy),
+    Check("queue-limit", wirings, batching.queue_limit),
+    Check("queue-wake-up", Repository.executed, batching.queue_wake_up),
+    Check("instance-group", Repository.executed, config.instance_group),
+    Check("response-cache", Repository.configured, config.response_cache),
+    Check("warmup", Repository.executed, warmup.warmup),
+    Check("graph-spec", Repository.executed, warmup.graph_spec),
+    Check("cuda-graphs", Repository.executed, profiles.cuda_graphs),
+    Check("python-model", Repository.executed, python_steps.python_model),
+    Check("python-import", Repository.executed, python_steps.python_import),
+    Check("python-kind", Repository.executed, python_steps.python_kind),
 )
 
-OLDEST = "24.10"
-"""The release that a repository has to suit unless another one is named: the embedded server's."""
+OLDEST = str(releases.OLDEST)
+"""The release that a repository has to suit unless another one is named."""
 
 _SEVERITIES = ("error", "warning", "info")
 
@@ -100,6 +99,13 @@ def run_checks(
     Raises:
         UserError: `triton` is not a release.
     """
-    snapshot = read_repository(repository, parse_release(triton), with_engines=with_engines)
-    findings = [Finding(name, *astuple(flaw)) for name, check in CHECKS for flaw in check(snapshot)]
+    snapshot = read_repository(
+        repository, releases.parse_release(triton), with_engines=with_engines
+    )
+    findings = [
+        Finding(check.id, **{**vars(flaw), "file": flaw.file or subject.config_file})
+        for check in CHECKS
+        for subject in check.subjects(snapshot)
+        for flaw in check.flaws(subject)
+    ]
     return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))

@@ -7,13 +7,7 @@ from typing import Any
 
 from triptych.lint.flaw import Flaw, dims_text, error, info, names, warning
 from triptych.lint.graph import Graph, GraphTensor
-from triptych.lint.snapshot import (
-    Model,
-    Repository,
-    enum_name,
-    exists,
-    waits_for_engine,
-)
+from triptych.lint.snapshot import GRAPH_BACKENDS, Model, Repository, enum_name, exists, fits
 
 # How many dims the tensor has that the server makes for each kind of batch_input.
 _RANKS = {"BATCH_ITEM_SHAPE": 2}
@@ -24,61 +18,52 @@ def onnx_readable(repository: Repository) -> Iterator[Flaw]:
     skipped = [
         model.name
         for model in repository.executed()
-        if model.backend == "onnxruntime" or waits_for_engine(model)
+        if model.backend == "onnxruntime" or model.waits_for_engine
     ]
     if skipped and not repository.reads_graphs:
         yield info(
-            "",
             "compares configs with ONNX files only where the package onnx is installed",
-            given=f"not compared: {names(skipped)}",
-            remedy="pip install onnx",
+            f"not compared: {names(skipped)}",
+            "pip install onnx",
         )
-    for model in repository.executed():
-        for graph in model.graphs:
-            if graph.problem:
-                yield error(
-                    graph.file,
-                    "must be an ONNX file",
-                    given=graph.problem,
-                    remedy="Build the pipeline again",
-                )
+    for graph in (graph for model in repository.executed() for graph in model.graphs):
+        if graph.problem:
+            remedy = "Build the pipeline again"
+            yield error("must be an ONNX file", graph.problem, remedy, graph.file)
 
 
-def onnx_data(repository: Repository) -> Iterator[Flaw]:
+def onnx_data(model: Model) -> Iterator[Flaw]:
     """The weights that an ONNX file keeps in files of their own are beside it."""
-    for model in repository.executed():
-        for graph in model.graphs:
-            folder = (repository.root / graph.file).parent
-            missing = [name for name in graph.data_files if not exists(folder / name)]
-            if missing:
-                yield error(
-                    graph.file,
-                    "must have its external weights beside it",
-                    given=f"missing: {names(missing)}",
-                    remedy="Copy them along with the ONNX file, or build the pipeline again",
-                )
+    for graph in model.graphs:
+        folder = (model.repository.root / graph.file).parent
+        missing = [name for name in graph.data_files if not exists(folder / name)]
+        if missing:
+            yield error(
+                "must have its external weights beside it",
+                f"missing: {names(missing)}",
+                "Copy them along with the ONNX file, or build the pipeline again",
+                graph.file,
+            )
 
 
-def _readable_graphs(repository: Repository) -> Iterator[tuple[Model, Graph]]:
-    for model in repository.executed():
-        for graph in model.graphs:
-            if not graph.problem:
-                yield model, graph
-
-
-def onnx_tensors(repository: Repository) -> Iterator[Flaw]:
+def onnx_tensors(model: Model) -> Iterator[Flaw]:
     """Names, dtypes and dims of the config are those of the ONNX file."""
-    for model, graph in _readable_graphs(repository):
+    for graph in (graph for graph in model.graphs if not graph.problem):
         for kind, there in (("input", graph.inputs), ("output", graph.outputs)):
             for tensor in getattr(model.config, kind):
                 for rule, given in _tensor_faults(model, kind, tensor, there):
-                    yield error(
-                        model.config_file,
-                        rule,
-                        given=f"{kind} {tensor.name}: {given}",
-                        remedy=f"Correct the {kind} here, or export {graph.file} again",
-                    )
-        yield from _unfed_inputs(model, graph)
+                    remedy = f"Correct the {kind} here, or export {graph.file} again"
+                    yield error(rule, f"{kind} {tensor.name}: {given}", remedy)
+        sequence = model.config.sequence_batching
+        fed = {*model.inputs, *model.added, *(state.input_name for state in sequence.state)}
+        fed.update(control.name for control in sequence.control_input)
+        unfed = set(graph.inputs) - fed
+        if model.config.input and unfed:
+            yield error(
+                "must feed every input of the ONNX file",
+                f"{graph.file} needs {names(unfed)} too; declared: {names(fed)}",
+                "Add it to input, or to batch_input when the server is to make it",
+            )
 
 
 def _tensor_faults(
@@ -91,7 +76,8 @@ def _tensor_faults(
     declared = enum_name(tensor, "data_type")
     if declared != found.data_type:
         yield f"must have the ONNX file's dtype ({found.data_type})", declared
-    if found.dims is None or tensor.name in _scattered(model):
+    scattered = {name for output in model.config.batch_output for name in output.target_name}
+    if found.dims is None or tensor.name in scattered:
         return
     if kind == "input" and tensor.allow_ragged_batch:
         if found.dims != (-1,):
@@ -99,104 +85,77 @@ def _tensor_faults(
         return
     dims = tuple(tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims)
     batched = model.config.max_batch_size > 0
+    without_batch = found.dims[1:] if batched else found.dims
     if batched and found.dims[:1] != (-1,):
         rule = "must have a variable first dimension in the ONNX file when max_batch_size is set"
         yield rule, dims_text(found.dims)
-    elif not _same(dims, found.dims[1:] if batched else found.dims, exact=kind == "output"):
+    # The backend takes a narrower input than the graph's, but compares outputs exactly.
+    elif dims != without_batch and not (kind == "input" and fits(dims, without_batch)):
         yield (
             "must have the ONNX file's dims" + (", without the batch" if batched else ""),
             f"{dims_text(dims)}, the ONNX file has {dims_text(found.dims)}",
         )
 
 
-def _scattered(model: Model) -> set[str]:
-    return {name for output in model.config.batch_output for name in output.target_name}
-
-
-def _same(declared: tuple[int, ...], found: tuple[int, ...], *, exact: bool) -> bool:
-    # The backend takes a narrower input than the graph's, but compares outputs exactly.
-    return len(declared) == len(found) and all(
-        want == got or (got == -1 and not exact) for want, got in zip(declared, found, strict=True)
-    )
-
-
-def _unfed_inputs(model: Model, graph: Graph) -> Iterator[Flaw]:
+def batch_input(model: Model) -> Iterator[Flaw]:
+    """What the server adds to a batch is made from a ragged input and read by the graph."""
     config = model.config
-    fed = {tensor.name for tensor in config.input}
-    fed.update(name for batch_input in config.batch_input for name in batch_input.target_name)
-    fed.update(control.name for control in config.sequence_batching.control_input)
-    fed.update(state.input_name for state in config.sequence_batching.state)
-    unfed = set(graph.inputs) - fed
-    if config.input and unfed:
-        yield error(
-            model.config_file,
-            "must feed every input of the ONNX file",
-            given=f"{graph.file} needs {names(unfed)} too; declared: {names(fed)}",
-            remedy="Add it to input, or to batch_input when the server is to make it",
+    for index, added in enumerate(config.batch_input):
+        for rule, given in _added_faults(model, added):
+            remedy = "Correct the batch_input, or the input it is made from"
+            yield error(rule, f"batch_input {index}: {given}", remedy)
+    for index, split in enumerate(config.batch_output):
+        for rule, given in _split_faults(model, split):
+            remedy = "Correct the batch_output, or the input it follows"
+            yield error(rule, f"batch_output {index}: {given}", remedy)
+    # Joined rows need marks where one ends; the Python backend never joins them.
+    unmarked = model.ragged - {name for added in config.batch_input for name in added.source_input}
+    if unmarked and model.backend in GRAPH_BACKENDS:
+        yield warning(
+            "should tell the graph where each row of a ragged input ends",
+            f"no batch_input made from {names(unmarked)}",
+            "Add a batch_input of kind BATCH_ITEM_SHAPE_FLATTEN with the ragged input as "
+            "source_input",
         )
 
 
-def batch_input(repository: Repository) -> Iterator[Flaw]:
-    """What the server adds to a batch is made from a ragged input and read by the graph."""
-    for model in repository.executed():
-        for index, made in enumerate(model.config.batch_input):
-            for rule, given in _made_faults(model, made):
-                yield error(
-                    model.config_file,
-                    rule,
-                    given=f"batch_input {index}: {given}",
-                    remedy="Correct the batch_input, or the input it is made from",
-                )
-        for index, split in enumerate(model.config.batch_output):
-            for rule, given in _split_faults(model, split):
-                yield error(
-                    model.config_file,
-                    rule,
-                    given=f"batch_output {index}: {given}",
-                    remedy="Correct the batch_output, or the input it follows",
-                )
-        yield from _unmarked_rows(model)
-
-
-def _source_faults(model: Model, sources: list[str], kind: str) -> Iterator[tuple[str, str]]:
-    declared = {tensor.name: tensor for tensor in model.config.input}
-    if len(sources) != 1:
-        yield f"must have one source_input for {kind}", names(sources)
-    for name in sources:
-        if name not in declared:
+def _source_faults(model: Model, added: Any, kind: str) -> Iterator[tuple[str, str]]:
+    if len(added.source_input) != 1:
+        yield f"must have one source_input for {kind}", names(added.source_input)
+    for name in added.source_input:
+        if name not in model.inputs:
             rule = "must have an input of the config as source_input"
-            yield rule, f"{name} is none; inputs: {names(declared)}"
-        elif not declared[name].allow_ragged_batch:
+            yield rule, f"{name} is none; inputs: {names(model.inputs)}"
+        elif name not in model.ragged:
             rule = f"must have a ragged input as source_input of {kind}"
             yield rule, f"{name} is without allow_ragged_batch: true"
 
 
-def _made_faults(model: Model, made: Any) -> Iterator[tuple[str, str]]:
-    kind, declared = enum_name(made, "kind"), {tensor.name for tensor in model.config.input}
-    yield from _source_faults(model, list(made.source_input), kind)
-    data_type = enum_name(made, "data_type")
+def _added_faults(model: Model, added: Any) -> Iterator[tuple[str, str]]:
+    kind, data_type = enum_name(added, "kind"), enum_name(added, "data_type")
+    yield from _source_faults(model, added, kind)
     if data_type not in ("TYPE_INT32", "TYPE_FP32"):
         yield "must be TYPE_INT32 or TYPE_FP32 to be made by the server", data_type
-    if not made.target_name:
+    if not added.target_name:
         yield "must have a target_name", "none"
-    both = declared & set(made.target_name)
+    both = set(model.inputs) & set(added.target_name)
     if both:
         yield "must not make an input that a request brings along", names(both)
     for graph in model.graphs:
-        for name in made.target_name if not graph.problem else ():
-            yield from _target_faults(name, graph.inputs.get(name), graph, data_type, kind)
+        for name in added.target_name if not graph.problem else ():
+            yield from _target_faults(name, graph, data_type, _RANKS.get(kind, 1), kind)
 
 
 def _target_faults(
-    name: str, found: GraphTensor | None, graph: Graph, data_type: str, kind: str
+    name: str, graph: Graph, data_type: str, rank: int, kind: str
 ) -> Iterator[tuple[str, str]]:
+    found = graph.inputs.get(name)
     if found is None:
         rule = "must make an input that the ONNX file has"
         yield rule, f"{name} is none; inputs: {names(graph.inputs)}"
         return
     if found.data_type != data_type:
         yield f"must have the ONNX file's dtype ({found.data_type})", f"{name} {data_type}"
-    rank = _RANKS.get(kind, 1)
     if found.dims is not None and len(found.dims) != rank:
         rule = f"must have {rank} dims in the ONNX file for {kind}"
         yield rule, f"{name} {dims_text(found.dims)}"
@@ -204,22 +163,8 @@ def _target_faults(
 
 def _split_faults(model: Model, split: Any) -> Iterator[tuple[str, str]]:
     outputs = {tensor.name for tensor in model.config.output}
-    yield from _source_faults(model, list(split.source_input), enum_name(split, "kind"))
+    yield from _source_faults(model, split, enum_name(split, "kind"))
     unknown = set(split.target_name) - outputs
     if unknown or not split.target_name:
         rule = "must have an output of the config as target_name"
         yield rule, f"{names(unknown)}; outputs: {names(outputs)}"
-
-
-def _unmarked_rows(model: Model) -> Iterator[Flaw]:
-    """Joined rows need marks where one ends; the Python backend never joins them."""
-    ragged = {tensor.name for tensor in model.config.input if tensor.allow_ragged_batch}
-    marked = {name for made in model.config.batch_input for name in made.source_input}
-    if ragged - marked and model.backend in ("onnxruntime", "tensorrt"):
-        yield warning(
-            model.config_file,
-            "should tell the graph where each row of a ragged input ends",
-            given=f"no batch_input made from {names(ragged - marked)}",
-            remedy="Add a batch_input of kind BATCH_ITEM_SHAPE_FLATTEN with the ragged input as "
-            "source_input",
-        )

@@ -1,135 +1,257 @@
-"""Lint: a TensorRT core has its engine, and the target release can load it."""
+"""Lint: a TensorRT core has its engine, and the target release can load it.
+
+What is known of such a core is here, too: its profiles, its build record, and the rows it is sent.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
 from typing import Any
 
+from triptych import cache
 from triptych.export.operators import support_of, unsupported
-from triptych.lint.engine_facts import EngineCore, engine_cores
-from triptych.lint.files_hash import sha256_of
+from triptych.lint.ensemble import Wiring, wirings
 from triptych.lint.flaw import Flaw, error, names
-from triptych.lint.snapshot import Model, Repository, waits_for_engine
-from triptych.releases import Release, releases_with, tensorrt_major, tensorrt_of
+from triptych.lint.snapshot import Model, Repository, enum_name
+from triptych.plan.engine_spec import Dims, EnginePlan, ShapeRange
+from triptych.releases import TENSORRT_VERSIONS, Release, releases_with, tensorrt_major
 
+# Inputs of these kinds, made by the server, have one entry a row.
+_BY_ROW = ("BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN")
 _MOST_REFUSALS = 3
+Shapes = Mapping[str, Dims]
+"""Input to its shape, batch dimension included."""
 
 
-def engine_built(repository: Repository) -> Iterator[Flaw]:
+@dataclass(frozen=True)
+class Rows:
+    """What the step `source` sends the core.
+
+    Attributes:
+        padded: lengths that it pads rows to; empty when it does not.
+        longest: tokens a row may have; None when it does not say.
+    """
+
+    source: str
+    padded: tuple[int, ...]
+    longest: int | None
+
+
+class EngineCore:
+    """A model with backend tensorrt.
+
+    Attributes:
+        pipeline: that built it; empty when no lock says.
+        lock_file: of that pipeline, relative to the repository.
+        profiles: of its engine; none when they are not known.
+        record: what the finished engine was built with; empty when no lock says.
+        rows: what the steps before it send.
+    """
+
+    def __init__(self, model: Model) -> None:
+        every = wirings(model.repository)
+        users = [w for w in every if any(step.model is model for step in w.steps)]
+        self.model, self.config, self.config_file = model, model.config, model.config_file
+        plans = ((user.ensemble, _plan_of(user.ensemble.lock)) for user in users)
+        owner, plan = next(((owner, plan) for owner, plan in plans if plan), (None, None))
+        record = owner.lock.get("engine") if owner is not None else None
+        self.pipeline = owner.name if owner is not None else ""
+        self.lock_file = owner.lock_file if owner is not None else ""
+        self.profiles: tuple[Mapping[str, ShapeRange], ...] = plan.profiles if plan else ()
+        self.record: Mapping[str, object] = record if isinstance(record, dict) else {}
+        self.rows = tuple(rows for user in users for rows in _rows_sent(user, model))
+
+    @cached_property
+    def row_inputs(self) -> set[str]:
+        """Inputs whose first dimension counts the rows of a batch."""
+        if self.config.max_batch_size < 1:
+            return set()
+        added = [each for each in self.config.batch_input if enum_name(each, "kind") in _BY_ROW]
+        rows = {tensor.name for tensor in self.config.input if not tensor.allow_ragged_batch}
+        return rows | {name for each in added for name in each.target_name}
+
+    def fits(self, shapes: Shapes) -> bool:
+        """Whether some profile spans these shapes, however many rows they are of."""
+        return any(
+            all(
+                between(profile[name].minimum[skip:], dims[skip:], profile[name].maximum[skip:])
+                for name, dims in shapes.items()
+                if name in profile
+                for skip in [int(name in self.row_inputs)]
+            )
+            for profile in self.profiles
+        )
+
+    def row(self, tokens: int) -> Shapes:
+        """Dims of a row of `tokens` tokens."""
+        inputs = self.config.input
+        return {t.name: tuple(tokens if dim == -1 else dim for dim in t.dims) for t in inputs}
+
+    def joined(self, rows: int, dims: Shapes) -> Shapes:
+        """Shapes of a batch of `rows` equal rows, from the dims of one."""
+        ragged = {name: (rows * prod(dims[name]),) for name in self.model.ragged & dims.keys()}
+        return {**{name: self._batched(rows, each) for name, each in dims.items()}, **ragged}
+
+    def spec_shapes(self, rows: int, inputs: Mapping[str, Any]) -> Shapes:
+        """Shapes that a `graph_spec` names: ragged and added inputs are given as joined."""
+        as_given = {n: tuple(s.dim) for n, s in inputs.items()}
+        joined = self.model.ragged | self.model.added
+        return {n: d if n in joined else self._batched(rows, d) for n, d in as_given.items()}
+
+    def _batched(self, rows: int, dims: Dims) -> Dims:
+        return (rows, *dims) if self.config.max_batch_size > 0 else dims
+
+
+def engine_cores(repository: Repository) -> Iterator[EngineCore]:
+    """Every TensorRT model, with what the locks of its ensembles say."""
+    for model in repository.executed():
+        if model.backend == "tensorrt":
+            yield EngineCore(model)
+
+
+def between(low: Dims, dims: Dims, high: Dims) -> bool:
+    """Whether a shape lies between two others of its rank."""
+    trios = zip(low, dims, high, strict=False)
+    return len(low) == len(dims) == len(high) and all(a <= b <= c for a, b, c in trios)
+
+
+def _plan_of(lock: Any) -> EnginePlan | None:
+    plan = lock.get("plan") if isinstance(lock, dict) else None
+    try:
+        return EnginePlan.from_dict(plan["engine"]) if isinstance(plan, dict) else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _rows_sent(wiring: Wiring, core: Model) -> Iterator[Rows]:
+    """Of the steps that make an input of variable length."""
+    for producer in {p.index: p for p in wiring.feeding(core, core.varying)}.values():
+        if producer.model is not None:
+            edges = _setting(producer.model, "bucket_edges")
+            longest = _setting(producer.model, "max_length")
+            padded = tuple(edges) if _are_sizes(edges) else ()
+            yield Rows(producer.model.name, padded, longest if _are_sizes([longest]) else None)
+
+
+def _setting(model: Model, key: str) -> Any:
+    """A parameter of a step of ours: JSON."""
+    if not model.is_ours or key not in model.config.parameters:
+        return None
+    try:
+        return json.loads(model.config.parameters[key].string_value)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and v > 0 for v in values)
+
+
+def sha256_of(path: Path) -> str:
+    """In hex; empty when the file cannot be read."""
+    try:
+        return cache.sha256_of(path)
+    except OSError:
+        return ""
+
+
+def engine_built(core: EngineCore) -> Iterator[Flaw]:
     """The engine of a TensorRT core is there."""
-    for core in engine_cores(repository):
-        model = core.model
-        if waits_for_engine(model):
-            pipeline = core.lock_file.partition("/")[0] or model.name.removesuffix("_core")
-            yield error(
-                f"{model.name}/{model.served_versions[0]}/{model.model_file}",
-                "must have its engine built: the tensorrt backend loads nothing else",
-                given="model.onnx alone",
-                remedy=f"triptych engine {pipeline}, in the image and on the GPU that serve it",
-            )
+    model = core.model
+    if model.waits_for_engine:
+        pipeline = core.pipeline or model.name.removesuffix("_core")
+        yield error(
+            "must have its engine built: the tensorrt backend loads nothing else",
+            "model.onnx alone",
+            f"triptych engine {pipeline}, in the image and on the GPU that serve it",
+            f"{model.name}/{model.served_versions[0]}/{model.model_file}",
+        )
 
 
-def engine_version(repository: Repository) -> Iterator[Flaw]:
+def engine_version(core: EngineCore) -> Iterator[Flaw]:
     """The engine is of the graph beside it, and of a TensorRT that a named release loads."""
-    for core in engine_cores(repository):
-        record = core.record
-        if not record or waits_for_engine(core.model):
-            continue
-        yield from _stale(repository, core)
-        built, compatible = record.get("tensorrt"), record.get("version_compatible") is True
-        if not repository.with_engines or not isinstance(built, str):
-            continue
-        if not re.fullmatch(r"\d+(\.\d+)+", built):
-            continue
-        obstacle = _obstacle(built, repository.triton, compatible=compatible)
-        if obstacle:
-            fitting = releases_with(built)
-            also = f", or target Triton {names(fitting)}" if fitting else ""
+    repository, record = core.model.repository, core.record
+    if not record or core.model.waits_for_engine:
+        return
+    wanted, built = record.get("onnx_sha256"), record.get("tensorrt")
+    for graph in core.model.graphs:
+        if isinstance(wanted, str) and sha256_of(repository.root / graph.file) != wanted:
             yield error(
-                core.lock_file,
-                f"must have an engine that the TensorRT of Triton {repository.triton} loads",
-                given=f"an engine of TensorRT {built}; {obstacle}",
-                remedy=f"triptych engine {core.lock_file.partition('/')[0]} in the image of "
-                f"that release{also}",
+                "must be the graph that the engine was built from",
+                f"another one than {core.lock_file} records",
+                f"triptych engine {core.pipeline}",
+                graph.file,
             )
+    if not isinstance(built, str) or not re.fullmatch(r"\d+(\.\d+)+", built):
+        return
+    compatible = record.get("version_compatible") is True
+    obstacle = _obstacle(built, repository.triton, compatible=compatible)
+    if repository.with_engines and obstacle:
+        fitting = releases_with(built)
+        also = f", or target Triton {names(fitting)}" if fitting else ""
+        yield error(
+            f"must have an engine that the TensorRT of Triton {repository.triton} loads",
+            f"an engine of TensorRT {built}; {obstacle}",
+            f"triptych engine {core.pipeline} in the image of that release{also}",
+            core.lock_file,
+        )
 
 
 def _obstacle(built: str, triton: Release, *, compatible: bool) -> str:
     """Why the image of `triton` cannot load an engine of TensorRT `built`; empty if it may."""
-    exact, major = tensorrt_of(triton), tensorrt_major(triton)
-    if exact is not None:
-        if exact == built:
-            return ""
-        there = f"Triton {triton} has {exact}"
-        if _numbers(built) > _numbers(exact):
-            return f"{there}, and none loads one of a newer release"
-        if not compatible:
-            return f"{there}, and it is not version compatible"
-    if major is None:
+    exact, major = TENSORRT_VERSIONS.get(triton), tensorrt_major(triton)
+    if exact == built or major is None:
         return ""
+    there, newer = f"Triton {triton} has {exact}", "none loads one of a newer release"
+    if exact is not None and _numbers(built) > _numbers(exact):
+        return f"{there}, and {newer}"
+    if exact is not None and not compatible:
+        return f"{there}, and it is not version compatible"
     own, there = _numbers(built)[0], f"Triton {triton} has TensorRT {major}"
     if own > major:
-        return f"{there}, and none loads one of a newer release"
-    if own < major and not (compatible and (own, major) in ((8, 10), (10, 11))):
-        return (
-            f"{there}, and it is {'from too far back' if compatible else 'not version compatible'}"
-        )
-    return ""
+        return f"{there}, and {newer}"
+    if own < major and not compatible:
+        return f"{there}, and it is not version compatible"
+    return f"{there}, and it is from too far back" if (own, major) == (8, 11) else ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
-def _stale(repository: Repository, core: EngineCore) -> Iterator[Flaw]:
-    wanted = core.record.get("onnx_sha256")
-    for graph in core.model.graphs:
-        if isinstance(wanted, str) and sha256_of(repository.root / graph.file) != wanted:
-            yield error(
-                graph.file,
-                "must be the graph that the engine was built from",
-                given=f"another one than {core.lock_file} records",
-                remedy=f"triptych engine {core.lock_file.partition('/')[0]}",
-            )
-
-
-def engine_operators(repository: Repository) -> Iterator[Flaw]:
+def engine_operators(core: EngineCore) -> Iterator[Flaw]:
     """The target's TensorRT takes every operator and element type of the graph."""
+    repository = core.model.repository
     major = tensorrt_major(repository.triton)
-    for model in repository.executed():
-        if model.backend == "tensorrt" and major is not None:
-            yield from _refusals(repository, model, major)
-
-
-def _refusals(repository: Repository, model: Model, major: int) -> Iterator[Flaw]:
-    for graph in model.graphs:
-        if graph.problem:
+    for graph in core.model.graphs:
+        if graph.problem or major is None:
             continue
         try:
             refused = unsupported(repository.root / graph.file, major)
         except Exception as problem:  # shape inference raises errors of its own
             yield error(
-                graph.file,
                 "must be a graph whose types can be told",
-                given=f"{type(problem).__name__}: {problem!s:.200}",
-                remedy="Build the pipeline again",
+                f"{type(problem).__name__}: {problem!s:.200}",
+                "Build the pipeline again",
+                graph.file,
             )
             continue
-        reasons = _grouped([r for r in refused if r.certain])
-        for reason, nodes in list(reasons.items())[:_MOST_REFUSALS]:
-            more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        nodes: dict[str, list[str]] = {}
+        for refusal in refused:
+            if refusal.certain:
+                nodes.setdefault(refusal.reason, []).append(refusal.node)
+        for reason, (first, *others) in list(nodes.items())[:_MOST_REFUSALS]:
+            more = f" and {len(others)} more" if others else ""
             yield error(
-                graph.file,
                 f"must hold only what TensorRT {support_of(major).tensorrt} takes",
-                given=f"{nodes[0]}{more}: {reason}",
-                remedy=f"Build with another precision, or for a Triton with a newer TensorRT than "
-                f"that of {repository.triton}",
+                f"{first}{more}: {reason}",
+                "Build with another precision, or for a Triton with a newer TensorRT than that of "
+                f"{repository.triton}",
+                graph.file,
             )
-
-
-def _grouped(refused: list[Any]) -> Mapping[str, list[str]]:
-    nodes: dict[str, list[str]] = {}
-    for refusal in refused:
-        nodes.setdefault(refusal.reason, []).append(refusal.node)
-    return nodes

@@ -1,16 +1,17 @@
-"""What a lint check yields: a `Finding` that does not know its id yet."""
+"""What a lint check yields: a `Finding` without its id, and mostly without its file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from triptych.errors import Severity
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """One broken rule; the table of checks adds the id.
+    """One broken rule; its file is the config of what is checked where `file` is empty.
 
     Severity: ``error`` when the server refuses to load it, or requests fail, hang or come back
     wrong; ``warning`` when it serves but is slow, fragile or not what was meant; ``info`` when it
@@ -18,25 +19,15 @@ class Flaw:
     """
 
     severity: Severity
-    file: str
     rule: str
     given: str
     remedy: str
+    file: str = ""
 
 
-def error(file: str, rule: str, *, given: str, remedy: str) -> Flaw:
-    """The server refuses it, or requests fail, hang or come back wrong."""
-    return Flaw("error", file, rule, given, remedy)
-
-
-def warning(file: str, rule: str, *, given: str, remedy: str) -> Flaw:
-    """It serves, but slowly, fragilely or not as meant."""
-    return Flaw("warning", file, rule, given, remedy)
-
-
-def info(file: str, rule: str, *, given: str, remedy: str) -> Flaw:
-    """As planned, and worth knowing."""
-    return Flaw("info", file, rule, given, remedy)
+error = partial(Flaw, "error")
+warning = partial(Flaw, "warning")
+info = partial(Flaw, "info")
 
 
 def names(items: Iterable[object]) -> str:

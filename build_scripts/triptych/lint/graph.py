@@ -6,22 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_TRITON_TYPES = {
-    "FLOAT": "TYPE_FP32",
-    "FLOAT16": "TYPE_FP16",
-    "BFLOAT16": "TYPE_BF16",
-    "DOUBLE": "TYPE_FP64",
-}
+_FLOATS = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP64"}
 
 
 @dataclass(frozen=True)
 class GraphTensor:
-    """An input or output of a graph.
-
-    Attributes:
-        data_type: Triton's name of it (``TYPE_INT32``).
-        dims: with the batch dimension, -1 where variable; None when the file does not say.
-    """
+    """Its dims have the batch dimension, -1 where variable; None when the file does not say."""
 
     data_type: str
     dims: tuple[int, ...] | None
@@ -33,8 +23,8 @@ class Graph:
 
     Attributes:
         file: path relative to the repository.
+        data_files: files with weights that it refers to, relative to its folder.
         problem: why it could not be read; empty when it could.
-        data_files: files with weights that the ONNX file refers to, relative to its folder.
     """
 
     file: str
@@ -45,7 +35,6 @@ class Graph:
 
 
 def onnx_installed() -> bool:
-    """Whether graphs can be read at all on this machine."""
     try:
         import onnx  # noqa: F401
     except ImportError:
@@ -62,15 +51,13 @@ def read_graph(path: Path, file: str) -> Graph:
     import onnx
 
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        graph = onnx.load(str(path), load_external_data=False).graph
     except Exception as problem:  # the parser raises more than its documented DecodeError
         return Graph(file, problem=f"{type(problem).__name__}: {problem}")
-    graph = model.graph
     if not graph.output:
         return Graph(file, problem="no graph with an output in it")
-    external = onnx.TensorProto.EXTERNAL
     weights = {tensor.name for tensor in graph.initializer}
-    stored_apart = [tensor for tensor in graph.initializer if tensor.data_location == external]
+    stored_apart = filter(onnx.external_data_helper.uses_external_data, graph.initializer)
     locations = {e.value for t in stored_apart for e in t.external_data if e.key == "location"}
     return Graph(
         file,
@@ -89,4 +76,4 @@ def _tensor(value: Any) -> GraphTensor:
     dims = None
     if tensor.HasField("shape"):
         dims = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)
-    return GraphTensor(_TRITON_TYPES.get(name, f"TYPE_{name}"), dims)
+    return GraphTensor(f"TYPE_{_FLOATS.get(name, name)}", dims)

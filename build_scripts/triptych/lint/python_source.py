@@ -4,84 +4,66 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
-_IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "Exception")
+_IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception"}
 
 
-@dataclass(frozen=True)
 class Source:
     """One parsed file.
 
     Attributes:
-        path: of the file.
-        file: the same, relative to the repository.
-        tree: its syntax tree; an empty module when it does not parse.
+        file: its path relative to the repository; `folder` likewise.
+        tree: an empty module when it does not parse.
         problem: why it does not parse, with the line; empty when it does.
     """
 
-    path: Path
-    file: str
-    tree: ast.Module
-    problem: str
+    def __init__(self, path: Path, root: Path) -> None:
+        self.path, self.file = path, path.relative_to(root).as_posix()
+        self.folder = self.file.rpartition("/")[0]
+        self.tree, self.problem = ast.Module(body=[], type_ignores=[]), ""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what Python merely doubts is not lint's concern
+                self.tree = ast.parse(path.read_bytes())
+        except SyntaxError as broken:
+            self.problem = f"line {broken.lineno}: {broken.msg}"
+        except (OSError, ValueError, RecursionError, MemoryError) as broken:
+            self.problem = f"{type(broken).__name__}: {broken}"
 
-    @property
-    def folder(self) -> str:
-        """Its folder, relative to the repository."""
-        return self.file.rpartition("/")[0]
 
-
-def read_sources(folders: Iterable[Path], root: Path) -> tuple[Source, ...]:
+def read_sources(folders: Iterable[Path], root: Path) -> list[Source]:
     """The Python files in `folders` and below them; paths in messages are relative to `root`."""
-    paths = (path for folder in folders for path in sorted(folder.rglob("*.py")))
-    return tuple(_read_source(path, path.relative_to(root).as_posix()) for path in paths)
+    return [Source(path, root) for folder in folders for path in sorted(folder.rglob("*.py"))]
 
 
-def _read_source(path: Path, file: str) -> Source:
-    problem, tree = "", ast.Module(body=[], type_ignores=[])
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Python merely doubts is not lint's concern
-            tree = ast.parse(path.read_bytes())
-    except SyntaxError as broken:
-        problem = f"line {broken.lineno}: {broken.msg}"
-    except (OSError, ValueError, RecursionError, MemoryError) as broken:
-        problem = f"{type(broken).__name__}: {broken}"
-    return Source(path, file, tree, problem)
-
-
-def imports_of(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """The modules a file needs, as (dotted name, level): level 0 is absolute, 1 a sibling.
+def imports_of(tree: ast.Module, level: int) -> set[str]:
+    """The top-level modules a file needs: absolute at level 0, siblings at level 1.
 
     Imports that may fail (under ``try``/``except ImportError``) or that only a type checker runs
     are left out.
     """
+    found: set[str] = set()
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, 0) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, node.level
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((alias.name, node.level) for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.level == level:
+            found.update([node.module] if node.module else (alias.name for alias in node.names))
+        elif isinstance(node, ast.Import) and level == 0:
+            found.update(alias.name for alias in node.names)
         pending += _needed_children(node)
+    return {name.partition(".")[0] for name in found}
 
 
 def _needed_children(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, ast.Try) and any(map(_catches_import_error, node.handlers)):
+    if isinstance(node, ast.Try) and any(
+        handler.type is None or _mentions(handler.type, _IMPORT_ERRORS) for handler in node.handlers
+    ):
         return [*node.orelse, *node.finalbody]
-    if isinstance(node, ast.If) and _mentions(node.test, "TYPE_CHECKING"):
+    if isinstance(node, ast.If) and _mentions(node.test, {"TYPE_CHECKING"}):
         return list(node.orelse)
     return list(ast.iter_child_nodes(node))
-
-
-def _catches_import_error(handler: ast.ExceptHandler) -> bool:
-    if handler.type is None:
-        return True
-    return any(_mentions(handler.type, name) for name in _IMPORT_ERRORS)
 
 
 def files_beside(tree: ast.Module) -> set[str]:
@@ -89,28 +71,20 @@ def files_beside(tree: ast.Module) -> set[str]:
 
     It knows ``Path(__file__).with_name("x")`` and ``Path(__file__).parent / "x"``.
     """
-    places = (_place_beside(node) for node in ast.walk(tree))
-    return {
-        str(name.value)
-        for place, name in filter(None, places)
-        if isinstance(name, ast.Constant) and isinstance(name.value, str)
-        if _mentions(place, "__file__")
-    }
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                ast.Attribute(place, "with_name"), [ast.Constant(str(name)), *_]
+            ) | ast.BinOp(ast.Attribute(place, "parent"), ast.Div(), ast.Constant(str(name))):
+                if _mentions(place, {"__file__"}):
+                    found.add(name)
+    return found
 
 
-def _place_beside(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
-    """The two operands of ``place.with_name(name)`` or ``place.parent / name``."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-        return (node.func.value, node.args[0]) if node.func.attr == "with_name" else None
-    if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Attribute):
-        is_parent = isinstance(node.op, ast.Div) and node.left.attr == "parent"
-        return (node.left.value, node.right) if is_parent else None
-    return None
-
-
-def _mentions(node: ast.AST, name: str) -> bool:
+def _mentions(node: ast.AST, names: set[str]) -> bool:
     return any(
-        name in (getattr(child, "id", None), getattr(child, "attr", None))
+        getattr(child, "id", None) in names or getattr(child, "attr", None) in names
         for child in ast.walk(node)
     )
 
@@ -124,10 +98,11 @@ def defined_names(tree: ast.Module) -> dict[str, ast.stmt]:
     """What a module defines, imports or assigns at its top level, by name; ``*`` for a star."""
     found: dict[str, ast.stmt] = {}
     for node in tree.body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            found[node.name] = node
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found.update((alias.asname or alias.name, node) for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            found.update((t.id, node) for t in node.targets if isinstance(t, ast.Name))
+        match node:
+            case ast.ClassDef(name) | ast.FunctionDef(name):
+                found[name] = node
+            case ast.Import(aliases) | ast.ImportFrom(_, aliases):
+                found.update((alias.asname or alias.name, node) for alias in aliases)
+            case ast.Assign(targets):
+                found.update((t.id, node) for t in targets if isinstance(t, ast.Name))
     return found

@@ -3,115 +3,157 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from triptych.errors import UserError
-from triptych.lint.backends import BACKENDS, ENSEMBLE, backend_of, inferred_backend
+from triptych.graph.files import MODEL_FILE
 from triptych.lint.graph import Graph, onnx_installed, read_graph
-from triptych.lint.python_source import Source, defines, read_sources
+from triptych.lint.python_source import defines, read_sources
 from triptych.releases import Release
-from triptych.repository.config import CONFIG_FILE, read_config
+from triptych.repository.config import CONFIG_FILE, new_config, read_config
 from triptych.repository.lock import LOCK_FILE
 
 # Every Python step that Triptych writes carries it, and nothing else does.
 _OUR_MARK = "stub_io.py"
 
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend of Triton.
+
+    Attributes:
+        platforms: values of `platform` that go with it; any when empty.
+        model_file: what it loads from a version folder by default; empty when that varies.
+        batches_itself: the server need not.
+    """
+
+    platforms: tuple[str, ...] = ()
+    model_file: str = ""
+    batches_itself: bool = False
+
+
+ENSEMBLE = "ensemble"
+
+BACKENDS: dict[str, Backend] = {
+    "python": Backend(model_file="model.py"),
+    "onnxruntime": Backend(("onnxruntime_onnx",), "model.onnx"),
+    "tensorrt": Backend(("tensorrt_plan",), "model.plan"),
+    "pytorch": Backend(("pytorch_libtorch", "pytorch", "torch_aoti")),
+    "tensorflow": Backend(("tensorflow_graphdef", "tensorflow_savedmodel")),
+    "vllm": Backend(model_file="model.json", batches_itself=True),
+    "tensorrtllm": Backend(batches_itself=True),
+    **dict.fromkeys(("openvino", "dali", "fil", "identity", "repeat", "square"), Backend()),
+}
+
 GRAPH_BACKENDS = ("onnxruntime", "tensorrt")
 """Backends whose version folders hold an ONNX file: to be run, or to build an engine from."""
 
 
-@dataclass(frozen=True)
 class Model:
     """One folder of the repository.
 
     Attributes:
-        name: of the folder.
-        folder: absolute, or relative to the working directory.
         config: a ModelConfig; None when missing or unreadable.
         config_problem: why `config` is None, with line:column where known; empty when missing.
-        lock: the parsed `triptych.lock.json`; None when missing or unreadable.
-        lock_problem: why `lock` is None; empty when missing.
+        lock: the parsed `triptych.lock.json`; `lock_problem` likewise.
+        inputs: the config's, by name.
+        ragged: inputs whose rows come end to end.
+        varying: inputs whose rows may be of different shape.
+        added: inputs that the server adds to a batch.
         version_folders: names of its subfolders that start with a digit.
         served_versions: those that its version policy serves, newest first.
         backend: ``ensemble``, a backend's name, or empty when it cannot be told; without a
             config, the one that would load the files that are there.
-        graphs: one for each served version that holds an ONNX file.
+        model_file: what the backend loads from a version folder; empty when that varies.
+        is_ours: Triptych wrote this step, and with it the producer of planned shapes.
         sources: the Python files of the served versions of a Python model.
+        completes_itself: the server finds out what the config leaves out: inputs and outputs.
+        waits_for_engine: a served version of a TensorRT model holds the graph, but no engine yet.
+        graphs: one for each served version that holds an ONNX file.
     """
 
-    name: str
-    folder: Path
-    config: Any
-    config_problem: str
-    lock: Any
-    lock_problem: str
-    version_folders: tuple[str, ...]
-    served_versions: tuple[int, ...]
-    backend: str
-    graphs: tuple[Graph, ...]
-    sources: tuple[Source, ...]
+    def __init__(self, repository: Repository, folder: Path) -> None:
+        self.repository, self.folder, self.name = repository, folder, folder.name
+        self.config_file = f"{folder.name}/{CONFIG_FILE}"
+        self.lock_file = f"{folder.name}/{LOCK_FILE}"
+        self.config, self.config_problem = _read(folder / CONFIG_FILE, read_config)
+        self.lock, self.lock_problem = _read(
+            folder / LOCK_FILE, lambda path: json.loads(path.read_bytes())
+        )
+        config = new_config() if self.config is None else self.config
+        self.inputs: dict[str, Any] = {tensor.name: tensor for tensor in config.input}
+        self.ragged = {tensor.name for tensor in config.input if tensor.allow_ragged_batch}
+        self.varying = {tensor.name for tensor in config.input if -1 in tensor.dims}
+        self.added = {name for each in config.batch_input for name in each.target_name}
+        by_priority = config.dynamic_batching.priority_queue_policy.values()
+        self.queue_policies = [config.dynamic_batching.default_queue_policy, *by_priority]
+        self.version_folders = [path.name for path in _folders(folder) if path.name[0].isdigit()]
+        self.served_versions = _served_versions(config.version_policy, self.version_folders)
+        self.served_folders = [folder / str(version) for version in self.served_versions]
+        own_file = str(config.default_model_filename)
+        files = {path.name for place in self.served_folders for path in entries(place)}
+        self.backend = _backend_of(config, {own_file} if own_file else files)
+        self.is_ensemble = self.backend == ENSEMBLE
+        self.model_file = own_file or BACKENDS.get(self.backend, Backend()).model_file
+        self.is_ours = any(is_file(place / _OUR_MARK) for place in self.served_folders)
+        python = self.backend == "python"
+        self.sources = read_sources(self.served_folders if python else (), folder.parent)
+        self.completes_itself = bool(self.backend) and not self.is_ensemble
+        if python:
+            trees = (source.tree for source in self.sources)
+            self.completes_itself = any(defines(tree, "auto_complete_config") for tree in trees)
+        self.waits_for_engine = self.backend == "tensorrt" and any(
+            is_file(place / MODEL_FILE) and not exists(place / self.model_file)
+            for place in self.served_folders
+        )
+        # An engine lies beside the graph it is built from, whatever the engine is called.
+        name = own_file if own_file and self.backend == "onnxruntime" else MODEL_FILE
+        self.graphs: list[Graph] = []
+        if repository.reads_graphs and self.config is not None and self.backend in GRAPH_BACKENDS:
+            for version in self.served_versions:
+                # A model with weights in files of its own may be a folder with the ONNX file in it.
+                places = [f"{version}/{name}", f"{version}/{name}/{name}"]
+                found = [place for place in places if is_file(folder / place)][:1]
+                self.graphs += [read_graph(folder / f, f"{folder.name}/{f}") for f in found]
 
-    @property
-    def config_file(self) -> str:
-        """Path of its config, relative to the repository."""
-        return f"{self.name}/{CONFIG_FILE}"
-
-    @property
-    def is_ensemble(self) -> bool:
-        """Whether it only wires other models."""
-        return self.backend == ENSEMBLE
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether Triptych wrote this step, and with it the producer of planned shapes."""
-        return any(is_file(folder / _OUR_MARK) for folder in self.served_folders)
-
-    @property
-    def served_folders(self) -> tuple[Path, ...]:
-        """The version folders that the server loads."""
-        return tuple(self.folder / str(version) for version in self.served_versions)
-
-    @property
-    def completes_itself(self) -> bool:
-        """Whether the server finds out what the config leaves out: its inputs and outputs."""
-        if self.backend == "python":
-            return any(defines(source.tree, "auto_complete_config") for source in self.sources)
-        return bool(self.backend) and not self.is_ensemble
-
-    @property
-    def model_file(self) -> str:
-        """What the backend loads from a version folder; empty when that varies."""
-        known = BACKENDS.get(self.backend)
-        return str(self.config.default_model_filename) or (known.model_file if known else "")
+    def instances_of(self, group: Any) -> int:
+        """Instances the server starts for an instance group, its own default included."""
+        on_cpu = (self.backend, enum_name(group, "kind")) == ("onnxruntime", "KIND_CPU")
+        return group.count if group.count > 0 else 2 if on_cpu else 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Repository:
     """A model repository and the release it is meant for.
 
     Attributes:
-        root: its folder.
-        models: by folder name, sorted.
-        triton: the target release.
-        with_engines: whether it must load the engines, too.
+        with_engines: whether the release must load the engines, too.
         reads_graphs: whether onnx is installed; without it no model has `graphs`.
+        models: by folder name, sorted.
     """
 
     root: Path
-    models: dict[str, Model]
     triton: Release
     with_engines: bool
     reads_graphs: bool
+    models: dict[str, Model] = field(default_factory=dict)
+    config_file = ""
+
+    def itself(self) -> tuple[Repository]:
+        return (self,)
+
+    def folders(self) -> Iterable[Model]:
+        """Every model, its config readable or not."""
+        return self.models.values()
 
     def configured(self) -> Iterator[Model]:
         """The models whose config could be read."""
         return (model for model in self.models.values() if model.config is not None)
 
     def ensembles(self) -> Iterator[Model]:
-        """The ensembles among `configured`."""
         return (model for model in self.configured() if model.is_ensemble)
 
     def executed(self) -> Iterator[Model]:
@@ -121,17 +163,23 @@ class Repository:
 
 def read_repository(root: Path, triton: Release, *, with_engines: bool) -> Repository:
     """Read every model folder below `root`; what cannot be read becomes a model's problem."""
-    reads_graphs = onnx_installed()
+    repository = Repository(root, triton, with_engines, onnx_installed())
     # Hidden folders too: the server takes every folder for a model.
-    folders = subfolders(root)
-    models = {folder.name: _read_model(folder, reads_graphs=reads_graphs) for folder in folders}
-    return Repository(root, models, triton, with_engines, reads_graphs)
+    repository.models.update((f.name, Model(repository, f)) for f in _folders(root))
+    return repository
 
 
-def subfolders(folder: Path) -> list[Path]:
-    """The folders in `folder`, sorted by name; none when it cannot be listed."""
+def entries(folder: Path) -> list[Path]:
+    """What is in `folder`, sorted by name; nothing when it cannot be listed."""
     try:
-        return sorted(entry for entry in folder.iterdir() if entry.is_dir())
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return [entry for entry in entries(folder) if entry.is_dir()]
     except OSError:
         return []
 
@@ -152,15 +200,6 @@ def exists(path: Path) -> bool:
         return False
 
 
-def waits_for_engine(model: Model) -> bool:
-    """Whether a served version of a TensorRT model holds the graph, but not yet the engine."""
-    graph = BACKENDS["onnxruntime"].model_file
-    return model.backend == "tensorrt" and any(
-        is_file(folder / graph) and not exists(folder / model.model_file)
-        for folder in model.served_folders
-    )
-
-
 def enum_name(message: Any, field: str) -> str:
     """The name of the enum value in `field` of `message`, as config.pbtxt spells it."""
     values = message.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number
@@ -168,89 +207,48 @@ def enum_name(message: Any, field: str) -> str:
     return value.name if value else str(getattr(message, field))
 
 
-def _read_model(folder: Path, *, reads_graphs: bool) -> Model:
-    config, config_problem = _read_config(folder / CONFIG_FILE)
-    lock, lock_problem = _read_lock(folder / LOCK_FILE)
-    versions = tuple(sub.name for sub in subfolders(folder) if sub.name[0].isdigit())
-    served = _served_versions(config, versions)
-    files = _file_names(folder, served)
-    backend = inferred_backend(files) if config is None else backend_of(config, files)
-    return Model(
-        name=folder.name,
-        folder=folder,
-        config=config,
-        config_problem=config_problem,
-        lock=lock,
-        lock_problem=lock_problem,
-        version_folders=versions,
-        served_versions=served,
-        backend=backend,
-        graphs=_read_graphs(folder, _graph_file(config, backend), served)
-        if reads_graphs and config is not None and backend in GRAPH_BACKENDS
-        else (),
-        sources=read_sources([folder / str(v) for v in served], folder.parent)
-        if backend == "python"
-        else (),
-    )
+def fits(dims: Sequence[int], declared: Sequence[int]) -> bool:
+    """Whether `dims` are those declared, where -1 is for any."""
+    pairs = zip(dims, declared, strict=False)
+    return len(dims) == len(declared) and all(want in (-1, got) for got, want in pairs)
 
 
-def _read_config(path: Path) -> tuple[Any, str]:
+def is_version(name: str) -> bool:
+    """Whether the server takes a folder of this name for a version."""
+    return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+def _backend_of(config: Any, files: set[str]) -> str:
+    """The backend that the server infers from a config, or else from the files to serve."""
+    if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
+        return ENSEMBLE
+    if config.backend:
+        return str(config.backend)
+    for name, backend in BACKENDS.items():
+        if config.platform in backend.platforms if config.platform else backend.model_file in files:
+            return name
+    return ""
+
+
+def _read(path: Path, parse: Callable[[Path], Any]) -> tuple[Any, str]:
+    """What a file holds, or None and why it cannot be read; None alone where there is no file."""
     if not is_file(path):
         return None, ""
     try:
-        return read_config(path), ""
+        return parse(path), ""
     except UserError as problem:
         return None, problem.given
     except UnicodeDecodeError as problem:
         return None, f"byte {problem.start} is not UTF-8"
-    except OSError as problem:
-        return None, f"cannot be read: {problem.strerror}"
-
-
-def _read_lock(path: Path) -> tuple[Any, str]:
-    if not is_file(path):
-        return None, ""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")), ""
     except (ValueError, RecursionError) as problem:
         return None, f"not JSON: {problem}"
     except OSError as problem:
         return None, f"cannot be read: {problem.strerror}"
 
 
-def _served_versions(config: Any, folders: tuple[str, ...]) -> tuple[int, ...]:
-    # The server ignores names with leading zeros or anything but digits.
-    present = [int(n) for n in folders if n.isascii() and n.isdigit() and str(int(n)) == n]
-    newest_first = sorted(present, reverse=True)
-    policy = config.version_policy if config is not None else None
-    choice = policy.WhichOneof("policy_choice") if policy is not None else None
-    if choice == "all":
-        return tuple(newest_first)
-    if policy is not None and choice == "specific":
-        return tuple(v for v in newest_first if v in policy.specific.versions)
-    wanted = policy.latest.num_versions if policy is not None and choice == "latest" else 1
-    return tuple(newest_first[:wanted])
-
-
-def _file_names(folder: Path, versions: tuple[int, ...]) -> set[str]:
-    try:
-        return {entry.name for v in versions for entry in (folder / str(v)).iterdir()}
-    except OSError:
-        return set()
-
-
-def _graph_file(config: Any, backend: str) -> str:
-    # An engine lies beside the graph it is built from, whatever the engine is called.
-    own = config.default_model_filename if backend == "onnxruntime" else ""
-    return own or BACKENDS["onnxruntime"].model_file
-
-
-def _read_graphs(folder: Path, name: str, versions: tuple[int, ...]) -> tuple[Graph, ...]:
-    graphs = []
-    for version in versions:
-        # A model with weights in files of its own may be a folder that holds the ONNX file.
-        candidates = [f"{version}/{name}", f"{version}/{name}/{name}"]
-        file = next((file for file in candidates if is_file(folder / file)), None)
-        if file:
-            graphs.append(read_graph(folder / file, f"{folder.name}/{file}"))
-    return tuple(graphs)
+def _served_versions(policy: Any, folders: Sequence[str]) -> list[int]:
+    newest_first = sorted((int(name) for name in folders if is_version(name)), reverse=True)
+    choice = policy.WhichOneof("policy_choice")
+    if choice in (None, "latest"):
+        return newest_first[: policy.latest.num_versions if choice else 1]
+    return [v for v in newest_first if choice == "all" or v in policy.specific.versions]

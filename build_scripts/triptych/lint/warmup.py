@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from triptych.lint.flaw import Flaw, dims_text, error, names, warning
-from triptych.lint.snapshot import Model, Repository, enum_name, is_file
+from triptych.lint.snapshot import Model, enum_name, fits, is_file
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("TYPE_BOOL", "TYPE_UINT8", "TYPE_INT8"), 1),
@@ -17,19 +17,15 @@ _ELEMENT_BYTES = {
 }
 
 
-def warmup(repository: Repository) -> Iterator[Flaw]:
+def warmup(model: Model) -> Iterator[Flaw]:
     """Every warm-up covers the model's inputs with data of the right dtype, dims and size."""
-    for model in repository.executed():
-        for index, sample in enumerate(model.config.model_warmup):
-            label = f"model_warmup {sample.name or index}"
-            for rule, given in sample_faults(model, sample):
-                yield error(
-                    model.config_file,
-                    rule,
-                    given=f"{label}: {given}",
-                    remedy="Correct the warm-up, or the model does not load",
-                )
-            yield from _doubtful(model, sample, label)
+    for index, sample in enumerate(model.config.model_warmup):
+        label = f"model_warmup {sample.name or index}"
+        for rule, given in sample_faults(model, sample):
+            yield error(
+                rule, f"{label}: {given}", "Correct the warm-up, or the model does not load"
+            )
+        yield from _doubtful(model, sample, label)
 
 
 def sample_faults(model: Model, sample: Any) -> Iterator[tuple[str, str]]:
@@ -37,38 +33,25 @@ def sample_faults(model: Model, sample: Any) -> Iterator[tuple[str, str]]:
     limit = max(model.config.max_batch_size, 1)
     if sample.batch_size > limit:
         yield f"must warm up at most max_batch_size rows ({limit})", f"{sample.batch_size} rows"
-    declared = {tensor.name: tensor for tensor in model.config.input}
-    if not declared:
-        return
-    required = {name for name, tensor in declared.items() if not tensor.optional}
-    missing = required - set(sample.inputs)
+    missing = {n for n, tensor in model.inputs.items() if not tensor.optional} - set(sample.inputs)
     if missing:
         yield "must give every required input data", f"no data for {names(missing)}"
-    for name in sorted(set(sample.inputs) & set(declared)):
-        yield from _data_faults(model, declared[name], sample.inputs[name])
-
-
-def _data_faults(model: Model, tensor: Any, data: Any) -> Iterator[tuple[str, str]]:
-    place = f"input {tensor.name}"
-    wanted, got = enum_name(tensor, "data_type"), enum_name(data, "data_type")
-    if got != wanted:
-        yield f"must have the input's data_type ({wanted})", f"{place} {got}"
-    if any(dim < 1 for dim in data.dims):
-        yield "must have concrete dims", f"{place} {dims_text(data.dims)}"
-    elif not _fit(tensor.dims, data.dims):
-        rule = f"must have dims that fit the input's, without the batch: {dims_text(tensor.dims)}"
-        yield rule, f"{place} {dims_text(data.dims)}"
-    source = data.WhichOneof("input_data_type")
-    if source is None:
-        yield "must have one of zero_data, random_data and input_data_file", f"{place} has none"
-    elif source == "input_data_file":
-        yield from _file_faults(model, data, place)
-
-
-def _fit(declared: Any, concrete: Any) -> bool:
-    return len(declared) == len(concrete) and all(
-        want in (-1, got) for want, got in zip(declared, concrete, strict=True)
-    )
+    for name in sorted(set(sample.inputs) & set(model.inputs)):
+        tensor, data = model.inputs[name], sample.inputs[name]
+        place = f"input {name}"
+        wanted, got = enum_name(tensor, "data_type"), enum_name(data, "data_type")
+        if got != wanted:
+            yield f"must have the input's data_type ({wanted})", f"{place} {got}"
+        dims = f"dims that fit the input's, without the batch: {dims_text(tensor.dims)}"
+        if any(dim < 1 for dim in data.dims):
+            yield "must have concrete dims", f"{place} {dims_text(data.dims)}"
+        elif not fits(data.dims, tensor.dims):
+            yield f"must have {dims}", f"{place} {dims_text(data.dims)}"
+        source = data.WhichOneof("input_data_type")
+        if source is None:
+            yield "must have one of zero_data, random_data and input_data_file", f"{place} has none"
+        elif source == "input_data_file":
+            yield from _file_faults(model, data, place)
 
 
 def _file_faults(model: Model, data: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -88,20 +71,17 @@ def _file_faults(model: Model, data: Any, place: str) -> Iterator[tuple[str, str
 def _doubtful(model: Model, sample: Any, label: str) -> Iterator[Flaw]:
     if sample.batch_size == 0:
         yield warning(
-            model.config_file,
             "should give every warm-up a batch_size, 0 is skipped",
-            given=f"{label}: no batch_size",
-            remedy="Write batch_size: 1 or more",
+            f"{label}: no batch_size",
+            "Write batch_size: 1 or more",
         )
-    declared = {tensor.name for tensor in model.config.input}
     controls = {control.name for control in model.config.sequence_batching.control_input}
-    unknown = set(sample.inputs) - declared - controls
-    if declared and unknown:
+    unknown = set(sample.inputs) - set(model.inputs) - controls
+    if model.inputs and unknown:
         yield warning(
-            model.config_file,
             "should warm up only inputs that exist",
-            given=f"{label}: unknown input {names(unknown)}; inputs: {names(declared)}",
-            remedy="Correct the name, or remove it",
+            f"{label}: unknown input {names(unknown)}; inputs: {names(model.inputs)}",
+            "Correct the name, or remove it",
         )
     # Random bytes make ids beyond the vocabulary, and lookups out of range.
     random_ids = [
@@ -111,24 +91,19 @@ def _doubtful(model: Model, sample: Any, label: str) -> Iterator[Flaw]:
     ]
     if random_ids and model.backend != "python":
         yield warning(
-            model.config_file,
             "should not warm up integer inputs with random_data: ids are out of range",
-            given=f"{label}: {names(random_ids)}",
-            remedy="Use zero_data: true, or an input_data_file with real ids",
+            f"{label}: {names(random_ids)}",
+            "Use zero_data: true, or an input_data_file with real ids",
         )
 
 
-def graph_spec(repository: Repository) -> Iterator[Flaw]:
+def graph_spec(model: Model) -> Iterator[Flaw]:
     """CUDA graphs are captured for batch sizes and shapes that the model takes."""
-    for model in repository.executed():
-        for index, spec in enumerate(model.config.optimization.cuda.graph_spec):
-            for rule, given in spec_faults(model, spec):
-                yield error(
-                    model.config_file,
-                    rule,
-                    given=f"graph_spec {index}: {given}",
-                    remedy="Correct the graph_spec, or remove it",
-                )
+    for index, spec in enumerate(model.config.optimization.cuda.graph_spec):
+        for rule, given in spec_faults(model, spec):
+            yield error(
+                rule, f"graph_spec {index}: {given}", "Correct the graph_spec, or remove it"
+            )
 
 
 def spec_faults(model: Model, spec: Any) -> Iterator[tuple[str, str]]:
@@ -137,26 +112,23 @@ def spec_faults(model: Model, spec: Any) -> Iterator[tuple[str, str]]:
     if not min(limit, 1) <= spec.batch_size <= limit:
         span = f"from 1 to {limit}" if limit else "0"
         yield f"must capture a CUDA graph for batch_size {span}", f"batch_size {spec.batch_size}"
-    declared = {tensor.name: tensor for tensor in model.config.input}
-    made = {name for batch_input in model.config.batch_input for name in batch_input.target_name}
-    yield from _shape_faults(declared, made, spec.input)
+    yield from _shape_faults(model, spec.input)
     if spec.HasField("graph_lower_bound"):
-        yield from _shape_faults(declared, made, spec.graph_lower_bound.input)
+        yield from _shape_faults(model, spec.graph_lower_bound.input)
 
 
-def _shape_faults(
-    declared: Mapping[str, Any], made: set[str], shapes: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    unknown = set(shapes) - set(declared) - made
-    if declared and unknown:
-        given = f"unknown input {names(unknown)}; inputs: {names(set(declared) | made)}"
+def _shape_faults(model: Model, shapes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    known = {*model.inputs, *model.added}
+    unknown = set(shapes) - known
+    if model.inputs and unknown:
+        given = f"unknown input {names(unknown)}; inputs: {names(known)}"
         yield "must name inputs that exist in a graph_spec", given
     for name, shape in sorted(shapes.items()):
         given = f"input {name} {dims_text(shape.dim)}"
-        tensor = declared.get(name)
+        tensor = model.inputs.get(name)
         if any(dim < 1 for dim in shape.dim):
             yield "must have concrete dims in a graph_spec", given
         # Ragged and batch inputs are given as they are after joining: nothing to compare with.
-        elif tensor and not tensor.allow_ragged_batch and not _fit(tensor.dims, shape.dim):
+        elif tensor and not tensor.allow_ragged_batch and not fits(shape.dim, tensor.dims):
             rule = f"must fit the input's dims, without the batch: {dims_text(tensor.dims)}"
             yield rule, given

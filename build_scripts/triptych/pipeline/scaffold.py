@@ -12,16 +12,13 @@ import os
 import re
 import shlex
 import shutil
-import struct
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from triptych.errors import UserError
 from triptych.pipeline.spec import SPEC_FILE, check_folder
-from triptych.pipeline.traffic import TRAFFIC_FILE
 from triptych.pipeline.yaml_text import parse_yaml
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -29,7 +26,6 @@ HOOKS = "hooks"
 STAGING = ".new"
 MASK_TOKEN = "<mask>"
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-Colour = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,7 @@ class Scaffold:
     """A pipeline that was written.
 
     Attributes:
-        folder: of the pipeline.
-        files: in it, relative to it.
+        files: in the folder, relative to it.
         commands: what to run next, in this order.
     """
 
@@ -86,26 +81,29 @@ def scaffold(
         )
     # Of the two things it looks at, the spec's file is the template so far: the name is left.
     check_folder(folder, TEMPLATES / task / SPEC_FILE)
-    local = _local_folder(model)
-    files = _fill(
-        task,
-        with_hooks=with_hooks,
-        marks={
-            "@name@": name,
-            "@folder@": shlex.quote(str(folder)),
-            "@mask@": _mask_token(local) or MASK_TOKEN,
-        },
-    )
-    if model is not None:
-        source = model if local is None else _as_seen_from(folder, local, given=model)
-        line = f"  source: {_yaml_scalar(source)}"
-        files[SPEC_FILE] = re.sub(r"(?m)^  source: \S+", lambda _: line, files[SPEC_FILE], count=1)
-    contents = {path: text.encode("utf-8") for path, text in files.items()}
-    contents |= {
-        path: image for path, image in sample_images().items() if path in files[TRAFFIC_FILE]
+    local = None if model is None else _local_folder(model)
+    marks = {
+        "@name@": name,
+        "@folder@": shlex.quote(str(folder)),
+        "@mask@": _mask_token(local) or MASK_TOKEN,
     }
+    contents = _fill(TEMPLATES / task, with_hooks=with_hooks, marks=marks)
+    spec = contents[SPEC_FILE].decode()
+    if model is not None:
+        source = model
+        if local is not None and Path(model).expanduser().is_absolute():
+            source = str(local)
+        elif local is not None:
+            # Links resolved: `..` of a linked folder is not what its path says.
+            source = os.path.relpath(local.resolve(), pipelines.resolve() / name)
+        line = f"  source: {_yaml_scalar(source)}"
+        spec = re.sub(r"(?m)^  source: \S+", lambda _: line, spec, count=1)
+        contents[SPEC_FILE] = spec.encode()
     _write_whole(folder, contents)
-    return Scaffold(str(folder), sorted(contents), _next_commands(folder, files))
+    where = "" if pipelines == Path("pipelines") else f" --pipelines {shlex.quote(str(pipelines))}"
+    example = re.findall(r"(?m)^# Try it: (.+)$", spec)
+    commands = [f"triptych test {name}{where}", f"triptych build {name}{where}", "triptych serve"]
+    return Scaffold(str(folder), sorted(contents), commands + example[:1])
 
 
 def tasks() -> list[str]:
@@ -113,25 +111,24 @@ def tasks() -> list[str]:
     return sorted(path.parent.name for path in TEMPLATES.glob(f"*/{SPEC_FILE}"))
 
 
-def _fill(task: str, *, with_hooks: bool, marks: Mapping[str, str]) -> dict[str, str]:
-    """The task's files, marks replaced: path in the new folder to text."""
-    sources = sorted((TEMPLATES / task).iterdir())
-    if with_hooks and (TEMPLATES / task / HOOKS).is_dir():
-        sources += sorted((TEMPLATES / task / HOOKS).iterdir())
+def _fill(template: Path, *, with_hooks: bool, marks: Mapping[str, str]) -> dict[str, bytes]:
+    """The template's files, marks replaced: path in the new folder to content."""
     files = {}
-    for source in sources:
-        if source.is_file():
-            text = source.read_text(encoding="utf-8")
+    for source in sorted(path for path in template.rglob("*") if path.is_file()):
+        path, content = source.relative_to(template), source.read_bytes()
+        if path.parts[0] == HOOKS:
+            path = path.relative_to(HOOKS)
+            if not with_hooks:
+                continue
+        if path.suffix != ".png":
             for mark, value in marks.items():
-                text = text.replace(mark, value)
-            files[source.name.removesuffix(".txt")] = text
+                content = content.replace(mark.encode(), value.encode())
+        files[path.as_posix().removesuffix(".txt")] = content
     return files
 
 
-def _local_folder(model: str | None) -> Path | None:
-    """The folder that `model` names, or None for a Hub id, a package or nothing."""
-    if model is None:
-        return None
+def _local_folder(model: str) -> Path | None:
+    """The folder that `model` names, or None for a Hub id or a package."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -143,13 +140,6 @@ def _local_folder(model: str | None) -> Path | None:
             remedy="A relative folder is looked up from where the command runs",
         )
     return None
-
-
-def _as_seen_from(folder: Path, local: Path, *, given: str) -> str:
-    if Path(given).expanduser().is_absolute():
-        return str(local)
-    # Links resolved: `..` of a linked folder is not what its path says.
-    return os.path.relpath(local.resolve(), folder.parent.resolve() / folder.name)
 
 
 def _yaml_scalar(value: str) -> str:
@@ -175,18 +165,6 @@ def _mask_token(folder: Path | None) -> str | None:
         if isinstance(token, str):
             return token
     return None
-
-
-def _next_commands(folder: Path, files: Mapping[str, str]) -> list[str]:
-    name, pipelines = folder.name, folder.parent
-    where = "" if pipelines == Path("pipelines") else f" --pipelines {shlex.quote(str(pipelines))}"
-    example = re.search(r"(?m)^# Try it: (.+)$", files[SPEC_FILE])
-    return [
-        f"triptych test {name}{where}",
-        f"triptych build {name}{where}",
-        "triptych serve",
-        *([example[1]] if example else []),
-    ]
 
 
 def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -223,40 +201,3 @@ def _only_writer(pipelines: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
-
-
-def sample_images() -> dict[str, bytes]:
-    """Small PNGs to try an image pipeline with: path in the pipeline's folder to bytes."""
-    return {
-        "samples/red.png": _png(64, 64, lambda x, y: (200, 30, 30)),
-        "samples/stripes.png": _png(
-            96, 64, lambda x, y: (240, 240, 240) if x // 8 % 2 else (20, 60, 160)
-        ),
-        "samples/gradient.png": _png(64, 96, lambda x, y: (4 * x, 255 - 2 * y, 120)),
-        "samples/disc.png": _png(
-            128,
-            128,
-            lambda x, y: (250, 200, 40) if (x - 64) ** 2 + (y - 64) ** 2 < 2500 else (0, 80, 0),
-        ),
-    }
-
-
-def _png(width: int, height: int, colour: Callable[[int, int], Colour]) -> bytes:
-    """An RGB image with 8 bits a channel; `colour` is called with column and row."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        checksum = zlib.crc32(kind + data)
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
-
-    lines = (
-        b"\0" + b"".join(bytes(colour(x, y)) for x in range(width)) for y in range(height)
-    )  # 0: pixels as they are, no filter
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"".join(
-        (
-            b"\x89PNG\r\n\x1a\n",
-            chunk(b"IHDR", header),
-            chunk(b"IDAT", zlib.compress(b"".join(lines), 9)),
-            chunk(b"IEND", b""),
-        )
-    )

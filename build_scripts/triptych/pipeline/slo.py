@@ -48,7 +48,6 @@ class Slo(BaseModel):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is promised."""
         return not self.limits_us and self.throughput is None
 
     def strain(self, latencies_us: Mapping[str, float]) -> float:

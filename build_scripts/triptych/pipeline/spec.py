@@ -85,7 +85,8 @@ def load_spec(
             remedy="See pipelines/README.md, or start with `triptych new`",
         )
     tuned = None if untuned else read_tuned(folder)
-    for key, value in (tuned.overrides if tuned is not None else {}).items():
+    measured = tuned.overrides if tuned is not None else {}
+    for key, value in measured.items():
         _set(document, key, value, source=f"{folder / TUNED_FILE}: ")
     for override in overrides:
         _apply_override(document, override)
@@ -98,11 +99,11 @@ def load_spec(
                 remedy=f"Remove `{reserved}`; rename the folder to rename the pipeline",
             )
     try:
-        given = {"name": folder.name, "folder": folder, "tuned": tuned.overrides if tuned else {}}
+        given = {"name": folder.name, "folder": folder, "tuned": measured}
         return PipelineSpec.model_validate({**document, **given})
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        source = folder / TUNED_FILE if tuned and where in tuned.overrides else path
+        source = folder / TUNED_FILE if where in measured else path
         raise _as_user_error(source, error) from error
 
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.pipeline.precisions import Precision
 from triptych.pipeline.slo import Slo
+from triptych.releases import OLDEST
 
 Positive = Annotated[int, Field(ge=1)]
 Distance = Annotated[float, Field(gt=0)]
@@ -227,7 +228,7 @@ class Serving(Frozen):
         slo: what `bench` and `tune` hold the pipeline to, where their options say nothing else.
     """
 
-    triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = "24.10"
+    triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
     instances: Instances = Instances()
     gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0]
     queue: Queue = Queue()
@@ -235,6 +236,12 @@ class Serving(Frozen):
     rate_limiter: RateLimiter | None = None
     max_inflight: Positive | None = None
     slo: Slo = Slo()
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> Serving:
+        if self.triton < str(OLDEST):  # two digits each: texts are ordered as releases are
+            raise ValueError(f"serving.triton must be {OLDEST} or later")
+        return self
 
 
 class Accuracy(Frozen):

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +36,7 @@ class Lengths:
 
     Attributes:
         counts: length in tokens to number of rows, ascending.
-        rows: number of rows.
-        truncated_rows: rows longer than the limit before truncation.
+        truncated_rows: those longer than the limit before truncation.
     """
 
     counts: dict[int, int]
@@ -55,22 +55,16 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Mean length in tokens."""
         return sum(length * n for length, n in self.counts.items()) / self.rows
 
     @property
     def truncated_share(self) -> float:
-        """Rows longer than the limit over all rows."""
         return self.truncated_rows / self.rows
 
     def quantile(self, q: float) -> int:
         """Smallest length that at least the share `q` of the rows does not exceed."""
-        seen = 0
-        for length, n in self.counts.items():
-            seen += n
-            if seen >= q * self.rows:
-                return length
-        return max(self.counts)
+        reached = zip(self.counts, accumulate(self.counts.values()), strict=True)
+        return next((n for n, rows in reached if rows >= q * self.rows), max(self.counts))
 
 
 def read_traffic(
@@ -119,13 +113,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
     # Split at line feeds alone: a JSON string may hold other line separators as they are.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
-            yield number, line.decode("utf-8", "replace"), _parse(line)
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is not text
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
+            try:
+                row = json.loads(line)
+                json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is not text
+            except (ValueError, RecursionError):
+                row = None
+            text = line.decode("utf-8", "replace")
+            yield number, text, row if isinstance(row, dict) else None

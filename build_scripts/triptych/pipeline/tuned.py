@@ -40,11 +40,9 @@ _HEAD = """\
 
 @dataclass(frozen=True)
 class Tuned:
-    """The file's content.
+    """Dotted keys of the spec with their values, and the machine, load and figures behind them.
 
-    Attributes:
-        overrides: dotted key of the spec to its value.
-        provenance: machine, load and figures behind them; ``spec_sha256`` among them.
+    ``spec_sha256`` is among the latter.
     """
 
     overrides: Mapping[str, Any]

@@ -58,7 +58,6 @@ class RowCost:
 
     @property
     def cheaper(self) -> Literal["packed", "bucketed"]:
-        """The layout with the smaller figure."""
         return "packed" if self.packed <= self.bucketed else "bucketed"
 
 
@@ -75,15 +74,9 @@ def row_cost(
 ) -> RowCost:
     """The estimate for both layouts.
 
-    Args:
-        facts: of the model.
-        lengths: of the traffic's rows, in tokens.
-        edges: padded lengths of the bucketed layout.
-        on_gpu: what computes.
-        packed_rows: rows of a full packed batch.
-        packed_tokens: tokens that attend to one another in one.
-        bucketed_rows: rows that a full batch of the bucketed layout gathers, of all lengths.
-        graphs: whether CUDA graphs are captured for it.
+    A full packed batch has `packed_rows` rows, of which `packed_tokens` attend to one another; one
+    of the bucketed layout, padded to `edges`, gathers `bucketed_rows` of all lengths, and may have
+    CUDA graphs captured for it.
     """
     device = GPU if on_gpu else CPU
     layers = facts.layers or USUAL_LAYERS

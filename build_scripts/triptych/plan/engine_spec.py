@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 Dims = tuple[int, ...]
@@ -18,10 +18,7 @@ Dims = tuple[int, ...]
 class ShapeRange:
     """Shapes that one input may have within a profile, batch dimension included.
 
-    Attributes:
-        minimum: smallest size of each axis.
-        optimum: the shape that kernels are chosen for.
-        maximum: largest size of each axis.
+    Kernels are chosen for the optimum.
     """
 
     minimum: Dims
@@ -63,33 +60,21 @@ class EnginePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """For the lock: data that JSON gives back as it is, and that `from_dict` reads."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        from pydantic import TypeAdapter  # not where an engine only runs
+
+        plain: dict[str, Any] = TypeAdapter(EnginePlan).dump_python(self, mode="json")
         return plain
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> EnginePlan:
+    def from_dict(data: object) -> EnginePlan:
         """The plan that a lock holds.
 
         Raises:
-            KeyError: a field is missing.
-            TypeError: a field is of another kind.
+            TypeError: a field is missing, or of another kind.
         """
-        return EnginePlan(
-            precision=data["precision"],
-            profiles=tuple(
-                {
-                    name: ShapeRange(**{key: tuple(dims) for key, dims in shapes.items()})
-                    for name, shapes in profile.items()
-                }
-                for profile in data["profiles"]
-            ),
-            graph_specs=tuple(
-                GraphSpec(
-                    batch_size=spec["batch_size"],
-                    lowest_batch_size=spec["lowest_batch_size"],
-                    inputs={name: tuple(dims) for name, dims in spec["inputs"].items()},
-                )
-                for spec in data["graph_specs"]
-            ),
-            options=dict(data["options"]),
-        )
+        from pydantic import TypeAdapter
+
+        try:
+            return TypeAdapter(EnginePlan).validate_json(json.dumps(data), strict=True)
+        except ValueError as error:
+            raise TypeError(str(error)) from error

@@ -45,9 +45,6 @@ class Plan:
     """Everything the repository is written from.
 
     Attributes:
-        spec: the declaration it follows.
-        facts: of the model.
-        task: what is decoded.
         parameters: of requests, with the pipeline's defaults.
         layout: how rows share a batch.
         lengths: of the traffic's core rows, in tokens; None for images.
@@ -56,11 +53,8 @@ class Plan:
         request_rows: rows a request may have.
         bucket_edges: padded lengths, ascending, the last one `max_length`; empty unless bucketed.
         core_inputs: of the core's config, without the batch dimension.
-        core: what the core computes and returns.
-        warm_ups: of the core.
         engine: what TensorRT builds, beforehand or inside ONNX Runtime; None where it does not.
         cost: expected, of a row in either layout; None for images.
-        reasons: number to why it is what it is, for `inspect`.
     """
 
     spec: PipelineSpec
@@ -78,11 +72,9 @@ class Plan:
     warm_ups: tuple[WarmUp, ...]
     engine: EnginePlan | None
     cost: RowCost | None
-    reasons: Mapping[str, str]
 
     @property
     def packed(self) -> bool:
-        """Rows share a batch end to end, without padding."""
         return self.layout == "packed"
 
     @property
@@ -116,8 +108,44 @@ class Plan:
 
     @property
     def row_settings(self) -> dict[str, object]:
-        """What the task's row maker needs to know, but for the padded lengths."""
         return row_settings(self.spec, self.facts, self.task, max_core_rows=self.max_batch_size)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Number to why it is what it is, for `inspect`."""
+        spec, task, allowed = self.spec, self.task, self.facts.max_length
+        own = spec.tokenizer.max_length
+        if own is not None and own < allowed:
+            limit = f"tokenizer.max_length in the spec (the model allows {allowed})"
+        elif self.max_length < allowed:
+            limit = f"usual for {task.name} (the model allows {allowed})"
+        else:
+            limit = f"the model's own limit ({allowed})"
+        full = "core.max_batch_size"
+        if self.max_batch_size < spec.core.max_batch_size:
+            full += (
+                f" allows {spec.core.max_batch_size}; more of the longest rows, packed, would need "
+                f"over {LARGEST_SCORES_BYTES >> 30} GiB for one layer's attention scores"
+            )
+        reasons = {}
+        if self.lengths is not None:
+            tokens = self.max_batch_size * self.lengths.mean
+            full += f"; about {tokens:.0f} tokens in a full batch of this traffic"
+        if self.bucket_edges and self.lengths is not None:
+            spans = ", ".join(f"{a + 1}-{b}" for a, b in pairwise((0, *self.bucket_edges)))
+            rows = self.lengths.rows
+            reasons["bucket_edges"] = f"fewest padded tokens over {rows} rows: {spans}"
+        room = "as many as a batch holds"
+        if task.request_rows is not None:
+            room = "more would hold up other requests"
+        elif task.expansion > 1:
+            room = f"leaves room for {task.expansion} rows of the model each"
+        return reasons | {
+            "max_length": limit,
+            "max_batch_size": full,
+            "request_rows": room,
+            "queue": "no delay by default, since a busy core gathers a batch by itself",
+        }
 
     @property
     def padding_share(self) -> float:
@@ -161,27 +189,22 @@ def row_settings(
 ) -> dict[str, object]:
     """What the task's row maker needs to know, but for the padded lengths.
 
-    Args:
-        spec: the declaration.
-        facts: of the model.
-        task: what is decoded.
-        max_core_rows: rows that a request may become.
+    A request may become `max_core_rows` rows.
     """
     settings: dict[str, object] = {
         "inputs": [tensor.name for tensor in task.inputs],
         "max_core_rows": max_core_rows,
+        "max_text_bytes": spec.tokenizer.max_text_bytes,
         **task.settings(facts),
     }
     if facts.image is not None:
         return settings | {
-            "max_text_bytes": spec.tokenizer.max_text_bytes,
             "image": asdict(facts.image),
             "max_image_bytes": spec.image.max_bytes,
             "max_pixels": spec.image.max_pixels,
         }
     return settings | {
         "lowercase": facts.lowercase,
-        "max_text_bytes": spec.tokenizer.max_text_bytes,
         "max_length": max_length_of(spec, facts, task),
         "overflow": spec.tokenizer.overflow,
         "pad_token_id": facts.pad_token_id,
@@ -201,26 +224,33 @@ def make_plan(
     *,
     layout: Layout | None = None,
 ) -> Plan:
-    """Derive every number the repository needs.
+    """Derive every number the repository needs, of the traffic's `lengths`; None for images.
 
-    Args:
-        spec: the declaration.
-        facts: of the model.
-        task: what is decoded.
-        parameters: of requests, with the pipeline's defaults.
-        lengths: of the traffic's core rows; None for images.
-        layout: instead of the spec's, where that has turned out impossible.
+    `layout` is instead of the spec's, where that has turned out impossible.
     """
     max_length = max_length_of(spec, facts, task)
-    on_gpu = spec.core.device == "gpu"
+    core, on_gpu = spec.core, spec.core.device == "gpu"
     chosen: Layout = "fixed"
     edges: tuple[int, ...] = ()
     cost: RowCost | None = None
     if lengths is not None:
         multiple = TENSOR_CORE_MULTIPLE if on_gpu else 1
         edges = choose_edges(lengths, max_length, count=spec.core.bucket_count, multiple=multiple)
-        cost = _cost(spec, facts, lengths, edges, max_length)
-        named = spec.core.layout
+        rows = packed_rows(spec, facts, max_length) if on_gpu else core.max_batch_size
+        together = rows * lengths.mean
+        cost = row_cost(
+            facts,
+            lengths,
+            edges,
+            on_gpu=on_gpu,
+            packed_rows=rows,
+            packed_tokens=together
+            if on_gpu
+            else min(core.token_budget or MICRO_BATCH_TOKENS, together),
+            bucketed_rows=core.max_batch_size,
+            graphs=core.backend == "tensorrt" and core.engine.cuda_graphs,
+        )
+        named = core.layout
         chosen = layout or (cost.cheaper if named == "auto" else named)
         edges = edges if chosen == "bucketed" else ()
     packed = chosen == "packed"
@@ -228,15 +258,8 @@ def make_plan(
     inputs = inputs_of(facts, task)
     engine = None
     if "tensorrt" in (spec.core.backend, spec.core.accelerator):
-        engine = engine_plan(
-            spec,
-            inputs,
-            packed=packed,
-            edges=edges,
-            lengths=lengths,
-            max_length=max_length,
-            max_batch_size=most,
-        )
+        packed_lengths = lengths if packed else None
+        engine = engine_plan(spec, inputs, packed_lengths, edges, max_length, most)
     return Plan(
         spec=spec,
         facts=facts,
@@ -253,30 +276,6 @@ def make_plan(
         warm_ups=_warm_ups(lengths, edges, most if on_gpu else 1),
         engine=engine,
         cost=cost,
-        reasons=_reasons(spec, facts, task, lengths, max_length, edges, most),
-    )
-
-
-def _cost(
-    spec: PipelineSpec,
-    facts: ModelFacts,
-    lengths: Lengths,
-    edges: tuple[int, ...],
-    max_length: int,
-) -> RowCost:
-    core, on_gpu = spec.core, spec.core.device == "gpu"
-    rows = packed_rows(spec, facts, max_length) if on_gpu else core.max_batch_size
-    budget = core.token_budget or MICRO_BATCH_TOKENS
-    together = rows * lengths.mean
-    return row_cost(
-        facts,
-        lengths,
-        edges,
-        on_gpu=on_gpu,
-        packed_rows=rows,
-        packed_tokens=together if on_gpu else min(budget, together),
-        bucketed_rows=core.max_batch_size,
-        graphs=core.backend == "tensorrt" and core.engine.cuda_graphs,
     )
 
 
@@ -331,45 +330,3 @@ def choose_edges(
         edges.append(int(candidates[end - 1]))
         end = int(choice[end - 1])
     return tuple(sorted(edges))
-
-
-def _reasons(
-    spec: PipelineSpec,
-    facts: ModelFacts,
-    task: Task,
-    lengths: Lengths | None,
-    max_length: int,
-    edges: tuple[int, ...],
-    max_batch_size: int,
-) -> dict[str, str]:
-    own = spec.tokenizer.max_length
-    if own is not None and own < facts.max_length:
-        limit = f"tokenizer.max_length in the spec (the model allows {facts.max_length})"
-    elif max_length < facts.max_length:
-        limit = f"usual for {task.name} (the model allows {facts.max_length})"
-    else:
-        limit = f"the model's own limit ({facts.max_length})"
-    full = "core.max_batch_size"
-    if max_batch_size < spec.core.max_batch_size:
-        full += (
-            f" allows {spec.core.max_batch_size}; more of the longest rows, packed, would need over"
-            f" {LARGEST_SCORES_BYTES >> 30} GiB for one layer's attention scores"
-        )
-    if lengths is not None:
-        tokens = max_batch_size * lengths.mean
-        full += f"; about {tokens:.0f} tokens in a full batch of this traffic"
-    room = "as many as a batch holds"
-    if task.request_rows is not None:
-        room = "more would hold up other requests"
-    elif task.expansion > 1:
-        room = f"leaves room for {task.expansion} rows of the model each"
-    reasons = {
-        "max_length": limit,
-        "max_batch_size": full,
-        "request_rows": room,
-        "queue": "no delay by default, since a busy core gathers a batch by itself",
-    }
-    if edges and lengths is not None:
-        spans = ", ".join(f"{low + 1}-{high}" for low, high in pairwise((0, *edges)))
-        reasons["bucket_edges"] = f"fewest padded tokens over {lengths.rows} rows: {spans}"
-    return reasons

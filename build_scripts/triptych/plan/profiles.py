@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from triptych.model.facts import ModelFacts
 from triptych.pipeline.spec import PipelineSpec
@@ -35,48 +34,36 @@ def packed_rows(spec: PipelineSpec, facts: ModelFacts, max_length: int) -> int:
 def engine_plan(
     spec: PipelineSpec,
     inputs: Sequence[Tensor],
-    *,
-    packed: bool,
+    packed: Lengths | None,
     edges: Sequence[int],
-    lengths: Lengths | None,
     max_length: int,
-    max_batch_size: int,
+    most: int,
 ) -> EnginePlan:
-    """What the engine of a core is built from.
+    """What the engine of a core is built from, whose batches have at most `most` rows.
 
-    Args:
-        spec: the declaration.
-        inputs: of the core, without what the server adds.
-        packed: rows end to end.
-        edges: padded lengths; empty unless the layout is bucketed.
-        lengths: of the traffic's rows, in tokens; None for images.
-        max_length: tokens a row may have.
-        max_batch_size: rows a batch may have.
+    `inputs` are without what the server adds; `packed` are the lengths of the traffic's rows where
+    rows come end to end, `edges` the padded lengths where they are padded.
     """
     options = spec.core.engine
-    best = min(options.opt_batch_size or max_batch_size, max_batch_size)
-    if packed and lengths is not None:
-        profiles = [_packed_profile(inputs, best, max_batch_size, lengths, max_length)]
-    else:
-        profiles = [
-            {
-                tensor.name: ShapeRange(*((rows, *dims) for rows in (1, best, max_batch_size)))
-                for tensor, dims in _shapes(inputs, edge)
-            }
-            for edge in (edges or (0,))
-        ]
-    graphs = [] if packed or not options.cuda_graphs else _graphs(inputs, edges, max_batch_size)
+    best = min(options.opt_batch_size or most, most)
+    profiles = [
+        {
+            tensor.name: ShapeRange(*((rows, *dims) for rows in (1, best, most)))
+            for tensor, dims in _shapes(inputs, edge)
+        }
+        for edge in (edges or (0,))
+    ]
+    if packed is not None:
+        profiles = [_packed_profile(inputs, best, most, packed, max_length)]
+    graphs = packed is None and options.cuda_graphs
+    # What else the spec says of an engine is in its profiles and the config.
+    elsewhere = {"cuda_graphs", "opt_batch_size", "context_memory"}
     return EnginePlan(
         precision=spec.core.precision,
         profiles=tuple(profiles),
-        graph_specs=tuple(graphs),
-        options=_engine_options(spec),
+        graph_specs=tuple(_graphs(inputs, edges, most)) if graphs else (),
+        options=options.model_dump(exclude=elsewhere),
     )
-
-
-def _engine_options(spec: PipelineSpec) -> dict[str, Any]:
-    """The spec's options that decide the engine; the others are in its profiles and the config."""
-    return spec.core.engine.model_dump(exclude={"cuda_graphs", "opt_batch_size", "context_memory"})
 
 
 def _packed_profile(

@@ -1,1 +1,1 @@
-"""The model repository: its configs, its files, and the checks on them."""
+"""The files of a model repository: configs, rendering, one writer, locks; it derives no number."""

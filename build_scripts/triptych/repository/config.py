@@ -42,7 +42,6 @@ def parse_config(text: str, *, file: str = CONFIG_FILE) -> Any:
 
 
 def read_config(path: Path) -> Any:
-    """Read and parse one ``config.pbtxt``."""
     return parse_config(path.read_text(encoding="utf-8"), file=str(path))
 
 

@@ -16,7 +16,9 @@ ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8":
 
 def core_config(plan: Plan) -> Any:
     """The core's ModelConfig; every number in it is the plan's."""
-    core, serving = plan.spec.core, plan.spec.serving
+    core, serving, engine = plan.spec.core, plan.spec.serving, plan.spec.core.engine
+    # `static` is the backend's own strategy.
+    memory = None if engine.context_memory == "static" else engine.context_memory.upper()
     config = new_config(
         name=plan.step("core"),
         backend=core.backend,
@@ -24,23 +26,26 @@ def core_config(plan: Plan) -> Any:
         input=[declare(tensor) for tensor in plan.core_inputs],
         output=[declare(tensor) for tensor in plan.core.outputs],
         instance_group=[_instances(plan)],
-        dynamic_batching={
-            "max_queue_delay_microseconds": serving.queue.max_delay_us,
-            **_queue_policy(plan),
-        },
+        dynamic_batching={"max_queue_delay_microseconds": serving.queue.max_delay_us},
         model_warmup=[_warm_up(plan, rows=w.rows, tokens=w.tokens) for w in plan.warm_ups],
         parameters={
             key: {"string_value": str(value)}
             for key, value in (
                 ("intra_op_thread_count", core.threads),
                 ("token_budget", core.token_budget),
-                (CONTEXT_MEMORY, _context_memory(plan)),
+                (CONTEXT_MEMORY, memory),
             )
             if value is not None
         },
     )
+    if serving.queue.timeout_ms is not None:
+        policy = config.dynamic_batching.default_queue_policy
+        policy.timeout_action = policy.REJECT
+        policy.default_timeout_microseconds = serving.queue.timeout_ms * 1000
+        policy.allow_timeout_override = True  # a request may only shorten it
+        policy.max_queue_size = serving.queue.max_size
     if core.device == "gpu":
-        config.optimization.MergeFrom(_optimization(plan))
+        _optimize(plan, config.optimization)
     if plan.packed:
         _join_rows(plan, config)
     return config
@@ -50,7 +55,7 @@ def _instances(plan: Plan) -> dict[str, Any]:
     core, serving = plan.spec.core, plan.spec.serving
     group: dict[str, Any] = {"kind": "KIND_CPU", "count": serving.instances.core}
     if core.device == "gpu":
-        group.update(kind="KIND_GPU", gpus=serving.gpus)
+        group |= {"kind": "KIND_GPU", "gpus": serving.gpus}
     if plan.engine is not None and plan.builds_engine:
         # Without names the backend makes a context for profile 0 only.
         group["profile"] = [str(place) for place in range(len(plan.engine.profiles))]
@@ -66,51 +71,24 @@ def _instances(plan: Plan) -> dict[str, Any]:
     return group
 
 
-def _context_memory(plan: Plan) -> str | None:
-    """The strategy, where it is not the backend's own."""
-    strategy = plan.spec.core.engine.context_memory
-    return None if strategy == "static" else strategy.upper()
-
-
-def _queue_policy(plan: Plan) -> dict[str, Any]:
-    queue = plan.spec.serving.queue
-    if queue.timeout_ms is None:
-        return {}
-    policy = {
-        "timeout_action": "REJECT",
-        "default_timeout_microseconds": queue.timeout_ms * 1000,
-        "allow_timeout_override": True,  # a request may only shorten it
-        "max_queue_size": queue.max_size,
-    }
-    return {"default_queue_policy": policy}
-
-
-def _optimization(plan: Plan) -> Any:
-    core, transfers = plan.spec.core, plan.spec.serving.transfers
-    optimization = new_config().optimization
+def _optimize(plan: Plan, optimization: Any) -> None:
+    core, transfers, engine = plan.spec.core, plan.spec.serving.transfers, plan.engine
     optimization.input_pinned_memory.enable = transfers.pinned_input
     optimization.output_pinned_memory.enable = transfers.pinned_output
     optimization.gather_kernel_buffer_threshold = plan.gather_threshold
     optimization.eager_batching = transfers.eager_batching
-    if plan.builds_engine:
-        optimization.cuda.output_copy_stream = transfers.output_copy_stream
-    if plan.engine is not None and plan.builds_engine:
-        _graphs(plan.engine, optimization.cuda)
-    if core.accelerator == "tensorrt" and plan.engine is not None:
-        accelerator = optimization.execution_accelerators.gpu_execution_accelerator.add()
-        accelerator.name = "tensorrt"
-        accelerator.parameters.update(_accelerator(plan.engine))
-    return optimization
-
-
-def _graphs(engine: EnginePlan, cuda: Any) -> None:
-    cuda.graphs = bool(engine.graph_specs)
-    for spec in engine.graph_specs:
-        made = cuda.graph_spec.add(batch_size=spec.batch_size)
-        made.graph_lower_bound.batch_size = spec.lowest_batch_size
-        for name, dims in spec.inputs.items():
-            made.input[name].dim.extend(dims)
-            made.graph_lower_bound.input[name].dim.extend(dims)
+    if plan.builds_engine and engine is not None:
+        cuda = optimization.cuda
+        cuda.output_copy_stream = transfers.output_copy_stream
+        cuda.graphs = bool(engine.graph_specs)
+        for spec in engine.graph_specs:
+            shapes = {name: {"dim": dims} for name, dims in spec.inputs.items()}
+            bound = {"batch_size": spec.lowest_batch_size, "input": shapes}
+            cuda.graph_spec.add(batch_size=spec.batch_size, input=shapes, graph_lower_bound=bound)
+    if core.accelerator == "tensorrt" and engine is not None:
+        optimization.execution_accelerators.gpu_execution_accelerator.add(
+            name="tensorrt", parameters=_accelerator(engine)
+        )
 
 
 def _accelerator(engine: EnginePlan) -> dict[str, str]:

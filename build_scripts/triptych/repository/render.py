@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.plan.plan import Plan
-from triptych.releases import without_newer_fields
+from triptych.releases import parse_release, without_newer_fields
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import core_config, declare
 from triptych.repository.lock import SAMPLES_FILE
@@ -33,7 +33,7 @@ def render(
     A pure function: the same plan and artifacts give the same bytes.
 
     Args:
-        plan: the derived numbers.
+        plan: what they say.
         core_file: the core's artifact, ``model.onnx``.
         tokenizer_file: the ``tokenizer.json``; None for images.
         hooks: the pipeline's ``hooks.py``, where it has one.
@@ -41,17 +41,29 @@ def render(
     """
     name, task = plan.spec.name, plan.task
     shared = plan.spec.core.share is not None
+    release = parse_release(plan.spec.serving.triton)
+    rows = {
+        "encoded_inputs": [tensor.name for tensor in task.inputs if tensor.content == "image"],
+        "layout": plan.layout,
+        "max_requests": plan.spec.serving.queue.max_size,
+        **plan.row_settings,
+        "bucket_edges": list(plan.bucket_edges),
+    }
+    outputs = [tensor.name for tensor in plan.core.outputs]
+    answers = {"core_outputs": outputs, "outputs": plan.output_settings}
+    to_core = (*plan.core_inputs, *plan.past_core)
+    from_core = (*plan.core.outputs, *plan.past_core)
     configs = {
         name: _ensemble(plan),
-        plan.step("preprocess"): _preprocess(plan),
-        plan.step("postprocess"): _postprocess(plan),
+        plan.step("preprocess"): _python_step(plan, "preprocess", task.inputs, to_core, rows),
+        plan.step("postprocess"): _python_step(
+            plan, "postprocess", from_core, task.outputs, answers
+        ),
     }
     if not shared:
         configs[plan.step("core")] = core_config(plan)
     files: dict[str, Content] = {
-        f"{model}/{CONFIG_FILE}": print_config(
-            without_newer_fields(config, plan.spec.serving.triton)
-        ).encode()
+        f"{model}/{CONFIG_FILE}": print_config(without_newer_fields(config, release)).encode()
         for model, config in configs.items()
     }
     # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
@@ -121,28 +133,6 @@ def _ensemble(plan: Plan) -> Any:
     )
 
 
-def _preprocess(plan: Plan) -> Any:
-    spec, inputs = plan.spec, plan.task.inputs
-    settings: dict[str, object] = {
-        "encoded_inputs": [tensor.name for tensor in inputs if tensor.content == "image"],
-        "layout": plan.layout,
-        "max_requests": spec.serving.queue.max_size,
-    }
-    settings |= plan.row_settings
-    settings["bucket_edges"] = list(plan.bucket_edges)
-    outputs = (*plan.core_inputs, *plan.past_core)
-    return _python_step(plan, "preprocess", inputs, outputs, settings)
-
-
-def _postprocess(plan: Plan) -> Any:
-    settings = {
-        "core_outputs": [tensor.name for tensor in plan.core.outputs],
-        "outputs": plan.output_settings,
-    }
-    inputs = (*plan.core.outputs, *plan.past_core)
-    return _python_step(plan, "postprocess", inputs, plan.task.outputs, settings)
-
-
 def _python_step(
     plan: Plan,
     step: str,
@@ -168,7 +158,9 @@ def _python_step(
         backend="python",
         max_batch_size=plan.max_batch_size,
         # A step handles each request by itself: unequal shapes need not keep them apart.
-        input=[declare(tensor) | _ragged(tensor) for tensor in inputs],
+        input=[
+            {**declare(tensor), "allow_ragged_batch": -1 in tensor.config_dims} for tensor in inputs
+        ],
         output=[declare(tensor) for tensor in outputs],
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build.
         instance_group=[{"kind": "KIND_CPU", "count": getattr(plan.spec.serving.instances, step)}],
@@ -176,7 +168,3 @@ def _python_step(
         dynamic_batching={},
         parameters={key: {"string_value": value} for key, value in texts.items()},
     )
-
-
-def _ragged(tensor: Tensor) -> dict[str, Any]:
-    return {"allow_ragged_batch": True} if -1 in tensor.config_dims else {}

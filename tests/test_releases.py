@@ -12,27 +12,24 @@ from triptych.errors import UserError
 from triptych.releases import (
     BACKEND_PARAMETERS,
     CONFIG_FIELDS,
-    CUDA_VERSIONS,
+    OLDEST,
     SERVER_FLAGS,
     TENSORRT_VERSIONS,
     TRITON_VERSIONS,
     Release,
     Since,
-    cuda_of,
     fields_newer_than,
     flags_newer_than,
     parameters_newer_than,
     parse_release,
     releases_with,
     tensorrt_major,
-    tensorrt_of,
     without_newer_fields,
 )
 from triptych.repository.config import new_config, parse_config
 
 NEW = """
 input [{ name: "a" is_non_linear_format_io: true }, { name: "b" }]
-runtime: "x"
 model_metrics { }
 ensemble_scheduling {
   step [{ model_name: "m" }, { model_name: "n" model_namespace: "s" }]
@@ -52,6 +49,18 @@ def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"YY\.MM") as refused:
         parse_release(text)
     assert refused.value.given == text
+
+
+@pytest.mark.parametrize("text", ["24.09", "23.05-py3", "24.04"])
+def test_a_release_before_the_oldest_is_refused_in_words(text: str) -> None:
+    with pytest.raises(UserError, match=r"must be Triton 24\.10 or later") as refused:
+        parse_release(text)
+    assert refused.value.given == text
+
+
+def test_the_tables_begin_with_the_oldest_release() -> None:
+    assert min(TRITON_VERSIONS) == OLDEST
+    assert all(since.release > OLDEST for since in (*CONFIG_FIELDS, *SERVER_FLAGS))
 
 
 def test_releases_are_ordered_by_date_and_so_are_their_versions() -> None:
@@ -87,18 +96,17 @@ def test_the_embedded_server_knows_what_the_table_says(since: Since) -> None:
 @pytest.mark.parametrize(
     ("triton", "newer"),
     [
-        ("23.05", {"model_namespace", "is_non_linear_format_io", "runtime", "model_metrics"}),
-        ("24.07", {"is_non_linear_format_io", "model_metrics"}),
         ("24.10", {"model_metrics"}),
+        ("24.11", set()),
         ("25.10", set()),
     ],
 )
 def test_newer_fields_are_found_and_left_out(triton: str, newer: set[str]) -> None:
-    config = parse_config(NEW)
+    config, release = parse_config(NEW), parse_release(triton)
     expected = newer | {"max_inflight_requests"}
-    assert {f.name.rpartition(".")[2] for f in fields_newer_than(config, triton)} == expected
-    older = without_newer_fields(config, triton)
-    assert fields_newer_than(older, triton) == []
+    assert {f.name.rpartition(".")[2] for f in fields_newer_than(config, release)} == expected
+    older = without_newer_fields(config, release)
+    assert fields_newer_than(older, release) == []
     assert not any(name in str(older) for name in expected)
     assert [step.model_name for step in older.ensemble_scheduling.step] == ["m", "n"]
     assert config == parse_config(NEW)
@@ -106,9 +114,9 @@ def test_newer_fields_are_found_and_left_out(triton: str, newer: set[str]) -> No
 
 def test_a_config_without_new_fields_stays_as_it_is() -> None:
     config = parse_config('name: "a" ensemble_scheduling { step [{ model_name: "m" }] }')
-    assert fields_newer_than(config, Release(23, 1)) == []
-    assert without_newer_fields(config, "23.01") == config
-    assert fields_newer_than(parse_config(NEW), "25.11") == []
+    assert fields_newer_than(config, OLDEST) == []
+    assert without_newer_fields(config, OLDEST) == config
+    assert fields_newer_than(parse_config(NEW), Release(25, 11)) == []
 
 
 @pytest.mark.parametrize(
@@ -125,8 +133,8 @@ def test_a_config_without_new_fields_stays_as_it_is() -> None:
     ],
 )
 def test_flags_that_a_release_does_not_know_are_found(flags: list[str], newer: list[str]) -> None:
-    assert [flag.name for flag in flags_newer_than(flags, "24.10")] == newer
-    assert flags_newer_than(flags, "26.08") == []
+    assert [flag.name for flag in flags_newer_than(flags, OLDEST)] == newer
+    assert flags_newer_than(flags, Release(26, 8)) == []
 
 
 def test_flags_are_in_order_of_release() -> None:
@@ -139,18 +147,17 @@ def test_parameters_that_a_backend_does_not_know_are_found_and_left_out() -> Non
     values = (f'parameters {{ key: "{key}" value {{ string_value: "x" }} }}' for key in keys)
     text = " ".join(values)
     config = parse_config(f'backend: "tensorrt" {text}')
-    assert parameters_newer_than(config, "25.04") == [strategy]
-    assert parameters_newer_than(config, "25.05") == []
-    assert set(without_newer_fields(config, "25.04").parameters) == {"mine"}
-    assert parameters_newer_than(parse_config(f'backend: "python" {text}'), "25.04") == []
+    before = Release(25, 4)
+    assert parameters_newer_than(config, before) == [strategy]
+    assert parameters_newer_than(config, Release(25, 5)) == []
+    assert set(without_newer_fields(config, before).parameters) == {"mine"}
+    assert parameters_newer_than(parse_config(f'backend: "python" {text}'), before) == []
 
 
 @pytest.mark.parametrize(
     ("triton", "tensorrt", "major"),
     [
-        ("21.12", None, None),
-        ("24.04", None, 8),
-        ("24.05", None, 10),
+        ("24.10", None, 10),
         ("26.05", "10.16.1.11", 10),
         ("26.06", "11.0.0.114", 11),
         ("26.08-py3", "11.2.1", 11),
@@ -161,19 +168,18 @@ def test_parameters_that_a_backend_does_not_know_are_found_and_left_out() -> Non
 def test_the_tensorrt_of_a_release_is_known_or_said_to_be_unknown(
     triton: str, tensorrt: str | None, major: int | None
 ) -> None:
-    assert tensorrt_of(triton) == tensorrt
-    assert tensorrt_major(triton) == major
+    assert TENSORRT_VERSIONS.get(parse_release(triton)) == tensorrt
+    assert tensorrt_major(parse_release(triton)) == major
     if tensorrt is not None:
         assert releases_with(tensorrt) == [parse_release(triton)]
 
 
 def test_what_is_inside_an_image_never_gets_older() -> None:
-    for table in (TENSORRT_VERSIONS, CUDA_VERSIONS):
-        numbers = [tuple(map(int, table[release].split("."))) for release in sorted(table)]
-        assert numbers == sorted(numbers)
+    versions = [TENSORRT_VERSIONS[release] for release in sorted(TENSORRT_VERSIONS)]
+    numbers = [tuple(map(int, version.split("."))) for version in versions]
+    assert numbers == sorted(numbers)
     for release, version in TENSORRT_VERSIONS.items():
         assert tensorrt_major(release) == int(version.partition(".")[0])
-    assert (cuda_of("26.08"), cuda_of("24.10")) == ("13.4", None)
 
 
 def test_the_image_that_is_built_is_in_the_table() -> None:
