@@ -23,17 +23,19 @@ from PIL import Image
 from conftest import quiet, write_pipeline
 from gate_benches import write_task
 from task_models import MODELS
-from triptych.bench.baseline_process import WorkerFailed, WorkerProcess
-from triptych.bench.baseline_work import Work, read_work, work_of, write_work
-from triptych.bench.calls import (
+from triptych.bench.baseline_calls import (
     LARGEST_BATCH,
     ROWS_A_CALL,
+    Work,
     open_call,
     open_model,
     open_rows,
     plan_calls,
+    read_work,
+    work_of,
+    write_work,
 )
-from triptych.bench.contenders import ALL, Baselines
+from triptych.bench.baselines import ALL, Baselines, WorkerFailed, WorkerProcess
 from triptych.bench.points import Load
 from triptych.errors import UserError
 from triptych.export.to_onnx import export_onnx
@@ -139,9 +141,9 @@ def test_a_worker_dies_with_its_parent(tiny: Prepared, core_file: Path, tmp_path
     write_work(work_of(tiny, core_file), tmp_path / "work")
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from triptych.bench.baseline_process import WorkerProcess\n"
+        "from triptych.bench.baselines import WorkerProcess\n"
         "base = Path(sys.argv[1]); worker = WorkerProcess(base / 'work', 'onnxruntime', base)\n"
-        "worker.answer(120); worker.ask({'measure': 600}); print(worker.pid, flush=True)\n"
+        "worker.answer(120); worker.ask(600); print(worker.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(

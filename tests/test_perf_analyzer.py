@@ -199,7 +199,7 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
         ("load", lambda: run("", "echo", TEXTS, concurrency=1, request_rate_per_s=1)),
         ("concurrency", lambda: run("", "echo", TEXTS, concurrency=0)),
         ("request_rate_per_s", lambda: run("", "echo", TEXTS, request_rate_per_s=0)),
-        ("attempts", lambda: run("", "echo", TEXTS, concurrency=1, attempts=0)),
+        ("burst", lambda: run("", "echo", TEXTS, request_rate_per_s=1, burst=0)),
     ],
 )
 def test_arguments_out_of_range_are_refused(field: str, call: Callable[[], LoadResult]) -> None:

@@ -7,14 +7,18 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
+import psutil
+from pydantic import JsonValue
+
+from triptych.bench.baselines import Baselines
 from triptych.bench.bottleneck import find_bottleneck
-from triptych.bench.contenders import Baselines
 from triptych.bench.cost import cost_of
 from triptych.bench.measure import Target, measure
+from triptych.bench.perf_analyzer import Distribution
 from triptych.bench.points import (
     BenchResult,
     Bottleneck,
@@ -31,7 +35,7 @@ from triptych.errors import Progress, UserError
 from triptych.pipeline.slo import Slo
 from triptych.repository.lock import read_lock
 from triptych.requests.prepare import Prepared, as_built
-from triptych.server.endpoint import Endpoint, served
+from triptych.server.endpoint import served
 from triptych.server.processor import processor
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32)
@@ -43,15 +47,7 @@ WARM_UP_REQUESTS = 100
 
 @dataclass(frozen=True)
 class Price:
-    """What `cost_of` wants to know.
-
-    Attributes:
-        per_hour: of one device.
-        currency: a word to print.
-        daily_requests: volume to find the monthly cost of.
-        peak_per_s: rate to find the number of machines for.
-        headroom: share of a machine's rate that is kept free.
-    """
+    """What `cost_of` wants to know; see there."""
 
     per_hour: float
     currency: str = "USD"
@@ -103,24 +99,16 @@ def price_of(
 class Bench:
     """What to measure.
 
-    Attributes:
-        loads: each is measured once a round.
-        rounds: all loads and baselines in turns, so that what drifts hits all alike.
-        seconds: of each measurement.
-        budget_s: no round is begun that would end later; the first one always is run.
-        slo: what the pipeline is held to.
-        find_rate: search the highest Poisson rate that holds the latencies of `slo`, too.
-        baselines: measure what one would have instead, too.
-        price: to tell the cost.
+    Each load and baseline is measured once a round, in turns, so that what drifts hits all alike.
     """
 
     loads: tuple[Load, ...] = tuple(Load("concurrency", clients) for clients in CONCURRENCY)
     rounds: int = 3
-    seconds: float = 3.0
-    budget_s: float = 600.0
+    seconds: float = 3.0  # of each measurement
+    budget_s: float = 600.0  # no round is begun that would end later; the first one always is run
     slo: Slo = field(default_factory=Slo)
-    find_rate: bool = False
-    baselines: bool = False
+    find_rate: bool = False  # search the highest Poisson rate that holds the latencies of `slo` too
+    baselines: bool = False  # measure what one would have instead, too
     price: Price | None = None
 
 
@@ -156,7 +144,7 @@ def bench_pipeline(
         if bench.baselines:
             core = repository / prepared.plan.step("core") / "1" / "model.onnx"
             baselines = stack.enter_context(Baselines(prepared, core, progress=progress))
-        target = target_of(endpoint, name)
+        target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
         points, others = _points(prepared, target, bench, baselines, progress)
         failed = dict(baselines.not_runnable) if baselines is not None else {}
         rate = None
@@ -181,16 +169,11 @@ def bench_pipeline(
     )
 
 
-def target_of(endpoint: Endpoint, pipeline: str) -> Target:
-    """A served pipeline as a load generator sees it."""
-    return Target(endpoint.grpc_url, pipeline, endpoint.metrics_url, endpoint.pid)
-
-
 def sustained(points: Sequence[Point], slo: Slo, rate: RateSearch | None) -> float:
     """Requests a second that one server sustains with its latencies as promised; 0 for none."""
     if rate is not None:
         return rate.highest_per_s
-    latencies = Slo(**{**slo.model_dump(), "throughput": None})
+    latencies = slo.model_copy(update={"throughput": None})
     return max((p.median("throughput_per_s") for p in points if p.meets(latencies)), default=0.0)
 
 
@@ -228,8 +211,9 @@ def _points(
         for (contender, load), rounds in found.items()
         if rounds
     ]
-    own = tuple(with_bottleneck(point) for point in points if point.contender == target.pipeline)
-    return own, tuple(point for point in points if point.contender != target.pipeline)
+    own = [point for point in points if point.contender == target.pipeline]
+    others = tuple(point for point in points if point.contender != target.pipeline)
+    return tuple(replace(point, bottleneck=bottleneck_of(point)) for point in own), others
 
 
 def _rounds(
@@ -243,11 +227,6 @@ def _rounds(
             return
         shift = index * len(turns) // bench.rounds
         yield index + 1, [*turns[shift:], *turns[:shift]]
-
-
-def with_bottleneck(point: Point) -> Point:
-    """The point with the name of what holds it."""
-    return Point(point.contender, point.load, point.rounds, bottleneck_of(point))
 
 
 def bottleneck_of(point: Point) -> Bottleneck:
@@ -268,7 +247,7 @@ def subject_of(
     repository: Path,
     *,
     server: str,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, JsonValue] | None = None,
 ) -> Subject:
     """What is measured, and on what.
 
@@ -300,7 +279,7 @@ def subject_of(
 
 def machine() -> dict[str, str]:
     """This machine, in words."""
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory_gib = psutil.virtual_memory().total / 2**30
     return {
         "processor": processor() or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -321,13 +300,16 @@ def parse_loads(
         raise UserError(
             "load", "must be above 0", given=[*concurrency, *rates], remedy="Give other numbers"
         )
-    kinds: dict[str, Any] = {"poisson": "poisson", "constant": "constant", "burst": "burst"}
-    if arrivals not in kinds:
+    kind = next((kind for kind in get_args(Distribution) if kind == arrivals), None)
+    if kind is None:
         raise UserError(
-            "--arrivals", f"must be one of {', '.join(kinds)}", given=arrivals, remedy="Name one"
+            "--arrivals",
+            f"must be one of {', '.join(get_args(Distribution))}",
+            given=arrivals,
+            remedy="Name one",
         )
     if burst < 1:
         raise UserError("--burst", "must be at least 1", given=burst)
     size = burst if arrivals == "burst" else 1
     closed = [Load("concurrency", float(clients)) for clients in concurrency]
-    return (*closed, *(Load(kinds[arrivals], rate, size) for rate in rates))
+    return (*closed, *(Load(kind, rate, size) for rate in rates))
