@@ -18,7 +18,7 @@ from triptych.client import Client, InvalidRequest
 from triptych.pipeline.spec import load_spec
 from triptych.requests.prepare import prepare
 from triptych.server.server import Server
-from triptych.tune.drift import judge
+from triptych.tune.drift import check_drift
 from triptych.tune.new_traffic import count_page
 
 RUNTIME = Path(__file__).parents[1] / "build_scripts/triptych/runtime"
@@ -236,7 +236,7 @@ def test_what_a_server_counted_is_judged(
             time.sleep(0.5)
             client.embed(["a"])
     found = count_page(plan, fetch_samples(pipelines.metrics_url), "page", before=before)
-    drift = judge(prepared, found)
+    drift = check_drift(prepared, found)
     assert set(plan.bucket_edges) <= set(found.edges)
     assert not drift.drifted
     assert drift.action == "keep"

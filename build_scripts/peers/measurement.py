@@ -41,7 +41,6 @@ class Measurement:
             notes={
                 "requests": result.requests,
                 "is_stable": result.is_stable,
-                "mean_batch": {step.model: round(step.mean_batch, 2) for step in result.steps},
             },
         )
 

@@ -49,7 +49,7 @@ WARM_UP_REQUESTS = 100
 class Price:
     """What `cost_of` wants to know; see there."""
 
-    per_hour: float
+    price_per_hour: float
     currency: str = "USD"
     daily_requests: float | None = None
     peak_per_s: float | None = None
@@ -57,16 +57,7 @@ class Price:
 
     def cost(self, rate_per_s: float) -> Cost | None:
         """At the rate that a device sustains; None where it sustains none."""
-        if rate_per_s <= 0:
-            return None
-        return cost_of(
-            rate_per_s,
-            price_per_hour=self.per_hour,
-            currency=self.currency,
-            daily_requests=self.daily_requests,
-            peak_per_s=self.peak_per_s,
-            headroom=self.headroom,
-        )
+        return cost_of(rate_per_s, **vars(self)) if rate_per_s > 0 else None
 
 
 def price_of(

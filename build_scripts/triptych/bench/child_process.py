@@ -74,7 +74,7 @@ class ChildProcess:
             grace_s: how long it may take to end by itself once it is asked to.
         """
         if grace_s:
-            self.process.terminate()
+            os.kill(self.pid, signal.SIGTERM)  # `terminate` of Popen would wait for it
             deadline = time.monotonic() + grace_s
             while not self.has_ended and time.monotonic() < deadline:
                 time.sleep(0.05)

@@ -30,24 +30,6 @@ _DELAYED = re.compile(r"[\d.]+% of the requests were delayed")
 
 
 @dataclass(frozen=True)
-class StepLoad:
-    """What one model did during the measurement, as the server counted it; times are means."""
-
-    model: str
-    inferences: int  # rows that it answered
-    executions: int  # batches in which it answered them
-    queue_us: float
-    compute_input_us: float  # gathering the batch
-    compute_infer_us: float
-    compute_output_us: float  # handing out the results
-
-    @property
-    def mean_batch(self) -> float:
-        """Rows per execution."""
-        return self.inferences / self.executions if self.executions else 0.0
-
-
-@dataclass(frozen=True)
 class Window:
     """One measurement window: its throughput, and its latency at `PERCENTILE`."""
 
@@ -110,7 +92,6 @@ class LoadResult:
     p90_us: float
     p95_us: float
     p99_us: float
-    steps: tuple[StepLoad, ...]  # the model itself, or an ensemble's in the server's order
     windows: tuple[Window, ...]  # that the above merges
     is_stable: bool | None  # whether the windows agree; None where there is one only
     warnings: tuple[str, ...]  # what to know before the numbers are used, a sentence each
@@ -118,11 +99,10 @@ class LoadResult:
     export: Export | None = None  # every request; None where it was not asked for
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON, without the single requests; each step also has its ``mean_batch``."""
-        steps = [{**asdict(step), "mean_batch": step.mean_batch} for step in self.steps]
+        """For JSON, without the single requests."""
         plain = asdict(replace(self, export=None))
         del plain["export"]
-        return {**plain, "steps": steps}
+        return plain
 
 
 def read_export(path: Path) -> Export | None:
@@ -204,7 +184,6 @@ def read_result(
         p90_us=float(row["p90 latency"]),
         p95_us=float(row["p95 latency"]),
         p99_us=float(row["p99 latency"]),
-        steps=_read_steps(output, model),
         windows=windows,
         is_stable=is_stable,
         warnings=tuple([line for line in said if not _DELAYED.search(line)] + unstable),
@@ -233,26 +212,3 @@ def check_stability(windows: Sequence[Window]) -> tuple[bool | None, list[str]]:
 def _spread_percent(values: Sequence[float]) -> float:
     lowest = min(values)
     return (max(values) / lowest - 1) * 100 if lowest > 0 else float("inf")
-
-
-def _read_steps(output: str, model: str) -> tuple[StepLoad, ...]:
-    """Reads the server's part of the report: the composing models, else the model itself."""
-    _, _, server = output.partition("  Server:")
-    own, _, composing = server.partition("Composing models:")
-    parts = re.split(r"^\s+(\S+), version: \S*\s*$", composing, flags=re.MULTILINE)
-    sections = dict(zip(parts[1::2], parts[2::2], strict=True)) or {model: own}
-    return tuple(_read_step(name, text) for name, text in sections.items())
-
-
-def _read_step(name: str, text: str) -> StepLoad:
-    counts = {what: int(n) for what, n in re.findall(r"(Inference|Execution) count: (\d+)", text)}
-    times = {what: float(us) for what, us in re.findall(r"([a-z]+(?: [a-z]+)?) (\d+) usec", text)}
-    return StepLoad(
-        model=name,
-        inferences=counts.get("Inference", 0),
-        executions=counts.get("Execution", 0),
-        queue_us=times.get("queue", 0.0),
-        compute_input_us=times.get("compute input", 0.0),
-        compute_infer_us=times.get("compute infer", 0.0),
-        compute_output_us=times.get("compute output", 0.0),
-    )

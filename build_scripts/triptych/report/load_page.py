@@ -230,7 +230,7 @@ def _traffic(subject: Subject) -> str:
 
 def provenance(subject: Subject) -> str:
     """What was measured, and on what."""
-    entries = {
+    entries: dict[str, object] = {
         "Pipeline": subject.pipeline,
         "Task": subject.task,
         "Architecture": subject.architecture,
