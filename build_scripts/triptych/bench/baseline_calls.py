@@ -36,7 +36,7 @@ own fp32 core.
 LARGEST_BATCH = 32
 """Rows of a padded batch: a request may come to several, as windows of a long text do."""
 
-Request = Mapping[str, Any]
+Request = Mapping[str, str | bytes]
 Call = Callable[[Sequence[Request]], object]
 
 
@@ -52,8 +52,8 @@ class Work:
     core_inputs: tuple[Tensor, ...]
     packed: bool
     rows: str  # module of `triptych.runtime` with the task's row maker
-    settings: Mapping[str, Any]  # of the row maker
-    parameters: Mapping[str, Any]  # of every request: the pipeline's defaults
+    settings: Mapping[str, object]  # of the row maker
+    parameters: Mapping[str, object]  # of every request: the pipeline's defaults
     requests: tuple[Request, ...]  # the traffic, after the pipeline's own `hooks.before`
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -152,7 +151,8 @@ class Baselines:
         self._scratch = tempfile.TemporaryDirectory(prefix="triptych-baselines-")
         try:
             work_file = Path(self._scratch.name, "work.pickle")
-            write_work(work_of(self._prepared, self._core_file), work_file)
+            if self._asked:
+                write_work(work_of(self._prepared, self._core_file), work_file)
             # One after the other: none takes the cores from another that compiles.
             for name in self._asked:
                 self._start(name, work_file)
@@ -161,12 +161,7 @@ class Baselines:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     @property

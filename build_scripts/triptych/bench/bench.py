@@ -14,14 +14,13 @@ from typing import get_args
 import psutil
 from pydantic import JsonValue
 
-from triptych.bench.baselines import Baselines
+from triptych.bench.baselines import ALL, Baselines
 from triptych.bench.bottleneck import find_bottleneck
 from triptych.bench.cost import cost_of
 from triptych.bench.measure import Target, measure
 from triptych.bench.perf_analyzer import Distribution
 from triptych.bench.points import (
     BenchResult,
-    Bottleneck,
     Cost,
     Load,
     Measurement,
@@ -131,13 +130,11 @@ def bench_pipeline(
         endpoint = stack.enter_context(
             served(repository, name, url, progress, metrics_url=metrics_url)
         )
-        baselines = None
-        if bench.baselines:
-            core = repository / prepared.plan.step("core") / "1" / "model.onnx"
-            baselines = stack.enter_context(Baselines(prepared, core, progress=progress))
+        core = repository / prepared.plan.step("core") / "1" / "model.onnx"
+        names = ALL if bench.baselines else ()
+        baselines = stack.enter_context(Baselines(prepared, core, names=names, progress=progress))
         target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
         points, others = _points(prepared, target, bench, baselines, progress)
-        failed = dict(baselines.not_runnable) if baselines is not None else {}
         rate = None
         if bench.find_rate and bench.slo.limits_us:
             rate = highest_rate(
@@ -156,7 +153,7 @@ def bench_pipeline(
         slo=bench.slo,
         rate=rate,
         cost=bench.price.cost(sustained(points, bench.slo, rate)) if bench.price else None,
-        not_runnable=failed,
+        not_runnable=dict(baselines.not_runnable),
     )
 
 
@@ -172,13 +169,12 @@ def _points(
     prepared: Prepared,
     target: Target,
     bench: Bench,
-    baselines: Baselines | None,
+    baselines: Baselines,
     progress: Progress,
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     """The pipeline's points and the baselines', every one measured once a round."""
     turns: list[tuple[str, Load]] = [(target.pipeline, load) for load in bench.loads]
-    if baselines is not None:
-        turns += [(name, baselines.load_of(name)) for name in baselines.names]
+    turns += [(name, baselines.load_of(name)) for name in baselines.names]
     found: dict[tuple[str, Load], list[Measurement]] = {turn: [] for turn in turns}
     for number, order in _rounds(turns, bench):
         for contender, load in order:
@@ -187,24 +183,26 @@ def _points(
                 one = measure(
                     target, prepared.traffic, load, seconds=bench.seconds, warmup_requests=warm
                 )
-            elif baselines is None or contender not in baselines.names:
-                continue
-            else:
+            elif contender in baselines.names:
                 try:
                     one = baselines.measure(contender, bench.seconds)
                 except UserError as error:  # it ended, and is among those that do not run
                     progress("baseline", str(error))
                     continue
+            else:
+                continue
             found[contender, load].append(one)
-            progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {line(one)}")
+            progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {one}")
     points = [
         Point(contender, load, tuple(rounds))
         for (contender, load), rounds in found.items()
         if rounds
     ]
-    own = [point for point in points if point.contender == target.pipeline]
-    others = tuple(point for point in points if point.contender != target.pipeline)
-    return tuple(replace(point, bottleneck=bottleneck_of(point)) for point in own), others
+    own = (point for point in points if point.contender == target.pipeline)
+    others = (point for point in points if point.contender != target.pipeline)
+    return tuple(
+        replace(point, bottleneck=find_bottleneck(point.typical, point.load)) for point in own
+    ), tuple(others)
 
 
 def _rounds(
@@ -218,19 +216,6 @@ def _rounds(
             return
         shift = index * len(turns) // bench.rounds
         yield index + 1, [*turns[shift:], *turns[:shift]]
-
-
-def bottleneck_of(point: Point) -> Bottleneck:
-    """What holds a served pipeline at this load, by its typical round."""
-    return find_bottleneck(point.typical, point.load)
-
-
-def line(one: Measurement) -> str:
-    """A measurement in a few words."""
-    if one.errors:
-        return "; ".join(f"{count} x {kind}" for kind, count in one.errors.items())
-    middle, tail = one.p50_us / 1e3, one.p99_us / 1e3
-    return f"{one.throughput_per_s:.0f}/s, p50 {middle:.1f} ms, p99 {tail:.1f} ms"
 
 
 def subject_of(

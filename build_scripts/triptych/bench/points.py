@@ -163,6 +163,13 @@ class Measurement:
         """Percentiles by name."""
         return {name: getattr(self, f"{name}_us") for name in PERCENTILES}
 
+    def __str__(self) -> str:
+        """Rate and latencies, or the errors."""
+        if self.errors:
+            return "; ".join(f"{count} x {kind}" for kind, count in self.errors.items())
+        middle, tail = self.p50_us / 1e3, self.p99_us / 1e3
+        return f"{self.throughput_per_s:.0f}/s, p50 {middle:.1f} ms, p99 {tail:.1f} ms"
+
 
 @dataclass(frozen=True)
 class Point:

@@ -77,12 +77,12 @@ class Drift:
     best: DerivedSettings  # for the new lengths
     rate_per_s: float | None  # requests of one text a second; None where that is not known
     capacity: Capacity | None  # where a measurement was given
-    action: Action  # what to do
-    reason: str  # why, with its figures
-    cost: str  # of leaving all as it is
-    first: str  # what to do before `command`; empty for nothing
-    command: str  # to run; empty for none
-    notes: tuple[str, ...]  # what to know before the figures are used
+    action: Action = "keep"  # what to do
+    reason: str = ""  # why, with its figures
+    cost: str = ""  # of leaving all as it is
+    first: str = ""  # what to do before `command`; empty for nothing
+    command: str = ""  # to run; empty for none
+    notes: tuple[str, ...] = ()  # what to know before the figures are used
 
     @property
     def drifted(self) -> bool:
@@ -142,11 +142,6 @@ def check_drift(
         best=_settings(best, new.lengths, new.mean),
         rate_per_s=rate_per_s,
         capacity=None if measured is None else estimate(measured, work, rate_per_s),
-        action="keep",
-        reason="",
-        cost="",
-        first="",
-        command="",
         notes=(*new.notes, *_notes(plan, new, measured)),
     )
     return _decide(found, plan)

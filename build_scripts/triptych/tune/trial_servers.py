@@ -121,34 +121,27 @@ class Slot:
         self.setting, self._prepared = None, None
 
 
+@dataclass
 class TrialServers:
-    """Both slots: `best_slot` has the best setting so far, `trial_slot` another one.
+    """Both slots; see `trial_servers`. Each round begins with another one."""
 
-    The rounds of the two begin with another one each time.
-    """
-
-    def __init__(
-        self,
-        best_slot: Slot,
-        trial_slot: Slot,
-        objective: Objective,
-        seconds: float,
-        progress: Progress,
-    ) -> None:
-        self.best_slot, self.trial_slot = best_slot, trial_slot
-        self._objective, self._seconds = objective, seconds
-        self._progress = self._building = progress
-        self._start: int | None = None
-        self._turn = 0
+    best_slot: Slot  # has the best setting so far
+    trial_slot: Slot
+    objective: Objective
+    seconds: float  # of each measurement
+    progress: Progress
+    _start: int | None = None  # clients to begin with; see `Objective.score`
+    _rounds: int = 0
+    _builds: int = 0
 
     def put(self, slot: Slot, setting: Setting) -> None:
         """Build and serve `setting` in a slot; see `Slot.put`."""
-        slot.put(setting, self._progress, self._building)
-        self._building = _quiet  # every trial builds the same model again
+        self._builds += 1  # every trial builds the same model again: only the first one tells
+        slot.put(setting, self.progress, self.progress if self._builds == 1 else _quiet)
 
     def score(self, slot: Slot) -> Scored:
         """One round of a slot; see `Objective.score`."""
-        return self._objective.score(lambda n: slot.measure(n, self._seconds), self._start)
+        return self.objective.score(lambda n: slot.measure(n, self.seconds), self._start)
 
     def begin(self, present: Setting) -> tuple[Plan, Scored]:
         """Serve `present` as the best setting, and score it once."""
@@ -168,8 +161,8 @@ class TrialServers:
             LoadFailed: one of them answers with errors.
         """
         slots = [self.best_slot, self.trial_slot]
-        self._turn += 1
-        found = {slot: self.score(slot) for slot in (slots if self._turn % 2 else slots[::-1])}
+        self._rounds += 1
+        found = {slot: self.score(slot) for slot in (slots if self._rounds % 2 else slots[::-1])}
         self._start = found[self.best_slot].start
         return found[self.best_slot], found[self.trial_slot]
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from triptych.bench.bench import Price, bottleneck_of, line, machine, subject_of
+from triptych.bench.bench import Price, machine, subject_of
+from triptych.bench.bottleneck import find_bottleneck
 from triptych.bench.points import Point
 from triptych.bench.rates import highest_rate
 from triptych.cache import code_hash, sha256_of
@@ -189,7 +190,7 @@ class _Final:
                 for name, (slot, _, _) in sides.items():
                     one = slot.measure(clients, tuning.seconds)
                     extra[name].append(Scored(0.0, {clients: one}, clients))
-                    self.progress("tune", f"{name}, {clients} clients: {line(one)}")
+                    self.progress("tune", f"{name}, {clients} clients: {one}")
         return [
             self._outcome(
                 slot,
@@ -223,7 +224,7 @@ class _Final:
             overrides=dict(setting.overrides),
             score=score,
             points=points,
-            bottleneck=bottleneck_of(busiest),
+            bottleneck=find_bottleneck(busiest.typical, busiest.load),
             rate=rate,
             cost=tuning.price.cost(sustained) if tuning.price else None,
         )
