@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from triptych.bench.bottleneck import find_bottleneck
-from triptych.bench.measure import error_kind, waterfall
-from triptych.bench.metrics_page import read_samples
+from triptych.bench.measure import error_kind, time_parts
+from triptych.bench.metrics_page import read_metrics
 from triptych.bench.perf_output import (
     BIN_GROWTH,
     Export,
@@ -50,7 +50,7 @@ EXPORT = (
 
 
 def test_a_metrics_page_is_read_sample_by_sample() -> None:
-    assert read_samples(PAGE) == [
+    assert read_metrics(PAGE) == [
         ("nv_gpu_utilization", {"gpu_uuid": "GPU-1"}, 0.25),
         ("nv_inference_count", {"model": "a", "version": "1"}, 12.0),
         ("odd", {"quote": 'a"b\\n,c}', "empty": ""}, math.inf),
@@ -131,7 +131,7 @@ def test_the_parts_add_up_and_none_is_negative(
     client_us: float, server_us: float, core_us: float
 ) -> None:
     steps = [use("preprocess"), use("core", compute_infer_us=core_us), use("postprocess")]
-    parts = waterfall(client_us, server_us, steps)
+    parts = time_parts(client_us, server_us, steps)
 
     assert sum(part.us for part in parts) == pytest.approx(client_us)
     assert min(part.us for part in parts) >= 0
@@ -140,7 +140,7 @@ def test_the_parts_add_up_and_none_is_negative(
 
 def test_what_a_step_runs_on_after_its_answer_is_its_own() -> None:
     steps = [use("preprocess"), use("core", compute_infer_us=30000.0)]
-    parts = {(part.where, part.what): part.us for part in waterfall(20000, 31200, steps)}
+    parts = {(part.where, part.what): part.us for part in time_parts(20000, 31200, steps)}
     assert parts["preprocess", "compute"] == 1000
     assert parts["core", "compute"] == 20000 - 1000 - 100 - 100
 

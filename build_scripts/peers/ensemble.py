@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from peers.measurement import Measurement
-from triptych.bench import perf_analyzer
+from peers.measurement import Measurement, closed_loop
 from triptych.server.server import Server
 
 _ANSWER_TIMEOUT_S = 120.0
@@ -71,12 +70,6 @@ class Ensemble:
 
     def load(self, texts: Sequence[str], *, clients: int, seconds: float) -> Measurement:
         """Closed loop with `clients`, after a short warm-up."""
-        result = perf_analyzer.run(
-            self.grpc_url,
-            self.model,
-            texts,
-            concurrency=clients,
-            window_s=seconds / 3,
-            warmup_requests=2 * clients + 20,
+        return closed_loop(
+            self.name, self.grpc_url, self.model, texts, clients=clients, seconds=seconds
         )
-        return Measurement.of(self.name, result)

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from peers.measurement import Measurement
+from peers.measurement import Measurement, closed_loop
 from peers.model import CACHE
-from triptych.bench import perf_analyzer
 from triptych.bench.child_process import ChildProcess
 from triptych.server.ports import claim_ports
 
@@ -126,16 +125,15 @@ class HttpServer(ABC):
 
     def load(self, texts: Sequence[str], *, clients: int, seconds: float) -> Measurement:
         """Closed loop with `clients`, after a short warm-up: perf_analyzer as for Triton."""
-        result = perf_analyzer.run(
+        return closed_loop(
+            self.name,
             f"{HOST}:{self._port}",
             MODEL,
             [json.dumps(self.body(text)) for text in texts],
+            clients=clients,
+            seconds=seconds,
             http_path=self.endpoint,
-            concurrency=clients,
-            window_s=seconds / 3,
-            warmup_requests=2 * clients + 20,
         )
-        return Measurement.of(self.name, result)
 
     def _request(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(HOST, self._port, timeout=_ANSWER_TIMEOUT_S)

@@ -41,7 +41,7 @@ Call = Callable[[Sequence[Request]], object]
 
 
 @dataclass(frozen=True)
-class Work:
+class BaselineWork:
     """All that a worker needs to know."""
 
     model_folder: Path  # the model as `save_pretrained` wrote it
@@ -57,7 +57,7 @@ class Work:
     requests: tuple[Request, ...]  # the traffic, after the pipeline's own `hooks.before`
 
 
-def work_of(prepared: Prepared, core_file: Path) -> Work:
+def work_of(prepared: Prepared, core_file: Path) -> BaselineWork:
     """What the baselines of a pipeline work on.
 
     Args:
@@ -71,7 +71,7 @@ def work_of(prepared: Prepared, core_file: Path) -> Work:
     before = find_hook(plan.spec.folder, "before")
     if before is not None:
         requests = call_before(before, requests, names, encoded=images)
-    return Work(
+    return BaselineWork(
         model_folder=prepared.model_folder.resolve(),
         tokenizer_folder=prepared.tokenizer_folder.resolve(),
         facts=plan.facts,
@@ -87,18 +87,18 @@ def work_of(prepared: Prepared, core_file: Path) -> Work:
     )
 
 
-def write_work(work: Work, path: Path) -> None:
+def write_work(work: BaselineWork, path: Path) -> None:
     """Write `work` for a process of this same program: a pickle, so to a folder of one's own."""
     path.write_bytes(pickle.dumps(work))
 
 
-def read_work(path: Path) -> Work:
+def read_work(path: Path) -> BaselineWork:
     """What `write_work` wrote."""
-    work: Work = pickle.loads(path.read_bytes())
+    work: BaselineWork = pickle.loads(path.read_bytes())
     return work
 
 
-def open_call(name: str, work: Work) -> Call:
+def open_call(name: str, work: BaselineWork) -> Call:
     """The function that `name` times.
 
     Raises:
@@ -129,7 +129,7 @@ def plan_calls(name: str, requests: Sequence[Request]) -> list[list[Request]]:
     return batches
 
 
-def open_rows(work: Work) -> Callable[[Sequence[Request]], list[Sample]]:
+def open_rows(work: BaselineWork) -> Callable[[Sequence[Request]], list[Sample]]:
     """A function from requests to the rows of the model, request by request."""
     maker: Any = module_of(work.rows).RowMaker(work.settings, work.tokenizer_folder)
 
@@ -150,7 +150,7 @@ def open_rows(work: Work) -> Callable[[Sequence[Request]], list[Sample]]:
     return make
 
 
-def open_model(name: str, work: Work) -> Callable[[Sequence[Sample]], object]:
+def open_model(name: str, work: BaselineWork) -> Callable[[Sequence[Sample]], object]:
     """The function that runs a batch of rows.
 
     Raises:

@@ -10,7 +10,7 @@ from triptych.bench import perf_analyzer
 from triptych.bench.perf_output import Export, LoadResult, check_stability, histogram_of
 from triptych.bench.points import Load, Measurement, Part, StepUse
 from triptych.bench.resources import Watch
-from triptych.bench.statistics import Counts, ServerCounts, Step, step_use
+from triptych.bench.statistics import Counts, ServedStep, ServerCounts, step_use
 from triptych.errors import UserError
 
 WINDOWS = 3
@@ -115,7 +115,7 @@ def _measured(
     result: LoadResult,
     export: Export,
     did: Mapping[str, Counts],
-    steps: Sequence[Step],
+    steps: Sequence[ServedStep],
     pipeline: str,
 ) -> Measurement:
     answered = did[pipeline].statistics.requests
@@ -141,7 +141,7 @@ def _measured(
         is_stable=is_stable,
         histogram_us=histogram_of(export.latencies_us),
         steps=uses,
-        parts=waterfall(export.mean_us, did[pipeline].mean_us, uses),
+        parts=time_parts(export.mean_us, did[pipeline].mean_us, uses),
         warnings=tuple(said + unstable),
         sent_per_s=result.sent_per_s,
     )
@@ -186,7 +186,7 @@ def error_kind(message: str) -> str:
     return kind if len(kind) <= _LONGEST_KIND else kind[: _LONGEST_KIND - 1] + "…"
 
 
-def waterfall(client_us: float, server_us: float, steps: Sequence[StepUse]) -> tuple[Part, ...]:
+def time_parts(client_us: float, server_us: float, steps: Sequence[StepUse]) -> tuple[Part, ...]:
     """The mean latency of the client, taken apart.
 
     `transport` is what the server does not see: the network, gRPC, and the wait for a processor on

@@ -14,7 +14,7 @@ MetricSample = tuple[str, dict[str, str], float]
 _TIMEOUT_S = 5.0
 
 
-def read_samples(text: str) -> list[MetricSample]:
+def read_metrics(text: str) -> list[MetricSample]:
     """Every sample of a metrics page, in its order; lines that are none are left out.
 
     Args:
@@ -31,7 +31,7 @@ def read_samples(text: str) -> list[MetricSample]:
     return samples
 
 
-def fetch_samples(metrics_url: str) -> list[MetricSample]:
+def fetch_metrics(metrics_url: str) -> list[MetricSample]:
     """The samples of the page at `metrics_url`, the whole address, as `Server.metrics_url`.
 
     Raises:
@@ -41,7 +41,7 @@ def fetch_samples(metrics_url: str) -> list[MetricSample]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(metrics_url, timeout=_TIMEOUT_S) as response:
-            return read_samples(response.read().decode("utf-8", errors="replace"))
+            return read_metrics(response.read().decode("utf-8", errors="replace"))
     except (OSError, ValueError) as error:
         raise UserError(
             "metrics_url",

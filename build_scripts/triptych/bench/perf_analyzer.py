@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Literal
 
 from triptych.bench.perf_binary import find_perf_analyzer
-from triptych.bench.perf_output import PERCENTILE, LoadResult, read_export, read_result
+from triptych.bench.perf_output import PERCENTILE, LoadResult, read_export, read_report
 from triptych.errors import UserError
 
 __all__ = ["Distribution", "LoadError", "LoadResult", "Request", "run"]
 
-# perf_analyzer takes the first three windows for stable and merges them: `read_result` judges them,
+# perf_analyzer takes the first three windows for stable and merges them: `read_report` judges them,
 # because an unstable measurement makes perf_analyzer exit without a single number.
 _ANY_SPREAD = "1e6"
 
@@ -134,7 +134,7 @@ def run(
             command.append(f"--measurement-interval={round(window_s * 1000)}")
         if exports:
             command.append(f"--profile-export-file={times}")
-        return read_result(
+        return read_report(
             _measure(command, variables, deadline),
             report.read_text(encoding="utf-8"),
             model=model,

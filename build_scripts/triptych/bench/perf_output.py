@@ -148,7 +148,7 @@ def _numbers(text: mmap.mmap, start: int) -> tuple[int, ...]:
     return tuple(int(one) for one in inside.split(b",") if one)
 
 
-def read_result(
+def read_report(
     output: str,
     report: str,
     *,

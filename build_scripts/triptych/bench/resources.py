@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from triptych.bench.metrics_page import fetch_samples
+from triptych.bench.metrics_page import fetch_metrics
 from triptych.bench.points import GpuUse, ProcessUse, Resources
 from triptych.errors import UserError
 
@@ -114,7 +114,7 @@ class Watch:
         if self._metrics_url is None:
             return {}
         try:
-            samples = fetch_samples(self._metrics_url)
+            samples = fetch_metrics(self._metrics_url)
         except UserError:
             return {}
         used = {

@@ -18,7 +18,7 @@ _TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Step:
+class ServedStep:
     """A model that requests go through; see `StepUse`."""
 
     step: str
@@ -115,7 +115,7 @@ class ServerCounts:
             ) from error
 
 
-def step_use(step: Step, counts: Counts, share: float, seconds: float) -> StepUse:
+def step_use(step: ServedStep, counts: Counts, share: float, seconds: float) -> StepUse:
     """What `step` did, as a value of the result.
 
     Args:
@@ -156,9 +156,9 @@ def _read_counts(model: str, response: Any) -> Counts:
     return Counts(read_statistics(model, response), total_ns / 1000, busy_ns / 1000, sizes)
 
 
-def _step(pipeline: str, config: Any) -> Step:
+def _step(pipeline: str, config: Any) -> ServedStep:
     name = config.name.removeprefix(f"{pipeline}_")
-    return Step(
+    return ServedStep(
         step=name if name in STEPS else config.name,
         model=config.name,
         instances=sum(

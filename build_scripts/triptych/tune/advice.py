@@ -9,19 +9,8 @@ from triptych.plan.plan import Plan
 from triptych.tune.results import Outcome
 
 
-def describe_outcome(slo: Slo, winner: Outcome, doubt: str) -> tuple[bool, str]:
-    """Whether the winner keeps the promise, and the sentence that says so with its figures.
-
-    Args:
-        slo: the promise.
-        winner: the best settings.
-        doubt: why they are the old ones, if they are.
-    """
-    met, said = _kept(slo, winner)
-    return met, f"{said}; {doubt}" if doubt else said
-
-
-def _kept(slo: Slo, winner: Outcome) -> tuple[bool, str]:
+def describe_outcome(slo: Slo, winner: Outcome) -> tuple[bool, str]:
+    """Whether the winner keeps the promise, and the sentence that says so with its figures."""
     if slo.is_empty:
         return True, f"nothing is promised; {winner.score:.0f}/s at the highest load"
     if winner.rate is None:

@@ -24,7 +24,7 @@ Curves = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLoad:
     """What a load test found of the pipeline as it is, with the traffic it was built for."""
 
     highest_per_s: float  # that it can answer; within the promise, where there is one
@@ -33,7 +33,7 @@ class Measured:
     core_share: float | None  # of the steps' work; None where the server did not tell
 
     @classmethod
-    def of(cls, points: Sequence[Point], rate: RateSearch | None, slo: Slo) -> Measured:
+    def of(cls, points: Sequence[Point], rate: RateSearch | None, slo: Slo) -> MeasuredLoad:
         """What bench or tune found.
 
         Args:
@@ -54,7 +54,7 @@ class Measured:
         )
 
 
-def measured_in(reports: Path) -> Measured | None:
+def measured_in(reports: Path) -> MeasuredLoad | None:
     """The last result of bench or tune below a pipeline's folder of reports; None for none.
 
     Raises:
@@ -67,7 +67,7 @@ def measured_in(reports: Path) -> Measured | None:
     try:
         if newest.name == "bench.json":
             bench = read_result(BenchResult, newest, "bench")
-            return Measured.of(bench.points, bench.rate, bench.slo)
+            return MeasuredLoad.of(bench.points, bench.rate, bench.slo)
         tuned = read_result(TuneResult, newest, "tune")
     except UserError as error:
         raise UserError(
@@ -76,7 +76,7 @@ def measured_in(reports: Path) -> Measured | None:
             given=f"{error.given:.200}",
             remedy="Run `triptych bench` again, or remove it",
         ) from error
-    return Measured.of(tuned.winner.points, tuned.winner.rate, tuned.slo)
+    return MeasuredLoad.of(tuned.winner.points, tuned.winner.rate, tuned.slo)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Capacity:
     holds: bool | None  # whether the promise does at that rate; None where no rate is known
 
 
-def estimate(measured: Measured, core_work: float, rate_per_s: float | None) -> Capacity:
+def estimate(measured: MeasuredLoad, core_work: float, rate_per_s: float | None) -> Capacity:
     """Stretch what was measured.
 
     With `work` times the work in a request, those that come at a rate r wait as others did at

@@ -17,7 +17,7 @@ from triptych.pipeline.traffic import Lengths
 from triptych.plan.plan import Plan, bucket_of, make_plan
 from triptych.repository.plain import plain_data
 from triptych.requests.prepare import Prepared
-from triptych.tune.capacity import Capacity, Measured, estimate
+from triptych.tune.capacity import Capacity, MeasuredLoad, estimate
 from triptych.tune.new_traffic import NewTraffic
 
 CHANCE = 0.01
@@ -99,7 +99,7 @@ def check_drift(
     prepared: Prepared,
     new: NewTraffic,
     *,
-    measured: Measured | None = None,
+    measured: MeasuredLoad | None = None,
     rate_per_s: float | None = None,
 ) -> Drift:
     """Compare new traffic with that of the plan, and say what to do.
@@ -234,7 +234,7 @@ def _blur(edges: Sequence[int]) -> float:
     return max(((high - low - 1) / low for low, high in pairwise(edges)), default=0.0)
 
 
-def _notes(plan: Plan, new: NewTraffic, measured: Measured | None) -> Iterator[str]:
+def _notes(plan: Plan, new: NewTraffic, measured: MeasuredLoad | None) -> Iterator[str]:
     noise = _noise(plan.lengths.rows if plan.lengths else 1, new.lengths.rows)
     if noise > 0.25:
         yield f"so few rows show only differences above {noise:.2f}: take more"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from triptych.bench.metrics_page import MetricSample, read_samples
+from triptych.bench.metrics_page import MetricSample, read_metrics
 from triptych.errors import UserError
 from triptych.pipeline.traffic import Lengths, read_traffic
 from triptych.plan.plan import Plan
@@ -149,7 +149,7 @@ def _check_text(plan: Plan) -> None:
 
 def _read_page(path: Path) -> list[MetricSample]:
     try:
-        return read_samples(path.read_text(encoding="utf-8", errors="replace"))
+        return read_metrics(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
         raise UserError(
             str(path),

@@ -94,7 +94,7 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
         subject = subject_of(
             slot.served, slot.repository, server="embedded", overrides=after.overrides
         )
-    met, said = describe_outcome(tuning.slo, after, doubt)
+    met, said = describe_outcome(tuning.slo, after)
     result = TuneResult(
         subject=subject,
         slo=tuning.slo,
@@ -104,7 +104,7 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
         baseline=before,
         winner=after,
         met=met,
-        verdict=said,
+        verdict=f"{said}; {doubt}" if doubt else said,
         advice=() if met else advice(prepared.plan, tuning.slo, after),
         stopped=search.stopped,
         seconds=time.monotonic() - began,
