@@ -42,8 +42,6 @@ Call = Callable[[Sequence[Request]], object]
 
 @dataclass(frozen=True)
 class BaselineWork:
-    """All that a worker needs to know."""
-
     model_folder: Path  # the model as `save_pretrained` wrote it
     tokenizer_folder: Path
     facts: ModelFacts
@@ -93,7 +91,6 @@ def write_work(work: BaselineWork, path: Path) -> None:
 
 
 def read_work(path: Path) -> BaselineWork:
-    """What `write_work` wrote."""
     work: BaselineWork = pickle.loads(path.read_bytes())
     return work
 

@@ -28,8 +28,6 @@ LONGEST_REASON = 300
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """What a worker sends."""
-
     failed: str = ""  # why there is nothing else
     seconds: float = 0.0
     cpu_seconds: float = 0.0

@@ -171,11 +171,9 @@ class Baselines:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Of their workers."""
         return {name: worker.pid for name, worker in self._workers.items()}
 
     def load_of(self, name: str) -> Load:
-        """What `measure` offers."""
         return Load("in_process", ROWS_A_CALL[name])
 
     def measure(self, name: str, seconds: float) -> Measurement:

@@ -254,7 +254,6 @@ def subject_of(
 
 
 def machine() -> dict[str, str]:
-    """This machine, in words."""
     memory_gib = psutil.virtual_memory().total / 2**30
     return {
         "processor": processor() or platform.machine(),

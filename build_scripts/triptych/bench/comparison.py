@@ -12,10 +12,10 @@ from pydantic import JsonValue
 
 from triptych.bench.points import (
     BenchResult,
-    Cost,
     Load,
     Measurement,
     Point,
+    StepUse,
     read_result,
     to_json,
 )
@@ -54,8 +54,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two results side by side."""
-
     before: str  # pipeline and time of the first
     after: str
     pairs: tuple[Pair, ...]  # what both measured, in the order of the second
@@ -67,7 +65,6 @@ class Comparison:
     warnings: tuple[str, ...]  # why figures may differ for another reason than the pipeline
 
     def as_dict(self) -> JsonValue:
-        """Plain data, for ``--json``."""
         return to_json(self)
 
 
@@ -124,27 +121,22 @@ def _changes(before: Point, after: Point) -> tuple[Change, ...]:
         _change(name, [read(one) for one in before.rounds], [read(one) for one in after.rounds], up)
         for name, read, up in figures
     ]
-    ours, theirs = _steps(before), _steps(after)
-    for step in ours:
-        if step in theirs:
-            for name, up in _STEP_FIGURES.items():
-                change = _change(f"{step} {name}", ours[step][name], theirs[step][name], up)
-                found.append(replace(change, of_step=True))
+    for step in dict.fromkeys(use.step for one in before.rounds for use in one.steps):
+        ours, theirs = (
+            [use for one in point.rounds for use in one.steps if use.step == step]
+            for point in (before, after)
+        )
+        for name, of, up in _STEP_FIGURES if theirs else ():
+            change = _change(f"{step} {name}", [*map(of, ours)], [*map(of, theirs)], up)
+            found.append(replace(change, of_step=True))
     return tuple(found)
 
 
-_STEP_FIGURES: dict[str, Better] = {"queue ms": "lower", "compute ms": "lower", "batch": ""}
-
-
-def _steps(point: Point) -> dict[str, dict[str, list[float]]]:
-    """Step to its figures in every round."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for use in (use for one in point.rounds for use in one.steps):
-        figures = found.setdefault(use.step, {name: [] for name in _STEP_FIGURES})
-        values = (use.queue_us / 1e3, use.compute_us / 1e3, use.mean_batch)
-        for name, value in zip(_STEP_FIGURES, values, strict=True):
-            figures[name].append(value)
-    return found
+_STEP_FIGURES: tuple[tuple[str, Callable[[StepUse], float], Better], ...] = (
+    ("queue ms", lambda use: use.queue_us / 1e3, "lower"),
+    ("compute ms", lambda use: use.compute_us / 1e3, "lower"),
+    ("batch", lambda use: use.mean_batch, ""),
+)
 
 
 def _failed(one: Measurement) -> float:
@@ -160,7 +152,6 @@ def _change(name: str, before: Sequence[float], after: Sequence[float], better: 
 
 
 def _weight(before: Sequence[float], after: Sequence[float], better: Better) -> Weight:
-    """See `Change.weight`."""
     if min(len(before), len(after)) < 2:
         return "one round: cannot tell"
     grown = median(after) - median(before)
@@ -186,16 +177,21 @@ def _totals(before: BenchResult, after: BenchResult) -> tuple[Change, ...]:
         relative = new[0] / old[0] - 1 if old[0] else None
         weight = _weight(old, new, "higher")
         found.append(Change("highest rate/s", old[0], new[0], relative, weight))
-    if before.cost and after.cost and _price(before.cost) == _price(after.cost):
-        was, now = before.cost.per_million, after.cost.per_million
+    first, last = before.cost, after.cost
+    if (
+        first
+        and last
+        and (first.currency, first.price_per_hour)
+        == (
+            last.currency,
+            last.price_per_hour,
+        )
+    ):
+        was, now = first.per_million, last.per_million
         # The cost is the rate in other words, and no surer than it.
         weight = found[0].weight if found else "cannot tell"
-        found.append(Change(f"{after.cost.currency} a million", was, now, now / was - 1, weight))
+        found.append(Change(f"{last.currency} a million", was, now, now / was - 1, weight))
     return tuple(found)
-
-
-def _price(cost: Cost) -> tuple[str, float]:
-    return cost.currency, cost.price_per_hour
 
 
 def _facts(result: BenchResult) -> dict[str, str]:

@@ -23,8 +23,6 @@ _STRANGERS = 1.2
 
 @dataclass(frozen=True)
 class Target:
-    """What is measured."""
-
     grpc_url: str  # host:port
     pipeline: str  # an ensemble, or a model by itself
     metrics_url: str | None = None  # the whole address of the metrics page: tells of GPUs

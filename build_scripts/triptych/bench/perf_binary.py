@@ -27,13 +27,10 @@ _FETCH_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class PerfAnalyzer:
-    """A perf_analyzer that can be started."""
-
     binary: Path
     libraries: Path | None = None  # that it needs; None where the system has them
 
     def environment(self) -> dict[str, str]:
-        """The variables to start it with."""
         variables = dict(os.environ)
         if self.libraries is not None:
             folders = [str(self.libraries.resolve()), os.environ.get("LD_LIBRARY_PATH", "")]

@@ -99,7 +99,6 @@ class LoadResult:
     export: Export | None = None  # every request; None where it was not asked for
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON, without the single requests."""
         plain = asdict(replace(self, export=None))
         del plain["export"]
         return plain

@@ -67,7 +67,6 @@ class StepUse:
 
     @property
     def mean_batch(self) -> float:
-        """Rows an execution."""
         return self.rows / self.executions if self.executions else 0.0
 
     @property
@@ -160,7 +159,6 @@ class Measurement:
 
     @property
     def latencies_us(self) -> dict[str, float]:
-        """Percentiles by name."""
         return {name: getattr(self, f"{name}_us") for name in PERCENTILES}
 
     def __str__(self) -> str:
@@ -185,7 +183,6 @@ class Point:
         return float(median(getattr(one, name) for one in self.rounds))
 
     def span(self, name: str) -> tuple[float, float]:
-        """Lowest and highest round."""
         values = [getattr(one, name) for one in self.rounds]
         return min(values), max(values)
 
@@ -197,7 +194,6 @@ class Point:
 
     @property
     def errors(self) -> dict[str, int]:
-        """Of all rounds."""
         kinds = dict.fromkeys(kind for one in self.rounds for kind in one.errors)
         return {kind: sum(one.errors.get(kind, 0) for one in self.rounds) for kind in kinds}
 
@@ -224,8 +220,6 @@ class RateSearch:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a million inferences cost."""
-
     rate_per_s: float  # that one device sustains, at the SLO where there is one
     price_per_hour: float  # of the device
     per_million: float
@@ -239,8 +233,6 @@ class Cost:
 
 @dataclass(frozen=True)
 class Subject:
-    """What was measured, and on what."""
-
     pipeline: str
     task: str
     architecture: str
@@ -258,8 +250,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Everything `bench` found."""
-
     subject: Subject
     points: tuple[Point, ...]  # the pipeline's own, in the order of the loads
     baselines: tuple[Point, ...] = ()  # what one would have instead, in the same rounds

@@ -38,7 +38,6 @@ class Counts:
 
     @property
     def mean_us(self) -> float:
-        """Mean time of a request."""
         answered = self.statistics.requests
         return self.total_us / answered if answered else 0.0
 
@@ -90,7 +89,6 @@ class ServerCounts:
         return {name: _read_counts(name, self._ask(ask, name)) for name in names}
 
     def close(self) -> None:
-        """Ends the connection."""
         self._client.close()
 
     def _config(self, model: str) -> Any:

@@ -21,7 +21,6 @@ class SloVerdict:
 
     @property
     def word(self) -> str:
-        """For a heading."""
         return {"met": "SLO met", "not met": "SLO NOT MET", "none": "No SLO"}[self.kind]
 
 

@@ -81,8 +81,6 @@ def measured_in(reports: Path) -> MeasuredLoad | None:
 
 @dataclass(frozen=True)
 class Capacity:
-    """An estimate for other traffic than was measured."""
-
     work: float  # of a request, over what it was when it was measured
     highest_before_per_s: float  # requests, as measured
     highest_per_s: float  # requests, as estimated for the new traffic

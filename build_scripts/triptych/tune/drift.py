@@ -60,8 +60,6 @@ class DerivedSettings:
 
 @dataclass(frozen=True)
 class Drift:
-    """New traffic against that a pipeline was built for."""
-
     pipeline: str
     layout: str  # how rows share a batch
     source: str  # of the new traffic
@@ -90,7 +88,6 @@ class Drift:
         return self.distance > self.noise
 
     def as_dict(self) -> JsonValue:
-        """For ``--json``."""
         plain: JsonValue = plain_data({**asdict(self), "drifted": self.drifted})
         return plain
 

@@ -138,7 +138,6 @@ def bucket_count(evidence: Evidence) -> Proposal | Skip:
 
 
 def layout(evidence: Evidence) -> Proposal | Skip:
-    """The other layout."""
     key, now = "core.layout", evidence.plan.layout
     if now == "fixed":
         return Skip(key, "all rows have one shape")

@@ -33,8 +33,6 @@ PARTS = 8
 
 @dataclass(frozen=True)
 class NewTraffic:
-    """What the core gets now."""
-
     source: str  # where it is from, in words
     lengths: Lengths
     """In tokens; approximate within a bucket where there are `edges`.

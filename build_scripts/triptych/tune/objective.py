@@ -38,14 +38,11 @@ class Scored:
 
 @dataclass(frozen=True)
 class Objective:
-    """How a setting is scored."""
-
     slo: Slo
     clients: int  # of the load without a promised latency, and most of one with it
 
     @property
     def says(self) -> str:
-        """The score in a sentence."""
         if not self.slo.limits_us:
             return f"requests answered a second with {self.clients} clients"
         limits = self.slo.model_copy(update={"throughput": None})

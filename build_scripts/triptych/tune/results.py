@@ -44,8 +44,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """Everything `tune` found."""
-
     subject: Subject  # its overrides are the winner's
     slo: Slo
     objective: str  # what the score is, in a sentence

@@ -83,8 +83,6 @@ def _hash(value: object) -> str:
 
 @dataclass
 class Search:
-    """A search under way."""
-
     contest: Contest
     cache: TrialCache
     deadline: float  # on the monotonic clock; no trial is begun after it
@@ -190,7 +188,6 @@ class Search:
 
 
 def scores_of(rounds: Sequence[tuple[Scored, Scored]]) -> list[tuple[float, float]]:
-    """The scores alone."""
     return [(present.score, other.score) for present, other in rounds]
 
 

@@ -109,12 +109,10 @@ class Slot:
         return Target(server.grpc_url, self._pipeline.name, server.metrics_url, server.pid)
 
     def measure(self, clients: int, seconds: float) -> Measurement:
-        """With so many clients."""
         load = Load("concurrency", float(clients))
         return measure(self.target, self.served.traffic, load, seconds=seconds)
 
     def close(self) -> None:
-        """Stop the server."""
         if self._server is not None:
             self._server.stop()
             self._server = None

@@ -45,8 +45,6 @@ SEARCH_SHARE = 0.65
 
 @dataclass(frozen=True)
 class Tuning:
-    """What to tune for."""
-
     slo: Slo = field(default_factory=Slo)  # an empty one tunes for throughput
     budget_s: float = 900.0  # for everything, the first build apart
     clients: int = 32  # of the highest load
