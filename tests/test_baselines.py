@@ -23,17 +23,19 @@ from PIL import Image
 from conftest import quiet, write_pipeline
 from gate_benches import write_task
 from task_models import MODELS
-from triptych.bench.baseline_process import WorkerFailed, WorkerProcess
-from triptych.bench.baseline_work import Work, read_work, work_of, write_work
-from triptych.bench.calls import (
+from triptych.bench.baseline_calls import (
     LARGEST_BATCH,
     ROWS_A_CALL,
+    BaselineWork,
     open_call,
     open_model,
     open_rows,
     plan_calls,
+    read_work,
+    work_of,
+    write_work,
 )
-from triptych.bench.contenders import ALL, Baselines
+from triptych.bench.baselines import ALL, Baselines, WorkerFailed, WorkerProcess
 from triptych.bench.points import Load
 from triptych.errors import UserError
 from triptych.export.to_onnx import export_onnx
@@ -141,9 +143,9 @@ def test_a_worker_dies_with_its_parent(
     write_work(work_of(tiny, core_file), tmp_path / "work")
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from triptych.bench.baseline_process import WorkerProcess\n"
+        "from triptych.bench.baselines import WorkerProcess\n"
         "base = Path(sys.argv[1]); worker = WorkerProcess(base / 'work', 'onnxruntime', base)\n"
-        "worker.answer(120); worker.ask({'measure': 600}); print(worker.pid, flush=True)\n"
+        "worker.answer(120); worker.ask(600); print(worker.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
@@ -259,12 +261,14 @@ def test_hooks_run_before_the_calls(tmp_path: Path, tiny_model: Path, core_file:
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Callable[[str], Work]:
+def tasks(
+    tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
+) -> Callable[[str], BaselineWork]:
     """The work of a pipeline on one of the small models, written and read, without its core."""
     base = tmp_path_factory.mktemp("tasks")
 
     @cache
-    def get(name: str) -> Work:
+    def get(name: str) -> BaselineWork:
         folder = image_pipeline(base) if name == "images" else write_task(base, name, minilm_folder)
         prepared = read_inputs(load_spec(folder), quiet)
         write_work(work_of(prepared, base / "none.onnx"), base / f"{name}.work")
@@ -289,7 +293,7 @@ def image_pipeline(base: Path) -> Path:
     return folder
 
 
-def result_of(work: Work, outputs: Any, index: int, sample: Any) -> list[Any]:
+def result_of(work: BaselineWork, outputs: Any, index: int, sample: Any) -> list[Any]:
     """What belongs to a row of a padded batch, as the reference gives it."""
     core = work.core
     rows = [output[index] for output in outputs]
@@ -305,7 +309,7 @@ def result_of(work: Work, outputs: Any, index: int, sample: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_in_padded_batches_gives_what_the_reference_gives(
-    tasks: Callable[[str], Work], name: str
+    tasks: Callable[[str], BaselineWork], name: str
 ) -> None:
     work = tasks(name)
     samples = open_rows(work)(work.requests[:5])
@@ -333,7 +337,7 @@ def test_vectors_in_padded_batches_are_those_of_the_reference(
 
 
 def test_a_request_of_several_rows_runs_in_batches_of_no_more_than_the_limit(
-    tasks: Callable[[str], Work],
+    tasks: Callable[[str], BaselineWork],
 ) -> None:
     work = tasks("hypotheses")
     results: Any = open_call("torch batched", work)(work.requests[:32])

@@ -130,7 +130,7 @@ def test_what_is_not_built_is_not_measured(home: Path, tmp_path: Path) -> None:
 
 
 def test_a_baseline_is_measured_in_the_same_rounds(home: Path) -> None:
-    from triptych.bench.contenders import ALL
+    from triptych.bench.baselines import ALL
 
     words = [*options(home, "e"), "-c", "2", "--baseline", "--json"]
     result = from_json(BenchResult, json.loads(triptych("bench", "tiny", *words)))

@@ -14,7 +14,7 @@ from triptych.bench.points import Load, Measurement, Point, RateSearch, StepUse
 from triptych.errors import UserError
 from triptych.pipeline.slo import Slo
 from triptych.report.load_write import write_bench_report
-from triptych.tune.capacity import Measured, estimate, measured_in
+from triptych.tune.capacity import MeasuredLoad, estimate, measured_in
 
 
 def step(name: str, busy_us: float) -> StepUse:
@@ -49,13 +49,13 @@ SEARCH = RateSearch(
 
 
 def test_the_core_s_share_is_that_of_the_busy_time() -> None:
-    measured = Measured.of((), SEARCH, Slo())
+    measured = MeasuredLoad.of((), SEARCH, Slo())
     assert measured.core_share == pytest.approx(0.9)
     assert (measured.highest_per_s, measured.slo) == (200.0, SEARCH.slo)
 
 
 def test_the_same_work_leaves_what_was_measured() -> None:
-    measured = Measured.of((), SEARCH, Slo())
+    measured = MeasuredLoad.of((), SEARCH, Slo())
     same = estimate(measured, 1.0, 100.0)
     assert (same.work, same.holds) == (1.0, True)
     assert same.highest_per_s == pytest.approx(200.0)
@@ -65,7 +65,7 @@ def test_the_same_work_leaves_what_was_measured() -> None:
 
 
 def test_twice_the_work_stretches_rate_and_time() -> None:
-    measured = replace(Measured.of((), SEARCH, Slo()), core_share=1.0)
+    measured = replace(MeasuredLoad.of((), SEARCH, Slo()), core_share=1.0)
     heavy = estimate(measured, 2.0, 50.0)
     # As 100/s before, twice as long: 40 ms. The limit of 50 ms is met up to 25 ms before: 116.7/s.
     assert heavy.p99_us == pytest.approx(40_000)
@@ -77,7 +77,7 @@ def test_twice_the_work_stretches_rate_and_time() -> None:
 
 
 def test_a_closed_loop_alone_gives_the_throughput() -> None:
-    measured = Measured.of((point(80, 10), point(120, 30)), None, Slo(throughput=100.0))
+    measured = MeasuredLoad.of((point(80, 10), point(120, 30)), None, Slo(throughput=100.0))
     found = estimate(measured, 2.0, None)
     assert (found.highest_before_per_s, found.p99_us) == (120.0, None)
     assert found.highest_per_s == pytest.approx(120 / 1.9)
@@ -87,14 +87,14 @@ def test_a_closed_loop_alone_gives_the_throughput() -> None:
 
 def test_a_server_that_answered_nothing_has_no_latency() -> None:
     broken = replace(SEARCH, points=(*SEARCH.points, point(400, float("nan"))))
-    assert len(Measured.of((), broken, Slo()).points) == 4
+    assert len(MeasuredLoad.of((), broken, Slo()).points) == 4
 
 
 def test_the_last_report_tells_what_was_measured(tmp_path: Path) -> None:
     assert measured_in(tmp_path) is None
     result = bench()
     write_bench_report(result, tmp_path / "bench")
-    assert measured_in(tmp_path) == Measured.of(result.points, result.rate, result.slo)
+    assert measured_in(tmp_path) == MeasuredLoad.of(result.points, result.rate, result.slo)
     (tmp_path / "bench/bench.json").write_text(json.dumps({"points": 3}), encoding="utf-8")
     with pytest.raises(UserError, match="must be a result of bench or tune"):
         measured_in(tmp_path)

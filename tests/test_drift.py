@@ -13,15 +13,15 @@ import pytest
 
 from conftest import quiet, traffic_texts, write_pipeline
 from test_capacity import SEARCH
-from triptych.bench.metrics_page import read_samples
+from triptych.bench.metrics_page import read_metrics
 from triptych.errors import UserError
 from triptych.pipeline.slo import Slo
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.plan import Layout, choose_edges, make_plan
 from triptych.requests.inputs import PipelineInputs, read_inputs
-from triptych.tune.capacity import Measured
-from triptych.tune.drift import Drift, describe_drift, judge
+from triptych.tune.capacity import MeasuredLoad
+from triptych.tune.drift import Drift, check_drift, describe_drift
 from triptych.tune.new_traffic import NewTraffic, count_page, read_lengths
 
 MAX_LENGTH = 256
@@ -76,7 +76,7 @@ def page_of(
 def verdict(
     prepared: PipelineInputs, old: Sequence[int], new: Sequence[int], layout: Layout
 ) -> Drift:
-    found = judge(built_for(prepared, old, layout), exact(new))
+    found = check_drift(built_for(prepared, old, layout), exact(new))
     json.dumps(found.as_dict(), allow_nan=False)
     assert [line for line, _ in describe_drift(found)]
     return found
@@ -169,10 +169,10 @@ def test_counted_rows_lead_to_what_the_rows_do(
     pipeline = built_for(prepared, draw(30, 400, 0), layout)
     new = draw(mean, 3000, 1)
     edges = sorted({*EDGES, *pipeline.plan.bucket_edges})
-    counted = count_page(pipeline.plan, read_samples(page_of(new, edges)), "a page")
+    counted = count_page(pipeline.plan, read_metrics(page_of(new, edges)), "a page")
     assert counted.lengths.rows == 3000
     assert counted.mean == pytest.approx(sum(new) / 3000)
-    by_rows, by_page = judge(pipeline, exact(new)), judge(pipeline, counted)
+    by_rows, by_page = check_drift(pipeline, exact(new)), check_drift(pipeline, counted)
     assert by_page.work == pytest.approx(by_rows.work)
     assert by_page.distance == pytest.approx(by_rows.distance, abs=0.03)
     assert by_page.distance <= by_rows.distance
@@ -197,11 +197,11 @@ def test_two_pages_count_what_lies_between(prepared: PipelineInputs, tmp_path: P
     assert found.mean == pytest.approx(sum(new) / 700)
     assert read_lengths(prepared, after, before=before, seconds=7).rows_per_s == 100.0
     assert read_lengths(prepared, after).lengths.rows == 1200
-    assert judge(prepared, found).rate_per_s == 20.0
+    assert check_drift(prepared, found).rate_per_s == 20.0
 
 
 def test_a_restart_between_the_pages_counts_from_there(prepared: PipelineInputs) -> None:
-    before, after = (read_samples(page_of(draw(30, rows, rows))) for rows in (900, 400))
+    before, after = (read_metrics(page_of(draw(30, rows, rows))) for rows in (900, 400))
     found = count_page(prepared.plan, after, "after", before=before, seconds=60)
     assert (found.lengths.rows, found.rows_per_s) == (400, None)
     assert "anew" in found.notes[0]
@@ -210,12 +210,12 @@ def test_a_restart_between_the_pages_counts_from_there(prepared: PipelineInputs)
 def test_servers_add_up_and_other_builds_are_named(prepared: PipelineInputs) -> None:
     one, two = draw(30, 100, 1), draw(30, 200, 2)
     page = page_of(one) + page_of(two)
-    assert count_page(prepared.plan, read_samples(page), "two").lengths.rows == 300
-    longer = count_page(prepared.plan, read_samples(page_of([300], [*EDGES, 384, 512])), "longer")
+    assert count_page(prepared.plan, read_metrics(page), "two").lengths.rows == 300
+    longer = count_page(prepared.plan, read_metrics(page_of([300], [*EDGES, 384, 512])), "longer")
     assert longer.lengths.counts == {MAX_LENGTH: 1}
-    assert "other numbers" in judge(prepared, longer).notes[-1]
+    assert "other numbers" in check_drift(prepared, longer).notes[-1]
     bucketed = built_for(prepared, [11, 22, 33] * 40, "bucketed")
-    found = judge(bucketed, count_page(bucketed.plan, read_samples(page_of(one)), "packed"))
+    found = check_drift(bucketed, count_page(bucketed.plan, read_metrics(page_of(one)), "packed"))
     assert "other padded lengths" in found.notes[-1]
 
 
@@ -264,14 +264,14 @@ def test_a_page_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_window_of_no_time_is_refused(prepared: PipelineInputs, seconds: float) -> None:
     with pytest.raises(UserError, match="must be above 0"):
-        count_page(prepared.plan, read_samples(page_of([9])), "page", seconds=seconds)
+        count_page(prepared.plan, read_metrics(page_of([9])), "page", seconds=seconds)
 
 
 def test_a_page_saved_amid_a_flush_loses_no_row(prepared: PipelineInputs) -> None:
-    after = read_samples(page_of([3] * 10 + [60] * 10))
+    after = read_metrics(page_of([3] * 10 + [60] * 10))
     torn = [
         (name, labels, 4.0 if labels.get("le") in ("+Inf", "256", "255") else 0.0)
-        for name, labels, _ in read_samples(page_of([3] * 4))
+        for name, labels, _ in read_metrics(page_of([3] * 4))
     ]
     found = count_page(prepared.plan, after, "after", before=torn)
     assert found.lengths.rows == 20
@@ -288,7 +288,7 @@ def write_sample(path: Path, texts: Sequence[str]) -> Path:
 def test_a_sample_is_tokenized_as_the_traffic_is(prepared: PipelineInputs, tmp_path: Path) -> None:
     found = read_lengths(prepared, write_sample(tmp_path / "new.jsonl", traffic_texts()))
     assert found.lengths == prepared.plan.lengths
-    assert judge(prepared, found).distance == 0
+    assert check_drift(prepared, found).distance == 0
     cut = read_lengths(prepared, write_sample(tmp_path / "cut.jsonl", ["word " * 900, "word"]))
     assert cut.lengths == Lengths({3: 1, MAX_LENGTH: 1}, rows=2, truncated_rows=1)
 
@@ -329,22 +329,22 @@ def test_images_have_no_lengths(prepared: PipelineInputs, tmp_path: Path) -> Non
 
 def test_a_promise_that_breaks_asks_for_tuning_even_without_drift(prepared: PipelineInputs) -> None:
     pipeline = built_for(prepared, draw(30, 400, 0), "packed")
-    measured = Measured.of((), SEARCH, Slo())
+    measured = MeasuredLoad.of((), SEARCH, Slo())
     same = exact(draw(30, 400, 0))
-    fine = judge(pipeline, same, measured=measured, rate_per_s=150.0)
+    fine = check_drift(pipeline, same, measured=measured, rate_per_s=150.0)
     assert (fine.action, fine.capacity is not None and fine.capacity.holds) == ("keep", True)
-    found = judge(pipeline, same, measured=measured, rate_per_s=240.0)
+    found = check_drift(pipeline, same, measured=measured, rate_per_s=240.0)
     assert (found.action, found.first) == ("tune again", "")
     assert "240/s" in found.reason
     assert any("p99 about" in line for line, _ in describe_drift(found))
     json.dumps(found.as_dict(), allow_nan=False)
     counted = replace(same, rows_per_s=240.0)
-    assert judge(pipeline, counted, measured=measured).action == "tune again"
+    assert check_drift(pipeline, counted, measured=measured).action == "tune again"
 
 
 def test_without_the_steps_all_work_is_taken_to_be_the_core_s(prepared: PipelineInputs) -> None:
-    measured = replace(Measured.of((), SEARCH, Slo()), core_share=None)
-    found = judge(prepared, exact(draw(30, 400, 0)), measured=measured, rate_per_s=10.0)
+    measured = replace(MeasuredLoad.of((), SEARCH, Slo()), core_share=None)
+    found = check_drift(prepared, exact(draw(30, 400, 0)), measured=measured, rate_per_s=10.0)
     assert any("was not measured" in note for note in found.notes)
     assert found.capacity is not None
     assert found.capacity.work == found.work

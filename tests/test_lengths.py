@@ -13,12 +13,12 @@ import tritonclient.grpc as triton
 
 from client_toy import write_model
 from conftest import LAYOUTS, quiet, traffic_texts
-from triptych.bench.metrics_page import fetch_samples
+from triptych.bench.metrics_page import fetch_metrics
 from triptych.client import Client, InvalidRequest
 from triptych.pipeline.spec import load_spec
 from triptych.requests.inputs import read_inputs
 from triptych.server.server import Server
-from triptych.tune.drift import judge
+from triptych.tune.drift import check_drift
 from triptych.tune.new_traffic import count_page
 
 RUNTIME = Path(__file__).parents[1] / "build_scripts/triptych/runtime"
@@ -125,7 +125,7 @@ def counters(server: Server, pipeline: str) -> dict[str, float]:
     """``le``, ``count`` and ``sum`` to their values."""
     return {
         labels.get("le", name.removeprefix(f"{NAME}_")): value
-        for name, labels, value in fetch_samples(server.metrics_url)
+        for name, labels, value in fetch_metrics(server.metrics_url)
         if name.startswith(NAME) and labels["pipeline"] == pipeline
     }
 
@@ -227,7 +227,7 @@ def test_what_a_server_counted_is_judged(
     plan = prepared.plan
     assert plan.lengths is not None
     with Client(pipeline, pipelines.grpc_url) as client:
-        before = fetch_samples(pipelines.metrics_url)
+        before = fetch_metrics(pipelines.metrics_url)
         wanted = counters(pipelines, pipeline)["count"] + plan.lengths.rows
         client.embed(traffic_texts())
         for _ in range(60):
@@ -235,8 +235,8 @@ def test_what_a_server_counted_is_judged(
                 break
             time.sleep(0.5)
             client.embed(["a"])
-    found = count_page(plan, fetch_samples(pipelines.metrics_url), "page", before=before)
-    drift = judge(prepared, found)
+    found = count_page(plan, fetch_metrics(pipelines.metrics_url), "page", before=before)
+    drift = check_drift(prepared, found)
     assert set(plan.bucket_edges) <= set(found.edges)
     assert not drift.drifted
     assert drift.action == "keep"

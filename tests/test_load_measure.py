@@ -110,7 +110,7 @@ def test_our_figures_agree_with_perf_analyzers_own(server: Server, clients: int)
         [own.p50_us, own.p90_us, own.p95_us, own.p99_us], rel=0.03
     )
     theirs = [one for window in own.windows for one in (window.throughput_per_s, window.latency_us)]
-    windows = ours.windows(99)
+    windows = ours.windows()
     assert [one for w in windows for one in (w.throughput_per_s, w.latency_us)] == pytest.approx(
         theirs, rel=0.03
     )

@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 
 from triptych.bench.bottleneck import find_bottleneck
-from triptych.bench.measure import error_kind
-from triptych.bench.metrics_page import read_samples
-from triptych.bench.perf_output import BIN_GROWTH, Export, judge, read_export
+from triptych.bench.measure import error_kind, time_parts
+from triptych.bench.metrics_page import read_metrics
+from triptych.bench.perf_output import (
+    BIN_GROWTH,
+    Export,
+    check_stability,
+    histogram_of,
+    read_export,
+)
 from triptych.bench.points import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
 from triptych.bench.rates import CLOSE, holds, next_rate
-from triptych.bench.resources import Sample, Watch, model_of, summarise
-from triptych.bench.waterfall import waterfall
+from triptych.bench.resources import Snapshot, Watch, model_of, summarise
 from triptych.pipeline.slo import Slo
 
 PAGE = """
@@ -45,7 +50,7 @@ EXPORT = (
 
 
 def test_a_metrics_page_is_read_sample_by_sample() -> None:
-    assert read_samples(PAGE) == [
+    assert read_metrics(PAGE) == [
         ("nv_gpu_utilization", {"gpu_uuid": "GPU-1"}, 0.25),
         ("nv_inference_count", {"model": "a", "version": "1"}, 12.0),
         ("odd", {"quote": 'a"b\\n,c}', "empty": ""}, math.inf),
@@ -61,7 +66,7 @@ def test_an_export_gives_the_times_whatever_its_texts_are(tmp_path: Path) -> Non
     times = ((500000, 4000000, 9000000), (3000000, 6000000), (2000.0, 4000.0))
     assert export == Export(*times)
     assert export.seconds == 0.0085
-    assert [window.latency_us for window in export.windows(99)] == [2000.0, 4000.0]
+    assert [window.latency_us for window in export.windows()] == [2000.0, 4000.0]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,7 @@ def test_percentiles_and_histogram_hold_every_request() -> None:
 
     assert export.percentiles_us(50, 90, 99, 99.9) == [501, 901, 991, 1000]
     assert (export.throughput_per_s, export.mean_us) == (1001, 501)
-    histogram = export.histogram_us()
+    histogram = histogram_of(export.latencies_us)
     assert sum(histogram.values()) == 1001
     edges = list(histogram)
     assert edges == sorted(edges)
@@ -88,7 +93,7 @@ def test_percentiles_and_histogram_hold_every_request() -> None:
 
 def test_windows_without_an_answer_do_not_agree() -> None:
     export = Export((0, 10**9, 2 * 10**9), (5, 6), (1.0, 2.0))
-    is_stable, said = judge(export.windows(99), 99, 10)
+    is_stable, said = check_stability(export.windows())
     assert is_stable is False
     assert len(said) == 2
 
@@ -126,7 +131,7 @@ def test_the_parts_add_up_and_none_is_negative(
     client_us: float, server_us: float, core_us: float
 ) -> None:
     steps = [use("preprocess"), use("core", compute_infer_us=core_us), use("postprocess")]
-    parts = waterfall(client_us, server_us, steps)
+    parts = time_parts(client_us, server_us, steps)
 
     assert sum(part.us for part in parts) == pytest.approx(client_us)
     assert min(part.us for part in parts) >= 0
@@ -135,7 +140,7 @@ def test_the_parts_add_up_and_none_is_negative(
 
 def test_what_a_step_runs_on_after_its_answer_is_its_own() -> None:
     steps = [use("preprocess"), use("core", compute_infer_us=30000.0)]
-    parts = {(part.where, part.what): part.us for part in waterfall(20000, 31200, steps)}
+    parts = {(part.where, part.what): part.us for part in time_parts(20000, 31200, steps)}
     assert parts["preprocess", "compute"] == 1000
     assert parts["core", "compute"] == 20000 - 1000 - 100 - 100
 
@@ -254,10 +259,10 @@ def test_a_rate_holds_where_all_comes_back_in_time(
 def test_counters_are_read_off_at_the_ends_of_the_span() -> None:
     second = 10**9
     samples = [
-        Sample(0, {"tritonserver": 10.0}, (0.0, 0.0), memory_mib={"tritonserver": 50.0}),
-        Sample(2 * second, {"tritonserver": 11.0, "perf_analyzer": 0.5}, (2.0, 4.0)),
-        Sample(4 * second, {"tritonserver": 12.0, "perf_analyzer": 1.5}, (6.0, 8.0)),
-        Sample(6 * second, {"tritonserver": 12.0}, (6.0, 12.0)),
+        Snapshot(0, {"tritonserver": 10.0}, (0.0, 0.0), memory_mib={"tritonserver": 50.0}),
+        Snapshot(2 * second, {"tritonserver": 11.0, "perf_analyzer": 0.5}, (2.0, 4.0)),
+        Snapshot(4 * second, {"tritonserver": 12.0, "perf_analyzer": 1.5}, (6.0, 8.0)),
+        Snapshot(6 * second, {"tritonserver": 12.0}, (6.0, 12.0)),
     ]
     seen = summarise(samples, second, 5 * second, is_local=True)
 

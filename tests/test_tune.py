@@ -18,8 +18,8 @@ from triptych.cache import cache_root
 from triptych.pipeline.slo import Slo
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.tuned import TUNED_FILE, read_tuned
-from triptych.tune.arena import Setting, arena
 from triptych.tune.objective import Objective
+from triptych.tune.trial_servers import Setting, trial_servers
 from triptych.tune.tune import Tuning, tune_pipeline
 
 
@@ -67,16 +67,16 @@ def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
     told: list[str] = []
     objective = Objective(Slo(), 2)
     folder = home / "pipelines" / "tiny"
-    with arena(
+    with trial_servers(
         folder, home / "repository", objective, 0.6, lambda _stage, line: told.append(line)
     ) as found:
-        slot = found.best
+        slot = found.best_slot
         found.put(slot, Setting())
         pid = slot.target.pid
         found.put(slot, Setting({"serving.queue.max_delay_us": 700, "core.token_budget": 64}))
         found.put(slot, Setting({"core.max_batch_size": 16, "serving.instances.preprocess": 2}))
         assert slot.target.pid == pid
-        assert found.score(slot, None).score > 0
+        assert found.score(slot).score > 0
         steps = {use.step: use for use in slot.measure(2, 0.6).steps}
         assert (steps["preprocess"].instances, steps["core"].max_delay_us) == (2, 0)
         folders = list(home.glob(".tune-*"))

@@ -1,4 +1,4 @@
-"""Tuning's decisions, on made-up measurements: judge, objective, knobs and their sequence."""
+"""Tuning's decisions, on made-up measurements: scores, objective, fields and their sequence."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from triptych.errors import UserError
 from triptych.pipeline.slo import Slo
 from triptych.pipeline.spec import PipelineSpec
 from triptych.pipeline.tuned import TUNABLE
-from triptych.tune.arena import Setting
-from triptych.tune.journal import Journal
-from triptych.tune.judge import MOST_ROUNDS, gain, judge
-from triptych.tune.knobs import KNOBS, Evidence, Ladder, Skip
-from triptych.tune.objective import LADDER, LoadFailed, Objective, Scored
-from triptych.tune.search import Search
+from triptych.tune.fields import FIELDS, Evidence, Proposal, Skip
+from triptych.tune.objective import CLIENTS, LoadFailed, Objective, Scored
+from triptych.tune.score_comparison import MOST_ROUNDS, compare_scores, gain
+from triptych.tune.search import Search, TrialCache
+from triptych.tune.trial_servers import Setting
 
 
 def step(name: str, *, busy: float, batch: int = 4) -> StepUse:
@@ -50,18 +49,18 @@ def measurement(rate: float, p99_us: float = 1e3, **fields: Any) -> Measurement:
 
 
 def test_a_clear_gain_takes_two_rounds_and_a_clear_loss_one() -> None:
-    assert judge([(100, 80)]) == "worse"
-    assert judge([(100, 130)]) is None
-    assert judge([(100, 130), (90, 118)]) == "better"
-    assert judge([(100, 90), (100, 89), (100, 90)]) == "worse"
+    assert compare_scores([(100, 80)]) == "worse"
+    assert compare_scores([(100, 130)]) is None
+    assert compare_scores([(100, 130), (90, 118)]) == "better"
+    assert compare_scores([(100, 90), (100, 89), (100, 90)]) == "worse"
 
 
 def test_noise_gets_more_rounds_and_then_no_verdict() -> None:
     rounds = [(100.0, 108.0), (100.0, 95.0), (100.0, 106.0), (100.0, 97.0), (100.0, 103.0)]
-    assert [judge(rounds[:n]) for n in range(1, MOST_ROUNDS)] == [None] * (MOST_ROUNDS - 1)
-    assert judge(rounds) == "no difference"
+    assert [compare_scores(rounds[:n]) for n in range(1, MOST_ROUNDS)] == [None] * (MOST_ROUNDS - 1)
+    assert compare_scores(rounds) == "no difference"
     equal = [(100, 100.2), (100, 100.1), (100, 99.8), (100, 100.1), (100, 99.9)]
-    assert judge(equal) == "no difference"
+    assert compare_scores(equal) == "no difference"
 
 
 def test_two_equal_settings_are_seldom_taken_for_different() -> None:
@@ -72,7 +71,7 @@ def test_two_equal_settings_are_seldom_taken_for_different() -> None:
         verdict = None
         while verdict is None:
             rounds.append((100 * noise.gauss(1, 0.04), 100 * noise.gauss(1, 0.04)))
-            verdict = judge(rounds)
+            verdict = compare_scores(rounds)
         better += verdict == "better"
     assert better / 400 < 0.15
 
@@ -85,7 +84,7 @@ def test_a_gain_of_a_tenth_is_mostly_found_in_the_same_noise() -> None:
         verdict = None
         while verdict is None:
             rounds.append((100 * noise.gauss(1, 0.04), 110 * noise.gauss(1, 0.04)))
-            verdict = judge(rounds)
+            verdict = compare_scores(rounds)
         found += verdict == "better"
     assert found / 400 > 0.8
 
@@ -107,7 +106,7 @@ def curve(knee: float) -> Callable[[int], Measurement]:
     return at
 
 
-@pytest.mark.parametrize("start", [None, *LADDER[:6]])
+@pytest.mark.parametrize("start", [None, *CLIENTS[:6]])
 def test_the_latency_score_is_the_same_wherever_it_begins(start: int | None) -> None:
     objective = Objective(Slo(p99_ms=15.0), clients=32)
     scored = objective.score(curve(4), start)
@@ -167,23 +166,23 @@ def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> E
     return Evidence(plan, one or measurement(100.0), cores, None)
 
 
-def found_for(key: str, given: Evidence) -> Ladder | Skip:
-    return next(found for knob in KNOBS if (found := knob(given)).key == key)
+def found_for(key: str, given: Evidence) -> Proposal | Skip:
+    return next(found for propose in FIELDS if (found := propose(given)).key == key)
 
 
-def test_every_knob_turns_a_tunable_field() -> None:
-    keys = [knob(evidence()).key for knob in KNOBS]
+def test_every_field_that_is_tried_is_tunable() -> None:
+    keys = [propose(evidence()).key for propose in FIELDS]
     assert set(keys) <= set(TUNABLE)
-    assert len(set(keys)) == len(KNOBS)
+    assert len(set(keys)) == len(FIELDS)
     assert keys[0] == "serving.queue.max_delay_us"
 
 
 def test_idle_steps_get_no_more_instances_and_busy_ones_do() -> None:
     assert isinstance(found_for("serving.instances.preprocess", evidence()), Skip)
-    ladder = found_for("serving.instances.core", evidence())
-    assert isinstance(ladder, Ladder)
-    assert ladder.values[0] == 2
-    assert "100%" in ladder.reason
+    proposal = found_for("serving.instances.core", evidence())
+    assert isinstance(proposal, Proposal)
+    assert proposal.values[0] == 2
+    assert "100%" in proposal.reason
 
 
 def test_no_delay_where_batches_fill_by_themselves_nor_beyond_the_promise() -> None:
@@ -192,7 +191,7 @@ def test_no_delay_where_batches_fill_by_themselves_nor_beyond_the_promise() -> N
     tight = replace(evidence(), limit_us=4e3)
     assert isinstance(found_for("serving.queue.max_delay_us", tight), Skip)
     loose = found_for("serving.queue.max_delay_us", replace(evidence(), limit_us=50e3))
-    assert isinstance(loose, Ladder)
+    assert isinstance(loose, Proposal)
     assert loose.values == (1000, 4000)
 
 
@@ -200,20 +199,20 @@ def test_the_batch_limit_is_raised_only_where_batches_reach_it() -> None:
     assert isinstance(found_for("core.max_batch_size", evidence()), Skip)
     full = measurement(1.0, steps=(step("core", busy=1.0, batch=30),))
     found = found_for("core.max_batch_size", evidence(full))
-    assert isinstance(found, Ladder)
+    assert isinstance(found, Proposal)
     assert found.values == (64, 128)
 
 
 def test_fields_of_the_cpu_are_left_alone_on_a_gpu() -> None:
     for key in ("core.token_budget", "core.threads"):
         assert isinstance(found_for(key, evidence(device="gpu")), Skip)
-        assert isinstance(found_for(key, evidence(cores=4)), Ladder)
+        assert isinstance(found_for(key, evidence(cores=4)), Proposal)
 
 
 def test_the_other_layout_is_tried_unless_a_build_fell_back_to_this_one() -> None:
     for named in ("packed", "auto"):
         found = found_for("core.layout", evidence(layout=named))
-        assert isinstance(found, Ladder)
+        assert isinstance(found, Proposal)
         assert found.values == ("bucketed",)
     fallen = evidence()
     fallen.plan.layout = "bucketed"  # type: ignore[misc]  # a namespace, not a frozen plan
@@ -265,12 +264,16 @@ class Surface:
 
 
 def searched(
-    contest: Surface, journal: Journal, *, known: Setting | None = None, deadline: float = 1e9
+    contest: Surface,
+    cache: TrialCache,
+    *,
+    known: Setting | None = None,
+    deadline: float = 1e9,
 ) -> Search:
     told: list[str] = []
     search = Search(
         contest,
-        journal,
+        cache,
         deadline=deadline,
         cores=2,
         limit_us=None,
@@ -292,13 +295,13 @@ def good(overrides: Mapping[str, Any]) -> float:
 
 
 @pytest.fixture
-def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialCache:
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
-    return Journal({"test": 1})
+    return TrialCache({"test": 1})
 
 
-def test_the_best_of_a_plain_surface_is_found_in_few_trials(journal: Journal) -> None:
-    search = searched(Surface(good), journal)
+def test_the_best_of_a_plain_surface_is_found_in_few_trials(cache: TrialCache) -> None:
+    search = searched(Surface(good), cache)
     assert dict(search.best.overrides) == {
         "serving.queue.max_delay_us": 4000,
         "serving.instances.core": 2,
@@ -310,46 +313,46 @@ def test_the_best_of_a_plain_surface_is_found_in_few_trials(journal: Journal) ->
     assert [trial.number for trial in search.trials] == list(range(1, len(search.trials) + 1))
 
 
-def test_a_flat_surface_leaves_everything_as_it_was(journal: Journal) -> None:
-    search = searched(Surface(lambda _overrides: 100.0), journal)
+def test_a_flat_surface_leaves_everything_as_it_was(cache: TrialCache) -> None:
+    search = searched(Surface(lambda _overrides: 100.0), cache)
     assert search.best == Setting()
     assert {trial.verdict for trial in search.trials} <= {"no difference", "failed", "worse"}
 
 
-def test_what_cannot_be_served_fails_alone(journal: Journal) -> None:
+def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
     def score(overrides: Mapping[str, Any]) -> float:
         return 100.0 if overrides.get("serving.instances.core", 1) == 1 else 50.0
 
-    search = searched(Surface(score), journal)
+    search = searched(Surface(score), cache)
     (failed,) = [trial for trial in search.trials if trial.verdict == "failed"]
     assert failed.change == {"core.threads": 2}
     assert "must be something else" in failed.says
     assert (failed.score, failed.points) == (None, ())
 
 
-def test_an_interrupted_search_goes_on_where_it_was(journal: Journal) -> None:
+def test_an_interrupted_search_goes_on_where_it_was(cache: TrialCache) -> None:
     first = Surface(good)
-    whole = searched(first, journal)
+    whole = searched(first, cache)
     second = Surface(good)
-    again = searched(second, journal)
+    again = searched(second, cache)
     assert again.trials == whole.trials
     assert again.best == whole.best
     assert (first.rounds > 0, second.rounds) == (True, 0)
-    journal.close()
+    cache.clear()
     third = Surface(good)
-    searched(third, journal)
+    searched(third, cache)
     assert third.rounds == first.rounds
 
 
-def test_time_that_is_up_ends_the_search_and_keeps_the_best(journal: Journal) -> None:
-    search = searched(Surface(good), journal, deadline=-1.0)
+def test_time_that_is_up_ends_the_search_and_keeps_the_best(cache: TrialCache) -> None:
+    search = searched(Surface(good), cache, deadline=-1.0)
     assert search.trials == []
     assert search.stopped == "the time was up"
 
 
-def test_what_was_tuned_before_is_the_first_trial(journal: Journal) -> None:
+def test_what_was_tuned_before_is_the_first_trial(cache: TrialCache) -> None:
     known = Setting({"serving.queue.max_delay_us": 4000, "core.token_budget": 256})
-    search = searched(Surface(good), journal, known=known)
+    search = searched(Surface(good), cache, known=known)
     assert search.trials[0].change == dict(known.overrides)
     assert search.trials[0].verdict == "better"
     assert good(search.best.overrides) == pytest.approx(172.8)

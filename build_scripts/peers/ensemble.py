@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from peers.measurement import Measurement
-from triptych.bench import perf_analyzer
+from peers.measurement import Measurement, closed_loop
 from triptych.server.server import Server
 
 _ANSWER_TIMEOUT_S = 120.0
@@ -39,13 +38,8 @@ class Ensemble:
         self._server = Server(self.repository).__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._server.__exit__(*error)
 
     @property
     def pid(self) -> int:
@@ -76,12 +70,6 @@ class Ensemble:
 
     def load(self, texts: Sequence[str], *, clients: int, seconds: float) -> Measurement:
         """Closed loop with `clients`, after a short warm-up."""
-        result = perf_analyzer.run(
-            self.grpc_url,
-            self.model,
-            texts,
-            concurrency=clients,
-            window_s=seconds / 3,
-            warmup_requests=2 * clients + 20,
+        return closed_loop(
+            self.name, self.grpc_url, self.model, texts, clients=clients, seconds=seconds
         )
-        return Measurement.of(self.name, result)

@@ -30,10 +30,10 @@ from triptych.pipeline.slo import Slo, parse_slo
 from triptych.pipeline.spec import SPEC_FILE
 from triptych.pipeline.tuned import TUNED_FILE
 from triptych.pipeline.yaml_text import parse_yaml
-from triptych.tune.arena import Arena, Setting, Slot, arena
-from triptych.tune.judge import describe
 from triptych.tune.objective import LoadFailed, Objective
 from triptych.tune.results import TuneResult
+from triptych.tune.score_comparison import describe
+from triptych.tune.trial_servers import Setting, Slot, trial_servers
 from triptych.tune.tune import Tuning, tune_pipeline
 
 PACKED: Mapping[str, Sequence[Any]] = {
@@ -183,11 +183,11 @@ def _grid(
 ) -> list[Cell]:
     cells = [Cell(setting) for setting in _settings(few=options.few)]
     any_objective = next(iter(objectives.values()))
-    with arena(folder, REPOSITORY, any_objective, options.seconds, _say) as found:
+    with trial_servers(folder, REPOSITORY, any_objective, options.seconds, _say) as servers:
         for number, cell in enumerate(cells, start=1):
             try:
-                found.put(found.best, cell.setting)
-                _score(cell, found, objectives, options.seconds)
+                servers.put(servers.best_slot, cell.setting)
+                _score(cell, servers.best_slot, objectives, options.seconds)
             except (UserError, LoadFailed) as error:
                 cell.error = str(error)
             scores = ", ".join(f"{name} {score:.0f}/s" for name, score in cell.scores.items())
@@ -195,12 +195,12 @@ def _grid(
     return cells
 
 
-def _score(cell: Cell, arena: Arena, objectives: Mapping[str, Objective], seconds: float) -> None:
+def _score(cell: Cell, slot: Slot, objectives: Mapping[str, Objective], seconds: float) -> None:
     known: dict[int, Measurement] = {}
 
     def measure_at(clients: int) -> Measurement:
         if clients not in known:
-            known[clients] = arena.best.measure(clients, seconds)
+            known[clients] = slot.measure(clients, seconds)
         return known[clients]
 
     for name, objective in objectives.items():

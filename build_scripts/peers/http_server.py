@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import hashlib
 import http.client
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,16 +14,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from peers.measurement import Measurement
+from peers.measurement import Measurement, closed_loop
 from peers.model import CACHE
-from triptych.bench.perf_binary import find_perf_analyzer
+from triptych.bench.child_process import ChildProcess
 from triptych.server.ports import claim_ports
 
 HOST = "127.0.0.1"
@@ -99,16 +93,13 @@ class HttpServer(ABC):
         programs = install(self.package)
         self._port = claim_ports(HOST, {"port": 0})["port"]
         self._scratch = tempfile.TemporaryDirectory(prefix="triptych-peers-")
-        self._log = tempfile.TemporaryFile()
-        scratch = Path(self._scratch.name)
-        self._process = subprocess.Popen(
+        scratch, log = Path(self._scratch.name, "work"), Path(self._scratch.name, "log.txt")
+        scratch.mkdir()
+        self._process = ChildProcess(
             self.command(programs, scratch, self._port),
-            cwd=scratch,
-            env={**os.environ, **_OFFLINE, **self.variables},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            log,
+            folder=scratch,
+            variables={**_OFFLINE, **self.variables},
         )
         try:
             self._wait_ready()
@@ -117,12 +108,7 @@ class HttpServer(ABC):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -138,45 +124,15 @@ class HttpServer(ABC):
             return np.array(list(pool.map(ask, texts)), np.float32)
 
     def load(self, texts: Sequence[str], *, clients: int, seconds: float) -> Measurement:
-        """Closed loop with `clients`, after a short warm-up: perf_analyzer as for Triton.
-
-        Of its kinds of service, OpenAI's is the one that posts any JSON to any path.
-        """
-        analyzer = find_perf_analyzer()
-        with tempfile.TemporaryDirectory(prefix="triptych-peers-") as name:
-            data, report = Path(name) / "requests.json", Path(name) / "report.csv"
-            rows = [{"payload": [self.body(text)]} for text in texts]
-            data.write_text(json.dumps({"data": rows}), encoding="ascii")
-            command = [str(analyzer.binary.resolve()), "--service-kind=openai", "-m", MODEL]
-            command += [f"--endpoint={self.endpoint}", "-u", f"{HOST}:{self._port}"]
-            command += ["--async", "-v", f"--input-data={data}", f"--concurrency-range={clients}"]
-            command += ["--percentile=99", "--stability-percentage=1e6"]
-            command += [f"--max-threads={max(1, (os.cpu_count() or 2) // 2)}"]
-            for measure in (
-                [f"--request-count={2 * clients + 20}"],
-                [f"--measurement-interval={round(seconds * 1000 / 3)}", "-f", str(report)],
-            ):
-                done = subprocess.run(
-                    [*command, *measure],
-                    env={**analyzer.environment(), **_OFFLINE},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    timeout=60 + 20 * seconds,
-                    check=False,
-                )
-                if done.returncode != 0:
-                    raise RuntimeError(f"perf_analyzer failed:\n{done.stdout}")
-            row = next(csv.DictReader(report.read_text(encoding="utf-8").splitlines()))
-        counted = re.search(r"Request count: (\d+)", done.stdout)
-        return Measurement(
-            contender=self.name,
+        """Closed loop with `clients`, after a short warm-up: perf_analyzer as for Triton."""
+        return closed_loop(
+            self.name,
+            f"{HOST}:{self._port}",
+            MODEL,
+            [json.dumps(self.body(text)) for text in texts],
             clients=clients,
-            throughput_per_s=float(row["Inferences/Second"]),
-            p50_ms=float(row["p50 latency"]) / 1e3,
-            p99_ms=float(row["p99 latency"]) / 1e3,
-            notes={"requests": int(counted[1]) if counted else 0},
+            seconds=seconds,
+            http_path=self.endpoint,
         )
 
     def _request(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
@@ -190,25 +146,16 @@ class HttpServer(ABC):
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_S
-        while time.monotonic() < deadline and self._process.poll() is None:
+        while time.monotonic() < deadline and not self._process.has_ended:
             try:
                 if self._request("GET", self.health)[0] == http.client.OK:
                     return
             except OSError:
                 pass
             time.sleep(0.2)
-        self._log.seek(0)
-        raise RuntimeError(f"{self.name} did not start:\n{self._log.read().decode()[-3000:]}")
+        said = self._process.log.read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"{self.name} did not start:\n{said[-3000:]}")
 
     def _stop(self) -> None:
-        """End the server, then whatever of its group it leaves behind."""
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._log.close()
+        self._process.end(_STOP_TIMEOUT_S)
         self._scratch.cleanup()

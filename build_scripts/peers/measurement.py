@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from triptych.bench.perf_analyzer import LoadResult
+from triptych.bench import perf_analyzer
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,35 @@ class Measurement:
     p99_ms: float
     notes: dict[str, object] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, contender: str, result: LoadResult) -> Measurement:
-        """From a closed loop of perf_analyzer."""
-        return cls(
-            contender=contender,
-            clients=result.concurrency or 0,
-            throughput_per_s=result.throughput_per_s,
-            p50_ms=result.p50_us / 1e3,
-            p99_ms=result.p99_us / 1e3,
-            notes={
-                "requests": result.requests,
-                "is_stable": result.is_stable,
-                "mean_batch": {step.model: round(step.mean_batch, 2) for step in result.steps},
-            },
-        )
+
+def closed_loop(
+    contender: str,
+    url: str,
+    model: str,
+    requests: Sequence[str],
+    *,
+    clients: int,
+    seconds: float,
+    http_path: str | None = None,
+) -> Measurement:
+    """perf_analyzer with so many `clients`, after a short warm-up; see `perf_analyzer.run`."""
+    result = perf_analyzer.run(
+        url,
+        model,
+        requests,
+        concurrency=clients,
+        window_s=seconds / 3,
+        warmup_requests=2 * clients + 20,
+        http_path=http_path,
+    )
+    return Measurement(
+        contender=contender,
+        clients=clients,
+        throughput_per_s=result.throughput_per_s,
+        p50_ms=result.p50_us / 1e3,
+        p99_ms=result.p99_us / 1e3,
+        notes={"requests": result.requests, "is_stable": result.is_stable},
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import threading
 import time
@@ -15,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import linear_regression, median
+
+import psutil
 
 from peers.ensemble import Ensemble
 from peers.model import CACHE, PIPELINE, build
@@ -120,15 +121,13 @@ def _sample(server: int) -> dict[str, float]:
     for process in process_tree(server):
         try:
             name = process_name(process, server)
-            status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-            maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8")
-        except OSError:  # ended between the listing and the reading
+            memory = process.memory_info()
+            mapped = [one.path for one in process.memory_maps(grouped=False)]
+        except psutil.Error:  # ended between the listing and the reading
             continue
-        for label, key in (("resident", "VmRSS"), ("private", "RssAnon")):
-            kib = re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)
-            if kib:
-                found[f"{name} {label}"] = int(kib[1]) * 1024.0
-        regions |= set(re.findall(rf"({_SHARED_MEMORY}/\S+)", maps))
+        found[f"{name} resident"] = float(memory.rss)
+        found[f"{name} private"] = float(memory.rss - memory.shared)
+        regions |= {path for path in mapped if path.startswith(f"{_SHARED_MEMORY}/")}
     paths = [Path(region) for region in regions]
     found[_SHARED_MEMORY] = sum(path.stat().st_blocks * 512.0 for path in paths if path.exists())
     return found

@@ -1,1 +1,1 @@
-"""Load and its measurement."""
+"""Offers load and measures it: rates, latencies, bottleneck, cost; it never changes a pipeline."""

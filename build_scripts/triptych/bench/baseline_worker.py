@@ -1,9 +1,8 @@
 """One baseline in a process of its own: ``python -m triptych.bench.baseline_worker WORK NAME``.
 
-JSON lines: it says ``{"ready": true}`` once it is warm. To ``{"measure": SECONDS}`` it answers with
-``seconds``, ``cpu_seconds``, ``memory_mib`` (the most it ever held) and ``calls``: of each the
-latency in microseconds and the requests. Instead of an answer there may be ``{"failed": REASON}``.
-It ends with its standard input, at once.
+A line of JSON each way. It sends an empty `WorkerReply` once it is warm; to a number of seconds it
+replies with what it measured, and whatever goes wrong it tells instead, before it ends. It also
+ends with its standard input, at once.
 """
 
 from __future__ import annotations
@@ -16,21 +15,35 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any, TextIO
 
-from triptych.bench.baseline_work import read_work
-from triptych.bench.calls import open_call, plan_calls
+from triptych.bench.baseline_calls import Call, Request, open_call, plan_calls, read_work
 
 WARM_UP_CALLS = 12
 LONGEST_REASON = 300
 
 
+@dataclass(frozen=True)
+class WorkerReply:
+    failed: str = ""  # why there is nothing else
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    memory_mib: float = 0.0  # the most it ever held
+    calls: list[tuple[float, int]] = field(default_factory=list)
+    """Latency in microseconds and requests of each call."""
+
+
 def main(work_file: Path, name: str) -> None:
     """Load, warm up, then measure whenever asked to."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no reply
+
+    def send(reply: WorkerReply) -> None:
+        print(json.dumps(asdict(reply)), file=replies, flush=True)
+
     orders = _orders()
     try:
         work = read_work(work_file)
@@ -39,17 +52,17 @@ def main(work_file: Path, name: str) -> None:
         ranked = sorted(planned, key=lambda requests: len(str(requests)))
         for requests in ranked[:: -(-len(ranked) // WARM_UP_CALLS)] + ranked[-1:]:
             call(requests)
-        _say(answers, {"ready": True})
+        send(WorkerReply())
         turns = cycle(planned)
         while True:
-            _say(answers, _measure(call, turns, orders.get()["measure"]))
+            send(_measure(call, turns, orders.get()))
     except BaseException as error:  # whatever it is, the parent tells it
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        _say(answers, {"failed": reason[:LONGEST_REASON]})
+        send(WorkerReply(failed=reason[:LONGEST_REASON]))
         raise
 
 
-def _measure(call: Any, turns: Any, seconds: float) -> dict[str, object]:
+def _measure(call: Call, turns: Iterator[Sequence[Request]], seconds: float) -> WorkerReply:
     """Calls, one after the other, until `seconds` are over; at least one."""
     calls: list[tuple[float, int]] = []
     cpu = time.process_time()
@@ -59,17 +72,14 @@ def _measure(call: Any, turns: Any, seconds: float) -> dict[str, object]:
         call(requests)
         end = time.perf_counter()
         calls.append(((end - began) * 1e6, len(requests)))
-    return {
-        "seconds": end - start,
-        "cpu_seconds": time.process_time() - cpu,
-        "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "calls": calls,
-    }
+    cpu_seconds = time.process_time() - cpu
+    memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return WorkerReply("", end - start, cpu_seconds, memory_mib, calls)
 
 
-def _orders() -> queue.SimpleQueue[dict[str, Any]]:
+def _orders() -> queue.SimpleQueue[float]:
     """What the parent asks for. When it is gone, so are this process and all that it started."""
-    orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     def listen() -> None:
         for line in sys.stdin:
@@ -78,10 +88,6 @@ def _orders() -> queue.SimpleQueue[dict[str, Any]]:
 
     threading.Thread(target=listen, daemon=True).start()
     return orders
-
-
-def _say(answers: TextIO, answer: dict[str, object]) -> None:
-    print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,20 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
+import psutil
+from pydantic import JsonValue
+
+from triptych.bench.baselines import ALL, Baselines
 from triptych.bench.bottleneck import find_bottleneck
-from triptych.bench.contenders import Baselines
 from triptych.bench.cost import cost_of
 from triptych.bench.measure import Target, measure
+from triptych.bench.perf_analyzer import Distribution
 from triptych.bench.points import (
     BenchResult,
-    Bottleneck,
     Cost,
     Load,
     Measurement,
@@ -31,7 +34,7 @@ from triptych.errors import Progress, UserError
 from triptych.pipeline.slo import Slo
 from triptych.repository.lock import find_lock
 from triptych.requests.inputs import PipelineInputs
-from triptych.server.endpoint import Endpoint, served
+from triptych.server.endpoint import served
 from triptych.server.processor import processor
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32)
@@ -43,17 +46,9 @@ WARM_UP_REQUESTS = 100
 
 @dataclass(frozen=True)
 class Price:
-    """What `cost_of` wants to know.
+    """What `cost_of` wants to know; see there."""
 
-    Attributes:
-        per_hour: of one device.
-        currency: a word to print.
-        daily_requests: volume to find the monthly cost of.
-        peak_per_s: rate to find the number of machines for.
-        headroom: share of a machine's rate that is kept free.
-    """
-
-    per_hour: float
+    price_per_hour: float
     currency: str = "USD"
     daily_requests: float | None = None
     peak_per_s: float | None = None
@@ -61,16 +56,7 @@ class Price:
 
     def cost(self, rate_per_s: float) -> Cost | None:
         """At the rate that a device sustains; None where it sustains none."""
-        if rate_per_s <= 0:
-            return None
-        return cost_of(
-            rate_per_s,
-            price_per_hour=self.per_hour,
-            currency=self.currency,
-            daily_requests=self.daily_requests,
-            peak_per_s=self.peak_per_s,
-            headroom=self.headroom,
-        )
+        return cost_of(rate_per_s, **vars(self)) if rate_per_s > 0 else None
 
 
 def price_of(
@@ -103,24 +89,16 @@ def price_of(
 class Bench:
     """What to measure.
 
-    Attributes:
-        loads: each is measured once a round.
-        rounds: all loads and baselines in turns, so that what drifts hits all alike.
-        seconds: of each measurement.
-        budget_s: no round is begun that would end later; the first one always is run.
-        slo: what the pipeline is held to.
-        find_rate: search the highest Poisson rate that holds the latencies of `slo`, too.
-        baselines: measure what one would have instead, too.
-        price: to tell the cost.
+    Each load and baseline is measured once a round, in turns, so that what drifts hits all alike.
     """
 
     loads: tuple[Load, ...] = tuple(Load("concurrency", clients) for clients in CONCURRENCY)
     rounds: int = 3
-    seconds: float = 3.0
-    budget_s: float = 600.0
+    seconds: float = 3.0  # of each measurement
+    budget_s: float = 600.0  # no round is begun that would end later; the first one always is run
     slo: Slo = field(default_factory=Slo)
-    find_rate: bool = False
-    baselines: bool = False
+    find_rate: bool = False  # search the highest Poisson rate that holds the latencies of `slo` too
+    baselines: bool = False  # measure what one would have instead, too
     price: Price | None = None
 
 
@@ -152,13 +130,11 @@ def bench_pipeline(
         endpoint = stack.enter_context(
             served(repository, name, url, progress, metrics_url=metrics_url)
         )
-        baselines = None
-        if bench.baselines:
-            core = repository / prepared.plan.step("core") / "1" / "model.onnx"
-            baselines = stack.enter_context(Baselines(prepared, core, progress=progress))
-        target = target_of(endpoint, name)
+        core = repository / prepared.plan.step("core") / "1" / "model.onnx"
+        names = ALL if bench.baselines else ()
+        baselines = stack.enter_context(Baselines(prepared, core, names=names, progress=progress))
+        target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
         points, others = _points(prepared, target, bench, baselines, progress)
-        failed = dict(baselines.not_runnable) if baselines is not None else {}
         rate = None
         if bench.find_rate and bench.slo.limits_us:
             rate = highest_rate(
@@ -177,20 +153,15 @@ def bench_pipeline(
         slo=bench.slo,
         rate=rate,
         cost=bench.price.cost(sustained(points, bench.slo, rate)) if bench.price else None,
-        not_runnable=failed,
+        not_runnable=dict(baselines.not_runnable),
     )
-
-
-def target_of(endpoint: Endpoint, pipeline: str) -> Target:
-    """A served pipeline as a load generator sees it."""
-    return Target(endpoint.grpc_url, pipeline, endpoint.metrics_url, endpoint.pid)
 
 
 def sustained(points: Sequence[Point], slo: Slo, rate: RateSearch | None) -> float:
     """Requests a second that one server sustains with its latencies as promised; 0 for none."""
     if rate is not None:
         return rate.highest_per_s
-    latencies = Slo(**{**slo.model_dump(), "throughput": None})
+    latencies = slo.model_copy(update={"throughput": None})
     return max((p.median("throughput_per_s") for p in points if p.meets(latencies)), default=0.0)
 
 
@@ -198,13 +169,12 @@ def _points(
     prepared: PipelineInputs,
     target: Target,
     bench: Bench,
-    baselines: Baselines | None,
+    baselines: Baselines,
     progress: Progress,
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     """The pipeline's points and the baselines', every one measured once a round."""
     turns: list[tuple[str, Load]] = [(target.pipeline, load) for load in bench.loads]
-    if baselines is not None:
-        turns += [(name, baselines.load_of(name)) for name in baselines.names]
+    turns += [(name, baselines.load_of(name)) for name in baselines.names]
     found: dict[tuple[str, Load], list[Measurement]] = {turn: [] for turn in turns}
     for number, order in _rounds(turns, bench):
         for contender, load in order:
@@ -213,23 +183,26 @@ def _points(
                 one = measure(
                     target, prepared.traffic, load, seconds=bench.seconds, warmup_requests=warm
                 )
-            elif baselines is None or contender not in baselines.names:
-                continue
-            else:
+            elif contender in baselines.names:
                 try:
                     one = baselines.measure(contender, bench.seconds)
                 except UserError as error:  # it ended, and is among those that do not run
                     progress("baseline", str(error))
                     continue
+            else:
+                continue
             found[contender, load].append(one)
-            progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {line(one)}")
+            progress("load", f"round {number}/{bench.rounds}: {contender}, {load}: {one}")
     points = [
         Point(contender, load, tuple(rounds))
         for (contender, load), rounds in found.items()
         if rounds
     ]
-    own = tuple(with_bottleneck(point) for point in points if point.contender == target.pipeline)
-    return own, tuple(point for point in points if point.contender != target.pipeline)
+    own = (point for point in points if point.contender == target.pipeline)
+    others = (point for point in points if point.contender != target.pipeline)
+    return tuple(
+        replace(point, bottleneck=find_bottleneck(point.typical, point.load)) for point in own
+    ), tuple(others)
 
 
 def _rounds(
@@ -245,30 +218,12 @@ def _rounds(
         yield index + 1, [*turns[shift:], *turns[:shift]]
 
 
-def with_bottleneck(point: Point) -> Point:
-    """The point with the name of what holds it."""
-    return Point(point.contender, point.load, point.rounds, bottleneck_of(point))
-
-
-def bottleneck_of(point: Point) -> Bottleneck:
-    """What holds a served pipeline at this load, by its typical round."""
-    return find_bottleneck(point.typical, point.load)
-
-
-def line(one: Measurement) -> str:
-    """A measurement in a few words."""
-    if one.errors:
-        return "; ".join(f"{count} x {kind}" for kind, count in one.errors.items())
-    middle, tail = one.p50_us / 1e3, one.p99_us / 1e3
-    return f"{one.throughput_per_s:.0f}/s, p50 {middle:.1f} ms, p99 {tail:.1f} ms"
-
-
 def subject_of(
     prepared: PipelineInputs,
     repository: Path,
     *,
     server: str,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, JsonValue] | None = None,
 ) -> Subject:
     """What is measured, and on what.
 
@@ -299,8 +254,7 @@ def subject_of(
 
 
 def machine() -> dict[str, str]:
-    """This machine, in words."""
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory_gib = psutil.virtual_memory().total / 2**30
     return {
         "processor": processor() or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -321,13 +275,16 @@ def parse_loads(
         raise UserError(
             "load", "must be above 0", given=[*concurrency, *rates], remedy="Give other numbers"
         )
-    kinds: dict[str, Any] = {"poisson": "poisson", "constant": "constant", "burst": "burst"}
-    if arrivals not in kinds:
+    kind = next((kind for kind in get_args(Distribution) if kind == arrivals), None)
+    if kind is None:
         raise UserError(
-            "--arrivals", f"must be one of {', '.join(kinds)}", given=arrivals, remedy="Name one"
+            "--arrivals",
+            f"must be one of {', '.join(get_args(Distribution))}",
+            given=arrivals,
+            remedy="Name one",
         )
     if burst < 1:
         raise UserError("--burst", "must be at least 1", given=burst)
     size = burst if arrivals == "burst" else 1
     closed = [Load("concurrency", float(clients)) for clients in concurrency]
-    return (*closed, *(Load(kinds[arrivals], rate, size) for rate in rates))
+    return (*closed, *(Load(kind, rate, size) for rate in rates))

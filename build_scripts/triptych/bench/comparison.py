@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import JsonValue
 
-from triptych.bench.points import BenchResult, Cost, Load, Measurement, Point, from_json, to_json
-from triptych.errors import UserError
-from triptych.formatting import rounded, signed_percent
+from triptych.bench.points import (
+    BenchResult,
+    Load,
+    Measurement,
+    Point,
+    StepUse,
+    read_result,
+    to_json,
+)
 
 Weight = Literal[
     "better", "worse", "changed", "within noise", "same", "one round: cannot tell", "cannot tell"
@@ -24,29 +29,18 @@ _SUBJECT = ("pipeline", "task", "architecture", "precision", "layout", "server",
 
 @dataclass(frozen=True)
 class Change:
-    """One figure before and after.
+    """One figure before and after: medians of the rounds.
 
-    Attributes:
-        name: with its unit, as ``p99 ms``.
-        before: median of the rounds; so is `after`.
-        after: see `before`.
-        relative: share of `before` it grew by; None where that is 0.
-        weight: ``better`` and ``worse`` (``changed`` where neither is) only where all rounds of
-            one are beyond all of the other, by more than either's rounds are apart.
-        of_step: a figure of a step, as the server counts, not of the client.
+    The weight is ``better`` or ``worse`` (``changed`` where neither is) only where all rounds of
+    one are beyond all of the other, by more than either's rounds are apart.
     """
 
-    name: str
+    name: str  # with its unit, as `p99 ms`
     before: float
     after: float
-    relative: float | None
+    relative: float | None  # share of `before` it grew by; None where that is 0
     weight: Weight
-    of_step: bool = False
-
-    def __str__(self) -> str:
-        """``p99 ms: 41.2 -> 30.1, -27 %, better``."""
-        grown = "" if self.relative is None else f", {signed_percent(self.relative)}"
-        return f"{self.name}: {rounded(self.before)} -> {rounded(self.after)}{grown}, {self.weight}"
+    of_step: bool = False  # a figure of a step, as the server counts, not of the client
 
 
 @dataclass(frozen=True)
@@ -60,45 +54,18 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two results side by side.
-
-    Attributes:
-        before: pipeline and time of the first; `after` of the second.
-        after: see `before`.
-        pairs: what both measured, in the order of the second.
-        totals: highest rate and cost, where both have them for the same promise or price.
-        only_before: contenders at loads that only the first measured; `only_after` the second.
-        only_after: see `only_before`.
-        differences: what differs between the subjects, each before and after.
-        warnings: why figures may differ for another reason than the pipeline.
-    """
-
-    before: str
+    before: str  # pipeline and time of the first
     after: str
-    pairs: tuple[Pair, ...]
+    pairs: tuple[Pair, ...]  # what both measured, in the order of the second
     totals: tuple[Change, ...]
-    only_before: tuple[str, ...]
+    """Highest rate and cost, where both have them for the same promise or price."""
+    only_before: tuple[str, ...]  # contenders at loads that only the first measured
     only_after: tuple[str, ...]
-    differences: dict[str, tuple[str, str]]
-    warnings: tuple[str, ...]
+    differences: dict[str, tuple[str, str]]  # between the subjects, each before and after
+    warnings: tuple[str, ...]  # why figures may differ for another reason than the pipeline
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for ``--json``."""
-        plain: dict[str, Any] = to_json(self)
-        return plain
-
-    def lines(self) -> list[str]:
-        """All of it, to print."""
-        found = [f"before: {self.before}", f"after: {self.after}"]
-        found += [f"warning: {warning}" for warning in self.warnings]
-        found += [f"{name}: {a} -> {b}" for name, (a, b) in self.differences.items()]
-        for pair in self.pairs:
-            found.append(f"{pair.contender}, {pair.load}")
-            found += [f"  {change}" for change in pair.changes]
-        found += [str(change) for change in self.totals]
-        found += [f"only before: {name}" for name in self.only_before]
-        found += [f"only after: {name}" for name in self.only_after]
-        return found
+    def as_dict(self) -> JsonValue:
+        return to_json(self)
 
 
 def read_bench(path: Path) -> BenchResult:
@@ -107,21 +74,7 @@ def read_bench(path: Path) -> BenchResult:
     Raises:
         UserError: there is none, or it is of another form.
     """
-    file = path / "bench.json" if path.is_dir() else path
-    remedy = "Give a bench.json that `triptych bench` wrote"
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        return from_json(BenchResult, document)
-    except OSError as error:
-        given = error.strerror or error
-        raise UserError(str(file), "must be a file to read", given=given, remedy=remedy) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the document"
-        given = f"{where}: {first['msg']}"
-        raise UserError(str(file), "must be a bench result", given=given, remedy=remedy) from error
-    except ValueError as error:  # of the text: no UTF-8, no JSON
-        raise UserError(str(file), "must be JSON", given=error, remedy=remedy) from error
+    return read_result(BenchResult, path / "bench.json" if path.is_dir() else path, "bench")
 
 
 def compare(before: BenchResult, after: BenchResult) -> Comparison:
@@ -162,34 +115,28 @@ def _changes(before: Point, after: Point) -> tuple[Change, ...]:
         ("p50 ms", lambda one: one.p50_us / 1e3, "lower"),
         ("p99 ms", lambda one: one.p99_us / 1e3, "lower"),
     ]
+    if before.errors or after.errors:
+        figures.append(("errors %", _failed, "lower"))
     found = [
         _change(name, [read(one) for one in before.rounds], [read(one) for one in after.rounds], up)
         for name, read, up in figures
     ]
-    if before.errors or after.errors:
-        old, new = ([_failed(one) for one in point.rounds] for point in (before, after))
-        found.append(_change("errors %", old, new, "lower"))
-    ours, theirs = _steps(before), _steps(after)
-    for step in ours:
-        if step in theirs:
-            for name, up in _STEP_FIGURES.items():
-                change = _change(f"{step} {name}", ours[step][name], theirs[step][name], up)
-                found.append(replace(change, of_step=True))
+    for step in dict.fromkeys(use.step for one in before.rounds for use in one.steps):
+        ours, theirs = (
+            [use for one in point.rounds for use in one.steps if use.step == step]
+            for point in (before, after)
+        )
+        for name, of, up in _STEP_FIGURES if theirs else ():
+            change = _change(f"{step} {name}", [*map(of, ours)], [*map(of, theirs)], up)
+            found.append(replace(change, of_step=True))
     return tuple(found)
 
 
-_STEP_FIGURES: dict[str, Better] = {"queue ms": "lower", "compute ms": "lower", "batch": ""}
-
-
-def _steps(point: Point) -> dict[str, dict[str, list[float]]]:
-    """Step to its figures in every round."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for use in (use for one in point.rounds for use in one.steps):
-        figures = found.setdefault(use.step, {name: [] for name in _STEP_FIGURES})
-        values = (use.queue_us / 1e3, use.compute_us / 1e3, use.mean_batch)
-        for name, value in zip(_STEP_FIGURES, values, strict=True):
-            figures[name].append(value)
-    return found
+_STEP_FIGURES: tuple[tuple[str, Callable[[StepUse], float], Better], ...] = (
+    ("queue ms", lambda use: use.queue_us / 1e3, "lower"),
+    ("compute ms", lambda use: use.compute_us / 1e3, "lower"),
+    ("batch", lambda use: use.mean_batch, ""),
+)
 
 
 def _failed(one: Measurement) -> float:
@@ -205,7 +152,6 @@ def _change(name: str, before: Sequence[float], after: Sequence[float], better: 
 
 
 def _weight(before: Sequence[float], after: Sequence[float], better: Better) -> Weight:
-    """See `Change.weight`."""
     if min(len(before), len(after)) < 2:
         return "one round: cannot tell"
     grown = median(after) - median(before)
@@ -231,16 +177,21 @@ def _totals(before: BenchResult, after: BenchResult) -> tuple[Change, ...]:
         relative = new[0] / old[0] - 1 if old[0] else None
         weight = _weight(old, new, "higher")
         found.append(Change("highest rate/s", old[0], new[0], relative, weight))
-    if before.cost and after.cost and _price(before.cost) == _price(after.cost):
-        was, now = before.cost.per_million, after.cost.per_million
+    first, last = before.cost, after.cost
+    if (
+        first
+        and last
+        and (first.currency, first.price_per_hour)
+        == (
+            last.currency,
+            last.price_per_hour,
+        )
+    ):
+        was, now = first.per_million, last.per_million
         # The cost is the rate in other words, and no surer than it.
         weight = found[0].weight if found else "cannot tell"
-        found.append(Change(f"{after.cost.currency} a million", was, now, now / was - 1, weight))
+        found.append(Change(f"{last.currency} a million", was, now, now / was - 1, weight))
     return tuple(found)
-
-
-def _price(cost: Cost) -> tuple[str, float]:
-    return cost.currency, cost.price_per_hour
 
 
 def _facts(result: BenchResult) -> dict[str, str]:

@@ -7,8 +7,7 @@ from math import ceil, isfinite
 from triptych.bench.points import Cost
 from triptych.errors import UserError
 
-HOURS_A_MONTH = 365 / 12 * 24
-"""730: a machine is paid for all of them, busy or not."""
+HOURS_A_MONTH = 365 / 12 * 24  # 730
 
 _SECONDS_A_DAY = 86_400
 

@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from triptych.bench import perf_analyzer
-from triptych.bench.perf_output import Export, LoadResult, judge
-from triptych.bench.points import Load, Measurement
+from triptych.bench.perf_output import Export, LoadResult, check_stability, histogram_of
+from triptych.bench.points import Load, Measurement, Part, StepUse
 from triptych.bench.resources import Watch
-from triptych.bench.statistics import Counts, ServerCounts, Step, step_use
-from triptych.bench.waterfall import waterfall
+from triptych.bench.statistics import Counts, ServedStep, ServerCounts, step_use
 from triptych.errors import UserError
 
 WINDOWS = 3
-STABILITY_PERCENT = 10.0
 WARM_UP_CLIENTS = 8
 NO_ANSWER = "no answer in time"
 _LONGEST_KIND = 160
@@ -25,19 +23,10 @@ _STRANGERS = 1.2
 
 @dataclass(frozen=True)
 class Target:
-    """What is measured.
-
-    Attributes:
-        grpc_url: ``host:port``.
-        pipeline: an ensemble, or a model by itself.
-        metrics_url: the whole address of the metrics page: tells of GPUs.
-        pid: of tritonserver, where it runs on this machine.
-    """
-
-    grpc_url: str
-    pipeline: str
-    metrics_url: str | None = None
-    pid: int | None = None
+    grpc_url: str  # host:port
+    pipeline: str  # an ensemble, or a model by itself
+    metrics_url: str | None = None  # the whole address of the metrics page: tells of GPUs
+    pid: int | None = None  # of tritonserver, where it runs on this machine
 
 
 def measure(
@@ -71,7 +60,15 @@ def measure(
         before = counts.read()
         try:
             if warmup_requests:
-                _warm_up(target, requests, load, warmup_requests, timeout_s)
+                clients = round(load.value) if load.kind == "concurrency" else WARM_UP_CLIENTS
+                perf_analyzer.run(
+                    target.grpc_url,
+                    target.pipeline,
+                    requests,
+                    concurrency=clients,
+                    request_count=max(warmup_requests, clients),
+                    timeout_s=timeout_s,
+                )
                 before = counts.read()
             with Watch(target.pid, target.metrics_url) as watch:
                 result = _run(target, requests, load, seconds, timeout_s)
@@ -97,22 +94,14 @@ def _run(
 ) -> LoadResult:
     if load.kind == "in_process":
         raise UserError("load", "must be one that a server can be given", given=load)
-    if load.kind == "concurrency":
-        return perf_analyzer.run(
-            target.grpc_url,
-            target.pipeline,
-            requests,
-            concurrency=round(load.value),
-            window_s=seconds / WINDOWS,
-            timeout_s=timeout_s,
-            exports=True,
-        )
+    is_closed = load.kind == "concurrency"
     return perf_analyzer.run(
         target.grpc_url,
         target.pipeline,
         requests,
-        request_rate_per_s=load.value,
-        distribution=load.kind,
+        concurrency=round(load.value) if is_closed else None,
+        request_rate_per_s=None if is_closed else load.value,
+        distribution="poisson" if load.kind == "concurrency" else load.kind,
         burst=load.burst,
         window_s=seconds / WINDOWS,
         timeout_s=timeout_s,
@@ -120,38 +109,19 @@ def _run(
     )
 
 
-def _warm_up(
-    target: Target,
-    requests: Sequence[perf_analyzer.Request],
-    load: Load,
-    count: int,
-    timeout_s: float,
-) -> None:
-    clients = round(load.value) if load.kind == "concurrency" else WARM_UP_CLIENTS
-    perf_analyzer.run(
-        target.grpc_url,
-        target.pipeline,
-        requests,
-        concurrency=clients,
-        request_count=max(count, clients),
-        timeout_s=timeout_s,
-    )
-
-
 def _measured(
     result: LoadResult,
     export: Export,
     did: Mapping[str, Counts],
-    steps: Sequence[Step],
+    steps: Sequence[ServedStep],
     pipeline: str,
 ) -> Measurement:
     answered = did[pipeline].statistics.requests
     requests = len(export.latencies_us)
     share = min(1.0, requests / answered) if answered else 1.0
     uses = tuple(step_use(step, did[step.model], share, export.seconds) for step in steps)
-    windows = export.windows(99)
     p50, p90, p95, p99, p99_9 = export.percentiles_us(50, 90, 95, 99, 99.9)
-    is_stable, unstable = judge(windows, 99, STABILITY_PERCENT)
+    is_stable, unstable = check_stability(export.windows())
     said = [line for line in result.warnings if not line.startswith("unstable")]
     if answered > requests * _STRANGERS + 100:
         said.append(f"the server answered {answered} requests, {requests} of them measured here")
@@ -167,9 +137,9 @@ def _measured(
         p99_us=p99,
         p99_9_us=p99_9,
         is_stable=is_stable,
-        histogram_us=export.histogram_us(),
+        histogram_us=histogram_of(export.latencies_us),
         steps=uses,
-        parts=waterfall(export.mean_us, did[pipeline].mean_us, uses),
+        parts=time_parts(export.mean_us, did[pipeline].mean_us, uses),
         warnings=tuple(said + unstable),
         sent_per_s=result.sent_per_s,
     )
@@ -212,3 +182,36 @@ def error_kind(message: str) -> str:
     """A server's message without what differs from request to request, and not too long."""
     kind = re.sub(r"\d+", "N", " ".join(message.split()))
     return kind if len(kind) <= _LONGEST_KIND else kind[: _LONGEST_KIND - 1] + "…"
+
+
+def time_parts(client_us: float, server_us: float, steps: Sequence[StepUse]) -> tuple[Part, ...]:
+    """The mean latency of the client, taken apart.
+
+    `transport` is what the server does not see: the network, gRPC, and the wait for a processor on
+    both sides. `scheduling` is what the server sees and no step does: the hops between the steps.
+
+    A backend that answers rows before their batch ends (the local stand-in for ONNX Runtime) keeps
+    the request until then, and Triton counts it up to there, in the step and in the ensemble: both
+    may come out longer than what the client saw. What is too long is taken off the core's compute,
+    because only a step that runs on after its answer can be counted so.
+
+    Args:
+        client_us: mean latency seen by the client.
+        server_us: mean time from a request's arrival to its answer, seen by the server.
+        steps: of the pipeline.
+    """
+    server_us = min(server_us, client_us)
+    times_us = [us for step in steps for us in (step.queue_us, step.compute_us)]
+    excess_us = max(0.0, sum(times_us) - server_us)
+    if excess_us:
+        at = 1 + 2 * next((at for at, step in enumerate(steps) if step.step == "core"), 0)
+        taken_us = min(excess_us, times_us[at])
+        times_us[at] -= taken_us
+        scale = 1 - (excess_us - taken_us) / (sum(times_us) or 1.0)
+        times_us = [us * scale for us in times_us]
+    names = [(step.step, what) for step in steps for what in ("queue", "compute")]
+    return (
+        Part("client", "transport", client_us - server_us),
+        *(Part(*name, us) for name, us in zip(names, times_us, strict=True)),
+        Part("server", "scheduling", max(0.0, server_us - sum(times_us))),
+    )

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-import re
 import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from triptych.errors import UserError
 
-Sample = tuple[str, dict[str, str], float]
+MetricSample = tuple[str, dict[str, str], float]
 """Name of the metric, its labels, its value."""
 
-_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
-_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
-_ESCAPED = {r"\n": "\n", r"\"": '"', r"\\": "\\"}
 _TIMEOUT_S = 5.0
 
 
-def read_samples(text: str) -> list[Sample]:
+def read_metrics(text: str) -> list[MetricSample]:
     """Every sample of a metrics page, in its order; lines that are none are left out.
-
-    The format: https://prometheus.io/docs/instrumenting/exposition_formats/.
 
     Args:
         text: the page; ``name{label="value"} 1.5`` a line.
     """
-    samples: list[Sample] = []
-    for line in text.splitlines():
-        found = _SAMPLE.fullmatch(line.strip())
-        if found is None:
-            continue
-        name, labels, value = found.groups()
-        try:
-            number = float(value)
-        except ValueError:
-            continue
-        named = {key: _unescape(raw) for key, raw in _LABEL.findall(labels or "")}
-        samples.append((name, named, number))
+    samples: list[MetricSample] = []
+    for line in text.splitlines():  # the parser gives up a page at the first line that is broken
+        if line.strip() and not line.startswith("#"):
+            try:
+                (family,) = text_string_to_metric_families(line)
+            except ValueError:
+                continue
+            samples += [(one.name, one.labels, float(one.value)) for one in family.samples]
     return samples
 
 
-def fetch_samples(metrics_url: str) -> list[Sample]:
-    """The samples of the page at `metrics_url`.
-
-    Args:
-        metrics_url: the whole address, as `Server.metrics_url`.
+def fetch_metrics(metrics_url: str) -> list[MetricSample]:
+    """The samples of the page at `metrics_url`, the whole address, as `Server.metrics_url`.
 
     Raises:
         UserError: nothing answers there.
@@ -52,7 +41,7 @@ def fetch_samples(metrics_url: str) -> list[Sample]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(metrics_url, timeout=_TIMEOUT_S) as response:
-            return read_samples(response.read().decode("utf-8", errors="replace"))
+            return read_metrics(response.read().decode("utf-8", errors="replace"))
     except (OSError, ValueError) as error:
         raise UserError(
             "metrics_url",
@@ -60,7 +49,3 @@ def fetch_samples(metrics_url: str) -> list[Sample]:
             given=f"{metrics_url}: {error}",
             remedy="Write for example http://127.0.0.1:8002/metrics",
         ) from error
-
-
-def _unescape(raw: str) -> str:
-    return re.sub(r"\\.", lambda found: _ESCAPED.get(found[0], found[0]), raw)

@@ -16,27 +16,20 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from triptych.bench.perf_binary import DEFAULT_CACHE, find_perf_analyzer
-from triptych.bench.perf_output import (
-    LoadResult,
-    Percentile,
-    StepLoad,
-    Window,
-    read_export,
-    read_result,
-)
+from triptych.bench.perf_binary import find_perf_analyzer
+from triptych.bench.perf_output import PERCENTILE, LoadResult, read_export, read_report
 from triptych.errors import UserError
 
-__all__ = ["Distribution", "LoadError", "LoadResult", "Request", "StepLoad", "Window", "run"]
+__all__ = ["Distribution", "LoadError", "LoadResult", "Request", "run"]
 
-# perf_analyzer takes the first three windows for stable and merges them: `run` judges them itself,
+# perf_analyzer takes the first three windows for stable and merges them: `read_report` judges them,
 # because an unstable measurement makes perf_analyzer exit without a single number.
 _ANY_SPREAD = "1e6"
 
 Request = str | Mapping[str, str | bytes]
-Distribution = Literal["constant", "poisson", "burst"]
+Distribution = Literal["poisson", "constant", "burst"]
 
 
 class LoadError(UserError):
@@ -65,7 +58,7 @@ class LoadError(UserError):
 
 
 def run(
-    grpc_url: str,
+    url: str,
     model: str,
     requests: Sequence[Request],
     *,
@@ -76,20 +69,16 @@ def run(
     window_s: float = 5.0,
     request_count: int | None = None,
     warmup_requests: int = 0,
-    percentile: Percentile = 99,
-    stability_percent: float = 10.0,
-    attempts: int = 1,
     timeout_s: float = 900.0,
     exports: bool = False,
-    cache: Path = DEFAULT_CACHE,
+    http_path: str | None = None,
 ) -> LoadResult:
     """Load `model` over gRPC and measure it from the client.
 
-    All requests are sent in turn, over and over. One measurement is three windows one after the
-    other; where they disagree it is repeated, up to `attempts` times, and the last one is returned.
+    All requests are sent in turn, over and over, for three windows one after the other.
 
     Args:
-        grpc_url: ``host:port``.
+        url: ``host:port``.
         model: the model or ensemble.
         requests: what to send; a text stands for ``{"text": text}``. Each value becomes a BYTES
             tensor of shape ``[1]``, exactly as it is.
@@ -102,68 +91,63 @@ def run(
         request_count: send so many requests and stop, in place of windows. perf_analyzer looks
             once a second whether they are done: the throughput is low by up to a second's worth.
         warmup_requests: sent before, and not counted.
-        percentile: whose latency must be stable, besides the throughput.
-        stability_percent: how far the highest window may lie above the lowest.
-        attempts: measurements at most.
         timeout_s: for everything together, in seconds.
         exports: also read the times of every single request, into `LoadResult.export`. The file
             that carries them has all inputs and outputs too (8 KiB a request with 384 numbers,
             0.3 MiB with an image of 100 kB): nothing in it can be switched off, and perf_analyzer
             takes some 10 s a GB to write it, but after the last window. It is removed at once.
-        cache: where a fetched perf_analyzer is kept.
+        http_path: post to this path of another kind of server instead; each request is then the
+            JSON text of a body.
 
     Raises:
         UserError: an argument out of range, or no perf_analyzer.
         LoadError: a failed request, a model that is not there, no answer in time.
     """
-    _check(requests, concurrency, request_rate_per_s, attempts, percentile, burst)
+    _check(requests, concurrency, request_rate_per_s, burst)
     deadline = time.monotonic() + timeout_s
-    analyzer = find_perf_analyzer(cache)
-    windows = [f"--measurement-interval={round(window_s * 1000)}"]
-    if request_count is not None:
-        windows = [f"--request-count={request_count}"]
+    analyzer = find_perf_analyzer()
+    host = url.rpartition(":")[0]  # no proxy stands between it and the server
+    variables = {**analyzer.environment(), "no_grpc_proxy": host, "NO_PROXY": host}
+    service = ["-i", "grpc"]
+    rows = [_row(request) for request in requests]
+    if http_path is not None:  # of its kinds of service, OpenAI's is the one that posts any JSON
+        service = ["--service-kind=openai", f"--endpoint={http_path}"]
+        rows = [{"payload": [json.loads(str(request))]} for request in requests]
     with tempfile.TemporaryDirectory(prefix="triptych-load-") as name:
         scratch = Path(name)
         data, report, times = (scratch / name for name in ("data.json", "report.csv", "times.json"))
-        _write_requests(requests, data)
-        load = _load(concurrency, request_rate_per_s, distribution, burst, scratch)
+        data.write_text(json.dumps({"data": rows}), encoding="ascii")
         command = [
             str(analyzer.binary.resolve()),
-            *("-m", model, "-u", grpc_url, "-i", "grpc", f"--input-data={data}", *load),
+            *("-m", model, "-u", url, *service, f"--input-data={data}"),
+            *_load_arguments(concurrency, request_rate_per_s, distribution, burst, scratch),
             # Its threads share the cores with the server where both run on one machine.
             *("--async", f"--max-threads={max(1, (os.cpu_count() or 2) // 2)}"),
-            *("-v", f"--percentile={percentile}", f"--stability-percentage={_ANY_SPREAD}"),
+            *("-v", f"--percentile={PERCENTILE}", f"--stability-percentage={_ANY_SPREAD}"),
         ]
-        variables = analyzer.environment(grpc_url)
         if warmup_requests:
             _measure([*command, f"--request-count={warmup_requests}"], variables, deadline)
-        files = ["-f", str(report)]
+        command += ["-f", str(report)]
+        if request_count is not None:
+            command.append(f"--request-count={request_count}")
+        else:
+            command.append(f"--measurement-interval={round(window_s * 1000)}")
         if exports:
-            files.append(f"--profile-export-file={times}")
-        for attempt in range(1, attempts + 1):
-            output = _measure([*command, *windows, *files], variables, deadline)
-            result = read_result(
-                output,
-                report.read_text(encoding="utf-8"),
-                model=model,
-                concurrency=concurrency,
-                request_rate_per_s=request_rate_per_s,
-                percentile=percentile,
-                stability_percent=stability_percent,
-                export=read_export(times) if exports else None,
-            )
-            if result.is_stable is not False or attempt == attempts:
-                break
-            report.unlink()
-    return result
+            command.append(f"--profile-export-file={times}")
+        return read_report(
+            _measure(command, variables, deadline),
+            report.read_text(encoding="utf-8"),
+            model=model,
+            concurrency=concurrency,
+            request_rate_per_s=request_rate_per_s,
+            export=read_export(times) if exports else None,
+        )
 
 
 def _check(
     requests: Sequence[Request],
     concurrency: int | None,
     request_rate_per_s: float | None,
-    attempts: int,
-    percentile: int,
     burst: int,
 ) -> None:
     if not requests:
@@ -174,22 +158,17 @@ def _check(
         raise UserError("concurrency", "must be at least 1", given=concurrency)
     if request_rate_per_s is not None and request_rate_per_s <= 0:
         raise UserError("request_rate_per_s", "must be above 0", given=request_rate_per_s)
-    if attempts < 1:
-        raise UserError("attempts", "must be at least 1", given=attempts)
     if burst < 1:
         raise UserError("burst", "must be at least 1", given=burst)
-    if percentile not in get_args(Percentile):
-        raise UserError("percentile", f"must be one of {get_args(Percentile)}", given=percentile)
 
 
-def _load(
+def _load_arguments(
     concurrency: int | None,
     request_rate_per_s: float | None,
     distribution: Distribution,
     burst: int,
     scratch: Path,
 ) -> list[str]:
-    """The arguments that say what is offered."""
     if request_rate_per_s is None:
         return [f"--concurrency-range={concurrency}"]
     if distribution == "burst":
@@ -203,22 +182,19 @@ def _load(
     ]
 
 
-def _write_requests(requests: Sequence[Request], path: Path) -> None:
-    """Writes perf_analyzer's input data.
+def _row(request: Request) -> dict[str, object]:
+    """A row of perf_analyzer's input data.
 
     Strings go in base64, length first, as on the wire: given plainly, perf_analyzer cuts them at
     the first NUL.
     """
-    rows = []
-    for request in requests:
-        tensors = {"text": request} if isinstance(request, str) else request
-        row = {}
-        for name, value in tensors.items():
-            raw = value.encode() if isinstance(value, str) else value
-            wire = base64.b64encode(struct.pack("<I", len(raw)) + raw).decode("ascii")
-            row[name] = {"content": {"b64": wire}, "shape": [1]}
-        rows.append(row)
-    path.write_text(json.dumps({"data": rows}), encoding="ascii")
+    tensors = {"text": request} if isinstance(request, str) else request
+    row: dict[str, object] = {}
+    for name, value in tensors.items():
+        raw = value.encode() if isinstance(value, str) else value
+        wire = base64.b64encode(struct.pack("<I", len(raw)) + raw).decode("ascii")
+        row[name] = {"content": {"b64": wire}, "shape": [1]}
+    return row
 
 
 def _measure(command: Sequence[str], variables: Mapping[str, str], deadline: float) -> str:

@@ -27,19 +27,11 @@ _FETCH_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class PerfAnalyzer:
-    """A perf_analyzer that can be started.
-
-    Attributes:
-        binary: the program.
-        libraries: folder of the shared libraries that it needs; None where the system has them.
-    """
-
     binary: Path
-    libraries: Path | None = None
+    libraries: Path | None = None  # that it needs; None where the system has them
 
-    def environment(self, grpc_url: str = "") -> dict[str, str]:
-        """The variables to start it with. No proxy stands between it and the server."""
-        variables = {**os.environ, "no_grpc_proxy": grpc_url.rpartition(":")[0]}
+    def environment(self) -> dict[str, str]:
+        variables = dict(os.environ)
         if self.libraries is not None:
             folders = [str(self.libraries.resolve()), os.environ.get("LD_LIBRARY_PATH", "")]
             variables["LD_LIBRARY_PATH"] = os.pathsep.join(folder for folder in folders if folder)

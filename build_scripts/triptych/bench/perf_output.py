@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-Percentile = Literal[50, 90, 95, 99]
+PERCENTILE = 99
+"""Whose latency must be stable, besides the throughput."""
+
+STABILITY_PERCENT = 10.0
+"""How far the highest window may lie above the lowest."""
 
 BIN_GROWTH = 1.1
 """Each bin of a latency histogram is a tenth wider than the one below it."""
@@ -27,36 +30,8 @@ _DELAYED = re.compile(r"[\d.]+% of the requests were delayed")
 
 
 @dataclass(frozen=True)
-class StepLoad:
-    """What one model did during the measurement, as the server counted it.
-
-    Attributes:
-        model: its name.
-        inferences: rows that it answered.
-        executions: batches in which it answered them.
-        queue_us: mean time a request waited, in microseconds; so are the other three.
-        compute_input_us: gathering the batch.
-        compute_infer_us: running it.
-        compute_output_us: handing out the results.
-    """
-
-    model: str
-    inferences: int
-    executions: int
-    queue_us: float
-    compute_input_us: float
-    compute_infer_us: float
-    compute_output_us: float
-
-    @property
-    def mean_batch(self) -> float:
-        """Rows per execution."""
-        return self.inferences / self.executions if self.executions else 0.0
-
-
-@dataclass(frozen=True)
 class Window:
-    """One measurement window: its throughput, and its latency at the percentile asked for."""
+    """One measurement window: its throughput, and its latency at `PERCENTILE`."""
 
     throughput_per_s: float
     latency_us: float
@@ -64,31 +39,22 @@ class Window:
 
 @dataclass(frozen=True)
 class Export:
-    """The requests answered within the windows, each by its own times.
+    """The requests answered within the windows, each by its own times."""
 
-    Attributes:
-        boundaries_ns: start of each window and end of the last, since the epoch.
-        answered_ns: when each request was answered, ascending.
-        latencies_us: of these requests, in the same order.
-    """
-
-    boundaries_ns: tuple[int, ...]
-    answered_ns: tuple[int, ...]
-    latencies_us: tuple[float, ...]
+    boundaries_ns: tuple[int, ...]  # start of each window and end of the last, since the epoch
+    answered_ns: tuple[int, ...]  # when each request was answered, ascending
+    latencies_us: tuple[float, ...]  # of these requests, in the same order
 
     @property
     def seconds(self) -> float:
-        """Length of all windows together."""
         return (self.boundaries_ns[-1] - self.boundaries_ns[0]) / 1e9
 
     @property
     def throughput_per_s(self) -> float:
-        """Requests answered a second."""
         return len(self.latencies_us) / self.seconds
 
     @property
     def mean_us(self) -> float:
-        """Mean latency."""
         return math.fsum(self.latencies_us) / len(self.latencies_us)
 
     def percentiles_us(self, *percents: float) -> list[float]:
@@ -96,17 +62,13 @@ class Export:
         ranked = sorted(self.latencies_us)
         return [ranked[int(percent / 100 * (len(ranked) - 1) + 0.5)] for percent in percents]
 
-    def histogram_us(self) -> dict[float, int]:
-        """See `histogram_of`."""
-        return histogram_of(self.latencies_us)
-
-    def windows(self, percentile: float) -> tuple[Window, ...]:
+    def windows(self) -> tuple[Window, ...]:
         """Each window by itself; one in which nothing was answered has a throughput of 0."""
         found = []
         for start, end in zip(self.boundaries_ns, self.boundaries_ns[1:], strict=False):
             first, last = bisect_left(self.answered_ns, start), bisect_left(self.answered_ns, end)
             part = replace(self, latencies_us=self.latencies_us[first:last])
-            latency = part.percentiles_us(percentile)[0] if last > first else 0.0
+            latency = part.percentiles_us(PERCENTILE)[0] if last > first else 0.0
             found.append(Window((last - first) / ((end - start) / 1e9), latency))
         return tuple(found)
 
@@ -119,48 +81,27 @@ def histogram_of(latencies_us: Sequence[float]) -> dict[float, int]:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """A measurement without a single failed request, in perf_analyzer's own figures.
-
-    Attributes:
-        model: what was asked.
-        concurrency: clients, each with one request in flight; None in open loop.
-        request_rate_per_s: requests sent a second whatever comes back; None in closed loop.
-        requests: requests answered within the windows.
-        throughput_per_s: requests answered a second.
-        p50_us: latency percentiles seen by the client, in microseconds.
-        p90_us: see `p50_us`.
-        p95_us: see `p50_us`.
-        p99_us: see `p50_us`.
-        steps: the model itself, or the composing models of an ensemble in the server's order.
-        windows: the windows that the above merges.
-        is_stable: whether the windows agree; None where there is one only, so nothing to compare.
-        warnings: what to know before the numbers are used, a sentence each.
-        sent_per_s: requests sent a second, as it turned out; None in closed loop.
-        export: every request by its own times; None where it was not asked for.
-    """
+    """A measurement without a single failed request, in perf_analyzer's own figures."""
 
     model: str
-    concurrency: int | None
-    request_rate_per_s: float | None
-    requests: int
+    concurrency: int | None  # clients, each with one request in flight; None in open loop
+    request_rate_per_s: float | None  # sent whatever comes back; None in closed loop
+    requests: int  # answered within the windows
     throughput_per_s: float
-    p50_us: float
+    p50_us: float  # latency percentiles seen by the client
     p90_us: float
     p95_us: float
     p99_us: float
-    steps: tuple[StepLoad, ...]
-    windows: tuple[Window, ...]
-    is_stable: bool | None
-    warnings: tuple[str, ...]
-    sent_per_s: float | None = None
-    export: Export | None = None
+    windows: tuple[Window, ...]  # that the above merges
+    is_stable: bool | None  # whether the windows agree; None where there is one only
+    warnings: tuple[str, ...]  # what to know before the numbers are used, a sentence each
+    sent_per_s: float | None = None  # as it turned out; None in closed loop
+    export: Export | None = None  # every request; None where it was not asked for
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON, without the single requests; each step also has its ``mean_batch``."""
-        steps = [{**asdict(step), "mean_batch": step.mean_batch} for step in self.steps]
         plain = asdict(replace(self, export=None))
         del plain["export"]
-        return {**plain, "steps": steps}
+        return plain
 
 
 def read_export(path: Path) -> Export | None:
@@ -206,37 +147,27 @@ def _numbers(text: mmap.mmap, start: int) -> tuple[int, ...]:
     return tuple(int(one) for one in inside.split(b",") if one)
 
 
-def read_result(
+def read_report(
     output: str,
     report: str,
     *,
     model: str,
     concurrency: int | None,
     request_rate_per_s: float | None,
-    percentile: Percentile,
-    stability_percent: float,
     export: Export | None = None,
 ) -> LoadResult:
-    """What perf_analyzer printed (`output`) and wrote as CSV (`report`), for one load.
+    """What perf_analyzer printed with ``-v`` (`output`) and wrote as CSV (`report`), for one load.
 
-    Args:
-        output: with ``-v``.
-        report: of ``-f``.
-        model: see `LoadResult`, and so on.
-        concurrency: see `model`.
-        request_rate_per_s: see `model`.
-        percentile: whose latency must be stable, besides the throughput.
-        stability_percent: how far the highest window may lie above the lowest.
-        export: of the same run.
+    The other arguments are those of `LoadResult`.
     """
     row = next(csv.DictReader(report.splitlines()))
     windows = tuple(
         Window(float(throughput), float(latency))
         for throughput, latency in re.findall(
-            rf"Pass \[\d+\] throughput: (\S+) infer/sec\. p{percentile} latency: (\d+) usec", output
+            rf"Pass \[\d+\] throughput: (\S+) infer/sec\. p{PERCENTILE} latency: (\d+) usec", output
         )
     )
-    is_stable, unstable = judge(windows, percentile, stability_percent)
+    is_stable, unstable = check_stability(windows)
     counted = re.search(r"Request count: (\d+)", output)
     sent = re.search(r"Avg send request rate: (\S+) infer/sec", output)
     # perf_analyzer counts a request as delayed that leaves microseconds late, so nearly all of a
@@ -252,7 +183,6 @@ def read_result(
         p90_us=float(row["p90 latency"]),
         p95_us=float(row["p95 latency"]),
         p99_us=float(row["p99 latency"]),
-        steps=_read_steps(output, model),
         windows=windows,
         is_stable=is_stable,
         warnings=tuple([line for line in said if not _DELAYED.search(line)] + unstable),
@@ -262,20 +192,18 @@ def read_result(
     )
 
 
-def judge(
-    windows: Sequence[Window], percentile: float, stability_percent: float
-) -> tuple[bool | None, list[str]]:
+def check_stability(windows: Sequence[Window]) -> tuple[bool | None, list[str]]:
     """Whether `windows` agree (None of fewer than two), and a sentence for each way they do not."""
     if len(windows) < 2:
         return None, []
     spreads = {
         "throughput": _spread_percent([window.throughput_per_s for window in windows]),
-        f"p{percentile:g}": _spread_percent([window.latency_us for window in windows]),
+        f"p{PERCENTILE}": _spread_percent([window.latency_us for window in windows]),
     }
     unstable = [
-        f"unstable: {name} of the windows differs by {spread:.0f} % (limit {stability_percent:g} %)"
+        f"unstable: {name} of the windows differs by {spread:.0f} % (limit {STABILITY_PERCENT:g} %)"
         for name, spread in spreads.items()
-        if spread > stability_percent
+        if spread > STABILITY_PERCENT
     ]
     return not unstable, unstable
 
@@ -283,26 +211,3 @@ def judge(
 def _spread_percent(values: Sequence[float]) -> float:
     lowest = min(values)
     return (max(values) / lowest - 1) * 100 if lowest > 0 else float("inf")
-
-
-def _read_steps(output: str, model: str) -> tuple[StepLoad, ...]:
-    """Reads the server's part of the report: the composing models, else the model itself."""
-    _, _, server = output.partition("  Server:")
-    own, _, composing = server.partition("Composing models:")
-    parts = re.split(r"^\s+(\S+), version: \S*\s*$", composing, flags=re.MULTILINE)
-    sections = dict(zip(parts[1::2], parts[2::2], strict=True)) or {model: own}
-    return tuple(_read_step(name, text) for name, text in sections.items())
-
-
-def _read_step(name: str, text: str) -> StepLoad:
-    counts = {what: int(n) for what, n in re.findall(r"(Inference|Execution) count: (\d+)", text)}
-    times = {what: float(us) for what, us in re.findall(r"([a-z]+(?: [a-z]+)?) (\d+) usec", text)}
-    return StepLoad(
-        model=name,
-        inferences=counts.get("Inference", 0),
-        executions=counts.get("Execution", 0),
-        queue_us=times.get("queue", 0.0),
-        compute_input_us=times.get("compute input", 0.0),
-        compute_infer_us=times.get("compute infer", 0.0),
-        compute_output_us=times.get("compute output", 0.0),
-    )

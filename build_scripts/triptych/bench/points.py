@@ -1,22 +1,24 @@
 """What a load did to a server: the one form of a result that all of bench, tune and reports use.
 
-Times are in microseconds and seen by the client unless a name says otherwise. Every class is plain
-data: `to_json` and `from_json` are each other's inverse.
+Times are in microseconds and seen by the client unless a name says otherwise. `to_json` is the only
+writer of these classes, `from_json` and `read_result` (of a file) their only readers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from triptych.errors import UserError
 from triptych.pipeline.slo import PERCENTILES, Slo
 
 Kind = Literal["concurrency", "poisson", "constant", "burst", "in_process"]
-Value = TypeVar("Value")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -46,43 +48,25 @@ class Load:
 
 @dataclass(frozen=True)
 class StepUse:
-    """One step during a measurement, in the server's own counts.
+    """One step during a measurement, in the server's own counts; times are means of a request."""
 
-    Attributes:
-        step: ``preprocess``, ``core``, ``postprocess``; the model's name where it is none of them.
-        model: Triton's name.
-        instances: that run it; None where the server does not tell.
-        max_delay_us: how long its batcher may hold a batch open.
-        requests: answered.
-        failures: ended in an error.
-        rows: in all requests.
-        executions: batches.
-        batch_sizes: rows of a batch to how many such batches ran.
-        queue_us: mean wait of a request; so are the next three means.
-        compute_input_us: gathering its batch.
-        compute_infer_us: running it.
-        compute_output_us: handing out its results.
-        busy: share of the time that its instances ran a batch, 0 to 1; None where not known.
-    """
-
-    step: str
+    step: str  # preprocess, core, postprocess; the model's name where it is none of them
     model: str
-    instances: int | None
-    max_delay_us: int
-    requests: int
-    failures: int
+    instances: int | None  # None where the server does not tell
+    max_delay_us: int  # how long its batcher may hold a batch open
+    requests: int  # answered
+    failures: int  # ended in an error
     rows: int
-    executions: int
-    batch_sizes: dict[int, int]
+    executions: int  # batches
+    batch_sizes: dict[int, int]  # rows of a batch to how many such batches ran
     queue_us: float
-    compute_input_us: float
+    compute_input_us: float  # gathering the batch
     compute_infer_us: float
-    compute_output_us: float
-    busy: float | None
+    compute_output_us: float  # handing out its results
+    busy: float | None  # share of the time that its instances ran a batch; None where not known
 
     @property
     def mean_batch(self) -> float:
-        """Rows an execution."""
         return self.rows / self.executions if self.executions else 0.0
 
     @property
@@ -93,19 +77,12 @@ class StepUse:
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """One process of the server: ``tritonserver``, or a step's Python process (all instances).
+    """One process of the server: ``tritonserver``, or a step's Python process (all instances)."""
 
-    Attributes:
-        name: ``tritonserver`` or the step's model.
-        cpu_cores: mean cores it kept busy.
-        memory_mib: most private and shared memory (PSS) it held.
-        wait_cores: mean cores it was ready to use and did not get, all of its threads together.
-    """
-
-    name: str
-    cpu_cores: float
-    memory_mib: float
-    wait_cores: float = 0.0
+    name: str  # tritonserver, or the step's model
+    cpu_cores: float  # mean cores it kept busy
+    memory_mib: float  # most private and shared memory (PSS) it held
+    wait_cores: float = 0.0  # mean cores its threads were ready to use and did not get
 
 
 @dataclass(frozen=True)
@@ -119,21 +96,13 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the measurement took of the machine the server runs on.
+    """What the measurement took of the machine the server runs on."""
 
-    Attributes:
-        cores: that this process may use.
-        machine_cpu: share of all cores busy with anything, 0 to 1; None where not known.
-        client_cpu_cores: mean cores of the load generator.
-        processes: of the server; empty where it runs elsewhere.
-        gpus: that the server's metrics tell of.
-    """
-
-    cores: int
-    machine_cpu: float | None
-    client_cpu_cores: float
-    processes: tuple[ProcessUse, ...] = ()
-    gpus: tuple[GpuUse, ...] = ()
+    cores: int  # that this process may use
+    machine_cpu: float | None  # share of all cores busy with anything; None where not known
+    client_cpu_cores: float  # mean cores of the load generator
+    processes: tuple[ProcessUse, ...] = ()  # empty where the server runs elsewhere
+    gpus: tuple[GpuUse, ...] = ()  # that the server's metrics tell of
 
 
 @dataclass(frozen=True)
@@ -167,74 +136,53 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One round at one load.
+    """One round at one load."""
 
-    Attributes:
-        seconds: that it lasted, warm-up apart.
-        requests: answered well.
-        errors: kind of error to how often; the kinds are the server's messages, shortened.
-        throughput_per_s: requests answered a second.
-        mean_us: of the latency.
-        p50_us: percentile of the latency, and so on.
-        p90_us: see `p50_us`.
-        p95_us: see `p50_us`.
-        p99_us: see `p50_us`.
-        p99_9_us: see `p50_us`; of few requests (under 1,000) it is close to the largest.
-        is_stable: whether its windows agree; None where that cannot be told.
-        histogram_us: lower edge of a latency bin to requests in it; bins grow by a tenth each.
-        steps: in the order a request goes through them; empty where no server answered.
-        parts: where a request's mean time goes; they add up to `mean_us`.
-        resources: None where they were not watched.
-        warnings: what to know before the figures are used.
-        sent_per_s: requests sent a second in an open loop, as it turned out; None in a closed one.
-    """
-
-    seconds: float
-    requests: int
-    errors: dict[str, int]
-    throughput_per_s: float
-    mean_us: float
+    seconds: float  # warm-up apart
+    requests: int  # answered well
+    errors: dict[str, int]  # the server's messages, shortened, to how often
+    throughput_per_s: float  # requests answered
+    mean_us: float  # of the latency, as are the percentiles
     p50_us: float
     p90_us: float
     p95_us: float
     p99_us: float
-    p99_9_us: float
-    is_stable: bool | None
+    p99_9_us: float  # of fewer than 1,000 requests it is close to the largest
+    is_stable: bool | None  # whether its windows agree; None where that cannot be told
     histogram_us: dict[float, int] = field(default_factory=dict)
-    steps: tuple[StepUse, ...] = ()
-    parts: tuple[Part, ...] = ()
-    resources: Resources | None = None
-    warnings: tuple[str, ...] = ()
-    sent_per_s: float | None = None
+    """Lower edge of a latency bin to requests in it; bins grow by a tenth each."""
+    steps: tuple[StepUse, ...] = ()  # in a request's order; empty where no server answered
+    parts: tuple[Part, ...] = ()  # where the mean time goes; they add up to `mean_us`
+    resources: Resources | None = None  # None where they were not watched
+    warnings: tuple[str, ...] = ()  # what to know before the figures are used
+    sent_per_s: float | None = None  # in an open loop, as it turned out; None in a closed one
 
     @property
     def latencies_us(self) -> dict[str, float]:
-        """Percentiles by name."""
         return {name: getattr(self, f"{name}_us") for name in PERCENTILES}
+
+    def __str__(self) -> str:
+        """Rate and latencies, or the errors."""
+        if self.errors:
+            return "; ".join(f"{count} x {kind}" for kind, count in self.errors.items())
+        middle, tail = self.p50_us / 1e3, self.p99_us / 1e3
+        return f"{self.throughput_per_s:.0f}/s, p50 {middle:.1f} ms, p99 {tail:.1f} ms"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One contender at one load, over all rounds.
+    """One contender at one load, over all rounds."""
 
-    Attributes:
-        contender: the pipeline's name, or what it is compared with, as ``torch eager``.
-        load: what was offered.
-        rounds: at least one, in the order they were measured.
-        bottleneck: of a served pipeline.
-    """
-
-    contender: str
+    contender: str  # the pipeline's name, or what it is compared with, as `torch eager`
     load: Load
-    rounds: tuple[Measurement, ...]
-    bottleneck: Bottleneck | None = None
+    rounds: tuple[Measurement, ...]  # at least one, in the order they were measured
+    bottleneck: Bottleneck | None = None  # of a served pipeline
 
     def median(self, name: str) -> float:
         """Of a number of `Measurement`, over the rounds."""
         return float(median(getattr(one, name) for one in self.rounds))
 
     def span(self, name: str) -> tuple[float, float]:
-        """Lowest and highest round."""
         values = [getattr(one, name) for one in self.rounds]
         return min(values), max(values)
 
@@ -246,130 +194,104 @@ class Point:
 
     @property
     def errors(self) -> dict[str, int]:
-        """Of all rounds."""
         kinds = dict.fromkeys(kind for one in self.rounds for kind in one.errors)
         return {kind: sum(one.errors.get(kind, 0) for one in self.rounds) for kind in kinds}
 
+    @property
+    def latencies_us(self) -> dict[str, float]:
+        """Median of each percentile over the rounds, by name."""
+        return {name: self.median(f"{name}_us") for name in PERCENTILES}
+
     def meets(self, slo: Slo) -> bool:
         """Whether the medians hold all of `slo`, with no error."""
-        latencies = {name: self.median(f"{name}_us") for name in PERCENTILES}
         enough = slo.throughput is None or self.median("throughput_per_s") >= slo.throughput
-        return slo.strain(latencies) <= 1 and enough and not self.errors
+        return slo.strain(self.latencies_us) <= 1 and enough and not self.errors
 
 
 @dataclass(frozen=True)
 class RateSearch:
-    """The highest Poisson rate at which a promise holds.
-
-    Attributes:
-        slo: the promise.
-        highest_per_s: that held; 0 where none that was tried did.
-        lowest_broken_per_s: that did not; None where every rate that was tried held.
-        points: every rate tried, ascending.
-    """
+    """The highest Poisson rate at which the latencies of a promise hold."""
 
     slo: Slo
-    highest_per_s: float
-    lowest_broken_per_s: float | None
-    points: tuple[Point, ...]
+    highest_per_s: float  # that held; 0 where none that was tried did
+    lowest_broken_per_s: float | None  # None where every rate that was tried held
+    points: tuple[Point, ...]  # every rate tried, ascending
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a million inferences cost.
-
-    Attributes:
-        rate_per_s: that one device sustains, at the SLO where there is one.
-        price_per_hour: of the device.
-        per_million: of inferences.
-        monthly: at `daily_requests`; None where no volume was given. Machines are whole.
-        machines: needed for `peak_per_s` with `headroom`; None where no peak was given.
-        currency: a word to print.
-        daily_requests: asked for.
-        peak_per_s: asked for.
-        headroom: share of a machine's rate that is kept free.
-    """
-
-    rate_per_s: float
-    price_per_hour: float
+    rate_per_s: float  # that one device sustains, at the SLO where there is one
+    price_per_hour: float  # of the device
     per_million: float
-    monthly: float | None
-    machines: int | None
+    monthly: float | None  # at `daily_requests`, with whole machines; None without a volume
+    machines: int | None  # for `peak_per_s` with `headroom`; None where no peak was given
     currency: str
     daily_requests: float | None
     peak_per_s: float | None
-    headroom: float
+    headroom: float  # share of a machine's rate that is kept free
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What was measured, and on what.
-
-    Attributes:
-        pipeline: its name.
-        task: what it decodes.
-        architecture: of the model.
-        precision: of the core.
-        layout: how its rows share a batch.
-        overrides: dotted key to value, of all that differs from the spec.
-        server: ``tritonserver 2.51.0`` and where: ``embedded`` or its URL.
-        machine: processor, cores, memory, GPU.
-        versions: package to version.
-        measured_at: UTC, ISO 8601.
-        requests: different ones in the traffic.
-        lengths: tokens of a core row to rows of the traffic; empty for images.
-        padding: share of the computed tokens that are padding, for this traffic.
-    """
-
     pipeline: str
     task: str
     architecture: str
     precision: str
     layout: str
-    overrides: dict[str, Any]
-    server: str
+    overrides: dict[str, JsonValue]  # dotted key to value, of all that differs from the spec
+    server: str  # `tritonserver 2.51.0` and where: `embedded` or its URL
     machine: dict[str, str]
-    versions: dict[str, str]
-    measured_at: str
-    requests: int
-    lengths: dict[int, int]
-    padding: float
+    versions: dict[str, str]  # of packages
+    measured_at: str  # UTC, ISO 8601
+    requests: int  # different ones in the traffic
+    lengths: dict[int, int]  # tokens of a core row to rows of the traffic; empty for images
+    padding: float  # share of the computed tokens that are padding, for this traffic
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Everything `bench` found.
-
-    Attributes:
-        subject: what was measured.
-        points: in the order of the loads; the pipeline's own.
-        baselines: what the user would have instead, measured in the same rounds.
-        slo: what is promised.
-        rate: the search for the highest rate, where there was one.
-        cost: where a price was given.
-        not_runnable: baseline to why it does not run here.
-        schema: of this form.
-    """
-
     subject: Subject
-    points: tuple[Point, ...]
-    baselines: tuple[Point, ...] = ()
+    points: tuple[Point, ...]  # the pipeline's own, in the order of the loads
+    baselines: tuple[Point, ...] = ()  # what one would have instead, in the same rounds
     slo: Slo = field(default_factory=Slo)
     rate: RateSearch | None = None
     cost: Cost | None = None
-    not_runnable: dict[str, str] = field(default_factory=dict)
+    not_runnable: dict[str, str] = field(default_factory=dict)  # baseline to the reason
     schema: Literal["triptych-bench/1"] = "triptych-bench/1"
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> JsonValue:
     """Plain data of any of the classes above."""
-    return TypeAdapter(type(value)).dump_python(value, mode="json")
+    plain: JsonValue = TypeAdapter(type(value)).dump_python(value, mode="json")
+    return plain
 
 
-def from_json(kind: type[Value], document: Mapping[str, Any]) -> Value:
+def from_json(kind: type[Result], document: object) -> Result:
     """The inverse of `to_json`.
 
     Raises:
         pydantic.ValidationError: `document` is not of that form.
     """
     return TypeAdapter(kind).validate_python(document)
+
+
+def read_result(kind: type[Result], file: Path, verb: str) -> Result:
+    """The result that the command `verb` wrote as JSON.
+
+    Raises:
+        UserError: there is no such file, or it is of another form.
+    """
+    remedy = f"Give a {verb}.json that `triptych {verb}` wrote"
+    try:
+        return from_json(kind, json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        given = error.strerror or error
+        raise UserError(str(file), "must be a file to read", given=given, remedy=remedy) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the document"
+        given = f"{where}: {first['msg']}"
+        rule = f"must be a {verb} result"
+        raise UserError(str(file), rule, given=given, remedy=remedy) from error
+    except ValueError as error:  # of the text: no UTF-8, no JSON
+        raise UserError(str(file), "must be JSON", given=error, remedy=remedy) from error

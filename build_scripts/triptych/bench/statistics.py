@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +18,8 @@ _TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Step:
-    """A model that requests go through.
-
-    Attributes:
-        step: ``preprocess``, ``core``, ``postprocess``; the model's name where it is none of them.
-        model: Triton's name.
-        instances: that run it.
-        max_delay_us: how long its batcher may hold a batch open.
-    """
+class ServedStep:
+    """A model that requests go through; see `StepUse`."""
 
     step: str
     model: str
@@ -34,47 +28,26 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Batches:
-    """Executions of one batch size: how many, and how long they took altogether."""
-
-    executions: int
-    total_us: float
-
-
-@dataclass(frozen=True)
 class Counts:
-    """Sums of one model since the server loaded it.
-
-    Attributes:
-        statistics: see `StepStatistics`.
-        total_us: time from arrival to answer of all requests together, those without error.
-        batches: rows of a batch to the executions of that size.
-    """
+    """Sums of one model since the server loaded it."""
 
     statistics: StepStatistics
-    total_us: float
-    batches: Mapping[int, Batches]
+    total_us: float  # from arrival to answer of all requests together, those without error
+    busy_us: float  # of all executions together
+    batch_sizes: Mapping[int, int]  # rows of a batch to its executions
 
     @property
     def mean_us(self) -> float:
-        """Mean time of a request."""
         answered = self.statistics.requests
         return self.total_us / answered if answered else 0.0
 
     def __sub__(self, earlier: Counts) -> Counts:
         """What happened after `earlier` was taken; sizes that did not run are left out."""
-        nothing = Batches(0, 0.0)
-        batches = {
-            rows: Batches(
-                now.executions - earlier.batches.get(rows, nothing).executions,
-                now.total_us - earlier.batches.get(rows, nothing).total_us,
-            )
-            for rows, now in self.batches.items()
-        }
         return Counts(
             statistics=self.statistics - earlier.statistics,
             total_us=self.total_us - earlier.total_us,
-            batches={rows: ran for rows, ran in batches.items() if ran.executions},
+            busy_us=self.busy_us - earlier.busy_us,
+            batch_sizes=Counter(self.batch_sizes) - Counter(earlier.batch_sizes),
         )
 
 
@@ -86,7 +59,6 @@ class ServerCounts:
         pipeline: an ensemble, or a model by itself.
 
     Attributes:
-        pipeline: see above.
         steps: in the ensemble's order; the model itself where it is no ensemble.
 
     Raises:
@@ -96,7 +68,7 @@ class ServerCounts:
     def __init__(self, grpc_url: str, pipeline: str) -> None:
         # No proxy stands between this and the server, as for perf_analyzer.
         direct = [("grpc.enable_http_proxy", 0)]
-        self.pipeline = pipeline
+        self._pipeline = pipeline
         self._url = grpc_url
         self._client = grpc.InferenceServerClient(grpc_url, channel_args=direct)
         config = self._config(pipeline)
@@ -112,18 +84,15 @@ class ServerCounts:
         Raises:
             UserError: the server no longer answers.
         """
-        names = dict.fromkeys([self.pipeline, *(step.model for step in self.steps)])
-        return {name: read_counts(name, self._statistics(name)) for name in names}
+        names = dict.fromkeys([self._pipeline, *(step.model for step in self.steps)])
+        ask = self._client.get_inference_statistics
+        return {name: _read_counts(name, self._ask(ask, name)) for name in names}
 
     def close(self) -> None:
-        """Ends the connection."""
         self._client.close()
 
     def _config(self, model: str) -> Any:
         return self._ask(self._client.get_model_config, model).config
-
-    def _statistics(self, model: str) -> Any:
-        return self._ask(self._client.get_inference_statistics, model)
 
     def _ask(self, ask: Callable[..., Any], model: str) -> Any:
         try:
@@ -144,25 +113,7 @@ class ServerCounts:
             ) from error
 
 
-def read_counts(model: str, response: Any) -> Counts:
-    """The sums over all versions in a ``ModelStatisticsResponse`` for `model`."""
-    batches: dict[int, Batches] = {}
-    for version in response.model_stats:
-        for ran in version.batch_stats:
-            before = batches.get(ran.batch_size, Batches(0, 0.0))
-            took_ns = ran.compute_input.ns + ran.compute_infer.ns + ran.compute_output.ns
-            batches[ran.batch_size] = Batches(
-                before.executions + ran.compute_infer.count, before.total_us + took_ns / 1000
-            )
-    answered = [version.inference_stats.success for version in response.model_stats]
-    return Counts(
-        statistics=read_statistics(model, response),
-        total_us=sum(success.ns for success in answered) / 1000,
-        batches=batches,
-    )
-
-
-def step_use(step: Step, counts: Counts, share: float, seconds: float) -> StepUse:
+def step_use(step: ServedStep, counts: Counts, share: float, seconds: float) -> StepUse:
     """What `step` did, as a value of the result.
 
     Args:
@@ -172,7 +123,6 @@ def step_use(step: Step, counts: Counts, share: float, seconds: float) -> StepUs
         seconds: of the measured time.
     """
     statistics = counts.statistics
-    took_s = sum(ran.total_us for ran in counts.batches.values()) / 1e6 * share
     room_s = step.instances * seconds
     return StepUse(
         step=step.step,
@@ -183,18 +133,30 @@ def step_use(step: Step, counts: Counts, share: float, seconds: float) -> StepUs
         failures=statistics.failures,
         rows=statistics.rows,
         executions=statistics.executions,
-        batch_sizes={rows: counts.batches[rows].executions for rows in sorted(counts.batches)},
+        batch_sizes=dict(sorted(counts.batch_sizes.items())),
         queue_us=statistics.queue_us,
         compute_input_us=statistics.compute_input_us,
         compute_infer_us=statistics.compute_infer_us,
         compute_output_us=statistics.compute_output_us,
-        busy=min(1.0, took_s / room_s) if room_s > 0 else None,
+        busy=min(1.0, counts.busy_us / 1e6 * share / room_s) if room_s > 0 else None,
     )
 
 
-def _step(pipeline: str, config: Any) -> Step:
+def _read_counts(model: str, response: Any) -> Counts:
+    """The sums over all versions in a ``ModelStatisticsResponse`` for `model`."""
+    sizes: Counter[int] = Counter()
+    busy_ns = total_ns = 0
+    for version in response.model_stats:
+        total_ns += version.inference_stats.success.ns
+        for ran in version.batch_stats:
+            sizes[ran.batch_size] += ran.compute_infer.count
+            busy_ns += ran.compute_input.ns + ran.compute_infer.ns + ran.compute_output.ns
+    return Counts(read_statistics(model, response), total_ns / 1000, busy_ns / 1000, sizes)
+
+
+def _step(pipeline: str, config: Any) -> ServedStep:
     name = config.name.removeprefix(f"{pipeline}_")
-    return Step(
+    return ServedStep(
         step=name if name in STEPS else config.name,
         model=config.name,
         instances=sum(

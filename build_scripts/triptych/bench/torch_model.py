@@ -61,7 +61,7 @@ class TorchModel:
                 return output.start_logits, output.end_logits
             return (output.logits,)
 
-    def _padded(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
+    def _padded(self, rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
         shape = (len(rows), max(1, *(len(row.ids) for row in rows)))
         ids = np.full(shape, self._facts.pad_token_id, dtype=np.int64)
         mask, types = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -75,7 +75,7 @@ class TorchModel:
         return inputs
 
 
-def _places(inputs: dict[str, Any]) -> Rows:
+def _places(inputs: dict[str, torch.Tensor]) -> Rows:
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     return Rows(
         ids=ids,

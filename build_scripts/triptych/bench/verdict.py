@@ -9,11 +9,11 @@ from typing import Literal
 
 from triptych.bench.points import BenchResult, Bottleneck, Point, RateSearch
 from triptych.formatting import amount, milliseconds, rounded
-from triptych.pipeline.slo import PERCENTILES, Slo
+from triptych.pipeline.slo import Slo
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SloVerdict:
     """Whether a promise holds: a word, and a sentence with the figures."""
 
     kind: Literal["met", "not met", "none"]
@@ -21,7 +21,6 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """For a heading."""
         return {"met": "SLO met", "not met": "SLO NOT MET", "none": "No SLO"}[self.kind]
 
 
@@ -47,7 +46,7 @@ def bottleneck_of(points: Sequence[Point]) -> Bottleneck | None:
     return best.bottleneck if best else None
 
 
-def verdict_of(result: BenchResult) -> Verdict:
+def verdict_of(result: BenchResult) -> SloVerdict:
     """Whether `result` holds its promise.
 
     Where rates were searched they decide: a closed loop slows its clients down with the server,
@@ -55,26 +54,26 @@ def verdict_of(result: BenchResult) -> Verdict:
     """
     slo = result.slo
     if slo.is_empty:
-        return Verdict("none", "Nothing is promised, so there is nothing to hold it to.")
+        return SloVerdict("none", "Nothing is promised, so there is nothing to hold it to.")
     if result.rate is not None:
-        return _of_rates(slo, result.rate)
+        highest = result.rate.highest_per_s
+        met = highest > 0 and highest >= (slo.throughput or 0)
+        return SloVerdict("met" if met else "not met", f"{slo}: {rates_say(result.rate)}.")
     held = [point for point in result.points if point.meets(slo)]
     best = best_point(result.points, slo)
     if best is None:
-        return Verdict("not met", f"{slo}: nothing was measured.")
+        return SloVerdict("not met", f"{slo}: nothing was measured.")
     if held:
         loads = ", ".join(str(point.load) for point in held)
-        return Verdict("met", f"{slo}: holds at {loads}.")
+        return SloVerdict("met", f"{slo}: holds at {loads}.")
     nearest = min(result.points, key=lambda point: (bool(point.errors), _strain(point, slo)))
-    return Verdict("not met", f"{slo}: holds at no load. The nearest: {figures_of(nearest)}.")
+    return SloVerdict("not met", f"{slo}: holds at no load. The nearest: {figures_of(nearest)}.")
 
 
 def headline(result: BenchResult) -> str:
     """The best figures in one line; "" where nothing was measured."""
     best = best_point(result.points, result.slo)
-    if best is None:
-        return ""
-    return f"Best: {figures_of(best)}"
+    return f"Best: {figures_of(best)}" if best else ""
 
 
 def figures_of(point: Point) -> str:
@@ -117,14 +116,9 @@ def rates_say(rate: RateSearch) -> str:
     return f"{held}, and no longer at {rounded(rate.lowest_broken_per_s)}/s"
 
 
-def _of_rates(slo: Slo, rate: RateSearch) -> Verdict:
-    met = rate.highest_per_s > 0 and rate.highest_per_s >= (slo.throughput or 0)
-    return Verdict("met" if met else "not met", f"{slo}: {rates_say(rate)}.")
-
-
 def _strain(point: Point, slo: Slo) -> float:
     """How far from holding: above 1 it does not."""
-    latency = slo.strain({name: point.median(f"{name}_us") for name in PERCENTILES})
+    latency = slo.strain(point.latencies_us)
     rate = point.median("throughput_per_s")
     # A round without any answer has no latency, and is the furthest from a promise.
     if rate <= 0:

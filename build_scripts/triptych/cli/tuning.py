@@ -254,14 +254,14 @@ def _check(
     from triptych.pipeline.spec import load_spec
     from triptych.requests.inputs import read_inputs
     from triptych.tune.capacity import measured_in
-    from triptych.tune.drift import describe_drift, judge
+    from triptych.tune.drift import check_drift, describe_drift
     from triptych.tune.new_traffic import read_lengths
 
     if len(pages) > 2:
         raise UserError("--check", "must be given once or twice", given=f"{len(pages)} files")
     prepared = read_inputs(load_spec(pipelines / name), progress).as_built(repository)
     new = read_lengths(prepared, pages[-1], before=pages[0] if len(pages) > 1 else None)
-    drift = judge(prepared, new, measured=measured_in(reports / name), rate_per_s=rate_per_s)
+    drift = check_drift(prepared, new, measured=measured_in(reports / name), rate_per_s=rate_per_s)
     if as_json:
         print_json(drift.as_dict())
     else:

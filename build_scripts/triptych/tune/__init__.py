@@ -1,1 +1,4 @@
-"""Tuning: which numbers of a served pipeline are best for a promise, found by measuring."""
+"""Finds the numbers that keep a promise best, and tells when they no longer fit the traffic.
+
+It writes ``tuned.yaml``, and never into a model repository.
+"""

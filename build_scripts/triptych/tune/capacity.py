@@ -5,7 +5,6 @@ An estimate: the work of the core grows with its tokens, and all waiting grows w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from triptych.bench.points import BenchResult, Point, RateSearch, from_json
+from triptych.bench.points import BenchResult, Point, RateSearch, read_result
 from triptych.errors import UserError
 from triptych.pipeline.slo import PERCENTILES, Slo
 from triptych.tune.results import TuneResult
@@ -25,23 +24,16 @@ Curves = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a load test found of the pipeline as it is, with the traffic it was built for.
+class MeasuredLoad:
+    """What a load test found of the pipeline as it is, with the traffic it was built for."""
 
-    Attributes:
-        highest_per_s: requests a second that it can answer; within the promise, where there is one.
-        slo: the promise.
-        points: Poisson rates ascending, for the latencies; may be empty.
-        core_share: of the steps' work that is the core's; None where the server did not tell.
-    """
-
-    highest_per_s: float
+    highest_per_s: float  # that it can answer; within the promise, where there is one
     slo: Slo
-    points: tuple[Point, ...]
-    core_share: float | None
+    points: tuple[Point, ...]  # Poisson rates ascending, for the latencies; may be empty
+    core_share: float | None  # of the steps' work; None where the server did not tell
 
     @classmethod
-    def of(cls, points: Sequence[Point], rate: RateSearch | None, slo: Slo) -> Measured:
+    def of(cls, points: Sequence[Point], rate: RateSearch | None, slo: Slo) -> MeasuredLoad:
         """What bench or tune found.
 
         Args:
@@ -51,7 +43,8 @@ class Measured:
         """
         tried = rate.points if rate is not None else ()
         shares = [share for share in map(_core_share, (*points, *tried)) if share is not None]
-        usable = [point for point in tried if _is_whole(point)]
+        # A server that was too slow for any answer has percentiles that are no numbers.
+        usable = [point for point in tried if all(map(isfinite, point.latencies_us.values()))]
         best = max((point.median("throughput_per_s") for point in points), default=0.0)
         return cls(
             highest_per_s=best if rate is None else rate.highest_per_s,
@@ -61,56 +54,41 @@ class Measured:
         )
 
 
-def measured_in(reports: Path) -> Measured | None:
+def measured_in(reports: Path) -> MeasuredLoad | None:
     """The last result of bench or tune below a pipeline's folder of reports; None for none.
 
     Raises:
         UserError: it is not one that this version wrote.
     """
-    files = [
-        path
-        for path in (reports / "bench/bench.json", reports / "tune/tune.json")
-        if path.is_file()
-    ]
-    if not files:
+    files = [reports / "bench/bench.json", reports / "tune/tune.json"]
+    newest = max(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
         return None
-    newest = max(files, key=lambda path: path.stat().st_mtime)
     try:
-        document = json.loads(newest.read_text(encoding="utf-8"))
         if newest.name == "bench.json":
-            bench = from_json(BenchResult, document)
-            return Measured.of(bench.points, bench.rate, bench.slo)
-        tuned = from_json(TuneResult, document)
-    except (OSError, ValueError) as error:
+            bench = read_result(BenchResult, newest, "bench")
+            return MeasuredLoad.of(bench.points, bench.rate, bench.slo)
+        tuned = read_result(TuneResult, newest, "tune")
+    except UserError as error:
         raise UserError(
             str(newest),
             "must be a result of bench or tune",
-            given=f"{error!s:.200}",
+            given=f"{error.given:.200}",
             remedy="Run `triptych bench` again, or remove it",
         ) from error
-    return Measured.of(tuned.winner.points, tuned.winner.rate, tuned.slo)
+    return MeasuredLoad.of(tuned.winner.points, tuned.winner.rate, tuned.slo)
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """An estimate for other traffic than was measured.
-
-    Attributes:
-        work: of a request, over what it was when it was measured.
-        highest_before_per_s: requests a second, as measured.
-        highest_per_s: requests a second, as estimated for the new traffic.
-        p99_us: at the rate asked for; None where that is unknown or was never measured.
-        holds: whether the promise does at that rate; None where no rate is known.
-    """
-
-    work: float
-    highest_before_per_s: float
-    highest_per_s: float
-    p99_us: float | None
-    holds: bool | None
+    work: float  # of a request, over what it was when it was measured
+    highest_before_per_s: float  # requests, as measured
+    highest_per_s: float  # requests, as estimated for the new traffic
+    p99_us: float | None  # at the rate asked for; None where that is unknown or was not measured
+    holds: bool | None  # whether the promise does at that rate; None where no rate is known
 
 
-def estimate(measured: Measured, core_work: float, rate_per_s: float | None) -> Capacity:
+def estimate(measured: MeasuredLoad, core_work: float, rate_per_s: float | None) -> Capacity:
     """Stretch what was measured.
 
     With `work` times the work in a request, those that come at a rate r wait as others did at
@@ -148,8 +126,9 @@ def estimate(measured: Measured, core_work: float, rate_per_s: float | None) -> 
 def _stretched(points: Sequence[Point], at: Sequence[float], work: float) -> Curves:
     """Latencies at rates between those measured, times `work`."""
     rates = [point.load.value for point in points]
+    curves = [point.latencies_us for point in points]
     return {
-        name: (work * np.interp(at, rates, [p.median(f"{name}_us") for p in points])).tolist()
+        name: (work * np.interp(at, rates, [curve[name] for curve in curves])).tolist()
         for name in PERCENTILES
     }
 
@@ -163,8 +142,3 @@ def _core_share(point: Point) -> float | None:
     }
     total = sum(busy.values())
     return busy["core"] / total if "core" in busy and total > 0 else None
-
-
-def _is_whole(point: Point) -> bool:
-    """All percentiles are numbers: a server that was too slow for any answer has none."""
-    return all(isfinite(point.median(f"{name}_us")) for name in PERCENTILES)

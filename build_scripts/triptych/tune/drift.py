@@ -7,15 +7,17 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
 
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.plan import Plan, bucket_of, make_plan
 from triptych.repository.plain import plain_data
 from triptych.requests.inputs import PipelineInputs
-from triptych.tune.capacity import Capacity, Measured, estimate
+from triptych.tune.capacity import Capacity, MeasuredLoad, estimate
 from triptych.tune.new_traffic import NewTraffic
 
 CHANCE = 0.01
@@ -48,7 +50,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DerivedSettings:
     """What the plan derives from the traffic, and `batch_tokens` of a full batch, padding in it."""
 
     bucket_edges: tuple[int, ...]
@@ -58,69 +60,43 @@ class Settings:
 
 @dataclass(frozen=True)
 class Drift:
-    """New traffic against that a pipeline was built for.
-
-    Attributes:
-        pipeline: its name.
-        layout: how rows share a batch.
-        source: of the new traffic.
-        before: the lengths it was built for.
-        now: the new ones.
-        distance: largest difference of the two distributions (Kolmogorov-Smirnov), 0 to 1.
-        noise: distance that chance alone rarely exceeds, for so many rows.
-        blur: how far off a length may be, as a share of it; 0 where all are exact.
-        work: tokens computed for a row, over those before, with the present settings.
-        excess: tokens computed beyond those with the best edges, as a share of these; 0 unless
-            bucketed.
-        settings: at present.
-        best: settings for the new lengths.
-        rate_per_s: requests of one text a second; None where that is not known.
-        capacity: where a measurement was given.
-        action: what to do.
-        reason: why, with its figures.
-        cost: of leaving all as it is.
-        first: what to do before `command`; empty for nothing.
-        command: to run; empty for none.
-        notes: what to know before the figures are used.
-    """
-
     pipeline: str
-    layout: str
-    source: str
-    before: Shape
+    layout: str  # how rows share a batch
+    source: str  # of the new traffic
+    before: Shape  # the lengths it was built for
     now: Shape
-    distance: float
-    noise: float
-    blur: float
-    work: float
+    distance: float  # largest difference of the two distributions (Kolmogorov-Smirnov), 0 to 1
+    noise: float  # distance that chance alone rarely exceeds, for so many rows
+    blur: float  # how far off a length may be, as a share of it; 0 where all are exact
+    work: float  # tokens computed for a row, over those before, with the present settings
     excess: float
-    settings: Settings
-    best: Settings
-    rate_per_s: float | None
-    capacity: Capacity | None
-    action: Action
-    reason: str
-    cost: str
-    first: str
-    command: str
-    notes: tuple[str, ...]
+    """Tokens computed beyond those with the best edges, as a share of these; 0 unless bucketed."""
+    settings: DerivedSettings  # at present
+    best: DerivedSettings  # for the new lengths
+    rate_per_s: float | None  # requests of one text a second; None where that is not known
+    capacity: Capacity | None  # where a measurement was given
+    action: Action = "keep"  # what to do
+    reason: str = ""  # why, with its figures
+    cost: str = ""  # of leaving all as it is
+    first: str = ""  # what to do before `command`; empty for nothing
+    command: str = ""  # to run; empty for none
+    notes: tuple[str, ...] = ()  # what to know before the figures are used
 
     @property
     def drifted(self) -> bool:
         """The lengths differ by more than chance explains."""
         return self.distance > self.noise
 
-    def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        plain: dict[str, Any] = plain_data({**asdict(self), "drifted": self.drifted})
+    def as_dict(self) -> JsonValue:
+        plain: JsonValue = plain_data({**asdict(self), "drifted": self.drifted})
         return plain
 
 
-def judge(
+def check_drift(
     prepared: PipelineInputs,
     new: NewTraffic,
     *,
-    measured: Measured | None = None,
+    measured: MeasuredLoad | None = None,
     rate_per_s: float | None = None,
 ) -> Drift:
     """Compare new traffic with that of the plan, and say what to do.
@@ -163,11 +139,6 @@ def judge(
         best=_settings(best, new.lengths, new.mean),
         rate_per_s=rate_per_s,
         capacity=None if measured is None else estimate(measured, work, rate_per_s),
-        action="keep",
-        reason="",
-        cost="",
-        first="",
-        command="",
         notes=(*new.notes, *_notes(plan, new, measured)),
     )
     return _decide(found, plan)
@@ -220,10 +191,10 @@ def _shape(lengths: Lengths, mean: float, max_length: int) -> Shape:
     return Shape(lengths.rows, mean, p50, p99, at_limit)
 
 
-def _settings(plan: Plan, lengths: Lengths, mean: float) -> Settings:
+def _settings(plan: Plan, lengths: Lengths, mean: float) -> DerivedSettings:
     tokens = tuple(dict.fromkeys(warm.tokens for warm in plan.warm_ups))
     full = plan.max_batch_size * _computed(plan.bucket_edges, lengths, mean)
-    return Settings(plan.bucket_edges, tokens, full)
+    return DerivedSettings(plan.bucket_edges, tokens, full)
 
 
 def _computed(edges: tuple[int, ...], lengths: Lengths, mean: float) -> float:
@@ -240,10 +211,11 @@ def _distance(old: Lengths, new: NewTraffic) -> float:
     return float(np.abs(_share_up_to(old, places) - _share_up_to(new.lengths, places)).max())
 
 
-def _share_up_to(lengths: Lengths, places: Any) -> Any:
+def _share_up_to(lengths: Lengths, places: NDArray[np.int64]) -> NDArray[np.float64]:
     known, rows = np.array(list(lengths.counts)), np.array(list(lengths.counts.values()))
     up_to = np.concatenate([[0], rows.cumsum()])
-    return up_to[known.searchsorted(places, side="right")] / lengths.rows
+    found: NDArray[np.float64] = up_to[known.searchsorted(places, side="right")] / lengths.rows
+    return found
 
 
 def _noise(old_rows: int, new_rows: int) -> float:
@@ -259,7 +231,7 @@ def _blur(edges: Sequence[int]) -> float:
     return max(((high - low - 1) / low for low, high in pairwise(edges)), default=0.0)
 
 
-def _notes(plan: Plan, new: NewTraffic, measured: Measured | None) -> Iterator[str]:
+def _notes(plan: Plan, new: NewTraffic, measured: MeasuredLoad | None) -> Iterator[str]:
     noise = _noise(plan.lengths.rows if plan.lengths else 1, new.lengths.rows)
     if noise > 0.25:
         yield f"so few rows show only differences above {noise:.2f}: take more"

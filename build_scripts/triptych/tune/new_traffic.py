@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from triptych.bench.metrics_page import Sample, read_samples
+from triptych.bench.metrics_page import MetricSample, read_metrics
 from triptych.errors import UserError
 from triptych.pipeline.traffic import Lengths, read_traffic
 from triptych.plan.plan import Plan
@@ -33,24 +33,16 @@ PARTS = 8
 
 @dataclass(frozen=True)
 class NewTraffic:
-    """What the core gets now.
-
-    Attributes:
-        source: where it is from, in words.
-        lengths: in tokens; approximate within a bucket where there are `edges`. Of counted rows,
-            those at the limit stand for the truncated ones.
-        mean: tokens of a row, exact.
-        edges: ends of the buckets, ascending; empty where every length is exact.
-        rows_per_s: rows of the model a second; None where that is not known.
-        notes: what to know before it is used.
-    """
-
-    source: str
+    source: str  # where it is from, in words
     lengths: Lengths
-    mean: float
-    edges: tuple[int, ...] = ()
-    rows_per_s: float | None = None
-    notes: tuple[str, ...] = ()
+    """In tokens; approximate within a bucket where there are `edges`.
+
+    Of counted rows, those at the limit stand for the truncated ones.
+    """
+    mean: float  # tokens of a row, exact
+    edges: tuple[int, ...] = ()  # ends of the buckets, ascending; empty where all is exact
+    rows_per_s: float | None = None  # rows of the model; None where that is not known
+    notes: tuple[str, ...] = ()  # what to know before it is used
 
 
 def read_lengths(
@@ -99,10 +91,10 @@ def tokenize_sample(prepared: PipelineInputs, path: Path) -> NewTraffic:
 
 def count_page(
     plan: Plan,
-    page: Sequence[Sample],
+    page: Sequence[MetricSample],
     source: str,
     *,
-    before: Sequence[Sample] | None = None,
+    before: Sequence[MetricSample] | None = None,
     seconds: float | None = None,
 ) -> NewTraffic:
     """Lengths of the rows that a server counted on its metrics page.
@@ -153,9 +145,9 @@ def _check_text(plan: Plan) -> None:
         )
 
 
-def _read_page(path: Path) -> list[Sample]:
+def _read_page(path: Path) -> list[MetricSample]:
     try:
-        return read_samples(path.read_text(encoding="utf-8", errors="replace"))
+        return read_metrics(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
         raise UserError(
             str(path),
@@ -166,7 +158,7 @@ def _read_page(path: Path) -> list[Sample]:
 
 
 def _read_histogram(
-    page: Sequence[Sample], pipeline: str, source: str
+    page: Sequence[MetricSample], pipeline: str, source: str
 ) -> tuple[dict[float, int], float]:
     """Bucket's end to the rows up to it, ascending, and the tokens of all rows."""
     mine = [

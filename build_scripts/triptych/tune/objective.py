@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from triptych.bench.points import Measurement
 from triptych.pipeline.slo import Slo
 
-LADDER = (1, 2, 4, 8, 16, 32, 64, 128)
+CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Clients of the closed loops."""
 
 MeasureAt = Callable[[int], Measurement]
@@ -29,37 +29,23 @@ class LoadFailed(Exception):
 
 @dataclass(frozen=True)
 class Scored:
-    """One round of one setting.
+    """One round of one setting."""
 
-    Attributes:
-        score: requests a second.
-        found: clients to what was measured with them.
-        start: clients to begin with in the next round, where little has changed.
-    """
-
-    score: float
-    found: Mapping[int, Measurement]
-    start: int
+    score: float  # requests a second
+    found: Mapping[int, Measurement]  # clients to what was measured with them
+    start: int  # clients to begin with in the next round, where little has changed
 
 
 @dataclass(frozen=True)
 class Objective:
-    """How a setting is scored.
-
-    Attributes:
-        slo: the promise.
-        clients: of the load without a promised latency, and most of one with it.
-    """
-
     slo: Slo
-    clients: int
+    clients: int  # of the load without a promised latency, and most of one with it
 
     @property
     def says(self) -> str:
-        """The score in a sentence."""
         if not self.slo.limits_us:
             return f"requests answered a second with {self.clients} clients"
-        limits = str(Slo(**{**self.slo.model_dump(), "throughput": None}))
+        limits = self.slo.model_copy(update={"throughput": None})
         return f"requests answered a second where {limits} just holds (closed loop)"
 
     def score(self, measure_at: MeasureAt, start: int | None = None) -> Scored:
@@ -85,7 +71,7 @@ class Objective:
         if not self.slo.limits_us:
             strain(self.clients)
             return Scored(found[self.clients].throughput_per_s, found, self.clients)
-        ladder = [clients for clients in LADDER if clients < self.clients] + [self.clients]
+        ladder = [clients for clients in CLIENTS if clients < self.clients] + [self.clients]
         at = ladder.index(start) if start in ladder else len(ladder) // 2
         while strain(ladder[at]) > 1 and at > 0:
             at -= 1

@@ -2,80 +2,102 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
-from triptych.bench.points import Load, Measurement, Point
+from pydantic import JsonValue
+
+from triptych.bench.points import Load, Measurement, Point, from_json, to_json
+from triptych.cache import cache_root
 from triptych.errors import Progress, UserError
+from triptych.files import write_files
 from triptych.gate.cached import GateFailure
 from triptych.lint.rendered import LintFailure
 from triptych.plan.plan import Plan
-from triptych.tune.arena import Setting
-from triptych.tune.journal import Journal
-from triptych.tune.judge import describe, judge
-from triptych.tune.knobs import KNOBS, Evidence, Ladder, Skip
+from triptych.tune.fields import FIELDS, Evidence, Proposal, Skip
 from triptych.tune.objective import LoadFailed, Scored
-from triptych.tune.results import Trial, Verdict
+from triptych.tune.results import Trial, TrialVerdict
+from triptych.tune.score_comparison import compare_scores, describe
+from triptych.tune.trial_servers import Setting
 
 
 class Contest(Protocol):
-    """Measures the best settings so far (``present``) and another one in turns."""
+    """Measures the best setting so far and another one in turns; see `TrialServers`."""
 
-    def begin(self, present: Setting) -> tuple[Plan, Scored]:
-        """Serve `present` and score it once."""
+    def begin(self, present: Setting) -> tuple[Plan, Scored]: ...
 
-    def challenge(self, other: Setting) -> None:
-        """Serve `other` beside it.
+    def challenge(self, other: Setting) -> None: ...
 
-        Raises:
-            GateFailure, LintFailure, UserError: it cannot be built or served.
-        """
+    def round(self) -> tuple[Scored, Scored]: ...
 
-    def round(self) -> tuple[Scored, Scored]:
-        """Score both once: the present one, and the other.
+    def promote(self) -> Plan: ...
 
-        Raises:
-            LoadFailed: one of them answers with errors.
-        """
 
-    def promote(self) -> Plan:
-        """The other one is the present one from now on."""
+@dataclass(frozen=True)
+class _StoredTrial:
+    trial: Trial
+    schema: Literal["triptych-trial/1"] = "triptych-trial/1"
+
+
+class TrialCache:
+    """Finished trials, a file each, so that a run that was interrupted measures none again.
+
+    Args:
+        key: all that decides what a trial finds, but for its settings; plain data.
+    """
+
+    def __init__(self, key: Mapping[str, object]) -> None:
+        self.folder = cache_root() / "tune" / _hash(key)
+
+    def find(self, present: Setting, other: Setting) -> Trial | None:
+        """The trial of `other` against `present`, if it was finished."""
+        try:
+            text = self._path(present, other).read_text(encoding="utf-8")
+            return from_json(_StoredTrial, json.loads(text)).trial
+        except (OSError, ValueError):  # none, or of another form
+            return None
+
+    def add(self, present: Setting, other: Setting, trial: Trial) -> None:
+        """Keep a finished trial; its file appears whole or not at all."""
+        path = self._path(present, other)
+        write_files(path.parent, {path.name: json.dumps(to_json(_StoredTrial(trial)))})
+
+    def clear(self) -> None:
+        """Forget everything: the run came to its end, and the next one measures afresh."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, present: Setting, other: Setting) -> Path:
+        return self.folder / f"{_hash([dict(present.overrides), dict(other.overrides)])}.json"
+
+
+def _hash(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @dataclass
 class Search:
-    """A search under way.
-
-    Attributes:
-        contest: measures.
-        journal: trials of an earlier run that was interrupted, and where this one's go.
-        deadline: on the monotonic clock; no trial is begun after it.
-        cores: of this machine.
-        limit_us: the lowest latency that is promised.
-        progress: told every trial.
-        best: settings so far.
-        trials: so far.
-        skipped: field to why it was not tried.
-        stopped: why the search ended; empty while it goes on.
-    """
-
     contest: Contest
-    journal: Journal
-    deadline: float
+    cache: TrialCache
+    deadline: float  # on the monotonic clock; no trial is begun after it
     cores: int
-    limit_us: float | None
-    progress: Progress
-    best: Setting = field(default_factory=Setting)
+    limit_us: float | None  # the lowest latency that is promised
+    progress: Progress  # told every trial
+    best: Setting = field(default_factory=Setting)  # so far
     trials: list[Trial] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    stopped: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)  # field to why it was not tried
+    stopped: str = ""  # why the search ended; empty while it goes on
     clock: Callable[[], float] = time.monotonic
 
     def run(self, start: Setting, known: Setting | None = None) -> None:
-        """Try every knob once, from `start` on.
+        """Try every field once, from `start` on.
 
         Args:
             start: the baseline.
@@ -86,42 +108,44 @@ class Search:
         self._latest = scored.found[scored.start]
         self.progress("tune", f"baseline: {scored.score:.0f}/s")
         if known is not None and known != start:
-            change = dict(known.overrides.items() - start.overrides.items())
+            old = start.overrides
+            change = {k: v for k, v in known.overrides.items() if k not in old or old[k] != v}
             self._try(known, change, "what tuned.yaml has")
-        for knob in KNOBS:
-            found = knob(Evidence(self._plan, self._latest, self.cores, self.limit_us))
+        for propose in FIELDS:
+            found = propose(Evidence(self._plan, self._latest, self.cores, self.limit_us))
             if isinstance(found, Skip):
                 self.skipped[found.key] = found.reason
                 continue
-            for ladder in (found.values, found.others):
-                if self._climb(found, ladder):
+            for values in (found.values, found.others):
+                if self._climb(found, values):
                     break
             if self.stopped:
                 return
         self.stopped = "every field worth a trial was tried"
 
-    def _climb(self, found: Ladder, values: tuple[Any, ...]) -> bool:
+    def _climb(self, found: Proposal, values: Sequence[JsonValue]) -> bool:
         """Try values until one is no better; whether any was."""
         climbed = False
         for value in values:
             if self.clock() > self.deadline:
                 self.stopped = "the time was up"
                 break
-            other = self.best.with_change(found.key, value)
-            if self._try(other, {found.key: value}, found.reason) != "better":
+            change = {found.key: value}
+            other = Setting({**self.best.overrides, **change})
+            if self._try(other, change, found.reason) != "better":
                 break
             climbed = True
         return climbed
 
-    def _try(self, other: Setting, change: dict[str, Any], reason: str) -> Verdict:
+    def _try(self, other: Setting, change: dict[str, JsonValue], reason: str) -> TrialVerdict:
         number = len(self.trials) + 1
-        trial = self.journal.find(self.best.overrides, other.overrides)
+        trial = self.cache.find(self.best, other)
         again = trial is not None
         if trial is None:
             began = self.clock()
-            trial = self._measured(other, change, reason)
-            trial = replace(trial, number=number, seconds=self.clock() - began)
-            self.journal.add(self.best.overrides, other.overrides, trial)
+            trial = replace(self._measured(other, change, reason), number=number)
+            trial = replace(trial, seconds=self.clock() - began)
+            self.cache.add(self.best, other, trial)
         elif trial.verdict == "better":
             self.contest.challenge(other)
         self.trials.append(replace(trial, number=number))
@@ -137,16 +161,16 @@ class Search:
             self._latest = trial.points[-1].typical if trial.points else self._latest
         return trial.verdict
 
-    def _measured(self, other: Setting, change: dict[str, Any], reason: str) -> Trial:
+    def _measured(self, other: Setting, change: dict[str, JsonValue], reason: str) -> Trial:
         rounds: list[tuple[Scored, Scored]] = []
-        verdict: Verdict | None = None
+        verdict: TrialVerdict | None = None
         says = ""
         try:
             self.contest.challenge(other)
             while verdict is None:
                 rounds.append(self.contest.round())
                 scores = scores_of(rounds)
-                verdict, says = judge(scores), describe(scores)
+                verdict, says = compare_scores(scores), describe(scores)
         except (GateFailure, LintFailure, UserError, LoadFailed) as error:
             verdict, says = "failed", str(error)
         return Trial(
@@ -165,7 +189,6 @@ class Search:
 
 
 def scores_of(rounds: Sequence[tuple[Scored, Scored]]) -> list[tuple[float, float]]:
-    """The scores alone."""
     return [(present.score, other.score) for present, other in rounds]
 
 
@@ -179,8 +202,8 @@ def points_of(contender: str, rounds: Sequence[Scored]) -> Iterator[Point]:
         yield Point(contender, Load("concurrency", float(clients)), tuple(found))
 
 
-def _value_of(plan: Plan, key: str) -> Any:
-    value: Any = plan.spec
+def _value_of(plan: Plan, key: str) -> JsonValue:
+    value = plan.spec
     for part in key.split("."):
         value = getattr(value, part)
-    return value
+    return value  # type: ignore[return-value]  # a number or a word of the spec

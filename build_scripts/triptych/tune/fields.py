@@ -1,14 +1,15 @@
-"""The numbers that tuning may change, in the order it tries them, and when each is worth a trial.
+"""The fields of the spec that tuning may change, in the order it tries them.
 
-Every knob looks at what the last measurement showed and proposes values, or says why none would
-help: a few good trials, not a grid.
+For each a function looks at what the last measurement showed and proposes values, or says why none
+would help: a few good trials, not a grid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from pydantic import JsonValue
 
 from triptych.bench.points import Measurement, StepUse
 from triptych.plan.plan import MICRO_BATCH_TOKENS, Plan
@@ -23,19 +24,12 @@ FULL = 0.5
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the best settings so far look like under load.
+    """What the best settings so far look like under load."""
 
-    Attributes:
-        plan: of these settings.
-        measurement: at the load that decides their score.
-        cores: of this machine.
-        limit_us: the lowest latency limit promised; None without one.
-    """
-
-    plan: Plan
-    measurement: Measurement
-    cores: int
-    limit_us: float | None
+    plan: Plan  # of these settings
+    measurement: Measurement  # at the load that decides their score
+    cores: int  # of this machine
+    limit_us: float | None  # the lowest latency limit promised; None without one
 
     def step(self, name: str) -> StepUse | None:
         """What the server counted for a step; None where it counted nothing."""
@@ -43,20 +37,13 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """Values of one field, to be tried in turn until one is no better than the one before.
+class Proposal:
+    """Values of one field, to be tried in turn until one is no better than the one before."""
 
-    Attributes:
-        key: dotted, of the spec.
-        values: the way up; where even its first is no better, `others` are tried.
-        others: the way down.
-        reason: why it is worth a try.
-    """
-
-    key: str
-    values: tuple[Any, ...]
-    reason: str
-    others: tuple[Any, ...] = ()
+    key: str  # dotted, of the spec
+    values: tuple[JsonValue, ...]  # the way up; where even its first is no better:
+    reason: str  # why it is worth a try
+    others: tuple[JsonValue, ...] = ()  # the way down
 
 
 @dataclass(frozen=True)
@@ -67,17 +54,17 @@ class Skip:
     reason: str
 
 
-Knob = Callable[[Evidence], Ladder | Skip]
+Propose = Callable[[Evidence], Proposal | Skip]
 
 
-def queue_delay(evidence: Evidence) -> Ladder | Skip:
+def queue_delay(evidence: Evidence) -> Proposal | Skip:
     """How long the core waits for more rows: pays where batches are small and the core is idle."""
     key = "serving.queue.max_delay_us"
     now = evidence.plan.spec.serving.queue.max_delay_us
     core = evidence.step("core")
     if now:
         lower = tuple(dict.fromkeys((0, now // 4)))
-        return Ladder(key, lower, f"requests may wait {now} us for others", others=(now * 2,))
+        return Proposal(key, lower, f"requests may wait {now} us for others", others=(now * 2,))
     if core is not None and core.mean_batch >= FULL * evidence.plan.max_batch_size:
         return Skip(key, f"batches fill by themselves: {core.mean_batch:.1f} rows on average")
     most = min(MOST_DELAY_US, (evidence.limit_us or MOST_DELAY_US * 5) / 5)
@@ -85,13 +72,13 @@ def queue_delay(evidence: Evidence) -> Ladder | Skip:
     if not values:
         return Skip(key, "the promised latency leaves no time to wait")
     batch = "unknown" if core is None else f"{core.mean_batch:.1f} rows"
-    return Ladder(key, values, f"the core's mean batch is {batch}; waiting may fill it")
+    return Proposal(key, values, f"the core's mean batch is {batch}; waiting may fill it")
 
 
-def instances(step: str) -> Knob:
+def instances(step: str) -> Propose:
     """Instances of a step: more where those there are have no time left."""
 
-    def knob(evidence: Evidence) -> Ladder | Skip:
+    def propose(evidence: Evidence) -> Proposal | Skip:
         key = f"serving.instances.{step}"
         now: int = getattr(evidence.plan.spec.serving.instances, step)
         use = evidence.step(step)
@@ -102,35 +89,35 @@ def instances(step: str) -> Knob:
         if not values:
             return Skip(key, f"{now} on {evidence.cores} cores is plenty")
         busy = "" if use is None or use.busy is None else f"busy {use.busy:.0%} of the time"
-        return Ladder(key, values, busy or "the server does not tell how busy it is")
+        return Proposal(key, values, busy or "the server does not tell how busy it is")
 
-    return knob
+    return propose
 
 
-def token_budget(evidence: Evidence) -> Ladder | Skip:
+def token_budget(evidence: Evidence) -> Proposal | Skip:
     """Tokens the local backend computes at a time: more amortise, fewer wait less."""
     key, core = "core.token_budget", evidence.plan.spec.core
     if core.backend != "onnxruntime" or core.device != "cpu" or evidence.plan.lengths is None:
         return Skip(key, "only the local backend, on texts, deals batches out by tokens")
     now: int = core.token_budget or MICRO_BATCH_TOKENS
     reason = f"{now} tokens are computed at a time"
-    return Ladder(key, (now * 2, now * 4), reason, others=(now // 2,))
+    return Proposal(key, (now * 2, now * 4), reason, others=(now // 2,))
 
 
-def threads(evidence: Evidence) -> Ladder | Skip:
+def threads(evidence: Evidence) -> Proposal | Skip:
     """Threads of one operator: one batch on all cores, instead of a batch on each core."""
     key, core = "core.threads", evidence.plan.spec.core
     if core.device != "cpu":
         return Skip(key, "the core runs on a GPU")
     own = max(1, evidence.cores // evidence.plan.spec.serving.instances.core)
     if core.threads is not None:
-        return Ladder(key, (None,), f"{core.threads} threads share an operator")
+        return Proposal(key, (None,), f"{core.threads} threads share an operator")
     if own == 1:
         return Skip(key, "each instance has one core")
-    return Ladder(key, (own,), "batches run side by side, each on one thread")
+    return Proposal(key, (own,), "batches run side by side, each on one thread")
 
 
-def batch_limit(evidence: Evidence) -> Ladder | Skip:
+def batch_limit(evidence: Evidence) -> Proposal | Skip:
     """Rows of a batch: more where batches are as large as they may be."""
     key, now = "core.max_batch_size", evidence.plan.spec.core.max_batch_size
     core = evidence.step("core")
@@ -138,30 +125,29 @@ def batch_limit(evidence: Evidence) -> Ladder | Skip:
         return Skip(key, "the server does not tell how large its batches are")
     if core.mean_batch < FULL * now:
         return Skip(key, f"the mean batch is {core.mean_batch:.1f} of {now}: not the limit")
-    return Ladder(key, (now * 2, now * 4), f"mean batch {core.mean_batch:.1f} of {now}")
+    return Proposal(key, (now * 2, now * 4), f"mean batch {core.mean_batch:.1f} of {now}")
 
 
-def bucket_count(evidence: Evidence) -> Ladder | Skip:
+def bucket_count(evidence: Evidence) -> Proposal | Skip:
     """Padded lengths of the bucketed layout: more pad less, fewer share batches more."""
     key, now = "core.bucket_count", evidence.plan.spec.core.bucket_count
     if evidence.plan.layout != "bucketed":
         return Skip(key, f"the layout is {evidence.plan.layout}")
     reason = f"{len(evidence.plan.bucket_edges)} lengths, {evidence.plan.padding_share:.0%} padding"
-    return Ladder(key, (max(1, now // 2),), reason, others=(now * 2,))
+    return Proposal(key, (max(1, now // 2),), reason, others=(now * 2,))
 
 
-def layout(evidence: Evidence) -> Ladder | Skip:
-    """The other layout."""
+def layout(evidence: Evidence) -> Proposal | Skip:
     key, now = "core.layout", evidence.plan.layout
     if now == "fixed":
         return Skip(key, "all rows have one shape")
     if evidence.plan.spec.core.layout not in (now, "auto"):
         return Skip(key, "its rows cannot be packed")
     other = "bucketed" if now == "packed" else "packed"
-    return Ladder(key, (other,), f"rows are {now}")
+    return Proposal(key, (other,), f"rows are {now}")
 
 
-KNOBS: tuple[Knob, ...] = (
+FIELDS: tuple[Propose, ...] = (
     queue_delay,
     instances("preprocess"),
     instances("core"),

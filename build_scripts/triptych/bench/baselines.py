@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from triptych.bench.baseline_process import WorkerFailed, WorkerProcess
-from triptych.bench.baseline_work import work_of, write_work
-from triptych.bench.calls import ROWS_A_CALL
+from triptych.bench.baseline_calls import ROWS_A_CALL, work_of, write_work
+from triptych.bench.baseline_worker import WorkerReply
+from triptych.bench.child_process import ChildProcess
 from triptych.bench.perf_output import histogram_of
 from triptych.bench.points import Load, Measurement, ProcessUse, Resources
 from triptych.errors import Progress, UserError
@@ -25,6 +28,82 @@ START_LIMIT_S = 300.0
 COMPILE_LIMIT_S = 240.0
 ANSWER_LIMIT_S = 120.0
 """How long after the end of a measurement its last call may take."""
+
+
+class WorkerFailed(Exception):
+    """Why a worker gives no answer."""
+
+
+class WorkerProcess(ChildProcess):
+    """A worker from outside: asked, waited for with a limit, ended.
+
+    Args:
+        work_file: as `write_work` wrote it.
+        name: of the baseline.
+        scratch: a folder of its own: its standard error, and what a compiler leaves.
+    """
+
+    def __init__(self, work_file: Path, name: str, scratch: Path) -> None:
+        command = [sys.executable, "-m", "triptych.bench.baseline_worker", str(work_file), name]
+        variables = {
+            # A thread of torch that waits for another spins up to 15 ms by default: where the
+            # other has lost its core to a neighbour, that takes one core more. Spinning for a
+            # tenth of a millisecond loses nothing on a quiet machine.
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "3000"),
+            "HF_HUB_OFFLINE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(scratch),
+            # No pool of compilers beside it, idle while others are measured.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        super().__init__(command, scratch / "stderr.txt", variables=variables, pipes=True)
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def ask(self, seconds: float) -> None:
+        """Have it measure for so long.
+
+        Raises:
+            WorkerFailed: the worker has ended.
+        """
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{seconds}\n".encode())
+            self.process.stdin.flush()
+        except OSError as error:
+            raise WorkerFailed(self.ending()) from error
+
+    def answer(self, limit_s: float) -> WorkerReply:
+        """The next reply.
+
+        Raises:
+            WorkerFailed: there is none within `limit_s`, the worker says why, or it has ended.
+        """
+        try:
+            line = self._replies.get(timeout=limit_s)
+        except queue.Empty:
+            raise WorkerFailed(f"no answer within {limit_s:g} s") from None
+        if not line:
+            raise WorkerFailed(self.ending())
+        reply = TypeAdapter(WorkerReply).validate_json(line)
+        if reply.failed:
+            raise WorkerFailed(reply.failed)
+        return reply
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """See `ChildProcess.end`."""
+        super().end(grace_s)
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # an order that never reached it
+                pipe.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._replies.put(line)
+        self._replies.put(b"")
 
 
 class Baselines:
@@ -72,7 +151,8 @@ class Baselines:
         self._scratch = tempfile.TemporaryDirectory(prefix="triptych-baselines-")
         try:
             work_file = Path(self._scratch.name, "work.pickle")
-            write_work(work_of(self._prepared, self._core_file), work_file)
+            if self._asked:
+                write_work(work_of(self._prepared, self._core_file), work_file)
             # One after the other: none takes the cores from another that compiles.
             for name in self._asked:
                 self._start(name, work_file)
@@ -81,12 +161,7 @@ class Baselines:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     @property
@@ -96,11 +171,9 @@ class Baselines:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Of their workers."""
         return {name: worker.pid for name, worker in self._workers.items()}
 
     def load_of(self, name: str) -> Load:
-        """What `measure` offers."""
         return Load("in_process", ROWS_A_CALL[name])
 
     def measure(self, name: str, seconds: float) -> Measurement:
@@ -115,12 +188,12 @@ class Baselines:
         if worker is None:
             raise _does_not_run(name, self.not_runnable.get(name, "it was not asked for"))
         try:
-            worker.ask({"measure": seconds})
-            answer = worker.answer(seconds + ANSWER_LIMIT_S)
+            worker.ask(seconds)
+            reply = worker.answer(seconds + ANSWER_LIMIT_S)
         except WorkerFailed as failure:
             self._drop(name, str(failure))
             raise _does_not_run(name, str(failure)) from failure
-        return _measurement(name, answer)
+        return _measurement(name, reply)
 
     def _start(self, name: str, work_file: Path) -> None:
         scratch = Path(self._scratch.name, name.replace(" ", "-"))
@@ -151,18 +224,17 @@ def _does_not_run(name: str, reason: str) -> UserError:
     return UserError(f"baseline {name}", "must run", given=reason, remedy="Leave it out")
 
 
-def _measurement(name: str, answer: Mapping[str, Any]) -> Measurement:
-    calls, rows = (np.array(column) for column in zip(*answer["calls"], strict=True))
+def _measurement(name: str, reply: WorkerReply) -> Measurement:
+    calls, rows = (np.array(column) for column in zip(*reply.calls, strict=True))
     latencies = np.repeat(calls, rows.astype(int))
     p50, p90, p95, p99, p99_9 = np.percentile(latencies, (50, 90, 95, 99, 99.9)).tolist()
-    seconds = answer["seconds"]
+    use = ProcessUse(name, reply.cpu_seconds / reply.seconds, reply.memory_mib)
     cores = len(os.sched_getaffinity(0))
-    use = ProcessUse(name, answer["cpu_seconds"] / seconds, answer["memory_mib"])
     return Measurement(
-        seconds=seconds,
+        seconds=reply.seconds,
         requests=len(latencies),
         errors={},
-        throughput_per_s=len(latencies) / seconds,
+        throughput_per_s=len(latencies) / reply.seconds,
         mean_us=float(latencies.mean()),
         p50_us=p50,
         p90_us=p90,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import exp, log, sqrt
 from statistics import mean, stdev
 
-from triptych.tune.results import Verdict
+from triptych.tune.results import TrialVerdict
 
 MOST_ROUNDS = 5
 LEAST_GAIN = 0.01
@@ -43,7 +43,7 @@ def gain(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return exp(mean(ratios)) - 1, half
 
 
-def judge(scores: Sequence[tuple[float, float]]) -> Verdict | None:
+def compare_scores(scores: Sequence[tuple[float, float]]) -> TrialVerdict | None:
     """The verdict on the second of each pair; None where another round may tell more."""
     share, half = gain(scores)
     if share < LOST - 1:

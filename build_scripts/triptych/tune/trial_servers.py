@@ -1,4 +1,4 @@
-"""Two servers side by side: the best settings so far on one, what is tried on the other.
+"""Two servers side by side: the best setting so far on one, what is tried on the other.
 
 A server without requests costs no time, so both are measured in turns on the same machine, and what
 drifts hits both alike. A setting is a spec with overrides: built (every stage cached), linted,
@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import psutil
+from pydantic import JsonValue
 
 from triptych import build as assemble
 from triptych.bench.measure import Target, measure
@@ -22,6 +24,7 @@ from triptych.bench.points import Load, Measurement
 from triptych.client.models import reload_models
 from triptych.errors import Progress
 from triptych.pipeline.spec import load_spec
+from triptych.plan.plan import Plan
 from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.server.server import Server
 from triptych.tune.objective import Objective, Scored
@@ -32,17 +35,9 @@ _PREFIX = ".tune-"
 
 @dataclass(frozen=True)
 class Setting:
-    """Numbers to be measured.
+    """Numbers to be measured: dotted key of the spec to its value; empty for the spec as it is."""
 
-    Attributes:
-        overrides: dotted key of the spec to its value; empty for the spec as it is.
-    """
-
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    def with_change(self, key: str, value: Any) -> Setting:
-        """The same with another value of one field."""
-        return Setting({**self.overrides, key: value})
+    overrides: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 class Slot:
@@ -70,7 +65,10 @@ class Slot:
         if setting == self.setting:
             return
         self.setting, self._prepared = None, None
-        changes = [f"{key}={_as_yaml(value)}" for key, value in setting.overrides.items()]
+        changes = [
+            f"{key}={'null' if value is None else value}"
+            for key, value in setting.overrides.items()
+        ]
         spec = load_spec(self._pipeline, [*self._base, *changes], untuned=True)
         prepared = read_inputs(spec, building)
         built = assemble.build(prepared, self.repository, building)
@@ -108,58 +106,72 @@ class Slot:
         if self._server is None:
             raise RuntimeError("the slot is empty")
         server = self._server
-        name = self._pipeline.name
-        return Target(server.grpc_url, name, server.metrics_url, server.pid)
+        return Target(server.grpc_url, self._pipeline.name, server.metrics_url, server.pid)
 
     def measure(self, clients: int, seconds: float) -> Measurement:
-        """With so many clients."""
         load = Load("concurrency", float(clients))
         return measure(self.target, self.served.traffic, load, seconds=seconds)
 
     def close(self) -> None:
-        """Stop the server."""
         if self._server is not None:
             self._server.stop()
             self._server = None
         self.setting, self._prepared = None, None
 
 
-class Arena:
-    """Both slots. `best` holds the best settings so far."""
+@dataclass
+class TrialServers:
+    """Both slots; see `trial_servers`. Each round begins with another one."""
 
-    def __init__(
-        self,
-        best: Slot,
-        challenger: Slot,
-        objective: Objective,
-        seconds: float,
-        progress: Progress,
-    ) -> None:
-        self.best, self.challenger = best, challenger
-        self._objective, self._seconds = objective, seconds
-        self._progress = self._building = progress
+    best_slot: Slot  # has the best setting so far
+    trial_slot: Slot
+    objective: Objective
+    seconds: float  # of each measurement
+    progress: Progress
+    _start: int | None = None  # clients to begin with; see `Objective.score`
+    _rounds: int = 0
+    _builds: int = 0
 
     def put(self, slot: Slot, setting: Setting) -> None:
         """Build and serve `setting` in a slot; see `Slot.put`."""
-        slot.put(setting, self._progress, self._building)
-        self._building = _quiet  # every trial builds the same model again
+        self._builds += 1  # every trial builds the same model again: only the first one tells
+        slot.put(setting, self.progress, self.progress if self._builds == 1 else _quiet)
 
-    def promote(self) -> None:
-        """What was tried is the best now."""
-        self.best, self.challenger = self.challenger, self.best
-
-    def score(self, slot: Slot, start: int | None) -> Scored:
+    def score(self, slot: Slot) -> Scored:
         """One round of a slot; see `Objective.score`."""
-        return self._objective.score(lambda n: slot.measure(n, self._seconds), start)
+        return self.objective.score(lambda n: slot.measure(n, self.seconds), self._start)
 
-    def close(self) -> None:
-        """Stop both servers."""
-        self.best.close()
-        self.challenger.close()
+    def begin(self, present: Setting) -> tuple[Plan, Scored]:
+        """Serve `present` as the best setting, and score it once."""
+        self.put(self.best_slot, present)
+        scored = self.score(self.best_slot)
+        self._start = scored.start
+        return self.best_slot.served.plan, scored
+
+    def challenge(self, other: Setting) -> None:
+        """Serve `other` beside the best setting; see `Slot.put`."""
+        self.put(self.trial_slot, other)
+
+    def round(self) -> tuple[Scored, Scored]:
+        """Score the best setting and the other one once, in turns.
+
+        Raises:
+            LoadFailed: one of them answers with errors.
+        """
+        slots = [self.best_slot, self.trial_slot]
+        self._rounds += 1
+        found = {slot: self.score(slot) for slot in (slots if self._rounds % 2 else slots[::-1])}
+        self._start = found[self.best_slot].start
+        return found[self.best_slot], found[self.trial_slot]
+
+    def promote(self) -> Plan:
+        """What was tried is the best now."""
+        self.best_slot, self.trial_slot = self.trial_slot, self.best_slot
+        return self.best_slot.served.plan
 
 
 @contextmanager
-def arena(
+def trial_servers(
     pipeline: Path,
     beside: Path,
     objective: Objective,
@@ -167,8 +179,8 @@ def arena(
     progress: Progress,
     *,
     base: Sequence[str] = (),
-) -> Iterator[Arena]:
-    """An arena in a folder of its own beside the repository, removed with all in it at the end.
+) -> Iterator[TrialServers]:
+    """Both servers in a folder of its own beside the repository, removed with all in it at the end.
 
     Args:
         pipeline: folder of the pipeline.
@@ -180,26 +192,17 @@ def arena(
     """
     home = beside.resolve().parent
     home.mkdir(parents=True, exist_ok=True)
-    _remove_orphans(home)
+    for path in home.glob(f"{_PREFIX}*-*"):  # what a run that was killed left behind
+        owner = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-", dir=home) as scratch:
         first, second = (Slot(Path(scratch, name), pipeline, base) for name in ("a", "b"))
-        found = Arena(first, second, objective, seconds, progress)
         try:
-            yield found
+            yield TrialServers(first, second, objective, seconds, progress)
         finally:
-            found.close()
-
-
-def _remove_orphans(home: Path) -> None:
-    """Remove what a run that was killed left behind."""
-    for path in home.glob(f"{_PREFIX}*-*"):
-        owner = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _as_yaml(value: Any) -> str:
-    return "null" if value is None else str(value)
+            first.close()
+            second.close()
 
 
 def _quiet(_stage: str, _line: str) -> None:

@@ -8,16 +8,22 @@ baseline. It runs on the CPU, with as many threads as the library takes by itsel
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from triptych.bench.baseline_work import Work
 from triptych.gate.runs import tokens_of
+from triptych.model.facts import ModelFacts
 from triptych.requests.feeds import Sample
+from triptych.requests.inputs import PipelineInputs
 from triptych.runtime import module_of
+from triptych.runtime.hooking import call_before, find_hook
 from triptych.runtime.row_types import RowInputs
-from triptych.tensors import TokenRow
+from triptych.tasks.task import Core
+from triptych.tensors import Tensor, TokenRow
 
 ROWS_A_CALL = {"torch eager": 1, "torch batched": 32, "torch.compile": 1, "onnxruntime": 1}
 """Baseline to the requests of a call.
@@ -30,11 +36,66 @@ own fp32 core.
 LARGEST_BATCH = 32
 """Rows of a padded batch: a request may come to several, as windows of a long text do."""
 
-Request = Mapping[str, Any]
+Request = Mapping[str, str | bytes]
 Call = Callable[[Sequence[Request]], object]
 
 
-def open_call(name: str, work: Work) -> Call:
+@dataclass(frozen=True)
+class BaselineWork:
+    model_folder: Path  # the model as `save_pretrained` wrote it
+    tokenizer_folder: Path
+    facts: ModelFacts
+    core: Core
+    core_file: Path  # the core's model.onnx, in fp32 and in the plan's layout
+    core_inputs: tuple[Tensor, ...]
+    packed: bool
+    rows: str  # module of `triptych.runtime` with the task's row maker
+    settings: Mapping[str, object]  # of the row maker
+    parameters: Mapping[str, object]  # of every request: the pipeline's defaults
+    requests: tuple[Request, ...]  # the traffic, after the pipeline's own `hooks.before`
+
+
+def work_of(prepared: PipelineInputs, core_file: Path) -> BaselineWork:
+    """What the baselines of a pipeline work on.
+
+    Args:
+        prepared: the pipeline.
+        core_file: its ``model.onnx``, in fp32 and in the plan's layout.
+    """
+    plan = prepared.plan
+    names = [tensor.name for tensor in plan.task.inputs]
+    images = [tensor.name for tensor in plan.task.inputs if tensor.content == "image"]
+    requests = [dict(request) for request in prepared.traffic]
+    before = find_hook(plan.spec.folder, "before")
+    if before is not None:
+        requests = call_before(before, requests, names, encoded=images)
+    return BaselineWork(
+        model_folder=prepared.model_folder.resolve(),
+        tokenizer_folder=prepared.tokenizer_folder.resolve(),
+        facts=plan.facts,
+        core=plan.core,
+        core_file=core_file.resolve(),
+        core_inputs=plan.core_inputs,
+        packed=plan.packed,
+        rows=Path(plan.task.rows).stem,
+        # Long texts are cut, as sentence-transformers and the pipelines of transformers do.
+        settings={**plan.row_settings, "bucket_edges": [], "overflow": "truncate"},
+        parameters=dict(plan.parameters),
+        requests=tuple({name: request[name] for name in names} for request in requests),
+    )
+
+
+def write_work(work: BaselineWork, path: Path) -> None:
+    """Write `work` for a process of this same program: a pickle, so to a folder of one's own."""
+    path.write_bytes(pickle.dumps(work))
+
+
+def read_work(path: Path) -> BaselineWork:
+    work: BaselineWork = pickle.loads(path.read_bytes())
+    return work
+
+
+def open_call(name: str, work: BaselineWork) -> Call:
     """The function that `name` times.
 
     Raises:
@@ -65,27 +126,28 @@ def plan_calls(name: str, requests: Sequence[Request]) -> list[list[Request]]:
     return batches
 
 
-def open_rows(work: Work) -> Callable[[Sequence[Request]], list[Sample]]:
+def open_rows(work: BaselineWork) -> Callable[[Sequence[Request]], list[Sample]]:
     """A function from requests to the rows of the model, request by request."""
     maker: Any = module_of(work.rows).RowMaker(work.settings, work.tokenizer_folder)
 
     def make(requests: Sequence[Request]) -> list[Sample]:
-        asks = [
+        inputs = [
             RowInputs({name: [value] for name, value in request.items()}, work.parameters)
             for request in requests
         ]
-        if work.facts.image is not None:
-            return [pixels for made in _made(maker.make(asks)) for pixels in made.tensors["pixels"]]
-        return [
-            TokenRow(tuple(row.ids), row.first_segment)
-            for rows in _made(maker.token_rows(asks))
-            for row in rows
-        ]
+        is_image = work.facts.image is not None
+        results = maker.make(inputs) if is_image else maker.token_rows(inputs)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        if is_image:
+            return [pixels for result in results for pixels in result.tensors["pixels"]]
+        return [TokenRow(tuple(row.ids), row.first_segment) for result in results for row in result]
 
     return make
 
 
-def open_model(name: str, work: Work) -> Callable[[Sequence[Sample]], object]:
+def open_model(name: str, work: BaselineWork) -> Callable[[Sequence[Sample]], object]:
     """The function that runs a batch of rows.
 
     Raises:
@@ -101,10 +163,3 @@ def open_model(name: str, work: Work) -> Callable[[Sequence[Sample]], object]:
     from triptych.bench.torch_model import TorchModel
 
     return TorchModel(work.model_folder, work.facts, work.core, compiled=name == "torch.compile")
-
-
-def _made(results: Sequence[Any]) -> list[Any]:
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return list(results)
