@@ -14,8 +14,8 @@ from precision_cases import node
 from triptych.graph.session import runnable
 from triptych.pipeline.precisions import Precision
 from triptych.precision import float_nodes
+from triptych.precision.activations import value_ranges
 from triptych.precision.float16 import convert
-from triptych.precision.ranges import value_ranges
 from triptych.precision.recipe import Recipe
 
 FP16, BF16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
