@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from triptych.engine.cuda import EngineError
+from triptych.engine.messages import Messages
 from triptych.plan.engine_spec import Dims, ShapeRange
 
 # TensorRT's name of a data type -> numpy's. BF16 has none; FP8 and INT4 are no types of inputs.
@@ -89,10 +90,7 @@ class OpenEngine:
 
 def plan_version(plan: bytes) -> str:
     """The TensorRT release a plan says it was built with; empty where its head is not known."""
-    if len(plan) < _VERSION_AT + 4:
-        return ""
-    tag, layout = struct.unpack_from("<II", plan)
-    if tag != _PLAN_TAG or layout != 0:
+    if len(plan) < _VERSION_AT + 4 or struct.unpack_from("<II", plan) != (_PLAN_TAG, 0):
         return ""
     return ".".join(str(part) for part in plan[_VERSION_AT : _VERSION_AT + 4])
 
@@ -112,16 +110,24 @@ def open_engine(plan: bytes, *, host_code: bool = False) -> OpenEngine:
         trt = importlib.import_module("tensorrt")
     except ImportError as error:
         raise EngineError(f"TensorRT is missing ({error}); install the package tensorrt") from error
-    complaints: list[str] = []
+    messages = Messages()
+    complaints = messages.errors
     try:
-        runtime = trt.Runtime(_collector(trt, complaints))
+        runtime = trt.Runtime(messages.logger(trt))
     except TypeError as error:  # how the bindings say that there is none
         raise EngineError(_with_reason("TensorRT cannot use this GPU", complaints)) from error
     if host_code:
         runtime.engine_host_code_allowed = True
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        raise EngineError(_refusal(plan, trt.__version__, complaints))
+        built, version = plan_version(plan), trt.__version__
+        if built and built.split(".")[:3] != version.split(".")[:3]:
+            raise EngineError(
+                f"the plan cannot be loaded: it was built for TensorRT {built}, this is {version}; "
+                "build it again here"
+            )
+        sentence = f"the plan cannot be loaded by TensorRT {version}"
+        raise EngineError(_with_reason(sentence, complaints))
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     tensors = {
         name: EngineTensor(
@@ -145,30 +151,6 @@ def open_engine(plan: bytes, *, host_code: bool = False) -> OpenEngine:
         ),
         complaints=complaints,
     )
-
-
-def _collector(trt: Any, complaints: list[str]) -> Any:
-    """A logger of TensorRT's that keeps errors: TensorRT says why it refuses a plan only there."""
-
-    class Collector(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
-                complaints.append(message)
-
-    return Collector()
-
-
-def _refusal(plan: bytes, version: str, complaints: list[str]) -> str:
-    built = plan_version(plan)
-    if built and built.split(".")[:3] != version.split(".")[:3]:
-        return (
-            f"the plan cannot be loaded: it was built for TensorRT {built}, this is {version}; "
-            "build it again here"
-        )
-    return _with_reason(f"the plan cannot be loaded by TensorRT {version}", complaints)
 
 
 def _with_reason(sentence: str, complaints: list[str]) -> str:

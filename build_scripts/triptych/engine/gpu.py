@@ -6,15 +6,14 @@ Read as the start-up check of the serving image reads it: the two are compared.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from triptych.container.machine import find_driver, find_gpus
 from triptych.engine.messages import no_gpu
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU and what drives it.
+class BuildGpu(NamedTuple):
+    """One GPU and its software.
 
     Attributes:
         name: the product.
@@ -29,7 +28,7 @@ class Gpu:
     cuda: str
 
 
-def read_gpu() -> Gpu:
+def read_gpu() -> BuildGpu:
     """The GPU that TensorRT builds for: the first that CUDA shows to this process.
 
     Raises:
@@ -39,7 +38,7 @@ def read_gpu() -> Gpu:
     if not gpus:
         raise no_gpu("NVIDIA's driver shows none to this process")
     major, minor = gpus[0].compute_capability
-    return Gpu(gpus[0].name, f"{major}.{minor}", find_driver() or "", _cuda_version())
+    return BuildGpu(gpus[0].name, f"{major}.{minor}", find_driver() or "", _cuda_version())
 
 
 def _cuda_version() -> str:
@@ -48,6 +47,4 @@ def _cuda_version() -> str:
     except ImportError:
         return ""
     error, version = runtime.cudaRuntimeGetVersion()
-    if int(error) != 0:
-        return ""
-    return f"{version // 1000}.{version % 1000 // 10}"
+    return "" if int(error) else f"{version // 1000}.{version % 1000 // 10}"

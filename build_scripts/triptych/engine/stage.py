@@ -12,7 +12,8 @@ from triptych.cache import cached_stage, code_hash, key_of, sha256_of
 from triptych.engine.api import Api
 from triptych.engine.engine_file import open_engine
 from triptych.engine.engine_runner import EngineError, EngineRunner
-from triptych.engine.gpu import Gpu, read_gpu
+from triptych.engine.gpu import BuildGpu as Gpu
+from triptych.engine.gpu import read_gpu
 from triptych.engine.inspection import inspect
 from triptych.engine.make import make_engine
 from triptych.engine.messages import cannot_write

@@ -31,7 +31,7 @@ def initializers(graph: Any) -> dict[str, Initializer]:
 def value_of(tensor: Initializer) -> NDArray[Any]:
     import onnx
 
-    value: NDArray[Any] = onnx.numpy_helper.to_array(tensor)  # type: ignore[arg-type]
+    value: NDArray[Any] = onnx.numpy_helper.to_array(tensor)
     return value
 
 

@@ -64,8 +64,9 @@ def capture(model: Any, values: Sequence[str], feeds: Sequence[Feed]) -> dict[st
         onnx.helper.make_node("Flatten", [value], [flat], axis=-1) for value, flat in probes.items()
     )
     share = max(4, MOST_VECTORS // len(feeds))
-    kept: list[list[NDArray[np.float32]]]
-    kept, lows, highs = ([[] for _ in values] for _ in range(3))
+    kept: list[list[NDArray[np.float32]]] = [[] for _ in values]
+    lows: list[list[NDArray[np.float32]]] = [[] for _ in values]
+    highs: list[list[NDArray[np.float32]]] = [[] for _ in values]
     for results in _run(probed, list(probes.values()), [None, None], feeds):
         for place, vectors in enumerate(results):
             lows[place].append(vectors.min(0))
