@@ -25,7 +25,6 @@ class Api:
     Attributes:
         trt: the module ``tensorrt``.
         version: such as ``10.16.1.11``.
-        major: its first number.
         typed: whether networks keep to the types of their graph.
 
     Raises:
@@ -55,10 +54,7 @@ class Api:
         return 1 << int(flags.STRONGLY_TYPED) if self.major == FIRST_TYPED else 0
 
     def type_flags(self, kinds: Collection[str]) -> list[Any]:
-        """Flags of the builder for the types in a graph; none where the graph says it all.
-
-        Args:
-            kinds: as `core.precision` names them.
+        """Flags of the builder for `core.precision` names; none where the graph says it all.
 
         Raises:
             UserError: this release does not know one of them.
@@ -81,11 +77,7 @@ class Api:
         return [flag for kind in sorted(kinds) for flag in known[kind]]
 
     def hardware_level(self, name: str) -> Any:
-        """The member of `HardwareCompatibilityLevel` for `core.engine.hardware`.
-
-        Raises:
-            UserError: this release has none.
-        """
+        """The member of `HardwareCompatibilityLevel`; a UserError where there is none."""
         try:
             return getattr(self.trt.HardwareCompatibilityLevel, name.upper())
         except AttributeError:
@@ -93,11 +85,7 @@ class Api:
             raise self._unknown("core.engine.hardware", name, remedy) from None
 
     def weight_streaming_flag(self) -> Any:
-        """The builder's flag.
-
-        Raises:
-            UserError: this release has none.
-        """
+        """The builder's flag; a UserError where there is none."""
         try:
             return self.trt.BuilderFlag.WEIGHT_STREAMING
         except AttributeError:

@@ -26,10 +26,7 @@ class DeviceMemoryError(EngineError):
 
 
 class Cuda:
-    """One CUDA device: every call that fails raises an `EngineError`.
-
-    Args:
-        device: the number of the GPU, as CUDA counts them.
+    """One CUDA device, by CUDA's number of it: every call that fails raises an `EngineError`.
 
     Raises:
         EngineError: the bindings are not installed, or there is no such device.
@@ -72,7 +69,7 @@ class Cuda:
         """Device memory of `size` bytes; returns its address.
 
         Raises:
-            DeviceMemoryError: there is not so much; the message says how much there is.
+            DeviceMemoryError: the message says how much there is.
         """
         try:
             return int(self.call("cudaMalloc", size))
@@ -150,9 +147,6 @@ class HostBuffer:
         cuda: the device that copies.
         size: in bytes.
         pinned: page-locked: the device copies it by itself, while the processor goes on.
-
-    Attributes:
-        array: UINT8 ``[size]``; not to be used after `close`.
 
     Raises:
         DeviceMemoryError: so much memory cannot be pinned.

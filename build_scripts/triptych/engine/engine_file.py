@@ -35,9 +35,8 @@ class EngineTensor:
     """An input or output of an engine.
 
     Attributes:
-        name: its name.
         data_type: TensorRT's name of its type, such as ``FLOAT``.
-        dims: its shape with the batch dimension; -1 where it varies.
+        dims: with the batch dimension; -1 where it varies.
     """
 
     name: str
@@ -46,11 +45,7 @@ class EngineTensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of its elements.
-
-        Raises:
-            EngineError: numpy has no such type.
-        """
+        """Numpy's type of its elements; an EngineError where it has none."""
         if self.data_type not in NUMPY_TYPES:
             raise EngineError(
                 f"tensor '{self.name}' of the engine is {self.data_type}, which numpy cannot hold; "
@@ -64,11 +59,8 @@ class OpenEngine:
     """An engine that TensorRT has loaded.
 
     Attributes:
-        trt: the module ``tensorrt``.
-        runtime: TensorRT's runtime, which must outlive the engine.
-        engine: TensorRT's engine.
-        inputs: in the engine's order.
-        outputs: in the engine's order.
+        runtime: TensorRT's, which must outlive the engine.
+        inputs: in the engine's order, as are the outputs.
         profiles: its optimization profiles in order, each by input name.
         complaints: errors that TensorRT has logged, oldest first: it tells why nowhere else.
     """

@@ -36,7 +36,6 @@ class _Buffer(NamedTuple):
         return self.host.array[: int(np.prod(dims, dtype=np.int64)) * self.dtype.itemsize]
 
     def view(self, dims: Dims) -> Array:
-        """The same as a tensor."""
         return self.bytes(dims).view(self.dtype).reshape(dims)
 
 
@@ -67,11 +66,6 @@ class EngineRunner:
         profiles: places of the profiles to use; None for all.
         host_code: allow the program code that a version-compatible plan carries.
         warn: takes the warnings.
-
-    Attributes:
-        inputs: the engine's inputs.
-        outputs: the engine's outputs.
-        profiles: the profiles in use, by place.
 
     Raises:
         EngineError: the plan, a profile, a graph or the GPU does not fit; nothing stays allocated.
@@ -120,10 +114,7 @@ class EngineRunner:
         return tuple(one.spec for one in self._captured)
 
     def run(self, feed: Mapping[str, Array]) -> Feed:
-        """Run one batch.
-
-        Args:
-            feed: every input of the engine by name, in its type and in a shape some profile holds.
+        """Run one batch: every input by name, in its type and in a shape some profile holds.
 
         Returns:
             The outputs by name, in memory of their own.

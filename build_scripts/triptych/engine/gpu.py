@@ -16,7 +16,6 @@ class BuildGpu(NamedTuple):
     """One GPU and its software.
 
     Attributes:
-        name: the product.
         compute_capability: such as ``9.0``.
         driver: version of NVIDIA's driver; empty where the kernel does not tell.
         cuda: version of the CUDA runtime, major and minor; empty where its bindings are missing.
@@ -29,11 +28,7 @@ class BuildGpu(NamedTuple):
 
 
 def read_gpu() -> BuildGpu:
-    """The GPU that TensorRT builds for: the first that CUDA shows to this process.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The first GPU that CUDA shows to this process; a UserError where there is none."""
     gpus = find_gpus()
     if not gpus:
         raise no_gpu("NVIDIA's driver shows none to this process")

@@ -58,8 +58,6 @@ class EngineGraph:
     """What is known of a graph without its weights.
 
     Attributes:
-        inputs: by name.
-        outputs: by name.
         node_types: node to the type of its floating-point results, as `core.precision` names it.
         products: node that multiplies matrices to the precision it asks for.
         casts: nodes that convert types.
@@ -134,7 +132,7 @@ def fused_layers(name: str) -> list[str]:
 
 
 def _wanted(node: Any, types: Mapping[str, int], sources: Mapping[str, Any]) -> str:
-    """The precision a product asks for; empty where it multiplies whole numbers.
+    """The precision a product asks for; empty where it multiplies integers.
 
     One whose operands are both dequantised is to be computed on what they were quantised to.
     """

@@ -70,12 +70,10 @@ class Layer:
     """A layer of an engine, as the inspector describes it.
 
     Attributes:
-        name: of the layer.
         nodes: ONNX nodes it was built from.
         kernel: its type and its tactic.
         region: whether it is a region of many operators, which may convert types within.
-        reads: floating-point and quantised types of its inputs.
-        writes: those of its outputs.
+        reads: floating-point and quantised types of its inputs, as `writes` of its outputs.
     """
 
     name: str
@@ -119,10 +117,7 @@ def read_layers(information: str, casts: frozenset[str] = frozenset()) -> list[L
     """The layers in the JSON of `EngineInspector.get_engine_information`.
 
     8.6 and 10 describe a tensor by ``Format/Datatype``; 11 has ``Format`` and ``Datatype``.
-
-    Args:
-        information: the JSON.
-        casts: nodes of the graph that convert types.
+    `casts` are the nodes of the graph that convert types.
 
     Raises:
         UserError: there are only names: the engine was not built with detailed information.

@@ -27,13 +27,9 @@ _UNCONSTRAINED = ("CAST", "CONSTANT", "IDENTITY", "SHAPE", "QUANTIZE", "DEQUANTI
 
 
 def make_engine(api: Api, request: Request, *, timing_file: Path, tell: Tell) -> bytes:
-    """Build the engine; returns the content of ``model.plan``.
+    """Build the engine of a checked request; returns the content of ``model.plan``.
 
-    Args:
-        api: the release of TensorRT.
-        request: checked by `make_request`.
-        timing_file: kernels' times: read, and written with what was measured.
-        tell: called with the state of the build.
+    The kernels' times in `timing_file` are read, and written with what was measured.
 
     Raises:
         UserError: TensorRT cannot build it, in words.

@@ -36,24 +36,14 @@ def now_and_then(tell: Tell) -> Tell:
 
 
 class Messages:
-    """A log of TensorRT.
-
-    Attributes:
-        errors: messages of the severity ERROR or worse.
-        warnings: those of the severity WARNING.
-    """
+    """A log of TensorRT: messages of the severity ERROR or worse, and those of WARNING."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
 
     def logger(self, trt: Any, tell: Tell | None = None) -> Any:
-        """A logger for TensorRT that writes here.
-
-        Args:
-            trt: the module ``tensorrt``.
-            tell: called with INFO messages now and then.
-        """
+        """A logger for TensorRT that writes here; `tell` gets INFO messages now and then."""
         messages, base = self, trt.ILogger
         tell_sometimes = now_and_then(lambda text: tell(_short(text))) if tell else None
 
@@ -144,16 +134,13 @@ _FAILURES = (
 
 
 def no_gpu(given: object) -> UserError:
-    """There is no GPU that TensorRT can use."""
     return UserError(_NO_GPU.field, _NO_GPU.rule, given=given, remedy=_NO_GPU.remedy)
 
 
 def failure(messages: Messages, doing: str) -> UserError:
-    """Why TensorRT failed.
+    """Why TensorRT failed to do something, as ``build the engine``.
 
-    Args:
-        messages: of the time it failed in; warnings often say more than errors.
-        doing: what it failed to do, as ``build the engine``.
+    The messages are those of the time it failed in; warnings often say more than errors.
     """
     said = [*messages.errors, *messages.warnings]
     for known in _FAILURES:

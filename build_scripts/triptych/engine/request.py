@@ -25,7 +25,6 @@ class Request:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """`core.engine` of the spec."""
         return self.plan.options
 
 

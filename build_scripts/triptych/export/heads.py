@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     """Where the rows of a batch are in a tensor ``[R, N, ...]``: R the rows, or 1 if they share it.
 
     Attributes:
-        ids: INT64 ``[R, N]``, the tokens.
+        ids: INT64 ``[R, N]``.
         position: INT64 ``[R or 1, N]``, each token's position in its row.
         member: BOOL ``[B, N]``, the tokens of each row.
         length: INT64 ``[B, 1]``.
@@ -212,7 +212,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 class Returned(nn.Module):
-    """What leaves the core, of what the head computed."""
+    """What leaves the core, of the results of the head."""
 
     def __init__(
         self, returns: Returns, activation: Activation, *, kept: int, flatten: bool

@@ -49,7 +49,6 @@ class Support:
         types: element types that this TensorRT has.
         narrowed: element types that it turns into smaller ones.
         operators: operator to the element types it is documented for.
-        source: where the record is from.
     """
 
     tensorrt: str
@@ -65,9 +64,8 @@ class Refusal:
     """Something in a graph that a parser does not take.
 
     Attributes:
-        node: name of the node, input or output; ``opset`` for the graph as a whole.
+        node: name of the node, input or output; ``opset`` for the graph itself.
         operator: of the node; empty for the others.
-        reason: what is wrong with it.
         certain: the parser refuses it; else it is beyond what its documentation promises.
     """
 
@@ -105,7 +103,6 @@ def unsupported(model_path: Path, major: int) -> list[Refusal]:
 
     Raises:
         UserError: no parser of that major version is known.
-        OSError: the file cannot be read.
     """
     import onnx
 

@@ -101,7 +101,7 @@ class PackedEncoder(_Encoder):
 
 
 class BucketedEncoder(_Encoder):
-    """Rows padded to one length, the mask made from `row_length`.
+    """Rows padded to one length, the mask computed from `row_length`.
 
     Positions are counted from `first_position`, or left to the encoder where that is None. RoBERTa
     and its kin count them by a running sum, which TensorRT runs as a loop.
@@ -123,13 +123,8 @@ class BucketedEncoder(_Encoder):
     ) -> tuple[Tensor, Rows]:
         """What the encoder outputs for each token, and where the rows are.
 
-        Args:
-            input_ids: INT32 ``[B, L]``, rows padded on the right.
-            row_length: INT32 ``[B, 1]``, tokens of each row.
-            first_segment: INT32 ``[B, 1]``, tokens of each row before its second segment.
-
-        Returns:
-            FP32 ``[B, L, H]``, or the logits of a model that is run with its own head.
+        Arguments as `PackedEncoder` takes them, but for `input_ids`: INT32 ``[B, L]``, rows padded
+        on the right. The output is FP32 ``[B, L, H]``, or logits of a model with its own head.
         """
         ids, length = input_ids.long(), row_length.long()
         position = torch.arange(input_ids.shape[1])[None, :]
@@ -142,13 +137,11 @@ class BucketedEncoder(_Encoder):
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The token vectors in an encoder's output."""
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether a model's forward has an argument of that name."""
     return name in inspect.signature(model.forward).parameters
 
 
@@ -211,13 +204,13 @@ def _per_row_of_ones(encoder: Any, attends: Attends) -> AbstractContextManager[A
 @contextlib.contextmanager
 def _built_by_encoder(encoder: Any, attends: Attends) -> Iterator[Any]:
     """For encoders that build their mask from a plain one by a method: it returns this one."""
-    makers = [module for module in encoder.modules() if hasattr(module, "get_attention_mask")]
-    if not makers:
+    builders = [module for module in encoder.modules() if hasattr(module, "get_attention_mask")]
+    if not builders:
         raise ValueError("no layer makes a mask")
     with contextlib.ExitStack() as stack:
-        for maker in makers:
-            mask = attends.allowed[None, None]
-            stack.enter_context(_replaced(maker, "get_attention_mask", lambda _, mask=mask: mask))
+        mask = attends.allowed[None, None]
+        for module in builders:
+            stack.enter_context(_replaced(module, "get_attention_mask", lambda _: mask))
         yield torch.ones_like(attends.place)[None]
 
 
@@ -251,7 +244,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 def any_length(model: Any) -> Iterator[None]:
     """Keep a model from computing with the sequence's length in Python, which fixes it in a graph.
 
-    DeBERTa cuts its table of relative positions to the length; the whole table gives the same.
+    DeBERTa cuts its table of relative positions to the length; the full table gives the same.
     """
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     with contextlib.ExitStack() as stack:

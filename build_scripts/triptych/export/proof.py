@@ -186,7 +186,7 @@ def _alone(model: Any, facts: ModelFacts, core: Core, ids: Tensor) -> ProbeRow:
         ) from error
     base = model.base_model
     if base is not model:
-        # An encoder-decoder, say, has no such result of its own: it is run whole.
+        # An encoder-decoder, say, has no such result of its own: it is run with its own head.
         with contextlib.suppress(Exception):
             hidden = hidden_of(base(**inputs(base)))[0]
     return ProbeRow(ids, first_segment, hidden, logits)

@@ -25,9 +25,7 @@ RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
 def load_model(folder: Path, auto_class: str) -> Any:
     """The model that `save_pretrained` wrote, in PyTorch, fp32, evaluation mode.
 
-    Args:
-        folder: of the model.
-        auto_class: class of transformers that loads it, with the head it stands for.
+    `auto_class` of transformers loads it, with the head it stands for.
 
     Raises:
         UserError: transformers cannot load it as that, or its weights are not all there.

@@ -67,7 +67,7 @@ class Normalize:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as its files describe it.
+    """A model as its files describe it; None stands for what its config does not say.
 
     Attributes:
         sha256: hash over names and contents of the files that decide the result.
@@ -84,13 +84,12 @@ class ModelFacts:
         activation: turns a classifying head's logits into scores.
         segments: kinds of segment the model tells apart (token types); 1 where it does not.
         mask_token: stands for the word to be filled in; None where the tokenizer has none.
-        mask_token_id: its id.
-        vocabulary: tokens the model knows; None where its config does not say.
+        vocabulary: tokens the model knows.
         unk_token_id: of what is not in the vocabulary; None where nothing is unknown.
         image: settings of the model's image processor; None for models of text.
-        layers: of the encoder, one after the other; None where its config does not say.
-        heads: of attention, in a layer; None likewise.
-        intermediate_size: elements between a layer's two feed-forward products; None likewise.
+        layers: of the encoder, one after the other.
+        heads: of attention, in a layer.
+        intermediate_size: elements between a layer's two feed-forward products.
     """
 
     sha256: str

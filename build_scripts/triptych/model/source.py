@@ -224,7 +224,7 @@ def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        # Without any vocabulary transformers makes an empty tokenizer and says nothing.
+        # Without any vocabulary transformers returns an empty tokenizer without an error.
         if not _has_vocabulary(folder):
             raise FileNotFoundError(f"none of {', '.join(VOCABULARIES)}")
         tokenizer = AutoTokenizer.from_pretrained(folder)

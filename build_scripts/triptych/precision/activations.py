@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.graph.files import read_model, write_model
+from triptych.graph.files import write_model
 from triptych.graph.nodes import copy_model, free_mark
 from triptych.graph.value_types import FLOAT, value_types
 
@@ -79,11 +79,6 @@ def capture(model: Any, values: Sequence[str], feeds: Sequence[Feed]) -> dict[st
         found[value] = Activations(np.concatenate(kept[place]), low, high)
         kept[place].clear()  # of all values together this is most of the memory
     return found
-
-
-def value_ranges(source: Path, feeds: Iterable[Feed]) -> dict[str, float]:
-    """`model_ranges` of the graph at `source`."""
-    return model_ranges(read_model(source), feeds)
 
 
 def model_ranges(model: Any, feeds: Iterable[Feed]) -> dict[str, float]:

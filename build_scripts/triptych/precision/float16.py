@@ -47,11 +47,8 @@ _MASK_INPUTS = {"Where": (1, 2), "Mul": (0, 1), "Add": (0, 1)}
 def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
     """Write ``target/model.onnx`` in fp16 or bf16, with the inputs and outputs of `source`.
 
-    Args:
-        source: an fp32 graph.
-        target: folder to write into.
-        recipe: ``fp16`` or ``bf16``; `Recipe.kept` names groups of linear layers or nodes.
-        feeds: calibration rows. Without any, nothing is known to overflow.
+    `Recipe.kept` names groups of linear layers or nodes. Without `feeds`, calibration rows,
+    nothing is known to overflow.
 
     Returns:
         `Conversion.layers` are the groups of linear layers; ``kept`` are what was asked for and the
@@ -89,14 +86,10 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
 
 
 def halve_quantised(model: Any, ranges: Mapping[str, float]) -> Any:
-    """A graph with Q/DQ layers whose fp32 values become fp16, scales with them.
+    """A graph with Q/DQ layers, changed so that its fp32 values are fp16, scales with them.
 
     TensorRT computes what is not quantised as the graph says: attention and the rest in fp32 would
-    cost more than the quantised layers gain.
-
-    Args:
-        model: an `onnx.ModelProto`, changed in place.
-        ranges: largest magnitudes of the fp32 graph's values, which keep their names.
+    cost more than the quantised layers gain. `ranges` are those of the fp32 graph, by value.
     """
     at_opset(model)
     _name_nodes(model.graph)
@@ -107,16 +100,13 @@ def halve_quantised(model: Any, ranges: Mapping[str, float]) -> Any:
 def _halve(
     model: Any, precision: str, ranges: Mapping[str, float], asked: Set[str]
 ) -> tuple[Any, dict[str, str]]:
-    """The graph in 16 bits, but for what has to stay fp32.
+    """The graph in 16 bits, and the nodes that stay fp32 to why, but for those in `asked`.
 
     Args:
         model: an `onnx.ModelProto` with fp32 values whose masks are softened; it may be changed.
         precision: ``fp16`` or ``bf16``.
         ranges: largest magnitude of values on calibration rows, where it is known.
         asked: names of more nodes that stay fp32.
-
-    Returns:
-        The graph, and the nodes that stay fp32 to why, but for those that were asked for.
     """
     types = value_types(model)
     by_index = fp32_nodes(model, types, ranges, precision)
@@ -134,14 +124,11 @@ def _name_nodes(graph: Any) -> None:
 
 
 def _soften_masks(model: Any) -> int:
-    """Replace what a mask adds to a score, where it is beyond fp16, by `MASKED`, in place.
+    """Replace what a mask adds to a score, where it is beyond fp16, by `MASKED`; returns how many.
 
     PyTorch exports masks as the lowest fp32 number or as minus infinity. Both become minus
     infinity in 16 bits (the lowest fp32 number even in bf16), and a row of nothing else then comes
     out of a softmax as NaN. A single number is replaced only: weights are not masks.
-
-    Returns:
-        How many numbers were replaced.
     """
     graph = model.graph
     lowest = {
@@ -167,11 +154,7 @@ def _soften_masks(model: Any) -> int:
 def _retyped(model: Any, types: Mapping[str, int], fp32: Set[str], precision: str) -> Any:
     """The graph with every float in 16 bits but inputs, outputs and the nodes named in `fp32`.
 
-    Args:
-        model: an fp32 `onnx.ModelProto` whose nodes have names; it may be changed.
-        types: as `value_types` gives them.
-        fp32: names of nodes.
-        precision: ``fp16`` or ``bf16``.
+    `model` may be changed; its nodes have names, its values `types`.
     """
     import onnx
     from onnxruntime.transformers.float16 import convert_float_to_float16
@@ -179,7 +162,7 @@ def _retyped(model: Any, types: Mapping[str, int], fp32: Set[str], precision: st
 
     graph = model.graph
     _split_constants(graph, fp32)
-    # The converter tells floats by these.
+    # The converter recognises floats by these.
     del graph.value_info[:]
     inner = {name for node in graph.node for name in node.output if name}
     inner -= {value.name for value in graph.output}
@@ -234,9 +217,7 @@ def _cast_to(node: Any) -> int:
 def _join(graph: Any, own: Set[str]) -> None:
     """Take out casts down to fp16 and up again, and double casts, that are not the graph's own.
 
-    Args:
-        graph: as the converter left it; changed in place.
-        own: names of the nodes it had before.
+    The graph is changed in place; `own` are the names of the nodes before the conversion.
     """
     added = [node for node in graph.node if node.name not in own]
     behind = {node.output[0]: node.input[0] for node in added if _cast_to(node) == FLOAT16}

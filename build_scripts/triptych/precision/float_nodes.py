@@ -5,10 +5,10 @@ number. What stays in fp32:
 
 - What comes before any weight: places, masks, the scaling of pixels. Whole numbers beyond
   2,048 (fp16) or 256 (bf16) are not exact in 16 bits, and angles of rotary positions or buckets of
-  relative ones are made of such numbers. It happens once a batch, not once a layer.
+  relative ones consist of such numbers. It happens once a batch, not once a layer.
 - What follows the last layer: pooling, normalisation (its epsilon of 1e-12 is 0 in fp16), the
   probabilities. It costs next to nothing, and its results are what users compare.
-- Sums over a whole row and powers (`FRAGILE`), wherever they are.
+- Sums over a row and powers (`FRAGILE`), wherever they are.
 - A node with a number that has no 16-bit form, and one that the standard does not define for the
   type. Where such a number is an epsilon, what it keeps from 0 goes on in fp32 up to the node that
   divides by it: rounded before, it would be 0 there.
@@ -52,13 +52,7 @@ RESULT = "makes the result of the last layer"
 
 @dataclass(frozen=True)
 class HalfType:
-    """A 16-bit type.
-
-    Attributes:
-        type: as an operator's schema names it.
-        largest: finite number.
-        smallest: magnitude with all its bits.
-    """
+    """A 16-bit type: an operator's schema's name, largest number, smallest with all its bits."""
 
     type: str
     largest: float
@@ -86,7 +80,7 @@ def fp32_nodes(
 
     Args:
         model: an fp32 `onnx.ModelProto`.
-        types: as `value_types` gives them.
+        types: of its values.
         ranges: largest magnitude of each inner value; where one is unknown, it is taken for small.
         precision: ``fp16`` or ``bf16``.
     """

@@ -1,7 +1,7 @@
 """fp32 graph -> fp8 graph for GPUs since Hopper: explicit Q/DQ around the linear layers.
 
 E4M3 in standard operators: an input is quantised and dequantised, a weight is stored in fp8 and
-dequantised, the layer itself and all else stay as they were. One scale for a whole tensor, for
+dequantised, the layer itself and all else stay as they were. One scale for a tensor, for
 inputs and for weights: TensorRT multiplies in fp8 only where both operands have a single scale,
 and with one for each output of a weight it would dequantise and multiply in 16 bits. fp8 keeps its
 relative precision over a wide range, so little is lost by that. Scales are fixed at build, by
@@ -39,16 +39,8 @@ LARGEST = 448.0
 def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
     """Write ``target/model.onnx`` with fp8 linear layers, inputs and outputs as `source` has them.
 
-    Args:
-        source: an fp32 graph.
-        target: folder to write into.
-        recipe: `Recipe.kept` names groups of layers that stay fp32, or become fp16 as all else does
-            where the backend is TensorRT.
-        feeds: calibration rows.
-
-    Returns:
-        `Conversion.layers` are the groups of layers, ``ranges`` the largest magnitude of each
-        group's input.
+    `Recipe.kept` names groups of layers that stay fp32, or become fp16 as all else does where the
+    backend is TensorRT. `Conversion.ranges` is the largest magnitude of each group's input.
 
     Raises:
         UserError: as `check_quantisable`.

@@ -3,7 +3,7 @@
 Weights are symmetric, with a scale for each output. A layer's input is smoothed (`smoothing`), then
 quantised on one scale that calibration rows gave (``int8``), or that each vector brings itself
 (``int8_dynamic``): either way a row's result does not depend on what shares its batch, which a
-scale found for a whole batch would break.
+scale found for a batch would break.
 """
 
 from __future__ import annotations
@@ -27,13 +27,9 @@ from triptych.repository.records import Conversion
 
 
 def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
-    """Write ``target/model.onnx``, quantised, with the inputs and outputs of `source`.
+    """Write ``target/model.onnx``, quantised but for `Recipe.kept`, inputs and outputs as before.
 
-    Args:
-        source: the fp32 graph.
-        target: folder to write into.
-        recipe: `Recipe.kept` names groups of layers that stay fp32.
-        feeds: one calibration row each, without padding.
+    `feeds` are one calibration row each, without padding.
 
     Raises:
         UserError: as `check_quantisable`.
@@ -50,7 +46,6 @@ class Quantiser:
     """
 
     def __init__(self, model: Any, recipe: Recipe, feeds: Sequence[Feed]) -> None:
-        """Run the calibration rows, then smooth and round each layer. See `convert`."""
         self._model = model
         self._feeds = feeds
         self._value_ranges: dict[str, float] | None = None

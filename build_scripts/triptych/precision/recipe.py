@@ -41,15 +41,10 @@ def check_kept(recipe: Recipe, known: Collection[str]) -> None:
 
 
 def check_quantisable(recipe: Recipe, layers: Collection[str], feeds: Sequence[object]) -> None:
-    """The graph can be quantised as the recipe asks.
-
-    Args:
-        recipe: of a precision that quantises linear layers.
-        layers: names of those that the graph has.
-        feeds: calibration rows.
+    """Check that a graph with these linear layers can be quantised as the recipe asks.
 
     Raises:
-        UserError: there is no layer, no row, or a layer to keep that does not exist.
+        UserError: there is no layer, no calibration row, or no such layer to keep.
     """
     if not layers:
         raise UserError(

@@ -66,8 +66,8 @@ class Smoothing:
 def find_smoothing(activations: Activations, weight: Matrix, *, dynamic: bool) -> Smoothing:
     """The shift, scales and range with the smallest error of ``x W``.
 
-    Each choice is made on most of the vectors and judged on the others, so that a range too tight
-    for what was not seen shows.
+    Each choice is fitted on most of the vectors and judged on the others, so that a range too
+    tight for what was not seen shows.
 
     Args:
         activations: of the layer's input.
