@@ -208,9 +208,10 @@ def _built_by_encoder(encoder: Any, attends: Attends) -> Iterator[Any]:
     if not builders:
         raise ValueError("no layer makes a mask")
     with contextlib.ExitStack() as stack:
-        mask = attends.allowed[None, None]
         for module in builders:
-            stack.enter_context(_replaced(module, "get_attention_mask", lambda _: mask))
+            mask = attends.allowed[None, None]
+            own = _replaced(module, "get_attention_mask", lambda _, mask=mask: mask)
+            stack.enter_context(own)
         yield torch.ones_like(attends.place)[None]
 
 
