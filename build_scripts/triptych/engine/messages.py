@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from triptych.errors import UserError
 from triptych.graph.nodes import node_name
 
 LONGEST_QUOTE = 400
+LARGEST_LOG = 10_000
 TELL_EVERY_S = 5.0
 Tell = Callable[[str], None]
 
@@ -40,7 +42,8 @@ class Messages:
 
     def __init__(self) -> None:
         self.errors: list[str] = []
-        self.warnings: list[str] = []
+        # A server may run for months; a build logs far fewer.
+        self.warnings: deque[str] = deque(maxlen=LARGEST_LOG)
 
     def logger(self, trt: Any, tell: Tell | None = None) -> Any:
         """A logger for TensorRT that writes here; `tell` gets INFO messages now and then."""
