@@ -138,7 +138,7 @@ def save_model(name: str, auto_class: str, folder: Path, **more: Any) -> ModelFa
 
 
 def facts_of(model: Any) -> ModelFacts:
-    """As `build.source` would read them."""
+    """As `model.source` would read them."""
     config = model.config
     pad = config.pad_token_id
     return ModelFacts(

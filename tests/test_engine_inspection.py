@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from triptych.engine.graph import Graph
+from triptych.engine.graph import EngineGraph, fused_layers, onnx_nodes
 from triptych.engine.inspection import Layer, judge_products, read_layers
-from triptych.engine.layer_names import onnx_nodes, parts_of
 from triptych.engine.request import Request
 from triptych.errors import UserError
 from triptych.plan.engine_spec import EnginePlan
@@ -55,7 +54,7 @@ def read(*layers: Any, casts: frozenset[str] = frozenset()) -> list[Layer]:
 def request(
     products: dict[str, str], *, precision: str = "fp16", tf32: bool = False, wide_bytes: int = 0
 ) -> Request:
-    graph = Graph({}, {}, {}, products, frozenset(), stored_bytes=100, wide_bytes=wide_bytes)
+    graph = EngineGraph({}, {}, {}, products, frozenset(), stored_bytes=100, wide_bytes=wide_bytes)
     return Request(Path("model.onnx"), graph, EnginePlan(precision, (), (), {"tf32": tf32}))
 
 
@@ -165,7 +164,7 @@ def test_metadata_names_the_nodes(metadata: str, nodes: list[str]) -> None:
     ],
 )
 def test_names_of_fused_layers_come_apart(name: str, parts: list[str]) -> None:
-    assert parts_of(name) == parts
+    assert fused_layers(name) == parts
 
 
 def seen(name: str, reads: str, **more: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fake_cuda import FakeCuda, cudaError_t
 from tensorrt_cases import BUCKETS, PADDED, padded_answer, padded_feed, plan_of
 from triptych.engine.engine_file import open_engine, plan_version
 from triptych.engine.engine_runner import EngineError, EngineRunner
-from triptych.engine.profiles import ShapeError
+from triptych.engine.profile_choice import ShapeError
 from triptych.plan.engine_spec import GraphSpec
 
 PACKED = """

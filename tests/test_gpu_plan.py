@@ -10,8 +10,7 @@ import pytest
 
 from conftest import write_pipeline
 from triptych.errors import UserError
-from triptych.model.facts import ModelFacts
-from triptych.model.image_facts import ImageFacts
+from triptych.model.facts import ImageFacts, ModelFacts
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.engine_spec import EnginePlan

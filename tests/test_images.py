@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from triptych.errors import UserError
+from triptych.model.facts import ImageFacts
 from triptych.model.image_core import ImageCore
-from triptych.model.image_facts import ImageFacts
 from triptych.model.image_source import read_image_facts
 from triptych.runtime.faults import RequestError
 from triptych.runtime.row_types import CoreRows, RowInputs

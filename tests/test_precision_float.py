@@ -14,8 +14,8 @@ from precision_cases import node
 from triptych.graph.session import runnable
 from triptych.pipeline.precisions import Precision
 from triptych.precision import float_nodes
+from triptych.precision.activations import model_ranges
 from triptych.precision.float16 import convert
-from triptych.precision.ranges import value_ranges
 from triptych.precision.recipe import Recipe
 
 FP16, BF16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
@@ -116,7 +116,7 @@ def test_headroom_is_left_for_rows_that_calibration_did_not_see(
 ) -> None:
     x = cases.vectors()
     plain = cases.two_layers(tmp_path / "plain")
-    limit = 65504 / float_nodes.HEADROOM / value_ranges(plain, [{"x": x}])["a"]
+    limit = 65504 / float_nodes.HEADROOM / model_ranges(onnx.load(plain), [{"x": x}])["a"]
     middle = [node("Mul", "a up", "c"), node("Relu", "c", "b")]
     source = cases.two_layers(tmp_path, *middle, up=constant(limit * factor))
     done = convert(source, tmp_path / "out", Recipe("fp16"), [{"x": x}])
@@ -264,14 +264,14 @@ def test_bf16_constants_are_rounded_from_fp32(tmp_path: Path) -> None:
 def test_ranges_are_the_largest_magnitudes_over_all_batches(tmp_path: Path) -> None:
     source = cases.two_layers(tmp_path)
     x = cases.vectors(rows=40)
-    ranges = value_ranges(source, [{"x": x[:7]}, {"x": x[7:]}])
+    ranges = model_ranges(onnx.load(source), [{"x": x[:7]}, {"x": x[7:]}])
     a = x @ cases.matrix(1)
     assert list(ranges) == ["x", "a", "b", "y"]
     assert ranges["x"] == np.abs(x).max()
     assert ranges["a"] == pytest.approx(np.abs(a).max(), rel=1e-5)
     assert ranges["b"] == pytest.approx(a.max(), rel=1e-5)
     infinite = cases.two_layers(tmp_path / "inf", node("Div", "a zero", "b"), zero=constant(0.0))
-    assert value_ranges(infinite, [{"x": x}])["b"] == np.inf
+    assert model_ranges(onnx.load(infinite), [{"x": x}])["b"] == np.inf
 
 
 def chain(folder: Path) -> Path:

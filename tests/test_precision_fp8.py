@@ -13,7 +13,7 @@ import pytest
 import precision_cases as cases
 from precision_cases import node
 from triptych.errors import UserError
-from triptych.graph.opset import OPSET
+from triptych.graph.nodes import OPSET
 from triptych.precision.fp8 import LARGEST, convert
 from triptych.precision.recipe import Recipe
 

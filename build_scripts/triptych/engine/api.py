@@ -1,8 +1,8 @@
 """What differs between the releases of TensorRT, in this one place.
 
 Taken from the bindings of 8.6.0, 10.16.1 and 11.1.0 themselves. 8.6 chooses types by flags of the
-builder and wants to be told that the batch is a dimension; 10 is told to keep to the graph's types;
-11 knows nothing else, and has neither those flags nor the members of enums that name them.
+builder and must be told that the batch is a dimension; 10 is told to keep to the graph's types; 11
+always does, and has neither those flags nor the members of enums that name them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,6 @@ from triptych.errors import UserError
 FIRST_TYPED = 10
 """The first major release that keeps to the types of the graph, and the first with INT64."""
 
-HARDWARE = {
-    "none": "NONE",
-    "ampere_plus": "AMPERE_PLUS",
-    "same_compute_capability": "SAME_COMPUTE_CAPABILITY",
-}
-"""`core.engine.hardware` to TensorRT's name."""
-
 _IN_CONTAINER = "Run in the build container: `make engine-in-container NAME=…`"
 
 
@@ -32,7 +25,7 @@ class Api:
     Attributes:
         trt: the module ``tensorrt``.
         version: such as ``10.16.1.11``.
-        major: its first number.
+        typed: whether networks keep to the types of their graph.
 
     Raises:
         UserError: TensorRT is not installed, or is older than 8.6.
@@ -42,37 +35,26 @@ class Api:
         try:
             self.trt: Any = importlib.import_module("tensorrt")
         except ImportError as error:
-            raise UserError(
-                "tensorrt",
-                "must be installed where engines are built",
-                given=error,
-                remedy=_IN_CONTAINER,
-            ) from error
+            rule = "must be installed where engines are built"
+            raise UserError("tensorrt", rule, given=error, remedy=_IN_CONTAINER) from error
         self.version = str(self.trt.__version__)
         major, minor = (int(part) for part in self.version.split(".")[:2])
-        self.major = major
         if (major, minor) < (8, 6):
             raise UserError(
                 "tensorrt", "must be 8.6 or newer", given=self.version, remedy=_IN_CONTAINER
             )
-
-    @property
-    def typed(self) -> bool:
-        """Whether networks keep to the types of their graph."""
-        return self.major >= FIRST_TYPED
+        self.major = major
+        self.typed = major >= FIRST_TYPED
 
     def network_flags(self) -> int:
         """For `Builder.create_network`. The numbers of flags differ between releases."""
         flags = self.trt.NetworkDefinitionCreationFlag
-        if self.major < FIRST_TYPED:
+        if not self.typed:
             return 1 << int(flags.EXPLICIT_BATCH)
         return 1 << int(flags.STRONGLY_TYPED) if self.major == FIRST_TYPED else 0
 
     def type_flags(self, kinds: Collection[str]) -> list[Any]:
-        """Flags of the builder for the types in a graph; none where the graph says it all.
-
-        Args:
-            kinds: in `core.precision`'s words.
+        """Flags of the builder for `core.precision` names; none where the graph says it all.
 
         Raises:
             UserError: this release does not know one of them.
@@ -87,37 +69,23 @@ class Api:
         }
         unknown = sorted(set(kinds) - set(known))
         if unknown:
-            raise UserError(
+            raise self._unknown(
                 "core.precision",
-                f"must be one that TensorRT {self.version} has",
-                given=unknown[0],
-                remedy=f"Take fp16, int8 or fp32, or TensorRT {FIRST_TYPED} or newer",
+                unknown[0],
+                f"Take fp16, int8 or fp32, or TensorRT {FIRST_TYPED} or newer",
             )
         return [flag for kind in sorted(kinds) for flag in known[kind]]
 
     def hardware_level(self, name: str) -> Any:
-        """The member of `HardwareCompatibilityLevel` for `core.engine.hardware`.
-
-        Raises:
-            UserError: this release has none.
-        """
-        levels = self.trt.HardwareCompatibilityLevel
+        """The member of `HardwareCompatibilityLevel`; a UserError where there is none."""
         try:
-            return getattr(levels, HARDWARE[name])
+            return getattr(self.trt.HardwareCompatibilityLevel, name.upper())
         except AttributeError:
-            raise UserError(
-                "core.engine.hardware",
-                f"must be one that TensorRT {self.version} has",
-                given=name,
-                remedy="Take none or ampere_plus, or TensorRT 10.9 or newer",
-            ) from None
+            remedy = "Take none or ampere_plus, or TensorRT 10.9 or newer"
+            raise self._unknown("core.engine.hardware", name, remedy) from None
 
     def weight_streaming_flag(self) -> Any:
-        """The builder's flag.
-
-        Raises:
-            UserError: this release has none.
-        """
+        """The builder's flag; a UserError where there is none."""
         try:
             return self.trt.BuilderFlag.WEIGHT_STREAMING
         except AttributeError:
@@ -131,3 +99,7 @@ class Api:
     def has_monitor(self) -> bool:
         """Whether a build can report its progress."""
         return hasattr(self.trt, "IProgressMonitor")
+
+    def _unknown(self, field: str, given: str, remedy: str) -> UserError:
+        rule = f"must be one that TensorRT {self.version} has"
+        return UserError(field, rule, given=given, remedy=remedy)

@@ -18,7 +18,7 @@ _MIB = 1 << 20
 
 
 class EngineError(Exception):
-    """An engine that cannot be loaded or run; the message is one whole sentence."""
+    """An engine that cannot be loaded or run; the message is one sentence."""
 
 
 class DeviceMemoryError(EngineError):
@@ -26,10 +26,7 @@ class DeviceMemoryError(EngineError):
 
 
 class Cuda:
-    """One CUDA device: every call that fails raises an `EngineError`.
-
-    Args:
-        device: the number of the GPU, as CUDA counts them.
+    """One CUDA device, by CUDA's number of it: every call that fails raises an `EngineError`.
 
     Raises:
         EngineError: the bindings are not installed, or there is no such device.
@@ -47,14 +44,11 @@ class Cuda:
         self.use()
 
     def use(self) -> None:
-        """Make the device that of the calling thread: CUDA keeps one for each thread."""
+        """Select the device for the calling thread: CUDA keeps one for each thread."""
         self.call("cudaSetDevice", self._device)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the runtime by name.
-
-        Returns:
-            Its value; None for a function that has none.
+        """Call a function of the runtime by name; returns its value, None if it has none.
 
         Raises:
             DeviceMemoryError: there is not enough memory.
@@ -66,9 +60,8 @@ class Cuda:
             self._runtime.cudaGetLastError()
             _, text = self._runtime.cudaGetErrorString(error)
             words = text.decode() if isinstance(text, bytes) else str(text)
-            kind = (
-                DeviceMemoryError if error == self._names.cudaErrorMemoryAllocation else EngineError
-            )
+            no_memory = error == self._names.cudaErrorMemoryAllocation
+            kind = DeviceMemoryError if no_memory else EngineError
             raise kind(f"{name} failed on GPU {self._device}: {words}")
         return values[0] if len(values) == 1 else (tuple(values) or None)
 
@@ -76,7 +69,7 @@ class Cuda:
         """Device memory of `size` bytes; returns its address.
 
         Raises:
-            DeviceMemoryError: there is not so much; the message says how much there is.
+            DeviceMemoryError: the message says how much there is.
         """
         try:
             return int(self.call("cudaMalloc", size))
@@ -87,7 +80,6 @@ class Cuda:
             ) from error
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` gave."""
         self.call("cudaFree", address)
 
     def new_stream(self) -> Any:
@@ -95,15 +87,10 @@ class Cuda:
         return self.call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking)
 
     def destroy_stream(self, stream: Any) -> None:
-        """End a stream."""
         self.call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: Any) -> None:
-        """Wait until all that was put on `stream` is done.
-
-        Raises:
-            EngineError: some of it failed.
-        """
+        """Wait until all that was put on `stream` is done; raises its errors."""
         self.call("cudaStreamSynchronize", stream)
 
     def copy_in(self, target: int, source: Bytes, stream: Any) -> None:
@@ -115,18 +102,6 @@ class Cuda:
         """Start copying device memory to the host; `target` is filled once the stream is done."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self.call("cudaMemcpyAsync", target.ctypes.data, source, target.nbytes, kind, stream)
-
-    def host_buffer(self, size: int, *, pinned: bool) -> HostBuffer:
-        """Host memory to copy from and to.
-
-        Args:
-            size: in bytes.
-            pinned: page-locked: the device copies it by itself, while the processor goes on.
-
-        Raises:
-            DeviceMemoryError: so much memory cannot be pinned.
-        """
-        return HostBuffer(self, size, pinned=pinned)
 
     def capture(self, stream: Any, work: Callable[[], None]) -> Any:
         """Record what `work` puts on `stream` as a graph that `launch` runs; nothing runs yet.
@@ -152,11 +127,9 @@ class Cuda:
             self.call("cudaGraphDestroy", graph)
 
     def launch(self, graph: Any, stream: Any) -> None:
-        """Put a captured graph on `stream`."""
         self.call("cudaGraphLaunch", graph, stream)
 
     def destroy_graph(self, graph: Any) -> None:
-        """Give back a captured graph."""
         self.call("cudaGraphExecDestroy", graph)
 
     def _free_text(self) -> str:
@@ -168,10 +141,15 @@ class Cuda:
 
 
 class HostBuffer:
-    """Host memory behind one array of bytes, page-locked where asked.
+    """Host memory to copy from and to, behind one array of bytes.
 
-    Attributes:
-        array: UINT8 ``[size]``; not to be used after `close`.
+    Args:
+        cuda: the device that copies.
+        size: in bytes.
+        pinned: page-locked: the device copies it by itself, while the processor goes on.
+
+    Raises:
+        DeviceMemoryError: so much memory cannot be pinned.
     """
 
     def __init__(self, cuda: Cuda, size: int, *, pinned: bool) -> None:
@@ -184,7 +162,6 @@ class HostBuffer:
             self.array = np.ctypeslib.as_array(memory)
 
     def close(self) -> None:
-        """Give the memory back."""
         if self._address is not None:
             self._cuda.call("cudaFreeHost", self._address)
 

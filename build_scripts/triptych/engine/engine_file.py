@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from triptych.engine.cuda import EngineError
+from triptych.engine.messages import Messages
 from triptych.plan.engine_spec import Dims, ShapeRange
 
 # TensorRT's name of a data type -> numpy's. BF16 has none; FP8 and INT4 are no types of inputs.
@@ -34,9 +35,8 @@ class EngineTensor:
     """An input or output of an engine.
 
     Attributes:
-        name: its name.
         data_type: TensorRT's name of its type, such as ``FLOAT``.
-        dims: its shape with the batch dimension; -1 where it varies.
+        dims: with the batch dimension; -1 where it varies.
     """
 
     name: str
@@ -45,11 +45,7 @@ class EngineTensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of its elements.
-
-        Raises:
-            EngineError: numpy has no such type.
-        """
+        """Numpy's type of its elements; an EngineError where it has none."""
         if self.data_type not in NUMPY_TYPES:
             raise EngineError(
                 f"tensor '{self.name}' of the engine is {self.data_type}, which numpy cannot hold; "
@@ -63,11 +59,8 @@ class OpenEngine:
     """An engine that TensorRT has loaded.
 
     Attributes:
-        trt: the module ``tensorrt``.
-        runtime: TensorRT's runtime, which must outlive the engine.
-        engine: TensorRT's engine.
-        inputs: in the engine's order.
-        outputs: in the engine's order.
+        runtime: TensorRT's, which must outlive the engine.
+        inputs: in the engine's order, as are the outputs.
         profiles: its optimization profiles in order, each by input name.
         complaints: errors that TensorRT has logged, oldest first: it tells why nowhere else.
     """
@@ -89,10 +82,7 @@ class OpenEngine:
 
 def plan_version(plan: bytes) -> str:
     """The TensorRT release a plan says it was built with; empty where its head is not known."""
-    if len(plan) < _VERSION_AT + 4:
-        return ""
-    tag, layout = struct.unpack_from("<II", plan)
-    if tag != _PLAN_TAG or layout != 0:
+    if len(plan) < _VERSION_AT + 4 or struct.unpack_from("<II", plan) != (_PLAN_TAG, 0):
         return ""
     return ".".join(str(part) for part in plan[_VERSION_AT : _VERSION_AT + 4])
 
@@ -112,16 +102,24 @@ def open_engine(plan: bytes, *, host_code: bool = False) -> OpenEngine:
         trt = importlib.import_module("tensorrt")
     except ImportError as error:
         raise EngineError(f"TensorRT is missing ({error}); install the package tensorrt") from error
-    complaints: list[str] = []
+    messages = Messages()
+    complaints = messages.errors
     try:
-        runtime = trt.Runtime(_collector(trt, complaints))
+        runtime = trt.Runtime(messages.logger(trt))
     except TypeError as error:  # how the bindings say that there is none
         raise EngineError(_with_reason("TensorRT cannot use this GPU", complaints)) from error
     if host_code:
         runtime.engine_host_code_allowed = True
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        raise EngineError(_refusal(plan, trt.__version__, complaints))
+        built, version = plan_version(plan), trt.__version__
+        if built and built.split(".")[:3] != version.split(".")[:3]:
+            raise EngineError(
+                f"the plan cannot be loaded: it was built for TensorRT {built}, this is {version}; "
+                "build it again here"
+            )
+        sentence = f"the plan cannot be loaded by TensorRT {version}"
+        raise EngineError(_with_reason(sentence, complaints))
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     tensors = {
         name: EngineTensor(
@@ -145,30 +143,6 @@ def open_engine(plan: bytes, *, host_code: bool = False) -> OpenEngine:
         ),
         complaints=complaints,
     )
-
-
-def _collector(trt: Any, complaints: list[str]) -> Any:
-    """A logger of TensorRT's that keeps errors: TensorRT says why it refuses a plan only there."""
-
-    class Collector(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
-                complaints.append(message)
-
-    return Collector()
-
-
-def _refusal(plan: bytes, version: str, complaints: list[str]) -> str:
-    built = plan_version(plan)
-    if built and built.split(".")[:3] != version.split(".")[:3]:
-        return (
-            f"the plan cannot be loaded: it was built for TensorRT {built}, this is {version}; "
-            "build it again here"
-        )
-    return _with_reason(f"the plan cannot be loaded by TensorRT {version}", complaints)
 
 
 def _with_reason(sentence: str, complaints: list[str]) -> str:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from triptych.engine.cuda import Cuda, EngineError, HostBuffer
+from triptych.engine.cuda import Bytes, Cuda, EngineError, HostBuffer
 from triptych.engine.engine_file import EngineTensor, OpenEngine, open_engine
-from triptych.engine.profiles import Profile, ShapeError, choose_graph, choose_profile
+from triptych.engine.profile_choice import Profile, ShapeError, choose_graph, choose_profile
 from triptych.plan.engine_spec import Dims, GraphSpec
 
 __all__ = ["EngineError", "EngineRunner"]
@@ -24,26 +24,28 @@ Feed = dict[str, Array]
 _log = logging.getLogger(__name__)
 
 
-class _Buffer:
+class _Buffer(NamedTuple):
     """Memory of one tensor, on the host and on the device, for its largest shape."""
 
-    def __init__(self, tensor: EngineTensor, device: int, host: HostBuffer) -> None:
-        self.tensor = tensor
-        self.device = device
-        self.host = host
+    dtype: np.dtype[Any]
+    device: int
+    host: HostBuffer
+
+    def bytes(self, dims: Dims) -> Bytes:
+        """The start of the host memory, as much as a tensor of this shape takes."""
+        return self.host.array[: int(np.prod(dims, dtype=np.int64)) * self.dtype.itemsize]
 
     def view(self, dims: Dims) -> Array:
-        """The start of the host memory as a tensor of this shape."""
-        size = int(np.prod(dims, dtype=np.int64)) * self.tensor.dtype.itemsize
-        return self.host.array[:size].view(self.tensor.dtype).reshape(dims)
+        return self.bytes(dims).view(self.dtype).reshape(dims)
 
 
-class _Captured:
-    """A CUDA graph that can be launched, and the shapes of what it leaves behind."""
+class _Captured(NamedTuple):
+    """A CUDA graph that can be launched, its profile, and the shapes of its outputs."""
 
-    def __init__(self, executable: Any, outputs: Mapping[str, Dims]) -> None:
-        self.executable = executable
-        self.outputs = outputs
+    spec: GraphSpec
+    place: int
+    executable: Any
+    outputs: Mapping[str, Dims]
 
 
 class EngineRunner:
@@ -64,11 +66,6 @@ class EngineRunner:
         profiles: places of the profiles to use; None for all.
         host_code: allow the program code that a version-compatible plan carries.
         warn: takes the warnings.
-
-    Attributes:
-        inputs: the engine's inputs.
-        outputs: the engine's outputs.
-        profiles: the profiles in use, by place.
 
     Raises:
         EngineError: the plan, a profile, a graph or the GPU does not fit; nothing stays allocated.
@@ -93,7 +90,7 @@ class EngineRunner:
         self._lock = threading.Lock()
         self._owned = ExitStack()
         self._cuda = Cuda(device)
-        self._captured: dict[int, list[tuple[GraphSpec, _Captured]]] = {}
+        self._captured: list[_Captured] = []
         self._contexts: dict[int, Any] = {}
         # A context does not keep its engine alive: this does.
         self._opened = [open_engine(plan, host_code=host_code) if isinstance(plan, bytes) else plan]
@@ -114,13 +111,10 @@ class EngineRunner:
     @property
     def captured(self) -> tuple[GraphSpec, ...]:
         """The CUDA graphs that batches can run in."""
-        return tuple(spec for specs in self._captured.values() for spec, _ in specs)
+        return tuple(one.spec for one in self._captured)
 
     def run(self, feed: Mapping[str, Array]) -> Feed:
-        """Run one batch.
-
-        Args:
-            feed: every input of the engine by name, in its type and in a shape some profile holds.
+        """Run one batch: every input by name, in its type and in a shape some profile holds.
 
         Returns:
             The outputs by name, in memory of their own.
@@ -139,11 +133,13 @@ class EngineRunner:
             try:
                 return self._run(place, arrays, shapes)
             except EngineError:
-                self._drain()
+                # Let the stream end what it began: the next batch finds it and the memory free.
+                with suppress(EngineError):
+                    self._cuda.synchronize(self._stream)
                 raise
 
     def close(self) -> None:
-        """Give back all that the engine holds on the GPU; harmless if called twice."""
+        """Free all that the engine holds on the GPU; harmless if called twice."""
         with self._lock, self._owned:
             self._captured.clear()
             self._cuda.use()
@@ -187,26 +183,21 @@ class EngineRunner:
         self._cuda.synchronize(self._stream)
         return context
 
-    def _largest(self) -> dict[str, int]:
-        """By tensor: how many elements it has at most, over all profiles."""
-        largest: dict[str, int] = {}
+    def _allocate(self, pinned: Mapping[str, bool]) -> None:
+        largest: dict[str, int] = {}  # elements of each tensor, over all profiles
         for place, profile in self.profiles.items():
             shapes = {name: limits.maximum for name, limits in profile.items()}
             for name, dims in {**shapes, **self._set_shapes(place, shapes)}.items():
                 count = int(np.prod(dims, dtype=np.int64))
                 largest[name] = max(largest.get(name, 1), count)
-        return largest
-
-    def _allocate(self, pinned: Mapping[str, bool]) -> None:
-        largest = self._largest()
         self._buffers: dict[str, _Buffer] = {}
         for tensor in (*self.inputs, *self.outputs):
             size = largest[tensor.name] * tensor.dtype.itemsize
             address = self._cuda.allocate(size, purpose=f"tensor '{tensor.name}'")
             self._owned.callback(self._cuda.free, address)
-            host = self._cuda.host_buffer(size, pinned=pinned[tensor.name])
+            host = HostBuffer(self._cuda, size, pinned=pinned[tensor.name])
             self._owned.callback(host.close)
-            self._buffers[tensor.name] = _Buffer(tensor, address, host)
+            self._buffers[tensor.name] = _Buffer(tensor.dtype, address, host)
             for context in self._contexts.values():
                 if not context.set_tensor_address(tensor.name, address):
                     raise EngineError(f"the engine refused the memory of tensor '{tensor.name}'")
@@ -251,11 +242,11 @@ class EngineRunner:
             self._warn(f"batches of {spec.batch_size} run without a CUDA graph: {error}")
             return
         self._owned.callback(self._cuda.destroy_graph, graph)
-        self._captured.setdefault(place, []).append((spec, _Captured(graph, outputs)))
+        self._captured.append(_Captured(spec, place, graph, outputs))
 
     def _run(self, place: int, arrays: Feed, shapes: Mapping[str, Dims]) -> Feed:
-        rows = None
         captured = self._graph(place, shapes)
+        rows = None
         if captured is None:
             outputs = self._set_shapes(place, shapes)
             for name, array in arrays.items():
@@ -263,56 +254,39 @@ class EngineRunner:
                 self._copy_in(name, array.shape)
             self._enqueue(place)
         else:
-            spec, graph = captured
-            outputs = dict(graph.outputs)
+            outputs = dict(captured.outputs)
             for name, array in arrays.items():
                 rows = array.shape[0]
-                dims = (spec.batch_size, *array.shape[1:])
-                whole = self._buffers[name].view(dims)
-                whole[:rows] = array
+                dims = (captured.spec.batch_size, *array.shape[1:])
+                padded = self._buffers[name].view(dims)
+                padded[:rows] = array
                 # Copies of a real row: whatever the model computes, it computes nothing odd.
-                whole[rows:] = array[-1:]
+                padded[rows:] = array[-1:]
                 self._copy_in(name, dims)
-            self._cuda.launch(graph.executable, self._stream)
+            self._cuda.launch(captured.executable, self._stream)
         for name, dims in outputs.items():
-            self._copy_out(name, dims)
+            buffer = self._buffers[name]
+            if (target := buffer.bytes(dims)).size:
+                self._cuda.copy_out(target, buffer.device, self._stream)
         self._cuda.synchronize(self._stream)
-        return {
-            name: self._buffers[name].view(dims)[slice(rows)].copy()
-            if dims
-            else self._buffers[name].view(dims).copy()
-            for name, dims in outputs.items()
-        }
+        views = {name: self._buffers[name].view(dims) for name, dims in outputs.items()}
+        return {name: (view[:rows] if view.ndim else view).copy() for name, view in views.items()}
 
-    def _graph(self, place: int, shapes: Mapping[str, Dims]) -> tuple[GraphSpec, _Captured] | None:
-        candidates = self._captured.get(place, [])
-        spec = choose_graph([spec for spec, _ in candidates], shapes)
-        return next(((own, graph) for own, graph in candidates if own is spec), None)
+    def _graph(self, place: int, shapes: Mapping[str, Dims]) -> _Captured | None:
+        candidates = [one for one in self._captured if one.place == place]
+        spec = choose_graph([one.spec for one in candidates], shapes)
+        return next((one for one in candidates if one.spec is spec), None)
 
     def _copy_in(self, name: str, dims: Dims) -> None:
         buffer = self._buffers[name]
-        values = buffer.view(dims).reshape(-1).view(np.uint8)
-        if values.size:
-            self._cuda.copy_in(buffer.device, values, self._stream)
-
-    def _copy_out(self, name: str, dims: Dims) -> None:
-        buffer = self._buffers[name]
-        values = buffer.view(dims).reshape(-1).view(np.uint8)
-        if values.size:
-            self._cuda.copy_out(values, buffer.device, self._stream)
+        if (source := buffer.bytes(dims)).size:
+            self._cuda.copy_in(buffer.device, source, self._stream)
 
     def _enqueue(self, place: int) -> None:
         if not self._contexts[place].execute_async_v3(int(self._stream)):
             raise self._opened[0].failure(
                 f"the engine could not be run in optimization profile {place}"
             )
-
-    def _drain(self) -> None:
-        """Let the stream end what it began, so that the next batch finds it and the memory free."""
-        try:
-            self._cuda.synchronize(self._stream)
-        except EngineError as error:
-            _log.debug("after a failed run: %s", error)
 
 
 def _checked(tensor: EngineTensor, feed: Mapping[str, Array]) -> Array:

@@ -6,18 +6,16 @@ Read as the start-up check of the serving image reads it: the two are compared.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from triptych.container.machine import find_driver, find_gpus
 from triptych.engine.messages import no_gpu
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU and what drives it.
+class BuildGpu(NamedTuple):
+    """One GPU and its software.
 
     Attributes:
-        name: the product.
         compute_capability: such as ``9.0``.
         driver: version of NVIDIA's driver; empty where the kernel does not tell.
         cuda: version of the CUDA runtime, major and minor; empty where its bindings are missing.
@@ -29,17 +27,13 @@ class Gpu:
     cuda: str
 
 
-def read_gpu() -> Gpu:
-    """The GPU that TensorRT builds for: the first that CUDA shows to this process.
-
-    Raises:
-        UserError: there is none.
-    """
+def read_gpu() -> BuildGpu:
+    """The first GPU that CUDA shows to this process; a UserError where there is none."""
     gpus = find_gpus()
     if not gpus:
         raise no_gpu("NVIDIA's driver shows none to this process")
     major, minor = gpus[0].compute_capability
-    return Gpu(gpus[0].name, f"{major}.{minor}", find_driver() or "", _cuda_version())
+    return BuildGpu(gpus[0].name, f"{major}.{minor}", find_driver() or "", _cuda_version())
 
 
 def _cuda_version() -> str:
@@ -48,6 +42,4 @@ def _cuda_version() -> str:
     except ImportError:
         return ""
     error, version = runtime.cudaRuntimeGetVersion()
-    if int(error) != 0:
-        return ""
-    return f"{version // 1000}.{version % 1000 // 10}"
+    return "" if int(error) else f"{version // 1000}.{version % 1000 // 10}"

@@ -2,7 +2,7 @@
 
 How the types are judged. Each product of matrices in the ONNX graph asks for a precision: that of
 its operands, or what both were quantised to. The inspector names the kernels and, in their
-metadata, the nodes each was made of. For a node:
+metadata, the nodes each was built from. For a node:
 
 - a kernel whose name spells its operand type (``…_f16f16_f16f32_…``) has that type;
 - else a kernel that reads int8 or fp8 has that type, and one whose inputs all have one
@@ -12,11 +12,11 @@ metadata, the nodes each was made of. For a node:
   may convert within: one of Myelin's, or one with a Cast of the graph in it.
 
 A node seen in another type than it asks for fails the build, and so does an engine in which none of
-the products that ask for less than fp32 is seen in its type: a plan that is fp32 in secret must not
-pass for a fast one. Some not seen are no failure as long as others are: the network's types are
-binding (strong typing, or on 8.6 constraints that the builder must obey). Where all are fused away,
-the plan's size is the last witness: nearer to the size of the graph's own weights than to that with
-the products' weights in fp32, it cannot hold them as fp32. If it is not, the build fails.
+the products that ask for less than fp32 is seen in its type: an fp32 plan must not pass for a fast
+one. Some not seen are no failure as long as others are: the network's types are binding (strong
+typing, or on 8.6 constraints that the builder must obey). Where all are fused away, the plan's size
+decides: nearer to the size of the graph's own weights than to that with the products' weights in
+fp32, it cannot hold them as fp32. If it is not, the build fails.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
-from triptych.engine.engine_file import OpenEngine
-from triptych.engine.layer_names import onnx_nodes, parts_of
+from triptych.engine.engine_file import EngineTensor, OpenEngine
+from triptych.engine.graph import GraphValue, fused_layers, onnx_nodes
 from triptych.engine.request import Request
 from triptych.errors import UserError
 from triptych.plan.engine_spec import ShapeRange
@@ -46,18 +46,23 @@ _TYPES = (
     (re.compile(r"(?<!u)int8", re.I), "int8"),
 )
 _OPERANDS = {
-    "tf32": "tf32",
-    "f32": "fp32",
-    "f16": "fp16",
-    "bf16": "bf16",
-    "i8": "int8",
-    "s8": "int8",
-    "e4m3": "fp8",
-    "e5m2": "fp8",
+    **{"tf32": "tf32", "f32": "fp32", "f16": "fp16", "bf16": "bf16"},
+    **{"i8": "int8", "s8": "int8", "e4m3": "fp8", "e5m2": "fp8"},
 }
 _PAIR = re.compile(r"(tf32|bf16|f32|f16|i8|s8|e4m3|e5m2)(?:f32|f16|bf16|i32|s32|i8|s8|e4m3|e5m2)")
 _KERNEL = re.compile(r"gemm|matrix|matmul|conv|mha|attention|fullyconnected", re.I)
 _REGION = re.compile(r"myelin|foreignnode", re.I)
+
+
+class _InspectedLayer(TypedDict, total=False):
+    """A layer in the inspector's JSON, as far as it is read here."""
+
+    Name: str
+    LayerType: str
+    TacticName: str
+    Metadata: str
+    Inputs: list[Mapping[str, object]]
+    Outputs: list[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,10 @@ class Layer:
     """A layer of an engine, as the inspector describes it.
 
     Attributes:
-        name: of the layer.
-        nodes: ONNX nodes it was made of.
+        nodes: ONNX nodes it was built from.
         kernel: its type and its tactic.
         region: whether it is a region of many operators, which may convert types within.
-        reads: floating-point and quantised types of its inputs.
-        writes: those of its outputs.
+        reads: floating-point and quantised types of its inputs, as `writes` of its outputs.
     """
 
     name: str
@@ -111,13 +114,10 @@ class Inspection:
 
 
 def read_layers(information: str, casts: frozenset[str] = frozenset()) -> list[Layer]:
-    """The layers in what `EngineInspector.get_engine_information` gives as JSON.
+    """The layers in the JSON of `EngineInspector.get_engine_information`.
 
     8.6 and 10 describe a tensor by ``Format/Datatype``; 11 has ``Format`` and ``Datatype``.
-
-    Args:
-        information: the JSON.
-        casts: nodes of the graph that convert types.
+    `casts` are the nodes of the graph that convert types.
 
     Raises:
         UserError: there are only names: the engine was not built with detailed information.
@@ -138,67 +138,49 @@ def read_layers(information: str, casts: frozenset[str] = frozenset()) -> list[L
 
 
 def inspect(opened: OpenEngine, request: Request, plan_bytes: int) -> Inspection:
-    """Check an engine.
-
-    Args:
-        opened: the engine, on the release that built it.
-        request: what was asked for.
-        plan_bytes: size of the plan.
+    """Check an engine of a plan of `plan_bytes` bytes, on the release that built it.
 
     Raises:
         UserError: it is not what was asked for.
     """
-    check_tensors(opened, request)
-    profiles = check_profiles(opened, request)
+    graph = request.graph
+    _check_tensors("inputs", opened.inputs, graph.inputs)
+    _check_tensors("outputs", opened.outputs, graph.outputs)
+    _check_profiles(opened, request)
     inspector = opened.engine.create_engine_inspector()
     form = opened.trt.LayerInformationFormat.JSON
-    layers = read_layers(inspector.get_engine_information(form), request.graph.casts)
+    layers = read_layers(inspector.get_engine_information(form), graph.casts)
     matmuls, witness = judge_products(layers, request, plan_bytes)
-    return Inspection(matmuls, witness, profiles)
+    return Inspection(matmuls, witness, opened.profiles)
 
 
-def check_tensors(opened: OpenEngine, request: Request) -> None:
-    """Names, types and shapes of inputs and outputs are those of the graph.
-
-    Raises:
-        UserError: one is not.
-    """
-    graph = request.graph
-    for kind, own, wanted in (
-        ("inputs", opened.inputs, graph.inputs),
-        ("outputs", opened.outputs, graph.outputs),
-    ):
-        found = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in own}
-        right = {name: (value.dtype, value.dims) for name, value in wanted.items()}
-        if found != right and not _equal_but_known(found, right):
-            unlike = sorted(n for n in {*found, *right} if found.get(n) != right.get(n))[0]
-            raise UserError(
-                "model.plan",
-                f"must have the {kind} of model.onnx",
-                given=f"{unlike}: {found.get(unlike)} instead of {right.get(unlike)}",
-                remedy="Run `triptych build` and `triptych engine` again",
-            )
-
-
-def _equal_but_known(found: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether all that differs are sizes that TensorRT knows and the graph does not say."""
-    return set(found) == set(right) and all(
-        found[name][0] == kind
+def _check_tensors(
+    kind: str, tensors: Iterable[EngineTensor], wanted: Mapping[str, GraphValue]
+) -> None:
+    """Names, types and shapes are those of the graph; TensorRT may know sizes that it does not."""
+    found = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in tensors}
+    right = {name: (value.dtype, value.dims) for name, value in wanted.items()}
+    unlike = sorted(name for name in {*found, *right} if found.get(name) != right.get(name))
+    known_sizes = set(found) == set(right) and all(
+        found[name][0] == dtype
         and len(found[name][1]) == len(dims)
         and all(want in (-1, own) for own, want in zip(found[name][1], dims, strict=True))
-        for name, (kind, dims) in right.items()
+        for name, (dtype, dims) in right.items()
     )
+    if unlike and not known_sizes:
+        name = unlike[0]
+        raise UserError(
+            "model.plan",
+            f"must have the {kind} of model.onnx",
+            given=f"{name}: {found.get(name)} instead of {right.get(name)}",
+            remedy="Run `triptych build` and `triptych engine` again",
+        )
 
 
-def check_profiles(opened: OpenEngine, request: Request) -> Sequence[Mapping[str, ShapeRange]]:
-    """The engine's profiles are the plan's.
-
-    Raises:
-        UserError: they are not.
-    """
+def _check_profiles(opened: OpenEngine, request: Request) -> None:
     found, wanted = [dict(p) for p in opened.profiles], [dict(p) for p in request.plan.profiles]
     if found == wanted:
-        return opened.profiles
+        return
     given = f"{len(found)} instead of {len(wanted)}"
     for place, (own, right) in enumerate(zip(found, wanted, strict=False)):
         unlike = [name for name in right if own.get(name) != right[name]]
@@ -216,21 +198,27 @@ def check_profiles(opened: OpenEngine, request: Request) -> Sequence[Mapping[str
 def judge_products(
     layers: Iterable[Layer], request: Request, plan_bytes: int
 ) -> tuple[dict[str, int], str]:
-    """Products by precision, and what proves it: see the module's own words.
+    """Products by precision, and what proves it, as the module's docstring says.
 
     Raises:
         UserError: some have another precision than asked for, or nothing proves that they have it.
     """
     wanted = request.graph.products
     seen = _seen(layers, wanted)
-    same = {"tf32"} if request.options["tf32"] else set()
-    wrong = {
-        node: kind
+    tf32 = bool(request.options["tf32"])
+    wrong = [
+        f"{node} ({kind} instead of {wanted[node]})"
         for node, kind in seen.items()
-        if kind not in {wanted[node]} | (same if wanted[node] == "fp32" else set())
-    }
+        if kind != wanted[node] and not (tf32 and (kind, wanted[node]) == ("tf32", "fp32"))
+    ]
     if wrong:
-        _refuse(wrong, wanted)
+        rest = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        raise UserError(
+            "core.precision",
+            "must be what the engine computes in",
+            given=", ".join(wrong[:NAMED]) + rest,
+            remedy="Take another precision or release of TensorRT; nothing was written",
+        )
     counts = Counter("fp32" if kind == "tf32" else kind for kind in seen.values())
     matmuls = {kind: counts[kind] for kind in sorted({*wanted.values(), "fp32"})}
     matmuls["unseen"] = len(wanted) - len(seen)
@@ -250,39 +238,25 @@ def judge_products(
     )
 
 
-def _refuse(wrong: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    named = [f"{node} ({kind} instead of {wanted[node]})" for node, kind in wrong.items()]
-    rest = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
-    raise UserError(
-        "core.precision",
-        "must be what the engine computes in",
-        given=", ".join(named[:NAMED]) + rest,
-        remedy="Take another precision or release of TensorRT; nothing was written",
-    )
-
-
 def _seen(layers: Iterable[Layer], wanted: Mapping[str, str]) -> dict[str, str]:
     """Node to the precision it is seen in; those whose layers do not tell are left out."""
-    told: dict[str, list[tuple[bool, str]]] = {}
+    by_node: dict[str, list[tuple[bool, str]]] = {}
     for layer in layers:
-        for node in layer.nodes:
-            if node in wanted and layer.precision:
-                told.setdefault(node, []).append(
-                    (bool(_KERNEL.search(layer.kernel)), layer.precision)
-                )
+        if layer.precision:
+            multiplies = bool(_KERNEL.search(layer.kernel))
+            for node in filter(wanted.__contains__, layer.nodes):
+                by_node.setdefault(node, []).append((multiplies, layer.precision))
     seen = {}
-    for node, kinds in told.items():
+    for node, kinds in by_node.items():
         # What only carries a node's name, as the kernel that adds its bias, counts for less.
         best = [kind for multiplies, kind in kinds if multiplies] or [kind for _, kind in kinds]
-        unlike = [kind for kind in best if kind != wanted[node]]
-        seen[node] = unlike[0] if unlike else wanted[node]
+        seen[node] = next((kind for kind in best if kind != wanted[node]), wanted[node])
     return seen
 
 
-def _layer(layer: Mapping[str, Any], casts: frozenset[str]) -> Layer:
-    name = str(layer.get("Name", ""))
-    nodes = tuple(dict.fromkeys((*onnx_nodes(str(layer.get("Metadata", ""))), *parts_of(name))))
-    kind = str(layer.get("LayerType", ""))
+def _layer(layer: _InspectedLayer, casts: frozenset[str]) -> Layer:
+    name, kind = layer.get("Name", ""), layer.get("LayerType", "")
+    nodes = tuple(dict.fromkeys((*onnx_nodes(layer.get("Metadata", "")), *fused_layers(name))))
     return Layer(
         name=name,
         nodes=nodes,
@@ -293,15 +267,12 @@ def _layer(layer: Mapping[str, Any], casts: frozenset[str]) -> Layer:
     )
 
 
-def _types(tensors: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    kinds = (_type(tensor) for tensor in tensors)
-    return tuple(kind for kind in kinds if kind)
-
-
-def _type(tensor: Mapping[str, Any]) -> str:
-    """The type of a tensor; empty for one that no product is computed in."""
-    fields = {key.lower(): str(value) for key, value in tensor.items()}
-    said = next(
-        (fields[key] for key in ("datatype", "format/datatype", "format") if key in fields), ""
-    )
-    return next((kind for pattern, kind in _TYPES if pattern.search(said)), "")
+def _types(tensors: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
+    """The types of tensors, without those that no product is computed in."""
+    kinds = []
+    for tensor in tensors:
+        fields = {key.lower(): str(value) for key, value in tensor.items()}
+        keys = ("datatype", "format/datatype", "format")
+        said = next((fields[key] for key in keys if key in fields), "")
+        kinds += [kind for pattern, kind in _TYPES if pattern.search(said)][:1]
+    return tuple(kinds)

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from triptych.engine import timing
 from triptych.engine.api import Api
+from triptych.engine.graph import EngineGraph, onnx_nodes
 from triptych.engine.messages import (
     Messages,
+    Tell,
     cannot_write,
     failure,
     no_gpu,
     now_and_then,
     parser_failure,
 )
-from triptych.engine.old_types import keep_types
 from triptych.engine.request import Request
 from triptych.errors import UserError
+from triptych.plan.engine_spec import ShapeRange
 
-Tell = Callable[[str], None]
+_UNCONSTRAINED = ("CAST", "CONSTANT", "IDENTITY", "SHAPE", "QUANTIZE", "DEQUANTIZE")
+"""Layers whose type is a setting, and weights, which are stored in the type of what reads them."""
 
 
 def make_engine(api: Api, request: Request, *, timing_file: Path, tell: Tell) -> bytes:
-    """Build the engine.
+    """Build the engine of a checked request; returns the content of ``model.plan``.
 
-    Args:
-        api: the release of TensorRT.
-        request: checked by `make_request`.
-        timing_file: kernels' times: read, and written with what was measured.
-        tell: told how far the build is.
-
-    Returns:
-        What ``model.plan`` holds.
+    The kernels' times in `timing_file` are read, and written with what was measured.
 
     Raises:
         UserError: TensorRT cannot build it, in words.
     """
     messages = Messages()
-    logger = messages.logger(api, None if api.has_monitor() else tell)
+    logger = messages.logger(api.trt, None if api.has_monitor() else tell)
     try:
         builder = api.trt.Builder(logger)
     except TypeError as error:  # what the bindings raise where TensorRT gives no object
@@ -50,7 +46,7 @@ def make_engine(api: Api, request: Request, *, timing_file: Path, tell: Tell) ->
     if not parser.parse_from_file(str(request.onnx)):
         raise parser_failure(parser, request.onnx, api)
     if not api.typed:
-        keep_types(api, network, request.graph)
+        _constrain_types(api.trt, network, request.graph)
     config = builder.create_builder_config()
     _configure(api, config, request)
     for profile in request.plan.profiles:
@@ -72,19 +68,17 @@ def make_engine(api: Api, request: Request, *, timing_file: Path, tell: Tell) ->
 def _configure(api: Api, config: Any, request: Request) -> None:
     trt, options = api.trt, request.options
     flags = trt.BuilderFlag
-    for flag in api.type_flags(request.graph.kinds):
+    wanted = api.type_flags(request.graph.kinds)
+    if options["version_compatible"]:
+        wanted.append(flags.VERSION_COMPATIBLE)
+    if options["refit"]:
+        wanted.append(flags.REFIT)
+    if options["weight_streaming"]:
+        wanted.append(api.weight_streaming_flag())
+    for flag in wanted:
         config.set_flag(flag)
     # TF32 is on by default.
-    if options["tf32"]:
-        config.set_flag(flags.TF32)
-    else:
-        config.clear_flag(flags.TF32)
-    if options["version_compatible"]:
-        config.set_flag(flags.VERSION_COMPATIBLE)
-    if options["refit"]:
-        config.set_flag(flags.REFIT)
-    if options["weight_streaming"]:
-        config.set_flag(api.weight_streaming_flag())
+    (config.set_flag if options["tf32"] else config.clear_flag)(flags.TF32)
     if options["hardware"] != "none":
         config.hardware_compatibility_level = api.hardware_level(options["hardware"])
     if options["workspace_mib"] is not None:
@@ -96,7 +90,38 @@ def _configure(api: Api, config: Any, request: Request) -> None:
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
 
 
-def _add_profile(builder: Any, config: Any, shapes: Any, messages: Messages) -> None:
+def _constrain_types(trt: Any, network: Any, graph: EngineGraph) -> None:
+    """TensorRT 8.6 only: constrain every layer to the type that its ONNX node has.
+
+    Before strong typing, TensorRT takes fp32 for 16 bits wherever that is faster once fp16 is
+    allowed at all. So each layer that computes in floating point gets the type of its node as a
+    constraint; what the gate wanted in fp32 stays fp32, and the flag OBEY_PRECISION_CONSTRAINTS
+    makes the build fail where a constraint cannot be met. What multiplies quantised values is left
+    alone: its type is theirs, and a constraint would keep TensorRT from fusing it with them.
+    """
+    if "fp16" not in graph.kinds:  # then nothing but fp32 is allowed, besides what is quantised
+        return
+    types = {"fp32": trt.DataType.FLOAT, "fp16": trt.DataType.HALF}
+    unconstrained = [getattr(trt.LayerType, name) for name in _UNCONSTRAINED]
+    for place in range(network.num_layers):
+        layer = network.get_layer(place)
+        nodes = (*onnx_nodes(layer.metadata or ""), layer.name)
+        node = next((name for name in nodes if name in graph.node_types), None)
+        if node is None or graph.products.get(node) == "int8" or layer.type in unconstrained:
+            continue
+        outputs = [layer.get_output(index) for index in range(layer.num_outputs)]
+        real = [index for index, output in enumerate(outputs) if output.dtype in types.values()]
+        if not real or any(output.is_shape_tensor for output in outputs):
+            continue
+        kind = types[graph.node_types[node]]
+        layer.precision = kind
+        for index in real:
+            layer.set_output_type(index, kind)
+
+
+def _add_profile(
+    builder: Any, config: Any, shapes: Mapping[str, ShapeRange], messages: Messages
+) -> None:
     profile = builder.create_optimization_profile()
     for name, sizes in shapes.items():
         try:
@@ -113,7 +138,7 @@ def _add_profile(builder: Any, config: Any, shapes: Any, messages: Messages) -> 
 
 
 def _monitor(api: Api, tell: Tell) -> Any:
-    """Says now and then which phase the build is in; it never stops one."""
+    """Tells now and then which phase the build is in; it never stops one."""
     tell_sometimes = now_and_then(tell)
     base: Any = api.trt.IProgressMonitor
 

@@ -1,7 +1,7 @@
 """What TensorRT says while it works, collected, and every known failure as one `UserError`.
 
-The words searched for are those in the libraries of 8.6 and 10, and in logs that users of 10 and
-11 reported.
+The patterns searched for are messages in the libraries of 8.6 and 10, and in logs that users of 10
+and 11 reported.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 import errno
 import re
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from triptych.engine.api import Api
 from triptych.errors import UserError
+from triptych.graph.nodes import node_name
 
 LONGEST_QUOTE = 400
+LARGEST_LOG = 10_000
 TELL_EVERY_S = 5.0
+Tell = Callable[[str], None]
 
 
-def now_and_then(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """`tell` for lines that come thick and fast: one every `TELL_EVERY_S`, the others left out."""
+def now_and_then(tell: Tell) -> Tell:
+    """`tell` for frequent lines: one every `TELL_EVERY_S`, the others left out."""
     told = time.monotonic()
 
     def sometimes(line: str) -> None:
@@ -35,47 +38,34 @@ def now_and_then(tell: Callable[[str], None]) -> Callable[[str], None]:
 
 
 class Messages:
-    """A log of TensorRT.
-
-    Attributes:
-        errors: messages of the severity ERROR or worse.
-        warnings: those of the severity WARNING.
-    """
+    """A log of TensorRT: messages of the severity ERROR or worse, and those of WARNING."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
-        self.warnings: list[str] = []
+        # A server may run for months; a build logs far fewer.
+        self.warnings: deque[str] = deque(maxlen=LARGEST_LOG)
 
-    def logger(self, api: Api, tell: Callable[[str], None] | None = None) -> Any:
-        """A logger for TensorRT that writes here.
+    def logger(self, trt: Any, tell: Tell | None = None) -> Any:
+        """A logger for TensorRT that writes here; `tell` gets INFO messages now and then."""
+        messages, base = self, trt.ILogger
+        tell_sometimes = now_and_then(lambda text: tell(_short(text))) if tell else None
 
-        Args:
-            api: the release.
-            tell: told what goes on, now and then, where nothing else does.
-        """
-        trt, messages = api.trt, self
-        base: Any = trt.ILogger
-        tell_sometimes = None
-        if tell is not None:
-            tell_sometimes = now_and_then(lambda message: tell(_short(message)))
-
-        class Logger(base):  # type: ignore[misc]
+        class Logger(base):  # type: ignore[misc,valid-type]
             def __init__(self) -> None:
                 base.__init__(self)
 
             def log(self, severity: Any, message: str) -> None:
-                if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                if severity in (base.ERROR, base.INTERNAL_ERROR):
                     messages.errors.append(message)
-                elif severity == trt.ILogger.WARNING:
+                elif severity == base.WARNING:
                     messages.warnings.append(message)
-                elif tell_sometimes is not None and severity == trt.ILogger.INFO:
+                elif tell_sometimes is not None and severity == base.INFO:
                     tell_sometimes(message)
 
         return Logger()
 
 
-@dataclass(frozen=True)
-class _Failure:
+class _Failure(NamedTuple):
     """A known failure: what its message looks like, and what to tell the user."""
 
     pattern: str
@@ -144,38 +134,23 @@ _FAILURES = (
         "Free some space",
     ),
 )
-_UNSUPPORTED = frozenset(
-    (
-        "UNSUPPORTED_NODE",
-        "UNSUPPORTED_NODE_ATTR",
-        "UNSUPPORTED_NODE_INPUT",
-        "UNSUPPORTED_NODE_DATATYPE",
-        "UNSUPPORTED_NODE_DYNAMIC",
-        "UNSUPPORTED_NODE_SHAPE",
-        "UNSUPPORTED_GRAPH",
-    )
-)
 
 
 def no_gpu(given: object) -> UserError:
-    """There is no GPU that TensorRT can use."""
     return UserError(_NO_GPU.field, _NO_GPU.rule, given=given, remedy=_NO_GPU.remedy)
 
 
 def failure(messages: Messages, doing: str) -> UserError:
-    """Why TensorRT failed.
+    """Why TensorRT failed to do something, as ``build the engine``.
 
-    Args:
-        messages: of the time it failed in; warnings often say more than errors.
-        doing: what it failed to do, as ``build the engine``.
+    The messages are those of the time it failed in; warnings often say more than errors.
     """
     said = [*messages.errors, *messages.warnings]
     for known in _FAILURES:
         for message in said:
             if re.search(known.pattern, message):
-                return UserError(
-                    known.field, known.rule, given=_short(message), remedy=known.remedy
-                )
+                given = _short(message)
+                return UserError(known.field, known.rule, given=given, remedy=known.remedy)
     return UserError(
         "tensorrt",
         f"must be able to {doing}",
@@ -185,13 +160,7 @@ def failure(messages: Messages, doing: str) -> UserError:
 
 
 def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
-    """Why the parser refuses a graph: the first error that names a node, and how many there are.
-
-    Args:
-        parser: an `OnnxParser` that failed.
-        onnx: what it read.
-        api: the release: 8.6 names a node by its number only.
-    """
+    """Why an `OnnxParser` refuses a graph: the first error that names a node, and their number."""
     errors = [parser.get_error(place) for place in range(parser.num_errors)]
     if not errors:
         return UserError(
@@ -201,7 +170,7 @@ def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     given = f"{_node_of(first, onnx)}: {_short(str(first.desc()))}{more}"
     code = getattr(first.code(), "name", str(first.code()))
-    if code in _UNSUPPORTED or "No importer registered" in first.desc():
+    if code.startswith("UNSUPPORTED_") or "No importer registered" in first.desc():
         return UserError(
             onnx.name,
             f"must have only operators that TensorRT {api.version} runs",
@@ -217,7 +186,7 @@ def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
 
 
 def _node_of(error: Any, onnx: Path) -> str:
-    """Node and operator that an error is about."""
+    """Node and operator that an error is about; 8.6 names a node by its number only."""
     if hasattr(error, "node_name"):
         return f"node {error.node_name()} ({error.node_operator()})"
     import onnx as library
@@ -226,11 +195,10 @@ def _node_of(error: Any, onnx: Path) -> str:
     place = int(error.node())
     if not 0 <= place < len(nodes):
         return "the graph"
-    return f"node {nodes[place].name or nodes[place].output[0]} ({nodes[place].op_type})"
+    return f"node {node_name(nodes[place])} ({nodes[place].op_type})"
 
 
 def cannot_write(error: OSError, path: Path) -> UserError:
-    """A file could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError("disk", "must have room for the engine", given=path, remedy="Free space")
     return UserError(str(path), "must be writable", given=error, remedy="Change its permissions")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.engine.api import FIRST_TYPED, Api
-from triptych.engine.graph import Graph, read_graph
+from triptych.engine.graph import EngineGraph, read_graph
 from triptych.errors import UserError
 from triptych.plan.engine_spec import EnginePlan, ShapeRange
 
@@ -17,21 +17,14 @@ _REBUILD = "Run `triptych build` again: plan and graph no longer fit each other"
 
 @dataclass(frozen=True)
 class Request:
-    """One engine to build.
-
-    Attributes:
-        onnx: the ``model.onnx``.
-        graph: what it says.
-        plan: profiles, precision and options.
-    """
+    """One engine to build: the ``model.onnx``, what it says, and what was planned."""
 
     onnx: Path
-    graph: Graph
+    graph: EngineGraph
     plan: EnginePlan
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """`core.engine` of the spec."""
         return self.plan.options
 
 
@@ -55,7 +48,7 @@ def make_request(onnx: Path, plan: EnginePlan, api: Api) -> Request:
     return request
 
 
-def _check_old_values(graph: Graph, api: Api) -> None:
+def _check_old_values(graph: EngineGraph, api: Api) -> None:
     for kind, values in (("input", graph.inputs), ("output", graph.outputs)):
         for name, value in values.items():
             if value.dtype == "INT64":
@@ -67,34 +60,25 @@ def _check_old_values(graph: Graph, api: Api) -> None:
                 )
 
 
-def _check_profile(place: int, profile: Mapping[str, ShapeRange], graph: Graph) -> None:
-    field = f"plan.engine.profiles[{place}]"
+def _check_profile(place: int, profile: Mapping[str, ShapeRange], graph: EngineGraph) -> None:
+    def refused(rule: str, given: str) -> UserError:
+        field = f"plan.engine.profiles[{place}]"
+        return UserError(field, rule, given=given, remedy=_REBUILD)
+
     unlike = sorted(set(profile) ^ set(graph.inputs))
     if unlike:
-        raise UserError(
-            field, "must name the graph's inputs, each once", given=unlike[0], remedy=_REBUILD
-        )
+        raise refused("must name the graph's inputs, each once", unlike[0])
     for name, shapes in profile.items():
         dims = graph.inputs[name].dims
         given = f"{name} {list(shapes.minimum)} to {list(shapes.maximum)}"
         sides = (shapes.minimum, shapes.optimum, shapes.maximum)
         if any(len(side) != len(dims) for side in sides):
-            raise UserError(
-                field, f"must give {name} {len(dims)} axes", given=given, remedy=_REBUILD
-            )
+            raise refused(f"must give {name} {len(dims)} axes", given)
         for axis, fixed in enumerate(dims):
             low, best, high = (side[axis] for side in sides)
             if not 0 < low <= best <= high:
-                raise UserError(
-                    field,
-                    "must have minimum <= optimum <= maximum on every axis",
-                    given=f"{name}, axis {axis}: {low}, {best}, {high}",
-                    remedy=_REBUILD,
-                )
+                axis_given = f"{name}, axis {axis}: {low}, {best}, {high}"
+                raise refused("must have minimum <= optimum <= maximum on every axis", axis_given)
             if fixed >= 0 and (low, high) != (fixed, fixed):
-                raise UserError(
-                    field,
-                    f"must keep axis {axis} of {name} at {fixed}, as the graph does",
-                    given=given,
-                    remedy=_REBUILD,
-                )
+                rule = f"must keep axis {axis} of {name} at {fixed}, as the graph does"
+                raise refused(rule, given)

@@ -13,7 +13,7 @@ from triptych.cache import cached_stage, code_hash, key_of, sha256_of
 from triptych.engine.api import Api
 from triptych.engine.engine_file import open_engine
 from triptych.engine.engine_runner import EngineError, EngineRunner
-from triptych.engine.gpu import Gpu, read_gpu
+from triptych.engine.gpu import BuildGpu, read_gpu
 from triptych.engine.inspection import Inspection, inspect
 from triptych.engine.make import make_engine
 from triptych.engine.messages import cannot_write
@@ -187,7 +187,7 @@ class _Stage:
                 )
         return own
 
-    def _key(self, files: Mapping[str, str], plan_path: str, api: Api, gpu: Gpu) -> str:
+    def _key(self, files: Mapping[str, str], plan_path: str, api: Api, gpu: BuildGpu) -> str:
         """Hash of all that decides the engine and its check."""
         folder = plan_path.rpartition("/")[0]
         return key_of(
@@ -202,7 +202,9 @@ class _Stage:
             },
         )
 
-    def _built(self, request: Request, api: Api, gpu: Gpu, key: str) -> tuple[Path, Inspection]:
+    def _built(
+        self, request: Request, api: Api, gpu: BuildGpu, key: str
+    ) -> tuple[Path, Inspection]:
         """The plan, inspected, and what the inspection found."""
 
         def tell(line: str) -> None:

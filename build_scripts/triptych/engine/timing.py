@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from triptych.cache import cache_root
-from triptych.engine.gpu import Gpu
+from triptych.engine.gpu import BuildGpu
 from triptych.files import write_files
 
 FOLDER = "timing"
 
 
-def timing_file(version: str, gpu: Gpu) -> Path:
+def timing_file(version: str, gpu: BuildGpu) -> Path:
     """Where the times of a release of TensorRT on a kind of GPU are kept."""
     name = f"{version}-{gpu.name}-{gpu.compute_capability}"
     return cache_root() / FOLDER / f"{re.sub(r'[^A-Za-z0-9.]+', '_', name)}.cache"
 
 
 def attach(config: Any, file: Path) -> bool:
-    """Give a builder's config the times in `file`, or an empty cache; whether it had any."""
+    """Give a builder's config the times in `file`, or an empty cache; whether there were any."""
     stored = file.read_bytes() if file.is_file() else b""
     cache = config.create_timing_cache(stored)
     if cache is not None and config.set_timing_cache(cache, False):

@@ -1,4 +1,4 @@
-"""Heads as torch modules: from token vectors to logits or vectors, and on to what leaves a core."""
+"""Heads as torch modules: from token vectors to logits or vectors, and on to a core's outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     """Where the rows of a batch are in a tensor ``[R, N, ...]``: R the rows, or 1 if they share it.
 
     Attributes:
-        ids: INT64 ``[R, N]``, the tokens.
+        ids: INT64 ``[R, N]``.
         position: INT64 ``[R or 1, N]``, each token's position in its row.
         member: BOOL ``[B, N]``, the tokens of each row.
         length: INT64 ``[B, 1]``.
@@ -66,10 +66,7 @@ def _weighted(weight: Tensor, hidden: Tensor) -> Tensor:
 
 
 class SentenceHead(nn.Module):
-    """Token vectors to one vector a row: pooling, then the model's own modules.
-
-    Follows sentence-transformers' Pooling, Dense and Normalize.
-    """
+    """Token vectors to one vector a row, as sentence-transformers' Pooling, Dense and Normalize."""
 
     def __init__(self, facts: ModelFacts, folder: Path) -> None:
         super().__init__()
@@ -94,7 +91,7 @@ class _UnitLength(nn.Module):
 
 
 def load_dense(dense: Dense, folder: Path) -> nn.Module:
-    """The layer `dense` of the model in `folder`, with its weights and activation.
+    """The layer with its weights from a model's folder, then its activation.
 
     Raises:
         UserError: an activation that is not a torch.nn module.
@@ -108,8 +105,7 @@ def load_dense(dense: Dense, folder: Path) -> nn.Module:
     else:
         weights = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
     linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
-    kind = dense.activation.rsplit(".", 1)[-1]
-    activation = getattr(nn, kind, None)
+    activation = getattr(nn, dense.activation.rsplit(".", 1)[-1], None)
     if not (isinstance(activation, type) and issubclass(activation, nn.Module)):
         raise UserError(
             str(path / "config.json"),
@@ -141,15 +137,14 @@ class OwnHead(nn.Module):
         """FP32 ``[R, N, H]`` to logits, FP32 ``[B, K]``, or ``[R, N, K]`` of every token."""
         if self.reading == "all":
             return logits_of(self.model(inputs_embeds=hidden))
-        if self.reading == "mask":
-            weight = _masked(rows, self.mask_token_id).to(hidden.dtype)
-            read = _weighted(weight, hidden)
-            return logits_of(self.model(inputs_embeds=read[:, None]))[:, 0]
-        return logits_of(self.model(inputs_embeds=pool(self.reading, hidden, rows)[:, None]))
+        if self.reading != "mask":
+            return logits_of(self.model(inputs_embeds=pool(self.reading, hidden, rows)[:, None]))
+        read = _at_mask(hidden, rows, self.mask_token_id)
+        return logits_of(self.model(inputs_embeds=read[:, None]))[:, 0]
 
 
-class WholeHead(nn.Module):
-    """For a model run whole: picks of its logits what the task reads."""
+class LogitsReader(nn.Module):
+    """For a model run with its own head: picks of its logits what the task reads."""
 
     def __init__(self, reading: Reading, mask_token_id: int | None) -> None:
         super().__init__()
@@ -160,12 +155,13 @@ class WholeHead(nn.Module):
         """FP32 ``[B, N, K]`` to ``[B, K]`` where the mask token is read, else as they are."""
         if self.reading != "mask":
             return logits
-        return _weighted(_masked(rows, self.mask_token_id).to(logits.dtype), logits)
+        return _at_mask(logits, rows, self.mask_token_id)
 
 
-def _masked(rows: Rows, mask_token_id: int | None) -> Tensor:
-    """BOOL ``[B, N]``: the mask token of each row; none in rows without one."""
-    return rows.member & (rows.ids == mask_token_id)
+def _at_mask(values: Tensor, rows: Rows, mask_token_id: int | None) -> Tensor:
+    """``[R, N, K]`` to ``[B, K]`` at each row's mask token; 0 in rows without one."""
+    masked = rows.member & (rows.ids == mask_token_id)
+    return _weighted(masked.to(values.dtype), values)
 
 
 class _Encoded(nn.Module):
@@ -216,7 +212,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 class Returned(nn.Module):
-    """What leaves the core, of what the head computed."""
+    """What leaves the core, of the results of the head."""
 
     def __init__(
         self, returns: Returns, activation: Activation, *, kept: int, flatten: bool
@@ -240,16 +236,14 @@ class Returned(nn.Module):
         if self.returns == "token_choices":
             best = result.argmax(-1)
             return best.to(torch.int32), result.softmax(-1).amax(-1)
-        scores = self._activate(result)
-        if self.returns == "scores":
-            return (scores,)
-        top = torch.topk(scores, self.kept, dim=-1, sorted=True)
-        return top.indices.to(torch.int32), top.values
-
-    def _activate(self, logits: Tensor) -> Tensor:
         if self.activation == "softmax":
-            return logits.softmax(-1)
-        return logits.sigmoid() if self.activation == "sigmoid" else logits
+            result = result.softmax(-1)
+        elif self.activation == "sigmoid":
+            result = result.sigmoid()
+        if self.returns == "scores":
+            return (result,)
+        top = torch.topk(result, self.kept, dim=-1, sorted=True)
+        return top.indices.to(torch.int32), top.values
 
 
 class CoreGraph(nn.Module):
@@ -262,8 +256,5 @@ class CoreGraph(nn.Module):
         self.order = order
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The graph's inputs to its outputs, each in the order the graph declares."""
-        result: tuple[Tensor, ...] = self.returned(
-            self.compute(*[inputs[index] for index in self.order])
-        )
+        result: tuple[Tensor, ...] = self.returned(self.compute(*[inputs[i] for i in self.order]))
         return result

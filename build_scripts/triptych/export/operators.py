@@ -7,13 +7,14 @@ the element types each one is documented for, and the newest opset.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from triptych.errors import UserError
+from triptych.graph.nodes import all_nodes, node_name
 
 _DATA = Path(__file__).with_name("operators.json")
 _STANDARD = ("", "ai.onnx")
@@ -43,12 +44,11 @@ class Support:
     """What the parser of one major version takes.
 
     Attributes:
-        tensorrt: the release that the record is of.
+        tensorrt: the recorded release.
         opset: the newest opset it is documented for.
         types: element types that this TensorRT has.
         narrowed: element types that it turns into smaller ones.
         operators: operator to the element types it is documented for.
-        source: where the record is from.
     """
 
     tensorrt: str
@@ -64,9 +64,8 @@ class Refusal:
     """Something in a graph that a parser does not take.
 
     Attributes:
-        node: name of the node, input or output; ``opset`` for the graph as a whole.
+        node: name of the node, input or output; ``opset`` for the graph itself.
         operator: of the node; empty for the others.
-        reason: what is wrong with it.
         certain: the parser refuses it; else it is beyond what its documentation promises.
     """
 
@@ -78,11 +77,7 @@ class Refusal:
 
 @cache
 def support_of(major: int) -> Support:
-    """The record of one major version of TensorRT.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The record of one major version of TensorRT; a UserError where there is none."""
     records = json.loads(_DATA.read_text(encoding="utf-8"))
     if str(major) not in records:
         raise UserError(
@@ -92,18 +87,13 @@ def support_of(major: int) -> Support:
             remedy=f"Known are {', '.join(records)}",
         )
     record = records[str(major)]
-    return Support(
-        tensorrt=record["tensorrt"],
-        opset=record["opset"],
-        types=frozenset(record["types"].split()),
-        narrowed=record["narrowed"],
-        operators={
-            operator: frozenset(types.split())
-            for types, operators in record["operators"].items()
-            for operator in operators.split()
-        },
-        source=record["source"],
-    )
+    operators = {
+        operator: frozenset(types.split())
+        for types, operators in record["operators"].items()
+        for operator in operators.split()
+    }
+    types = frozenset(record["types"].split())
+    return Support(**{**record, "types": types, "operators": operators})
 
 
 def unsupported(model_path: Path, major: int) -> list[Refusal]:
@@ -113,23 +103,23 @@ def unsupported(model_path: Path, major: int) -> list[Refusal]:
 
     Raises:
         UserError: no parser of that major version is known.
-        OSError: the file cannot be read.
     """
     import onnx
 
     support = support_of(major)
     model = onnx.load(str(model_path), load_external_data=False)
     functions = {(function.domain, function.name) for function in model.functions}
-    refused = list(_opset_refusals(model, support))
-    refused += _edge_refusals(model.graph, support)
+    refused = [*_opset_refusals(model, support), *_edge_refusals(model.graph, support)]
     bodies = [model.graph.node, *(function.node for function in model.functions)]
-    types, shifted = _value_types(model), _not_zero(model.graph)
-    for node in (node for body in bodies for node in _nodes(body)):
+    types = _value_types(model)
+    # Constants stored in the file that are not zero throughout.
+    shifted = {t.name for t in model.graph.initializer if any(t.int32_data) or any(t.raw_data)}
+    for node in (node for body in bodies for node in all_nodes(body)):
         if (node.domain, node.op_type) not in functions:
             refused += _node_refusals(node, types, support)
             if node.op_type in _QUANTISATION and shifted & {*node.input[2:]}:
                 reason = "a zero point is not zero: quantisation must be symmetric"
-                refused.append(Refusal(_name_of(node), node.op_type, reason, certain=True))
+                refused.append(Refusal(node_name(node), node.op_type, reason, certain=True))
     return refused
 
 
@@ -159,7 +149,7 @@ def _edge_refusals(graph: Any, support: Support) -> Iterator[Refusal]:
 
 
 def _node_refusals(node: Any, types: Mapping[str, str], support: Support) -> Iterator[Refusal]:
-    name = _name_of(node)
+    name = node_name(node)
     allowed = support.operators.get(node.op_type) if node.domain in _STANDARD else None
     if allowed is None:
         operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
@@ -186,19 +176,6 @@ def _node_refusals(node: Any, types: Mapping[str, str], support: Support) -> Ite
         yield Refusal(name, node.op_type, reason, certain=False)
 
 
-def _name_of(node: Any) -> str:
-    return str(node.name or (node.output[0] if node.output else ""))
-
-
-def _not_zero(graph: Any) -> set[str]:
-    """The constants stored in the file that are not zero throughout."""
-    return {
-        tensor.name
-        for tensor in graph.initializer
-        if any(tensor.int32_data) or any(tensor.raw_data)
-    }
-
-
 def _typed_values(node: Any) -> list[str]:
     """The value an operator is documented by, then others whose type must exist at all."""
     place = _TYPED_INPUT.get(node.op_type, 0)
@@ -216,15 +193,6 @@ def _value_types(model: Any) -> dict[str, str]:
     for value in (*graph.input, *graph.value_info, *graph.output):
         found[value.name] = _type_name(value.type.tensor_type.elem_type)
     return found
-
-
-def _nodes(body: Iterable[Any]) -> Iterator[Any]:
-    """All nodes of a graph, those of its subgraphs included."""
-    for node in body:
-        yield node
-        for attribute in node.attribute:
-            for graph in (attribute.g, *attribute.graphs):
-                yield from _nodes(graph.node)
 
 
 def _type_name(elem_type: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +26,7 @@ class CannotPack(Exception):
 
 
 class _Encoder(nn.Module):
-    """What the layouts have in common: the encoder, and which of the usual inputs it takes."""
+    """An encoder, and which of the usual inputs it takes."""
 
     def __init__(self, encoder: Any, read: Callable[[Any], Tensor], segments: int) -> None:
         super().__init__()
@@ -67,16 +69,13 @@ class PackedEncoder(_Encoder):
         row_stride: Tensor,
         first_segment: Tensor | None = None,
     ) -> tuple[Tensor, Rows]:
-        """Run the batch.
+        """What the encoder outputs for each token, FP32 ``[1, T, H]``, and where the rows are.
 
         Args:
             input_ids: INT32 ``[T]``, every row followed by its pads.
             row_length: INT32 ``[B, 1]``, tokens of each row.
             row_stride: INT32 ``[B]``, places each row takes in `input_ids`.
             first_segment: INT32 ``[B, 1]``, tokens of each row before its second segment.
-
-        Returns:
-            What the encoder makes of each token, FP32 ``[1, T, H]``, and where the rows are.
         """
         ids, length = input_ids.long()[None], row_length.long()
         stride = row_stride.long()
@@ -102,7 +101,7 @@ class PackedEncoder(_Encoder):
 
 
 class BucketedEncoder(_Encoder):
-    """Rows padded to one length, the mask made from `row_length`.
+    """Rows padded to one length, the mask computed from `row_length`.
 
     Positions are counted from `first_position`, or left to the encoder where that is None. RoBERTa
     and its kin count them by a running sum, which TensorRT runs as a loop.
@@ -122,16 +121,10 @@ class BucketedEncoder(_Encoder):
     def forward(
         self, input_ids: Tensor, row_length: Tensor, first_segment: Tensor | None = None
     ) -> tuple[Tensor, Rows]:
-        """Run the batch.
+        """What the encoder outputs for each token, and where the rows are.
 
-        Args:
-            input_ids: INT32 ``[B, L]``, rows padded on the right.
-            row_length: INT32 ``[B, 1]``, tokens of each row.
-            first_segment: INT32 ``[B, 1]``, tokens of each row before its second segment.
-
-        Returns:
-            What the encoder makes of each token, FP32 ``[B, L, H]`` (of a model run whole: its
-            logits), and where the rows are.
+        Arguments as `PackedEncoder` takes them, but for `input_ids`: INT32 ``[B, L]``, rows padded
+        on the right. The output is FP32 ``[B, L, H]``, or logits of a model with its own head.
         """
         ids, length = input_ids.long(), row_length.long()
         position = torch.arange(input_ids.shape[1])[None, :]
@@ -144,13 +137,11 @@ class BucketedEncoder(_Encoder):
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The token vectors in an encoder's output."""
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether a model's forward has an argument of that name."""
     return name in inspect.signature(model.forward).parameters
 
 
@@ -167,15 +158,10 @@ class Attends(NamedTuple):
     place: Tensor
     window: int
 
-    @property
-    def away(self) -> Tensor:
-        """INT64 ``[T, T]``, distance from each token to each."""
-        return (self.place[:, None] - self.place[None, :]).abs()
-
 
 Mask = Callable[[Any, Attends], AbstractContextManager[Any]]
-"""One way of telling an encoder who attends to whom: its ``attention_mask``, to be passed while
-the context is open."""
+"""One form of the ``attention_mask`` that keeps rows apart, to be passed while the context is open.
+"""
 
 
 def _additive(allowed: Tensor) -> Tensor:
@@ -186,21 +172,18 @@ def _added(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
     return nullcontext(_additive(attends.allowed))
 
 
-def _added_by_layer_type(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
-    local = attends.allowed & (attends.away <= attends.window)
-    return nullcontext(_by_layer_type(encoder, attends.allowed, local))
-
-
-def _added_by_layer_type_within(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
-    local = attends.allowed & (attends.away < attends.window)
-    return nullcontext(_by_layer_type(encoder, attends.allowed, local))
-
-
-def _by_layer_type(encoder: Any, everywhere: Tensor, local: Tensor) -> dict[str, Tensor]:
-    return {
-        kind: _additive(local if "sliding" in kind else everywhere)
-        for kind in sorted(set(encoder.config.layer_types))
-    }
+def _added_by_layer_type(
+    encoder: Any, attends: Attends, within: Callable[[Tensor, int], Tensor] = operator.le
+) -> AbstractContextManager[Any]:
+    """A mask for each type of layer; local ones see tokens `within` the window."""
+    everywhere, place = attends.allowed, attends.place
+    local = everywhere & within((place[:, None] - place[None, :]).abs(), attends.window)
+    return nullcontext(
+        {
+            kind: _additive(local if "sliding" in kind else everywhere)
+            for kind in sorted(set(encoder.config.layer_types))
+        }
+    )
 
 
 def _boolean(encoder: Any, attends: Attends) -> AbstractContextManager[Any]:
@@ -219,15 +202,16 @@ def _per_row_of_ones(encoder: Any, attends: Attends) -> AbstractContextManager[A
 
 
 @contextlib.contextmanager
-def _made_by_encoder(encoder: Any, attends: Attends) -> Iterator[Any]:
-    """For encoders that make their mask of a plain one by a method: it returns this one."""
-    makers = [module for module in encoder.modules() if hasattr(module, "get_attention_mask")]
-    if not makers:
+def _built_by_encoder(encoder: Any, attends: Attends) -> Iterator[Any]:
+    """For encoders that build their mask from a plain one by a method: it returns this one."""
+    builders = [module for module in encoder.modules() if hasattr(module, "get_attention_mask")]
+    if not builders:
         raise ValueError("no layer makes a mask")
     with contextlib.ExitStack() as stack:
-        for maker in makers:
+        for module in builders:
             mask = attends.allowed[None, None]
-            stack.enter_context(replaced(maker, "get_attention_mask", lambda _, mask=mask: mask))
+            own = _replaced(module, "get_attention_mask", lambda _, mask=mask: mask)
+            stack.enter_context(own)
         yield torch.ones_like(attends.place)[None]
 
 
@@ -235,8 +219,8 @@ MASKS: tuple[Mask, ...] = (
     _added,
     _boolean,
     _added_by_layer_type,
-    _added_by_layer_type_within,
-    _made_by_encoder,
+    functools.partial(_added_by_layer_type, within=operator.lt),
+    _built_by_encoder,
     _added_causal,
     _per_row_of_ones,
 )
@@ -244,10 +228,9 @@ MASKS: tuple[Mask, ...] = (
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Give an attribute another value while the context is open."""
-    own = name in vars(owner)
-    before = getattr(owner, name)
+    own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
@@ -262,12 +245,12 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 def any_length(model: Any) -> Iterator[None]:
     """Keep a model from computing with the sequence's length in Python, which fixes it in a graph.
 
-    DeBERTa cuts its table of relative positions to the length; the whole table gives the same.
+    DeBERTa cuts its table of relative positions to the length; the full table gives the same.
     """
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     with contextlib.ExitStack() as stack:
         for module in modules:
             if hasattr(module, "compute_attention_span"):
-                whole = replaced(module, "compute_attention_span", lambda _q, _k, span: span)
-                stack.enter_context(whole)
+                full_span = _replaced(module, "compute_attention_span", lambda _q, _k, span: span)
+                stack.enter_context(full_span)
         yield

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from triptych.errors import UserError
 from triptych.export.heads import (
     ROW_READINGS,
+    LogitsReader,
     OwnHead,
     Reading,
     Rows,
     SentenceHead,
-    WholeHead,
     logits_of,
 )
 from triptych.export.packing import (
@@ -52,17 +52,16 @@ READINGS: Mapping[str, tuple[Reading, ...]] = {
 """What a head may read, by `Core.reads`."""
 
 
-class Sample(NamedTuple):
-    """A random row, and what the model makes of it alone and unpadded.
+class ProbeRow(NamedTuple):
+    """A random row, and what the model computes for it alone and unpadded.
 
     Attributes:
         ids: INT64 ``[N]``.
         first_segment: tokens before the second segment.
-        hidden: FP32 ``[N, H]``, what the encoder makes of it; None for a model without a part
-            that is its encoder.
-        logits: what the model with its head makes of it, ``[K]`` or ``[N, K]``; None where there
-            is no head.
-        scale: largest element of the logits of all samples: a single one may happen to be near 0.
+        hidden: FP32 ``[N, H]``, of the encoder; None for a model without a part that is its
+            encoder.
+        logits: of the model with its head, ``[K]`` or ``[N, K]``; None where there is no head.
+        scale: largest element of the logits of all rows: a single one may happen to be near 0.
     """
 
     ids: Tensor
@@ -81,7 +80,6 @@ class TextCore(nn.Module):
         self.head = head
 
     def forward(self, *batch: Tensor | None) -> Tensor:
-        """The encoder's arguments to the head's vectors or logits."""
         hidden, rows = self.encoder(*batch)
         result: Tensor = self.head(hidden, rows)
         return result
@@ -103,8 +101,8 @@ def prove_text_core(
     if packed:
         if head is None:
             raise CannotPack("its head does not run on its encoder's token vectors alone")
-        encoder = _pack(model.base_model, samples, segments, window)
-        chosen = TextCore(encoder, head)
+        packed_encoder = _pack(model.base_model, samples, segments, window)
+        chosen = TextCore(packed_encoder, head)
         if _farthest(chosen, _packed_batch(samples), samples) >= TOLERANCE:
             raise CannotPack("its head mixes the tokens of neighbouring rows")
         return chosen
@@ -112,16 +110,15 @@ def prove_text_core(
     if head is not None:
         ways.append((model.base_model, hidden_of, head))
     if core.reads != "pooled":
-        whole = WholeHead(READINGS[core.reads][0], facts.mask_token_id)
-        ways.append((model, logits_of, whole))
+        ways.append((model, logits_of, LogitsReader(READINGS[core.reads][0], facts.mask_token_id)))
     batch = _padded_batch(samples, facts.pad_token_id)
-    for runs, read, made_by in ways:
+    for module, read, after in ways:
         firsts: list[int | None] = [None]
-        if takes(runs, "position_ids"):
+        if takes(module, "position_ids"):
             firsts.insert(0, _first_position(model.base_model, samples[0].ids))
         for first in firsts:
-            rows = BucketedEncoder(runs, read, segments, first_position=first)
-            way = TextCore(rows, made_by)
+            encoder = BucketedEncoder(module, read, segments, first_position=first)
+            way = TextCore(encoder, after)
             if _farthest(way, batch, samples) < TOLERANCE:
                 return way
     raise UserError(
@@ -132,7 +129,7 @@ def prove_text_core(
     )
 
 
-def _draw(model: Any, facts: ModelFacts, core: Core, window: int) -> list[Sample]:
+def _draw(model: Any, facts: ModelFacts, core: Core, window: int) -> list[ProbeRow]:
     """Random rows of different lengths; one goes beyond the window of local attention."""
     generator = torch.Generator().manual_seed(0)
     config = model.config
@@ -164,7 +161,7 @@ def _special(config: Any, kinds: Sequence[str], vocabulary: int, otherwise: int)
     return next(fitting, otherwise)
 
 
-def _alone(model: Any, facts: ModelFacts, core: Core, ids: Tensor) -> Sample:
+def _alone(model: Any, facts: ModelFacts, core: Core, ids: Tensor) -> ProbeRow:
     first_segment = len(ids) // 2 if facts.segments > 1 else len(ids)
     types = (torch.arange(len(ids)) >= first_segment).long()[None]
 
@@ -189,16 +186,16 @@ def _alone(model: Any, facts: ModelFacts, core: Core, ids: Tensor) -> Sample:
         ) from error
     base = model.base_model
     if base is not model:
-        # An encoder-decoder, say, has no such result of its own: it is run whole.
+        # An encoder-decoder, say, has no such result of its own: it is run with its own head.
         with contextlib.suppress(Exception):
             hidden = hidden_of(base(**inputs(base)))[0]
-    return Sample(ids, first_segment, hidden, logits)
+    return ProbeRow(ids, first_segment, hidden, logits)
 
 
 def _head(
-    model: Any, facts: ModelFacts, core: Core, folder: Path, samples: Sequence[Sample]
+    model: Any, facts: ModelFacts, core: Core, folder: Path, samples: Sequence[ProbeRow]
 ) -> nn.Module | None:
-    """The head that makes the model's logits of its encoder's token vectors, if one does."""
+    """The head that computes the model's logits from its encoder's token vectors, if one does."""
     if core.reads == "pooled":
         return SentenceHead(facts, folder)
     if model.base_model is model:
@@ -213,21 +210,17 @@ def _head(
     return None
 
 
-def _head_distance(head: nn.Module, sample: Sample) -> float:
+def _head_distance(head: nn.Module, sample: ProbeRow) -> float:
     if sample.hidden is None:
         return float("inf")
     size = len(sample.ids)
-    rows = Rows(
-        ids=sample.ids[None],
-        position=torch.arange(size)[None],
-        member=torch.ones((1, size), dtype=torch.bool),
-        length=torch.tensor([[size]]),
-    )
+    member = torch.ones((1, size), dtype=torch.bool)
+    rows = Rows(sample.ids[None], torch.arange(size)[None], member, torch.tensor([[size]]))
     return _distance(head(sample.hidden[None], rows)[0], sample.logits, sample.scale)
 
 
-def _pack(encoder: Any, samples: Sequence[Sample], segments: int, window: int) -> PackedEncoder:
-    """The encoder for packed rows, by the first of the known ways that gives the same results.
+def _pack(encoder: Any, samples: Sequence[ProbeRow], segments: int, window: int) -> PackedEncoder:
+    """The encoder for packed rows, by the first of the known masks that gives the same results.
 
     Raises:
         CannotPack: none does.
@@ -259,36 +252,31 @@ def _pack(encoder: Any, samples: Sequence[Sample], segments: int, window: int) -
     raise CannotPack(f"rows that share a sequence differ by {smallest:.0e} from rows alone")
 
 
-def _packed_batch(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The rows end to end with something between them, as `PackedEncoder` takes them."""
-    pads = [index + 1 for index in range(len(samples))]
+def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rows end to end with pads between them, as `PackedEncoder` takes them."""
     parts = [
-        torch.cat((sample.ids, samples[0].ids[:pad]))
-        for sample, pad in zip(samples, pads, strict=True)
+        torch.cat((sample.ids, samples[0].ids[: index + 1])) for index, sample in enumerate(samples)
     ]
     strides = torch.tensor([len(part) for part in parts], dtype=torch.int32)
     lengths, firsts = _columns(samples)
     return torch.cat(parts).to(torch.int32), lengths, strides, firsts
 
 
-def _padded_batch(samples: Sequence[Sample], pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
+def _padded_batch(samples: Sequence[ProbeRow], pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
     """The rows padded to one length, as `BucketedEncoder` takes them."""
     rows = [sample.ids.to(torch.int32) for sample in samples]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
     return (ids, *_columns(samples))
 
 
-def _columns(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+def _columns(samples: Sequence[ProbeRow]) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor([[len(sample.ids)] for sample in samples], dtype=torch.int32)
     firsts = torch.tensor([[sample.first_segment] for sample in samples], dtype=torch.int32)
     return lengths, firsts
 
 
 def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> float:
-    """Largest difference, relative to `scale` or the largest element expected if that is above.
-
-    Infinite for other shapes.
-    """
+    """Largest difference, relative to `scale` or the largest element expected if that is above."""
     if expected is None or result.shape != expected.shape:
         return float("inf")
     largest = max(float(expected.abs().max()), scale, SMALLEST_SCALE)
@@ -317,21 +305,21 @@ def _first_position(encoder: Any, ids: Tensor) -> int:
     return seen[0] if seen else 0
 
 
-def _farthest(chosen: TextCore, batch: Sequence[Tensor], samples: Sequence[Sample]) -> float:
+def _farthest(chosen: TextCore, batch: Sequence[Tensor], samples: Sequence[ProbeRow]) -> float:
     """Largest difference of a row in the batch from itself alone; infinite where it fails."""
     try:
         hidden, rows = chosen.encoder(*batch)
         result = chosen.head(hidden, rows)
     except Exception:  # any that a model raises at padding it does not expect
         return float("inf")
-    differences = []
+    largest = 0.0
     for index, sample in enumerate(samples):
         member = rows.member[index]
         share = 0 if len(hidden) == 1 else index
         if sample.logits is None:
-            differences.append(_distance(hidden[share, member], sample.hidden))
-        elif sample.logits.dim() == 2:
-            differences.append(_distance(result[share, member], sample.logits, sample.scale))
+            difference = _distance(hidden[share, member], sample.hidden)
         else:
-            differences.append(_distance(result[index], sample.logits, sample.scale))
-    return max(differences)
+            found = result[share, member] if sample.logits.dim() == 2 else result[index]
+            difference = _distance(found, sample.logits, sample.scale)
+        largest = max(largest, difference)
+    return largest

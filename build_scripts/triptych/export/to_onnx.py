@@ -23,11 +23,9 @@ RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
 
 
 def load_model(folder: Path, auto_class: str) -> Any:
-    """The model in PyTorch, fp32, evaluation mode.
+    """The model that `save_pretrained` wrote, in PyTorch, fp32, evaluation mode.
 
-    Args:
-        folder: as `save_pretrained` wrote it.
-        auto_class: class of transformers that loads it, with the head it stands for.
+    `auto_class` of transformers loads it, with the head it stands for.
 
     Raises:
         UserError: transformers cannot load it as that, or its weights are not all there.
@@ -86,7 +84,7 @@ def _loader(folder: Path, auto_class: str) -> Any:
 def _matter(model: Any, missing: list[str]) -> bool:
     """Whether weights that were not in the checkpoint reach a result.
 
-    They are made NaN to see: a pooler that no head reads shows nothing, and is left zero.
+    They are set to NaN to see: a pooler that no head reads shows nothing, and is left zero.
     """
     import torch
 
@@ -219,8 +217,8 @@ def _examples(
             dtype = getattr(torch, tensor.dtype.lower())
             example = torch.zeros((3, *tensor.config_dims), dtype=dtype)
         examples.append(example)
-        varies = [isinstance(axis, str) for axis in _axes(tensor, packed=packed)]
-        shapes.append({i: torch.export.Dim.DYNAMIC for i, it in enumerate(varies) if it})
+        axes = enumerate(_axes(tensor, packed=packed))
+        shapes.append({place: torch.export.Dim.DYNAMIC for place, i in axes if isinstance(i, str)})
     return tuple(examples), tuple(shapes)
 
 
@@ -232,7 +230,7 @@ def _axes(tensor: Tensor, *, packed: bool) -> list[int | str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's chatter off the terminal; its errors are raised."""
+    """Keep the exporter's remarks off the terminal; its errors are raised."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

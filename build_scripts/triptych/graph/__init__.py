@@ -1,1 +1,1 @@
-"""ONNX graphs as data: files, names, value types, opset, and a session on the CPU."""
+"""ONNX graphs as data: files, nodes, value types and a CPU session; never what a graph is for."""

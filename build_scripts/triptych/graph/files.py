@@ -7,6 +7,7 @@ from typing import Any
 
 MODEL_FILE = "model.onnx"
 LARGEST_PROTOBUF = 1_900_000_000
+"""Bytes; weights of a larger graph go into a file beside it."""
 
 
 def read_model(path: Path) -> Any:
@@ -17,7 +18,7 @@ def read_model(path: Path) -> Any:
 
 
 def write_model(model: Any, target: Path) -> Path:
-    """Write ``target/model.onnx``, checked; weights beyond what a protobuf holds go beside it."""
+    """Write ``target/model.onnx``, checked; returns its path."""
     target.mkdir(parents=True, exist_ok=True)
     save_onnx(model, target / MODEL_FILE)
     return target / MODEL_FILE
@@ -27,27 +28,17 @@ def save_onnx(model: Any, path: Path) -> None:
     """Save without traces of the machine that exported it."""
     import onnx
 
+    graph = model.graph
     # Shapes of inner values name the old axes, and metadata holds source paths.
-    del model.graph.value_info[:]
-    _strip(model)
+    del graph.value_info[:]
+    model.producer_version = ""
+    nodes = (node for one in (graph, *model.functions) for node in one.node)
+    values = (*graph.input, *graph.output, *graph.initializer)
+    for part in (model, graph, *model.functions, *nodes, *values):
+        part.doc_string = ""
+        del part.metadata_props[:]
     onnx.checker.check_model(model)
     large = model.ByteSize() > LARGEST_PROTOBUF
     onnx.save(
         model, path, save_as_external_data=large, location=f"{path.name}.data" if large else None
     )
-
-
-def _strip(model: Any) -> None:
-    model.producer_version = ""
-    model.doc_string = ""
-    del model.metadata_props[:]
-    graphs = [model.graph, *model.functions]
-    for graph in graphs:
-        graph.doc_string = ""
-        del graph.metadata_props[:]
-        for node in graph.node:
-            node.doc_string = ""
-            del node.metadata_props[:]
-    for value in (*model.graph.input, *model.graph.output, *model.graph.initializer):
-        value.doc_string = ""
-        del value.metadata_props[:]

@@ -19,13 +19,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from triptych.graph.names import free_mark
-from triptych.graph.value_types import value_types
+from triptych.graph.nodes import copy_model, free_mark, set_nodes
+from triptych.graph.value_types import BFLOAT16, FLOAT, FLOAT16, FP8, value_types
 
-_FLOAT, _FP8 = 1, 17
-_HALVES = (10, 16)
-"""Numbers of `onnx.TensorProto.DataType`; these are fp16 and bf16."""
-
+_HALVES = (FLOAT16, BFLOAT16)
 _MOVES = frozenset(
     {
         *("Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity"),
@@ -35,8 +32,8 @@ _MOVES = frozenset(
 )
 """Operators whose results need no rounding: they are among their inputs, or their negatives."""
 
-_MAKES = frozenset(("Constant", "ConstantOfShape"))
-"""Operators whose type is that of an attribute: they make the 16-bit value themselves."""
+_TYPED_BY_ATTRIBUTE = frozenset(("Cast", "Constant", "ConstantOfShape"))
+"""Operators that output the 16-bit value themselves."""
 
 
 def open_session(path: Path, options: Any = None) -> Any:
@@ -53,7 +50,7 @@ def open_session(path: Path, options: Any = None) -> Any:
     # Without VNNI, products of unsigned by signed bytes add pairs up in 16 bits, which overflow.
     options.add_session_config_entry("session.x64quantprecision", "1")
     weights = onnx.load(path, load_external_data=False).graph.initializer
-    if any(tensor.data_type == _FP8 for tensor in weights):
+    if any(tensor.data_type == FP8 for tensor in weights):
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     graph = runnable(path)
@@ -84,8 +81,6 @@ def runnable(path: Path) -> bytes | Path:
 
 def _view(model: Any, types: dict[str, int]) -> Any:
     """The graph with its 16-bit values as fp32 values of the same numbers."""
-    import onnx
-
     graph = model.graph
     nodes = []
     mark = free_mark(graph)
@@ -93,7 +88,7 @@ def _view(model: Any, types: dict[str, int]) -> Any:
         if tensor.data_type in _HALVES:
             name = tensor.name
             tensor.name = f"{name}{mark}stored"
-            nodes.append(_cast(tensor.name, name, _FLOAT))
+            nodes.append(_cast(tensor.name, name, FLOAT))
     for node in graph.node:
         nodes.append(node)
         for place, name in enumerate(node.output):
@@ -101,22 +96,16 @@ def _view(model: Any, types: dict[str, int]) -> Any:
             if kind not in _HALVES or node.op_type in _MOVES:
                 continue
             stored = f"{name}{mark}stored"
-            if _makes_half(node):
+            if node.op_type in _TYPED_BY_ATTRIBUTE:
                 node.output[place] = stored
             else:
                 node.output[place] = f"{name}{mark}exact"
                 nodes.append(_cast(node.output[place], stored, kind))
-            nodes.append(_cast(stored, name, _FLOAT))
-    view = onnx.ModelProto()
-    view.CopyFrom(model)
+            nodes.append(_cast(stored, name, FLOAT))
+    view = copy_model(model)
     del view.graph.value_info[:]
-    del view.graph.node[:]
-    view.graph.node.extend(nodes)
+    set_nodes(view.graph, nodes)
     return view
-
-
-def _makes_half(node: Any) -> bool:
-    return node.op_type == "Cast" or node.op_type in _MAKES
 
 
 def _cast(source: str, target: str, kind: int) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+FLOAT, FLOAT16, BFLOAT16, FP8 = 1, 10, 16, 17
+"""Numbers of `onnx.TensorProto.DataType`; fp8 is E4M3FN."""
+
 SMALL = 1024
 """Bytes of an initializer that inference gets to read: sizes and axes, not weights."""
 
@@ -19,13 +22,16 @@ def value_types(model: Any) -> dict[str, int]:
     """
     import onnx
 
-    graph = model.graph
+    graph, helper = model.graph, onnx.helper
     weights = [tensor for tensor in graph.initializer if tensor.ByteSize() > SMALL]
-    skeleton = onnx.helper.make_model(
-        onnx.helper.make_graph(
+    skeleton = helper.make_model(
+        helper.make_graph(
             graph.node,
             "skeleton",
-            [*graph.input, *(_declared(tensor) for tensor in weights)],
+            [
+                *graph.input,
+                *(helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in weights),
+            ],
             graph.output,
             [tensor for tensor in graph.initializer if tensor.ByteSize() <= SMALL],
         ),
@@ -38,14 +44,8 @@ def value_types(model: Any) -> dict[str, int]:
         for value in (*inferred.value_info, *inferred.input, *inferred.output)
     }
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    made = [name for node in graph.node for name in node.output if name]
-    unknown = [name for name in made if not types.get(name)]
-    if unknown:
-        raise ValueError(f"the type of {unknown[0]} cannot be inferred")
+    for node in graph.node:
+        for name in node.output:
+            if name and not types.get(name):
+                raise ValueError(f"the type of {name} cannot be inferred")
     return types
-
-
-def _declared(tensor: Any) -> Any:
-    import onnx
-
-    return onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)

@@ -1,9 +1,9 @@
-"""What a model's config says of its classes: their names, and what makes scores of their logits."""
+"""What a model's config says of its classes: their names, and what turns logits into scores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 from triptych.errors import UserError
 from triptych.model.facts import Activation
@@ -19,11 +19,33 @@ CROSS_ENCODER = "CrossEncoder"
 CROSS_ENCODER_ACTIVATIONS: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
-def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the classes by index; empty for a model without a classifying head.
+class ModelConfig(TypedDict, total=False):
+    """Fields of ``config.json``, as far as they are read by name."""
 
-    Args:
-        config: content of the model's ``config.json``.
+    architectures: list[str] | None
+    model_type: str
+    id2label: Mapping[str, str] | None
+    num_labels: int | None
+    _num_labels: int | None
+    problem_type: str | None
+    sentence_transformers: Mapping[str, str] | None
+    sbert_ce_default_activation_function: str | None
+    pad_token_id: int | None
+    vocab_size: int | None
+    max_position_embeddings: int | None
+
+
+class SentenceConfig(TypedDict, total=False):
+    """Fields of ``config_sentence_transformers.json``."""
+
+    model_type: str
+    activation_fn: str | None
+    prompts: Mapping[str, str] | None
+    default_prompt_name: str | None
+
+
+def read_labels(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the classes by index; empty for a model without a classifying head.
 
     Raises:
         UserError: the names are not numbered from 0 on.
@@ -49,19 +71,12 @@ def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(by_index[index] for index in range(len(names)))
 
 
-def read_activation(
-    config: Mapping[str, Any], sentence: Mapping[str, Any], classes: int
-) -> Activation:
-    """What makes scores of the logits, as transformers' classification pipelines decide it.
+def read_activation(config: ModelConfig, sentence: SentenceConfig, classes: int) -> Activation:
+    """What turns the logits of so many classes into scores, as transformers' pipelines decide it.
 
     A model with one output may be a cross-encoder of sentence-transformers: then its settings
     decide. With more outputs they do not, as their default there is no activation at all, which
     holds for no pipeline of transformers.
-
-    Args:
-        config: content of the model's ``config.json``.
-        sentence: content of its ``config_sentence_transformers.json``.
-        classes: number of them.
 
     Raises:
         UserError: a cross-encoder's activation is neither the identity nor a sigmoid.
@@ -85,17 +100,14 @@ def read_activation(
     return "softmax"
 
 
-def _cross_encoder_activation(config: Mapping[str, Any], sentence: Mapping[str, Any]) -> str | None:
+def _cross_encoder_activation(config: ModelConfig, sentence: SentenceConfig) -> str | None:
     """Dotted name of the torch module, from where each version of the library wrote it."""
-    latest = sentence.get("activation_fn") if is_cross_encoder(sentence) else None
-    named: str | None = (
-        latest
+    return (
+        (sentence.get("activation_fn") if is_cross_encoder(sentence) else None)
         or (config.get("sentence_transformers") or {}).get("activation_fn")
         or config.get("sbert_ce_default_activation_function")
     )
-    return named
 
 
-def is_cross_encoder(sentence: Mapping[str, Any]) -> bool:
-    """Whether ``config_sentence_transformers.json`` is that of a cross-encoder."""
+def is_cross_encoder(sentence: SentenceConfig) -> bool:
     return sentence.get("model_type") == CROSS_ENCODER

@@ -1,4 +1,4 @@
-"""What is known of a model from its own files: read once by `build.source`, used by everyone."""
+"""What is known of a model from its own files, as `model.source` reads it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,42 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from triptych.model.image_facts import ImageFacts
-
 Activation = Literal["softmax", "sigmoid", "none"]
+Resize = Literal["none", "exact", "shorter"]
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """The settings of an image processor, its defaults filled in.
+
+    From an RGB image to the model's input, in this order: resize, crop, reverse the channels (so
+    far `runtime.rows_image.to_pixels`), rescale, normalise (`model.image_core.ImageCore`).
+
+    Attributes:
+        resize: what `edges` means: both edges exactly, the shorter edge with the longer one in
+            proportion, or no resizing at all.
+        edges: in pixels: height and width, the shorter edge alone, or nothing.
+        resample: name of Pillow's filter, in lower case.
+        crop: height and width cut out of the middle, filled up with zeros where the image is
+            smaller; None for no crop.
+        reverse_channels: whether the model's channels are blue, green, red.
+        rescale_factor: multiplies the pixels, which count from 0 to 255; None for no rescaling.
+        mean: subtracted from each channel after that; None for no normalisation.
+        std: divides each channel after that; None for no normalisation.
+        height: of every result, in pixels; likewise `width` and `channels`.
+    """
+
+    resize: Resize
+    edges: tuple[int, ...]
+    resample: str
+    crop: tuple[int, int] | None
+    reverse_channels: bool
+    rescale_factor: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    height: int
+    width: int
+    channels: int = 3
 
 
 @dataclass(frozen=True)
@@ -17,9 +50,6 @@ class Dense:
 
     Attributes:
         folder: of its weights, relative to the model.
-        in_features: size of its input vector.
-        out_features: size of its output vector.
-        bias: whether it adds one.
         activation: dotted name of the torch module applied after it.
     """
 
@@ -37,7 +67,7 @@ class Normalize:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as its files describe it.
+    """A model as its files describe it; None stands for what its config does not say.
 
     Attributes:
         sha256: hash over names and contents of the files that decide the result.
@@ -51,16 +81,15 @@ class ModelFacts:
         prompts: name to text put before each input.
         default_prompt: name of the prompt used when a request names none; None for no prompt.
         labels: what each output of a classifying head stands for, by index.
-        activation: makes scores of a classifying head's logits.
+        activation: turns a classifying head's logits into scores.
         segments: kinds of segment the model tells apart (token types); 1 where it does not.
         mask_token: stands for the word to be filled in; None where the tokenizer has none.
-        mask_token_id: its id.
-        vocabulary: tokens the model knows; None where its config does not say.
+        vocabulary: tokens the model knows.
         unk_token_id: of what is not in the vocabulary; None where nothing is unknown.
-        image: how the model's image processor makes pixels; None for models of text.
-        layers: of the encoder, one after the other; None where its config does not say.
-        heads: of attention, in a layer; None likewise.
-        intermediate_size: elements between a layer's two feed-forward products; None likewise.
+        image: settings of the model's image processor; None for models of text.
+        layers: of the encoder, one after the other.
+        heads: of attention, in a layer.
+        intermediate_size: elements between a layer's two feed-forward products.
     """
 
     sha256: str
@@ -94,8 +123,5 @@ class ModelFacts:
     @property
     def embedding_size(self) -> int:
         """Elements of the final vector."""
-        size = self.hidden_size * len(self.pooling)
-        for module in self.head:
-            if isinstance(module, Dense):
-                size = module.out_features
-        return size
+        sizes = [module.out_features for module in self.head if isinstance(module, Dense)]
+        return sizes[-1] if sizes else self.hidden_size * len(self.pooling)

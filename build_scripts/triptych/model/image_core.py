@@ -9,17 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from triptych.model.image_facts import ImageFacts
+from triptych.model.facts import ImageFacts
 
 
 class ImageCore(nn.Module):
-    """Pixels to logits."""
+    """Pixels to logits: rescaling and normalising before `model`, which takes ``pixel_values``."""
 
     mean: torch.Tensor
     std: torch.Tensor
 
     def __init__(self, model: Any, image: ImageFacts) -> None:
-        """Put rescaling and normalising before `model`, which takes ``pixel_values``."""
         super().__init__()
         self.model = model
         self._factor = image.rescale_factor
@@ -47,7 +46,6 @@ class ImageCore(nn.Module):
 
 def model_input(pixels: NDArray[np.uint8], image: ImageFacts) -> NDArray[np.float32]:
     """What the core hands the model: UINT8 ``[rows, height, width, channels]`` to FP32."""
-    values: NDArray[np.float32] = (
-        ImageCore(nn.Identity(), image).values(torch.tensor(pixels)).numpy()
-    )
+    core = ImageCore(nn.Identity(), image)
+    values: NDArray[np.float32] = core.values(torch.tensor(pixels)).numpy()
     return values

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import UserError
-from triptych.model.image_facts import ImageFacts, Resize
+from triptych.model.facts import ImageFacts, Resize
 
 LARGEST_DIFFERENCE = 1e-5
 """Of any element from the processor's, relative to its largest one where that is above 1."""
@@ -36,26 +37,11 @@ _PROBES = (  # height, width, mode: odd, tall, wide, smaller than any crop; ever
     (130, 130, "1"),
     (389, 517, "RGB"),
 )
-_SETTINGS = (
-    "do_resize",
-    "size",
-    "crop_pct",
-    "resample",
-    "do_center_crop",
-    "crop_size",
-    "do_flip_channel_order",
-    "do_rescale",
-    "rescale_factor",
-    "rescale_offset",
-    "do_normalize",
-    "image_mean",
-    "image_std",
-    "include_top",
-)
+_RULE = "must have an image processor "
 
 
 class _Probe(NamedTuple):
-    """An image as the runtime opens it and what the processor makes of the same bytes."""
+    """An image as the runtime opens it, and the processor's result for the same bytes."""
 
     name: str
     image: Any
@@ -74,7 +60,7 @@ def read_image_facts(folder: Path) -> ImageFacts:
     """The settings of the image processor in `folder`, proved to be all that it does.
 
     What a setting means differs from processor to processor: each sensible reading is tried until
-    one gives what the processor itself makes of images of many kinds.
+    one gives the processor's own results for images of many kinds.
 
     Raises:
         UserError: there is no processor, its results vary in size, or no reading fits it.
@@ -84,10 +70,9 @@ def read_image_facts(folder: Path) -> ImageFacts:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         probes = [_probe(processor, *probe) for probe in _PROBES]
-    settings = {key: getattr(processor, key, None) for key in _SETTINGS}
-    facts = _facts(settings, *_size(name, probes))
+    facts = _facts(processor, *_size(name, probes))
     closest: tuple[float, str] | None = None
-    for geometry in dict.fromkeys(_geometries(settings)):
+    for geometry in dict.fromkeys(_geometries(processor)):
         reading = replace(facts, **geometry._asdict())
         furthest = _furthest(reading, probes)
         if furthest[0] <= LARGEST_DIFFERENCE:
@@ -96,7 +81,7 @@ def read_image_facts(folder: Path) -> ImageFacts:
     differs = "" if closest is None else f", closest reading {closest[0]:.3g} off at {closest[1]}"
     raise UserError(
         _FIELD,
-        "must have an image processor whose settings say all that it does",
+        _RULE + "whose settings say all that it does",
         given=f"{name}{differs}",
         remedy=_REMEDY,
     )
@@ -112,7 +97,7 @@ def _load(folder: Path) -> Any:
     except Exception as error:
         raise UserError(
             _FIELD,
-            "must have an image processor that transformers can load and run on Pillow",
+            _RULE + "that transformers can load and run on Pillow",
             given=" ".join(str(error).split())[:300],
             remedy="Check preprocessor_config.json, or choose another model",
         ) from error
@@ -132,15 +117,16 @@ def _probe(processor: Any, height: int, width: int, mode: str) -> _Probe:
         source = source.convert("RGB")
     file = io.BytesIO()
     source.convert(mode).save(file, "PNG")
+    own = type(processor).__name__
     try:
         result = dict(processor(images=load_image(Image.open(file)), return_tensors="np"))
     except Exception as error:
-        given = f"{type(processor).__name__}, {name}: {' '.join(str(error).split())[:200]}"
-        rule = "must have an image processor that takes images of every size"
+        given = f"{own}, {name}: {' '.join(str(error).split())[:200]}"
+        rule = _RULE + "that takes images of every size"
         raise UserError(_FIELD, rule, given=given, remedy=_REMEDY) from error
     if set(result) != {"pixel_values"}:
-        given = f"{type(processor).__name__}, which makes {', '.join(sorted(result))}"
-        rule = "must have an image processor that makes pixel_values and nothing else"
+        given = f"{own}, which makes {', '.join(sorted(result))}"
+        rule = _RULE + "that makes pixel_values and nothing else"
         raise UserError(_FIELD, rule, given=given, remedy=_REMEDY)
     image = open_image(file.getvalue(), Limits(sys.maxsize, sys.maxsize), 0)
     return _Probe(name, image, np.asarray(result["pixel_values"]))
@@ -160,26 +146,31 @@ def _size(name: str, probes: Sequence[_Probe]) -> tuple[int, int]:
     return shapes[0][2], shapes[0][3]
 
 
-def _facts(settings: Mapping[str, Any], height: int, width: int) -> ImageFacts:
+def _setting(processor: Any, name: str) -> Any:
+    return getattr(processor, name, None)
+
+
+def _facts(processor: Any, height: int, width: int) -> ImageFacts:
     """All but the geometry."""
     from PIL import Image
 
-    mean, std = (np.zeros(_CHANNELS), np.ones(_CHANNELS))
-    if settings["do_normalize"]:
-        mean, std = mean + settings["image_mean"], std * settings["image_std"]
-    if settings["do_rescale"] and settings["rescale_offset"]:
+    setting = partial(_setting, processor)
+    mean, std = np.zeros(_CHANNELS), np.ones(_CHANNELS)
+    if setting("do_normalize"):
+        mean, std = mean + setting("image_mean"), std * setting("image_std")
+    if setting("do_rescale") and setting("rescale_offset"):
         mean = mean + 1  # subtracted right after rescaling, before any mean
-    if settings["include_top"]:
-        std = std * settings["image_std"]
+    if setting("include_top"):
+        std = std * setting("image_std")
     normalizes = bool(mean.any() or (std != 1).any())
-    resample = settings["resample"]
+    resample = setting("resample")
     return ImageFacts(
         resize="none",
         edges=(),
         resample=Image.Resampling(2 if resample is None else int(resample)).name.lower(),
         crop=None,
-        reverse_channels=bool(settings["do_flip_channel_order"]),
-        rescale_factor=float(settings["rescale_factor"]) if settings["do_rescale"] else None,
+        reverse_channels=bool(setting("do_flip_channel_order")),
+        rescale_factor=float(setting("rescale_factor")) if setting("do_rescale") else None,
         mean=tuple(mean.tolist()) if normalizes else None,
         std=tuple(std.tolist()) if normalizes else None,
         height=height,
@@ -188,12 +179,13 @@ def _facts(settings: Mapping[str, Any], height: int, width: int) -> ImageFacts:
     )
 
 
-def _geometries(settings: Mapping[str, Any]) -> Iterator[_Geometry]:
-    size, crop_size = (dict(settings[key] or {}) for key in ("size", "crop_size"))
+def _geometries(processor: Any) -> Iterator[_Geometry]:
+    setting = partial(_setting, processor)
+    size, crop_size = (dict(setting(key) or {}) for key in ("size", "crop_size"))
     crop: tuple[int, int] | None = None
-    if settings["do_center_crop"] and crop_size.get("height") and crop_size.get("width"):
+    if setting("do_center_crop") and crop_size.get("height") and crop_size.get("width"):
         crop = (crop_size["height"], crop_size["width"])
-    if not settings["do_resize"]:
+    if not setting("do_resize"):
         yield _Geometry("none", (), crop)
         return
     height, width, edge = (size.get(key) for key in ("height", "width", "shortest_edge"))
@@ -203,8 +195,8 @@ def _geometries(settings: Mapping[str, Any]) -> Iterator[_Geometry]:
     if edge:
         yield _Geometry("exact", (edge, edge), crop)
         enlarged = [edge, int(_ENLARGED * edge)]
-        if settings["crop_pct"]:
-            enlarged.append(int(edge / settings["crop_pct"]))
+        if setting("crop_pct"):
+            enlarged.append(int(edge / setting("crop_pct")))
         for shorter in enlarged:
             yield _Geometry("shorter", (shorter,), crop)
             yield _Geometry("shorter", (shorter,), (edge, edge))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from triptych.errors import UserError
-from triptych.model.classes import is_cross_encoder
+from triptych.model.classes import SentenceConfig, is_cross_encoder
 from triptych.model.facts import Dense, Normalize
 
 SENTENCE = "sentence_embedding"
@@ -23,22 +23,32 @@ POOLING = {
 """Flags of a sentence-transformers pooling config, in the order their vectors are joined."""
 
 
+class _Module(TypedDict):
+    """An entry of ``modules.json``: a dotted class name and the folder of its settings."""
+
+    type: str
+    path: str
+
+
+class _DenseConfig(TypedDict, total=False):
+    in_features: int
+    out_features: int
+    bias: bool
+    activation_function: str
+
+
 def read_modules(
-    folder: Path, sentence: Mapping[str, Any]
+    folder: Path, sentence: SentenceConfig
 ) -> tuple[tuple[str, ...], tuple[Dense | Normalize, ...]]:
     """Pooling modes and what follows pooling, by ``modules.json`` and the files it names.
 
     A model without that file is pooled by the mean, not normalised, as sentence-transformers
     itself does.
 
-    Args:
-        folder: of the model.
-        sentence: content of its ``config_sentence_transformers.json``.
-
     Raises:
         UserError: a module, or a setting of one, that changes results and is not known here.
     """
-    modules = read_json(folder / "modules.json", default=[])
+    modules: list[_Module] = read_json(folder / "modules.json", default=[])
     if is_cross_encoder(sentence):
         _check_cross_encoder(folder, modules, sentence)
         modules = []
@@ -84,7 +94,7 @@ def read_json(path: Path, default: Any = None) -> Any:
 
 
 def _check_cross_encoder(
-    folder: Path, modules: list[dict[str, Any]], sentence: Mapping[str, Any]
+    folder: Path, modules: Sequence[_Module], sentence: SentenceConfig
 ) -> None:
     """Beside its classifying head, nothing else may change a cross-encoder's scores."""
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
@@ -104,10 +114,12 @@ def _check_cross_encoder(
         )
 
 
-def _pooling(settings: dict[str, Any], path: Path) -> tuple[str, ...]:
+def _pooling(settings: Mapping[str, object], path: Path) -> tuple[str, ...]:
     mode = settings.get("pooling_mode")  # newer files name the modes, older ones set flags
-    if mode is not None:
-        modes = tuple(mode.split("+") if isinstance(mode, str) else mode)
+    if isinstance(mode, str):
+        modes = tuple(mode.split("+"))
+    elif isinstance(mode, Sequence):
+        modes = tuple(mode)
     else:
         modes = tuple(name for flag, name in POOLING.items() if settings.get(flag))
     unknown = set(modes) - set(POOLING.values())
@@ -128,7 +140,7 @@ def _pooling(settings: dict[str, Any], path: Path) -> tuple[str, ...]:
     return modes
 
 
-def _dense(settings: dict[str, Any], folder: str) -> Dense:
+def _dense(settings: _DenseConfig, folder: str) -> Dense:
     return Dense(
         folder=folder,
         in_features=settings["in_features"],

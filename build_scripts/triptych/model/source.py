@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from triptych.cache import sha256_of
 from triptych.errors import UserError
-from triptych.model.classes import read_activation, read_labels
-from triptych.model.facts import ModelFacts
-from triptych.model.image_facts import ImageFacts
+from triptych.model.classes import ModelConfig, SentenceConfig, read_activation, read_labels
+from triptych.model.facts import ImageFacts, ModelFacts
 from triptych.model.sentence_modules import read_json, read_modules
 from triptych.pipeline.spec_fields import ModelSource
 
@@ -59,7 +59,6 @@ def locate(model: ModelSource, pipeline_folder: Path) -> Path:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether the folder holds a model's weights."""
     return any(True for pattern in WEIGHTS for _ in folder.glob(pattern))
 
 
@@ -82,27 +81,27 @@ def _hub_folder(model: ModelSource) -> Path:
     # A full commit never changes: what is cached of it needs no look at the Hub.
     cached_first = model.revision is not None and len(model.revision) == 40
 
-    def fetch(patterns: tuple[str, ...], *, local: bool) -> Path:
-        return Path(
-            snapshot_download(
-                model.source,
-                revision=model.revision,
-                allow_patterns=[*patterns],
-                ignore_patterns=[*FOREIGN],
-                local_files_only=local,
+    def fetch(*patterns: str) -> Path:
+        def download(*, local: bool) -> Path:
+            return Path(
+                snapshot_download(
+                    model.source,
+                    revision=model.revision,
+                    allow_patterns=[*patterns],
+                    ignore_patterns=[*FOREIGN],
+                    local_files_only=local,
+                )
             )
-        )
 
-    def fetch_or_reuse(patterns: tuple[str, ...]) -> Path:
         try:
-            return fetch(patterns, local=cached_first)
+            return download(local=cached_first)
         except Exception:
-            return fetch(patterns, local=not cached_first)
+            return download(local=not cached_first)
 
     try:
-        folder = fetch_or_reuse(FILES)
+        folder = fetch(*FILES)
         if not has_weights(folder):
-            folder = fetch_or_reuse((*FILES, WEIGHTS[1]))
+            folder = fetch(*FILES, WEIGHTS[1])
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
@@ -114,22 +113,30 @@ def _hub_folder(model: ModelSource) -> Path:
     return folder
 
 
+class _TransformerConfig(TypedDict, total=False):
+    """Fields of ``sentence_bert_config.json``."""
+
+    do_lower_case: bool
+    max_seq_length: int | None
+
+
 def read_facts(folder: Path) -> ModelFacts:
     """What the files in `folder` say of the model.
 
     Raises:
         UserError: a setting that changes results and is not known here.
     """
-    config = read_json(folder / "config.json")
-    transformer = read_json(folder / "sentence_bert_config.json", default={})
-    sentence = read_json(folder / "config_sentence_transformers.json", default={})
+    config: ModelConfig = read_json(folder / "config.json")
+    transformer: _TransformerConfig = read_json(folder / "sentence_bert_config.json", default={})
+    sentence: SentenceConfig = read_json(folder / "config_sentence_transformers.json", default={})
     pooling, head = read_modules(folder, sentence)
     labels = read_labels(config)
     image = _image_facts(folder)
     texts = _TextFacts() if image and not _has_vocabulary(folder) else _read_texts(folder, config)
 
     def size(name: str) -> int | None:
-        value = config.get(name) if image else _setting(folder, config, name)
+        own: Mapping[str, object] = config
+        value = own.get(name) if image else _setting(folder, config, name)
         return value if isinstance(value, int) else None
 
     return ModelFacts(
@@ -187,7 +194,7 @@ class _TextFacts(NamedTuple):
     unk_token_id: int | None = None
 
 
-def _read_texts(folder: Path, config: dict[str, Any]) -> _TextFacts:
+def _read_texts(folder: Path, config: ModelConfig) -> _TextFacts:
     tokenizer = _load_tokenizer(folder)
     return _TextFacts(
         segments=_segments(tokenizer, _setting(folder, config, "type_vocab_size") or 1),
@@ -217,7 +224,7 @@ def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        # Without any vocabulary transformers makes an empty tokenizer and says nothing.
+        # Without any vocabulary transformers returns an empty tokenizer without an error.
         if not _has_vocabulary(folder):
             raise FileNotFoundError(f"none of {', '.join(VOCABULARIES)}")
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -245,7 +252,7 @@ def _image_facts(folder: Path) -> ImageFacts | None:
     return read_image_facts(folder)
 
 
-def _hidden_size(folder: Path, config: dict[str, Any]) -> int:
+def _hidden_size(folder: Path, config: ModelConfig) -> int:
     size = _setting(folder, config, "hidden_size")
     if not isinstance(size, int):
         raise UserError(
@@ -257,10 +264,11 @@ def _hidden_size(folder: Path, config: dict[str, Any]) -> int:
     return size
 
 
-def _setting(folder: Path, config: dict[str, Any], name: str) -> Any:
+def _setting(folder: Path, config: ModelConfig, name: str) -> Any:
     """A setting by its usual name: transformers knows each model's own one, and its default."""
-    if name in config:
-        return config[name]
+    own: Mapping[str, object] = config
+    if name in own:
+        return own[name]
     from transformers import AutoConfig
 
     try:
@@ -274,14 +282,13 @@ def _setting(folder: Path, config: dict[str, Any], name: str) -> Any:
         ) from error
 
 
-def _max_length(folder: Path, config: dict[str, Any], transformer: dict[str, Any]) -> int:
+def _max_length(folder: Path, config: ModelConfig, transformer: _TransformerConfig) -> int:
     """The tightest of the limits the files give; positions that padding takes are not counted."""
-    limits = [transformer.get("max_seq_length")]
-    limits.append(read_json(folder / "tokenizer_config.json", default={}).get("model_max_length"))
+    tokenizer = read_json(folder / "tokenizer_config.json", default={})
     positions = config.get("max_position_embeddings")
     if positions and positions % 8:  # RoBERTa and its kin: positions up to the pad's are not used
         positions -= (config.get("pad_token_id") or 0) + 1
-    limits.append(positions)
+    limits = (transformer.get("max_seq_length"), tokenizer.get("model_max_length"), positions)
     known = [int(limit) for limit in limits if limit and limit < 1_000_000]
     return min(known) if known else 512
 

@@ -1,1 +1,1 @@
-"""Lower precision: an fp32 graph in, an ordinary ONNX graph of the wanted precision out."""
+"""Lower precision: converts fp32 graphs, chooses layers to keep and the best; never exports."""

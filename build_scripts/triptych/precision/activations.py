@@ -1,9 +1,9 @@
-"""What the inputs of a graph's layers look like on calibration rows: samples and extremes."""
+"""What the inner values of an fp32 graph look like on calibration rows: samples and extremes."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.graph.files import write_model
-from triptych.graph.names import free_mark
+from triptych.graph.nodes import copy_model, free_mark
+from triptych.graph.value_types import FLOAT, value_types
 
+Feed = Mapping[str, NDArray[Any]]
 MOST_VECTORS = 4096
 """Vectors kept of each value: enough to round the weights of usual layers by."""
+_PROBE = "largest magnitude of "
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,6 @@ class Activations:
 
     @classmethod
     def of(cls, vectors: NDArray[np.float32]) -> Activations:
-        """Of `vectors` and nothing else."""
         return cls(vectors, vectors.min(0), vectors.max(0))
 
     @property
@@ -43,9 +45,7 @@ class Activations:
         return float(max(-self.low.min(), self.high.max()))
 
 
-def capture(
-    model: Any, values: Sequence[str], feeds: Sequence[Mapping[str, NDArray[Any]]]
-) -> dict[str, Activations]:
+def capture(model: Any, values: Sequence[str], feeds: Sequence[Feed]) -> dict[str, Activations]:
     """Run the graph on `feeds` and look at `values`.
 
     Args:
@@ -55,29 +55,73 @@ def capture(
     """
     import onnx
 
-    probed = onnx.ModelProto()
-    probed.CopyFrom(model)
-    graph, mark = probed.graph, free_mark(model.graph)
-    del graph.output[:]
+    if not feeds:
+        raise ValueError("there are no calibration rows")
+    probed = copy_model(model)
+    mark = free_mark(model.graph)
+    probes = {value: f"{value}{mark}vectors" for value in values}
+    probed.graph.node.extend(
+        onnx.helper.make_node("Flatten", [value], [flat], axis=-1) for value, flat in probes.items()
+    )
+    share = max(4, MOST_VECTORS // len(feeds))
+    kept: list[list[NDArray[np.float32]]] = [[] for _ in values]
+    lows: list[list[NDArray[np.float32]]] = [[] for _ in values]
+    highs: list[list[NDArray[np.float32]]] = [[] for _ in values]
+    for results in _run(probed, list(probes.values()), [None, None], feeds):
+        for place, vectors in enumerate(results):
+            lows[place].append(vectors.min(0))
+            highs[place].append(vectors.max(0))
+            chosen = np.unique(np.linspace(0, len(vectors) - 1, share).astype(int))
+            kept[place].append(vectors[chosen].copy())
+    found = {}
+    for place, value in enumerate(values):
+        low, high = np.min(lows[place], axis=0), np.max(highs[place], axis=0)
+        found[value] = Activations(np.concatenate(kept[place]), low, high)
+        kept[place].clear()  # of all values together this is most of the memory
+    return found
+
+
+def model_ranges(model: Any, feeds: Iterable[Feed]) -> dict[str, float]:
+    """The largest magnitude of each float value, the graph's inputs with them, over all `feeds`.
+
+    The graph itself reduces each value to one number, so no more than a batch is in memory.
+
+    Args:
+        model: an fp32 `onnx.ModelProto`; it is not changed.
+        feeds: its inputs, batch by batch.
+
+    Returns:
+        By value, in the order of the graph; infinity or NaN where a value is.
+    """
+    import onnx
+
+    node, types = onnx.helper.make_node, value_types(model)
+    probed = copy_model(model)
+    graph = probed.graph
+    names = [value.name for value in graph.input]
+    names += [name for one in graph.node for name in one.output if name]
+    values = [name for name in names if types[name] == FLOAT]
     for value in values:
-        flat = f"{value}{mark}vectors"
-        graph.node.append(onnx.helper.make_node("Flatten", [value], [flat], axis=-1))
-        graph.output.append(
-            onnx.helper.make_tensor_value_info(flat, onnx.TensorProto.FLOAT, [None, None])
-        )
-    seen = [_Seen(_step(len(feeds))) for _ in values]
-    for results in _run(probed, feeds):
-        for one, vectors in zip(seen, results, strict=True):
-            one.add(vectors)
-    return {value: one.activations() for value, one in zip(values, seen, strict=True)}
+        magnitude = f"magnitude of {value}"
+        graph.node.append(node("Abs", [value], [magnitude]))
+        graph.node.append(node("ReduceMax", [magnitude], [_PROBE + value], keepdims=0))
+    largest = np.zeros(len(values))
+    for seen in _run(probed, [_PROBE + value for value in values], [], feeds):
+        largest = np.maximum(largest, np.array(seen, dtype=np.float64))
+    return dict(zip(values, largest.tolist(), strict=True))
 
 
 def _run(
-    model: Any, feeds: Sequence[Mapping[str, NDArray[Any]]]
+    model: Any, outputs: Sequence[str], axes: Sequence[None], feeds: Iterable[Feed]
 ) -> Iterator[list[NDArray[np.float32]]]:
-    """The graph's outputs, feed by feed."""
+    """Values of the graph, FP32 with these axes, feed by feed."""
+    import onnx
     import onnxruntime
 
+    del model.graph.output[:]
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, FLOAT, axes) for name in outputs
+    )
     with tempfile.TemporaryDirectory() as folder:
         session = onnxruntime.InferenceSession(
             write_model(model, Path(folder)), quiet_options(), providers=["CPUExecutionProvider"]
@@ -93,30 +137,3 @@ def quiet_options() -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     return options
-
-
-def _step(rows: int) -> int:
-    """Vectors kept of a row."""
-    return max(4, MOST_VECTORS // max(1, rows))
-
-
-class _Seen:
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._vectors: list[NDArray[np.float32]] = []
-        self._low: NDArray[np.float32] | None = None
-        self._high: NDArray[np.float32] | None = None
-
-    def add(self, vectors: NDArray[np.float32]) -> None:
-        low, high = vectors.min(0), vectors.max(0)
-        self._low = low if self._low is None else np.minimum(self._low, low)
-        self._high = high if self._high is None else np.maximum(self._high, high)
-        places = np.unique(np.linspace(0, len(vectors) - 1, self._most).astype(int))
-        self._vectors.append(vectors[places].copy())
-
-    def activations(self) -> Activations:
-        if self._low is None or self._high is None:
-            raise ValueError("there are no calibration rows")
-        vectors = np.concatenate(self._vectors)
-        self._vectors.clear()  # of all values together this is most of the memory
-        return Activations(vectors, self._low, self._high)

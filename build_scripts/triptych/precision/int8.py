@@ -3,41 +3,33 @@
 Weights are symmetric, with a scale for each output. A layer's input is smoothed (`smoothing`), then
 quantised on one scale that calibration rows gave (``int8``), or that each vector brings itself
 (``int8_dynamic``): either way a row's result does not depend on what shares its batch, which a
-scale found for a whole batch would break.
+scale found for a batch would break.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from triptych.graph.files import read_model, write_model
-from triptych.precision.activations import Activations, capture
+from triptych.graph.nodes import initializers, value_of
+from triptych.precision.activations import Activations, Feed, capture, model_ranges
 from triptych.precision.float16 import halve_quantised
-from triptych.precision.linear import Group, find_groups, value_of, weight_of
+from triptych.precision.linear import Group, find_groups
 from triptych.precision.quantised_graph import QuantisedGroup, QuantisedLayer, rewrite
-from triptych.precision.ranges import model_ranges
 from triptych.precision.recipe import Recipe, check_quantisable
 from triptych.precision.rounding import round_together, scale_of
 from triptych.precision.smoothing import find_smoothing, quantised
 from triptych.repository.records import Conversion
 
-Feed = Mapping[str, NDArray[Any]]
-
 
 def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
-    """Write ``target/model.onnx``, quantised, with the inputs and outputs of `source`.
+    """Write ``target/model.onnx``, quantised but for `Recipe.kept`, inputs and outputs as before.
 
-    Args:
-        source: the fp32 graph.
-        target: folder to write into.
-        recipe: `Recipe.kept` names groups of layers that stay fp32.
-        feeds: one calibration row each, without padding.
+    `feeds` are one calibration row each, without padding.
 
     Raises:
         UserError: as `check_quantisable`.
@@ -47,15 +39,6 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     return quantiser.conversion(recipe.kept)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A group of layers, what calibration rows showed of its input, and what it becomes."""
-
-    group: Group
-    largest: float
-    quantised: QuantisedGroup
-
-
 class Quantiser:
     """One graph with all that calibration found: written with any choice of layers to keep.
 
@@ -63,41 +46,35 @@ class Quantiser:
     """
 
     def __init__(self, model: Any, recipe: Recipe, feeds: Sequence[Feed]) -> None:
-        """Run the calibration rows, then smooth and round each layer. See `convert`."""
         self._model = model
         self._feeds = feeds
-        self._seen: dict[str, float] | None = None
+        self._value_ranges: dict[str, float] | None = None
         self._for_tensorrt = recipe.backend == "tensorrt"
         groups = find_groups(model.graph)
-        check_quantisable(recipe, [group.name for group in groups], feeds)
+        self.layers = tuple(group.name for group in groups)
+        check_quantisable(recipe, self.layers, feeds)
         seen = capture(model, [group.input for group in groups], feeds)
-        self._found = [
-            _Found(
-                group,
-                seen[group.input].largest,
-                _quantise(model, group, seen[group.input], dynamic="dynamic" in recipe.precision),
-            )
-            for group in groups
+        self._ranges = {group.name: seen[group.input].largest for group in groups}
+        dynamic = "dynamic" in recipe.precision
+        self._quantised = [
+            _quantise(model, group, seen[group.input], dynamic=dynamic) for group in groups
         ]
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of the groups, in the order of the graph."""
-        return tuple(found.group.name for found in self._found)
 
     def conversion(self, kept: Sequence[str]) -> Conversion:
         """What `graph` does with the same `kept`."""
-        smoothings = {one.group.name: one.quantised.smoothing for one in self._found}
+        notes = []
+        for name, one in zip(self.layers, self._quantised, strict=True):
+            found = one.smoothing
+            if name not in kept:
+                notes.append(
+                    f"{name}: smoothed by range^{found.power}, range: {found.method}, "
+                    f"error of the layer {found.error:.1e}"
+                )
         return Conversion(
             layers=self.layers,
             kept=tuple(name for name in self.layers if name in kept),
-            ranges={one.group.name: one.largest for one in self._found},
-            notes=tuple(
-                f"{name}: smoothed by range^{one.power}, range: {one.method}, "
-                f"error of the layer {one.error:.1e}"
-                for name, one in smoothings.items()
-                if name not in kept
-            ),
+            ranges=self._ranges,
+            notes=tuple(notes),
         )
 
     def graph(self, kept: Sequence[str]) -> Any:
@@ -105,22 +82,23 @@ class Quantiser:
 
         They stay fp32; for TensorRT they become fp16, as all else does.
         """
-        chosen = [
-            (found.group, found.quantised) for found in self._found if found.group.name not in kept
-        ]
+        chosen = [one for one in self._quantised if one.group.name not in kept]
         # ONNX Runtime's kernels on x86 want unsigned inputs, TensorRT signed ones around 0.
         written = rewrite(self._model, chosen, signed=self._for_tensorrt)
-        return halve_quantised(written, self._ranges()) if self._for_tensorrt else written
-
-    def _ranges(self) -> dict[str, float]:
-        """Largest magnitudes of the fp32 graph's values, found at the first call."""
-        if self._seen is None:
-            self._seen = model_ranges(self._model, self._feeds)
-        return self._seen
+        if not self._for_tensorrt:
+            return written
+        if self._value_ranges is None:
+            self._value_ranges = model_ranges(self._model, self._feeds)
+        return halve_quantised(written, self._value_ranges)
 
 
 def _quantise(model: Any, group: Group, seen: Activations, *, dynamic: bool) -> QuantisedGroup:
-    weights = [weight_of(model.graph, layer) for layer in group.layers]
+    tensors = initializers(model.graph)
+    stored = [value_of(tensors[layer.weight]) for layer in group.layers]
+    weights = [
+        weight.T if layer.transposed else weight
+        for layer, weight in zip(group.layers, stored, strict=True)
+    ]
     together = np.concatenate(weights, axis=1)
     smoothing = find_smoothing(seen, together, dynamic=dynamic)
     scaled = together * smoothing.scale[:, None]
@@ -135,6 +113,6 @@ def _quantise(model: Any, group: Group, seen: Activations, *, dynamic: bool) -> 
     )
     layers = []
     for layer, (part, steps, added) in zip(group.layers, parts, strict=True):
-        own = value_of(model.graph, layer.bias) if layer.bias else np.float32(0)
+        own = value_of(tensors[layer.bias]) if layer.bias else np.float32(0)
         layers.append(QuantisedLayer(layer, part, steps, (added + own).astype(np.float32)))
-    return QuantisedGroup(smoothing, tuple(layers))
+    return QuantisedGroup(group, smoothing, tuple(layers))

@@ -6,15 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from triptych.graph.names import readers
+from triptych.graph.nodes import initializers, readers
+from triptych.graph.value_types import FLOAT
 
 SMALLEST = 16
 """Fewest inputs and outputs of a layer worth quantising: below, no kernel gains from it."""
 
-_FLOAT = 1
 _WRAPPERS = re.compile(r"^(?:compute\.)?(?:encoder\.)*(?=\w+\.)")
 """What our own modules put before the name that the model itself gives."""
 
@@ -44,12 +41,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class Group:
-    """The linear layers that read one value: they share its quantisation.
+    """The linear layers that read one value, `input`, in the order of the graph.
 
-    Attributes:
-        name: of the layers together.
-        input: name of the value.
-        layers: in the order of the graph.
+    They share its quantisation.
     """
 
     name: str
@@ -65,37 +59,19 @@ def find_groups(graph: Any) -> list[Group]:
         linear = search.linear(index, node)
         if linear is not None:
             found.setdefault(linear.input, []).append(linear)
-    groups, taken = [], set()
+    groups: dict[str, Group] = {}
     for value, layers in found.items():
         name = _common_name([layer.name for layer in layers])
-        while name in taken:  # a module that runs twice
+        while name in groups:  # a module that runs twice
             name += "'"
-        taken.add(name)
-        groups.append(Group(name, value, tuple(layers)))
-    return groups
-
-
-def weight_of(graph: Any, linear: Linear) -> NDArray[np.float32]:
-    """The layer's weight, FP32 ``[K, N]``."""
-    weight = value_of(graph, linear.weight)
-    return weight.T if linear.transposed else weight
-
-
-def value_of(graph: Any, initializer: str) -> NDArray[Any]:
-    """What an initializer holds."""
-    import onnx
-
-    tensor = next(tensor for tensor in graph.initializer if tensor.name == initializer)
-    value: NDArray[Any] = onnx.numpy_helper.to_array(tensor)
-    return value
+        groups[name] = Group(name, value, tuple(layers))
+    return list(groups.values())
 
 
 class _Search:
-    """Looks at one graph's nodes."""
-
     def __init__(self, graph: Any) -> None:
         self._graph = graph
-        self._initializers = {tensor.name: tensor for tensor in graph.initializer}
+        self._initializers = initializers(graph)
         self._readers = readers(graph)
         self._outputs = {output.name for output in graph.output}
 
@@ -128,15 +104,15 @@ class _Search:
         )
 
     def _multiplies_a_weight(self, node: Any) -> bool:
-        """Whether the node multiplies by a matrix of a size worth it.
+        """Whether the node multiplies by a stored matrix of a size worth it.
 
-        What a Transpose makes of an embedding is no such one: it scores a vocabulary, few rows at
-        a time, and would be stored a second time.
+        A transposed embedding is not stored as one: it scores a vocabulary, few rows at a time,
+        and would be stored a second time.
         """
         if node.op_type not in ("MatMul", "Gemm"):
             return False
         weight = self._initializers.get(node.input[1])
-        if weight is None or weight.data_type != _FLOAT:
+        if weight is None or weight.data_type != FLOAT:
             return False
         return len(weight.dims) == 2 and min(weight.dims) >= SMALLEST
 
@@ -146,10 +122,8 @@ class _Search:
         if len(users) != 1 or product in self._outputs:
             return None
         node = self._graph.node[users[0]]
-        if node.op_type != "Add":
-            return None
         other = next((name for name in node.input if name in self._initializers), "")
-        if not other or len(self._initializers[other].dims) != 1:
+        if node.op_type != "Add" or not other or len(self._initializers[other].dims) != 1:
             return None
         return users[0], other
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.graph.names import drop_unused, free_mark
+from triptych.graph.nodes import add_constant, copy_model, drop_unused, free_mark, set_nodes
 from triptych.precision.linear import Group, Linear
 from triptych.precision.rounding import LEVELS
 from triptych.precision.smoothing import Smoothing
@@ -42,26 +42,21 @@ class QuantisedLayer:
 class QuantisedGroup:
     """Layers that read one value, and how that is quantised."""
 
+    group: Group
     smoothing: Smoothing
     layers: tuple[QuantisedLayer, ...]
 
 
-def rewrite(model: Any, groups: Sequence[tuple[Group, QuantisedGroup]], *, signed: bool) -> Any:
-    """A copy of the `onnx.ModelProto` with `groups` quantised.
+def rewrite(model: Any, groups: Sequence[QuantisedGroup], *, signed: bool) -> Any:
+    """A copy of the fp32 `onnx.ModelProto` with `groups` quantised.
 
-    Args:
-        model: the fp32 graph.
-        groups: what to replace by what.
-        signed: inputs are INT8 around 0, as TensorRT demands; else UINT8 around 128.
+    Inputs are INT8 around 0, as TensorRT demands, where `signed`; else UINT8 around 128.
     """
-    import onnx
-
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
+    result = copy_model(model)
     writer = _Writer(result.graph, signed=signed)
     instead: dict[int, list[Any]] = {}
-    for group, quantised in groups:
-        nodes, value, step = writer.quantise(group.input, quantised.smoothing)
+    for quantised in groups:
+        nodes, value, step = writer.quantise(quantised.group.input, quantised.smoothing)
         for one in quantised.layers:
             first, *others = one.layer.nodes
             instead[first] = [*nodes, *writer.multiply(one, value, step)]
@@ -70,14 +65,13 @@ def rewrite(model: Any, groups: Sequence[tuple[Group, QuantisedGroup]], *, signe
     rewritten = [
         new for index, node in enumerate(model.graph.node) for new in instead.get(index, [node])
     ]
-    del result.graph.node[:]
-    result.graph.node.extend(rewritten)
+    set_nodes(result.graph, rewritten)
     drop_unused(result.graph)
     return result
 
 
 class _Writer:
-    """Makes nodes, and adds the constants that they read to a graph."""
+    """Creates nodes, and adds the constants that they read to a graph."""
 
     def __init__(self, graph: Any, *, signed: bool) -> None:
         self._graph = graph
@@ -96,8 +90,8 @@ class _Writer:
         ]
         value, step, limit = f"{own}smooth", "", smoothing.range
         if limit is None:
-            more, value, step = self._scale_each(value, name)
-            nodes, limit = nodes + more, float(LEVELS)
+            nodes += self._scale_each(own)
+            value, step, limit = f"{own}steps", f"{own}step", float(LEVELS)
         scale = self._constant(f"{own}scale", np.float32(limit / LEVELS))
         zero = self._constant(f"int8{self._mark}zero", self._zero)
         nodes += [
@@ -108,44 +102,38 @@ class _Writer:
 
     def multiply(self, one: QuantisedLayer, value: str, step: str) -> list[Any]:
         """The layer on the quantised value."""
-        name = one.layer.output
-        own = name + self._mark
+        own = one.layer.output + self._mark
         stored = self._constant(f"{own}weight", one.weight)
         scale = self._constant(f"{own}weight_scale", one.scale)
         zero = self._constant(f"{own}weight_zero", np.zeros(len(one.scale), np.int8))
         bias = self._constant(f"{own}bias", one.bias)
+        product = f"{own}product"
         nodes = [
             _node("DequantizeLinear", [stored, scale, zero], f"{own}weight_fp32", axis=1),
-            _node("MatMul", [value, f"{own}weight_fp32"], f"{own}product"),
+            _node("MatMul", [value, f"{own}weight_fp32"], product),
         ]
-        product = f"{own}product"
         if step:
             nodes.append(_node("Mul", [product, step], f"{own}rescaled"))
             product = f"{own}rescaled"
-        return [*nodes, _node("Add", [product, bias], name)]
+        return [*nodes, _node("Add", [product, bias], one.layer.output)]
 
-    def _scale_each(self, value: str, name: str) -> tuple[list[Any], str, str]:
+    def _scale_each(self, own: str) -> list[Any]:
         """Divide each vector by a step of its own, so that its largest element is 127."""
-        own = name + self._mark
         share = self._constant(f"int8{self._mark}share", np.float32(1 / LEVELS))
         least = self._constant(f"int8{self._mark}least", np.float32(_SMALLEST_STEP))
         last = self._constant(f"int8{self._mark}last_axis", np.array([-1], dtype=np.int64))
-        step = f"{own}step"
-        nodes = [
-            _node("Abs", [value], f"{own}magnitude"),
+        return [
+            _node("Abs", [f"{own}smooth"], f"{own}magnitude"),
             _node("ReduceMax", [f"{own}magnitude", last], f"{own}largest"),
             _node("Mul", [f"{own}largest", share], f"{own}raw_step"),
-            _node("Max", [f"{own}raw_step", least], step),
-            _node("Div", [value, step], f"{own}steps"),
+            _node("Max", [f"{own}raw_step", least], f"{own}step"),
+            _node("Div", [f"{own}smooth", f"{own}step"], f"{own}steps"),
         ]
-        return nodes, f"{own}steps", step
 
     def _constant(self, name: str, value: Any) -> str:
-        import onnx
-
         if name not in self._known:
             self._known.add(name)
-            self._graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
+            add_constant(self._graph, name, value)
         return name
 
 

@@ -1,4 +1,4 @@
-"""What a conversion is asked for and what it says it did, whatever the precision."""
+"""What a conversion to any precision is asked for."""
 
 from __future__ import annotations
 
@@ -28,15 +28,7 @@ class Recipe:
 
 
 def check_kept(recipe: Recipe, known: Collection[str]) -> None:
-    """All that the recipe keeps is in the graph.
-
-    Args:
-        recipe: with the names.
-        known: what can be kept, by name.
-
-    Raises:
-        UserError: something is not.
-    """
+    """Raise a UserError unless all that the recipe keeps is among the names in `known`."""
     unknown = [name for name in recipe.kept if name not in known]
     if unknown:
         near = get_close_matches(unknown[0], known, n=3) or list(known)[:3]
@@ -49,15 +41,10 @@ def check_kept(recipe: Recipe, known: Collection[str]) -> None:
 
 
 def check_quantisable(recipe: Recipe, layers: Collection[str], feeds: Sequence[object]) -> None:
-    """The graph can be quantised as the recipe asks.
-
-    Args:
-        recipe: of a precision that quantises linear layers.
-        layers: names of those that the graph has.
-        feeds: calibration rows.
+    """Check that a graph with these linear layers can be quantised as the recipe asks.
 
     Raises:
-        UserError: there is no layer, no row, or a layer to keep that does not exist.
+        UserError: there is no layer, no calibration row, or no such layer to keep.
     """
     if not layers:
         raise UserError(

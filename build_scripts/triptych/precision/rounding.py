@@ -16,6 +16,7 @@ _DAMPING = 0.01
 _VECTORS_AN_INPUT = 4
 
 Matrix = NDArray[np.float32]
+Double = NDArray[np.float64]
 
 
 def scale_of(weight: Matrix) -> NDArray[np.float32]:
@@ -60,7 +61,7 @@ def round_together(weight: Matrix, inputs: Matrix) -> NDArray[np.int8]:
     return rounded
 
 
-def _inverse(lower: NDArray[np.float64]) -> NDArray[np.float64]:
+def _inverse(lower: Double) -> Double:
     """Of a lower triangular matrix: half by half, a sixth of the work of any other's."""
     size = len(lower)
     if size <= _BLOCK:
@@ -73,13 +74,10 @@ def _inverse(lower: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
-def _round_block(
-    left: NDArray[np.float64], spread: NDArray[np.float64], step: NDArray[np.float64]
-) -> tuple[NDArray[np.int8], NDArray[np.float64]]:
+def _round_block(left: Double, spread: Double, step: Double) -> tuple[NDArray[np.int8], Double]:
     """Round some inputs' weights in turn, each error spread over the rest of the block.
 
-    Returns:
-        The weights, and the errors in the measure that `spread` takes.
+    Returns the weights, and the errors in the measure that `spread` takes.
     """
     rounded = np.empty(left.shape, np.int8)
     errors = np.empty_like(left)

@@ -27,6 +27,11 @@ SHARES = (1.5, 1.25, 1.1, 1.0, 0.9, 0.8, 0.7)
 """Of the largest magnitude seen: above 1, for vectors that calibration did not show."""
 
 PERCENTILES = (99.99, 99.9)
+_METHODS = (
+    *(f"{share:.0%} of max" for share in SHARES),
+    *(f"percentile {percentile}" for percentile in PERCENTILES),
+    "entropy",
+)
 JUDGED_VECTORS = 1024
 """Enough to tell good ranges from bad ones."""
 _SHARE_JUDGED = 6
@@ -61,8 +66,8 @@ class Smoothing:
 def find_smoothing(activations: Activations, weight: Matrix, *, dynamic: bool) -> Smoothing:
     """The shift, scales and range with the smallest error of ``x W``.
 
-    Each choice is made on most of the vectors and judged on the others, so that a range too tight
-    for what was not seen shows.
+    Each choice is fitted on most of the vectors and judged on the others, so that a range too
+    tight for what was not seen shows.
 
     Args:
         activations: of the layer's input.
@@ -74,10 +79,8 @@ def find_smoothing(activations: Activations, weight: Matrix, *, dynamic: bool) -
     trials = (_Trial(power, fitted, judged, weight, wanted) for power in POWERS)
     first = "per vector" if dynamic else "max"
     error, _, trial = min((trial.error(first), trial.power, trial) for trial in trials)
-    best = (error, first)
-    if not dynamic:
-        best = min([best, *((trial.error(method), method) for method in _METHODS)])
-    error, method = best
+    others = () if dynamic else _METHODS
+    error, method = min([(error, first), *((trial.error(other), other) for other in others)])
     shift, scale = _shift_and_scale(activations, trial.power)
     smooth = np.abs((activations.vectors - shift) / scale)
     # The largest is of all rows, those too whose vectors were not kept.
@@ -93,13 +96,6 @@ def _split(vectors: Matrix) -> tuple[Activations, Matrix]:
     judged = np.arange(len(vectors)) % _SHARE_JUDGED == 0
     most = -(-int(judged.sum()) // JUDGED_VECTORS)
     return Activations.of(vectors[~judged]), vectors[judged][::most]
-
-
-_METHODS = (
-    *(f"{share:.0%} of max" for share in SHARES),
-    *(f"percentile {percentile}" for percentile in PERCENTILES),
-    "entropy",
-)
 
 
 def _shift_and_scale(activations: Activations, power: float) -> tuple[Vector, Vector]:
@@ -143,30 +139,31 @@ def quantised(smooth: Matrix, limit: float | None) -> Matrix:
 
 
 def _range(magnitudes: Matrix, largest: float, method: str) -> float | None:
+    kind, _, rest = method.partition(" ")
     if method == "per vector":
         return None
-    kind, _, rest = method.partition(" ")
     if kind == "percentile":
-        return max(float(np.percentile(magnitudes, float(rest))), float(_SMALLEST))
-    if kind == "entropy":
-        return max(_least_divergence(magnitudes, largest), float(_SMALLEST))
-    share = float(kind.rstrip("%")) / 100 if rest else 1.0
-    return max(largest * share, float(_SMALLEST))
+        limit = float(np.percentile(magnitudes, float(rest)))
+    elif kind == "entropy":
+        limit = _least_divergence(magnitudes, largest)
+    else:
+        limit = largest * (float(kind.rstrip("%")) / 100 if rest else 1.0)
+    return max(limit, float(_SMALLEST))
 
 
 def _least_divergence(magnitudes: Matrix, largest: float) -> float:
-    """The range whose INT8 histogram tells least apart from the whole one (Kullback-Leibler)."""
+    """The range whose INT8 histogram differs least from the full one (Kullback-Leibler)."""
     counts, edges = np.histogram(magnitudes, bins=_BINS, range=(0.0, max(largest, 1e-12)))
     best, lowest = largest, np.inf
     for kept in range(_BINS // 4, _BINS + 1, _BINS // 32):
-        whole = counts[:kept].astype(np.float64)
-        whole[-1] += counts[kept:].sum()
+        fine = counts[:kept].astype(np.float64)
+        fine[-1] += counts[kept:].sum()
         level = np.arange(kept) * (LEVELS + 1) // kept
         filled = counts[:kept] > 0
         sums = np.bincount(level, counts[:kept], LEVELS + 1)
         places = np.maximum(np.bincount(level, filled, LEVELS + 1), 1)
         coarse = np.where(filled, (sums / places)[level], 0.0) + 1e-9
-        share, coarse_share = whole / whole.sum(), coarse / coarse.sum()
+        share, coarse_share = fine / fine.sum(), coarse / coarse.sum()
         there = share > 0
         divergence = float((share[there] * np.log(share[there] / coarse_share[there])).sum())
         if divergence < lowest:

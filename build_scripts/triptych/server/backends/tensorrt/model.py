@@ -18,7 +18,7 @@ import triton_python_backend_utils as pb_utils
 from triptych.engine.cuda import Cuda
 from triptych.engine.engine_file import open_engine
 from triptych.engine.engine_runner import EngineRunner
-from triptych.engine.profiles import ShapeError
+from triptych.engine.profile_choice import ShapeError
 from triptych.server.stand_in import contract as contracts
 from triptych.server.stand_in import feeds
 

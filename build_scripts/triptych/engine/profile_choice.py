@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from triptych.engine.cuda import EngineError
 from triptych.plan.engine_spec import Dims, GraphSpec, ShapeRange
@@ -16,13 +16,9 @@ class ShapeError(EngineError):
 
 
 def choose_profile(profiles: Mapping[int, Profile], shapes: Shapes) -> int:
-    """The profile that holds all `shapes` and whose optimum is nearest to them.
+    """The place of the profile that holds all `shapes` and whose optimum is nearest to them.
 
-    Near is the sum of differences over all axes, as in Triton's own backend.
-
-    Args:
-        profiles: the profiles in use, by their place in the engine.
-        shapes: the shape of every input.
+    The distance is the sum of differences over all axes, as in Triton's own backend.
 
     Raises:
         ShapeError: no profile holds them; the message names the first input that fits in none, or
@@ -31,7 +27,7 @@ def choose_profile(profiles: Mapping[int, Profile], shapes: Shapes) -> int:
     fitting = [
         index
         for index, profile in profiles.items()
-        if all(holds(profile[name], dims) for name, dims in shapes.items())
+        if all(_holds(profile[name], dims) for name, dims in shapes.items())
     ]
     if not fitting:
         raise ShapeError(_misfit(profiles, shapes))
@@ -39,12 +35,7 @@ def choose_profile(profiles: Mapping[int, Profile], shapes: Shapes) -> int:
 
 
 def choose_graph(graphs: Iterable[GraphSpec], shapes: Shapes) -> GraphSpec | None:
-    """The smallest CUDA graph that may compute a batch of these shapes; None if there is none.
-
-    Args:
-        graphs: those that were captured.
-        shapes: the shape of every input, the batch dimension first.
-    """
+    """The smallest CUDA graph that may compute a batch of these shapes, rows first; else None."""
     rows = {dims[0] if dims else 0 for dims in shapes.values()}
     if len(rows) != 1:
         return None
@@ -58,8 +49,7 @@ def choose_graph(graphs: Iterable[GraphSpec], shapes: Shapes) -> GraphSpec | Non
     return min(matching, key=lambda graph: graph.batch_size, default=None)
 
 
-def holds(shape_range: ShapeRange, dims: Dims) -> bool:
-    """Whether a profile allows this shape of one input."""
+def _holds(shape_range: ShapeRange, dims: Dims) -> bool:
     return len(dims) == len(shape_range.minimum) and all(
         low <= dim <= high
         for low, dim, high in zip(shape_range.minimum, dims, shape_range.maximum, strict=True)
@@ -78,17 +68,12 @@ def _misfit(profiles: Mapping[int, Profile], shapes: Shapes) -> str:
     alone = [
         name
         for name, dims in shapes.items()
-        if not any(holds(profile[name], dims) for profile in profiles.values())
+        if not any(_holds(profile[name], dims) for profile in profiles.values())
     ]
-    told = alone[:1] or list(shapes)
-    texts = [
-        f"input '{name}' of shape {list(shapes[name])} (allowed: "
-        + ", ".join(_range_texts([profile[name] for profile in profiles.values()]))
-        + ")"
-        for name in told
-    ]
+    texts = []
+    for name in alone[:1] or shapes:
+        ranges = [profile[name] for profile in profiles.values()]
+        allowed = dict.fromkeys(f"{list(r.minimum)} to {list(r.maximum)}" for r in ranges)
+        shape = list(shapes[name])
+        texts.append(f"input '{name}' of shape {shape} (allowed: {', '.join(allowed)})")
     return "no optimization profile of the engine holds " + " with ".join(texts)
-
-
-def _range_texts(ranges: Sequence[ShapeRange]) -> Iterable[str]:
-    return dict.fromkeys(f"{list(r.minimum)} to {list(r.maximum)}" for r in ranges)
