@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,46 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The models are tiny and several tests run at a time: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+BIGGEST = (
+    "test_tasks",
+    "test_architectures",
+    "test_served_architectures",
+    "test_container_start",
+)
+"""Files that take longest: they come first, so that no worker is left alone with one at the end."""
+PURE = (
+)
+"""Files that need neither a server nor a build, nor torch: what `make check` runs."""
+PURE_LACKS = {"torch", "transformers", "pytriton", "sentence_transformers"}
+
+
+class Refuse:
+    """An import hook: what the pure tests must not need is not there."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] in PURE_LACKS:
+            raise ImportError(f"{name} is not there for pure tests (PURE in tests/conftest.py)")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pure", action="store_true", help="files without a server, build or torch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--pure"):
+        sys.meta_path.insert(0, Refuse())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    named = collection_path.stem.startswith("test_") and collection_path.stem not in PURE
+    return True if named and config.getoption("--pure") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(BIGGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def traffic_texts() -> list[str]:

@@ -20,6 +20,7 @@ from triptych.precision.race import Throughput
 from triptych.repository.lock import read_lock
 from triptych.requests.prepare import prepare
 
+pytestmark = pytest.mark.long
 CANDIDATES = ("fp32", "int8", "int8_dynamic", "fp16")
 Told = list[tuple[str, str]]
 

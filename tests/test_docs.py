@@ -19,7 +19,9 @@ import pytest
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PIPELINES = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
+PIPELINES = "".join(
+    (ROOT / "pipelines" / name).read_text(encoding="utf-8") for name in ("README.md", "reference.md")
+)
 COMMANDS = [
     line.split("  #")[0].strip()
     for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -61,6 +63,7 @@ def test_the_two_commands_come_first() -> None:
     assert "make test" in (ROOT / ".ci/run").read_text()  # what runs this very test
 
 
+@pytest.mark.long
 def test_make_demo_prints_a_readable_result() -> None:
     done = run(["make", "demo"])
     assert done.returncode == 0, done.stderr
@@ -86,6 +89,7 @@ def test_each_command_of_the_readme_runs(command: str, served: None) -> None:
     assert done.stdout or words[1] == "build"
 
 
+@pytest.mark.long
 def test_the_tune_command_of_the_readme_runs(tmp_path: Path) -> None:
     """On a copy, since it writes beside the spec, and in a fraction of the time."""
     (command,) = [command for command in COMMANDS if command.startswith("triptych tune")]
@@ -157,7 +161,7 @@ LABELS = ("text-classification", "zero-shot-classification", "image-classificati
 
 
 def table(heading: str) -> list[dict[str, str]]:
-    """The rows of the first table below a heading of pipelines/README.md, by its columns."""
+    """The rows of the first table below a heading of pipelines/reference.md, by its columns."""
     section = PIPELINES.split(f" {heading}\n", 1)[1]
     lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert lines

@@ -137,6 +137,7 @@ def test_the_gate_stops_a_wrong_artifact(artifact: Artifact, tiny_model: Path, f
     assert not check(wrong, REQUESTS, expected, artifact.core, TIGHT, **EXACT).passed
 
 
+@pytest.mark.long
 def test_an_export_again_is_the_same_to_the_byte(
     artifact: Artifact, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,8 @@ from triptych.tune.arena import Setting, arena
 from triptych.tune.objective import Objective
 from triptych.tune.tune import Tuning, tune_pipeline
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
