@@ -47,7 +47,7 @@ pure: setup
 	$(PYTEST) --pure
 
 # The engine image copies the package, a repository its runtime: the oldest server has Python 3.10.
-lint: setup
+lint: setup  ## ruff, and vermin for Python 3.10
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/vermin --quiet --target=3.10- --no-tips --violations --backport typing build_scripts/triptych

@@ -25,26 +25,47 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The models are tiny and several tests run at a time: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-
 BIGGEST = (
-    "test_tasks",
-    "test_architectures",
-    "test_served_architectures",
-    "test_container_start",
+    "tasks",
+    "architectures",
+    "served_architectures",
+    "engine",
+    "container_start",
+    "baselines",
+    "cli",
+    "precision_tasks",
+    "export",
+    "engine_path",
+    "verify",
+    "build",
+    "gpu_peer_run",
+    "hooks",
+    "golden",
 )
 """Files that take longest: they come first, so that no worker is left alone with one at the end."""
+# fmt: off
 PURE = (
+    "accuracy_thresholds", "admission", "capacity", "comparison", "container",
+    "container_locks", "core_config", "cost", "decoders_spans", "docker", "doctor",
+    "engine_inspection", "engine_request", "engine_runner", "expected_cost", "fake_tensorrt",
+    "gate", "gate_result", "gpu_peer", "gpu_plan", "hook_checks", "house", "labelled", "lint",
+    "lint_pains", "live_verdict", "load_report", "load_report_terminal", "load_values",
+    "metrics", "onnxruntime_pieces", "onnxruntime_runner", "pages", "plan", "report",
+    "rounding", "samples_file", "scaffold", "server_mistakes", "shown", "spec",
+    "tensorrt_settings", "tune_report", "tune_search", "tuned", "releases",
 )
-"""Files that need neither a server nor a build, nor torch: what `make check` runs."""
-PURE_LACKS = {"torch", "transformers", "pytriton", "sentence_transformers"}
+# fmt: on
+"""Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""
+BUILT = {"minilm_repository", "minilm_server", "reference", "tiny_model"}
+"""Fixtures that need torch: a test that asks for one is not pure, whatever its file."""
 
 
-class Refuse:
-    """An import hook: what the pure tests must not need is not there."""
+class NoTorch:
+    """An import hook: torch takes seconds to import and is not there for pure tests."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] in PURE_LACKS:
-            raise ImportError(f"{name} is not there for pure tests (PURE in tests/conftest.py)")
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch is not there for pure tests (PURE in tests/conftest.py)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,17 +74,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--pure"):
-        sys.meta_path.insert(0, Refuse())
+        sys.meta_path.insert(0, NoTorch())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    named = collection_path.stem.startswith("test_") and collection_path.stem not in PURE
-    return True if named and config.getoption("--pure") else None
+    named = collection_path.stem.removeprefix("test_") not in PURE
+    return True if named and collection_path.is_file() and config.getoption("--pure") else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(BIGGEST)}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": place for place, name in enumerate(BIGGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if config.getoption("--pure"):
+        items[:] = [item for item in items if is_pure(item)]
+
+
+def is_pure(item: pytest.Item) -> bool:
+    marked = any(item.get_closest_marker(name) for name in ("server", "long"))
+    return not marked and BUILT.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def traffic_texts() -> list[str]:

@@ -19,9 +19,8 @@ import pytest
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PIPELINES = "".join(
-    (ROOT / "pipelines" / name).read_text(encoding="utf-8") for name in ("README.md", "reference.md")
-)
+GUIDE = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
+PIPELINES = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("  #")[0].strip()
     for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -124,18 +123,39 @@ def test_every_verb_has_help_and_is_in_the_readme(verb: str) -> None:
     assert f"triptych {verb}" in README
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(([^)]+)\)", README))
-def test_links_lead_somewhere(path: str) -> None:
-    file, _, heading = path.partition("#")
-    assert (ROOT / file).exists()
-    if heading:
-        headings = re.findall(r"(?m)^#+ (.*)$", (ROOT / file).read_text(encoding="utf-8"))
-        assert heading in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}
+def test_links_lead_somewhere() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)
+    for page in tracked.stdout.split():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for path in re.findall(r"\]\(([^)\s]+)\)", text):
+            if path.startswith("https:"):
+                continue
+            file, _, heading = path.partition("#")
+            target = (ROOT / page).parent / file if file else ROOT / page
+            assert target.exists(), f"{page}: {path}"
+            if heading:
+                headings = re.findall(r"(?m)^#+ (.*)$", target.read_text(encoding="utf-8"))
+                anchors = {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}
+                assert heading in anchors, f"{page}: {path}"
+
+
+def test_the_guide_stays_short() -> None:
+    assert len(GUIDE.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w./]+\.(?:py|md|yaml))`", text):
+        if "NAME" not in name:
+            places = [ROOT / name, ROOT / "build_scripts/triptych" / name]
+            assert any(place.exists() for place in places), name
 
 
 def test_make_targets_of_the_readme_exist() -> None:
     listed = run(["make", "help"]).stdout
-    for target in set(re.findall(r"make ([a-z-]+)", README)):
+    pages = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for target in set(re.findall(r"(?m)(?:`|^)make ([a-z-]+)", pages)):
         assert re.search(rf"^{target}\b", listed, re.MULTILINE), target
 
 
