@@ -38,7 +38,6 @@ BIGGEST = (
     "engine_path",
     "verify",
     "build",
-    "gpu_peer_run",
     "hooks",
     "golden",
 )

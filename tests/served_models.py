@@ -65,7 +65,6 @@ SERVED: Mapping[str, Served] = {
     "roberta_labels": Served("zero-shot-classification", "roberta", "RobertaTokenizer", ROBERTA),
     "roberta_answers": Served("question-answering", "roberta", "RobertaTokenizer", ROBERTA),
     "distil_topics": Served(TOPICS, "distilbert", "BertTokenizer", DISTIL, truncation_side="left"),
-    "electra_masks": Served(MASKS, "electra", "BertTokenizer", {"embedding_size": 16}),
     "albert_tags": Served(TAGGER, "albert", "AlbertTokenizer", {"embedding_size": 16}, "bucketed"),
     "conv_topics": Served(TOPICS, "deberta-v2", DEBERTA_V3, {**DEBERTA, "conv_kernel_size": 3}),
 }

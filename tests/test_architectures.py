@@ -14,27 +14,30 @@ from triptych.export.packing import CannotPack
 from triptych.export.to_onnx import export_onnx, load_model
 
 TOLERANCE = 2e-6
-CASES = [
+SHARED = [
     ("bert", "embedding", "packed"),
     ("bert", "embedding", "bucketed"),
+    ("roberta", "logits", "bucketed"),
+    ("mpnet", "embedding", "bucketed"),
+    ("deberta-v3", "spans", "bucketed"),
+    ("modernbert", "scores", "packed"),
+]
+"""An export takes seconds: tests of lower precision and of TensorRT's parsers have these, too."""
+OTHERS = [
     ("distilbert", "tokens", "packed"),
     ("distilbert", "token-scores", "bucketed"),
     ("roberta", "mask", "packed"),
-    ("roberta", "logits", "bucketed"),
     ("xlm-roberta", "token-scores", "packed"),
     ("xlm-roberta", "mask", "bucketed"),
     ("mpnet", "classification", "packed"),
-    ("mpnet", "embedding", "bucketed"),
     ("deberta-v2", "spans", "packed"),
     ("deberta-v2", "scores", "bucketed"),
     ("deberta-v3", "logits", "packed"),
-    ("deberta-v3", "spans", "bucketed"),
     ("deberta-conv", "tokens", "bucketed"),
-    ("modernbert", "scores", "packed"),
     ("modernbert", "classification", "bucketed"),
 ]
-"""Each architecture and each head in both layouts. An export takes seconds: the tests of lower
-precision and of TensorRT's parsers use these same ones, from the cache."""
+"""With these, each architecture and each head in both layouts. Most are built and served, too."""
+CASES = [*SHARED, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS)]
 
 
 @pytest.mark.parametrize(("name", "head", "layout"), CASES)
