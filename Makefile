@@ -44,7 +44,7 @@ unit: setup
 	$(PYTEST) $(PARALLEL) -m "not long"
 
 pure: setup
-	$(PYTEST) --pure
+	$(PYTEST) --pure --numprocesses 2
 
 # The engine image copies the package, a repository its runtime: the oldest server has Python 3.10.
 lint: setup  ## ruff, and vermin for Python 3.10

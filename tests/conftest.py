@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,16 @@ def quiet(_stage: str, _line: str) -> None:
     """A progress callback that prints nothing."""
 
 
+@contextmanager
+def one_at_a_time(name: str) -> Iterator[None]:
+    """Other workers wait here, and then find in the cache what this one built."""
+    cache = Path(os.environ["TRIPTYCH_CACHE"])
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build_into(folder: Path, repository: Path, *overrides: str) -> Any:
     """Build the pipeline in `folder`; returns what `assemble.build` does."""
     from triptych.build import build
@@ -147,9 +159,11 @@ def reference() -> Any:
 def minilm_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One repository with MiniLM in both layouts: ``minilm_packed`` and ``minilm_bucketed``."""
     base = tmp_path_factory.mktemp("minilm")
-    for layout in LAYOUTS:
-        folder = write_pipeline(base / "pipelines" / f"minilm_{layout}", core={"layout": layout})
-        build_into(folder, base / "repository")
+    with one_at_a_time("minilm"):
+        for layout in LAYOUTS:
+            name = f"minilm_{layout}"
+            folder = write_pipeline(base / "pipelines" / name, core={"layout": layout})
+            build_into(folder, base / "repository")
     return base / "repository"
 
 
