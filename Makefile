@@ -11,7 +11,7 @@ COMPOSE = TRIPTYCH_USER="$$(id -u):$$(id -g)" docker compose --env-file docker/v
   --file docker/compose.yaml
 export TRITON_IMAGE
 
-.PHONY: help setup demo test check lint types unit serve image engine-in-container examples compare compare-tasks grid precisions gpu-test soak clean
+.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-tasks grid precisions gpu-test soak clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -27,19 +27,37 @@ demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, sto
 	$(BIN)/triptych build minilm
 	$(BIN)/python -m triptych.cli.demo model_repository minilm
 
-test: check unit  ## Lint, types and every test, against a real server
+# The lanes of tests. `make test` has all but the long ones; .ci/run runs both.
+PYTEST := $(BIN)/python -m pytest
+# A file's tests stay on one worker, since they share its server; the biggest files come first.
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-check: lint types
+check: lint types pure  ## Lint, types and the pure tests: no server, no build, no torch; 90 seconds
 
-lint: setup
+test: lint types unit  ## Lint, types and the tests, against a real server; 8 minutes on 2 cores
+
+test-long: setup  ## What takes minutes each: trainings, compilers, races, whole runs
+	$(PYTEST) $(PARALLEL) -m long
+
+.PHONY: unit pure lint types format
+unit: setup
+	$(PYTEST) $(PARALLEL) -m "not long"
+
+pure: setup
+	$(PYTEST) --pure --numprocesses 2
+
+# The engine image copies the package, a repository its runtime: the oldest server has Python 3.10.
+lint: setup  ## ruff, and vermin for Python 3.10
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/vermin --quiet --target=3.10- --no-tips --violations --backport typing build_scripts/triptych
 
 types: setup
 	$(BIN)/mypy
 
-unit: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+format: setup  ## Sort imports, mend what ruff can, format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 serve: setup  ## Build MiniLM and serve it until Ctrl-C
 	$(BIN)/triptych build minilm

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.cache import cached_stage, code_hash, sha256_of, versions_of
+from triptych.export.to_onnx import export_onnx
 from triptych.model.facts import ModelFacts
 from triptych.tasks.task import Core
 from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, Tensor
@@ -135,6 +137,24 @@ def save_model(name: str, auto_class: str, folder: Path, **more: Any) -> ModelFa
     model = getattr(transformers, auto_class).from_config(config)
     model.save_pretrained(folder)
     return facts_of(model)
+
+
+def exported(name: str, head: str, layout: str) -> tuple[Path, ModelFacts]:
+    """A folder with a random model and its core as ``onnx/model.onnx``, from the cache if there."""
+    import transformers
+
+    core = HEADS[head]
+
+    def work(folder: Path) -> None:
+        facts = save_model(name, core.auto_class, folder)
+        packed = layout == "packed"
+        export_onnx(folder, facts, core, INPUTS, packed=packed, target=folder / "onnx")
+
+    code = [code_hash("export/*", "model/*", "tensors.py"), sha256_of(Path(__file__))]
+    versions = versions_of("torch", "transformers", "onnx", "onnxscript")
+    inputs = {"case": [name, head, layout], "code": code, "versions": versions}
+    folder, _ = cached_stage("test_exports", inputs, work)
+    return folder, facts_of(getattr(transformers, core.auto_class).from_pretrained(folder))
 
 
 def facts_of(model: Any) -> ModelFacts:

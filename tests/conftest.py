@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,73 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The models are tiny and several tests run at a time: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+BIGGEST = (
+    "tasks",
+    "architectures",
+    "served_architectures",
+    "engine",
+    "container_start",
+    "baselines",
+    "cli",
+    "precision_tasks",
+    "export",
+    "engine_path",
+    "verify",
+    "build",
+    "hooks",
+    "golden",
+)
+"""Files that take longest: they come first, so that no worker is left alone with one at the end."""
+# fmt: off
+PURE = (
+    "accuracy_thresholds", "admission", "capacity", "comparison", "container",
+    "container_locks", "core_config", "cost", "decoders_spans", "docker", "doctor",
+    "engine_inspection", "engine_request", "engine_runner", "expected_cost", "fake_tensorrt",
+    "gate", "gate_result", "gpu_peer", "gpu_plan", "hook_checks", "house", "labelled", "lint",
+    "lint_pains", "live_verdict", "load_report", "load_report_terminal", "load_values",
+    "metrics", "onnxruntime_pieces", "onnxruntime_runner", "pages", "plan", "report",
+    "rounding", "samples_file", "scaffold", "server_mistakes", "shown", "spec",
+    "tensorrt_settings", "tune_report", "tune_search", "tuned", "releases",
+)
+# fmt: on
+"""Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""
+BUILT = {"minilm_repository", "minilm_server", "reference", "tiny_model"}
+"""Fixtures that need torch: a test that asks for one is not pure, whatever its file."""
+
+
+class NoTorch:
+    """An import hook: torch takes seconds to import and is not there for pure tests."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch is not there for pure tests (PURE in tests/conftest.py)")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pure", action="store_true", help="files without a server, build or torch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--pure"):
+        sys.meta_path.insert(0, NoTorch())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    named = collection_path.stem.removeprefix("test_") not in PURE
+    return True if named and collection_path.is_file() and config.getoption("--pure") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": place for place, name in enumerate(BIGGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if config.getoption("--pure"):
+        items[:] = [item for item in items if is_pure(item)]
+
+
+def is_pure(item: pytest.Item) -> bool:
+    marked = any(item.get_closest_marker(name) for name in ("server", "long"))
+    return not marked and BUILT.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def traffic_texts() -> list[str]:
@@ -61,6 +131,16 @@ def quiet(_stage: str, _line: str) -> None:
     """A progress callback that prints nothing."""
 
 
+@contextmanager
+def one_at_a_time(name: str) -> Iterator[None]:
+    """Other workers wait here, and then find in the cache what this one built."""
+    cache = Path(os.environ["TRIPTYCH_CACHE"])
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build_into(folder: Path, repository: Path, *overrides: str) -> Any:
     """Build the pipeline in `folder`; returns what `assemble.build` does."""
     from triptych.build import build
@@ -92,9 +172,11 @@ def reference() -> Any:
 def minilm_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One repository with MiniLM in both layouts: ``minilm_packed`` and ``minilm_bucketed``."""
     base = tmp_path_factory.mktemp("minilm")
-    for layout in LAYOUTS:
-        folder = write_pipeline(base / "pipelines" / f"minilm_{layout}", core={"layout": layout})
-        build_into(folder, base / "repository")
+    with one_at_a_time("minilm"):
+        for layout in LAYOUTS:
+            name = f"minilm_{layout}"
+            folder = write_pipeline(base / "pipelines" / name, core={"layout": layout})
+            build_into(folder, base / "repository")
     return base / "repository"
 
 

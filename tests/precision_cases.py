@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 import architectures as models
-from triptych.export.to_onnx import export_onnx
 from triptych.graph.session import open_session
 from triptych.requests.feeds import core_feed
 from triptych.tensors import TokenRow
@@ -39,12 +38,10 @@ class Exported:
         return [self.feed([row]) for row in models.random_rows(seed=seed)]
 
 
-def export(folder: Path, name: str, head: str, layout: str) -> Exported:
-    """The core of an architecture, exported into `folder`."""
-    core, packed = models.HEADS[head], layout == "packed"
-    facts = models.save_model(name, core.auto_class, folder)
-    export_onnx(folder, facts, core, models.INPUTS, packed=packed, target=folder / "onnx")
-    return Exported(folder / "onnx/model.onnx", packed, facts.pad_token_id)
+def export(name: str, head: str, layout: str) -> Exported:
+    """The core of an architecture, in a folder that is shared: not to be written to."""
+    folder, facts = models.exported(name, head, layout)
+    return Exported(folder / "onnx/model.onnx", layout == "packed", facts.pad_token_id)
 
 
 def run(path: Path, feed: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

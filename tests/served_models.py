@@ -59,22 +59,18 @@ TOPICS, TAGGER, RANKER, MASKS = (
 UNIGRAM, DEBERTA_V3 = "XLMRobertaTokenizer", "DebertaV2Tokenizer"
 SERVED: Mapping[str, Served] = {
     "xlm_tags": Served(TAGGER, "xlm-roberta", UNIGRAM, ROBERTA),
-    "xlm_topics": Served(TOPICS, "xlm-roberta", UNIGRAM, ROBERTA, "bucketed"),
     "deberta_ranks": Served(RANKER, "deberta-v2", DEBERTA_V3, {**DEBERTA, "type_vocab_size": 2}),
-    "deberta_topics": Served(TOPICS, "deberta-v2", DEBERTA_V3, DEBERTA),
-    "deberta_tags": Served(TAGGER, "deberta-v2", DEBERTA_V3, DEBERTA, "bucketed"),
-    "modern_topics": Served(TOPICS, "modernbert", "PreTrainedTokenizerFast", MODERN),
     "modern_masks": Served(MASKS, "modernbert", "PreTrainedTokenizerFast", MODERN),
     "mpnet_vectors": Served("text-embedding", "mpnet", "MPNetTokenizer", OFFSET),
-    "mpnet_ranks": Served(RANKER, "mpnet", "MPNetTokenizer", OFFSET),
     "roberta_labels": Served("zero-shot-classification", "roberta", "RobertaTokenizer", ROBERTA),
     "roberta_answers": Served("question-answering", "roberta", "RobertaTokenizer", ROBERTA),
     "distil_topics": Served(TOPICS, "distilbert", "BertTokenizer", DISTIL, truncation_side="left"),
-    "electra_masks": Served(MASKS, "electra", "BertTokenizer", {"embedding_size": 16}),
-    "albert_tags": Served(TAGGER, "albert", "AlbertTokenizer", {"embedding_size": 16}),
+    "albert_tags": Served(TAGGER, "albert", "AlbertTokenizer", {"embedding_size": 16}, "bucketed"),
     "conv_topics": Served(TOPICS, "deberta-v2", DEBERTA_V3, {**DEBERTA, "conv_kernel_size": 3}),
 }
-"""`conv_topics` mixes neighbouring tokens, so that it cannot be packed."""
+"""Each kind of model and tokenizer once, each task at least once; test_architectures exports more.
+
+`conv_topics` mixes neighbouring tokens, so that it cannot be packed."""
 
 PAIRS = (RANKER, "zero-shot-classification", "question-answering")
 NO_PADDING = Served(TOPICS, "fnet", "AlbertTokenizer")

@@ -217,6 +217,7 @@ def test_what_takes_too_long_to_compile_is_left_out(tiny: PipelineInputs, core_f
         assert baselines.not_runnable == {"torch.compile": "no answer within 0.5 s"}
 
 
+@pytest.mark.long
 def test_without_a_compiler_the_reason_is_told(
     tiny: PipelineInputs, core_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +345,7 @@ def test_a_request_of_several_rows_runs_in_batches_of_no_more_than_the_limit(
     assert [len(logits) for (logits,) in results] == [LARGEST_BATCH] * 3
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 def test_a_compiled_model_is_measured(tiny: PipelineInputs, core_file: Path) -> None:
     with Baselines(

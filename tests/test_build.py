@@ -105,6 +105,7 @@ def test_only_changed_models_are_written(tiny: Path, tmp_path: Path) -> None:
     assert changed == ("tiny", "tiny_postprocess")  # the lock in `tiny` records the spec
 
 
+@pytest.mark.long
 def test_two_cold_builds_give_the_same_bytes(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from triptych.precision.race import Throughput
 from triptych.repository.records import GateResult
 from triptych.requests.inputs import read_inputs
 
+pytestmark = pytest.mark.long
 CANDIDATES = ("fp32", "int8", "int8_dynamic", "fp16")
 Told = list[tuple[str, str]]
 

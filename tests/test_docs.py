@@ -12,14 +12,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PIPELINES = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
+PIPELINES = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("  #")[0].strip()
     for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -61,6 +62,7 @@ def test_the_two_commands_come_first() -> None:
     assert "make test" in (ROOT / ".ci/run").read_text()  # what runs this very test
 
 
+@pytest.mark.long
 def test_make_demo_prints_a_readable_result() -> None:
     done = run(["make", "demo"])
     assert done.returncode == 0, done.stderr
@@ -86,6 +88,7 @@ def test_each_command_of_the_readme_runs(command: str, served: None) -> None:
     assert done.stdout or words[1] == "build"
 
 
+@pytest.mark.long
 def test_the_tune_command_of_the_readme_runs(tmp_path: Path) -> None:
     """On a copy, since it writes beside the spec, and in a fraction of the time."""
     (command,) = [command for command in COMMANDS if command.startswith("triptych tune")]
@@ -120,18 +123,39 @@ def test_every_verb_has_help_and_is_in_the_readme(verb: str) -> None:
     assert f"triptych {verb}" in README
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(([^)]+)\)", README))
-def test_links_lead_somewhere(path: str) -> None:
-    file, _, heading = path.partition("#")
-    assert (ROOT / file).exists()
-    if heading:
-        headings = re.findall(r"(?m)^#+ (.*)$", (ROOT / file).read_text(encoding="utf-8"))
-        assert heading in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}
+def test_links_lead_somewhere() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)
+    for page in tracked.stdout.split():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for path in re.findall(r"\]\(([^)\s]+)\)", text):
+            if path.startswith("https:"):
+                continue
+            file, _, heading = path.partition("#")
+            target = (ROOT / page).parent / file if file else ROOT / page
+            assert target.exists(), f"{page}: {path}"
+            if heading:
+                headings = re.findall(r"(?m)^#+ (.*)$", target.read_text(encoding="utf-8"))
+                anchors = {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}
+                assert heading in anchors, f"{page}: {path}"
+
+
+def test_the_guide_stays_short() -> None:
+    assert len(GUIDE.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w./]+\.(?:py|md|yaml))`", text):
+        if "NAME" not in name:
+            places = [ROOT / name, ROOT / "build_scripts/triptych" / name]
+            assert any(place.exists() for place in places), name
 
 
 def test_make_targets_of_the_readme_exist() -> None:
     listed = run(["make", "help"]).stdout
-    for target in set(re.findall(r"make ([a-z-]+)", README)):
+    pages = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for target in set(re.findall(r"(?m)(?:`|^)make ([a-z-]+)", pages)):
         assert re.search(rf"^{target}\b", listed, re.MULTILINE), target
 
 
@@ -157,7 +181,7 @@ LABELS = ("text-classification", "zero-shot-classification", "image-classificati
 
 
 def table(heading: str) -> list[dict[str, str]]:
-    """The rows of the first table below a heading of pipelines/README.md, by its columns."""
+    """The rows of the first table below a heading of pipelines/reference.md, by its columns."""
     section = PIPELINES.split(f" {heading}\n", 1)[1]
     lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert lines
@@ -203,6 +227,12 @@ def test_limits_are_those_of_the_gate(precision: str) -> None:
         assert limits == thresholds(task, "", precision, {}), task
 
 
+def choices(annotation: Any) -> set[Any]:
+    """The values of a Literal, or of a union of them."""
+    values = get_args(annotation)
+    return set().union(*map(choices, values)) if values else {annotation}
+
+
 def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
     from triptych.errors import UserError
     from triptych.pipeline.precisions import check_runs
@@ -210,7 +240,7 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
     from triptych.precision.auto import RUNS
 
     rows = {row["precision"]: row for row in table("Precision")}
-    assert set(rows) == set(get_args(Core.model_fields["precision"].annotation))
+    assert set(rows) == choices(Core.model_fields["precision"].annotation)
 
     def runs(precision: str, backend: str, device: str) -> bool:
         if precision == "auto":

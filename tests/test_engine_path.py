@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import served_engines
-from conftest import LAYOUTS, build_into, lock_data, traffic_texts, write_pipeline
+from conftest import build_into, lock_data, traffic_texts, write_pipeline
 from container_cases import H200, L4
 from container_cases import machine as facts_of
 from engine_cases import contents, machine
@@ -44,7 +44,7 @@ def built_elsewhere(pipeline: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["packed", pytest.param("bucketed", marks=pytest.mark.long)])
 def test_build_engine_check_and_serve(
     pipeline: Path, gpu: Any, tmp_path: Path, layout: str
 ) -> None:

@@ -188,6 +188,7 @@ def test_pii_tags_mark_first_and_other_tokens() -> None:
     assert tags["markt" if "markt" in tags else "mark"] == tags["3"] == "I-ADDRESS"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_training_twice_gives_the_same_weights(name: str, tmp_path: Path) -> None:
     hashes = set()
@@ -199,12 +200,14 @@ def test_training_twice_gives_the_same_weights(name: str, tmp_path: Path) -> Non
     assert not list(tmp_path.glob(".*"))  # the scratch folder of a training is gone
 
 
+@pytest.mark.long
 def test_a_short_training_already_finds_personal_data(tmp_path: Path) -> None:
     """A full one takes minutes: `make examples` runs it."""
     quality = run_training("pii", tmp_path / "model", "--steps", "60")
     assert stated_names(quality)["all"] > 0.35
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ticket_routing"])
 def test_a_full_training_has_the_quality_of_the_readme(name: str, tmp_path: Path) -> None:
     """On the same machine the figures are equal; another processor rounds other weights."""

@@ -39,6 +39,7 @@ ROWS: list[Sample] = [
 ]
 REQUESTS = requests_of(ROWS)
 TIGHT = thresholds("custom", "vector", "fp32", {})
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 EXACT: Any = {"task": "custom", "precision": "fp32", "batch_size": 3}
 
 
@@ -58,12 +59,13 @@ def vectors_of(run: RunBatch, rows: Sequence[Sample]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("pooling", "dense"),
+    ("pooling", "dense", "layout"),
     [
-        (("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"), False),
-        (("max", "cls"), True),
+        (POOLINGS, False, "packed"),
+        (("max", "cls"), True, "bucketed"),
+        pytest.param(POOLINGS, False, "bucketed", marks=pytest.mark.long),
+        pytest.param(("max", "cls"), True, "packed", marks=pytest.mark.long),
     ],
 )
 def test_every_pooling_equals_sentence_transformers(
@@ -137,6 +139,7 @@ def test_the_gate_stops_a_wrong_artifact(artifact: Artifact, tiny_model: Path, f
     assert not check(wrong, REQUESTS, expected, artifact.core, TIGHT, **EXACT).passed
 
 
+@pytest.mark.long
 def test_an_export_again_is_the_same_to_the_byte(
     artifact: Artifact, tiny_model: Path, tmp_path: Path
 ) -> None:

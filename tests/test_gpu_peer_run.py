@@ -31,6 +31,7 @@ from triptych.gate.artifact import open_core
 from triptych.repository.config import CONFIG_FILE, print_config, read_config
 from triptych.server.server import Server
 
+pytestmark = pytest.mark.long  # all of it on fakes: loads, servers, every contender
 FAKES = ("tensorrt", "cuda")
 NO_COMPILER = "it compiles for minutes"
 

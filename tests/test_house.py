@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,7 @@ HEAVY = {
     "sentence_transformers": set(),
 }
 RUNTIME_MAY_IMPORT = {"numpy", "tokenizers", "triton_python_backend_utils", "PIL"}
+GONE_IN_312 = {"asynchat", "asyncore", "distutils", "imp", "smtpd"}
 TOP_LEVEL = 7
 
 
@@ -129,6 +131,19 @@ def test_a_module_says_what_it_owns_and_stays_small() -> None:
             text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
             for word in ("/" + "root/", "/" + "work/", "/" + "home/"):
                 assert word not in text, f"{name} names {word}"
+
+
+def test_the_map_shows_the_rooms_in_their_order() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text.split("## The way of a build")[0]
+    assert re.findall(r"(?m)^\| `(\w+)` \|", table) == list(ROOMS)
+
+
+def test_what_is_copied_elsewhere_runs_on_the_python_that_is_there() -> None:
+    """3.10 in the image of Triton 24.10, 3.12 in newer ones; vermin looks at names, too."""
+    for path in MODULES:
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+        assert not {name.partition(".")[0] for name in imports_of(path)} & GONE_IN_312, path
 
 
 LIGHT = """

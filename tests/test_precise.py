@@ -112,6 +112,7 @@ def test_where_nothing_passes_the_last_try_is_told_and_forgotten(fp32: Any, tmp_
     assert len(again.judged) == len(gate.judged) > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
 def test_minilm_passes_in_lower_precision(tmp_path: Path, precision: str) -> None:
     folder = write_pipeline(tmp_path / "minilm", core={"precision": precision})

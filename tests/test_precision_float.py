@@ -32,8 +32,8 @@ EXPORTED = [
 
 
 @pytest.fixture(scope="module", params=EXPORTED, ids="-".join)
-def exported(request: Any, tmp_path_factory: pytest.TempPathFactory) -> cases.Exported:
-    return cases.export(tmp_path_factory.mktemp("exported"), *request.param)
+def exported(request: Any) -> cases.Exported:
+    return cases.export(*request.param)
 
 
 @pytest.mark.parametrize("precision", HALVES)

@@ -22,8 +22,8 @@ RECIPE = Recipe("fp8")
 
 
 @pytest.fixture(scope="module", params=["packed", "bucketed"])
-def exported(request: Any, tmp_path_factory: pytest.TempPathFactory) -> cases.Exported:
-    return cases.export(tmp_path_factory.mktemp("fp8"), "bert", "embedding", request.param)
+def exported(request: Any) -> cases.Exported:
+    return cases.export("bert", "embedding", request.param)
 
 
 def operators(path: Path) -> list[str]:

@@ -42,8 +42,8 @@ def quantise(path: Path, precision: Precision, feeds: Sequence[Mapping[str, Any]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return cases.export(tmp_path_factory.mktemp("bert"), "bert", HEAD, request.param)
+def exported(request: pytest.FixtureRequest) -> Any:
+    return cases.export("bert", HEAD, request.param)
 
 
 @pytest.mark.parametrize("precision", BOTH)

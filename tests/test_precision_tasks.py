@@ -38,16 +38,16 @@ CONVERT: dict[Precision, Callable[..., Conversion]] = {
     "fp16": float16.convert,
     "bf16": float16.convert,
 }
-BUILDS: tuple[tuple[str, str, Precision], ...] = (
+BUILDS = (
     ("topics", "packed", "int8"),
-    ("tags", "bucketed", "int8"),
-    ("answers", "packed", "int8"),
-    ("ranks", "bucketed", "int8"),
     ("masks", "packed", "int8_dynamic"),
-    ("hypotheses", "packed", "int8"),
     ("images", "", "int8"),
+    pytest.param("tags", "bucketed", "int8", marks=pytest.mark.long),
+    pytest.param("answers", "packed", "int8", marks=pytest.mark.long),
+    pytest.param("ranks", "bucketed", "int8", marks=pytest.mark.long),
+    pytest.param("hypotheses", "packed", "int8", marks=pytest.mark.long),
 )
-"""Each task once: pipeline of `MODELS`, layout, precision. An export takes seconds."""
+"""Each task once: pipeline of `MODELS`, layout, precision. Their search of layers is long."""
 
 
 def traffic_of(task: str, folder: Path) -> list[dict[str, Any]]:

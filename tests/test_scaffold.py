@@ -32,7 +32,7 @@ from triptych.runtime.rows_image import Limits, open_image
 from triptych.tasks import TASKS
 from triptych.tensors import Tensor
 
-README = (ROOT / "pipelines/README.md").read_text(encoding="utf-8")
+README = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
 FACTS = ModelFacts(
     sha256="",
     architecture="Any",

@@ -22,6 +22,8 @@ from triptych.tune.objective import Objective
 from triptych.tune.trial_servers import Setting, trial_servers
 from triptych.tune.tune import Tuning, tune_pipeline
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
