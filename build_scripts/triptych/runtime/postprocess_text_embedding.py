@@ -1,4 +1,4 @@
-"""Decodes text-embedding: shorten the vectors and encode them as the request asks."""
+"""Decodes text-embedding: shorten the vectors and encode them as the request row_inputs."""
 
 from __future__ import annotations
 

@@ -126,12 +126,14 @@ class RowMaker:
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         """The pixels of every row; a request with a bad image gets its first fault instead."""
-        crowded = [self._crowded(ask.columns[FIELD]) for ask in requests]
-        pixels = [np.empty((len(ask.columns[FIELD]), *self._shape), np.uint8) for ask in requests]
+        crowded = [self._crowded(request.columns[FIELD]) for request in requests]
+        pixels = [
+            np.empty((len(request.columns[FIELD]), *self._shape), np.uint8) for request in requests
+        ]
         jobs = [
             partial(self._fill, pixels[index], row, data)
-            for index, ask in enumerate(requests)
-            for row, data in enumerate([] if crowded[index] else ask.columns[FIELD])
+            for index, request in enumerate(requests)
+            for row, data in enumerate([] if crowded[index] else request.columns[FIELD])
         ]
         with own_limits():
             if len(jobs) == 1 or self._threads == 1:

@@ -19,15 +19,15 @@ class RowMaker(TokenRowMaker):
         self._lowercase: bool = settings["lowercase"]
         super().__init__(settings, folder)
 
-    def inputs(self, ask: RowInputs) -> list[Input]:
+    def inputs(self, request: RowInputs) -> list[Input]:
         """One text, or one pair, a row."""
-        texts: list[str] = ask.columns["text"]
-        prompt = self._prompts.get(ask.parameters.get("prompt_name", ""), "")
+        texts: list[str] = request.columns["text"]
+        prompt = self._prompts.get(request.parameters.get("prompt_name", ""), "")
         if prompt:
             texts = [prompt + text for text in texts]
         if self._lowercase:
             texts = [text.lower() for text in texts]
         if len(self.fields) == 1:
             return list(texts)
-        check_filled(ask, self.fields)
-        return list(zip(texts, ask.columns["text_pair"], strict=True))
+        check_filled(request, self.fields)
+        return list(zip(texts, request.columns["text_pair"], strict=True))

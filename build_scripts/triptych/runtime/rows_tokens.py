@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .carry import Carry, pack
-from .row_types import RowInputs
+from .row_types import Row, RowInputs
 from .token_kinds import make_kinds
-from .token_rows import Input, Row, TokenRowMaker
+from .token_rows import Input, TokenRowMaker
 
 
 class RowMaker(TokenRowMaker):
@@ -26,12 +26,12 @@ class RowMaker(TokenRowMaker):
         self._prefix: str | None = getattr(model, "continuing_subword_prefix", None)
         self._unk_id: int | None = settings["unk_token_id"]
 
-    def inputs(self, ask: RowInputs) -> list[Input]:
+    def inputs(self, request: RowInputs) -> list[Input]:
         """One text a row."""
-        return list(ask.columns["text"])
+        return list(request.columns["text"])
 
     def finish(
-        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
+        self, request: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
     ) -> list[Row]:
         """One core row a text."""
         rows = []

@@ -11,9 +11,9 @@ import numpy as np
 from .carry import OUTSIDE, WORD_START, Carry, pack
 from .faults import RequestError
 from .pairs import PairForm
-from .row_types import RowInputs
+from .row_types import Row, RowInputs
 from .token_kinds import word_offsets
-from .token_rows import Input, Row, TokenRowMaker, check_filled
+from .token_rows import Input, TokenRowMaker, check_filled
 
 LARGEST_STRIDE = 128
 
@@ -45,11 +45,11 @@ class RowMaker(TokenRowMaker):
                 "Raise it",
             )
 
-    def inputs(self, ask: RowInputs) -> list[Input]:
+    def inputs(self, request: RowInputs) -> list[Input]:
         """One pair a row."""
-        check_filled(ask, self.fields)
-        questions = ask.columns["text"]
-        contexts = ask.columns["text_pair"]
+        check_filled(request, self.fields)
+        questions = request.columns["text"]
+        contexts = request.columns["text_pair"]
         pairs: list[Input] = list(zip(questions, contexts, strict=True))
         halves = self._form.halves([*questions, *contexts])
         windows = 0
@@ -71,7 +71,7 @@ class RowMaker(TokenRowMaker):
         return pairs
 
     def finish(
-        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
+        self, request: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
     ) -> list[Row]:
         """As many core rows a pair as it has windows."""
         rows = []
