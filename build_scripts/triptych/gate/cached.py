@@ -14,7 +14,7 @@ from triptych.gate.reference_rows import reference_of
 from triptych.pipeline.precisions import Precision
 from triptych.requests.prepare import Prepared
 from triptych.requests.samples import hash_requests, rows_of
-from triptych.tasks.accuracy import thresholds
+from triptych.tasks.accuracy import metrics_of, thresholds
 
 CODE = (
     "gate/*.py",
@@ -111,7 +111,7 @@ def limits_of(prepared: Prepared, precision: str) -> dict[str, float]:
     """
     plan = prepared.plan
     overrides = plan.spec.accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
-    return thresholds(plan.task.name, plan.core.returns, precision, overrides)
+    return thresholds(plan.task, precision, overrides)
 
 
 def decoding_of(prepared: Prepared) -> Decoding:
@@ -126,7 +126,7 @@ def decoding_of(prepared: Prepared) -> Decoding:
 
 
 def _check(
-    prepared: Prepared, artifact: Path, precision: str, limits: Mapping[str, float]
+    prepared: Prepared, artifact: Path, precision: Precision, limits: Mapping[str, float]
 ) -> dict[str, Any]:
     from triptych.gate.artifact import open_core
     from triptych.gate.check import Labelled, check
@@ -147,11 +147,10 @@ def _check(
         reference_of(prepared, rows_of(prepared.requests)),
         plan.core,
         limits,
-        task=task.name,
+        metrics=metrics_of(task),
         precision=precision,
         batch_size=plan.max_batch_size,
-        # Only a custom task's pipeline knows what its answers mean: the core alone is judged.
-        decoding=None if task.name == "custom" else decoding_of(prepared),
+        decoding=decoding_of(prepared) if task.decodes_answers else None,
         labelled=labelled,
         notes=prepared.notes,
     )

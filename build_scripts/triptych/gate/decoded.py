@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.gate.artifact import RowOutputs
-from triptych.gate.runs import choices_of, chooses
+from triptych.gate.runs import choices_of
 from triptych.requests.samples import Expected, GateRequest, by_request
 from triptych.runtime import module_of
 from triptych.runtime.carry import unpack
@@ -89,7 +89,7 @@ def reference_row_outputs(
             the one that the artifact chose is chosen, so that a tie is no disagreement.
     """
     names = [tensor.name for tensor in core.outputs]
-    if not chooses(core):
+    if not core.chooses:
         return [dict(zip(names, values, strict=True)) for values in expected]
     rows = []
     for place, (every,) in enumerate(expected):

@@ -132,11 +132,6 @@ def tokens_of(sample: Sample) -> int:
     return len(sample.ids) if isinstance(sample, TokenRow) else 0
 
 
-def chooses(core: Core) -> bool:
-    """Whether the core returns the best classes instead of all."""
-    return core.returns in ("choices", "token_choices")
-
-
 def choices_of(row: RowOutputs, core: Core) -> tuple[NDArray[Any], NDArray[Any]]:
     """Ids and scores of the classes chosen: ``[1 or tokens, choices]``."""
     ids, scores = (row[tensor.name] for tensor in core.outputs)
@@ -151,7 +146,7 @@ def _fault(row: RowOutputs, sample: Sample, expected: Expected, core: Core) -> s
         shape = tuple(tokens_of(sample) if isinstance(dim, str) else dim for dim in tensor.dims)
         if row[tensor.name].shape != shape:
             return f"{tensor.name} has the shape {list(row[tensor.name].shape)}, not {list(shape)}"
-    if chooses(core):
+    if core.chooses:
         return _choice_fault(row, expected, core)
     for tensor, wanted in zip(core.outputs, expected, strict=True):
         if row[tensor.name].shape != wanted.shape:

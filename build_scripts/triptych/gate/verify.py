@@ -13,9 +13,8 @@ from triptych.errors import Progress, UserError
 from triptych.gate.cached import decoding_of, limits_of
 from triptych.gate.decoded import Decoded, decode, reference_row_outputs
 from triptych.gate.live.replies import LiveCase, Rules
-from triptych.gate.live.requests import live_requests, refusals
-from triptych.gate.live.send import run_live
-from triptych.gate.live.verdict import LiveVerdict, judge
+from triptych.gate.live.send import live_requests, refusals, run_live
+from triptych.gate.live.verdict import LiveVerdict, judge_live
 from triptych.gate.reference_rows import reference_of
 from triptych.plan.plan import Plan
 from triptych.repository.lock import read_lock
@@ -126,17 +125,16 @@ def verify_pipeline(
         mean_batch=runs.mean_batch,
         seconds=seconds,
         accepted=str(_built_gate(plan, repository).get("accepted", "")),
-        found=judge(cases, runs, rules),
+        found=judge_live(cases, runs, rules),
     )
 
 
 def _rules(prepared: Prepared, precision: str) -> Rules:
     plan = prepared.plan
     return Rules(
-        task=plan.task.name,
+        task=plan.task,
         tolerance=TOLERANCES[precision],
         limits=limits_of(prepared, precision),
-        json_outputs=tuple(t.name for t in plan.task.outputs if t.content == "json"),
         hooked=plan.spec.custom is not None or find_hook(plan.spec.folder, "after") is not None,
     )
 

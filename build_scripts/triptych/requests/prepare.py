@@ -41,7 +41,8 @@ from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import HOOKS_FILE, load_hooks
 from triptych.tasks import Task, find_task
 from triptych.tasks.custom import custom_task
-from triptych.tasks.metrics.labels import EVAL_FILE, LabelledRow, first_rows, read_labels
+from triptych.tasks.eval_file import EVAL_FILE, first_rows, read_labels
+from triptych.tasks.metrics.labels import LabelledRow
 
 LABELLED_ROWS = 2000
 """Of more labelled rows, only the first ones are run."""
@@ -214,8 +215,8 @@ def _labelled(
     path = spec.folder / EVAL_FILE
     if not path.is_file():
         return (), (), ()
-    every = read_labels(path, spec.task, [tensor.name for tensor in asker.task.inputs])
-    rows = first_rows(every, spec.task, LABELLED_ROWS)
+    every = read_labels(path, asker.task)
+    rows = first_rows(every, asker.task, LABELLED_ROWS)
     lines = [
         TrafficRow(row.line, inputs, row.parameters) for row in rows for inputs in row.requests
     ]

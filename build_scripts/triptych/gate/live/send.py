@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,11 @@ from triptych.client import (
     StepStatistics,
 )
 from triptych.errors import UserError
+from triptych.gate.decoded import as_floats
 from triptych.plan.plan import Plan
+from triptych.requests.samples import GateRequest
+from triptych.runtime import open_row_maker
+from triptych.runtime.row_types import RowInputs
 
 ALONE, TOGETHER, REVERSED = "alone", "together", "reversed"
 WAYS = (ALONE, TOGETHER, REVERSED)
@@ -101,6 +106,48 @@ def live_request(
         if name not in defaults or defaults[name] != value
     }
     return LiveRequest(inputs, given)
+
+
+def live_requests(plan: Plan, requests: Sequence[GateRequest]) -> list[LiveRequest]:
+    """What a client sends for each of `requests`."""
+    return [
+        live_request(request.sent, as_floats(request.parameters), plan.parameters)
+        for request in requests
+    ]
+
+
+def refusals(
+    plan: Plan, folder: Path, requests: Sequence[GateRequest], sent: Sequence[LiveRequest]
+) -> list[str]:
+    """For each request the words in which the pipeline must refuse it; empty where it must not.
+
+    The gate's own rows are cut to the limit whatever the spec says; a server does what it says.
+
+    Args:
+        plan: with the limits.
+        folder: with the ``tokenizer.json``, where the task has one.
+        requests: of the gate.
+        sent: what a client sends for each.
+    """
+    maker = open_row_maker(plan.task.rows, {**plan.row_settings, "bucket_edges": []}, folder)
+    row_inputs = [
+        RowInputs({name: [value] for name, value in request.inputs.items()}, request.parameters)
+        for request in requests
+    ]
+    limit = plan.spec.tokenizer.max_text_bytes
+    found = []
+    for live, rows in zip(sent, maker.make(row_inputs), strict=True):
+        # Texts are measured before anything else is done with them.
+        long = [
+            name
+            for name, value in live.inputs.items()
+            if isinstance(value, str) and len(value.encode()) > limit
+        ]
+        if long:
+            found.append(f"`{long[0]}` must have at most {limit} bytes")
+        else:  # a client with one row is not told which one
+            found.append(str(rows).removeprefix("row 0: ") * isinstance(rows, Exception))
+    return found
 
 
 def run_live(
