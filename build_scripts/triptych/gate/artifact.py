@@ -30,12 +30,7 @@ def open_onnx(
 ) -> RunBatch:
     """A function that runs one batch of rows through a ``model.onnx`` of any precision on the CPU.
 
-    Args:
-        path: of the graph.
-        core: what it returns.
-        inputs: of the graph, as `core_feed` takes them.
-        packed: the layout.
-        pad_token_id: fills rows up.
+    The other arguments are those of `by_rows`.
     """
     session = open_session(path)
     names = [tensor.name for tensor in core.outputs]

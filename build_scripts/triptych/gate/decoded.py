@@ -14,11 +14,11 @@ from triptych.gate.artifact import RowOutputs
 from triptych.gate.runs import choices_of
 from triptych.requests.samples import Expected, GateRequest, by_request
 from triptych.runtime import module_of
-from triptych.runtime.carry import unpack
+from triptych.runtime.carry import Arrays, unpack
 from triptych.tasks.metrics.ranks import TIE
 from triptych.tasks.task import Core, Task
 
-Decoded = dict[str, NDArray[Any]]
+Decoded = Arrays
 """The outputs of the ensemble for one request of one row, by name, ``[1, …]`` each."""
 
 
@@ -51,8 +51,7 @@ def decode(
     Args:
         decoding: how.
         requests: each of one row.
-        outputs: one a core row, in the order of the requests' rows; per-token ones have as many
-            entries as the row has tokens.
+        outputs: one a core row; per-token ones have as many entries as the row has tokens.
 
     Raises:
         ValueError: not one output a core row.

@@ -58,9 +58,9 @@ def measure(
     """
     differences, scales = [], []
     for place, wanted in enumerate(expected):
-        own, right = _views(batched[place], wanted, core), _wanted(batched[place], wanted, core)
-        differences.append([_distance(a, b) for a, b in zip(own, right, strict=True)])
-        scales.append([float(np.abs(view).max(initial=0)) for view in right])
+        pairs = _pairs(batched[place], wanted, core)
+        differences.append([_distance(own, right) for own, right in pairs])
+        scales.append([float(np.abs(right).max(initial=0)) for _, right in pairs])
     found = np.array(differences)
     # numpy's maximum is NaN where anything is, Python's is not.
     largest, scale = found.max(axis=0), np.maximum(1.0, np.max(scales, axis=0))
@@ -133,13 +133,10 @@ def core_error(
 
 def _squares(row: RowOutputs, expected: Expected, core: Core) -> tuple[float, float]:
     """Squared lengths of a row's error and of its reference; of choices, in all classes' scores."""
-    own, right = _views(row, expected, core), _wanted(row, expected, core)
-    if core.chooses:
-        own, right = own[1:], right[1:]
+    pairs = _pairs(row, expected, core)[int(core.chooses) :]
     with np.errstate(invalid="ignore", over="ignore"):
-        pairs = zip(own, right, strict=True)
-        off = sum(float(np.square(a.astype(np.float64) - b).sum()) for a, b in pairs)
-        return off, sum(float(np.square(b.astype(np.float64)).sum()) for b in right)
+        off = sum(float(np.square(own.astype(np.float64) - right).sum()) for own, right in pairs)
+        return off, sum(float(np.square(right.astype(np.float64)).sum()) for _, right in pairs)
 
 
 def _view_names(core: Core) -> list[str]:
@@ -164,13 +161,16 @@ def _views(row: RowOutputs, expected: Expected, core: Core) -> list[NDArray[np.f
     return [scores, every]
 
 
-def _wanted(row: RowOutputs, expected: Expected, core: Core) -> list[NDArray[np.float32]]:
-    """The same of the reference, with as many choices as the row has."""
-    if not core.chooses:
-        return list(expected)
-    ids, _ = choices_of(row, core)
-    every = expected[0].reshape(len(ids), -1)
-    return [-np.sort(-every, axis=1)[:, : ids.shape[1]], every]
+def _pairs(
+    row: RowOutputs, expected: Expected, core: Core
+) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """Each of a row's views with the reference's, with as many choices as the row has."""
+    right = list(expected)
+    if core.chooses:
+        ids, _ = choices_of(row, core)
+        every = expected[0].reshape(len(ids), -1)
+        right = [-np.sort(-every, axis=1)[:, : ids.shape[1]], every]
+    return list(zip(_views(row, expected, core), right, strict=True))
 
 
 def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:

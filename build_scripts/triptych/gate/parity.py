@@ -51,7 +51,7 @@ def check_engine(
         run_feed: runs one batch on the engine.
         onnx: the graph.
         rows: of the traffic, and made up.
-        core: what it returns.
+        core: what graph and engine return.
         inputs: names of the graph's inputs.
         profiles: of the engine.
         precision: of the engine, which decides the limits.

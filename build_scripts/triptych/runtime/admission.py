@@ -35,7 +35,6 @@ class InFlight:
     """
 
     def __init__(self, pipeline: str) -> None:
-        """Open the counts of `pipeline`; the first of its processes makes it."""
         prefix = os.environ.get(PREFIX_VARIABLE, "triptych_")
         server = _identify(os.getppid())
         for other in SHARED_MEMORY.glob(f"triptych_*in_flight.*.{pipeline}"):
@@ -87,7 +86,6 @@ class Admission:
     """Lets requests of one preprocess instance into the pipeline while there is room."""
 
     def __init__(self, in_flight: InFlight, limit: int) -> None:
-        """Let in at most `limit` requests at a time, counted over all instances."""
         self._in_flight = in_flight
         self._slot = in_flight.take_slot()
         self._limit = limit
@@ -95,7 +93,6 @@ class Admission:
         self._progress_at = time.monotonic()
 
     def room(self) -> int:
-        """Requests that may enter now."""
         under_way = self._in_flight.under_way()
         now = time.monotonic()
         if under_way < self._last_seen or under_way < self._limit:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ _HEADER = struct.Struct("<iii")
 
 
 class Carry(NamedTuple):
-    """One core row's.
+    """What one core row brings.
 
     Attributes:
         row: the request's row it is made of, from 0.
@@ -29,6 +30,13 @@ class Carry(NamedTuple):
     text: str
     offsets: NDArray[np.int32]
     kinds: NDArray[np.uint8]
+
+
+Arrays = dict[str, NDArray[Any]]
+"""A decoder's outputs of the core, ``[core rows, ...]`` each, or of the ensemble, ``[n, ...]``."""
+
+Carries = Sequence[Carry]
+Parameters = Mapping[str, Any]
 
 
 def pack(carry: Carry) -> bytes:

@@ -45,7 +45,6 @@ def load_hooks(folder: Path) -> ModuleType | None:
 
 
 def find_hook(folder: Path, name: str) -> Hook | None:
-    """The function `name` of the hooks in `folder`, or None."""
     hook: Hook | None = getattr(load_hooks(folder), name, None)
     return hook
 

@@ -41,7 +41,6 @@ class RowTokens:
             return
 
     def count(self, answered: Sequence[CoreRows]) -> None:
-        """Count the rows of a batch of requests; some batches also flush."""
         if not self._counters:
             return
         if answered:

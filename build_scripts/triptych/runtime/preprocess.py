@@ -27,7 +27,6 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the task's row maker and the pipeline's hooks, which lie beside this file."""
         settings = settings_of(args)
         folder = Path(__file__).parent
         self._fields = settings["inputs"]
@@ -76,7 +75,6 @@ class TritonPythonModel:
         return responses
 
     def finalize(self) -> None:
-        """Leave no row uncounted."""
         self._row_tokens.flush()
 
     def _read(self, request: Any) -> RowInputs:

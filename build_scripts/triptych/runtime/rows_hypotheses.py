@@ -13,7 +13,6 @@ class RowMaker(TokenRowMaker):
     strategy = "only_first"
 
     def inputs(self, request: RowInputs) -> list[Input]:
-        """Labels times texts."""
         check_filled(request, ["text"])
         labels = request.parameters.get("labels")
         if not labels:

@@ -40,12 +40,7 @@ _ASPECT = "must not be so much longer than wide, or wider than long, that resizi
 
 
 class Limits(NamedTuple):
-    """What an image may cost.
-
-    Attributes:
-        image_bytes: most bytes of the encoded image.
-        pixels: most pixels, as sent and as resized.
-    """
+    """What an image may cost: bytes as encoded, and pixels as sent and as resized."""
 
     image_bytes: int
     pixels: int
@@ -89,9 +84,7 @@ def open_image(data: bytes, limits: Limits, row: int) -> Image.Image:
 def to_pixels(image: Image.Image, facts: Mapping[str, Any]) -> NDArray[np.uint8]:
     """What the core takes of an RGB image: UINT8 ``[height, width, channels]``.
 
-    Args:
-        image: in RGB.
-        facts: `ImageFacts` as plain data.
+    `facts` are `ImageFacts` as plain data.
     """
     height, width = resized(facts, image.height, image.width)
     if facts["resize"] != "none":
@@ -146,12 +139,9 @@ class RowMaker:
             if fault is not None:
                 answers.append(fault)
                 continue
-            own = [
-                own_fault
-                for own_fault in faults[start : start + len(tensor)]
-                if own_fault is not None
-            ]
-            answers.append(own[0] if own else CoreRows({"pixels": tensor}, [], 0))
+            own = faults[start : start + len(tensor)]
+            first = next((each for each in own if each is not None), None)
+            answers.append(first or CoreRows({"pixels": tensor}, [], 0))
             start += len(tensor)
         return answers
 

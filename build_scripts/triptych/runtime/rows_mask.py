@@ -14,13 +14,9 @@ class RowMaker(TokenRowMaker):
     """Texts as they are, each with exactly one mask token."""
 
     def inputs(self, request: RowInputs) -> list[Input]:
-        """One text a row."""
         return list(request.columns["text"])
 
-    def finish(
-        self, request: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row]:
-        """One core row a text."""
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         mask, mask_id = self.settings["mask_token"], self.settings["mask_token_id"]
         for number, encoding in enumerate(encodings):
             masks = encoding.ids.count(mask_id)
@@ -32,4 +28,4 @@ class RowMaker(TokenRowMaker):
                     f"Write {mask} in place of the word to be filled in",
                     number,
                 )
-        return super().finish(request, inputs, encodings)
+        return super().finish(inputs, encodings)

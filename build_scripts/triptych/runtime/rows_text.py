@@ -14,13 +14,11 @@ class RowMaker(TokenRowMaker):
     """Texts with the model's prompt before them where it has one; pairs as they are."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Load the tokenizer."""
         self._prompts: Mapping[str, str] = settings.get("prompts", {})
         self._lowercase: bool = settings["lowercase"]
         super().__init__(settings, folder)
 
     def inputs(self, request: RowInputs) -> list[Input]:
-        """One text, or one pair, a row."""
         texts: list[str] = request.columns["text"]
         prompt = self._prompts.get(request.parameters.get("prompt_name", ""), "")
         if prompt:

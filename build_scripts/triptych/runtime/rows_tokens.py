@@ -20,20 +20,15 @@ class RowMaker(TokenRowMaker):
     offsets = True
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Load the tokenizer."""
         super().__init__(settings, folder)
         model = self.tokenizer.model
         self._prefix: str | None = getattr(model, "continuing_subword_prefix", None)
         self._unk_id: int | None = settings["unk_token_id"]
 
     def inputs(self, request: RowInputs) -> list[Input]:
-        """One text a row."""
         return list(request.columns["text"])
 
-    def finish(
-        self, request: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row]:
-        """One core row a text."""
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         rows = []
         for number, (text, encoding) in enumerate(zip(inputs, encodings, strict=True)):
             offsets = np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)

@@ -25,7 +25,6 @@ class RowMaker(TokenRowMaker):
     offsets = True
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Load the tokenizer."""
         self.stride = min(settings["max_length"] // 2, LARGEST_STRIDE)
         super().__init__(settings, folder)
 
@@ -46,7 +45,6 @@ class RowMaker(TokenRowMaker):
             )
 
     def inputs(self, request: RowInputs) -> list[Input]:
-        """One pair a row."""
         check_filled(request, self.fields)
         questions = request.columns["text"]
         contexts = request.columns["text_pair"]
@@ -70,9 +68,7 @@ class RowMaker(TokenRowMaker):
         self.check_count(windows)
         return pairs
 
-    def finish(
-        self, request: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row]:
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         """As many core rows a pair as it has windows."""
         rows = []
         for number, (pair, encoding) in enumerate(zip(inputs, encodings, strict=True)):

@@ -32,7 +32,6 @@ class TokenRowMaker(ABC):
     """Tokens that a window shares with the one before it."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Load ``tokenizer.json`` of `folder`."""
         self.settings = settings
         self.fields: list[str] = settings["inputs"]
         self.max_length: int = settings["max_length"]
@@ -52,7 +51,6 @@ class TokenRowMaker(ABC):
         self._encode(["warm up"])
 
     def configure(self) -> None:
-        """Set truncation up."""
         if self.truncates:
             self.tokenizer.enable_truncation(
                 self.max_length, stride=self.stride, strategy=self.strategy, direction=self._cut
@@ -66,9 +64,7 @@ class TokenRowMaker(ABC):
             RequestError: the request is at fault.
         """
 
-    def finish(
-        self, request: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row]:
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         """The core rows of one request, one an input unless the task says otherwise.
 
         Raises:
@@ -77,7 +73,6 @@ class TokenRowMaker(ABC):
         return [self.row(encoding) for encoding in encodings]
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
-        """The core's tensors for each request, or its fault."""
         return [
             rows if isinstance(rows, Exception) else self._tensors(rows)
             for rows in self.token_rows(requests)
@@ -93,10 +88,8 @@ class TokenRowMaker(ABC):
         encodings = self._encode(flat)
         spans = pairwise(accumulate(sizes, initial=0))
         return [
-            inputs
-            if isinstance(inputs, Exception)
-            else self._finish(request, inputs, encodings[i:j])
-            for request, inputs, (i, j) in zip(requests, asked, spans, strict=True)
+            inputs if isinstance(inputs, Exception) else self._finish(inputs, encodings[i:j])
+            for inputs, (i, j) in zip(asked, spans, strict=True)
         ]
 
     def row(self, encoding: Any, carry: bytes = b"") -> Row:
@@ -108,9 +101,7 @@ class TokenRowMaker(ABC):
             return Row(ids, len(ids), carry)
         return Row(ids, len(ids) - sum(encoding.type_ids), carry)
 
-    def _finish(
-        self, request: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row] | Exception:
+    def _finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row] | Exception:
         try:
             for number, encoding in enumerate(encodings):
                 if isinstance(encoding, RequestError):
@@ -119,18 +110,14 @@ class TokenRowMaker(ABC):
                     raise RequestError(
                         "text", "must be text the tokenizer takes", encoding, "Correct it", number
                     )
-            rows = self.finish(request, inputs, encodings)
+            rows = self.finish(inputs, encodings)
             self._check(rows)
         except Exception as error:
             return error
         return rows
 
     def check_count(self, rows: int) -> None:
-        """A request comes to no more core rows than a batch holds.
-
-        Raises:
-            RequestError: it does.
-        """
+        """Refuse a request that comes to more core rows than a batch holds."""
         if rows > self.max_core_rows:
             raise RequestError(
                 "request",
@@ -220,11 +207,7 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np
 
 
 def check_filled(request: RowInputs, fields: Sequence[str]) -> None:
-    """Every one of `fields` says something in every row.
-
-    Raises:
-        RequestError: one is empty or blank.
-    """
+    """Refuse a request with an empty or blank text in one of `fields`."""
     for field in fields:
         for number, text in enumerate(request.columns[field]):
             if not text.strip():

@@ -102,7 +102,7 @@ def _fate(reply: Reply) -> str:
 
 
 def _fault_of(case: LiveCase, reply: Reply, rules: Rules) -> tuple[str, str] | None:
-    """What kind of fault a reply has, and its words; None where it is as it must be."""
+    """Kind and words; None where the reply is as it must be."""
     if reply.outputs is None:
         said = "" if reply.error is None else reply.error.message
         if not reply.refused:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from triptych.client import (
     AccessDenied,
@@ -32,6 +31,7 @@ from triptych.plan.plan import Plan
 from triptych.requests.samples import GateRequest
 from triptych.runtime import open_row_maker
 from triptych.runtime.row_types import RowInputs
+from triptych.tasks.metrics.outputs import Outputs
 
 ALONE, TOGETHER, REVERSED = "alone", "together", "reversed"
 WAYS = (ALONE, TOGETHER, REVERSED)
@@ -51,27 +51,21 @@ _NUMPY_TYPES: Mapping[str, type[np.generic]] = {
     "INT64": np.int64,
     "FP32": np.float32,
 }
-Parameter = bool | int | float | str
 
 
 @dataclass(frozen=True)
 class LiveRequest:
-    """One request of one row, as a client sends it.
-
-    Attributes:
-        inputs: name to text, or the bytes of an image.
-        parameters: those that the request gives; the pipeline has defaults for the others.
-    """
+    """One request of one row, as a client sends it; the pipeline has defaults for the rest."""
 
     inputs: Mapping[str, str | bytes]
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, bool | int | float | str]
 
 
 @dataclass(frozen=True)
 class Reply:
     """What came back: outputs by name, ``[1, …]`` each, or an error."""
 
-    outputs: Mapping[str, NDArray[Any]] | None = None
+    outputs: Outputs | None = None
     error: InferenceError | None = None
 
     @property
@@ -122,12 +116,7 @@ def refusals(
     """For each request the words in which the pipeline must refuse it; empty where it must not.
 
     The gate's own rows are cut to the limit whatever the spec says; a server does what it says.
-
-    Args:
-        plan: with the limits.
-        folder: with the ``tokenizer.json``, where the task has one.
-        requests: of the gate.
-        sent: what a client sends for each.
+    `folder` has the ``tokenizer.json``, where the task has one; `sent` is what a client sends.
     """
     maker = open_row_maker(plan.task.rows, {**plan.row_settings, "bucket_edges": []}, folder)
     row_inputs = [
@@ -203,11 +192,7 @@ def run_live(
 
 
 def check_interface(plan: Plan, config: PipelineConfig, url: str) -> None:
-    """The pipeline served has the inputs and outputs that the plan gives it.
-
-    Raises:
-        UserError: it has others.
-    """
+    """Raise `UserError` unless the pipeline served has the inputs and outputs of the plan."""
     wanted = {
         tensor.name: (_NUMPY_TYPES[tensor.dtype], tuple(max(dim, 0) for dim in tensor.config_dims))
         for tensor in plan.task.outputs

@@ -70,13 +70,7 @@ class LiveVerdict:
 
 
 def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> LiveVerdict:
-    """Hold every reply to what the spec and the reference say, fail-closed.
-
-    Args:
-        cases: in the order of the requests sent.
-        runs: what came back.
-        rules: what it is held to.
-    """
+    """Hold every reply, in the order of the cases, to spec and reference, fail-closed."""
     ways = {way: sort_replies(cases, runs.replies[way], rules) for way in WAYS}
     held = _Held(cases, rules)
     read = {way: held.figures(view) for way, view in ways.items()}
@@ -111,12 +105,7 @@ def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> LiveV
 
 
 class _Figures(NamedTuple):
-    """What the rows of one way of sending come to.
-
-    Attributes:
-        values: metric to figure.
-        badness: place of a case to how bad its answer is.
-    """
+    """What the rows of one way of sending come to: by metric, and by place of a case."""
 
     values: Mapping[str, float]
     badness: Mapping[int, float]
