@@ -82,7 +82,6 @@ def open_core(path: Path, plan: Plan) -> RunBatch:
 def _cut(
     values: NDArray[Any], index: int, start: int, row: TokenRow, core: Core, *, packed: bool
 ) -> NDArray[Any]:
-    """What belongs to one row of an output of the whole batch."""
     places = slice(start, start + len(row.ids)) if packed else (index, slice(len(row.ids)))
     result: NDArray[Any] = values[places] if core.per_token else values[index]
     return result

@@ -187,7 +187,6 @@ def _core_values(
 
 
 def _said(measured: Sequence[Measured], limits: Mapping[str, float]) -> dict[str, list[str]]:
-    """What of the core's outputs breaks a limit, in words."""
     limit = limits.get("max_difference", math.inf)
     allowed = limits.get("neighbour_effect", math.inf)
     return {

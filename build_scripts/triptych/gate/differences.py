@@ -195,7 +195,6 @@ def _effects(
 
 
 def _chosen(row: RowOutputs, every: NDArray[np.float32], core: Core) -> NDArray[np.bool_]:
-    """The places of `every` that the row has chosen."""
     ids, _ = choices_of(row, core)
     chosen = np.zeros(every.shape, dtype=bool)
     np.put_along_axis(chosen, ids.astype(np.int64), values=True, axis=1)

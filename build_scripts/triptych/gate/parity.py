@@ -81,7 +81,6 @@ def check_engine(
 
 
 def _metrics_of(core: Core) -> tuple[str, ...]:
-    """What is measured of a core's own outputs without a decoder."""
     own: tuple[str, ...] = ()
     if core.returns == "vector":
         own = COSINES

@@ -66,13 +66,11 @@ class InFlight:
         raise RuntimeError(f"a pipeline has at most {SLOTS} preprocess instances")
 
     def admit(self, slot: int) -> int:
-        """Count one more request; returns its ticket."""
         number = self._admitted[slot] + 1
         self._admitted[slot] = number
         return slot << SLOT_BITS | number
 
     def settle(self, ticket: int) -> None:
-        """Note that the request with `ticket` has come through."""
         slot, number = ticket >> SLOT_BITS, ticket & ((1 << SLOT_BITS) - 1)
         if number > self._settled[slot]:
             self._settled[slot] = number
@@ -104,7 +102,6 @@ class Admission:
         return self._limit - under_way
 
     def admit(self) -> int:
-        """Count one request in; returns its ticket."""
         return self._in_flight.admit(self._slot)
 
 

@@ -40,7 +40,6 @@ Parameters = Mapping[str, Any]
 
 
 def pack(carry: Carry) -> bytes:
-    """One carry as the element of a BYTES tensor."""
     text = carry.text.encode("utf-8")
     header = _HEADER.pack(carry.row, len(carry.kinds), len(text))
     offsets = np.ascontiguousarray(carry.offsets, dtype="<i4").tobytes()
@@ -48,7 +47,6 @@ def pack(carry: Carry) -> bytes:
 
 
 def unpack(data: bytes) -> Carry:
-    """What `pack` made."""
     row, tokens, size = _HEADER.unpack_from(data)
     start = _HEADER.size
     offsets = np.frombuffer(data, "<i4", 2 * tokens, start).reshape(tokens, 2)

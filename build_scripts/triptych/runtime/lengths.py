@@ -54,7 +54,6 @@ class RowTokens:
             self.flush()
 
     def flush(self) -> None:
-        """Add what was counted since the last time to the counters on the page."""
         if not self._counters or not self._rows.any():
             return
         # From the last bucket to the first: whoever reads meanwhile sees no bucket above a later

@@ -26,8 +26,6 @@ class Decoder:
 
 
 class _TokenTexts(dict[int, bytes]):
-    """Token id to its text as UTF-8, each decoded when first asked for."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenizer = tokenizer

@@ -122,7 +122,6 @@ def _join(
 
 
 def _best(scores: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
-    """Index and score of the best class, of ``[pieces, C]``."""
     label = scores.argmax(axis=1)
     return label, scores[np.arange(len(scores)), label]
 

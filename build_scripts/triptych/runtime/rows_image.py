@@ -110,7 +110,6 @@ class RowMaker:
     """One core row a row: ``pixels`` UINT8 ``[n, height, width, channels]``."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Take ``image`` (`ImageFacts`), ``max_image_bytes`` and ``max_pixels`` of `settings`."""
         self._facts: Mapping[str, Any] = settings["image"]
         self._limits = Limits(settings["max_image_bytes"], settings["max_pixels"])
         self._shape = tuple(self._facts[axis] for axis in ("height", "width", "channels"))

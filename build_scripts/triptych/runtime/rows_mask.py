@@ -11,8 +11,6 @@ from .token_rows import Input, TokenRowMaker
 
 
 class RowMaker(TokenRowMaker):
-    """Texts as they are, each with exactly one mask token."""
-
     def inputs(self, request: RowInputs) -> list[Input]:
         return list(request.columns["text"])
 

@@ -23,7 +23,6 @@ def choosing_core(auto_class: str, reads: Reads, classes: int) -> Core:
 
 
 def top_k(classes: int, *, default: int) -> Mapping[str, Rule]:
-    """The request parameter that says how many choices to return."""
     kept = min(classes, LARGEST_TOP_K)
     return {"top_k": Rule("int", default=min(default, kept), min=1, max=kept)}
 

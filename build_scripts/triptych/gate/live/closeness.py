@@ -61,7 +61,6 @@ def differences(one: Outputs, other: Outputs, json_outputs: Sequence[str]) -> di
 
 
 def same(one: Outputs, other: Outputs) -> bool:
-    """Whether all that is no floating-point number is equal."""
     return all(
         np.issubdtype(array.dtype, np.floating) or bool(np.array_equal(array, other[name]))
         for name, array in one.items()
@@ -69,7 +68,6 @@ def same(one: Outputs, other: Outputs) -> bool:
 
 
 def show_answer(answer: Outputs) -> str:
-    """An answer in short, for tables: the first elements of each output."""
     parts = []
     for name, array in answer.items():
         if array.size:

@@ -54,7 +54,6 @@ class Rules:
 
     @property
     def json_outputs(self) -> list[str]:
-        """Names of outputs whose elements are JSON texts."""
         return [tensor.name for tensor in self.task.outputs if tensor.content == "json"]
 
 

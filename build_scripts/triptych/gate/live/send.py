@@ -103,7 +103,6 @@ def live_request(
 
 
 def live_requests(plan: Plan, requests: Sequence[GateRequest]) -> list[LiveRequest]:
-    """What a client sends for each of `requests`."""
     return [
         live_request(request.sent, as_floats(request.parameters), plan.parameters)
         for request in requests

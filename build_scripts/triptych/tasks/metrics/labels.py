@@ -32,7 +32,6 @@ class LabelledRow:
 
     @property
     def query(self) -> str:
-        """What passages are grouped by."""
         return self.requests[0]["text"]
 
 
