@@ -16,16 +16,15 @@ from triptych.requests.samples import Expected, GateRequest, by_request
 from triptych.runtime import module_of
 from triptych.runtime.carry import Arrays, unpack
 from triptych.tasks.metrics.ranks import TIE
-from triptych.tasks.task import Core, Task
+from triptych.tasks.task import Core, Parameters, Task
 
 Decoded = Arrays
 """The outputs of the ensemble for one request of one row, by name, ``[1, …]`` each."""
 
 
-def as_floats(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def as_floats(parameters: Parameters) -> Parameters:
     """Request parameters for answers in full: making them smaller is not the model's doing."""
-    full = {"encoding": "float"}
-    return {**parameters, **{key: full[key] for key in full if key in parameters}}
+    return {**parameters, "encoding": "float"} if "encoding" in parameters else parameters
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from .carry import Arrays, Carries, Parameters
-from .hooking import RowForm, call_hook, find_hook
+from .hooking import Row, RowForm, call_hook, find_hook
 
 PREFIX = "core_"
 
@@ -23,7 +22,7 @@ class Decoder:
 
     def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
         count = len(next(iter(outputs.values())))
-        rows: list[dict[str, Any]] = [
+        rows: list[Row] = [
             {name.removeprefix(PREFIX): value[i] for name, value in outputs.items()}
             for i in range(count)
         ]

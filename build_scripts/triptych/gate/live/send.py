@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,8 +29,10 @@ from triptych.gate.decoded import as_floats
 from triptych.plan.plan import Plan
 from triptych.requests.samples import GateRequest
 from triptych.runtime import open_row_maker
+from triptych.runtime.hooking import NUMPY_TYPES
 from triptych.runtime.row_types import RowInputs
 from triptych.tasks.metrics.outputs import Outputs
+from triptych.tasks.task import Parameters
 
 ALONE, TOGETHER, REVERSED = "alone", "together", "reversed"
 WAYS = (ALONE, TOGETHER, REVERSED)
@@ -42,15 +43,6 @@ MOST_LATE = 3
 """So many requests past their deadline, and the others are not waited for."""
 
 _NO_SERVER = (ServerUnreachable, AccessDenied, PipelineNotFound, PipelineNotReady)
-_NUMPY_TYPES: Mapping[str, type[np.generic]] = {
-    "BYTES": np.object_,
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "INT8": np.int8,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP32": np.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -89,9 +81,7 @@ class LiveRuns:
 
 
 def live_request(
-    inputs: Mapping[str, str | bytes],
-    parameters: Mapping[str, Any],
-    defaults: Mapping[str, Any],
+    inputs: Mapping[str, str | bytes], parameters: Parameters, defaults: Parameters
 ) -> LiveRequest:
     """A request that gives the `parameters` other than the `defaults`; lists go as JSON."""
     given = {
@@ -193,7 +183,7 @@ def run_live(
 def check_interface(plan: Plan, config: PipelineConfig, url: str) -> None:
     """Raise `UserError` unless the pipeline served has the inputs and outputs of the plan."""
     wanted = {
-        tensor.name: (_NUMPY_TYPES[tensor.dtype], tuple(max(dim, 0) for dim in tensor.config_dims))
+        tensor.name: (NUMPY_TYPES[tensor.dtype], tuple(max(dim, 0) for dim in tensor.config_dims))
         for tensor in plan.task.outputs
     }
     found = {name: (dtype, tuple(dims)) for name, (dtype, dims) in config.outputs.items()}

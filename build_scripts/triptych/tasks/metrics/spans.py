@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,8 +47,7 @@ def read_entities(outputs: Outputs) -> Entities:
     broken = 0
     try:
         (text,) = texts(outputs, "entities")
-        found: list[dict[str, Any]] = json.loads(text)
-        for entity in found:
+        for entity in json.loads(text):
             span = (str(entity["entity"]), int(entity["start"]), int(entity["end"]))
             score = entity["score"]
             if score is None or not math.isfinite(score):
