@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from triptych.runtime.row_types import RowMaker, TextRowMaker
+from .row_types import RowMaker, TextRowMaker
 
 
 def module_of(file: str) -> ModuleType:
