@@ -17,7 +17,7 @@ from triptych.gate.decoded import Decoding
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.row_types import RowMaker, TextRowMaker
 from triptych.runtime.rows_image import RowMaker as ImageRowMaker
-from triptych.runtime.token_rows import TokenRowMaker
+from triptych.runtime.rows_text import RowMaker as PlainTextRowMaker
 from triptych.tasks.accuracy import metrics_of, thresholds
 from triptych.tasks.eval_file import first_rows, read_labels
 from triptych.tasks.metrics.bootstrap import ratio
@@ -106,7 +106,7 @@ def test_labelled_rows_of_a_new_task_are_refused_in_its_words(tmp_path: Path) ->
 def test_row_makers_are_of_the_protocol() -> None:
     """Checked by mypy: text and image makers fulfil it."""
     images: type[RowMaker] = ImageRowMaker
-    tokens: type[TextRowMaker] = TokenRowMaker
+    tokens: type[TextRowMaker] = PlainTextRowMaker
     assert all(hasattr(maker, "make") for maker in (images, tokens))
     assert callable(open_row_maker)
     assert callable(open_text_row_maker)

@@ -32,7 +32,7 @@ class Carry(NamedTuple):
     kinds: NDArray[np.uint8]
 
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 """A decoder's outputs of the core, ``[core rows, ...]`` each, or of the ensemble, ``[n, ...]``."""
 
 Carries = Sequence[Carry]
