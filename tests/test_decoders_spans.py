@@ -53,7 +53,7 @@ def decode(cases: list[dict[str, Any]], carries: list[Carry]) -> Arrays:
     return Decoder({}, Path()).decode(outputs, carries, parameters)
 
 
-def agrees(case: dict[str, Any], found: dict[str, Any], row: int) -> bool:
+def agrees(case: dict[str, Any], found: Arrays, row: int) -> bool:
     expected = case["expected"]
     return (
         found["answer"][row, 0].decode() == expected["answer"]
