@@ -16,12 +16,13 @@ from triptych.gate.artifact import RowOutputs, RunBatch, open_core
 from triptych.gate.cached import decoding_of
 from triptych.gate.check import Labelled, check
 from triptych.gate.reference_rows import reference_of
+from triptych.pipeline.precisions import Precision
 from triptych.pipeline.spec import load_spec
 from triptych.repository.records import GateResult
 from triptych.requests.feeds import Sample
 from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.requests.samples import Expected, rows_of
-from triptych.tasks.accuracy import thresholds
+from triptych.tasks.accuracy import metrics_of, thresholds
 
 CONTEXT = "The lamp is kept by Ines in the old harbour house. "
 
@@ -69,7 +70,7 @@ class Bench:
         return open_core(file or self.file, self.prepared.plan)
 
     def check(
-        self, run: RunBatch, precision: str = "fp32", labelled: Labelled | None = None
+        self, run: RunBatch, precision: Precision = "fp32", labelled: Labelled | None = None
     ) -> GateResult:
         plan = self.prepared.plan
         return check(
@@ -77,8 +78,8 @@ class Bench:
             self.prepared.requests,
             self.expected,
             plan.core,
-            thresholds(plan.task.name, plan.core.returns, precision, {}),
-            task=plan.task.name,
+            thresholds(plan.task, precision, {}),
+            metrics=metrics_of(plan.task),
             precision=precision,
             batch_size=16,
             decoding=decoding_of(self.prepared),

@@ -14,14 +14,15 @@ from triptych.gate.check import check
 from triptych.repository.records import GateResult
 from triptych.requests.feeds import Sample
 from triptych.requests.samples import Expected, GateRequest
-from triptych.tasks.accuracy import thresholds
-from triptych.tasks.task import Core, Returns
+from triptych.tasks import TASKS
+from triptych.tasks.accuracy import metrics_of, thresholds
+from triptych.tasks.task import Core, Returns, Task
 from triptych.tensors import Tensor, TokenRow
 
 CLASSES = 7
 KEPT = 3
 SAMPLES: list[Sample] = [TokenRow(tuple(range(i, i + 3 + i % 4)), 3) for i in range(10)]
-TASKS: dict[Returns, str] = {
+_TASKS: dict[Returns, str] = {
     "vector": "text-embedding",
     "logits": "zero-shot-classification",
     "scores": "reranking",
@@ -30,7 +31,13 @@ TASKS: dict[Returns, str] = {
     "token_scores": "token-classification",
     "spans": "question-answering",
 }
-"""A task whose core returns that."""
+
+
+def task_of(returns: Returns) -> Task:
+    """A task whose core returns that."""
+    return TASKS[_TASKS[returns]]
+
+
 OUTPUTS: dict[Returns, tuple[Tensor, ...]] = {
     "vector": (Tensor("vector", "FP32", (8,)),),
     "logits": (Tensor("logits", "FP32", (CLASSES,)),),
@@ -104,16 +111,16 @@ class Case:
         return [answer(self.core, self.expected[SAMPLES.index(sample)]) for sample in batch]
 
     def check(self, run: RunBatch, limits: Mapping[str, float] | None = None) -> GateResult:
-        task = TASKS[self.core.returns]
+        task = task_of(self.core.returns)
         if limits is None:
-            limits = thresholds(task, self.core.returns, "fp32", {})
+            limits = thresholds(task, "fp32", {})
         return check(
             run,
             requests_of(SAMPLES),
             self.expected,
             self.core,
             limits,
-            task=task,
+            metrics=metrics_of(task),
             precision="fp32",
             batch_size=4,
         )

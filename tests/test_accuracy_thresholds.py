@@ -9,9 +9,10 @@ import pytest
 
 from triptych.errors import UserError
 from triptych.pipeline.precisions import Precision
+from triptych.pipeline.spec_fields import Custom
 from triptych.tasks import TASKS
 from triptych.tasks.accuracy import METRICS, TOLERANCES, Metric, metrics_of, thresholds
-from triptych.tasks.task import Returns
+from triptych.tasks.custom import custom_task
 
 ORDER = {"higher": 1, "lower": -1}
 
@@ -19,15 +20,15 @@ ORDER = {"higher": 1, "lower": -1}
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("precision", get_args(Precision))
 def test_every_task_has_limits_in_every_precision(task: str, precision: str) -> None:
-    limits = thresholds(task, "", precision, {})
+    limits = thresholds(TASKS[task], precision, {})
     unlimited = {"max_difference"} if TOLERANCES[precision] == "quantized" else set()
-    assert limits.keys() == set(metrics_of(task, "")) - unlimited
+    assert limits.keys() == set(metrics_of(TASKS[task])) - unlimited
     assert limits.keys() <= METRICS.keys()
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_limits_never_tighten_with_fewer_bits(task: str) -> None:
-    steps = [thresholds(task, "", precision, {}) for precision in ("fp32", "fp16", "int8")]
+    steps = [thresholds(TASKS[task], precision, {}) for precision in ("fp32", "fp16", "int8")]
     for tight, loose in pairwise(steps):
         for name in loose:
             assert METRICS[name].meets(tight[name], loose[name]), name
@@ -35,37 +36,39 @@ def test_limits_never_tighten_with_fewer_bits(task: str) -> None:
 
 def test_precisions_of_a_tolerance_have_the_same_limits() -> None:
     for same in (("fp16", "bf16"), ("int8", "int8_dynamic", "fp8")):
-        limits = [thresholds("reranking", "scores", precision, {}) for precision in same]
+        limits = [thresholds(TASKS["reranking"], precision, {}) for precision in same]
         assert all(each == limits[0] for each in limits)
 
 
 def test_the_limits_of_embeddings_are_those_promised() -> None:
-    quantized = thresholds("text-embedding", "vector", "int8", {})
+    quantized = thresholds(TASKS["text-embedding"], "int8", {})
     assert quantized["mean_cosine"] == 0.998
     assert quantized["nearest_neighbour_agreement"] == 0.97
-    exact = thresholds("text-embedding", "vector", "fp32", {})
+    exact = thresholds(TASKS["text-embedding"], "fp32", {})
     assert (exact["max_difference"], exact["min_cosine"]) == (1e-5, 0.99999)
     assert exact["nearest_neighbour_agreement"] == 1.0
 
 
 @pytest.mark.parametrize(
-    ("returns", "own"),
+    ("reads", "returns", "own"),
     [
-        ("vector", {"min_cosine", "mean_cosine"}),
-        ("scores", {"label_agreement"}),
-        ("token_scores", {"label_agreement"}),
-        ("logits", set()),
+        ("pooled", "vector", {"min_cosine", "mean_cosine"}),
+        ("row", "scores", {"label_agreement"}),
+        ("tokens", "token_scores", {"label_agreement"}),
+        ("row", "logits", set()),
     ],
 )
-def test_a_custom_task_is_judged_by_what_its_core_returns(returns: Returns, own: set[str]) -> None:
-    limits = thresholds("custom", returns, "fp32", {})
+def test_a_custom_task_is_judged_by_what_its_core_returns(
+    reads: str, returns: str, own: set[str]
+) -> None:
+    custom = {"model_class": "AutoModel", "outputs": [{"name": "x", "dtype": "FP32", "dims": [1]}]}
+    task = custom_task(Custom.model_validate({**custom, "reads": reads, "returns": returns}))
+    limits = thresholds(task, "fp32", {})
     assert limits.keys() == {"max_difference", "neighbour_effect", "edge_error"} | own
 
 
 def test_an_override_replaces_the_default_and_adds_a_limit_that_has_none() -> None:
-    limits = thresholds(
-        "text-embedding", "vector", "int8", {"max_difference": 0.1, "min_cosine": 0.9}
-    )
+    limits = thresholds(TASKS["text-embedding"], "int8", {"max_difference": 0.1, "min_cosine": 0.9})
     assert (limits["max_difference"], limits["min_cosine"]) == (0.1, 0.9)
     assert limits["mean_cosine"] == 0.998
 
@@ -73,7 +76,7 @@ def test_an_override_replaces_the_default_and_adds_a_limit_that_has_none() -> No
 @pytest.mark.parametrize("name", ["entity_f1", "nonsense"])
 def test_an_override_of_what_the_task_does_not_measure_is_refused(name: str) -> None:
     with pytest.raises(UserError) as caught:
-        thresholds("text-embedding", "vector", "fp32", {name: 0.5})
+        thresholds(TASKS["text-embedding"], "fp32", {name: 0.5})
     assert caught.value.field == f"accuracy.{name}"
     assert "nearest_neighbour_agreement" in caught.value.remedy
 

@@ -17,7 +17,7 @@ from task_models import MODELS
 from triptych.gate.cached import decoding_of
 from triptych.gate.decoded import Decoded, decode, reference_row_outputs
 from triptych.gate.reference_rows import reference_of
-from triptych.gate.worst import describe_answer
+from triptych.gate.verdicts import describe_answer
 from triptych.pipeline.spec import load_spec
 from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.requests.samples import rows_of

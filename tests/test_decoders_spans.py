@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from conftest import ROOT
-from triptych.runtime.carry import OUTSIDE, WORD_START, Carry
+from triptych.runtime.carry import OUTSIDE, WORD_START, Arrays, Carry
 from triptych.runtime.postprocess_question_answering import CANDIDATES, Decoder, _best_spans
 from triptych.runtime.token_kinds import word_offsets
 
@@ -39,7 +39,7 @@ def windows_of(tokenizer: Tokenizer, case: dict[str, Any], row: int) -> list[Car
     return carries
 
 
-def decode(cases: list[dict[str, Any]], carries: list[Carry]) -> dict[str, Any]:
+def decode(cases: list[dict[str, Any]], carries: list[Carry]) -> Arrays:
     """All cases as the rows of one request; padding holds the highest logits of all."""
     outputs = {}
     width = max(len(carry.kinds) for carry in carries)
@@ -53,7 +53,7 @@ def decode(cases: list[dict[str, Any]], carries: list[Carry]) -> dict[str, Any]:
     return Decoder({}, Path()).decode(outputs, carries, parameters)
 
 
-def agrees(case: dict[str, Any], found: dict[str, Any], row: int) -> bool:
+def agrees(case: dict[str, Any], found: Arrays, row: int) -> bool:
     expected = case["expected"]
     return (
         found["answer"][row, 0].decode() == expected["answer"]

@@ -224,7 +224,7 @@ def test_limits_are_those_of_the_gate(precision: str) -> None:
                 stated[task][row["metric"]] = float(row[column])
     assert precision in TOLERANCES
     for task, limits in stated.items():
-        assert limits == thresholds(task, "", precision, {}), task
+        assert limits == thresholds(TASKS[task], precision, {}), task
 
 
 def choices(annotation: Any) -> set[Any]:
@@ -265,17 +265,16 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
 @pytest.mark.parametrize("row", table("Labelled rows: eval.jsonl"), ids=lambda row: row["task"])
 def test_labelled_rows_are_as_shown(row: dict[str, str], tmp_path: Path) -> None:
     from triptych.tasks import TASKS
-    from triptych.tasks.metrics.labelled import judge
-    from triptych.tasks.metrics.labels import EVAL_FILE, read_labels
+    from triptych.tasks.eval_file import EVAL_FILE, read_labels
 
     shown = json.loads(row["a line"])
     other = {**shown, **{key: 0 for key in ("relevant", "score") if key in shown}}
     path = tmp_path / EVAL_FILE
     path.write_text(f"{json.dumps(shown)}\n{json.dumps(other)}\n", encoding="utf-8")
-    fields = [tensor.name for tensor in TASKS[row["task"]].inputs]
-    rows = read_labels(path, row["task"], fields)
-    assert len(rows) == 2
-    assert judge(row["task"], [], [], [], max_drop=0).metric == row["measure"]
+    task = TASKS[row["task"]]
+    assert len(read_labels(path, task)) == 2
+    assert task.labelled is not None
+    assert task.labelled.name == row["measure"]
 
 
 def test_every_task_has_its_labelled_row() -> None:

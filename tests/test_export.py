@@ -18,7 +18,8 @@ from triptych.gate.check import check
 from triptych.gate.reference import reference_outputs
 from triptych.model.source import read_facts
 from triptych.requests.feeds import Sample
-from triptych.tasks.accuracy import thresholds
+from triptych.tasks.accuracy import CORE_METRICS, default_limits
+from triptych.tasks.metrics.vectors import COSINES
 from triptych.tasks.task import Core
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
 from triptych.tensors import INPUT_IDS, ROW_LENGTH, TokenRow
@@ -38,9 +39,10 @@ ROWS: list[Sample] = [
     token_row([101, *range(3000, 3007), 102]),
 ]
 REQUESTS = requests_of(ROWS)
-TIGHT = thresholds("custom", "vector", "fp32", {})
+METRICS = (*CORE_METRICS, *COSINES)
+TIGHT = default_limits(METRICS, "fp32")
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-EXACT: Any = {"task": "custom", "precision": "fp32", "batch_size": 3}
+EXACT: Any = {"metrics": METRICS, "precision": "fp32", "batch_size": 3}
 
 
 def modules_for(folder: Path, pooling: tuple[str, ...], *, dense: bool) -> Any:

@@ -26,6 +26,8 @@ from triptych.gate.check import check
 from triptych.repository.records import GateResult
 from triptych.requests.feeds import Sample
 from triptych.requests.samples import Expected
+from triptych.tasks import TASKS
+from triptych.tasks.accuracy import CORE_METRICS, metrics_of
 from triptych.tasks.task import Returns
 
 LIMITS = {"max_difference": 1e-5, "neighbour_effect": 1e-5}
@@ -317,7 +319,7 @@ def test_a_reference_of_another_shape_fails() -> None:
 
 
 def test_no_rows_fail(case: Case) -> None:
-    settings: Any = {"task": "custom", "precision": "fp32", "batch_size": 3}
+    settings: Any = {"metrics": CORE_METRICS, "precision": "fp32", "batch_size": 3}
     result = check(case.right, [], [], case.core, LIMITS, **settings)
     assert result.failures == ("there are no rows to compare",)
     with pytest.raises(ValueError, match="10 core rows"):
@@ -341,7 +343,8 @@ def test_a_low_cosine_fails() -> None:
 def test_images_are_samples_too() -> None:
     pixels: list[Sample] = [np.full((2, 2, 3), i, dtype=np.uint8) for i in range(5)]
     case = make("choices")
-    settings: Any = {"task": "image-classification", "precision": "fp32", "batch_size": 2}
+    metrics = metrics_of(TASKS["image-classification"])
+    settings: Any = {"metrics": metrics, "precision": "fp32", "batch_size": 2}
 
     def run(batch: Sequence[Sample]) -> list[RowOutputs]:
         return [answer(case.core, case.expected[int(np.asarray(s)[0, 0, 0])]) for s in batch]

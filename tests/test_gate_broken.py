@@ -27,17 +27,17 @@ from triptych.gate.reference import reference_outputs
 from triptych.repository.records import GateResult
 from triptych.requests.samples import GateRequest, by_request, rows_of
 from triptych.runtime.carry import pack, unpack
+from triptych.tasks import TASKS
 from triptych.tasks.accuracy import METRICS, metrics_of, thresholds
-from triptych.tasks.metrics.compare import compare
 from triptych.tasks.metrics.labels import LabelledRow
 from triptych.tasks.metrics.spans import read_entities
 
 GRAVE = "caught at the limits of int8, too"
 KINDS = (
-    ("text-embedding", "vector"),
-    ("text-classification", "choices"),
-    ("token-classification", "token_choices"),
-    ("question-answering", "spans"),
+    "text-embedding",
+    "text-classification",
+    "token-classification",
+    "question-answering",
 )
 
 
@@ -70,8 +70,8 @@ def benches(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> di
 def missed(result: GateResult, precision: str) -> list[str]:
     """Metrics that miss the limits of a precision."""
     names = {verdict.metric for verdict in result.verdicts}
-    task, returns = next(kind for kind in KINDS if names <= set(metrics_of(*kind)))
-    limits = thresholds(task, returns, precision, {})
+    task = next(TASKS[kind] for kind in KINDS if names <= set(metrics_of(TASKS[kind])))
+    limits = thresholds(task, precision, {})
     values = {verdict.metric: verdict.value for verdict in result.verdicts}
     return [name for name, limit in limits.items() if not METRICS[name].meets(values[name], limit)]
 
@@ -168,7 +168,7 @@ def test_offsets_off_by_one_change_the_answers(
     ]
     wanted = decode(decoding, requests, outputs)
     got = decode(decoding, [shifted(request) for request in requests], outputs)
-    value = compare(prepared.plan.task.name, got, wanted, [""] * len(got)).values[metric]
+    value = prepared.plan.task.compare(got, wanted, [""] * len(got)).values[metric]
     fallen.append(f"{name + ': offsets off by one':24} {metric} {value:.4g}")
     assert value < 0.5
 

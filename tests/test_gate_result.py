@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gate_cases import CHOOSING, EVERY, SAMPLES, TASKS, Case, answer, make, requests_of
+from gate_cases import CHOOSING, EVERY, SAMPLES, Case, answer, make, requests_of, task_of
 from triptych.gate.artifact import RowOutputs
 from triptych.gate.check import check
 from triptych.gate.differences import core_error
 from triptych.gate.runs import BATCH_TOKENS
 from triptych.requests.feeds import Sample
-from triptych.tasks.accuracy import thresholds
+from triptych.tasks.accuracy import CORE_METRICS, metrics_of, thresholds
 from triptych.tasks.task import Returns
 from triptych.tensors import TokenRow
 
@@ -23,7 +23,7 @@ from triptych.tensors import TokenRow
 def test_made_up_rows_count_for_the_core_but_not_for_shares_and_means(returns: Returns) -> None:
     case = make(returns)
     wrong = Case(case.core, [tuple(-part for part in case.expected[0]), *case.expected[1:]])
-    settings: Any = {"task": TASKS[returns], "precision": "int8", "batch_size": 4}
+    settings: Any = {"metrics": metrics_of(task_of(returns)), "precision": "int8", "batch_size": 4}
     metric = "min_cosine" if returns == "vector" else "label_agreement"
     limits = {metric: 0.99}
     edged = requests_of(SAMPLES, edges=1)
@@ -51,8 +51,9 @@ def test_a_made_up_row_like_no_other_fails_in_every_precision(returns: Returns) 
     wrong = Case(case.core, [flipped, *case.expected[1:]])
     requests = requests_of(SAMPLES, edges=1)
     for precision in ("fp32", "fp16", "int8"):
-        limits = thresholds(TASKS[returns], returns, precision, {})
-        settings: Any = {"task": TASKS[returns], "precision": precision, "batch_size": 4}
+        limits = thresholds(task_of(returns), precision, {})
+        metrics = metrics_of(task_of(returns))
+        settings: Any = {"metrics": metrics, "precision": precision, "batch_size": 4}
         result = check(wrong.right, requests, case.expected, case.core, limits, **settings)
         assert any("edge_error" in failure for failure in result.failures), result
         fine = check(case.right, requests, case.expected, case.core, limits, **settings)
@@ -83,7 +84,7 @@ def test_a_long_row_bounds_its_batch_and_still_has_a_neighbour() -> None:
         batches.append(sum(len(row[0]) for row in batch))
         return [answer(case.core, case.expected[0]) for _ in batch]
 
-    settings: Any = {"task": "custom", "precision": "fp32", "batch_size": 32}
+    settings: Any = {"metrics": CORE_METRICS, "precision": "fp32", "batch_size": 32}
     expected = [case.expected[0]] * len(rows)
     assert check(run, requests_of(rows), expected, case.core, {}, **settings).passed
     assert BATCH_TOKENS < max(batches) < 2 * BATCH_TOKENS

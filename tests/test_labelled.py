@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ from decoded_cases import (
     vector,
 )
 from triptych.errors import UserError
+from triptych.pipeline.spec_fields import Custom
+from triptych.tasks import TASKS
+from triptych.tasks.custom import custom_task
+from triptych.tasks.eval_file import first_rows, read_labels
 from triptych.tasks.metrics.bootstrap import LOSSES_TO_SHOW, difference_interval, ratio
-from triptych.tasks.metrics.labelled import LabelledResult, judge
-from triptych.tasks.metrics.labels import LabelledRow, first_rows, read_labels
+from triptych.tasks.metrics.labelled import LABEL_ACCURACY, LabelledResult, compare_labelled
+from triptych.tasks.metrics.labels import LabelledRow
 from triptych.tasks.metrics.ranks import rank_correlation
 
 FIELDS = {
@@ -32,6 +37,9 @@ FIELDS = {
     "reranking": ("text", "text_pair"),
     "image-classification": ("image",),
 }
+CUSTOM = custom_task(
+    Custom.model_validate({"model_class": "AutoModel", "outputs": [{"name": "x", "dtype": "FP32"}]})
+)
 LINES: dict[str, tuple[dict[str, Any], Any]] = {
     "text-classification": ({"text": "t", "label": "good"}, "good"),
     "zero-shot-classification": ({"text": "t", "label": " sport "}, "sport"),
@@ -61,7 +69,7 @@ def fields_of(task: str) -> tuple[str, ...]:
 
 
 def read(path: Path, task: str) -> list[LabelledRow]:
-    return read_labels(path, task, fields_of(task))
+    return read_labels(path, CUSTOM if task == "custom" else TASKS[task])
 
 
 @pytest.mark.parametrize("task", LINES)
@@ -175,10 +183,12 @@ def rows_of(*truths: Any, texts: Sequence[str] = ()) -> list[LabelledRow]:
 def test_of_many_rows_the_first_count_and_of_passages_those_of_whole_queries() -> None:
     texts = ["a", "b", "a", "c", "b", "c"]
     rows = rows_of(1, 0, 0, 1, 1, 0, texts=texts)
-    assert first_rows(rows, "text-classification", 3) == rows[:3]
+    assert first_rows(rows, TASKS["text-classification"], 3) == rows[:3]
 
     def queries(most: int) -> str:
-        return "".join(row.requests[0]["text"] for row in first_rows(rows, "reranking", most))
+        return "".join(
+            row.requests[0]["text"] for row in first_rows(rows, TASKS["reranking"], most)
+        )
 
     assert [queries(most) for most in (1, 3, 4, 5, 6)] == ["aa", "aa", "abab", "abab", "abacbc"]
 
@@ -186,7 +196,9 @@ def test_of_many_rows_the_first_count_and_of_passages_those_of_whole_queries() -
 def judge_pair(
     task: str, rows: Sequence[LabelledRow], got: Sequence[Decoded], wanted: Sequence[Decoded]
 ) -> LabelledResult:
-    return judge(task, rows, got, wanted, max_drop=0.0)
+    metric = TASKS[task].labelled
+    assert metric is not None
+    return compare_labelled(metric, rows, got, wanted, max_drop=0.0)
 
 
 def spans(*places: int) -> Counter[tuple[str, int, int]]:
@@ -280,8 +292,8 @@ def choose(right: Sequence[bool]) -> list[Decoded]:
 
 def accuracy(candidate: Any, reference: Any, max_drop: float = 0.0) -> LabelledResult:
     rows = rows_of(*["yes"] * len(reference))
-    return judge(
-        "text-classification", rows, choose(candidate), choose(reference), max_drop=max_drop
+    return compare_labelled(
+        LABEL_ACCURACY, rows, choose(candidate), choose(reference), max_drop=max_drop
     )
 
 
@@ -368,4 +380,5 @@ def test_the_result_is_the_same_each_time_and_plain_data() -> None:
     some, others = rng.random(50) < 0.8, rng.random(50) < 0.8
     results = [accuracy(some, others) for _ in range(2)]
     assert results[0] == results[1]
-    assert json.loads(json.dumps(results[0].as_dict())) == results[0].as_dict()
+    plain = asdict(results[0])
+    assert json.loads(json.dumps(plain)) == plain

@@ -15,7 +15,8 @@ from triptych.client import DeadlineExceeded, InvalidRequest, PipelineFailed
 from triptych.gate.live.closeness import differences, is_finite, same, shape_fault, show_answer
 from triptych.gate.live.replies import LiveCase, Rules
 from triptych.gate.live.send import WAYS, LiveRuns, Reply, live_request
-from triptych.gate.live.verdict import ALIKE, LiveVerdict, judge
+from triptych.gate.live.verdict import ALIKE, LiveVerdict, judge_live
+from triptych.tasks import TASKS
 from triptych.tasks.accuracy import TOLERANCES, thresholds
 
 Answer = Mapping[str, NDArray[Any]]
@@ -38,9 +39,8 @@ def entity(kind: str, start: int, score: float | None) -> Mapping[str, Any]:
 def rules(
     task: str = "text-classification", precision: str = "fp32", *, hooked: bool = False
 ) -> Rules:
-    limits = thresholds(task, "choices", precision, {})
-    json_outputs = ("entities",) if task == "token-classification" else ()
-    return Rules(task, TOLERANCES[precision], limits, json_outputs, hooked)
+    limits = thresholds(TASKS[task], precision, {})
+    return Rules(TASKS[task], TOLERANCES[precision], limits, hooked)
 
 
 RIGHT = [labels(a=0.6 + i / 100, b=0.3 - i / 100, c=0.1) for i in range(20)]
@@ -73,7 +73,7 @@ def failed(found: LiveVerdict) -> set[str]:
 
 
 def test_equal_answers_pass() -> None:
-    found = judge(cases(RIGHT), runs(answered(RIGHT)), rules())
+    found = judge_live(cases(RIGHT), runs(answered(RIGHT)), rules())
     assert found.failures == ()
     assert value(found, "label_agreement") == 1.0
     assert value(found, "max_difference") == value(found, "neighbour_effect") == 0.0
@@ -83,7 +83,7 @@ def test_equal_answers_pass() -> None:
 
 def test_a_wrong_label_fails_by_name_and_shows_its_row() -> None:
     wrong = [*RIGHT[:7], labels(b=0.67, a=0.23, c=0.1), *RIGHT[8:]]
-    found = judge(cases(RIGHT), runs(answered(wrong)), rules())
+    found = judge_live(cases(RIGHT), runs(answered(wrong)), rules())
     assert {"label_agreement", "max_difference"} <= failed(found)
     assert any("label_agreement is 0.95, below 1" in failure for failure in found.failures)
     assert found.worst[0].shown == "text 7"
@@ -93,7 +93,7 @@ def test_a_wrong_label_fails_by_name_and_shows_its_row() -> None:
 
 def test_the_worst_way_of_sending_counts() -> None:
     mixed = [*RIGHT[1:], RIGHT[0]]
-    found = judge(cases(RIGHT), runs(answered(RIGHT), reversed=answered(mixed)), rules())
+    found = judge_live(cases(RIGHT), runs(answered(RIGHT), reversed=answered(mixed)), rules())
     assert "neighbour_effect" in failed(found)
     assert value(found, "neighbour_effect") == pytest.approx(0.19, abs=1e-6)
     assert found.by_way["alone"]["max_probability_difference"] == 0.0
@@ -103,13 +103,13 @@ def test_the_worst_way_of_sending_counts() -> None:
 def test_two_labels_of_equal_score_may_stand_in_either_order() -> None:
     wanted = [labels(a=0.4, b=0.4, c=0.2)] * 3
     got = [labels(b=0.4000001, a=0.4, c=0.2)] * 3
-    assert judge(cases(wanted), runs(answered(got)), rules()).failures == ()
+    assert judge_live(cases(wanted), runs(answered(got)), rules()).failures == ()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_fails(bad: float) -> None:
     wrong = [*RIGHT[:-1], labels(a=bad, b=0.2, c=0.1)]
-    found = judge(cases(RIGHT), runs(answered(wrong)), rules(precision="int8"))
+    found = judge_live(cases(RIGHT), runs(answered(wrong)), rules(precision="int8"))
     assert not found.finite
     assert any("NaN or infinity; the first: 'text 19'" in failure for failure in found.failures)
 
@@ -117,17 +117,17 @@ def test_what_is_not_finite_fails(bad: float) -> None:
 def test_a_null_score_in_json_is_not_finite() -> None:
     wanted = [entities(entity("PER", 0, 0.9))] * 3
     got = [*wanted[:2], entities(entity("PER", 0, None))]
-    found = judge(cases(wanted), runs(answered(got)), rules("token-classification"))
+    found = judge_live(cases(wanted), runs(answered(got)), rules("token-classification"))
     assert not found.finite
     assert "entity_f1" in failed(found)
 
 
 def test_edge_rows_count_for_differences_but_not_for_the_task() -> None:
     wrong = [labels(b=0.6, a=0.3, c=0.1), *RIGHT[1:]]
-    found = judge(cases(RIGHT, edges=1), runs(answered(wrong)), rules())
+    found = judge_live(cases(RIGHT, edges=1), runs(answered(wrong)), rules())
     assert failed(found) == {"max_difference"}
     assert found.edge_values["label_agreement"] == 0.0
-    loose = judge(cases(RIGHT, edges=1), runs(answered(wrong)), rules(precision="int8"))
+    loose = judge_live(cases(RIGHT, edges=1), runs(answered(wrong)), rules(precision="int8"))
     assert loose.failures == ()
 
 
@@ -147,7 +147,7 @@ def error(kind: type[Exception], words: str) -> Reply:
 def test_what_the_spec_refuses_must_be_refused_in_its_words(reply: Reply, words: str) -> None:
     refusals = {0: "`text` must have at most 5 tokens"}
     replies = [reply, *answered(RIGHT[1:])]
-    found = judge(cases(RIGHT, edges=1, refusals=refusals), runs(replies), rules())
+    found = judge_live(cases(RIGHT, edges=1, refusals=refusals), runs(replies), rules())
     assert bool(found.failures) == bool(words)
     assert all(words in failure for failure in found.failures)
 
@@ -160,13 +160,13 @@ def test_what_the_spec_refuses_must_be_refused_in_its_words(reply: Reply, words:
     ],
 )
 def test_a_row_without_an_answer_fails(reply: Reply, kind: str, words: str) -> None:
-    found = judge(cases(RIGHT), runs([reply, *answered(RIGHT[1:])]), rules())
+    found = judge_live(cases(RIGHT), runs([reply, *answered(RIGHT[1:])]), rules())
     assert found.counts[kind] == 3
     assert [words in failure for failure in found.failures] == [True] * 3
 
 
 def test_no_answer_at_all_fails_without_a_crash() -> None:
-    found = judge(cases(RIGHT), runs([error(PipelineFailed, "broken")] * 20), rules())
+    found = judge_live(cases(RIGHT), runs([error(PipelineFailed, "broken")] * 20), rules())
     assert {"label_agreement", "max_difference", "neighbour_effect"} <= failed(found)
     assert math.isnan(value(found, "label_agreement"))
 
@@ -175,7 +175,7 @@ def test_a_vector_of_another_size_fails_in_figures() -> None:
     rng = np.random.default_rng(0)
     wanted = [{"embedding": rng.random((1, 8), dtype=np.float32)} for _ in range(5)]
     got = [{"embedding": row["embedding"][:, :4]} for row in wanted]
-    found = judge(cases(wanted), runs(answered(got)), rules("text-embedding"))
+    found = judge_live(cases(wanted), runs(answered(got)), rules("text-embedding"))
     assert value(found, "min_cosine") == -1.0
     assert any("embedding has the shape [1, 4], not [1, 8]" in f for f in found.failures)
 
@@ -183,12 +183,12 @@ def test_a_vector_of_another_size_fails_in_figures() -> None:
 def test_metrics_that_hooks_take_away_are_named_and_the_answers_still_compared() -> None:
     wanted = [entities({"kind": "PER", "at": i}) for i in range(20)]
     hooked = rules("token-classification", hooked=True)
-    found = judge(cases(wanted), runs(answered(wanted)), hooked)
+    found = judge_live(cases(wanted), runs(answered(wanted)), hooked)
     assert found.failures == ()
     assert value(found, ALIKE) == 1.0
     assert any("entity_f1" in note and "not measured" in note for note in found.notes)
     wrong = [entities({"kind": "LOC", "at": i}) for i in range(20)]
-    found = judge(cases(wanted), runs(answered(wrong)), hooked)
+    found = judge_live(cases(wanted), runs(answered(wrong)), hooked)
     assert failed(found) == {ALIKE}
     assert "only 0.0% of the answers are like the reference's" in found.failures
 
@@ -196,14 +196,14 @@ def test_metrics_that_hooks_take_away_are_named_and_the_answers_still_compared()
 def test_numbers_of_hooked_answers_have_no_limit_of_their_own() -> None:
     wanted = [labels(a=round(0.6 + i / 100, 2), b=0.1) for i in range(20)]
     got = [labels(a=0.61, b=0.1), *wanted[1:]]
-    found = judge(cases(wanted), runs(answered(got)), rules(precision="int8", hooked=True))
+    found = judge_live(cases(wanted), runs(answered(got)), rules(precision="int8", hooked=True))
     assert found.failures == ()
     assert value(found, "max_difference") == pytest.approx(0.01, abs=1e-6)
     assert any("no limit on" in note for note in found.notes)
 
 
 def test_batches_of_one_are_said() -> None:
-    found = judge(cases(RIGHT), runs(answered(RIGHT), mean_batch=1.0), rules())
+    found = judge_live(cases(RIGHT), runs(answered(RIGHT), mean_batch=1.0), rules())
     assert any("1.0 rows at a time" in note for note in found.notes)
 
 

@@ -22,7 +22,8 @@ from decoded_cases import (
 )
 from triptych.tasks import TASKS
 from triptych.tasks.accuracy import METRICS, metrics_of, thresholds
-from triptych.tasks.metrics.compare import Comparison, compare
+from triptych.tasks.metrics.outputs import Comparison
+from triptych.tasks.metrics.passages import compare_anything
 from triptych.tasks.metrics.ranks import rank_correlation, spearman
 from triptych.tasks.metrics.vectors import MOST_PAIRS
 
@@ -30,7 +31,10 @@ NAN, INF = float("nan"), float("inf")
 
 
 def against(task: str, got: list[Decoded], wanted: list[Decoded], queries: str = "") -> Comparison:
-    return compare(task, got, wanted, list(queries) if queries else ["q"] * len(got))
+    rows = list(queries) if queries else ["q"] * len(got)
+    if task == "custom":
+        return compare_anything(got, wanted, rows)
+    return TASKS[task].compare(got, wanted, rows)
 
 
 @pytest.mark.parametrize("task", EXAMPLES)
@@ -42,7 +46,7 @@ def test_equal_outputs_are_perfect(task: str) -> None:
 
 @pytest.mark.parametrize("task", EXAMPLES)
 def test_metrics_are_those_the_task_has_limits_for(task: str) -> None:
-    assert PERFECT[task].keys() <= set(metrics_of(task, ""))
+    assert PERFECT[task].keys() <= set(metrics_of(TASKS[task]) if task in TASKS else ())
     assert set(TASKS) | {"custom"} == EXAMPLES.keys()
 
 
@@ -67,7 +71,7 @@ def test_what_is_not_finite_never_passes(task: str, value: float) -> None:
     found = against(task, [damaged, *wanted[1:]], wanted)
     assert not np.isnan(list(found.values.values())).any()
     assert found.badness[0] == max(found.badness) > 1
-    limits = thresholds(task, "", "int8", {})
+    limits = thresholds(TASKS[task], "int8", {})
     for name, reached in found.values.items():
         assert not METRICS[name].meets(reached, limits[name]), name
 
@@ -82,7 +86,7 @@ def test_missing_outputs_are_the_worst(task: str) -> None:
 
 def test_not_as_many_of_one_as_of_the_other_is_refused() -> None:
     with pytest.raises(ValueError, match="1 candidates, 2 references and 1 queries"):
-        compare("reranking", relevances([1]), relevances([1, 2]), ["q"])
+        TASKS["reranking"].compare(relevances([1]), relevances([1, 2]), ["q"])
 
 
 # Vectors

@@ -23,6 +23,7 @@ from triptych.requests.edge_cases import EDGE_TEXTS
 from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.server import endpoint
 from triptych.server.server import Server, ServerError
+from triptych.tasks import TASKS
 from triptych.tasks.accuracy import thresholds
 
 pytestmark = pytest.mark.server
@@ -266,7 +267,7 @@ def test_the_lock_tells_the_precision_and_what_was_accepted(
     path.write_text(json.dumps(lock))
     result = verify(base / "p/tags", repository, url=url)
     limits = {verdict.metric: verdict.limit for verdict in result.found.verdicts}
-    assert limits["entity_f1"] == thresholds("token-classification", "", "int8", {})["entity_f1"]
+    assert limits["entity_f1"] == thresholds(TASKS["token-classification"], "int8", {})["entity_f1"]
     assert limits["entity_f1"] < 1.0
     assert limits["max_difference"] is None
     assert any("known and harmless" in line for line, _ in describe_verification(result))

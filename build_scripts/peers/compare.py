@@ -27,6 +27,7 @@ from peers.model import CACHE, PIPELINE, build, cosines, reference
 from triptych.pipeline.traffic import read_traffic
 from triptych.repository.lock import read_lock
 from triptych.server.processor import processor
+from triptych.tasks import TASKS
 from triptych.tasks.accuracy import TOLERANCES, thresholds
 
 _NAME = PIPELINE.name
@@ -132,7 +133,7 @@ def _lowered(precision: str) -> Contender:
     name = f"triptych, {precision}" + (f": {built}" if built != precision else "")
     limit = None
     if built != "fp32":
-        limit = thresholds("text-embedding", "vector", built, {})["mean_cosine"]
+        limit = thresholds(TASKS["text-embedding"], built, {})["mean_cosine"]
     return Contender(Ensemble(name, repository, _NAME), (32, 1), limit)
 
 

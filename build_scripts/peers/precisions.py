@@ -29,6 +29,7 @@ from triptych.repository.lock import read_lock
 from triptych.repository.records import Conversion
 from triptych.requests.feeds import Feed, core_feed
 from triptych.requests.inputs import PipelineInputs, read_inputs
+from triptych.tasks import TASKS
 from triptych.tasks.accuracy import thresholds
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8")
@@ -179,7 +180,7 @@ def _row(
         return Row(precision, kept, failures, 0.0, 0.0, False, {}, faults[precision])
     got = _vectors(sessions[precision], feeds)
     cosines = (got * wanted).sum(1) / np.linalg.norm(got, axis=1) / np.linalg.norm(wanted, axis=1)
-    limits = thresholds("text-embedding", "vector", precision, {})
+    limits = thresholds(TASKS["text-embedding"], precision, {})
     mean, lowest = float(cosines.mean()), float(cosines.min())
     right = mean >= limits["mean_cosine"] and lowest >= limits["min_cosine"] and not failures
     rates = {size: round(by_name[precision], 1) for size, by_name in speeds.items()}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peers.gpu.feeds import feeds_of
 from peers.gpu.subjects import Subject, write_pipeline
@@ -20,6 +20,7 @@ from triptych.gate.cached import decoding_of, limits_of
 from triptych.gate.check import check
 from triptych.gate.reference_rows import reference_of
 from triptych.graph.files import MODEL_FILE
+from triptych.pipeline.precisions import Precision
 from triptych.pipeline.spec import load_spec
 from triptych.plan.plan import Plan
 from triptych.repository.lock import PLAN_FILE, find_lock, read_lock
@@ -27,6 +28,7 @@ from triptych.repository.records import plain_record
 from triptych.requests.feeds import Sample
 from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.requests.samples import rows_of
+from triptych.tasks.accuracy import metrics_of
 from triptych.tensors import TokenRow
 
 ACCEPTED = "measured only, never served"
@@ -145,8 +147,8 @@ def check_parity(built: Built) -> None:
             reference_of(prepared, rows_of(prepared.requests)),
             plan.core,
             limits_of(prepared, precision),
-            task=plan.task.name,
-            precision=precision,
+            metrics=metrics_of(plan.task),
+            precision=cast(Precision, precision),
             batch_size=plan.max_batch_size,
             decoding=decoding_of(prepared),
         )

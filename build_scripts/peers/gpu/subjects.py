@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from peers.model import CACHE, PIPELINE
+from triptych.pipeline.precisions import Precision
 
 HOME = CACHE / "gpu"
 MAX_BATCH_SIZE = 128
@@ -48,7 +49,7 @@ class Subject:
     """
 
     model: Model
-    precision: str
+    precision: Precision
     layout: str
 
     @property
@@ -95,7 +96,9 @@ LAYOUTS = ("packed", "bucketed")
 """Of all three, the first are the most important: the others are dropped first."""
 
 
-def subjects_of(model: Model, precisions: Sequence[str], layouts: Sequence[str]) -> list[Subject]:
+def subjects_of(
+    model: Model, precisions: Sequence[Precision], layouts: Sequence[str]
+) -> list[Subject]:
     """All pipelines of a model, the most important first."""
     return [Subject(model, *pair) for pair in product(precisions, layouts)]
 

@@ -260,7 +260,6 @@ class _Stage:
                     self._core,
                     inputs=inputs,
                     profiles=self._plan.profiles,
-                    task=self._lock.spec.task,
                     precision=self._plan.precision,
                     tf32=request.options["tf32"],
                 )

@@ -1,1 +1,1 @@
-"""The proof that what was built is right."""
+"""The verdict on an artifact and on a live server; it never changes what it judges."""

@@ -30,12 +30,7 @@ def open_onnx(
 ) -> RunBatch:
     """A function that runs one batch of rows through a ``model.onnx`` of any precision on the CPU.
 
-    Args:
-        path: of the graph.
-        core: what it returns.
-        inputs: of the graph, as `core_feed` takes them.
-        packed: the layout.
-        pad_token_id: fills rows up.
+    The other arguments are those of `by_rows`.
     """
     session = open_session(path)
     names = [tensor.name for tensor in core.outputs]
@@ -87,7 +82,6 @@ def open_core(path: Path, plan: Plan) -> RunBatch:
 def _cut(
     values: NDArray[Any], index: int, start: int, row: TokenRow, core: Core, *, packed: bool
 ) -> NDArray[Any]:
-    """What belongs to one row of an output of the whole batch."""
     places = slice(start, start + len(row.ids)) if packed else (index, slice(len(row.ids)))
     result: NDArray[Any] = values[places] if core.per_token else values[index]
     return result

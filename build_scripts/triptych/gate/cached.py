@@ -15,7 +15,7 @@ from triptych.plan.plan import Plan
 from triptych.repository.records import GateResult, read_record
 from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import hash_requests, rows_of
-from triptych.tasks.accuracy import thresholds
+from triptych.tasks.accuracy import metrics_of, thresholds
 
 CODE = (
     "gate/*.py",
@@ -120,7 +120,7 @@ def limits_of(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
     """
     plan = inputs.plan
     overrides = plan.spec.accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
-    return thresholds(plan.task.name, plan.core.returns, precision, overrides)
+    return thresholds(plan.task, precision, overrides)
 
 
 def decoding_of(inputs: PipelineInputs) -> Decoding:
@@ -155,11 +155,10 @@ def _check(
         reference_of(inputs, rows_of(inputs.requests)),
         plan.core,
         limits,
-        task=task.name,
+        metrics=metrics_of(task),
         precision=precision,
         batch_size=plan.max_batch_size,
-        # Only a custom task's pipeline knows what its answers mean: the core alone is judged.
-        decoding=None if task.name == "custom" else decoding_of(inputs),
+        decoding=decoding_of(inputs) if task.decodes_answers else None,
         labelled=labelled,
         notes=inputs.labelled.notes,
     )

@@ -12,14 +12,11 @@ from triptych.gate.artifact import RowOutputs, RunBatch
 from triptych.gate.decoded import Decoded, Decoding, decode, reference_row_outputs
 from triptych.gate.differences import Measured, best_agree, cosines, measure, relative_errors
 from triptych.gate.runs import IN_BATCHES, Incomparable, check_rows, run_rows, run_ways
-from triptych.gate.verdicts import judge_metrics, say_failures
-from triptych.gate.worst import worst_rows
+from triptych.gate.verdicts import judge_metrics, say_failures, worst_rows
 from triptych.pipeline.precisions import Precision
 from triptych.repository.records import GateResult
 from triptych.requests.samples import FEW_ROWS, Expected, GateRequest, by_request, rows_of
-from triptych.tasks.accuracy import metrics_of
-from triptych.tasks.metrics.compare import Comparison, compare
-from triptych.tasks.metrics.labelled import LabelledResult, judge
+from triptych.tasks.metrics.labelled import LabelledResult, compare_labelled
 from triptych.tasks.metrics.labels import LabelledRow
 from triptych.tasks.task import Core
 
@@ -52,7 +49,7 @@ def check(
     core: Core,
     limits: Mapping[str, float],
     *,
-    task: str,
+    metrics: Sequence[str],
     precision: Precision,
     batch_size: int,
     decoding: Decoding | None = None,
@@ -67,7 +64,7 @@ def check(
         expected: what the reference made of each core row, in the order of the requests' rows.
         core: what the artifact returns.
         limits: the worst value allowed of each metric, see `tasks.accuracy.thresholds`.
-        task: name of the task, which decides what is measured.
+        metrics: what is measured, where it can be: names in `tasks.accuracy.METRICS`.
         precision: of the artifact.
         batch_size: rows per batch.
         decoding: makes answers of core outputs; None to judge the core alone.
@@ -88,14 +85,14 @@ def check(
     alone = range(min(len(samples), first + ALONE_BATCHES * batch_size))
     try:
         runs = run_ways(run, samples, expected, core, batch_size=batch_size, alone=alone)
-        labelled_rows = None if labelled is None else _run_labelled(run, labelled, core, batch_size)
+        labelled_rows = [] if labelled is None else _run_labelled(run, labelled, core, batch_size)
     except Incomparable as fault:
         verdicts = judge_metrics({}, limits, complete=False)
         return GateResult(
             precision, traffic, edges, False, verdicts, (str(fault),), notes=tuple(notes)
         )
     every = [row for rows in runs.values() for row in rows.values()]
-    finite = all(map(_is_finite, every)) and all(map(_is_finite, labelled_rows or []))
+    finite = all(map(_is_finite, [*every, *labelled_rows]))
     batched = runs.pop(IN_BATCHES)
     # Differences of infinities are NaN, which fails like any other excess.
     with np.errstate(invalid="ignore", over="ignore"):
@@ -103,17 +100,18 @@ def check(
     outputs = [batched[place] for place in range(len(samples))]
     compared = _compare(requests, outputs, expected, core, decoding if finite else None)
     values = {**_core_values(requests, outputs, expected, measured, core), **compared.values}
-    values = {name: values[name] for name in metrics_of(task, core.returns) if name in values}
+    values = {name: values[name] for name in metrics if name in values}
     complete = decoding is None or finite
     verdicts = judge_metrics(values, limits, complete=complete)
     truth = None
-    if labelled is not None and decoding is not None and labelled_rows is not None and finite:
-        truth = _judge_labelled(labelled, labelled_rows, core, decoding)
+    if labelled is not None and decoding is not None and finite:
+        truth = _compare_labelled(labelled, labelled_rows, core, decoding)
     failures = [*say_failures(verdicts, _said(measured, limits))]
     failures += [] if finite else [NOT_FINITE]
     failures += [truth.failure] if truth is not None and truth.failure else []
     unmeasured = [name for name in limits if name not in values] if complete else []
-    differences = _row_differences(requests, measured)
+    row_differences = np.max([view.rows for view in measured], axis=0)
+    differences = [float(np.max(rows)) for rows in by_request(requests, row_differences)]
     return GateResult(
         precision=precision,
         rows=traffic,
@@ -146,33 +144,20 @@ def _compare(
     decoding: Decoding | None,
 ) -> _Compared:
     right = reference_row_outputs(core, expected, like=outputs)
+    badness = [0.0] * len(requests)
     if decoding is None:
         firsts = [[rows[0] for rows in by_request(requests, each)] for each in (right, outputs)]
-        return _Compared({}, [0.0] * len(requests), *firsts)
+        return _Compared({}, badness, *firsts)
     got, wanted = decode(decoding, requests, outputs), decode(decoding, requests, right)
     kept = [place for place, request in enumerate(requests) if not request.edge]
-    if not kept:
-        return _Compared({}, [0.0] * len(requests), wanted, got)
-    comparison = _compare_kept(requests, kept, got, wanted, decoding)
-    badness = [0.0] * len(requests)
-    for place, value in zip(kept, comparison.badness, strict=True):
-        badness[place] = value
-    return _Compared(comparison.values, badness, wanted, got)
-
-
-def _compare_kept(
-    requests: Sequence[GateRequest],
-    kept: Sequence[int],
-    got: Sequence[Decoded],
-    wanted: Sequence[Decoded],
-    decoding: Decoding,
-) -> Comparison:
-    return compare(
-        decoding.task.name,
+    comparison = decoding.task.compare(
         [got[place] for place in kept],
         [wanted[place] for place in kept],
         [requests[place].query for place in kept],
     )
+    for place, value in zip(kept, comparison.badness, strict=True):
+        badness[place] = value
+    return _Compared(comparison.values, badness, wanted, got)
 
 
 def _core_values(
@@ -189,20 +174,19 @@ def _core_values(
             "neighbour_effect": float(np.max([view.effect for view in measured])),
         }
     edges = [request.edge for request in requests for _ in request.rows]
-    if made := [place for place, edge in enumerate(edges) if edge]:
-        rows, wanted = [outputs[place] for place in made], [expected[place] for place in made]
-        values["edge_error"] = float(np.max(relative_errors(rows, wanted, core)))
-    kept = [place for place, edge in enumerate(edges) if not edge]
-    rows, wanted = [outputs[place] for place in kept], [expected[place] for place in kept]
-    if kept and (angles := cosines(rows, wanted, core)) is not None:
+    pairs = list(zip(outputs, expected, strict=True))
+    made_up = [pair for pair, edge in zip(pairs, edges, strict=True) if edge]
+    traffic = [pair for pair, edge in zip(pairs, edges, strict=True) if not edge]
+    if made_up:
+        values["edge_error"] = float(np.max(relative_errors(made_up, core)))
+    if traffic and (angles := cosines(traffic, core)) is not None:
         values |= {"min_cosine": float(angles.min()), "mean_cosine": float(angles.mean())}
-    if kept and (agrees := best_agree(rows, wanted, core)) is not None:
+    if traffic and (agrees := best_agree(traffic, core)) is not None:
         values["label_agreement"] = float(agrees.mean())
     return values
 
 
 def _said(measured: Sequence[Measured], limits: Mapping[str, float]) -> dict[str, list[str]]:
-    """What of the core's outputs breaks a limit, in words."""
     limit = limits.get("max_difference", math.inf)
     allowed = limits.get("neighbour_effect", math.inf)
     return {
@@ -219,11 +203,6 @@ def _said(measured: Sequence[Measured], limits: Mapping[str, float]) -> dict[str
     }
 
 
-def _row_differences(requests: Sequence[GateRequest], measured: Sequence[Measured]) -> list[float]:
-    worst = np.max([view.rows for view in measured], axis=0)
-    return [float(np.max(rows)) for rows in by_request(requests, worst)]
-
-
 def _is_finite(row: RowOutputs) -> bool:
     return all(bool(np.isfinite(values).all()) for values in row.values())
 
@@ -237,12 +216,14 @@ def _run_labelled(
     return [rows[place] for place in range(len(samples))]
 
 
-def _judge_labelled(
+def _compare_labelled(
     labelled: Labelled, outputs: Sequence[RowOutputs], core: Core, decoding: Decoding
-) -> LabelledResult:
+) -> LabelledResult | None:
+    if decoding.task.labelled is None:
+        return None
     right = reference_row_outputs(core, labelled.expected, like=outputs)
-    return judge(
-        decoding.task.name,
+    return compare_labelled(
+        decoding.task.labelled,
         labelled.rows,
         decode(decoding, labelled.requests, outputs),
         decode(decoding, labelled.requests, right),

@@ -11,21 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.gate.artifact import RowOutputs
-from triptych.gate.runs import choices_of, chooses
+from triptych.gate.runs import choices_of
 from triptych.requests.samples import Expected, GateRequest, by_request
 from triptych.runtime import module_of
-from triptych.runtime.carry import unpack
+from triptych.runtime.carry import Arrays, unpack
 from triptych.tasks.metrics.ranks import TIE
-from triptych.tasks.task import Core, Task
+from triptych.tasks.task import Core, Parameters, Task
 
-Decoded = dict[str, NDArray[Any]]
+Decoded = Arrays
 """The outputs of the ensemble for one request of one row, by name, ``[1, …]`` each."""
 
 
-def as_floats(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def as_floats(parameters: Parameters) -> Parameters:
     """Request parameters for answers in full: making them smaller is not the model's doing."""
-    full = {"encoding": "float"}
-    return {**parameters, **{key: full[key] for key in full if key in parameters}}
+    return {**parameters, "encoding": "float"} if "encoding" in parameters else parameters
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ def decode(
     Args:
         decoding: how.
         requests: each of one row.
-        outputs: one a core row, in the order of the requests' rows; per-token ones have as many
-            entries as the row has tokens.
+        outputs: one a core row; per-token ones have as many entries as the row has tokens.
 
     Raises:
         ValueError: not one output a core row.
@@ -89,7 +87,7 @@ def reference_row_outputs(
             the one that the artifact chose is chosen, so that a tie is no disagreement.
     """
     names = [tensor.name for tensor in core.outputs]
-    if not chooses(core):
+    if not core.chooses:
         return [dict(zip(names, values, strict=True)) for values in expected]
     rows = []
     for place, (every,) in enumerate(expected):

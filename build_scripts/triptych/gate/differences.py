@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.gate.artifact import RowOutputs, RunBatch
-from triptych.gate.runs import Incomparable, choices_of, chooses, run_rows
+from triptych.gate.runs import Incomparable, choices_of, run_rows
 from triptych.requests.feeds import Sample
 from triptych.requests.samples import Expected
 from triptych.tasks.metrics.ranks import TIE
@@ -17,6 +17,8 @@ from triptych.tasks.metrics.vectors import row_cosines
 from triptych.tasks.task import Core
 
 ERROR_BATCH = 32
+Pairs = Sequence[tuple[RowOutputs, Expected]]
+"""Rows, each with what the reference made of it."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ def measure(
     """
     differences, scales = [], []
     for place, wanted in enumerate(expected):
-        own, right = _views(batched[place], wanted, core), _wanted(batched[place], wanted, core)
-        differences.append([_distance(a, b) for a, b in zip(own, right, strict=True)])
-        scales.append([float(np.abs(view).max(initial=0)) for view in right])
+        pairs = _pairs(batched[place], wanted, core)
+        differences.append([_distance(own, right) for own, right in pairs])
+        scales.append([float(np.abs(right).max(initial=0)) for _, right in pairs])
     found = np.array(differences)
     # numpy's maximum is NaN where anything is, Python's is not.
     largest, scale = found.max(axis=0), np.maximum(1.0, np.max(scales, axis=0))
@@ -74,18 +76,16 @@ def measure(
     ]
 
 
-def best_agree(
-    rows: Sequence[RowOutputs], expected: Sequence[Expected], core: Core
-) -> NDArray[np.bool_] | None:
+def best_agree(pairs: Pairs, core: Core) -> NDArray[np.bool_] | None:
     """For each row, or token, whether its best class is the reference's or tied with it.
 
     None where there are no classes to choose from.
     """
-    if not chooses(core) and core.returns not in ("token_scores", "scores", "logits"):
+    if not core.chooses and core.returns not in ("token_scores", "scores", "logits"):
         return None
     agrees = []
-    for row, (wanted,) in zip(rows, expected, strict=True):
-        if chooses(core):
+    for row, (wanted,) in pairs:
+        if core.chooses:
             first = choices_of(row, core)[0][:, :1]
         else:
             values = row[core.outputs[0].name]
@@ -97,29 +97,21 @@ def best_agree(
     return every_row
 
 
-def cosines(
-    rows: Sequence[RowOutputs], expected: Sequence[Expected], core: Core
-) -> NDArray[np.float64] | None:
+def cosines(pairs: Pairs, core: Core) -> NDArray[np.float64] | None:
     """Cosine of each row with its reference; None where rows are no vectors."""
     if core.returns != "vector":
         return None
-    vectors = np.stack([row[core.outputs[0].name] for row in rows])
-    return row_cosines(vectors, np.stack([vector for (vector,) in expected]))
+    vectors = np.stack([row[core.outputs[0].name] for row, _ in pairs])
+    return row_cosines(vectors, np.stack([vector for _, (vector,) in pairs]))
 
 
-def relative_errors(
-    rows: Sequence[RowOutputs], expected: Sequence[Expected], core: Core
-) -> NDArray[np.float64]:
+def relative_errors(pairs: Pairs, core: Core) -> list[float]:
     """Length of each row's error over that of its reference, or over 1 where that is shorter.
 
     Of choices, the scores of all classes are compared, those not chosen being the reference's.
     """
-    errors = []
-    with np.errstate(invalid="ignore", over="ignore"):
-        for row, wanted in zip(rows, expected, strict=True):
-            off, size = _squares(row, wanted, core)
-            errors.append(np.sqrt(off / max(size, 1.0)))
-    return np.array(errors, dtype=np.float64)
+    squares = [_squares(row, wanted, core) for row, wanted in pairs]
+    return [float(np.sqrt(off / max(size, 1.0))) for off, size in squares]
 
 
 def core_error(
@@ -127,34 +119,28 @@ def core_error(
 ) -> float:
     """Mean relative squared error of the rows: 0 is equal to the reference, higher is worse.
 
-    For choices, the scores of all classes are compared, those not chosen being the reference's.
     Infinite where the artifact does not run or a result is not finite.
     """
     try:
         rows = run_rows(run, samples, range(len(samples)), ERROR_BATCH)
     except Incomparable:
         return float("inf")
-    errors = []
-    with np.errstate(invalid="ignore", over="ignore"):
-        for place, wanted in enumerate(expected):
-            off, size = _squares(rows[place], wanted, core)
-            errors.append(off / max(size, 1e-12))
+    squares = [_squares(rows[place], wanted, core) for place, wanted in enumerate(expected)]
+    errors = [off / max(size, 1e-12) for off, size in squares]
     error = float(np.mean(errors)) if errors else 0.0
     return error if np.isfinite(error) else float("inf")
 
 
 def _squares(row: RowOutputs, expected: Expected, core: Core) -> tuple[float, float]:
-    """Squared lengths of a row's error and of its reference."""
-    own, right = _views(row, expected, core), _wanted(row, expected, core)
-    if chooses(core):
-        own, right = own[1:], right[1:]
-    pairs = zip(own, right, strict=True)
-    off = sum(float(np.square(a.astype(np.float64) - b).sum()) for a, b in pairs)
-    return off, sum(float(np.square(b.astype(np.float64)).sum()) for b in right)
+    """Squared lengths of a row's error and of its reference; of choices, in all classes' scores."""
+    pairs = _pairs(row, expected, core)[int(core.chooses) :]
+    with np.errstate(invalid="ignore", over="ignore"):
+        off = sum(float(np.square(own.astype(np.float64) - right).sum()) for own, right in pairs)
+        return off, sum(float(np.square(right.astype(np.float64)).sum()) for _, right in pairs)
 
 
 def _view_names(core: Core) -> list[str]:
-    if chooses(core):
+    if core.chooses:
         classes, scores = (tensor.name for tensor in core.outputs)
         return [f"{scores}, best first,", f"{scores} of each {classes}"]
     return [tensor.name for tensor in core.outputs]
@@ -167,7 +153,7 @@ def _views(row: RowOutputs, expected: Expected, core: Core) -> list[NDArray[np.f
     from the reference. Neither depends on the order of classes with the same score; together they
     tell a wrong class, be it under its own score or under that of the right one.
     """
-    if not chooses(core):
+    if not core.chooses:
         return [row[tensor.name] for tensor in core.outputs]
     ids, scores = choices_of(row, core)
     every = expected[0].reshape(len(ids), -1).copy()
@@ -175,13 +161,16 @@ def _views(row: RowOutputs, expected: Expected, core: Core) -> list[NDArray[np.f
     return [scores, every]
 
 
-def _wanted(row: RowOutputs, expected: Expected, core: Core) -> list[NDArray[np.float32]]:
-    """The same of the reference, with as many choices as the row has."""
-    if not chooses(core):
-        return list(expected)
-    ids, _ = choices_of(row, core)
-    every = expected[0].reshape(len(ids), -1)
-    return [-np.sort(-every, axis=1)[:, : ids.shape[1]], every]
+def _pairs(
+    row: RowOutputs, expected: Expected, core: Core
+) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """Each of a row's views with the reference's, with as many choices as the row has."""
+    right = list(expected)
+    if core.chooses:
+        ids, _ = choices_of(row, core)
+        every = expected[0].reshape(len(ids), -1)
+        right = [-np.sort(-every, axis=1)[:, : ids.shape[1]], every]
+    return list(zip(_views(row, expected, core), right, strict=True))
 
 
 def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
@@ -198,7 +187,7 @@ def _effects(
     artifact's own, without any neighbour having a part in it.
     """
     views, others = _views(row, expected, core), _views(changed, expected, core)
-    if not chooses(core):
+    if not core.chooses:
         return [_distance(a, b) for a, b in zip(views, others, strict=True)]
     chosen, other = _chosen(row, views[1], core), _chosen(changed, others[1], core)
     change = np.abs(views[1] - others[1]) - np.where(chosen != other, error, 0.0)
@@ -206,7 +195,6 @@ def _effects(
 
 
 def _chosen(row: RowOutputs, every: NDArray[np.float32], core: Core) -> NDArray[np.bool_]:
-    """The places of `every` that the row has chosen."""
     ids, _ = choices_of(row, core)
     chosen = np.zeros(every.shape, dtype=bool)
     np.put_along_axis(chosen, ids.astype(np.int64), values=True, axis=1)

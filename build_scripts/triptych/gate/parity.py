@@ -10,27 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from triptych.gate.artifact import RowOutputs, RunBatch, RunFeed, by_rows, open_onnx
 from triptych.gate.check import check
-from triptych.gate.runs import choices_of, chooses, run_rows
+from triptych.gate.runs import choices_of, run_rows
+from triptych.pipeline.precisions import Precision
 from triptych.plan.engine_spec import ShapeRange
 from triptych.repository.records import GateResult
 from triptych.requests.feeds import Feed, Sample, row_strides
 from triptych.requests.samples import Expected, GateRequest
-from triptych.tasks.accuracy import thresholds
+from triptych.tasks.accuracy import default_limits
 from triptych.tasks.metrics.ranks import TIE
+from triptych.tasks.metrics.vectors import COSINES
 from triptych.tasks.task import Core
 from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_STRIDE, Tensor, TokenRow
 
 PAD = 0
 """Any token id: what pads hold changes no result."""
-
-MEASURED = ("max_difference", "neighbour_effect", "min_cosine", "mean_cosine", "label_agreement")
-"""Metrics of a core's own outputs that need neither a decoder nor made-up rows."""
 
 Profiles = Sequence[Mapping[str, ShapeRange]]
 
@@ -43,7 +42,6 @@ def check_engine(
     *,
     inputs: Sequence[str],
     profiles: Profiles,
-    task: str,
     precision: str,
     tf32: bool,
 ) -> GateResult:
@@ -53,10 +51,9 @@ def check_engine(
         run_feed: runs one batch on the engine.
         onnx: the graph.
         rows: of the traffic, and made up.
-        core: what it returns.
+        core: what graph and engine return.
         inputs: names of the graph's inputs.
         profiles: of the engine.
-        task: name of the pipeline's task.
         precision: of the engine, which decides the limits.
         tf32: whether fp32 products may be rounded: then they are as close as fp16 is.
     """
@@ -70,17 +67,26 @@ def check_engine(
     if packed:
         engine = _dealt(engine, max(profile[INPUT_IDS.name].maximum[0] for profile in profiles))
     closeness = "fp16" if tf32 and precision == "fp32" else precision
-    limits = thresholds(task, core.returns, closeness, {})
+    metrics = _metrics_of(core)
     return check(
         engine,
         [_request(place, row) for place, row in enumerate(rows)],
         _expected([wanted[place] for place in range(len(rows))], core),
         core,
-        {name: limit for name, limit in limits.items() if name in MEASURED},
-        task=task,
-        precision=precision,
+        default_limits(metrics, closeness),
+        metrics=metrics,
+        precision=cast(Precision, precision),
         batch_size=batch_size,
     )
+
+
+def _metrics_of(core: Core) -> tuple[str, ...]:
+    own: tuple[str, ...] = ()
+    if core.returns == "vector":
+        own = COSINES
+    elif core.returns != "spans" and core.outputs[0].dims != (1,):  # classes to choose from
+        own = ("label_agreement",)
+    return ("max_difference", "neighbour_effect", *own)
 
 
 def _tensor(name: str) -> Tensor:
@@ -137,7 +143,7 @@ def _expected(rows: Sequence[RowOutputs], core: Core) -> list[Expected]:
     little, and yet is no class that the graph put first, so that the share of equal first classes
     stays strict.
     """
-    if not chooses(core):
+    if not core.chooses:
         return [
             tuple(np.asarray(row[tensor.name], np.float32) for tensor in core.outputs)
             for row in rows

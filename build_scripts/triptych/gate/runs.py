@@ -85,11 +85,7 @@ def check_rows(
     core: Core,
     way: str = IN_BATCHES,
 ) -> None:
-    """Outputs by place have the form that the reference's have.
-
-    Raises:
-        Incomparable: one has not.
-    """
+    """Raise `Incomparable` where outputs by place have another form than the reference's."""
     for place in sorted(rows):
         fault = _fault(rows[place], samples[place], expected[place], core)
         if fault:
@@ -132,11 +128,6 @@ def tokens_of(sample: Sample) -> int:
     return len(sample.ids) if isinstance(sample, TokenRow) else 0
 
 
-def chooses(core: Core) -> bool:
-    """Whether the core returns the best classes instead of all."""
-    return core.returns in ("choices", "token_choices")
-
-
 def choices_of(row: RowOutputs, core: Core) -> tuple[NDArray[Any], NDArray[Any]]:
     """Ids and scores of the classes chosen: ``[1 or tokens, choices]``."""
     ids, scores = (row[tensor.name] for tensor in core.outputs)
@@ -151,12 +142,12 @@ def _fault(row: RowOutputs, sample: Sample, expected: Expected, core: Core) -> s
         shape = tuple(tokens_of(sample) if isinstance(dim, str) else dim for dim in tensor.dims)
         if row[tensor.name].shape != shape:
             return f"{tensor.name} has the shape {list(row[tensor.name].shape)}, not {list(shape)}"
-    if chooses(core):
-        return _choice_fault(row, expected, core)
-    for tensor, wanted in zip(core.outputs, expected, strict=True):
-        if row[tensor.name].shape != wanted.shape:
-            return f"{tensor.name} has another shape than the reference, {list(wanted.shape)}"
-    return ""
+    if not core.chooses:
+        for tensor, wanted in zip(core.outputs, expected, strict=True):
+            if row[tensor.name].shape != wanted.shape:
+                return f"{tensor.name} has another shape than the reference, {list(wanted.shape)}"
+        return ""
+    return _choice_fault(row, expected, core)
 
 
 def _choice_fault(row: RowOutputs, expected: Expected, core: Core) -> str:

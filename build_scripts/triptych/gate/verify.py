@@ -14,9 +14,8 @@ from triptych.errors import Progress, UserError
 from triptych.gate.cached import decoding_of, limits_of
 from triptych.gate.decoded import Decoded, decode, reference_row_outputs
 from triptych.gate.live.replies import LiveCase, Rules
-from triptych.gate.live.requests import live_requests, refusals
-from triptych.gate.live.send import run_live
-from triptych.gate.live.verdict import LiveVerdict, judge
+from triptych.gate.live.send import live_requests, refusals, run_live
+from triptych.gate.live.verdict import LiveVerdict, judge_live
 from triptych.gate.reference_rows import reference_of
 from triptych.pipeline.precisions import Precision
 from triptych.plan.plan import Plan
@@ -134,17 +133,16 @@ def verify_pipeline(
         mean_batch=runs.mean_batch,
         seconds=seconds,
         accepted="" if lock is None else lock.gate.accepted,
-        found=judge(cases, runs, rules),
+        found=judge_live(cases, runs, rules),
     )
 
 
 def _rules(inputs: PipelineInputs, precision: Precision) -> Rules:
     plan = inputs.plan
     return Rules(
-        task=plan.task.name,
+        task=plan.task,
         tolerance=TOLERANCES[precision],
         limits=limits_of(inputs, precision),
-        json_outputs=tuple(t.name for t in plan.task.outputs if t.content == "json"),
         hooked=plan.spec.custom is not None or find_hook(plan.spec.folder, "after") is not None,
     )
 

@@ -23,7 +23,8 @@ from triptych.requests.samples import GateRequest
 from triptych.runtime.hooking import HOOKS_FILE, load_hooks
 from triptych.tasks import Task, find_task
 from triptych.tasks.custom import custom_task
-from triptych.tasks.metrics.labels import EVAL_FILE, LabelledRow, first_rows, read_labels
+from triptych.tasks.eval_file import EVAL_FILE, first_rows, read_labels
+from triptych.tasks.metrics.labels import LabelledRow
 
 LABELLED_ROWS = 2000
 """Of more labelled rows, only the first ones are run."""
@@ -170,8 +171,8 @@ def _read_labelled(
     path = spec.folder / EVAL_FILE
     if not path.is_file():
         return Labelled()
-    every = read_labels(path, spec.task, [tensor.name for tensor in task.inputs])
-    rows = first_rows(every, spec.task, LABELLED_ROWS)
+    every = read_labels(path, task)
+    rows = first_rows(every, task, LABELLED_ROWS)
     lines = [
         TrafficRow(row.line, inputs, row.parameters) for row in rows for inputs in row.requests
     ]

@@ -18,7 +18,7 @@ from triptych.pipeline.spec import PipelineSpec
 from triptych.pipeline.traffic import Lengths, TrafficRow
 from triptych.plan.plan import core_rows_of, max_length_of, row_settings
 from triptych.requests.samples import GateRequest, shown_text
-from triptych.runtime import module_of
+from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.parameters import check_parameters
@@ -71,17 +71,16 @@ class RequestReader:
         }
         self.parameters = _checked("parameters", spec.parameters, self._rules, defaults)
         self.max_length = max_length_of(spec, facts, task)
-        kind = module_of(task.rows).RowMaker
         most = core_rows_of(spec, facts, task)
         settings = row_settings(spec, facts, task, max_core_rows=most)
         if self._images:
-            self._maker = kind(settings, tokenizer_folder)
+            self._images_maker = open_row_maker(task.rows, settings, tokenizer_folder)
             return
         settings |= {"bucket_edges": [], "overflow": "truncate"}
         unlimited = {**settings, "max_length": UNLIMITED, "max_core_rows": UNLIMITED}
         try:
-            self._maker = kind(settings, tokenizer_folder)
-            self._untruncated = kind(unlimited, tokenizer_folder)
+            self._texts_maker = open_text_row_maker(task.rows, settings, tokenizer_folder)
+            self._untruncated = open_text_row_maker(task.rows, unlimited, tokenizer_folder)
         except RequestError as error:
             raise UserError(
                 "tokenizer.max_length", "must suit the task", given=error, remedy="Raise it"
@@ -182,7 +181,7 @@ class RequestReader:
                 made
                 if isinstance(made, Exception)
                 else replace(request, rows=tuple(made.tensors["pixels"]))
-                for request, made in zip(requests, self._maker.make(inputs), strict=True)
+                for request, made in zip(requests, self._images_maker.make(inputs), strict=True)
             ]
         return [
             made
@@ -192,7 +191,7 @@ class RequestReader:
                 rows=tuple(TokenRow(tuple(row.ids), row.first_segment) for row in made),
                 carries=tuple(row.carry for row in made if row.carry),
             )
-            for request, made in zip(requests, self._maker.token_rows(inputs), strict=True)
+            for request, made in zip(requests, self._texts_maker.token_rows(inputs), strict=True)
         ]
 
     def _where(self, file: str, line: int) -> str:

@@ -35,7 +35,6 @@ class InFlight:
     """
 
     def __init__(self, pipeline: str) -> None:
-        """Open the counts of `pipeline`; the first of its processes makes it."""
         prefix = os.environ.get(PREFIX_VARIABLE, "triptych_")
         server = _identify(os.getppid())
         for other in SHARED_MEMORY.glob(f"triptych_*in_flight.*.{pipeline}"):
@@ -67,13 +66,11 @@ class InFlight:
         raise RuntimeError(f"a pipeline has at most {SLOTS} preprocess instances")
 
     def admit(self, slot: int) -> int:
-        """Count one more request; returns its ticket."""
         number = self._admitted[slot] + 1
         self._admitted[slot] = number
         return slot << SLOT_BITS | number
 
     def settle(self, ticket: int) -> None:
-        """Note that the request with `ticket` has come through."""
         slot, number = ticket >> SLOT_BITS, ticket & ((1 << SLOT_BITS) - 1)
         if number > self._settled[slot]:
             self._settled[slot] = number
@@ -87,7 +84,6 @@ class Admission:
     """Lets requests of one preprocess instance into the pipeline while there is room."""
 
     def __init__(self, in_flight: InFlight, limit: int) -> None:
-        """Let in at most `limit` requests at a time, counted over all instances."""
         self._in_flight = in_flight
         self._slot = in_flight.take_slot()
         self._limit = limit
@@ -95,7 +91,6 @@ class Admission:
         self._progress_at = time.monotonic()
 
     def room(self) -> int:
-        """Requests that may enter now."""
         under_way = self._in_flight.under_way()
         now = time.monotonic()
         if under_way < self._last_seen or under_way < self._limit:
@@ -107,7 +102,6 @@ class Admission:
         return self._limit - under_way
 
     def admit(self) -> int:
-        """Count one request in; returns its ticket."""
         return self._in_flight.admit(self._slot)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ _HEADER = struct.Struct("<iii")
 
 
 class Carry(NamedTuple):
-    """One core row's.
+    """What one core row brings.
 
     Attributes:
         row: the request's row it is made of, from 0.
@@ -31,8 +32,14 @@ class Carry(NamedTuple):
     kinds: NDArray[np.uint8]
 
 
+Arrays = Mapping[str, NDArray[Any]]
+"""A decoder's outputs of the core, ``[core rows, ...]`` each, or of the ensemble, ``[n, ...]``."""
+
+Carries = Sequence[Carry]
+Parameters = Mapping[str, Any]
+
+
 def pack(carry: Carry) -> bytes:
-    """One carry as the element of a BYTES tensor."""
     text = carry.text.encode("utf-8")
     header = _HEADER.pack(carry.row, len(carry.kinds), len(text))
     offsets = np.ascontiguousarray(carry.offsets, dtype="<i4").tobytes()
@@ -40,7 +47,6 @@ def pack(carry: Carry) -> bytes:
 
 
 def unpack(data: bytes) -> Carry:
-    """What `pack` made."""
     row, tokens, size = _HEADER.unpack_from(data)
     start = _HEADER.size
     offsets = np.frombuffer(data, "<i4", 2 * tokens, start).reshape(tokens, 2)

@@ -9,7 +9,6 @@ class RequestError(Exception):
     def __init__(
         self, field: str, rule: str, given: object, remedy: str, row: int | None = None
     ) -> None:
-        """Say `field` `rule`, what was `given`, a `remedy`, and the `row` of the request."""
         where = "" if row is None else f"row {row}: "
         super().__init__(f"{where}`{field}` {rule}. Given: {given}. {remedy}.")
 

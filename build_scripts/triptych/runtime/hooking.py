@@ -20,7 +20,7 @@ MODULE_NAME = "triptych_hooks"
 FUNCTIONS = ("before", "after", "decode")
 Row = dict[str, Any]
 Hook = Callable[[list[Row]], list[Row]]
-NUMPY_TYPES: dict[str, Any] = {
+NUMPY_TYPES: dict[str, type[np.generic]] = {
     "FP32": np.float32,
     "INT8": np.int8,
     "INT32": np.int32,
@@ -45,7 +45,6 @@ def load_hooks(folder: Path) -> ModuleType | None:
 
 
 def find_hook(folder: Path, name: str) -> Hook | None:
-    """The function `name` of the hooks in `folder`, or None."""
     hook: Hook | None = getattr(load_hooks(folder), name, None)
     return hook
 

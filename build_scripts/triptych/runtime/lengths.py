@@ -41,7 +41,6 @@ class RowTokens:
             return
 
     def count(self, answered: Sequence[CoreRows]) -> None:
-        """Count the rows of a batch of requests; some batches also flush."""
         if not self._counters:
             return
         if answered:
@@ -55,7 +54,6 @@ class RowTokens:
             self.flush()
 
     def flush(self) -> None:
-        """Add what was counted since the last time to the counters on the page."""
         if not self._counters or not self._rows.any():
             return
         # From the last bucket to the first: whoever reads meanwhile sees no bucket above a later

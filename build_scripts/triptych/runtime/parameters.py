@@ -53,14 +53,10 @@ def check_parameters(
 
 
 def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
-    kind = rule["type"]
+    kind, choices = rule["type"], rule.get("choices")
     fits = isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
     low, high = rule.get("min"), rule.get("max")
-    if fits and low is not None:
-        fits = value >= low
-    if fits and high is not None:
-        fits = value <= high
-    choices = rule.get("choices")
+    fits = fits and (low is None or value >= low) and (high is None or value <= high)
     if not fits or (choices and value not in choices):
         if choices:
             words = "one of " + ", ".join(choices)

@@ -20,7 +20,6 @@ class TritonPythonModel:
     """The core's outputs, ``[core rows, …]`` each, to the ensemble's, ``[n, …]`` each."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the task's decoder and the pipeline's hooks, which lie beside this file."""
         settings = settings_of(args)
         folder = Path(__file__).parent
         self._core_outputs = settings["core_outputs"]
@@ -45,9 +44,8 @@ class TritonPythonModel:
                 name: pb_utils.get_input_tensor_by_name(request, name).as_numpy()
                 for name in self._core_outputs
             }
-            carries = []
-            if self._carries:
-                carries = [unpack(data) for data in read_bytes(request, "carry")]
+            packed = read_bytes(request, "carry") if self._carries else []
+            carries = [unpack(data) for data in packed]
             result = self._decoder.decode(outputs, carries, parameters)
             if self._after is not None:
                 rows = call_hook("after", self._after, self._form.rows(result), self._form.names)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from numpy.typing import NDArray
-
-from .carry import Carry
-from .hooking import RowForm, call_hook, find_hook
+from .carry import Arrays, Carries, Parameters
+from .hooking import Row, RowForm, call_hook, find_hook
 
 PREFIX = "core_"
 
@@ -17,23 +13,16 @@ PREFIX = "core_"
 class Decoder:
     """Rows of what the core returned to rows of the declared outputs."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Load ``hooks.py`` of `folder`."""
+    def __init__(self, settings: Parameters, folder: Path) -> None:
         hook = find_hook(folder, "decode")
         if hook is None:
             raise RuntimeError("a custom task needs a function `decode` in hooks.py")
         self._decode = hook
         self._form = RowForm(settings["outputs"])
 
-    def decode(
-        self,
-        outputs: Mapping[str, NDArray[Any]],
-        carries: Sequence[Carry],
-        parameters: Mapping[str, Any],
-    ) -> dict[str, NDArray[Any]]:
-        """The declared outputs of one request."""
+    def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
         count = len(next(iter(outputs.values())))
-        rows: list[dict[str, Any]] = [
+        rows: list[Row] = [
             {name.removeprefix(PREFIX): value[i] for name, value in outputs.items()}
             for i in range(count)
         ]

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from .carry import Carry
+from .carry import Arrays, Carries, Parameters
 
 
 class Decoder:
     """``class_id`` INT32 and ``class_score`` FP32 ``[n, K]`` to ``token`` and ``score``."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Read ``tokenizer.json`` in `folder`."""
+    def __init__(self, settings: Parameters, folder: Path) -> None:
         self._texts = _TokenTexts(Tokenizer.from_file(str(folder / "tokenizer.json")))
 
-    def decode(
-        self,
-        outputs: Mapping[str, NDArray[Any]],
-        carries: Sequence[Carry],
-        parameters: Mapping[str, Any],
-    ) -> dict[str, NDArray[Any]]:
+    def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
         """The best ``top_k``: ``token`` BYTES ``[n, k]`` and ``score`` FP32 ``[n, k]``."""
         kept = parameters["top_k"]
         ids = outputs["class_id"][:, :kept]
@@ -35,8 +26,6 @@ class Decoder:
 
 
 class _TokenTexts(dict[int, bytes]):
-    """Token id to its text as UTF-8, each decoded when first asked for."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenizer = tokenizer

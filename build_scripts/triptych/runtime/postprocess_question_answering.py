@@ -6,14 +6,14 @@ answer, aligned to words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .carry import OUTSIDE, Carry
+from .carry import OUTSIDE, Arrays, Carries, Carry, Parameters
 
 CANDIDATES = 12
 """Spans of a window that are looked at: as many as transformers does for one answer."""
@@ -22,7 +22,7 @@ _NEVER = np.float32(-10000)
 """Logit of tokens that cannot be in an answer: no chance at all once it is a probability."""
 
 
-class Answer(NamedTuple):
+class Span(NamedTuple):
     """An answer in a context; one without characters says that there is none."""
 
     start: int
@@ -38,15 +38,10 @@ class Decoder:
     model gives it stands for "there is no answer".
     """
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Nothing to prepare."""
+    def __init__(self, settings: Parameters, folder: Path) -> None:
+        pass
 
-    def decode(
-        self,
-        outputs: Mapping[str, NDArray[Any]],
-        carries: Sequence[Carry],
-        parameters: Mapping[str, Any],
-    ) -> dict[str, NDArray[Any]]:
+    def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
         """The best answer of every row, over all of its windows.
 
         Returns:
@@ -69,7 +64,7 @@ class Decoder:
             answer = _choose([(carries[window], spans[window]) for window in windows], text)
             if parameters["impossible_answer"]:
                 null = float(null_score[windows].min())
-                answer = Answer(0, 0, null) if null > answer.score else answer
+                answer = Span(0, 0, null) if null > answer.score else answer
             texts.append(text[answer.start : answer.end].encode("utf-8"))
             answers.append(answer)
         return {
@@ -80,7 +75,7 @@ class Decoder:
         }
 
 
-def _answerable(carries: Sequence[Carry], width: int) -> NDArray[np.bool_]:
+def _answerable(carries: Carries, width: int) -> NDArray[np.bool_]:
     """``[m, width]``: the tokens of the context, and the first of each window."""
     allowed = np.zeros((len(carries), width), dtype=bool)
     for window, carry in enumerate(carries):
@@ -139,15 +134,15 @@ def _top(scores: NDArray[np.float32]) -> NDArray[np.intp]:
     return np.sort(np.argpartition(-scores, CANDIDATES - 1, axis=1)[:, :CANDIDATES], axis=1)
 
 
-def _choose(windows: Sequence[tuple[Carry, Sequence[tuple[int, int, float]]]], text: str) -> Answer:
+def _choose(windows: Sequence[tuple[Carry, Sequence[tuple[int, int, float]]]], text: str) -> Span:
     """The answer with the highest sum of scores, letter case aside; an empty one if none is."""
-    found: dict[str, Answer] = {}
+    found: dict[str, Span] = {}
     for carry, spans in windows:
         for first, last, score in spans:
             start, end = int(carry.offsets[first, 0]), int(carry.offsets[last, 1])
             key = text[start:end].lower()
             known = found.get(key)
             found[key] = (
-                known._replace(score=known.score + score) if known else Answer(start, end, score)
+                known._replace(score=known.score + score) if known else Span(start, end, score)
             )
-    return max(found.values(), key=lambda answer: answer.score, default=Answer(0, 0, 0.0))
+    return max(found.values(), key=lambda answer: answer.score, default=Span(0, 0, 0.0))

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from numpy.typing import NDArray
-
-from .carry import Carry
+from .carry import Arrays, Carries, Parameters
 
 
 class Decoder:
     """``relevance`` FP32 ``[n, 1]`` to ``score`` FP32 ``[n, 1]``."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Nothing to prepare."""
+    def __init__(self, settings: Parameters, folder: Path) -> None:
+        pass
 
-    def decode(
-        self,
-        outputs: Mapping[str, NDArray[Any]],
-        carries: Sequence[Carry],
-        parameters: Mapping[str, Any],
-    ) -> dict[str, NDArray[Any]]:
-        """The relevance under the name of the ensemble's output."""
+    def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
         return {"score": outputs["relevance"]}

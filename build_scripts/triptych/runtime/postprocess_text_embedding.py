@@ -1,29 +1,22 @@
-"""Decodes text-embedding: shorten the vectors and encode them as the request asks."""
+"""Decodes text-embedding: shorten the vectors and encode them as the request row_inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .carry import Carry
+from .carry import Arrays, Carries, Parameters
 
 
 class Decoder:
     """``sentence_embedding`` FP32 ``[n, dim]`` to ``embedding`` and ``embedding_int8``."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Nothing to prepare."""
+    def __init__(self, settings: Parameters, folder: Path) -> None:
+        pass
 
-    def decode(
-        self,
-        outputs: Mapping[str, NDArray[Any]],
-        carries: Sequence[Carry],
-        parameters: Mapping[str, Any],
-    ) -> dict[str, NDArray[Any]]:
+    def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
         """Shorten, normalise and encode each vector.
 
         Returns:

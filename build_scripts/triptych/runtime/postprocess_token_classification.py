@@ -9,12 +9,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .carry import OUTSIDE, WORD_START, Carry
+from .carry import OUTSIDE, WORD_START, Arrays, Carries, Parameters
 from .faults import RequestError
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -26,13 +26,9 @@ class Pieces(NamedTuple):
     """Tokens, words or entities of all rows, end to end; every field has one entry a piece."""
 
     row: NDArray[np.intp]
-    """The row it is in."""
-    start: NDArray[np.int32]
-    """Its first character."""
-    end: NDArray[np.int32]
-    """The character after its last."""
-    label: NDArray[np.intp]
-    """Index of its class."""
+    start: NDArray[np.int32]  # first character
+    end: NDArray[np.int32]  # the one after its last
+    label: NDArray[np.intp]  # index of its class
     score: NDArray[np.float32]
 
 
@@ -45,8 +41,7 @@ class Decoder:
     characters, and a score that is no number is null. The label ``O`` is left out.
     """
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Look at the `labels` of `settings` once."""
+    def __init__(self, settings: Parameters, folder: Path) -> None:
         labels: list[str] = settings["labels"]
         self._names = labels
         # Both as transformers has them: a label such as PER-SUB is of the tag PER-SUB, but names
@@ -56,13 +51,8 @@ class Decoder:
         self._tag = np.unique(np.array(tags), return_inverse=True)[1]
         self._begins = np.array([label.startswith("B-") for label in labels])
 
-    def decode(
-        self,
-        outputs: Mapping[str, NDArray[Any]],
-        carries: Sequence[Carry],
-        parameters: Mapping[str, Any],
-    ) -> dict[str, NDArray[Any]]:
-        """Find the entities of every row.
+    def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
+        """The entities of every row.
 
         Raises:
             RequestError: the aggregation needs scores the core does not return.
@@ -107,7 +97,7 @@ class Decoder:
         return _join(pieces, first, pieces.label[first], _mean(pieces.score, first))
 
 
-def _stack_kinds(carries: Sequence[Carry]) -> NDArray[np.uint8]:
+def _stack_kinds(carries: Carries) -> NDArray[np.uint8]:
     """The kinds of all rows, ``[n, widest]``, filled up with OUTSIDE."""
     lengths = np.array([len(carry.kinds) for carry in carries])
     kinds = np.full((len(carries), lengths.max(initial=0)), OUTSIDE, dtype=np.uint8)
@@ -132,7 +122,6 @@ def _join(
 
 
 def _best(scores: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
-    """Index and score of the best class, of ``[pieces, C]``."""
     label = scores.argmax(axis=1)
     return label, scores[np.arange(len(scores)), label]
 
@@ -158,10 +147,7 @@ def _surest(score: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.i
     return np.where(found < len(score), found, first)
 
 
-def _write(
-    pieces: Pieces, names: Sequence[str], carries: Sequence[Carry]
-) -> dict[str, NDArray[Any]]:
-    """The output: each row's pieces as JSON, without those called ``O``."""
+def _write(pieces: Pieces, names: Sequence[str], carries: Carries) -> Arrays:
     found: list[list[dict[str, object]]] = [[] for _ in carries]
     kept = np.array([name != "O" for name in names])[pieces.label]
     scores = np.round(pieces.score[kept].astype(np.float64), _SCORE_DECIMALS).tolist()
@@ -179,7 +165,7 @@ def _write(
     return _encode(found)
 
 
-def _encode(found: Sequence[Sequence[Mapping[str, object]]]) -> dict[str, NDArray[Any]]:
+def _encode(found: Sequence[Sequence[Mapping[str, object]]]) -> Arrays:
     entities = np.empty((len(found), 1), dtype=object)
     entities[:, 0] = [_ENCODER.encode(row).encode("utf-8") if row else b"[]" for row in found]
     return {"entities": entities}

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .carry import Carry
+from .carry import Arrays, Carries, Parameters
 
 
 class Decoder:
     """``inference_logits`` FP32 ``[n * L, C]``, label by label, to ``label`` and ``score``."""
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Take the classes `entailment` and `contradiction` from `settings`."""
+    def __init__(self, settings: Parameters, folder: Path) -> None:
         self._entailment: int = settings["entailment"]
         self._contradiction: int = settings["contradiction"]
 
-    def decode(
-        self,
-        outputs: Mapping[str, NDArray[Any]],
-        carries: Sequence[Carry],
-        parameters: Mapping[str, Any],
-    ) -> dict[str, NDArray[Any]]:
+    def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
         """All labels, best first: ``label`` BYTES ``[n, L]`` and ``score`` FP32 ``[n, L]``.
 
         With ``multi_label``, or one label, each score is entailment against contradiction;
@@ -44,7 +36,6 @@ class Decoder:
 
 
 def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Over the last axis."""
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     shares: NDArray[np.float32] = powers / powers.sum(axis=-1, keepdims=True)
     return shares

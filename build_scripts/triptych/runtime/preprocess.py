@@ -27,7 +27,6 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the task's row maker and the pipeline's hooks, which lie beside this file."""
         settings = settings_of(args)
         folder = Path(__file__).parent
         self._fields = settings["inputs"]
@@ -48,21 +47,21 @@ class TritonPythonModel:
         """Answer every request; a request at fault gets its own error."""
         responses: list[Any] = [None] * len(requests)
         widths = [0] * len(requests)
-        asks: dict[int, RowInputs] = {}
+        row_inputs: dict[int, RowInputs] = {}
         room = self._admission.room()
         for index, request in enumerate(requests):
             try:
-                if len(asks) >= room:
+                if len(row_inputs) >= room:
                     raise Overloaded(
                         f"`queue` must have at most {self._limit} requests under way. Given: one "
                         "more. Try again later, or raise serving.queue.max_size in the pipeline."
                     )
-                asks[index] = self._read(request)
+                row_inputs[index] = self._read(request)
             except Exception as error:
                 responses[index] = error_response(error)
-        made = self._maker.make(list(asks.values())) if asks else []
+        made = self._maker.make(list(row_inputs.values())) if row_inputs else []
         answered: list[CoreRows] = []
-        for index, core_rows in zip(asks, made, strict=True):
+        for index, core_rows in zip(row_inputs, made, strict=True):
             try:
                 if isinstance(core_rows, Exception):
                     raise core_rows
@@ -76,7 +75,6 @@ class TritonPythonModel:
         return responses
 
     def finalize(self) -> None:
-        """Leave no row uncounted."""
         self._row_tokens.flush()
 
     def _read(self, request: Any) -> RowInputs:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
 
 class RowInputs(NamedTuple):
-    """What one request asks for.
+    """One request, ready for a row maker.
 
     Attributes:
         columns: input name to one value a row: `str` for texts, `bytes` for images.
@@ -18,6 +18,20 @@ class RowInputs(NamedTuple):
 
     columns: Mapping[str, list[Any]]
     parameters: Mapping[str, Any]
+
+
+class Row(NamedTuple):
+    """One core row of tokens.
+
+    Attributes:
+        ids: of the tokens.
+        first_segment: how many of them come before the second segment.
+        carry: what goes past the core, as `carry.pack` makes it; empty where the task has none.
+    """
+
+    ids: Sequence[int]
+    first_segment: int
+    carry: bytes = b""
 
 
 class CoreRows(NamedTuple):
@@ -32,3 +46,22 @@ class CoreRows(NamedTuple):
     tensors: dict[str, NDArray[Any]]
     carries: list[bytes]
     width: int
+
+
+class RowMaker(Protocol):
+    """What makes a task's core rows: the class `RowMaker` of each ``rows_*.py``."""
+
+    def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
+        """The core's tensors for each request, or its fault."""
+        ...
+
+
+class TextRowMaker(RowMaker, Protocol):
+    """One whose rows are of tokens."""
+
+    max_length: int
+    """Most tokens of a core row."""
+
+    def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
+        """The core rows of each request, or its fault."""
+        ...

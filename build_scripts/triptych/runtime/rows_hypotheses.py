@@ -12,10 +12,9 @@ class RowMaker(TokenRowMaker):
 
     strategy = "only_first"
 
-    def inputs(self, ask: RowInputs) -> list[Input]:
-        """Labels times texts."""
-        check_filled(ask, ["text"])
-        labels = ask.parameters.get("labels")
+    def inputs(self, request: RowInputs) -> list[Input]:
+        check_filled(request, ["text"])
+        labels = request.parameters.get("labels")
         if not labels:
             raise RequestError(
                 "parameter labels",
@@ -23,7 +22,7 @@ class RowMaker(TokenRowMaker):
                 "nothing",
                 'Send \'["a", "b"]\'',
             )
-        template: str = ask.parameters["hypothesis_template"]
+        template: str = request.parameters["hypothesis_template"]
         if "{}" not in template:
             raise RequestError(
                 "parameter hypothesis_template",
@@ -31,7 +30,7 @@ class RowMaker(TokenRowMaker):
                 repr(template)[:80],
                 "Write for example 'This text is about {}.'",
             )
-        texts = ask.columns["text"]
+        texts = request.columns["text"]
         if len(texts) * len(labels) > self.max_core_rows:
             raise RequestError(
                 "parameter labels",

@@ -40,12 +40,7 @@ _ASPECT = "must not be so much longer than wide, or wider than long, that resizi
 
 
 class Limits(NamedTuple):
-    """What an image may cost.
-
-    Attributes:
-        image_bytes: most bytes of the encoded image.
-        pixels: most pixels, as sent and as resized.
-    """
+    """What an image may cost: bytes as encoded, and pixels as sent and as resized."""
 
     image_bytes: int
     pixels: int
@@ -89,9 +84,7 @@ def open_image(data: bytes, limits: Limits, row: int) -> Image.Image:
 def to_pixels(image: Image.Image, facts: Mapping[str, Any]) -> NDArray[np.uint8]:
     """What the core takes of an RGB image: UINT8 ``[height, width, channels]``.
 
-    Args:
-        image: in RGB.
-        facts: `ImageFacts` as plain data.
+    `facts` are `ImageFacts` as plain data.
     """
     height, width = resized(facts, image.height, image.width)
     if facts["resize"] != "none":
@@ -117,7 +110,6 @@ class RowMaker:
     """One core row a row: ``pixels`` UINT8 ``[n, height, width, channels]``."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Take ``image`` (`ImageFacts`), ``max_image_bytes`` and ``max_pixels`` of `settings`."""
         self._facts: Mapping[str, Any] = settings["image"]
         self._limits = Limits(settings["max_image_bytes"], settings["max_pixels"])
         self._shape = tuple(self._facts[axis] for axis in ("height", "width", "channels"))
@@ -126,12 +118,14 @@ class RowMaker:
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
         """The pixels of every row; a request with a bad image gets its first fault instead."""
-        crowded = [self._crowded(ask.columns[FIELD]) for ask in requests]
-        pixels = [np.empty((len(ask.columns[FIELD]), *self._shape), np.uint8) for ask in requests]
+        crowded = [self._crowded(request.columns[FIELD]) for request in requests]
+        pixels = [
+            np.empty((len(request.columns[FIELD]), *self._shape), np.uint8) for request in requests
+        ]
         jobs = [
             partial(self._fill, pixels[index], row, data)
-            for index, ask in enumerate(requests)
-            for row, data in enumerate([] if crowded[index] else ask.columns[FIELD])
+            for index, request in enumerate(requests)
+            for row, data in enumerate([] if crowded[index] else request.columns[FIELD])
         ]
         with own_limits():
             if len(jobs) == 1 or self._threads == 1:
@@ -144,12 +138,9 @@ class RowMaker:
             if fault is not None:
                 answers.append(fault)
                 continue
-            own = [
-                own_fault
-                for own_fault in faults[start : start + len(tensor)]
-                if own_fault is not None
-            ]
-            answers.append(own[0] if own else CoreRows({"pixels": tensor}, [], 0))
+            own = faults[start : start + len(tensor)]
+            first = next((each for each in own if each is not None), None)
+            answers.append(first or CoreRows({"pixels": tensor}, [], 0))
             start += len(tensor)
         return answers
 

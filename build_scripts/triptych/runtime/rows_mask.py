@@ -6,21 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from .faults import RequestError
-from .row_types import RowInputs
-from .token_rows import Input, Row, TokenRowMaker
+from .row_types import Row, RowInputs
+from .token_rows import Input, TokenRowMaker
 
 
 class RowMaker(TokenRowMaker):
-    """Texts as they are, each with exactly one mask token."""
+    def inputs(self, request: RowInputs) -> list[Input]:
+        return list(request.columns["text"])
 
-    def inputs(self, ask: RowInputs) -> list[Input]:
-        """One text a row."""
-        return list(ask.columns["text"])
-
-    def finish(
-        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row]:
-        """One core row a text."""
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         mask, mask_id = self.settings["mask_token"], self.settings["mask_token_id"]
         for number, encoding in enumerate(encodings):
             masks = encoding.ids.count(mask_id)
@@ -32,4 +26,4 @@ class RowMaker(TokenRowMaker):
                     f"Write {mask} in place of the word to be filled in",
                     number,
                 )
-        return super().finish(ask, inputs, encodings)
+        return super().finish(inputs, encodings)

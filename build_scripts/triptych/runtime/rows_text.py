@@ -14,20 +14,18 @@ class RowMaker(TokenRowMaker):
     """Texts with the model's prompt before them where it has one; pairs as they are."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Load the tokenizer."""
         self._prompts: Mapping[str, str] = settings.get("prompts", {})
         self._lowercase: bool = settings["lowercase"]
         super().__init__(settings, folder)
 
-    def inputs(self, ask: RowInputs) -> list[Input]:
-        """One text, or one pair, a row."""
-        texts: list[str] = ask.columns["text"]
-        prompt = self._prompts.get(ask.parameters.get("prompt_name", ""), "")
+    def inputs(self, request: RowInputs) -> list[Input]:
+        texts: list[str] = request.columns["text"]
+        prompt = self._prompts.get(request.parameters.get("prompt_name", ""), "")
         if prompt:
             texts = [prompt + text for text in texts]
         if self._lowercase:
             texts = [text.lower() for text in texts]
         if len(self.fields) == 1:
             return list(texts)
-        check_filled(ask, self.fields)
-        return list(zip(texts, ask.columns["text_pair"], strict=True))
+        check_filled(request, self.fields)
+        return list(zip(texts, request.columns["text_pair"], strict=True))

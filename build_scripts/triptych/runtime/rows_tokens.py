@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .carry import Carry, pack
-from .row_types import RowInputs
+from .row_types import Row, RowInputs
 from .token_kinds import make_kinds
-from .token_rows import Input, Row, TokenRowMaker
+from .token_rows import Input, TokenRowMaker
 
 
 class RowMaker(TokenRowMaker):
@@ -20,20 +20,15 @@ class RowMaker(TokenRowMaker):
     offsets = True
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Load the tokenizer."""
         super().__init__(settings, folder)
         model = self.tokenizer.model
         self._prefix: str | None = getattr(model, "continuing_subword_prefix", None)
         self._unk_id: int | None = settings["unk_token_id"]
 
-    def inputs(self, ask: RowInputs) -> list[Input]:
-        """One text a row."""
-        return list(ask.columns["text"])
+    def inputs(self, request: RowInputs) -> list[Input]:
+        return list(request.columns["text"])
 
-    def finish(
-        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row]:
-        """One core row a text."""
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         rows = []
         for number, (text, encoding) in enumerate(zip(inputs, encodings, strict=True)):
             offsets = np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)

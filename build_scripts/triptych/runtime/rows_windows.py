@@ -11,9 +11,9 @@ import numpy as np
 from .carry import OUTSIDE, WORD_START, Carry, pack
 from .faults import RequestError
 from .pairs import PairForm
-from .row_types import RowInputs
+from .row_types import Row, RowInputs
 from .token_kinds import word_offsets
-from .token_rows import Input, Row, TokenRowMaker, check_filled
+from .token_rows import Input, TokenRowMaker, check_filled
 
 LARGEST_STRIDE = 128
 
@@ -25,7 +25,6 @@ class RowMaker(TokenRowMaker):
     offsets = True
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Load the tokenizer."""
         self.stride = min(settings["max_length"] // 2, LARGEST_STRIDE)
         super().__init__(settings, folder)
 
@@ -45,11 +44,10 @@ class RowMaker(TokenRowMaker):
                 "Raise it",
             )
 
-    def inputs(self, ask: RowInputs) -> list[Input]:
-        """One pair a row."""
-        check_filled(ask, self.fields)
-        questions = ask.columns["text"]
-        contexts = ask.columns["text_pair"]
+    def inputs(self, request: RowInputs) -> list[Input]:
+        check_filled(request, self.fields)
+        questions = request.columns["text"]
+        contexts = request.columns["text_pair"]
         pairs: list[Input] = list(zip(questions, contexts, strict=True))
         halves = self._form.halves([*questions, *contexts])
         windows = 0
@@ -70,9 +68,7 @@ class RowMaker(TokenRowMaker):
         self.check_count(windows)
         return pairs
 
-    def finish(
-        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row]:
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         """As many core rows a pair as it has windows."""
         rows = []
         for number, (pair, encoding) in enumerate(zip(inputs, encodings, strict=True)):

@@ -22,8 +22,8 @@ def make_kinds(
 ) -> NDArray[np.uint8]:
     """The kind of each token of a text, as transformers' token-classification tells words apart.
 
-    The first four arguments are the fields of a `tokenizers.Encoding`. They are plain lists, and
-    looked at one by one, because making arrays of them costs more than the comparisons.
+    The first four arguments are fields of a `tokenizers.Encoding`: plain lists, looked at one by
+    one, because making arrays of them costs more than the comparisons.
 
     Args:
         tokens: as the vocabulary writes them.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +14,9 @@ from tokenizers import Tokenizer
 
 from .faults import RequestError
 from .pairs import PairForm, kept
-from .row_types import CoreRows, RowInputs
+from .row_types import CoreRows, Row, RowInputs
 
 Input = str | tuple[str, str]
-
-
-class Row(NamedTuple):
-    """One core row: its tokens, those before its second segment, what it brings past the core."""
-
-    ids: Sequence[int]
-    first_segment: int
-    carry: bytes = b""
 
 
 class TokenRowMaker(ABC):
@@ -40,7 +32,6 @@ class TokenRowMaker(ABC):
     """Tokens that a window shares with the one before it."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        """Load ``tokenizer.json`` of `folder`."""
         self.settings = settings
         self.fields: list[str] = settings["inputs"]
         self.max_length: int = settings["max_length"]
@@ -60,23 +51,20 @@ class TokenRowMaker(ABC):
         self._encode(["warm up"])
 
     def configure(self) -> None:
-        """Set truncation up."""
         if self.truncates:
             self.tokenizer.enable_truncation(
                 self.max_length, stride=self.stride, strategy=self.strategy, direction=self._cut
             )
 
     @abstractmethod
-    def inputs(self, ask: RowInputs) -> list[Input]:
+    def inputs(self, request: RowInputs) -> list[Input]:
         """What to tokenize for one request.
 
         Raises:
             RequestError: the request is at fault.
         """
 
-    def finish(
-        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row]:
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
         """The core rows of one request, one an input unless the task says otherwise.
 
         Raises:
@@ -85,7 +73,6 @@ class TokenRowMaker(ABC):
         return [self.row(encoding) for encoding in encodings]
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
-        """The core's tensors for each request, or its fault."""
         return [
             rows if isinstance(rows, Exception) else self._tensors(rows)
             for rows in self.token_rows(requests)
@@ -93,14 +80,16 @@ class TokenRowMaker(ABC):
 
     def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
         """The core rows of each request, or its fault; all are tokenized in one call."""
-        asked: list[list[Input] | Exception] = [_attempt(self.inputs, ask) for ask in requests]
+        asked: list[list[Input] | Exception] = [
+            _attempt(self.inputs, request) for request in requests
+        ]
         sizes = [0 if isinstance(inputs, Exception) else len(inputs) for inputs in asked]
         flat = [item for inputs in asked if not isinstance(inputs, Exception) for item in inputs]
         encodings = self._encode(flat)
         spans = pairwise(accumulate(sizes, initial=0))
         return [
-            inputs if isinstance(inputs, Exception) else self._finish(ask, inputs, encodings[i:j])
-            for ask, inputs, (i, j) in zip(requests, asked, spans, strict=True)
+            inputs if isinstance(inputs, Exception) else self._finish(inputs, encodings[i:j])
+            for inputs, (i, j) in zip(asked, spans, strict=True)
         ]
 
     def row(self, encoding: Any, carry: bytes = b"") -> Row:
@@ -112,9 +101,7 @@ class TokenRowMaker(ABC):
             return Row(ids, len(ids), carry)
         return Row(ids, len(ids) - sum(encoding.type_ids), carry)
 
-    def _finish(
-        self, ask: RowInputs, inputs: Sequence[Input], encodings: Sequence[Any]
-    ) -> list[Row] | Exception:
+    def _finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row] | Exception:
         try:
             for number, encoding in enumerate(encodings):
                 if isinstance(encoding, RequestError):
@@ -123,18 +110,14 @@ class TokenRowMaker(ABC):
                     raise RequestError(
                         "text", "must be text the tokenizer takes", encoding, "Correct it", number
                     )
-            rows = self.finish(ask, inputs, encodings)
+            rows = self.finish(inputs, encodings)
             self._check(rows)
         except Exception as error:
             return error
         return rows
 
     def check_count(self, rows: int) -> None:
-        """A request comes to no more core rows than a batch holds.
-
-        Raises:
-            RequestError: it does.
-        """
+        """Refuse a request that comes to more core rows than a batch holds."""
         if rows > self.max_core_rows:
             raise RequestError(
                 "request",
@@ -223,14 +206,10 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np
     return padded
 
 
-def check_filled(ask: RowInputs, fields: Sequence[str]) -> None:
-    """Every one of `fields` says something in every row.
-
-    Raises:
-        RequestError: one is empty or blank.
-    """
+def check_filled(request: RowInputs, fields: Sequence[str]) -> None:
+    """Refuse a request with an empty or blank text in one of `fields`."""
     for field in fields:
-        for number, text in enumerate(ask.columns[field]):
+        for number, text in enumerate(request.columns[field]):
             if not text.strip():
                 raise RequestError(
                     field, "must not be empty", repr(text)[:40], "Send both halves", number

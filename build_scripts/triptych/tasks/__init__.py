@@ -1,4 +1,4 @@
-"""The tasks, one frozen value each: what goes in, what comes out, which runtime files decode."""
+"""The tasks, one frozen value each, with their metrics; it never runs a model or a server."""
 
 from triptych.errors import UserError
 from triptych.tasks.fill_mask import FILL_MASK

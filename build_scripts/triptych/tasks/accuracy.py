@@ -1,12 +1,13 @@
-"""What the accuracy gate measures and demands: the metrics of each task, and their limits."""
+"""What the accuracy gate measures and demands: the metrics, and their limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from triptych.errors import UserError
+from triptych.tasks.task import Task
 
 Tolerance = Literal["exact", "close", "quantized"]
 """How near the reference a core can be: as fp32 is; with a shorter mantissa; with few levels."""
@@ -63,29 +64,7 @@ METRICS: dict[str, Metric] = {
     )
 }
 
-_CORE = ("max_difference", "neighbour_effect", "edge_error")
-_LABELS = ("label_agreement", "max_probability_difference", "confidence_shift")
-_COSINES = ("min_cosine", "mean_cosine")
-_TASKS: dict[str, tuple[str, ...]] = {
-    "text-embedding": (
-        *_COSINES,
-        "nearest_neighbour_agreement",
-        "similarity_rank_correlation",
-    ),
-    "text-classification": _LABELS,
-    "zero-shot-classification": _LABELS,
-    "image-classification": _LABELS,
-    "token-classification": ("entity_f1", "label_agreement"),
-    "question-answering": ("exact_match", "answer_f1"),
-    "reranking": ("rank_correlation", "top1_agreement"),
-    "fill-mask": ("top_k_overlap", "label_agreement"),
-}
-_CUSTOM: dict[str, tuple[str, ...]] = {
-    "vector": _COSINES,
-    "scores": ("label_agreement",),
-    "token_scores": ("label_agreement",),
-}
-
+CORE_METRICS = ("max_difference", "neighbour_effect", "edge_error")
 _LIMITS: dict[str, tuple[float, float, float | None]] = {
     "max_difference": (1e-5, 0.05, None),
     "neighbour_effect": (1e-5, 1e-2, 3e-2),
@@ -120,40 +99,37 @@ answer at all would be off by 1, that of an unrelated row by 1.4.
 _COLUMNS: dict[Tolerance, int] = {"exact": 0, "close": 1, "quantized": 2}
 
 
-def metrics_of(task: str, returns: str) -> tuple[str, ...]:
-    """Names of the metrics of a task, those of the core first.
-
-    Args:
-        task: name of the task; ``custom`` for one of a pipeline's own.
-        returns: what leaves its core (`tasks.task.Returns`); it decides for a custom task.
-    """
-    own = _CUSTOM.get(returns, ()) if task == "custom" else _TASKS[task]
-    return _CORE + own
+def metrics_of(task: Task) -> tuple[str, ...]:
+    """Names of the metrics of a task, those of the core first."""
+    return CORE_METRICS + task.metrics
 
 
-def thresholds(
-    task: str, returns: str, precision: str, overrides: Mapping[str, float]
-) -> dict[str, float]:
+def default_limits(metrics: Iterable[str], precision: str) -> dict[str, float]:
+    """The limit of each of `metrics` that has one for a core in `precision`."""
+    column = _COLUMNS[TOLERANCES[precision]]
+    limits = {name: _LIMITS[name][column] for name in metrics}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def thresholds(task: Task, precision: str, overrides: Mapping[str, float]) -> dict[str, float]:
     """The limit of each metric that a candidate has to meet.
 
     Args:
-        task: name of the task.
-        returns: what leaves its core.
+        task: which decides what is measured.
         precision: of the candidate, as `TOLERANCES` has it.
         overrides: ``accuracy`` of the spec: metric to limit, instead of the default.
 
     Raises:
         UserError: an override of what is no metric of the task.
     """
-    names = metrics_of(task, returns)
+    names = metrics_of(task)
     for name, limit in overrides.items():
         if name not in names:
             raise UserError(
                 f"accuracy.{name}",
-                f"must be a metric of {task}",
+                f"must be a metric of {task.name}",
                 given=limit,
                 remedy=f"Choose from: {', '.join(names)}",
             )
-    column = _COLUMNS[TOLERANCES[precision]]
-    limits = {name: overrides.get(name, _LIMITS[name][column]) for name in names}
-    return {name: limit for name, limit in limits.items() if limit is not None}
+    limits = {**default_limits(names, precision), **overrides}
+    return {name: limits[name] for name in names if name in limits}

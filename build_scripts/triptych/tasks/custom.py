@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
 from triptych.pipeline.spec_fields import Custom
-from triptych.tasks.parts import TEXT, TEXT_PAIR, any_model, labels
-from triptych.tasks.task import Core, Parameters, Rule, Task
+from triptych.tasks.metrics.passages import compare_anything
+from triptych.tasks.metrics.vectors import COSINES
+from triptych.tasks.parts import TEXT, TEXT_PAIR, labels
+from triptych.tasks.task import Core, Parameters, Task
 from triptych.tensors import Tensor
 
 RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"}
@@ -16,6 +16,14 @@ RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "ca
 
 RETURNS = {"row": ("logits", "scores"), "tokens": ("token_scores",), "pooled": ("vector",)}
 """What may leave the core, by what its head reads."""
+
+METRICS = {
+    "vector": COSINES,
+    "scores": ("label_agreement",),
+    "token_scores": ("label_agreement",),
+    "logits": (),
+}
+"""What is measured of the core's outputs, by what they are."""
 
 
 def custom_task(custom: Custom) -> Task:
@@ -58,9 +66,6 @@ def custom_task(custom: Custom) -> Task:
         output = Tensor(f"core_{custom.returns}", "FP32", dims)
         return Core(custom.model_class, custom.reads, custom.returns, (output,))
 
-    def parameters(facts: ModelFacts) -> Mapping[str, Rule]:
-        return {}
-
     def check(facts: ModelFacts) -> None:
         if custom.reads != "pooled" and not facts.labels:
             raise UserError(
@@ -81,8 +86,11 @@ def custom_task(custom: Custom) -> Task:
         decode="postprocess_custom.py",
         pairs=pairs,
         core=core,
-        parameters=parameters,
+        metrics=METRICS[custom.returns],
+        compare_outputs=compare_anything,
+        labelled=None,
+        decodes_answers=False,
         settings=labels,
         carries=custom.reads == "tokens",
-        check=any_model if custom.reads == "pooled" else check,
+        check=check,
     )

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
+from triptych.tasks.metrics.choices import compare_tokens
+from triptych.tasks.metrics.labelled import TOKEN_ACCURACY
 from triptych.tasks.parts import TEXT, choosing_core, top_k
-from triptych.tasks.task import LARGEST_TOP_K, Core, Parameters, Rule, Task
+from triptych.tasks.task import LARGEST_TOP_K, Task
 from triptych.tensors import Tensor
-
-
-def _core(facts: ModelFacts, parameters: Parameters) -> Core:
-    return choosing_core("AutoModelForMaskedLM", "mask", LARGEST_TOP_K)
-
-
-def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
-    return top_k(LARGEST_TOP_K, default=5)
-
-
-def _settings(facts: ModelFacts) -> Mapping[str, object]:
-    return {"mask_token": facts.mask_token, "mask_token_id": facts.mask_token_id}
 
 
 def _check(facts: ModelFacts) -> None:
@@ -39,9 +27,12 @@ FILL_MASK = Task(
     outputs=(Tensor("token", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",))),
     rows="rows_mask.py",
     decode="postprocess_fill_mask.py",
-    core=_core,
-    parameters=_parameters,
-    settings=_settings,
+    core=lambda facts, _: choosing_core("AutoModelForMaskedLM", "mask", LARGEST_TOP_K),
+    metrics=("top_k_overlap", "label_agreement"),
+    compare_outputs=compare_tokens,
+    labelled=TOKEN_ACCURACY,
+    parameters=lambda facts: top_k(LARGEST_TOP_K, default=5),
+    settings=lambda facts: {"mask_token": facts.mask_token, "mask_token_id": facts.mask_token_id},
     decodes_tokens=True,
     check=_check,
 )

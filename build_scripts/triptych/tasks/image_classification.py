@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
+from triptych.tasks.metrics.choices import LABEL_METRICS, compare_labels
+from triptych.tasks.metrics.labelled import LABEL_ACCURACY
 from triptych.tasks.parts import CHOICES, choosing_core, has_labels, labels, top_k
-from triptych.tasks.task import Core, Parameters, Rule, Task
+from triptych.tasks.task import Core, Parameters, Task
 from triptych.tensors import Tensor
 
 
 def _core(facts: ModelFacts, parameters: Parameters) -> Core:
     return choosing_core("AutoModelForImageClassification", "image", len(facts.labels))
-
-
-def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
-    return top_k(len(facts.labels), default=5)
 
 
 def _check(facts: ModelFacts) -> None:
@@ -37,7 +33,10 @@ IMAGE_CLASSIFICATION = Task(
     rows="rows_image.py",
     decode="postprocess_classification.py",
     core=_core,
-    parameters=_parameters,
+    metrics=LABEL_METRICS,
+    compare_outputs=compare_labels,
+    labelled=LABEL_ACCURACY,
+    parameters=lambda facts: top_k(len(facts.labels), default=5),
     settings=labels,
     request_rows=8,  # decoding takes long: a request with many images would hold up the others
     check=_check,

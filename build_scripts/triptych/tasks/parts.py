@@ -12,6 +12,7 @@ from triptych.tensors import Tensor
 TEXT = Tensor("text", "BYTES", (1,))
 TEXT_PAIR = Tensor("text_pair", "BYTES", (1,))
 CHOICES = (Tensor("label", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",)))
+SEQUENCE_CLASSIFIER = "AutoModelForSequenceClassification"
 
 
 def choosing_core(auto_class: str, reads: Reads, classes: int) -> Core:
@@ -22,26 +23,15 @@ def choosing_core(auto_class: str, reads: Reads, classes: int) -> Core:
 
 
 def top_k(classes: int, *, default: int) -> Mapping[str, Rule]:
-    """The request parameter that says how many choices to return."""
     kept = min(classes, LARGEST_TOP_K)
     return {"top_k": Rule("int", default=min(default, kept), min=1, max=kept)}
 
 
 def labels(facts: ModelFacts) -> Mapping[str, object]:
-    """The names of the classes."""
     return {"labels": list(facts.labels)}
 
 
-def any_model(facts: ModelFacts) -> None:
-    """Every model fits."""
-
-
 def has_labels(facts: ModelFacts) -> None:
-    """The model classifies.
-
-    Raises:
-        UserError: its config names no classes.
-    """
     if not facts.labels:
         raise UserError(
             "model.source",

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from triptych.model.facts import ModelFacts
-from triptych.tasks.parts import TEXT, TEXT_PAIR, any_model
-from triptych.tasks.task import Core, Parameters, Rule, Task
+from triptych.tasks.metrics.labelled import ANSWER_F1
+from triptych.tasks.metrics.spans import compare_answers
+from triptych.tasks.parts import TEXT, TEXT_PAIR
+from triptych.tasks.task import Core, Rule, Task
 from triptych.tensors import Tensor
 
-
-def _core(facts: ModelFacts, parameters: Parameters) -> Core:
-    spans = Tensor("start_logit", "FP32", ("tokens",)), Tensor("end_logit", "FP32", ("tokens",))
-    return Core("AutoModelForQuestionAnswering", reads="tokens", returns="spans", outputs=spans)
-
-
-def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
-    return {
-        "max_answer_tokens": Rule("int", default=15, min=1, max=512),
-        "impossible_answer": Rule("bool", default=False),
-    }
-
+_CORE = Core(
+    "AutoModelForQuestionAnswering",
+    reads="tokens",
+    returns="spans",
+    outputs=(Tensor("start_logit", "FP32", ("tokens",)), Tensor("end_logit", "FP32", ("tokens",))),
+)
 
 QUESTION_ANSWERING = Task(
     name="question-answering",
@@ -34,10 +27,15 @@ QUESTION_ANSWERING = Task(
     rows="rows_windows.py",
     decode="postprocess_question_answering.py",
     pairs=True,
-    core=_core,
-    parameters=_parameters,
+    core=lambda facts, _: _CORE,
+    metrics=("exact_match", "answer_f1"),
+    compare_outputs=compare_answers,
+    labelled=ANSWER_F1,
+    parameters=lambda facts: {
+        "max_answer_tokens": Rule("int", default=15, min=1, max=512),
+        "impossible_answer": Rule("bool", default=False),
+    },
     carries=True,
     expansion=8,
     max_length=384,  # as transformers' pipeline has it
-    check=any_model,
 )

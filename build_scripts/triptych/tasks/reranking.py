@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
-from triptych.tasks.parts import TEXT, TEXT_PAIR
-from triptych.tasks.task import Core, Parameters, Rule, Task
+from triptych.tasks.metrics.labelled import RECIPROCAL_RANK
+from triptych.tasks.metrics.passages import compare_scores
+from triptych.tasks.parts import SEQUENCE_CLASSIFIER, TEXT, TEXT_PAIR
+from triptych.tasks.task import Core, Task
 from triptych.tensors import Tensor
 
-
-def _core(facts: ModelFacts, parameters: Parameters) -> Core:
-    relevance = Tensor("relevance", "FP32", (1,))
-    auto_class = "AutoModelForSequenceClassification"
-    return Core(auto_class, reads="row", returns="scores", outputs=(relevance,))
-
-
-def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
-    return {}
+_RELEVANCE = Tensor("relevance", "FP32", (1,))
 
 
 def _check(facts: ModelFacts) -> None:
@@ -38,7 +30,9 @@ RERANKING = Task(
     rows="rows_text.py",
     decode="postprocess_reranking.py",
     pairs=True,
-    core=_core,
-    parameters=_parameters,
+    core=lambda facts, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,)),
+    metrics=("rank_correlation", "top1_agreement"),
+    compare_outputs=compare_scores,
+    labelled=RECIPROCAL_RANK,
     check=_check,
 )

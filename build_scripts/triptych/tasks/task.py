@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from triptych.model.facts import ModelFacts
+from triptych.tasks.metrics.labelled import LabelledMetric
+from triptych.tasks.metrics.outputs import Compare, Comparison, Outputs
 from triptych.tensors import Tensor
 
 Reads = Literal["pooled", "row", "mask", "tokens", "image"]
@@ -47,6 +49,11 @@ class Core:
         """Whether the outputs have an entry for each token of a row."""
         return self.returns in ("token_choices", "token_scores", "spans")
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the core returns the best classes instead of all."""
+        return self.returns in ("choices", "token_choices")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -68,18 +75,9 @@ class Rule:
 
     def as_dict(self) -> dict[str, object]:
         """For a step's parameters; what does not apply is left out."""
-        fields = {"type": self.type, "min": self.min, "max": self.max}
-        rule: dict[str, object] = {
-            name: value for name, value in fields.items() if value is not None
-        }
-        if self.choices:
-            rule["choices"] = list(self.choices)
-        return rule
-
-
-def nothing(facts: ModelFacts) -> Mapping[str, object]:
-    """No settings."""
-    return {}
+        choices = list(self.choices) or None
+        fields = {"type": self.type, "min": self.min, "max": self.max, "choices": choices}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,11 @@ class Task:
         decode: file of `triptych.runtime` that makes the outputs of the core's, copied as
             ``decode.py`` into postprocess.
         core: what the core computes, from the model's facts and the pipeline's parameters.
+        metrics: what is measured beside the core's own: names in `accuracy.METRICS`.
+        compare_outputs: makes the metrics of decoded outputs.
+        labelled: what is measured on labelled rows; None where there can be none.
+        decodes_answers: whether the gate compares decoded answers. Where only the pipeline knows
+            what they mean, the core alone is judged.
         parameters: what a request may ask for: name to rule.
         settings: more that the two files need to know, as JSON can hold it.
         pairs: whether a core row has two segments.
@@ -112,12 +115,35 @@ class Task:
     rows: str
     decode: str
     core: Callable[[ModelFacts, Parameters], Core]
-    parameters: Callable[[ModelFacts], Mapping[str, Rule]]
-    check: Callable[[ModelFacts], None]
-    settings: Callable[[ModelFacts], Mapping[str, object]] = nothing
+    metrics: tuple[str, ...]
+    compare_outputs: Compare
+    labelled: LabelledMetric | None
+    decodes_answers: bool = True
+    parameters: Callable[[ModelFacts], Mapping[str, Rule]] = lambda facts: {}
+    settings: Callable[[ModelFacts], Mapping[str, object]] = lambda facts: {}
+    check: Callable[[ModelFacts], None] = lambda facts: None
     pairs: bool = False
     carries: bool = False
     decodes_tokens: bool = False
     expansion: int = 1
     request_rows: int | None = None
     max_length: int | None = None
+
+    def compare(
+        self, got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+    ) -> Comparison:
+        """Compare the decoded outputs of the same requests.
+
+        Args:
+            got: the candidate's outputs, one a request, each ``[1, ...]``.
+            wanted: the reference's.
+            queries: the input ``text`` of each request, by which passages are grouped.
+
+        Raises:
+            ValueError: not as many of one as of the other.
+        """
+        if not len(got) == len(wanted) == len(queries):
+            raise ValueError(
+                f"{len(got)} candidates, {len(wanted)} references and {len(queries)} queries"
+            )
+        return self.compare_outputs(got, wanted, queries) if got else Comparison({}, [])

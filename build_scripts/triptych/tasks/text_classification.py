@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from triptych.model.facts import ModelFacts
-from triptych.tasks.parts import CHOICES, TEXT, choosing_core, has_labels, labels, top_k
-from triptych.tasks.task import Core, Parameters, Rule, Task
-
-
-def _core(facts: ModelFacts, parameters: Parameters) -> Core:
-    return choosing_core("AutoModelForSequenceClassification", "row", len(facts.labels))
-
-
-def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
-    return top_k(len(facts.labels), default=1)
-
+from triptych.tasks.metrics.choices import LABEL_METRICS, compare_labels
+from triptych.tasks.metrics.labelled import LABEL_ACCURACY
+from triptych.tasks.parts import (
+    CHOICES,
+    SEQUENCE_CLASSIFIER,
+    TEXT,
+    choosing_core,
+    has_labels,
+    labels,
+    top_k,
+)
+from triptych.tasks.task import Task
 
 TEXT_CLASSIFICATION = Task(
     name="text-classification",
@@ -23,8 +21,11 @@ TEXT_CLASSIFICATION = Task(
     outputs=CHOICES,
     rows="rows_text.py",
     decode="postprocess_classification.py",
-    core=_core,
-    parameters=_parameters,
+    core=lambda facts, _: choosing_core(SEQUENCE_CLASSIFIER, "row", len(facts.labels)),
+    metrics=LABEL_METRICS,
+    compare_outputs=compare_labels,
+    labelled=LABEL_ACCURACY,
+    parameters=lambda facts: top_k(len(facts.labels), default=1),
     settings=labels,
     check=has_labels,
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from triptych.model.facts import ModelFacts
-from triptych.tasks.parts import TEXT, any_model
+from triptych.tasks.metrics.labelled import SIMILARITY_CORRELATION
+from triptych.tasks.metrics.vectors import COSINES, compare_vectors
+from triptych.tasks.parts import TEXT
 from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
@@ -27,10 +29,6 @@ def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
     return rules
 
 
-def _settings(facts: ModelFacts) -> Mapping[str, object]:
-    return {"prompts": dict(facts.prompts)}
-
-
 TEXT_EMBEDDING = Task(
     name="text-embedding",
     inputs=(TEXT,),
@@ -42,7 +40,9 @@ TEXT_EMBEDDING = Task(
     rows="rows_text.py",
     decode="postprocess_text_embedding.py",
     core=_core,
+    metrics=(*COSINES, "nearest_neighbour_agreement", "similarity_rank_correlation"),
+    compare_outputs=compare_vectors,
+    labelled=SIMILARITY_CORRELATION,
     parameters=_parameters,
-    settings=_settings,
-    check=any_model,
+    settings=lambda facts: {"prompts": dict(facts.prompts)},
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from triptych.model.facts import ModelFacts
+from triptych.tasks.metrics.labelled import ENTITY_F1
+from triptych.tasks.metrics.spans import compare_entities
 from triptych.tasks.parts import TEXT, has_labels, labels
 from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
@@ -21,10 +21,6 @@ def _core(facts: ModelFacts, parameters: Parameters) -> Core:
     return Core(auto_class, reads="tokens", returns="token_choices", outputs=best)
 
 
-def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
-    return {"aggregation": Rule("str", default="simple", choices=AGGREGATIONS)}
-
-
 TOKEN_CLASSIFICATION = Task(
     name="token-classification",
     inputs=(TEXT,),
@@ -32,7 +28,10 @@ TOKEN_CLASSIFICATION = Task(
     rows="rows_tokens.py",
     decode="postprocess_token_classification.py",
     core=_core,
-    parameters=_parameters,
+    metrics=("entity_f1", "label_agreement"),
+    compare_outputs=compare_entities,
+    labelled=ENTITY_F1,
+    parameters=lambda facts: {"aggregation": Rule("str", default="simple", choices=AGGREGATIONS)},
     settings=labels,
     carries=True,
     check=has_labels,

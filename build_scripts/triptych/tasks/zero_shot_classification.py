@@ -6,30 +6,21 @@ from collections.abc import Mapping
 
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
-from triptych.tasks.parts import CHOICES, TEXT
+from triptych.tasks.metrics.choices import LABEL_METRICS, compare_labels
+from triptych.tasks.metrics.labelled import LABEL_ACCURACY
+from triptych.tasks.parts import CHOICES, SEQUENCE_CLASSIFIER, TEXT
 from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
 
 def _core(facts: ModelFacts, parameters: Parameters) -> Core:
     logits = Tensor("inference_logits", "FP32", (len(facts.labels),))
-    auto_class = "AutoModelForSequenceClassification"
-    return Core(auto_class, reads="row", returns="logits", outputs=(logits,))
-
-
-def _parameters(facts: ModelFacts) -> Mapping[str, Rule]:
-    return {
-        "labels": Rule("list"),
-        "multi_label": Rule("bool", default=False),
-        "hypothesis_template": Rule("str", default="This example is {}."),
-    }
+    return Core(SEQUENCE_CLASSIFIER, reads="row", returns="logits", outputs=(logits,))
 
 
 def _entailment(facts: ModelFacts) -> int | None:
-    for index, label in enumerate(facts.labels):
-        if label.lower().startswith("entail"):
-            return index
-    return None
+    named = (i for i, label in enumerate(facts.labels) if label.lower().startswith("entail"))
+    return next(named, None)
 
 
 def _settings(facts: ModelFacts) -> Mapping[str, object]:
@@ -59,7 +50,14 @@ ZERO_SHOT_CLASSIFICATION = Task(
     decode="postprocess_zero_shot_classification.py",
     pairs=True,
     core=_core,
-    parameters=_parameters,
+    metrics=LABEL_METRICS,
+    compare_outputs=compare_labels,
+    labelled=LABEL_ACCURACY,
+    parameters=lambda facts: {
+        "labels": Rule("list"),
+        "multi_label": Rule("bool", default=False),
+        "hypothesis_template": Rule("str", default="This example is {}."),
+    },
     settings=_settings,
     expansion=8,
     check=_check,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Answer = Mapping[str, NDArray[Any]]
-"""The outputs of one request of one row, ``[1, …]`` each."""
+from triptych.tasks.metrics.outputs import Outputs
 
 SCORES = "score"
 _SHOWN_ELEMENTS = 5
 _SHOWN_CHARACTERS = 200
 
 
-def shape_fault(got: Answer, wanted: Answer) -> str:
+def shape_fault(got: Outputs, wanted: Outputs) -> str:
     """What of `got` has another form than `wanted`; empty where all can be compared."""
     for name, array in wanted.items():
         if name not in got:
@@ -27,7 +26,7 @@ def shape_fault(got: Answer, wanted: Answer) -> str:
     return ""
 
 
-def is_finite(answer: Answer, json_outputs: Sequence[str]) -> bool:
+def is_finite(answer: Outputs, json_outputs: Sequence[str]) -> bool:
     """No NaN and no infinity among the numbers; a score in JSON is a number, too."""
     for name, array in answer.items():
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
@@ -37,7 +36,7 @@ def is_finite(answer: Answer, json_outputs: Sequence[str]) -> bool:
     return True
 
 
-def differences(one: Answer, other: Answer, json_outputs: Sequence[str]) -> dict[str, float]:
+def differences(one: Outputs, other: Outputs, json_outputs: Sequence[str]) -> dict[str, float]:
     """Largest difference of the numbers in each output that has any.
 
     Named scores are compared by name, so that two of equal score may stand in either order; a name
@@ -46,7 +45,7 @@ def differences(one: Answer, other: Answer, json_outputs: Sequence[str]) -> dict
 
     Args:
         one: an answer.
-        other: one of the same form; see `shape_fault`.
+        other: one without a `shape_fault` against it.
         json_outputs: names of the outputs whose elements are JSON texts.
     """
     found = {}
@@ -61,16 +60,14 @@ def differences(one: Answer, other: Answer, json_outputs: Sequence[str]) -> dict
     return found
 
 
-def same(one: Answer, other: Answer) -> bool:
-    """Whether all that is no floating-point number is equal."""
+def same(one: Outputs, other: Outputs) -> bool:
     return all(
         np.issubdtype(array.dtype, np.floating) or bool(np.array_equal(array, other[name]))
         for name, array in one.items()
     )
 
 
-def show_answer(answer: Answer) -> str:
-    """An answer in short, for tables: the first elements of each output."""
+def show_answer(answer: Outputs) -> str:
     parts = []
     for name, array in answer.items():
         if array.size:
@@ -90,7 +87,7 @@ def _largest(values: Iterator[float]) -> float:
     return float(np.max([0.0, *values]))  # NaN where anything is: Python's maximum may lose it
 
 
-def _names(answer: Answer) -> str:
+def _names(answer: Outputs) -> str:
     """The output that names the scores, each once; empty where there is none."""
     scores = answer[SCORES]
     for name, array in answer.items():
@@ -99,7 +96,7 @@ def _names(answer: Answer) -> str:
     return ""
 
 
-def _named_differences(one: Answer, other: Answer, names: str) -> Iterator[float]:
+def _named_differences(one: Outputs, other: Outputs, names: str) -> Iterator[float]:
     here, there = (dict(zip(a[names].flat, a[SCORES].flat, strict=True)) for a in (one, other))
     for mine, others in ((here, there), (there, here)):
         last = min(others.values(), default=0.0)

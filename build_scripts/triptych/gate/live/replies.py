@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from triptych.gate.live.closeness import Answer, is_finite, shape_fault
+from triptych.gate.live.closeness import is_finite, shape_fault
 from triptych.gate.live.send import Reply
 from triptych.tasks.accuracy import Tolerance
+from triptych.tasks.metrics.outputs import Outputs
+from triptych.tasks.task import Task
 
 _NOT_FINITE = "answered with NaN or infinity"
 _LONGEST_SHOWN = 160
@@ -29,7 +31,7 @@ class LiveCase:
     shown: str
     query: str
     edge: bool
-    wanted: Answer
+    wanted: Outputs
     refusal: str
 
 
@@ -38,19 +40,21 @@ class Rules:
     """What the answers are held to.
 
     Attributes:
-        task: name of the task, as `compare` takes it.
+        task: of the pipeline.
         tolerance: that of the precision.
         limits: metric to limit.
-        json_outputs: names of outputs whose elements are JSON texts.
         hooked: whether functions of the pipeline's own make the outputs: they may round, so that
             the numbers of two answers can be any distance apart.
     """
 
-    task: str
+    task: Task
     tolerance: Tolerance
     limits: Mapping[str, float]
-    json_outputs: tuple[str, ...]
     hooked: bool
+
+    @property
+    def json_outputs(self) -> list[str]:
+        return [tensor.name for tensor in self.task.outputs if tensor.content == "json"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class SortedReplies:
         finite: no NaN, no infinity.
     """
 
-    answers: Mapping[int, Answer]
+    answers: Mapping[int, Outputs]
     faults: Mapping[str, Sequence[tuple[int, str]]]
     counts: Counter[str]
     finite: bool
@@ -73,14 +77,8 @@ class SortedReplies:
 def sort_replies(
     cases: Sequence[LiveCase], replies: Sequence[Reply], rules: Rules
 ) -> SortedReplies:
-    """Which replies can be compared with the reference, and what is wrong with the others.
-
-    Args:
-        cases: what must come of each request.
-        replies: one a case.
-        rules: what they are held to.
-    """
-    answers: dict[int, Answer] = {}
+    """Which of the replies, one a case, can be compared, and what is wrong with the others."""
+    answers: dict[int, Outputs] = {}
     faults: dict[str, list[tuple[int, str]]] = {}
     counts: Counter[str] = Counter()
     finite = True
@@ -103,7 +101,7 @@ def _fate(reply: Reply) -> str:
 
 
 def _fault_of(case: LiveCase, reply: Reply, rules: Rules) -> tuple[str, str] | None:
-    """What kind of fault a reply has, and its words; None where it is as it must be."""
+    """Kind and words; None where the reply is as it must be."""
     if reply.outputs is None:
         said = "" if reply.error is None else reply.error.message
         if not reply.refused:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from triptych.client import (
     AccessDenied,
@@ -26,7 +25,14 @@ from triptych.client import (
     StepStatistics,
 )
 from triptych.errors import UserError
+from triptych.gate.decoded import as_floats
 from triptych.plan.plan import Plan
+from triptych.requests.samples import GateRequest
+from triptych.runtime import open_row_maker
+from triptych.runtime.hooking import NUMPY_TYPES
+from triptych.runtime.row_types import RowInputs
+from triptych.tasks.metrics.outputs import Outputs
+from triptych.tasks.task import Parameters
 
 ALONE, TOGETHER, REVERSED = "alone", "together", "reversed"
 WAYS = (ALONE, TOGETHER, REVERSED)
@@ -37,36 +43,21 @@ MOST_LATE = 3
 """So many requests past their deadline, and the others are not waited for."""
 
 _NO_SERVER = (ServerUnreachable, AccessDenied, PipelineNotFound, PipelineNotReady)
-_NUMPY_TYPES: Mapping[str, type[np.generic]] = {
-    "BYTES": np.object_,
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "INT8": np.int8,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP32": np.float32,
-}
-Parameter = bool | int | float | str
 
 
 @dataclass(frozen=True)
 class LiveRequest:
-    """One request of one row, as a client sends it.
-
-    Attributes:
-        inputs: name to text, or the bytes of an image.
-        parameters: those that the request gives; the pipeline has defaults for the others.
-    """
+    """One request of one row, as a client sends it; the pipeline has defaults for the rest."""
 
     inputs: Mapping[str, str | bytes]
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, bool | int | float | str]
 
 
 @dataclass(frozen=True)
 class Reply:
     """What came back: outputs by name, ``[1, …]`` each, or an error."""
 
-    outputs: Mapping[str, NDArray[Any]] | None = None
+    outputs: Outputs | None = None
     error: InferenceError | None = None
 
     @property
@@ -90,9 +81,7 @@ class LiveRuns:
 
 
 def live_request(
-    inputs: Mapping[str, str | bytes],
-    parameters: Mapping[str, Any],
-    defaults: Mapping[str, Any],
+    inputs: Mapping[str, str | bytes], parameters: Parameters, defaults: Parameters
 ) -> LiveRequest:
     """A request that gives the `parameters` other than the `defaults`; lists go as JSON."""
     given = {
@@ -101,6 +90,42 @@ def live_request(
         if name not in defaults or defaults[name] != value
     }
     return LiveRequest(inputs, given)
+
+
+def live_requests(plan: Plan, requests: Sequence[GateRequest]) -> list[LiveRequest]:
+    return [
+        live_request(request.sent, as_floats(request.parameters), plan.parameters)
+        for request in requests
+    ]
+
+
+def refusals(
+    plan: Plan, folder: Path, requests: Sequence[GateRequest], sent: Sequence[LiveRequest]
+) -> list[str]:
+    """For each request the words in which the pipeline must refuse it; empty where it must not.
+
+    The gate's own rows are cut to the limit whatever the spec says; a server does what it says.
+    `folder` has the ``tokenizer.json``, where the task has one; `sent` is what a client sends.
+    """
+    maker = open_row_maker(plan.task.rows, {**plan.row_settings, "bucket_edges": []}, folder)
+    row_inputs = [
+        RowInputs({name: [value] for name, value in request.inputs.items()}, request.parameters)
+        for request in requests
+    ]
+    limit = plan.spec.tokenizer.max_text_bytes
+    found = []
+    for live, rows in zip(sent, maker.make(row_inputs), strict=True):
+        # Texts are measured before anything else is done with them.
+        long = [
+            name
+            for name, value in live.inputs.items()
+            if isinstance(value, str) and len(value.encode()) > limit
+        ]
+        if long:
+            found.append(f"`{long[0]}` must have at most {limit} bytes")
+        else:  # a client with one row is not told which one
+            found.append(str(rows).removeprefix("row 0: ") * isinstance(rows, Exception))
+    return found
 
 
 def run_live(
@@ -156,13 +181,9 @@ def run_live(
 
 
 def check_interface(plan: Plan, config: PipelineConfig, url: str) -> None:
-    """The pipeline served has the inputs and outputs that the plan gives it.
-
-    Raises:
-        UserError: it has others.
-    """
+    """Raise `UserError` unless the pipeline served has the inputs and outputs of the plan."""
     wanted = {
-        tensor.name: (_NUMPY_TYPES[tensor.dtype], tuple(max(dim, 0) for dim in tensor.config_dims))
+        tensor.name: (NUMPY_TYPES[tensor.dtype], tuple(max(dim, 0) for dim in tensor.config_dims))
         for tensor in plan.task.outputs
     }
     found = {name: (dtype, tuple(dims)) for name, (dtype, dims) in config.outputs.items()}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from triptych.gate.live.closeness import Answer, differences, same, shape_fault, show_answer
+from triptych.gate.live.closeness import differences, same, shape_fault, show_answer
 from triptych.gate.live.replies import (
     LiveCase,
     Rules,
@@ -18,12 +19,11 @@ from triptych.gate.live.replies import (
     sort_replies,
 )
 from triptych.gate.live.send import ALONE, WAYS, LiveRuns
-from triptych.gate.verdicts import judge_metrics, say_failures
-from triptych.gate.worst import WORST_ROWS
+from triptych.gate.verdicts import WORST_ROWS, judge_metrics, say_failures
 from triptych.repository.records import Verdict, WorstRow
 from triptych.requests.samples import FEW_ROWS
 from triptych.tasks.accuracy import METRICS, Tolerance
-from triptych.tasks.metrics.compare import compare
+from triptych.tasks.metrics.outputs import Outputs
 
 ALIKE = "answers_alike"
 """The share of requests answered like the reference in everything: where the task's own metrics
@@ -69,95 +69,110 @@ class LiveVerdict:
     finite: bool
 
 
-def judge(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> LiveVerdict:
-    """Hold every reply to what the spec and the reference say, fail-closed.
-
-    Args:
-        cases: in the order of the requests sent.
-        runs: what came back.
-        rules: what it is held to.
-    """
+def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> LiveVerdict:
+    """Hold every reply, in the order of the cases, to spec and reference, fail-closed."""
     ways = {way: sort_replies(cases, runs.replies[way], rules) for way in WAYS}
-    scales = _scales(cases)
-    readable = _readable_metrics(cases, rules)
-    read = {way: _figures(cases, view, rules, scales, readable) for way, view in ways.items()}
+    held = _Held(cases, rules)
+    read = {way: held.figures(view) for way, view in ways.items()}
+    alone = ways[ALONE].answers
     values = {
         **_worst_values([figures.values for figures in read.values()]),
-        "max_difference": _worst_difference(cases, ways, rules, scales),
-        "neighbour_effect": _neighbour_effect(ways, rules, scales),
+        "max_difference": held.largest(
+            (answer, cases[place].wanted)
+            for view in ways.values()
+            for place, answer in view.answers.items()
+        ),
+        "neighbour_effect": held.largest(
+            (answer, alone[place])
+            for way, view in ways.items()
+            for place, answer in view.answers.items()
+            if way != ALONE and place in alone
+        ),
     }
-    verdicts = _verdicts(values, readable, rules)
+    verdicts = _verdicts(values, held.readable, rules)
     failures = [fault for way, view in ways.items() for fault in describe_faults(cases, view, way)]
     failures += say_failures(verdicts, {ALIKE: [_LITTLE_ALIKE.format(values.get(ALIKE, 0.0))]})
     return LiveVerdict(
         verdicts=verdicts,
         by_way={way: figures.values for way, figures in read.items()},
-        edge_values=_figures(cases, ways[ALONE], rules, scales, readable, edge=True).values,
+        edge_values=held.figures(ways[ALONE], edge=True).values,
         failures=tuple(failures),
-        notes=tuple(_notes(cases, runs, rules, readable)),
+        notes=tuple(_notes(cases, runs, rules, held.readable)),
         counts=dict(sum((view.counts for view in ways.values()), Counter())),
-        worst=tuple(_worst(cases, ways, read, rules, scales)),
+        worst=tuple(_worst(ways, read, held)),
         finite=all(view.finite for view in ways.values()),
     )
 
 
-def _readable_metrics(cases: Sequence[LiveCase], rules: Rules) -> tuple[str, ...]:
-    """The task's metrics that the answers show.
-
-    The reference is held against itself: where it misses a limit, functions of the pipeline's own
-    took out of the outputs what the metric needs.
-    """
-    rows = [case for case in cases if not case.edge and not case.refusal]
-    wanted = [case.wanted for case in rows]
-    found = compare(rules.task, wanted, wanted, [case.query for case in rows]).values
-    return tuple(
-        name
-        for name, value in found.items()
-        if name not in rules.limits or METRICS[name].meets(value, rules.limits[name])
-    )
-
-
-@dataclass(frozen=True)
-class _Figures:
-    """What the rows of one way of sending come to.
-
-    Attributes:
-        values: metric to figure.
-        badness: place of a case to how bad its answer is.
-    """
+class _Figures(NamedTuple):
+    """What the rows of one way of sending come to: by metric, and by place of a case."""
 
     values: Mapping[str, float]
     badness: Mapping[int, float]
 
 
-def _figures(
-    cases: Sequence[LiveCase],
-    view: SortedReplies,
-    rules: Rules,
-    scales: Mapping[str, float],
-    readable: Sequence[str],
-    *,
-    edge: bool = False,
-) -> _Figures:
-    places = [place for place in view.answers if cases[place].edge == edge]
-    if not places:
-        return _Figures({}, {})
-    got = [view.answers[place] for place in places]
-    wanted = [cases[place].wanted for place in places]
-    if not readable:
-        alike = [_alike(g, w, rules, scales) for g, w in zip(got, wanted, strict=True)]
-        badness = {place: float(not same) for place, same in zip(places, alike, strict=True)}
-        return _Figures({ALIKE: float(np.mean(alike))}, badness)
-    found = compare(rules.task, got, wanted, [cases[place].query for place in places])
-    values = {name: value for name, value in found.values.items() if name in readable}
-    return _Figures(values, dict(zip(places, found.badness, strict=True)))
+class _Held:
+    """The cases as what answers are held against.
 
+    Attributes:
+        cases: in the order of the requests sent.
+        readable: the task's metrics that the answers show. The reference is held against itself:
+            where it misses a limit, functions of the pipeline's own took out of the outputs what
+            the metric needs.
+    """
 
-def _alike(got: Answer, wanted: Answer, rules: Rules, scales: Mapping[str, float]) -> bool:
-    if shape_fault(got, wanted) or not same(got, wanted):
-        return False
-    limit = rules.limits.get("max_difference", _LOOSE)
-    return _scaled(got, wanted, rules, scales) <= limit
+    def __init__(self, cases: Sequence[LiveCase], rules: Rules) -> None:
+        self.cases = cases
+        self._rules = rules
+        # What differences are relative to: the reference's largest number, where that is above 1.
+        self._scales: dict[str, float] = {}
+        for case in cases:
+            for name, array in case.wanted.items():
+                if np.issubdtype(array.dtype, np.floating) and array.size:
+                    largest = max(self._scales.get(name, 1.0), float(np.abs(array).max()))
+                    self._scales[name] = largest
+        rows = [case for case in cases if not case.edge and not case.refusal]
+        wanted = [case.wanted for case in rows]
+        found = rules.task.compare(wanted, wanted, [case.query for case in rows]).values
+        self.readable = tuple(
+            name
+            for name, value in found.items()
+            if name not in rules.limits or METRICS[name].meets(value, rules.limits[name])
+        )
+
+    def figures(self, view: SortedReplies, *, edge: bool = False) -> _Figures:
+        """The task's metrics of the traffic's rows, or of the generated ones."""
+        places = [place for place in view.answers if self.cases[place].edge == edge]
+        if not places:
+            return _Figures({}, {})
+        got = [view.answers[place] for place in places]
+        wanted = [self.cases[place].wanted for place in places]
+        if not self.readable:
+            alike = [self._alike(g, w) for g, w in zip(got, wanted, strict=True)]
+            badness = {place: float(not same) for place, same in zip(places, alike, strict=True)}
+            return _Figures({ALIKE: float(np.mean(alike))}, badness)
+        queries = [self.cases[place].query for place in places]
+        found = self._rules.task.compare(got, wanted, queries)
+        values = {name: value for name, value in found.values.items() if name in self.readable}
+        return _Figures(values, dict(zip(places, found.badness, strict=True)))
+
+    def _alike(self, got: Outputs, wanted: Outputs) -> bool:
+        if shape_fault(got, wanted) or not same(got, wanted):
+            return False
+        return self.difference(got, wanted) <= self._rules.limits.get("max_difference", _LOOSE)
+
+    def difference(self, one: Outputs, other: Outputs) -> float:
+        """Largest difference of two answers; infinite where they cannot be compared."""
+        if shape_fault(one, other):
+            return math.inf
+        found = differences(one, other, self._rules.json_outputs)
+        scaled = (value / self._scales.get(name, 1.0) for name, value in found.items())
+        return float(np.max([0.0, *scaled]))
+
+    def largest(self, pairs: Iterable[tuple[Outputs, Outputs]]) -> float:
+        """Largest `difference` of any pair; NaN where there is none."""
+        found = [self.difference(one, other) for one, other in pairs]
+        return float(np.max(found)) if found else math.nan
 
 
 def _worst_values(ways: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -169,50 +184,6 @@ def _worst_values(ways: Sequence[Mapping[str, float]]) -> dict[str, float]:
             pick = max if lower else min
             worst[name] = pick(worst.get(name, value), value)
     return worst
-
-
-def _scales(cases: Sequence[LiveCase]) -> dict[str, float]:
-    """What differences are relative to: the reference's largest number, where that is above 1."""
-    scales: dict[str, float] = {}
-    for case in cases:
-        for name, array in case.wanted.items():
-            if np.issubdtype(array.dtype, np.floating) and array.size:
-                scales[name] = max(scales.get(name, 1.0), float(np.abs(array).max()))
-    return scales
-
-
-def _scaled(one: Answer, other: Answer, rules: Rules, scales: Mapping[str, float]) -> float:
-    if shape_fault(one, other):
-        return math.inf
-    found = differences(one, other, rules.json_outputs)
-    return float(np.max([0.0, *(value / scales.get(name, 1.0) for name, value in found.items())]))
-
-
-def _worst_difference(
-    cases: Sequence[LiveCase],
-    ways: Mapping[str, SortedReplies],
-    rules: Rules,
-    scales: Mapping[str, float],
-) -> float:
-    found = [
-        _scaled(answer, cases[place].wanted, rules, scales)
-        for view in ways.values()
-        for place, answer in view.answers.items()
-    ]
-    return float(np.max(found)) if found else math.nan
-
-
-def _neighbour_effect(
-    ways: Mapping[str, SortedReplies], rules: Rules, scales: Mapping[str, float]
-) -> float:
-    alone = ways[ALONE].answers
-    found = [
-        _scaled(answer, alone[place], rules, scales)
-        for way, view in ways.items()
-        for place, answer in view.answers.items()
-        if way != ALONE and place in alone
-    ]
-    return float(np.max(found)) if found else math.nan
 
 
 def _verdicts(
@@ -250,21 +221,16 @@ def _notes(
 
 
 def _worst(
-    cases: Sequence[LiveCase],
-    ways: Mapping[str, SortedReplies],
-    read: Mapping[str, _Figures],
-    rules: Rules,
-    scales: Mapping[str, float],
+    ways: Mapping[str, SortedReplies], read: Mapping[str, _Figures], held: _Held
 ) -> list[WorstRow]:
     rows: dict[int, WorstRow] = {}
     for way, figures in read.items():
         for place, badness in figures.badness.items():
-            wanted, answer = cases[place].wanted, ways[way].answers[place]
-            got = {name: answer[name] for name in wanted if name in answer}  # in its order
-            difference = _scaled(got, wanted, rules, scales)
-            row = WorstRow(
-                cases[place].shown, badness, difference, show_answer(wanted), show_answer(got)
-            )
+            case, answer = held.cases[place], ways[way].answers[place]
+            got = {name: answer[name] for name in case.wanted if name in answer}  # in its order
+            difference = held.difference(got, case.wanted)
+            shown = show_answer(case.wanted), show_answer(got)
+            row = WorstRow(case.shown, badness, difference, *shown)
             if place not in rows or _rank(rows[place]) < _rank(row):
                 rows[place] = row
     return sorted(rows.values(), key=_rank, reverse=True)[:WORST_ROWS]

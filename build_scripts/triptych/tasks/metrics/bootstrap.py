@@ -27,7 +27,6 @@ def ratio(part: Floats, whole: Floats) -> Statistic:
 
 
 def value_of(statistic: Statistic, units: int) -> float:
-    """The figure itself, each unit taken once."""
     return float(statistic(np.ones((1, units)))[0])
 
 

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from triptych.tasks.metrics.outputs import Outputs, finite, numbers, texts
+from triptych.tasks.metrics.outputs import Comparison, Outputs, finite, numbers, texts
 from triptych.tasks.metrics.ranks import TIE
 
 Name = tuple[str, int]
 """A label, and which of those that are written the same."""
+
+LABEL_METRICS = ("label_agreement", "max_probability_difference", "confidence_shift")
 
 
 class Choices(NamedTuple):
@@ -28,7 +30,6 @@ class Choices(NamedTuple):
 
     @property
     def best(self) -> float:
-        """The highest score, -inf where there is none."""
         return max(self.scores.values(), default=-np.inf)
 
     @property
@@ -51,9 +52,9 @@ def read_choices(outputs: Outputs, name: str) -> Choices:
 
 
 def compare_labels(
-    got: Sequence[Outputs], wanted: Sequence[Outputs]
-) -> tuple[dict[str, float], list[float]]:
-    """The metrics of classification; badness is the difference of a score, plus 1 by a label.
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
+    """`LABEL_METRICS`; badness is the difference of a score, plus 1 by a label.
 
     Scores that are no probabilities (of a regression) may be large: differences are relative to
     the reference's largest score where that is above 1.
@@ -69,12 +70,13 @@ def compare_labels(
         "max_probability_difference": max(differences),
         "confidence_shift": abs(float(np.mean(shifts))) / scale,
     }
-    return values, [d + (not same) for d, same in zip(differences, agrees, strict=True)]
+    badness = [d + (not same) for d, same in zip(differences, agrees, strict=True)]
+    return Comparison(values, badness)
 
 
 def compare_tokens(
-    got: Sequence[Outputs], wanted: Sequence[Outputs]
-) -> tuple[dict[str, float], list[float]]:
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
     """The metrics of fill-mask; badness adds the share of tokens that are missing."""
     pairs = _read(got, wanted, "token")
     agrees = [_same_first(g, w) for g, w in pairs]
@@ -84,15 +86,14 @@ def compare_tokens(
         _difference(g, w) + (not same) + (1 - overlap)
         for (g, w), same, overlap in zip(pairs, agrees, overlaps, strict=True)
     ]
-    return values, badness
+    return Comparison(values, badness)
 
 
 def _read(
     got: Sequence[Outputs], wanted: Sequence[Outputs], name: str
 ) -> list[tuple[Choices, Choices]]:
-    return [
-        (read_choices(g, name), read_choices(w, name)) for g, w in zip(got, wanted, strict=True)
-    ]
+    pairs = zip(got, wanted, strict=True)
+    return [(read_choices(g, name), read_choices(w, name)) for g, w in pairs]
 
 
 def _same_first(got: Choices, wanted: Choices) -> bool:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from triptych.tasks.metrics.bootstrap import LOSSES_TO_SHOW, difference_interval, ratio, value_of
 from triptych.tasks.metrics.choices import read_choices
-from triptych.tasks.metrics.labels import LabelledRow, telling_queries
+from triptych.tasks.metrics.labels import (
+    ANSWERS,
+    ENTITIES,
+    LABEL,
+    RELEVANCE,
+    SIMILARITY,
+    TOKEN,
+    LabelledRow,
+    Truth,
+    telling_queries,
+)
 from triptych.tasks.metrics.outputs import Outputs, numbers
 from triptych.tasks.metrics.ranks import Floats, Statistic, rank_correlation
 from triptych.tasks.metrics.spans import read_answer, read_entities, span_counts, word_f1
@@ -46,13 +56,27 @@ class LabelledResult:
     smallest_visible_drop: float
     failure: str
 
-    def as_dict(self) -> dict[str, object]:
-        """For the lock, the report and ``--json``."""
-        return asdict(self)
+
+Measure = Callable[[Sequence[LabelledRow], Sequence[Outputs]], tuple[Statistic, int]]
+"""The figure of rows and their outputs, and of how many units it is."""
 
 
-def judge(
-    task_name: str,
+class LabelledMetric(NamedTuple):
+    """What a task measures on labelled rows.
+
+    Attributes:
+        name: of the metric.
+        measure: computes it.
+        truth: what the rows say is right.
+    """
+
+    name: str
+    measure: Measure
+    truth: Truth
+
+
+def compare_labelled(
+    metric: LabelledMetric,
     rows: Sequence[LabelledRow],
     got: Sequence[Outputs],
     reference: Sequence[Outputs],
@@ -66,8 +90,8 @@ def judge(
     nowhere, or no row tells.
 
     Args:
-        task_name: of the task.
-        rows: as `read_labels` returns them.
+        metric: of the task.
+        rows: labelled.
         got: the candidate's decoded outputs, one for each of the rows' `requests`, in order.
         reference: the reference's.
         max_drop: of the metric, at least 0.
@@ -78,18 +102,17 @@ def judge(
     requests = sum(len(row.requests) for row in rows)
     if not len(got) == len(reference) == requests:
         raise ValueError(f"{requests} requests, {len(got)} and {len(reference)} outputs")
-    metric, measure = _FIGURES[task_name]
-    if not rows or (task_name == "reranking" and not any(telling_queries(rows))):
-        nothing = f"no labelled row can show the {metric}"
-        return LabelledResult(metric, len(rows), 0, 0, 0, 0, 0, max_drop, max_drop + 1, nothing)
-    figure, units = measure(rows, got)
-    figure_of_reference, _ = measure(rows, reference)
+    name = metric.name
+    figure, units = metric.measure(rows, got) if rows else (None, 0)
+    if figure is None or not units:
+        nothing = f"no labelled row can show the {name}"
+        return LabelledResult(name, len(rows), 0, 0, 0, 0, 0, max_drop, max_drop + 1, nothing)
+    figure_of_reference, _ = metric.measure(rows, reference)
     candidate, wanted = value_of(figure, units), value_of(figure_of_reference, units)
     low, high = difference_interval(figure_of_reference, figure, units)
     difference = candidate - wanted
-    spread = max(high - difference, LOSSES_TO_SHOW / units)
     result = LabelledResult(
-        metric=metric,
+        metric=name,
         rows=len(rows),
         reference=wanted,
         candidate=candidate,
@@ -97,7 +120,7 @@ def judge(
         low=low,
         high=high,
         max_drop=max_drop,
-        smallest_visible_drop=max_drop + spread,
+        smallest_visible_drop=max_drop + max(high - difference, LOSSES_TO_SHOW / units),
         failure="",
     )
     return replace(result, failure=_failure(result))
@@ -123,7 +146,7 @@ def _mean(values: Sequence[float]) -> tuple[Statistic, int]:
     return ratio(np.array(values, dtype=np.float64), np.ones(len(values))), len(values)
 
 
-def _accuracy(name: str) -> Callable[..., tuple[Statistic, int]]:
+def _accuracy(name: str) -> Measure:
     """Share of rows whose first label, or token, is the truth; blanks around it aside."""
 
     def measure(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
@@ -182,21 +205,9 @@ def _similarity(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tupl
     return rank_correlation(cosines, truth), len(rows)
 
 
-class _Figure(NamedTuple):
-    """A metric: its name, and what makes it of rows and outputs, with how many units there are."""
-
-    metric: str
-    measure: Callable[[Sequence[LabelledRow], Sequence[Outputs]], tuple[Statistic, int]]
-
-
-_LABEL = _Figure("accuracy", _accuracy("label"))
-_FIGURES: Mapping[str, _Figure] = {
-    "text-classification": _LABEL,
-    "zero-shot-classification": _LABEL,
-    "image-classification": _LABEL,
-    "fill-mask": _Figure("accuracy", _accuracy("token")),
-    "token-classification": _Figure("entity_f1", _entity_f1),
-    "question-answering": _Figure("answer_f1", _answer_f1),
-    "reranking": _Figure("mean_reciprocal_rank", _reciprocal_rank),
-    "text-embedding": _Figure("similarity_correlation", _similarity),
-}
+LABEL_ACCURACY = LabelledMetric("accuracy", _accuracy("label"), LABEL)
+TOKEN_ACCURACY = LabelledMetric("accuracy", _accuracy("token"), TOKEN)
+ENTITY_F1 = LabelledMetric("entity_f1", _entity_f1, ENTITIES)
+ANSWER_F1 = LabelledMetric("answer_f1", _answer_f1, ANSWERS)
+RECIPROCAL_RANK = LabelledMetric("mean_reciprocal_rank", _reciprocal_rank, RELEVANCE)
+SIMILARITY_CORRELATION = LabelledMetric("similarity_correlation", _similarity, SIMILARITY)

@@ -1,8 +1,9 @@
-"""Reading the decoded outputs of one request: texts and numbers, whatever a candidate made."""
+"""Reading the decoded outputs of one request, whatever a candidate made; what comparing gives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,30 @@ from numpy.typing import NDArray
 
 Outputs = Mapping[str, NDArray[Any]]
 """What the ensemble returns for one request, by name, each ``[1, ...]``."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A candidate against the reference.
+
+    Attributes:
+        values: metric to value, as `tasks.accuracy.METRICS` has them; never NaN. A metric that
+            these requests cannot show (neighbours of a single text) is absent.
+        badness: of each request, 0 where it is equal and higher the worse it is; infinite where
+            an output is not finite or missing. Comparable within one task.
+    """
+
+    values: Mapping[str, float]
+    badness: Sequence[float]
+
+
+Compare = Callable[[Sequence[Outputs], Sequence[Outputs], Sequence[str]], Comparison]
+"""Compares a candidate's outputs with the reference's, one or more requests; last, the input
+``text`` of each, by which passages are grouped.
+
+What is not finite never passes: such a request disagrees, its difference is infinite, and a
+correlation over it is -1. Scores within `ranks.TIE` of the reference's best are as good.
+"""
 
 
 def texts(outputs: Outputs, name: str) -> list[str]:
@@ -25,5 +50,4 @@ def numbers(outputs: Outputs, name: str) -> NDArray[np.float64]:
 
 
 def finite(values: NDArray[Any]) -> bool:
-    """Whether there is neither NaN nor infinity."""
     return bool(np.isfinite(values).all())

@@ -7,11 +7,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from triptych.tasks.metrics.outputs import Outputs, finite, numbers, texts
+from triptych.tasks.metrics.outputs import Comparison, Outputs, finite, numbers, texts
 
 Span = tuple[str, int, int]
 """An entity's label, its first character and the one after its last."""
@@ -31,7 +31,7 @@ class Entities(NamedTuple):
     broken: int
 
 
-class Answer(NamedTuple):
+class ReadAnswer(NamedTuple):
     """One request's answer; `usable` is false where its score is not finite."""
 
     text: str
@@ -47,8 +47,7 @@ def read_entities(outputs: Outputs) -> Entities:
     broken = 0
     try:
         (text,) = texts(outputs, "entities")
-        found: list[dict[str, Any]] = json.loads(text)
-        for entity in found:
+        for entity in json.loads(text):
             span = (str(entity["entity"]), int(entity["start"]), int(entity["end"]))
             score = entity["score"]
             if score is None or not math.isfinite(score):
@@ -67,8 +66,8 @@ def span_counts(got: Entities, wanted: Counter[Span]) -> tuple[int, int]:
 
 
 def compare_entities(
-    got: Sequence[Outputs], wanted: Sequence[Outputs]
-) -> tuple[dict[str, float], list[float]]:
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
     """``entity_f1`` over all texts; badness counts the spans missed or made up."""
     shared = every = 0
     badness = []
@@ -81,21 +80,21 @@ def compare_entities(
             if span in reference.scores
         ]
         badness.append(float(total - 2 * both) + max(moved, default=0.0))
-    return {"entity_f1": 2 * shared / every if every else 1.0}, badness
+    return Comparison({"entity_f1": 2 * shared / every if every else 1.0}, badness)
 
 
-def read_answer(outputs: Outputs) -> Answer:
+def read_answer(outputs: Outputs) -> ReadAnswer:
     """The answer of one request, unusable where parts are missing or not finite."""
     text, score = texts(outputs, "answer"), numbers(outputs, "score")
     place = (*numbers(outputs, "start"), *numbers(outputs, "end"))
     if not text or not len(score) or not finite(score):
-        return Answer("", place, np.inf, usable=False)
-    return Answer(text[0], place, float(score[0]), usable=True)
+        return ReadAnswer("", place, np.inf, usable=False)
+    return ReadAnswer(text[0], place, float(score[0]), usable=True)
 
 
 def compare_answers(
-    got: Sequence[Outputs], wanted: Sequence[Outputs]
-) -> tuple[dict[str, float], list[float]]:
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
     """The metrics of question-answering; badness adds what both and the score lack."""
     matches, overlaps, badness = [], [], []
     for mine, reference in zip(map(read_answer, got), map(read_answer, wanted), strict=True):
@@ -107,7 +106,7 @@ def compare_answers(
         moved = abs(mine.score - reference.score) if usable else np.inf
         badness.append((not match) + (1 - overlap) + moved)
     values = {"exact_match": float(np.mean(matches)), "answer_f1": float(np.mean(overlaps))}
-    return values, badness
+    return Comparison(values, badness)
 
 
 def word_f1(got: str, wanted: str) -> float:

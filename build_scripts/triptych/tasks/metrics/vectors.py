@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.tasks.metrics.outputs import Outputs, finite, numbers
+from triptych.tasks.metrics.outputs import Comparison, Outputs, finite, numbers
 from triptych.tasks.metrics.ranks import TIE, Floats, spearman
 
+COSINES = ("min_cosine", "mean_cosine")
 MOST_PAIRS = 200_000
 """Pairs of rows whose similarities are ranked; of more, as many are drawn."""
 
@@ -26,8 +27,8 @@ class _Vector(NamedTuple):
 
 
 def compare_vectors(
-    got: Sequence[Outputs], wanted: Sequence[Outputs]
-) -> tuple[dict[str, float], list[float]]:
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
     """The metrics of text-embedding, and one minus the cosine of each request.
 
     Neighbours and pairs are looked for among vectors of one encoding and size, at least three of
@@ -57,7 +58,7 @@ def compare_vectors(
         correlation = spearman(np.concatenate(seen), np.concatenate(expected))
         if correlation is not None:
             values["similarity_rank_correlation"] = correlation
-    return values, [float(1 - cosine) for cosine in cosines]
+    return Comparison(values, (1 - cosines).tolist())
 
 
 def row_cosines(got: NDArray[np.floating[Any]], wanted: NDArray[np.floating[Any]]) -> Floats:
