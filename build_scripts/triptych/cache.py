@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 CACHE_VARIABLE = "TRIPTYCH_CACHE"
+PACKAGE = Path(__file__).parent
 
 
 def cache_root() -> Path:
@@ -35,16 +36,19 @@ def key_of(stage: str, inputs: Mapping[str, object]) -> str:
 
 
 def code_hash(*patterns: str) -> str:
-    """Hash of the source of this package's files that match: another code is another result."""
-    root = Path(__file__).parent
+    """Hash of the source of this package's files that match: another code is another result.
+
+    Raises:
+        ValueError: a pattern matches nothing, so that a file was moved and the key would lie.
+    """
     files: set[Path] = set()
     for pattern in patterns:
-        found = [path for path in root.glob(pattern) if path.suffix == ".py"]
+        found = [path for path in PACKAGE.glob(pattern) if path.suffix == ".py"]
         if not found:
             raise ValueError(f"no source file of this package matches {pattern!r}")
         files.update(found)
     return key_of(
-        "code", {path.relative_to(root).as_posix(): sha256_of(path) for path in sorted(files)}
+        "code", {path.relative_to(PACKAGE).as_posix(): sha256_of(path) for path in sorted(files)}
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from peers.gpu.feeds import feeds_of
 from peers.gpu.subjects import Subject, write_pipeline
@@ -20,7 +20,6 @@ from triptych.gate.cached import decoding_of, limits_of
 from triptych.gate.check import check
 from triptych.gate.reference_rows import reference_of
 from triptych.graph.files import MODEL_FILE
-from triptych.pipeline.precisions import Precision
 from triptych.pipeline.spec import load_spec
 from triptych.plan.plan import Plan
 from triptych.repository.lock import PLAN_FILE, find_lock, read_lock
@@ -148,7 +147,7 @@ def check_parity(built: Built) -> None:
             plan.core,
             limits_of(prepared, precision),
             metrics=metrics_of(plan.task),
-            precision=cast(Precision, precision),
+            precision=precision,
             batch_size=plan.max_batch_size,
             decoding=decoding_of(prepared),
         )

@@ -19,6 +19,7 @@ from peers.gpu.report import Findings
 from peers.gpu.subjects import HOME, LAYOUTS, MODELS, PRECISIONS, Model, subjects_of
 from triptych.bench.perf_binary import find_perf_analyzer
 from triptych.errors import UserError
+from triptych.pipeline.precisions import Precision
 
 TORCH_TYPES: tuple[TorchType, ...] = ("fp32", "fp16")
 BUILD_SHARE = 0.5
@@ -48,7 +49,7 @@ class Options:
     """
 
     models: Sequence[Model] = MODELS
-    precisions: Sequence[str] = PRECISIONS
+    precisions: Sequence[Precision] = PRECISIONS
     layouts: Sequence[str] = LAYOUTS
     rounds: int = 3
     seconds: float = 0.5

@@ -91,7 +91,7 @@ MODELS = (
         rows=RANDOM_ROWS,
     ),
 )
-PRECISIONS = ("fp16", "fp32", "int8")
+PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32", "int8")
 LAYOUTS = ("packed", "bucketed")
 """Of all three, the first are the most important: the others are dropped first."""
 

@@ -48,10 +48,10 @@ def open_session(path: Path, options: Any = None) -> Any:
 
     options = onnxruntime.SessionOptions() if options is None else options
     # Without VNNI, products of unsigned by signed bytes add pairs up in 16 bits, which overflow.
-    options.add_session_config_entry("session.x64quantprecision", "1")
+    _set_entry(options, "session.x64quantprecision", "1")
     weights = onnx.load(path, load_external_data=False).graph.initializer
     if any(tensor.data_type == FP8 for tensor in weights):
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        _set_entry(options, "session.disable_quant_qdq", "1")
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     graph = runnable(path)
     if graph != path and any(map(onnx.external_data_helper.uses_external_data, weights)):
@@ -60,6 +60,14 @@ def open_session(path: Path, options: Any = None) -> Any:
             "session.model_external_initializers_file_folder_path", str(path.parent)
         )
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def _set_entry(options: Any, key: str, value: str) -> None:
+    """Set what is not set yet: ONNX Runtime warns of an entry that is set again."""
+    try:
+        options.get_session_config_entry(key)
+    except RuntimeError:
+        options.add_session_config_entry(key, value)
 
 
 def runnable(path: Path) -> bytes | Path:
