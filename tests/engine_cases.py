@@ -59,7 +59,6 @@ def copied(repository: Path, target: Path, name: str) -> Path:
 def change_plan(repository: Path, name: str, **options: Any) -> None:
     """Change `core.engine` in a pipeline's lock, as a build with another spec would."""
     lock = lock_data(repository, name)
-    assert lock is not None
     lock["plan"]["engine"]["options"].update(options)
     write_lock(repository, name, lock)
 

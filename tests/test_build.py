@@ -60,7 +60,6 @@ def test_the_packed_core_is_ragged_and_the_bucketed_one_is_not(minilm_repository
 
 def test_the_lock_records_the_build(minilm_repository: Path) -> None:
     lock = lock_data(minilm_repository, "minilm_packed")
-    assert lock is not None
     assert lock["gate"]["failures"] == []
     assert lock["schema"] == 4
     found = {verdict["metric"]: verdict for verdict in lock["gate"]["verdicts"]}
@@ -152,13 +151,11 @@ def test_a_failed_gate_may_be_accepted_and_that_is_seen(
     assert built.plan.layout == layout
     assert [f.id for f in built.findings if f.severity == "warning"] == ["gate-accepted"]
     lock = lock_data(tmp_path / "r", "tiny")
-    assert lock is not None
     assert lock["gate"]["accepted"] == "only for a trial"
     assert "differs from the reference" in lock["gate"]["failures"][0]
     # A build that passes is no exception, whatever would have been accepted.
     build(read_inputs(load_spec(tiny), quiet), tmp_path / "r", quiet, accept="only for a trial")
     lock = lock_data(tmp_path / "r", "tiny")
-    assert lock is not None
     assert "accepted" not in lock["gate"]
 
 

@@ -76,7 +76,6 @@ def test_the_fastest_that_passes_is_built(chosen: tuple[Built, Path, Told]) -> N
     assert built.gate.precision == best
     assert "fp32" in measured
     lock = lock_data(repository, "tiny")
-    assert lock is not None
     assert lock["spec"]["core"]["precision"] == "auto"
     assert lock["gate"]["precision"] == best
     assert [one["precision"] for one in lock["gate"]["candidates"]] == list(CANDIDATES)

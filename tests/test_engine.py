@@ -53,7 +53,6 @@ def test_every_release_builds_every_graph_into_the_repository(
         f"{name}/triptych.lock.json"
     }
     lock = lock_data(repository, name)
-    assert lock is not None
     files = {path: repository / path for path in lock["files"] if (repository / path).is_file()}
     assert plan in files
     assert hash_files(files) == {path: lock["files"][path] for path in files}
@@ -258,7 +257,6 @@ def test_the_check_deals_out_batches_that_the_engine_does_not_take(
     on("10")
     repository = copied(built, tmp_path / "repository", "packed_fp16")
     lock = lock_data(repository, "packed_fp16")
-    assert lock is not None
     tokens = lock["plan"]["engine"]["profiles"][0]["input_ids"]
     tokens.update(optimum=[500], maximum=[lock["plan"]["max_length"]])
     write_lock(repository, "packed_fp16", lock)
@@ -273,7 +271,6 @@ def test_a_shared_core_means_its_owners_engine(
     on("10")
     repository = copied(built, tmp_path / "repository", "packed_fp16")
     lock = lock_data(repository, "packed_fp16")
-    assert lock is not None
     lock["spec"]["core"]["share"] = "packed_fp16"
     (repository / "sharer").mkdir()
     (repository / "sharer/triptych.lock.json").write_text(json.dumps(lock))

@@ -277,7 +277,6 @@ def test_a_pipeline_that_is_not_there_is_named(repository: Path) -> None:
 
 def change_lock(repository: Path, change: Callable[[dict[str, Any]], None]) -> None:
     lock = lock_data(repository, NAME)
-    assert lock is not None
     change(lock)
     write_lock(repository, NAME, lock)
 

@@ -90,7 +90,6 @@ def test_an_engine_outlives_a_build_where_there_is_no_gpu(
     build_into(pipeline, repository, ENGINE, "serving.queue.max_delay_us=100")
     assert (repository / "tiny_core/1/model.plan").read_bytes() == before["tiny_core/1/model.plan"]
     lock = lock_data(repository, "tiny")
-    assert lock is not None
     assert lock["engine"]["gpu"] == "NVIDIA H200"
 
 
@@ -99,7 +98,6 @@ def test_an_engine_of_other_shapes_does_not_stay(pipeline: Path, built_elsewhere
     build_into(pipeline, repository, ENGINE, "core.max_batch_size=4")
     assert not (repository / "tiny_core/1/model.plan").exists()
     lock = lock_data(repository, "tiny")
-    assert lock is not None
     assert lock["engine"] is None
     findings = {f.id for f in run_checks(repository) if f.severity == "error"}
     assert findings == {"engine-built"}

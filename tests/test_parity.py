@@ -105,5 +105,4 @@ def test_the_right_engine_of_every_task_passes_and_wrong_ones_fail(
     record = build_engine(repository, name, quiet).record
     assert all(verdict.passed for verdict in record.check.verdicts)
     lock = lock_data(repository, name)
-    assert lock is not None
     assert lock["engine"] == plain_record(record)

@@ -31,7 +31,6 @@ def fp32(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pipeline
     repository = tmp_path_factory.mktemp("fp32")
     build_into(tiny, repository)
     lock = lock_data(repository, "tiny")
-    assert lock is not None
     return (
         read_inputs(load_spec(tiny), quiet),
         repository / "tiny_core/1/model.onnx",
@@ -118,7 +117,6 @@ def test_minilm_passes_in_lower_precision(tmp_path: Path, precision: str) -> Non
     folder = write_pipeline(tmp_path / "minilm", core={"precision": precision})
     built = build_into(folder, tmp_path / "repository")
     lock = lock_data(tmp_path / "repository", "minilm")
-    assert lock is not None
     gate = built.gate.as_dict()
     assert lock["gate"] == json.loads(json.dumps(gate))
     assert gate["precision"] == precision
@@ -162,8 +160,6 @@ def test_a_shared_core_brings_its_precision(tmp_path: Path, tiny_model: Path) ->
     built = sharing(tmp_path, tiny_model, ["core.precision=fp16"], [])
     assert built.gate.precision == "fp16"
     owner, sharer = (lock_data(tmp_path / "repository", name) for name in ("owner", "sharer"))
-    assert owner is not None
-    assert sharer is not None
     assert owner["core_key"] == sharer["core_key"]
     assert built.gate.rows < owner["gate"]["rows"]  # judged on its own traffic
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+
+from triptych.errors import UserError
 
 EXIT_FINDINGS = 1
 EXIT_MISTAKE = 2
@@ -44,6 +47,25 @@ REPORTS = Path("reports")
 def progress(stage: str, line: str) -> None:
     """Tell what became of a stage."""
     status.print(f"  {stage:8} {line}", markup=False)
+
+
+def report_into(write: Callable[[Path], Path], folder: Path) -> Path:
+    """Write a report into `folder`; the page.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    try:
+        page = write(folder)
+    except OSError as error:
+        raise UserError(
+            "--reports",
+            "must be a folder that can be written to",
+            given=error,
+            remedy="Name another one",
+        ) from error
+    progress("report", str(page))
+    return page
 
 
 def fail(as_json: bool, result: dict[str, Any], message: str) -> NoReturn:

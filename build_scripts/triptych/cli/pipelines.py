@@ -24,6 +24,7 @@ from triptych.cli.options import (
     output,
     print_json,
     progress,
+    report_into,
     status,
 )
 from triptych.cli.shown import print_built, print_failed_gate, print_finding, print_tree
@@ -181,19 +182,7 @@ def _report(plan: Plan, gate: GateResult, folder: Path) -> Path:
         layout=plan.layout,
         versions=versions_of(*LIBRARIES, "onnxruntime"),
     )
-    target = folder / plan.spec.name
-    try:
-        write_report(gate, about, target)
-    except OSError as error:
-        raise UserError(
-            "--reports",
-            "must be a folder that can be written to",
-            given=error,
-            remedy="Name another one",
-        ) from error
-    page = target / "report.html"
-    progress("report", str(page))
-    return page
+    return report_into(lambda target: write_report(gate, about, target), folder / plan.spec.name)
 
 
 @app.command()

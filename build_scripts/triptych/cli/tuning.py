@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +26,7 @@ from triptych.cli.options import (
     output,
     print_json,
     progress,
+    report_into,
     status,
 )
 from triptych.errors import UserError
@@ -144,7 +145,7 @@ def bench(
             url=url,
             metrics_url=metrics_url,
         )
-    _report(lambda folder: write_bench_report(result, folder), reports / name / "bench")
+    report_into(lambda folder: write_bench_report(result, folder), reports / name / "bench")
     if as_json:
         print_json(to_json(result))
     else:
@@ -230,7 +231,7 @@ def tune(
     except (GateFailure, LintFailure) as failure:
         told = f"{failure}; `triptych build {name}` shows all of it"
         fail(as_json, {"pipeline": name, "failure": str(failure)}, told)
-    _report(lambda folder: write_tune_report(result, folder), reports / name / "tune")
+    report_into(lambda folder: write_tune_report(result, folder), reports / name / "tune")
     if as_json:
         print_json(to_json(result))
     else:
@@ -268,18 +269,6 @@ def _check(
         for line, style in describe_drift(drift):
             output.print(line, style=style, markup=False)
     raise typer.Exit(0 if drift.action == "keep" else EXIT_FINDINGS)
-
-
-def _report(write: Callable[[Path], Path], folder: Path) -> None:
-    try:
-        progress("report", str(write(folder)))
-    except OSError as error:
-        raise UserError(
-            "--reports",
-            "must be a folder that can be written to",
-            given=error,
-            remedy="Name another one",
-        ) from error
 
 
 def seconds_of(option: str, text: str) -> float:

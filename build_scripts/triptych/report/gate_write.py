@@ -28,14 +28,17 @@ class About:
     versions: Mapping[str, str]
 
 
-def write_report(gate: GateResult, about: About, target: Path) -> None:
-    """Write both files into `target`, made where it is missing; each appears whole or not at all.
+def write_report(gate: GateResult, about: About, target: Path) -> Path:
+    """Write both files into `target`, made where it is missing; the page.
+
+    Each file appears whole or not at all.
 
     Raises:
         OSError: one of them cannot be written.
     """
     record = {"conversion": None, "accepted": None, **gate.as_dict(), **asdict(about)}
     write_files(target, {"gate.json": json_text(record), "report.html": page(gate, about)})
+    return target / "report.html"
 
 
 def page(gate: GateResult, about: About) -> str:
