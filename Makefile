@@ -32,9 +32,9 @@ PYTEST := $(BIN)/python -m pytest
 # A file's tests stay on one worker, since they share its server; the biggest files come first.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-check: lint types pure  ## Lint, types and the pure tests: no server, no build, no torch; 90 seconds
+check: lint types pure  ## Lint, types and the pure tests: no server, no build, no torch
 
-test: lint types unit  ## Lint, types and the tests, against a real server; 8 minutes on 2 cores
+test: lint types unit  ## Lint, types and the tests, against a real server
 
 test-long: setup  ## What takes minutes each: trainings, compilers, races, whole runs
 	$(PYTEST) $(PARALLEL) -m long
