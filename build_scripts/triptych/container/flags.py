@@ -11,7 +11,6 @@ from triptych.releases import Release, flags_newer_than
 
 # Header that opens the restricted services: as it is over HTTP, behind the prefix over gRPC.
 RESTRICTED_HEADER = "triptych-key"
-GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
 # Health, metadata, inference and model-config stay open: probes need the first, clients the others
 # (a client reads the largest batch from the config). These are for operators.
 RESTRICTED = (

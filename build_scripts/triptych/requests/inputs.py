@@ -31,7 +31,7 @@ LABELLED_ROWS = 2000
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledRequests:
     """Rows of ``eval.jsonl``.
 
     Attributes:
@@ -66,7 +66,7 @@ class PipelineInputs:
     requests: tuple[GateRequest, ...]
     calibration: tuple[Sample, ...]
     hooks: bytes | None
-    labelled: Labelled = field(default_factory=Labelled)
+    labelled: LabelledRequests = field(default_factory=LabelledRequests)
     traffic: tuple[Mapping[str, str | bytes], ...] = ()
 
     @property
@@ -167,10 +167,10 @@ def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:
 
 def _read_labelled(
     spec: PipelineSpec, task: Task, reader: RequestReader, progress: Progress
-) -> Labelled:
+) -> LabelledRequests:
     path = spec.folder / EVAL_FILE
     if not path.is_file():
-        return Labelled()
+        return LabelledRequests()
     every = read_labels(path, task)
     rows = first_rows(every, task, LABELLED_ROWS)
     lines = [
@@ -179,7 +179,7 @@ def _read_labelled(
     requests = reader.read(EVAL_FILE, lines)
     notes = (f"of {len(every)} labelled rows, the first {len(rows)} count",) * (every != rows)
     progress("labels", notes[0] if notes else f"{len(rows)} labelled rows")
-    return Labelled(tuple(rows), tuple(requests), notes)
+    return LabelledRequests(tuple(rows), tuple(requests), notes)
 
 
 def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:

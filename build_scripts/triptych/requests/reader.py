@@ -22,7 +22,6 @@ from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.parameters import check_parameters
-from triptych.runtime.row_types import RowInputs
 from triptych.tasks import Task
 from triptych.tensors import TokenRow
 
@@ -133,7 +132,7 @@ class RequestReader:
 
     def untruncated_lengths(self, requests: Sequence[GateRequest]) -> list[list[int]]:
         """Tokens of each core row of each request without a limit; none where it is refused."""
-        made = self._untruncated.token_rows([_row_inputs(request) for request in requests])
+        made = self._untruncated.token_rows([request.row_inputs for request in requests])
         return [
             [] if isinstance(rows, Exception) else [len(row.ids) for row in rows] for rows in made
         ]
@@ -175,7 +174,7 @@ class RequestReader:
         return {name: row[name] for name in self._names}
 
     def _with_rows(self, requests: Sequence[GateRequest]) -> list[GateRequest | Exception]:
-        inputs = [_row_inputs(request) for request in requests]
+        inputs = [request.row_inputs for request in requests]
         if self._images:
             return [
                 made
@@ -200,11 +199,6 @@ class RequestReader:
 
 def _is_filled(row: Any) -> bool:
     return not isinstance(row, TokenRow) or bool(row.ids)
-
-
-def _row_inputs(request: GateRequest) -> RowInputs:
-    columns = {name: [value] for name, value in request.inputs.items()}
-    return RowInputs(columns, request.parameters)
 
 
 def _checked(

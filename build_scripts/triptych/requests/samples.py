@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.requests.feeds import Sample
+from triptych.runtime.row_types import RowInputs
 
 LONGEST_SHOWN = 80
 FEW_ROWS = 200
@@ -44,6 +45,11 @@ class GateRequest:
     carries: tuple[bytes, ...]
     edge: bool
     shown: str
+
+    @property
+    def row_inputs(self) -> RowInputs:
+        """What a row maker gets of it: `inputs` as columns of one row."""
+        return RowInputs({name: [value] for name, value in self.inputs.items()}, self.parameters)
 
     @property
     def query(self) -> str:

@@ -30,7 +30,6 @@ from triptych.plan.plan import Plan
 from triptych.requests.samples import GateRequest
 from triptych.runtime import open_row_maker
 from triptych.runtime.hooking import NUMPY_TYPES
-from triptych.runtime.row_types import RowInputs
 from triptych.tasks.metrics.outputs import Outputs
 from triptych.tasks.task import Parameters
 
@@ -108,10 +107,7 @@ def refusals(
     `folder` has the ``tokenizer.json``, where the task has one; `sent` is what a client sends.
     """
     maker = open_row_maker(plan.task.rows, {**plan.row_settings, "bucket_edges": []}, folder)
-    row_inputs = [
-        RowInputs({name: [value] for name, value in request.inputs.items()}, request.parameters)
-        for request in requests
-    ]
+    row_inputs = [request.row_inputs for request in requests]
     limit = plan.spec.tokenizer.max_text_bytes
     found = []
     for live, rows in zip(sent, maker.make(row_inputs), strict=True):
