@@ -11,7 +11,7 @@ COMPOSE = TRIPTYCH_USER="$$(id -u):$$(id -g)" docker compose --env-file docker/v
   --file docker/compose.yaml
 export TRITON_IMAGE
 
-.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-tasks grid precisions gpu-test soak clean
+.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-tasks grid precisions gpu-test soak fuzz clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -19,8 +19,8 @@ setup: $(INSTALLED)  ## Make .venv with everything pinned
 $(INSTALLED): pyproject.toml build_scripts/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing pinned dependencies into $(VENV) (a minute or two) ..."
-	$(BIN)/python -m pip install --quiet --constraint build_scripts/constraints.txt \
-	  --editable ".[build,local,demo,dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint build_scripts/constraints.txt \
+	  --editable ".[build,local,parquet,demo,dev]"
 	@touch $@
 
 demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, stop it
@@ -30,7 +30,8 @@ demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, sto
 # The lanes of tests. `make test` has all but the long ones; .ci/run runs both.
 PYTEST := $(BIN)/python -m pytest
 # A file's tests stay on one worker, since they share its server; the biggest files come first.
-PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three workers for two cores: many tests wait, for a server to start or for a deadline.
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check: lint types pure  ## Lint, types and the pure tests: no server, no build, no torch
 
@@ -47,10 +48,11 @@ pure: setup
 	$(PYTEST) --pure --numprocesses 2
 
 # The engine image copies the package, a repository its runtime: the oldest server has Python 3.10.
+# (`long` is a method of torch's tensors, not Python 2's type.)
 lint: setup  ## ruff, and vermin for Python 3.10
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/vermin --quiet --target=3.10- --no-tips --violations --backport typing build_scripts/triptych
+	$(BIN)/vermin --quiet --target=3.10- --no-tips --violations --backport typing --exclude long build_scripts/triptych
 
 types: setup
 	$(BIN)/mypy
@@ -102,6 +104,10 @@ gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Engines, their parity and speed, s
 
 soak: setup  ## Watch memory over 200,000 requests
 	$(BIN)/python build_scripts/peers/soak.py
+
+fuzz: setup  ## Send 100,000 broken requests beside a client whose answers must stay right
+	$(BIN)/triptych build minilm
+	$(BIN)/python build_scripts/peers/fuzz.py model_repository minilm
 
 clean:  ## Remove what was built, reported and cached
 	rm -rf .cache reports .mypy_cache .pytest_cache .ruff_cache

@@ -24,13 +24,16 @@ RUN test -f "${LD_PRELOAD}" \
 COPY build_scripts/triptych/__init__.py build_scripts/triptych/errors.py \
      build_scripts/triptych/releases.py /opt/triptych/triptych/
 COPY build_scripts/triptych/container /opt/triptych/triptych/container
+COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/in_flight.py \
+     /opt/triptych/triptych/runtime/
 
 # NVIDIA's images call this user triton-server.
 USER 1000
 WORKDIR /opt/triptych
 EXPOSE 8000 8001 8002
-# Longer than a first load of large engines with CUDA graphs.
-HEALTHCHECK --start-period=300s --interval=15s --timeout=10s --retries=3 \
+# The start is longer than a first load of large engines with CUDA graphs. A step that is frozen is
+# noticed within 10 s.
+HEALTHCHECK --start-period=300s --interval=2s --timeout=5s --retries=2 \
     CMD ["python3", "-m", "triptych.container.health"]
 # NVIDIA's own entry point first: it prepares CUDA forward compatibility, then becomes its arguments.
 ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "python3", "-m", "triptych.container.entrypoint"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from conftest import share_export_registry
 from triptych.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.export.to_onnx import export_onnx
 from triptych.model.facts import ModelFacts
@@ -65,6 +66,10 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "fnet": ("fnet", {}),
     "roformer": ("roformer", {"embedding_size": 32}),
+    "qwen3": (
+        "qwen3",
+        {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 5, "eos_token_id": 3},
+    ),
 }
 """Name in the tests to transformers' name of the model type and settings beside `SIZES`."""
 
@@ -146,6 +151,7 @@ def exported(name: str, head: str, layout: str) -> tuple[Path, ModelFacts]:
     core = HEADS[head]
 
     def work(folder: Path) -> None:
+        share_export_registry()
         facts = save_model(name, core.auto_class, folder)
         packed = layout == "packed"
         export_onnx(folder, facts, core, INPUTS, packed=packed, target=folder / "onnx")
@@ -153,7 +159,7 @@ def exported(name: str, head: str, layout: str) -> tuple[Path, ModelFacts]:
     code = [code_hash("export/*", "model/*", "tensors.py"), sha256_of(Path(__file__))]
     versions = versions_of("torch", "transformers", "onnx", "onnxscript")
     inputs = {"case": [name, head, layout], "code": code, "versions": versions}
-    folder, _ = cached_stage("test_exports", inputs, work)
+    folder = cached_stage("test_exports", inputs, work, lambda _stage, _line: None).folder
     return folder, facts_of(getattr(transformers, core.auto_class).from_pretrained(folder))
 
 
@@ -182,6 +188,17 @@ def random_rows(*, seed: int = 7) -> list[list[int]]:
     for row in rows:
         row[len(row) // 3] = MASK
     return rows
+
+
+def with_special(rows: Sequence[Sequence[int]], config: Any) -> list[list[int]]:
+    """The rows with tokens in them that end a row and fill one up, as a text may write them."""
+    eos, pad = config.eos_token_id, config.pad_token_id
+    changed = [list(row) for row in rows]
+    for row in changed:
+        for place, token in ((1, eos), (-3, pad), (-1, pad)):
+            if token is not None and token < VOCABULARY and len(row) > 10:
+                row[place] = token
+    return changed
 
 
 def first_segments(rows: Sequence[Sequence[int]]) -> NDArray[np.int32]:

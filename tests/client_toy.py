@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +221,7 @@ class Toy:
 
     url: str
     repository: Path
+    operator_headers: Mapping[str, str] = field(default_factory=dict)
 
     def seen(self, containing: str, step: str = "toy_step") -> list[Seen]:
         """What `step` executed with a text that contains the string."""
@@ -245,7 +248,7 @@ def serve_toy(folder: Path, models: tuple[str, ...] = ALONE) -> Iterator[Toy]:
     repository = write_repository(folder)
     # By name, so that the server lets a test unload one of them.
     with Server(repository, models=models) as server:
-        yield Toy(server.grpc_url, repository)
+        yield Toy(server.grpc_url, repository, server.operator_headers)
 
 
 Call = Callable[..., Any]
@@ -281,3 +284,14 @@ def caller(style: str, url: str) -> Call:
 def texts_of_many_lengths(count: int, mark: str) -> list[str]:
     lengths = np.random.default_rng(7).integers(0, 400, count)
     return [f"{mark} {index} " + "é" * int(length) for index, length in enumerate(lengths)]
+
+
+def infer(toy: Toy, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """`triptych infer` with these words, at the toy's server."""
+    return subprocess.run(
+        [Path(sys.executable).with_name("triptych"), "infer", *map(str, words), "--url", toy.url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

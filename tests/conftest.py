@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,33 +29,44 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The models are tiny and several tests run at a time: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+TRAFFIC_ROWS = 150
+"""Of MiniLM's traffic, for the pipelines of tests: a gate takes as long as it has rows."""
+
 BIGGEST = (
     "tasks",
-    "architectures",
-    "served_architectures",
-    "engine",
+    "docs",
     "container_start",
-    "baselines",
+    "container_stop",
+    "served_architectures",
     "cli",
-    "precision_tasks",
-    "export",
-    "engine_path",
+    "ensemble",
+    "engine",
     "verify",
+    "gate_broken",
+    "engine_path",
+    "architectures",
+    "baselines",
     "build",
+    "bench",
+    "hostile",
+    "export",
     "hooks",
+    "precision_tasks",
+    "client_errors",
     "golden",
 )
 """Files that take longest: they come first, so that no worker is left alone with one at the end."""
 # fmt: off
 PURE = (
-    "accuracy_thresholds", "admission", "capacity", "comparison", "container",
-    "container_locks", "core_config", "cost", "decoders_spans", "docker", "doctor",
-    "engine_inspection", "engine_request", "engine_runner", "expected_cost", "fake_tensorrt",
-    "gate", "gate_result", "gpu_peer", "gpu_plan", "hook_checks", "house", "labelled", "lint",
-    "lint_pains", "live_verdict", "load_report", "load_report_terminal", "load_values",
-    "metrics", "onnxruntime_pieces", "onnxruntime_runner", "pages", "plan", "report",
-    "rounding", "samples_file", "scaffold", "server_mistakes", "shown", "spec",
-    "tensorrt_settings", "tune_report", "tune_search", "tuned", "releases",
+    "accuracy_thresholds", "admission", "bulk_formats", "capacity", "card", "command_line",
+    "comparison", "container", "container_locks", "core_config", "cost", "decoders_spans",
+    "docker", "doctor", "engine_inspection", "engine_request", "engine_runner", "expected_cost",
+    "fake_tensorrt", "gate", "gate_remedy", "gate_result", "gpu_peer", "gpu_plan",
+    "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict", "load_report",
+    "load_report_terminal", "load_values", "metrics", "onnxruntime_pieces",
+    "onnxruntime_runner", "pages", "plan", "probe", "releases", "report", "rounding",
+    "samples_file", "scaffold", "scratch", "server_mistakes", "shown", "spec", "store",
+    "tensorrt_settings", "terminal", "tune_report", "tune_search", "tuned",
 )
 # fmt: on
 """Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""
@@ -110,7 +123,9 @@ def write_pipeline(folder: Path, **fields: Any) -> Path:
         **fields,
     }
     (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
-    shutil.copy(ROOT / "pipelines/minilm/traffic.jsonl", folder)
+    lines = (ROOT / "pipelines/minilm/traffic.jsonl").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(lines[:TRAFFIC_ROWS]) + "\n"
+    (folder / "traffic.jsonl").write_text(text, encoding="utf-8")
     return folder
 
 
@@ -127,6 +142,15 @@ def write_lock(repository: Path, name: str, lock: dict[str, Any]) -> None:
     (repository / name / "triptych.lock.json").write_text(text, encoding="utf-8")
 
 
+def set_parameter(repository: Path, model: str, name: str, value: object) -> None:
+    """Put another value for a number among a model's parameters, as another spec would."""
+    config = repository / model / "config.pbtxt"
+    found = rf'(key: "{name}"\s+value {{\s+string_value: )"[\d.]+"'
+    text, changes = re.subn(found, rf'\1"{value}"', config.read_text(encoding="utf-8"))
+    assert changes == 1
+    config.write_text(text, encoding="utf-8")
+
+
 def quiet(_stage: str, _line: str) -> None:
     """A progress callback that prints nothing."""
 
@@ -141,12 +165,22 @@ def one_at_a_time(name: str) -> Iterator[None]:
         yield
 
 
+@functools.cache
+def share_export_registry() -> None:
+    """Let all exports of this process use one table of torch's operators, a second's work each."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    shared = functools.cache(ONNXRegistry.from_torchlib)
+    ONNXRegistry.from_torchlib = staticmethod(shared)  # type: ignore[method-assign]
+
+
 def build_into(folder: Path, repository: Path, *overrides: str) -> Any:
-    """Build the pipeline in `folder`; returns what `assemble.build` does."""
-    from triptych.build import build
+    """Build the pipeline in `folder`; returns what `build` does."""
+    from triptych.building import build
     from triptych.pipeline.spec import load_spec
     from triptych.requests.inputs import read_inputs
 
+    share_export_registry()
     return build(read_inputs(load_spec(folder, overrides), quiet), repository, quiet)
 
 
@@ -172,10 +206,12 @@ def reference() -> Any:
 def minilm_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One repository with MiniLM in both layouts: ``minilm_packed`` and ``minilm_bucketed``."""
     base = tmp_path_factory.mktemp("minilm")
-    with one_at_a_time("minilm"):
-        for layout in LAYOUTS:
-            name = f"minilm_{layout}"
-            folder = write_pipeline(base / "pipelines" / name, core={"layout": layout})
+    # Workers begin with different layouts, so that none only waits for the other.
+    odd = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579"
+    for layout in reversed(LAYOUTS) if odd else LAYOUTS:
+        name = f"minilm_{layout}"
+        folder = write_pipeline(base / "pipelines" / name, core={"layout": layout})
+        with one_at_a_time(name):
             build_into(folder, base / "repository")
     return base / "repository"
 
@@ -203,6 +239,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) ->
     BertModel(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(minilm_folder).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_model: Path) -> Path:
+    """A copy of the tiny model that a test may change."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 @pytest.fixture(scope="module")

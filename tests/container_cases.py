@@ -12,7 +12,7 @@ from conftest import ROOT
 from triptych.container.machine import Machine, VisibleGpu
 
 PACKAGE = ROOT / "build_scripts/triptych"
-PLAN = b"a plan"
+GRAPH, PLAN = b"a graph", b"a plan"
 ENSEMBLE = """
 name: "{name}"
 platform: "ensemble"
@@ -45,8 +45,13 @@ def write_pipeline(
     **engine: Any,
 ) -> Path:
     """An ensemble with a lock and a plan; `engine` overrides fields of its record."""
+    files = {
+        f"{name}/config.pbtxt": ENSEMBLE.format(name=name).encode(),
+        f"{name}_core/1/model.onnx": GRAPH,
+    }
+    hashes = {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
     record = {
-        "onnx_sha256": "graph",
+        "onnx_sha256": hashes[f"{name}_core/1/model.onnx"],
         "plan_sha256": hashlib.sha256(PLAN).hexdigest(),
         "tensorrt": "10.16.1.11",
         "cuda": "13.2",
@@ -60,15 +65,16 @@ def write_pipeline(
     lock = {
         "spec": {"core": {"backend": backend}, "serving": {"gpus": list(gpus)}},
         "engine": record if built else None,
-        "files": {f"{name}_core/1/model.onnx": "graph"},
+        "files": hashes,
     }
-    (repository / name).mkdir(parents=True)
-    (repository / name / "config.pbtxt").write_text(ENSEMBLE.format(name=name))
-    (repository / name / "triptych.lock.json").write_text(json.dumps(lock))
-    version = repository / f"{name}_core/1"
-    version.mkdir(parents=True)
+    if built:
+        hashes[f"{name}_core/1/model.plan"] = record["plan_sha256"]
     if plan is not None:
-        (version / "model.plan").write_bytes(plan)
+        files[f"{name}_core/1/model.plan"] = plan
+    files[f"{name}/triptych.lock.json"] = json.dumps(lock).encode()
+    for path, content in files.items():
+        (repository / path).parent.mkdir(parents=True, exist_ok=True)
+        (repository / path).write_bytes(content)
     return repository
 
 
@@ -81,4 +87,7 @@ def copy_of_the_images_files(folder: Path) -> Path:
     shutil.copytree(
         PACKAGE / "container", package / "container", ignore=shutil.ignore_patterns("__pycache__")
     )
+    (package / "runtime").mkdir()
+    for name in ("__init__.py", "in_flight.py"):
+        shutil.copy(PACKAGE / "runtime" / name, package / "runtime")
     return folder

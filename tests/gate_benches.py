@@ -53,36 +53,37 @@ def write_task(base: Path, name: str, minilm: Path, rows: int = 40) -> Path:
 class Bench:
     """A pipeline, its core and what the reference makes of the gate's rows."""
 
-    prepared: PipelineInputs
+    inputs: PipelineInputs
     file: Path
     expected: list[Expected]
 
     @classmethod
     def of(cls, folder: Path, file: Path, *, step: int = 1) -> Bench:
         """With every `step`th request of the traffic."""
-        prepared = read_inputs(load_spec(folder), quiet)
-        edges = [request for request in prepared.requests if request.edge]
-        traffic = [request for request in prepared.requests if not request.edge][::step]
-        prepared = replace(prepared, requests=(*edges, *traffic))
-        return cls(prepared, file, reference_of(prepared, rows_of(prepared.requests)))
+        inputs = read_inputs(load_spec(folder), quiet)
+        edges = [request for request in inputs.requests if request.edge]
+        traffic = [request for request in inputs.requests if not request.edge][::step]
+        inputs = replace(inputs, requests=(*edges, *traffic))
+        expected = reference_of(inputs, rows_of(inputs.requests), quiet)
+        return cls(inputs, file, expected)
 
     def open(self, file: Path | None = None) -> RunBatch:
-        return open_core(file or self.file, self.prepared.plan)
+        return open_core(file or self.file, self.inputs.plan)
 
     def check(
         self, run: RunBatch, precision: Precision = "fp32", labelled: Labelled | None = None
     ) -> GateResult:
-        plan = self.prepared.plan
+        plan = self.inputs.plan
         return check(
             run,
-            self.prepared.requests,
+            self.inputs.requests,
             self.expected,
             plan.core,
             thresholds(plan.task, precision, {}),
             metrics=metrics_of(plan.task),
             precision=precision,
             batch_size=16,
-            decoding=decoding_of(self.prepared),
+            decoding=decoding_of(self.inputs),
             labelled=labelled,
         )
 
@@ -93,9 +94,9 @@ class Bench:
 
     def recall(self, outputs: Sequence[Expected]) -> RunBatch:
         """An artifact that returns these vectors for the gate's rows."""
-        name = self.prepared.plan.core.outputs[0].name
+        name = self.inputs.plan.core.outputs[0].name
         known: dict[Sample, Expected] = dict(
-            zip(rows_of(self.prepared.requests), outputs, strict=True)
+            zip(rows_of(self.inputs.requests), outputs, strict=True)
         )
         return lambda batch: [{name: known[row][0]} for row in batch]
 

@@ -139,6 +139,12 @@ FILES = (
     warning("traffic", LOCK, "49 rows", relock(rows=49)),
     warning("traffic", LOCK, "6.0%", relock(truncated_share=0.06)),
     warning(
+        "traffic",
+        LOCK,
+        "2 different words, 2.0% of all; 98%",
+        relock(words=2, vocabulary_share=0.02, near_duplicates=0.98),
+    ),
+    warning(
         "gate-accepted",
         LOCK,
         "accepted although it failed: good enough for a trial",

@@ -79,6 +79,7 @@ FINE = (
     fine("no lock", remove(LOCK)),
     fine("an empty lock", put(LOCK, "{}")),
     fine("traffic at the limits", relock(rows=50, truncated_share=0.05)),
+    fine("varied traffic", relock(words=9, vocabulary_share=0.03, near_duplicates=0.2)),
     fine("a nameless config", replace(POST, 'name: "minilm_postprocess"', "")),
     fine("loose files", put("README.md", "x")),
     fine("a newer version is served", put(f"{POST}/2/model.py", PLAIN_PY)),

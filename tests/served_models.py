@@ -36,6 +36,13 @@ MODERN = {
     "local_attention": 16,
     "initializer_cutoff_factor": 2.0,
 }
+BART = {
+    "d_model": 32,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+    "init_std": 0.1,
+}
 DISTIL = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}
 
 
@@ -62,7 +69,7 @@ SERVED: Mapping[str, Served] = {
     "deberta_ranks": Served(RANKER, "deberta-v2", DEBERTA_V3, {**DEBERTA, "type_vocab_size": 2}),
     "modern_masks": Served(MASKS, "modernbert", "PreTrainedTokenizerFast", MODERN),
     "mpnet_vectors": Served("text-embedding", "mpnet", "MPNetTokenizer", OFFSET),
-    "roberta_labels": Served("zero-shot-classification", "roberta", "RobertaTokenizer", ROBERTA),
+    "bart_labels": Served("zero-shot-classification", "bart", "RobertaTokenizer", BART),
     "roberta_answers": Served("question-answering", "roberta", "RobertaTokenizer", ROBERTA),
     "distil_topics": Served(TOPICS, "distilbert", "BertTokenizer", DISTIL, truncation_side="left"),
     "albert_tags": Served(TAGGER, "albert", "AlbertTokenizer", {"embedding_size": 16}, "bucketed"),
@@ -70,7 +77,8 @@ SERVED: Mapping[str, Served] = {
 }
 """Each kind of model and tokenizer once, each task at least once; test_architectures exports more.
 
-`conv_topics` mixes neighbouring tokens, so that it cannot be packed."""
+`conv_topics` mixes neighbouring tokens and `bart_labels` shifts them, so that neither can be
+packed."""
 
 PAIRS = (RANKER, "zero-shot-classification", "question-answering")
 NO_PADDING = Served(TOPICS, "fnet", "AlbertTokenizer")

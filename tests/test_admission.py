@@ -1,19 +1,40 @@
-"""The limit on requests under way: shared by processes, and never stuck on what got lost."""
+"""Which requests are let in: counts shared by processes, never stuck on what got lost."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from triptych.runtime import admission
-from triptych.runtime.admission import Admission, InFlight
+from triptych.runtime import in_flight as module
+from triptych.runtime.admission import LAST_CALL_S, LEAST_REQUESTS, PATIENCE_S, Admission
+from triptych.runtime.faults import Overloaded, Stopping
+from triptych.runtime.in_flight import InFlight, Ticket
 
 PIPELINE = f"test-{os.getpid()}"
+
+
+class Clock:
+    """Stands for the monotonic clock."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def monotonic_ns(self) -> int:
+        return round(self.now * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic", clock.monotonic)
+    monkeypatch.setattr("time.monotonic_ns", clock.monotonic_ns)
+    return clock
 
 
 @pytest.fixture
@@ -23,55 +44,167 @@ def in_flight() -> Iterator[InFlight]:
     in_flight.path.unlink()
 
 
-def test_room_shrinks_and_grows(in_flight: InFlight) -> None:
-    door = Admission(in_flight, limit=3)
-    assert door.room() == 3
-    tickets = [door.admit() for _ in range(3)]
-    assert door.room() == 0
-    in_flight.settle(tickets[0])
-    assert door.room() == 1
+def ask(
+    admission: Admission, requests: int = 1, *, rows: int = 1, left_s: float | None = None
+) -> list[Ticket]:
+    """Tickets of the requests let in, of those that come together."""
+    tickets: list[Ticket] = []
+    admission.begin()
+    for _ in range(requests):
+        try:
+            admission.check(left_s)
+        except (Overloaded, Stopping):
+            continue
+        tickets.append(admission.admit(rows))
+    admission.end()
+    return tickets
+
+
+def serve(counts: InFlight, clock: Clock, tickets: list[Ticket], row_s: float) -> None:
+    """Answer the requests, one row each, one after the other."""
+    for ticket in tickets:
+        clock.now += row_s
+        assert counts.settle(ticket)
+
+
+def test_so_many_are_let_in_and_no_more(in_flight: InFlight) -> None:
+    admission = Admission(in_flight, 3, 1.0)
+    tickets = ask(admission, 5)
+    assert len(tickets) == 3
+    assert in_flight.settle(tickets[0])
+    assert len(ask(admission, 5)) == 1
 
 
 def test_the_limit_holds_over_all_instances(in_flight: InFlight) -> None:
-    first, second = (Admission(other, limit=4) for other in (in_flight, InFlight(PIPELINE)))
-    tickets = [door.admit() for door in (first, second, second)]
-    assert (first.room(), second.room()) == (1, 1)
-    in_flight.settle(tickets[2])
-    assert first.room() == 3
+    first, second = (Admission(other, 4, 1.0) for other in (in_flight, InFlight(PIPELINE)))
+    tickets = [*ask(first), *ask(second, 2)]
+    assert in_flight.settle(tickets[2])
+    assert len(ask(first, 9)) == 3  # the second instance has two tickets, settled with its last
 
 
 def test_what_got_lost_is_forgotten_with_the_next_that_comes_through(in_flight: InFlight) -> None:
-    door = Admission(in_flight, limit=10)
-    tickets = [door.admit() for _ in range(9)]
+    tickets = ask(Admission(in_flight, 10, 1.0), 9, rows=2)
+    assert (in_flight.under_way(), in_flight.rows_under_way()) == (9, 18)
     in_flight.settle(tickets[8])  # the eight before it failed in the core, or their clients left
-    assert in_flight.under_way() == 0
+    assert (in_flight.under_way(), in_flight.rows_under_way()) == (0, 0)
     in_flight.settle(tickets[3])  # late, out of order: takes nothing back
     assert in_flight.under_way() == 0
 
 
 def test_a_full_pipeline_that_lost_everything_opens_again(
-    in_flight: InFlight, monkeypatch: pytest.MonkeyPatch
+    in_flight: InFlight, clock: Clock
 ) -> None:
-    door = Admission(in_flight, limit=2)
-    for _ in range(2):
-        door.admit()
-    assert door.room() == 0
-    later = time.monotonic() + admission.PATIENCE_S + 0.1
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert door.room() == 1
-    assert door.room() == 0  # one probe, not a flood
-    in_flight.settle(door.admit())
-    assert door.room() == 2
+    admission = Admission(in_flight, 2, 1.0)
+    assert len(ask(admission, 3)) == 2
+    assert not ask(admission)
+    clock.now += PATIENCE_S + 0.1
+    probes = ask(admission, 5)
+    assert len(probes) == 1  # to find out, not a flood
+    assert not ask(admission)
+    in_flight.settle(probes[0])
+    assert len(ask(admission, 5)) == 2
+
+
+def test_the_queue_is_bounded_by_time_at_the_rate_measured(
+    in_flight: InFlight, clock: Clock
+) -> None:
+    admission = Admission(in_flight, 1000, 2.0)
+    first = ask(admission, 200)
+    assert len(first) == 200  # nothing is known yet
+    serve(in_flight, clock, first, 0.02)
+    assert in_flight.row_s == pytest.approx(0.02)
+    assert len(ask(admission, 300)) == pytest.approx(100, abs=2)
+    admission.begin()
+    with pytest.raises(Overloaded, match=r"work for 20\d\d ms\. Try again in 10\d\d ms"):
+        admission.check(None)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused(in_flight: InFlight, clock: Clock) -> None:
+    admission = Admission(in_flight, 1000, 2.0)
+    serve(in_flight, clock, ask(admission, 100), 0.02)
+    assert len(ask(admission, 50)) == 50
+    assert not ask(admission, left_s=1.3)
+    assert len(ask(admission, left_s=1.5)) == 1
+
+
+def test_a_slow_pipeline_still_lets_some_in(in_flight: InFlight, clock: Clock) -> None:
+    admission = Admission(in_flight, 1000, 0.1)
+    serve(in_flight, clock, ask(admission, 4), 5.0)
+    assert len(ask(admission, 50)) == LEAST_REQUESTS
+
+
+def test_the_rate_of_an_idle_pipeline_limits_nothing(in_flight: InFlight, clock: Clock) -> None:
+    admission = Admission(in_flight, 1000, 2.0)
+    for _ in range(50):
+        serve(in_flight, clock, ask(admission), 0.01)  # one client alone: no batches
+        clock.now += 10.0
+    assert in_flight.row_s == 0
+    assert len(ask(admission, 1000)) == 1000
+
+
+def test_a_pipeline_that_becomes_faster_is_believed(in_flight: InFlight, clock: Clock) -> None:
+    admission = Admission(in_flight, 1000, 2.0)
+    serve(in_flight, clock, ask(admission, 100), 0.02)
+    for _ in range(40):
+        serve(in_flight, clock, ask(admission, 100), 0.002)
+    assert in_flight.row_s == pytest.approx(0.002, rel=0.05)
+
+
+def test_a_batch_is_answered_all_at_once(in_flight: InFlight, clock: Clock) -> None:
+    admission = Admission(in_flight, 1000, 2.0)
+    for _ in range(3):
+        tickets = ask(admission, 32)
+        clock.now += 0.32  # the whole batch takes so long
+        serve(in_flight, clock, tickets, 0.0)
+    assert in_flight.row_s == pytest.approx(0.01)
+
+
+def test_rows_count_not_requests(in_flight: InFlight, clock: Clock) -> None:
+    admission = Admission(in_flight, 1000, 2.0)
+    for ticket in ask(admission, 10, rows=16):
+        clock.now += 16 * 0.02
+        in_flight.settle(ticket)
+    assert len(ask(admission, 100, rows=16)) == pytest.approx(7, abs=1)
+
+
+def test_a_forged_ticket_settles_nothing(in_flight: InFlight) -> None:
+    ticket = ask(Admission(in_flight, 10, 1.0), 4)[0]
+    for forged in (
+        Ticket(2**62, 2**62, 0, 0),
+        Ticket(-1, -1, -1, -1),
+        ticket._replace(number=ticket.number + 3),
+        ticket._replace(rows=ticket.rows + 3),
+        ticket._replace(seal=ticket.seal ^ 1),
+    ):
+        assert not in_flight.settle(forged)
+    assert in_flight.under_way() == 4
+
+
+def test_what_waited_is_let_in_when_the_server_stops(in_flight: InFlight, clock: Clock) -> None:
+    busy, idle = Admission(in_flight, 10, 1.0), Admission(in_flight, 10, 1.0)
+    ask(idle)
+    busy.begin()
+    clock.now += 1.0
+    in_flight.close()
+    clock.now += LAST_CALL_S / 2
+    assert ask(idle)
+    clock.now += 1.0
+    busy.end()  # what came meanwhile has waited in its queue
+    assert not ask(idle)
+    assert ask(busy)
+    assert not ask(busy)
+    with pytest.raises(Stopping, match="The server is stopping"):
+        idle.check(None)
 
 
 COUNT = """
 import os, sys
 os.getppid = lambda: int(sys.argv[2])  # as the stubs of one server have one parent
-from triptych.runtime.admission import InFlight
+from triptych.runtime.in_flight import InFlight
 in_flight = InFlight(sys.argv[1])
-slot = in_flight.take_slot()
+slot = in_flight.take_slot(1.0)
 for _ in range(1000):
-    in_flight.admit(slot)
+    in_flight.admit(slot, 2)
 print(slot, flush=True)
 sys.stdin.read()
 """
@@ -88,24 +221,28 @@ def test_processes_share_one_count_and_leave_their_slots(in_flight: InFlight) ->
         assert child.stdout is not None
         slots.add(child.stdout.readline().strip())
     assert slots == {"0", "1", "2"}
-    assert in_flight.under_way() == 3000
+    assert (in_flight.under_way(), in_flight.rows_under_way()) == (3000, 6000)
+    (same,) = [
+        counts for counts in InFlight.of_server(os.getppid()) if counts.path == in_flight.path
+    ]
+    assert same.under_way() == 3000
     for child in children:
         child.communicate(timeout=30)
-    assert (
-        in_flight.take_slot() == 0
-    )  # a reloaded step takes a dead one's, and what it had under way
+    # A reloaded step takes a dead one's slot, and what that had under way.
+    assert in_flight.take_slot(1.0) == 0
     assert in_flight.under_way() == 2000
+    assert in_flight.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_counts_of_a_dead_server_is_removed() -> None:
-    left = admission.SHARED_MEMORY / f"triptych_in_flight.4194304-12345.{PIPELINE}"
+def test_the_counts_of_a_dead_server_are_removed() -> None:
+    left = module.SHARED_MEMORY / f"triptych_in_flight.4194304-12345.{PIPELINE}"
     left.write_bytes(bytes(8))
     InFlight(PIPELINE).path.unlink()
     assert not left.exists()
 
 
 def test_a_server_may_choose_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(admission.PREFIX_VARIABLE, "triptych_mine_")
+    monkeypatch.setenv(module.PREFIX_VARIABLE, "triptych_mine_")
     in_flight = InFlight(PIPELINE)
     in_flight.path.unlink()
     assert in_flight.path.name.startswith("triptych_mine_in_flight.")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from client_play import PLAYED
-from client_toy import Toy, serve_toy
+from client_toy import Toy, infer, serve_toy
 from triptych.client.infer import (
     Question,
     ask,
@@ -21,8 +19,6 @@ from triptych.client.infer import (
     read_questions,
 )
 from triptych.errors import UserError
-
-TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +30,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
 
 def inputs_of(questions: list[Question]) -> list[dict[str, Any]]:
     return [question.inputs for question in questions]
-
-
-def infer(toy: Toy, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [TRIPTYCH, "infer", *map(str, words), "--url", toy.url],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def answers(toy: Toy, pipeline: str, questions: list[Question], **parameters: Any) -> Any:
@@ -89,14 +75,15 @@ def test_a_jsonl_file_has_the_inputs_by_name(tmp_path: Path) -> None:
     [
         ("no json", [], "rows.jsonl:1", "must be a JSON object"),
         ('["text"]', [], "rows.jsonl:1", "must be a JSON object"),
-        ('{"text": 7}', [], "rows.jsonl:1", "must be a JSON object"),
-        ('{"text": "a", "parameters": 7}', [], "rows.jsonl:1", "must be a JSON object"),
-        ('{"text": "a", "parameters": {"x": [7]}}', [], "rows.jsonl:1", "as `x`"),
+        ('{"text": 7}', [], "rows.jsonl:1: text", "must be a string. Given: 7"),
+        ('{"text": "a", "id": []}', [], "rows.jsonl:1: id", "other columns with --out"),
+        ('{"text": "a", "parameters": 7}', [], "rows.jsonl:1: parameters", "must be an object"),
+        ('{"text": "a", "parameters": {"x": [7]}}', [], "parameters.x", "list of strings"),
         ('{"image": "nowhere.png"}', [], "rows.jsonl:1", "nowhere.png"),
         ('{"image": "nul\\u0000"}', [], "rows.jsonl:1", "must be a readable file"),
         ("\n\n", [], "rows.jsonl", "must have rows"),
         ('{"text": "a"}', ["b"], "--text", "must not be given beside lines that have it"),
-        ('{"text": "a"}', ["b", "c"], "--text", "at most once beside a .jsonl file"),
+        ('{"text": "a"}', ["b", "c"], "--text", "at most once beside a file of rows"),
     ],
 )
 def test_a_line_that_is_no_row_is_named(

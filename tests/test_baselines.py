@@ -46,10 +46,10 @@ from triptych.requests.inputs import PipelineInputs, read_inputs
 SECONDS = 0.2
 
 
-def export(prepared: PipelineInputs, target: Path) -> Path:
-    plan = prepared.plan
+def export(inputs: PipelineInputs, target: Path) -> Path:
+    plan = inputs.plan
     export_onnx(
-        prepared.model_folder,
+        inputs.model_folder,
         plan.facts,
         plan.core,
         plan.core_inputs,
@@ -256,9 +256,9 @@ def test_hooks_run_before_the_calls(tmp_path: Path, tiny_model: Path, core_file:
         'def before(rows):\n    return [{"text": row["text"].upper()} for row in rows]\n',
         encoding="utf-8",
     )
-    prepared = read_inputs(load_spec(folder), quiet)
-    texts = [request["text"] for request in work_of(prepared, core_file).requests]
-    assert texts == [str(request["text"]).upper() for request in prepared.traffic]
+    inputs = read_inputs(load_spec(folder), quiet)
+    texts = [request["text"] for request in work_of(inputs, core_file).requests]
+    assert texts == [str(request["text"]).upper() for request in inputs.traffic]
 
 
 @pytest.fixture(scope="module")
@@ -271,8 +271,8 @@ def tasks(
     @cache
     def get(name: str) -> BaselineWork:
         folder = image_pipeline(base) if name == "images" else write_task(base, name, minilm_folder)
-        prepared = read_inputs(load_spec(folder), quiet)
-        write_work(work_of(prepared, base / "none.onnx"), base / f"{name}.work")
+        inputs = read_inputs(load_spec(folder), quiet)
+        write_work(work_of(inputs, base / "none.onnx"), base / f"{name}.work")
         return read_work(base / f"{name}.work")
 
     return get

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conftest import build_into, write_pipeline
+from conftest import TRAFFIC_ROWS, build_into, write_pipeline
 from triptych.bench.bench import Price, parse_loads, price_of, sustained
 from triptych.bench.points import BenchResult, Load, Measurement, Point, from_json
 from triptych.errors import UserError
@@ -70,8 +70,8 @@ def test_every_load_is_measured_with_its_steps_and_where_time_goes(
         assert [use.step for use in one.steps] == ["preprocess", "core", "postprocess"]
         assert sum(part.us for part in one.parts) == pytest.approx(one.mean_us, rel=0.02)
         assert point.bottleneck is not None
-    assert result.subject.requests == 364
-    assert sum(result.subject.lengths.values()) == 364
+    assert result.subject.requests == TRAFFIC_ROWS
+    assert sum(result.subject.lengths.values()) == TRAFFIC_ROWS
     assert result.slo == Slo(p99_ms=9e5)
     assert result.cost is not None
     # All loads hold so loose a promise: the price is that of the fastest.
@@ -129,9 +129,12 @@ def test_what_is_not_built_is_not_measured(home: Path, tmp_path: Path) -> None:
     assert "Run `triptych build tiny`" in triptych("bench", "tiny", *words, status=2)
 
 
-def test_a_baseline_is_measured_in_the_same_rounds(home: Path) -> None:
+def test_a_baseline_is_measured_in_the_same_rounds(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from triptych.bench.baselines import ALL
 
+    monkeypatch.setenv("CXX", "no-such-compiler")  # compiling takes a minute: see test_baselines
     words = [*options(home, "e"), "-c", "2", "--baseline", "--json"]
     result = from_json(BenchResult, json.loads(triptych("bench", "tiny", *words)))
     names = [point.contender for point in result.baselines]

@@ -11,12 +11,26 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from tokenizers import Tokenizer
 
-from conftest import LAYOUTS, build_into, lock_data, quiet, traffic_texts, write_pipeline
-from triptych.build import build
+from conftest import (
+    LAYOUTS,
+    TRAFFIC_ROWS,
+    build_into,
+    lock_data,
+    quiet,
+    traffic_texts,
+    write_pipeline,
+)
+from triptych.building import build
+from triptych.cache import cache_root
 from triptych.errors import UserError
+from triptych.export.stage import export_model
 from triptych.gate.cached import GateFailure
+from triptych.gate.warm_ups import write_warm_ups
 from triptych.lint import run_checks
 from triptych.pipeline.spec import load_spec
 from triptych.repository.config import read_config
@@ -58,6 +72,42 @@ def test_the_packed_core_is_ragged_and_the_bucketed_one_is_not(minilm_repository
     assert edges[-1] == 256
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_warm_ups_are_rows_of_the_traffic(minilm_repository: Path, layout: str) -> None:
+    core = minilm_repository / f"minilm_{layout}_core"
+    preprocess = minilm_repository / f"minilm_{layout}_preprocess"
+    tokenizer = Tokenizer.from_file(str(preprocess / "1/tokenizer.json"))
+    texts = {tuple(tokenizer.encode(text).ids) for text in traffic_texts()}
+    warm_ups = read_config(core / "config.pbtxt").model_warmup
+    assert warm_ups
+    for warm_up in warm_ups:
+        ids, length = (
+            np.fromfile(core / "warmup" / warm_up.inputs[name].input_data_file, np.int32)
+            for name in ("input_ids", "row_length")
+        )
+        assert [len(ids)] == warm_up.inputs["input_ids"].dims
+        assert tuple(ids[: length[0]]) in texts
+
+
+@pytest.mark.parametrize(
+    ("compute", "given"),
+    [
+        ("z = Sub(f, f) y = Div(z, z)", "not a number"),
+        ("g = Gather(f, n) y = ReduceSum(g)", "out of"),
+    ],
+)
+def test_a_core_that_fails_on_its_warm_ups_is_refused(
+    tiny: Path, tmp_path: Path, compute: str, given: str
+) -> None:
+    graph = tmp_path / "model.onnx"
+    text = f"""<ir_version: 8, opset_import: ["" : 18]>
+    g (int32[T] input_ids, int32[B, 1] row_length, int32[B] row_stride) => (float[B, 1] y)
+    {{ n = Mul(row_length, row_length) f = Cast<to: int = 1>(row_length) {compute} }}"""
+    onnx.save(onnx.parser.parse_model(text), graph)
+    with pytest.raises(UserError, match=f"must take the warm-up of .*{given}"):
+        write_warm_ups(read_inputs(load_spec(tiny), quiet), graph, {"model.onnx": compute}, quiet)
+
+
 def test_the_lock_records_the_build(minilm_repository: Path) -> None:
     lock = lock_data(minilm_repository, "minilm_packed")
     assert lock["gate"]["failures"] == []
@@ -65,10 +115,10 @@ def test_the_lock_records_the_build(minilm_repository: Path) -> None:
     found = {verdict["metric"]: verdict for verdict in lock["gate"]["verdicts"]}
     assert set(found) == set(metrics_of(TASKS["text-embedding"]))
     assert found["max_difference"]["value"] < found["max_difference"]["limit"] == 1e-5
-    assert lock["gate"]["rows"] > 200
+    assert lock["gate"]["rows"] > 90
     assert len(lock["gate"]["row_differences"]) == lock["gate"]["rows"] + lock["gate"]["edge_rows"]
     assert "accepted" not in lock["gate"]
-    assert lock["traffic"]["rows"] > 300
+    assert lock["traffic"]["rows"] == TRAFFIC_ROWS
     assert set(lock["versions"]) >= {"torch", "transformers", "onnx"}
     assert all(len(value) == 64 for value in lock["files"].values())
     assert str(Path.cwd()) not in json.dumps(lock)
@@ -89,6 +139,46 @@ def test_a_second_build_does_no_work(tiny: Path, tmp_path: Path) -> None:
     assert {p: (s.st_ino, s.st_mtime_ns) for p, s in before.items()} == {
         p: (s.st_ino, s.st_mtime_ns) for p, s in after.items()
     }
+
+
+def zero_an_eighth(file: Path) -> None:
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.seek(size // 8)
+        stream.write(bytes(size // 8))
+
+
+def test_a_damaged_cache_never_ships(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_into(tiny, tmp_path / "before")
+    right = (tmp_path / "before/tiny_core/1/model.onnx").read_bytes()
+    shared, own = cache_root(), tmp_path / "own"
+    own.mkdir()
+    for stage in ("gate", "reference", "tokenizer"):
+        (own / stage).symlink_to(shared / stage)
+    inputs = read_inputs(load_spec(tiny), quiet)
+    entry = export_model(inputs.plan, inputs.model_folder, quiet).file.parent
+    shutil.copytree(entry, own / "export" / entry.name)
+    zero_an_eighth(own / "export" / entry.name / "model.onnx")
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(own))
+    lines: list[str] = []
+    build(inputs, tmp_path / "r", lambda *line: lines.append(" ".join(line)))
+    assert [line for line in lines if line.startswith("cache ")] == [
+        f"cache {own / 'export' / entry.name}: damaged, so it is thrown away and made again"
+    ]
+    assert (tmp_path / "r/tiny_core/1/model.onnx").read_bytes() == right
+
+
+def test_a_verdict_holds_for_the_bytes_that_were_judged(tiny: Path, tmp_path: Path) -> None:
+    """A core that another pipeline shares lies in the repository, where no cache watches it."""
+    repository = tmp_path / "r"
+    guest = Path(shutil.copytree(tiny, tiny.parent / "guest"))
+    build_into(tiny, repository)
+    build_into(guest, repository, "core.share=tiny")
+    zero_an_eighth(repository / "tiny_core/1/model.onnx")
+    with pytest.raises(GateFailure, match="differs from the reference"):
+        build_into(guest, repository, "core.share=tiny")
 
 
 def test_byte_code_of_a_served_step_is_no_change(tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
-"""Keys of cached stages: they change with the code that a stage runs, and with nothing else."""
+"""Cached stages: keys that change with the code that a stage runs, and entries that hold."""
 
 from __future__ import annotations
 
 import ast
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, quiet
 from triptych import cache
-from triptych.cache import cached_stage, code_hash
+from triptych.cache import cached_stage, code_hash, sha256_of
 from triptych.engine.stage import CODE as ENGINE_CODE
 from triptych.export.stage import CODE as EXPORT_CODE
 from triptych.gate.cached import CODE as GATE_CODE
@@ -76,19 +80,107 @@ def test_every_pattern_of_the_package_matches() -> None:
     assert found > 20
 
 
-def test_a_stage_is_done_once_and_appears_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
+
+def test_a_stage_is_done_once_and_appears_whole(root: Path) -> None:
     def fail(target: Path) -> None:
         (target / "half").write_text("half")
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):
-        cached_stage("stage", {"key": 1}, fail)
-    assert not list((tmp_path / "cache/stage").iterdir())
-    folder, cached = cached_stage("stage", {"key": 1}, lambda t: None)
-    assert folder.is_dir()
-    assert not cached
-    assert cached_stage("stage", {"key": 1}, fail) == (folder, True)
+        cached_stage("stage", {"key": 1}, fail, quiet)
+    assert not list((root / "stage").iterdir())
+    made = cached_stage("stage", {"key": 1}, write_weights, quiet)
+    assert not made.cached
+    again = cached_stage("stage", {"key": 1}, fail, quiet)
+    assert again == made._replace(cached=True)
+    assert set(again.files) == {"model.onnx", "inner/notes.txt"}
+    assert again.files["model.onnx"] == sha256_of(again.folder / "model.onnx")
+
+
+WEIGHTS = bytes(range(256)) * 4096
+
+
+def write_weights(target: Path) -> None:
+    (target / "model.onnx").write_bytes(WEIGHTS)
+    (target / "inner").mkdir()
+    (target / "inner/notes.txt").write_text("notes")
+
+
+def zero_an_eighth(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 8)
+        stream.write(bytes(file.stat().st_size // 8))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an eighth zeroed": lambda folder: zero_an_eighth(folder / "model.onnx"),
+    "truncated": lambda folder: os.truncate(folder / "model.onnx", 1000),
+    "empty": lambda folder: (folder / "inner/notes.txt").write_bytes(b""),
+    "a file is gone": lambda folder: (folder / "inner/notes.txt").unlink(),
+    "a file too many": lambda folder: (folder / "model.onnx.data").write_bytes(b"x"),
+    "hashes truncated": lambda folder: os.truncate(folder / "sha256.json", 20),
+    "hashes of another kind": lambda folder: (folder / "sha256.json").write_text("[]"),
+}
+
+
+def test_a_damaged_entry_is_thrown_away_and_made_again(root: Path) -> None:
+    lines: list[str] = []
+
+    def tell(_stage: str, line: str) -> None:
+        lines.append(line)
+
+    for damage, do in DAMAGES.items():
+        made = cached_stage("stage", {"key": 1}, write_weights, quiet)
+        do(made.folder)
+        lines.clear()
+        again = cached_stage("stage", {"key": 1}, write_weights, tell)
+        assert again == made._replace(cached=False), damage
+        assert (again.folder / "model.onnx").read_bytes() == WEIGHTS, damage
+        assert len(lines) == 1, damage
+        assert "damaged" in lines[0], damage
+        assert cached_stage("stage", {"key": 1}, write_weights, quiet).cached, damage
+
+
+def test_an_entry_without_hashes_is_not_there(root: Path) -> None:
+    made = cached_stage("stage", {"key": 1}, write_weights, quiet)
+    (made.folder / "sha256.json").unlink()
+    assert not cached_stage("stage", {"key": 1}, write_weights, quiet).cached
+
+
+STUCK = """
+import sys, time
+from triptych.cache import cached_stage
+def work(target):
+    (target / "model.onnx").write_bytes(bytes(1000))
+    print(target, flush=True)
+    time.sleep(60)
+cached_stage("stage", {"key": sys.argv[1]}, work, print)
+"""
+
+
+def test_what_a_killed_build_left_goes_and_what_another_writes_stays(root: Path) -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", STUCK, "killed"], stdout=subprocess.PIPE) as killed,
+        subprocess.Popen([sys.executable, "-c", STUCK, "alive"], stdout=subprocess.PIPE) as alive,
+    ):
+        try:
+            assert killed.stdout is not None
+            assert alive.stdout is not None
+            left, under_way = (
+                Path(process.stdout.readline().decode().strip())  # type: ignore[union-attr]
+                for process in (killed, alive)
+            )
+            killed.send_signal(signal.SIGKILL)
+            killed.wait()
+            assert (left / "model.onnx").exists()
+            cached_stage("another", {}, write_weights, quiet)
+            assert not left.exists()
+            assert (under_way / "model.onnx").exists()
+        finally:
+            alive.kill()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from conftest import lock_data, quiet, write_pipeline
-from triptych import build as assemble
-from triptych.build import Built
+from triptych import building
+from triptych.building import Built
 from triptych.engine.stage import EngineFailure
 from triptych.errors import UserError
 from triptych.gate.cached import GateFailure
@@ -43,6 +43,8 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
         "mean_cosine": 0.9,
         "min_cosine": 0.5,
         "nearest_neighbour_agreement": 0.3,
+        "mean_neighbour_loss": 0.3,
+        "max_neighbour_loss": 1.0,
         "similarity_rank_correlation": 0.5,
         "neighbour_effect": 0.1,
     }
@@ -57,8 +59,8 @@ def chosen(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bu
     """A build of it: what it did, where, and what it told."""
     told: Told = []
     repository = tmp_path_factory.mktemp("auto") / "repository"
-    prepared = read_inputs(load_spec(pipeline), quiet)
-    built = assemble.build(prepared, repository, lambda stage, line: told.append((stage, line)))
+    inputs = read_inputs(load_spec(pipeline), quiet)
+    built = building.build(inputs, repository, lambda stage, line: told.append((stage, line)))
     return built, repository, told
 
 
@@ -109,7 +111,7 @@ def test_nothing_is_measured_twice(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(choose, "race", refuse)
-    again = assemble.build(read_inputs(load_spec(pipeline), quiet), repository, quiet)
+    again = building.build(read_inputs(load_spec(pipeline), quiet), repository, quiet)
     assert again.changed == ()
     assert again.gate == built.gate
 
@@ -128,8 +130,8 @@ def test_a_candidate_that_fails_does_not_race(
     monkeypatch.setattr(choose, "race", pretend)
     # No conversion meets this: fp32 does.
     overrides = ["accuracy.max_difference=1e-5", "serving.queue.max_size=77"]
-    prepared = read_inputs(load_spec(pipeline, overrides), quiet)
-    built = assemble.build(prepared, tmp_path / "repository", quiet)
+    inputs = read_inputs(load_spec(pipeline, overrides), quiet)
+    built = building.build(inputs, tmp_path / "repository", quiet)
     assert raced == ["fp32"]
     candidates = by_precision(built)
     assert {name: one["status"] for name, one in candidates.items()} == {
@@ -143,9 +145,9 @@ def test_a_candidate_that_fails_does_not_race(
 
 
 def test_where_fp32_is_wrong_nothing_is_chosen(pipeline: Path, tmp_path: Path) -> None:
-    prepared = read_inputs(load_spec(pipeline, ["accuracy.max_difference=1e-12"]), quiet)
+    inputs = read_inputs(load_spec(pipeline, ["accuracy.max_difference=1e-12"]), quiet)
     with pytest.raises(GateFailure, match="differs from the reference"):
-        assemble.build(prepared, tmp_path / "repository", quiet)
+        building.build(inputs, tmp_path / "repository", quiet)
     assert not (tmp_path / "repository").exists()
 
 
@@ -156,9 +158,9 @@ def test_what_cannot_be_measured_here_must_be_named(
     pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, lacking: str
 ) -> None:
     monkeypatch.setattr(choose, "missing_for_engines", lambda: "no GPU is here")
-    prepared = read_inputs(load_spec(pipeline, [override]), quiet)
+    inputs = read_inputs(load_spec(pipeline, [override]), quiet)
     with pytest.raises(UserError, match="cannot be measured here") as raised:
-        assemble.build(prepared, tmp_path / "repository", quiet)
+        building.build(inputs, tmp_path / "repository", quiet)
     assert lacking in raised.value.given
 
 
@@ -183,10 +185,10 @@ def test_an_engine_that_differs_from_its_graph_does_not_race(
 
     monkeypatch.setattr(choose, "missing_for_engines", lambda: "")
     monkeypatch.setattr(choose, "RUNS", {("tensorrt", "gpu"): ("fp32", "fp16", "bf16")})
-    monkeypatch.setattr(assemble, "build_engine_here", engine)
+    monkeypatch.setattr(building, "build_engine_here", engine)
     monkeypatch.setattr(choose, "race", pretend)
-    prepared = read_inputs(load_spec(pipeline, ["core.backend=tensorrt"]), quiet)
-    candidates = by_precision(assemble.build(prepared, tmp_path / "repository", quiet))
+    inputs = read_inputs(load_spec(pipeline, ["core.backend=tensorrt"]), quiet)
+    candidates = by_precision(building.build(inputs, tmp_path / "repository", quiet))
     assert {name: one["status"] for name, one in candidates.items()} == {
         "fp32": "passed",
         "fp16": "failed",

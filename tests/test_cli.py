@@ -9,21 +9,29 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from conftest import ROOT, write_pipeline
+from test_server import eventually
 
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 
-def triptych(*words: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def triptych(
+    *words: str | Path, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [TRIPTYCH, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=200
+        [TRIPTYCH, *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
 
 
@@ -197,30 +205,38 @@ def test_serve_answers_and_ends_cleanly(
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(own)]
 
 
-def test_serve_says_when_the_server_dies(minilm_repository: Path) -> None:
+def test_serve_starts_a_killed_server_anew(minilm_repository: Path) -> None:
     with serving(minilm_repository) as server:
-        os.kill(endpoints_of(server)["pid"], signal.SIGKILL)
+        first = endpoints_of(server)
+        os.kill(first["pid"], signal.SIGKILL)
+        again = endpoints_of(server)
+        assert again.pop("pid") != first.pop("pid")
+        assert again == first
+        server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=60)
-    assert server.returncode == 2
+    assert server.returncode == 0
     assert "SIGKILL" in errors
+    assert "It is started again now." in errors
     assert "Traceback" not in errors
 
 
-def test_serve_names_the_step_that_died(project: Path) -> None:
+def test_serve_names_the_step_that_died(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert triptych("build", "tiny", cwd=project).returncode == 0
     repository = project / "model_repository"
     model = repository / "tiny_preprocess/1/model.py"
     model.write_text(model.read_text() + "\nimport no_such_module\n")
-    done = triptych("serve", repository, "--grpc-port=0", "--http-port=0", "--metrics-port=0")
+    monkeypatch.setenv("TRIPTYCH_LOCK_CHECK", "warn")
+    ports = ("--grpc-port=0", "--http-port=0", "--metrics-port=0")
+    done = triptych("serve", "tiny", *ports, cwd=project)
     assert done.returncode == 2
-    assert "tiny_preprocess" in done.stderr
+    assert "error: tiny: tiny_preprocess/1/model.py is not the file that" in done.stderr
     assert "No module named 'no_such_module'" in done.stderr
     assert len(done.stderr) < 3000
 
 
 def test_a_signal_during_start_up_ends_it(minilm_repository: Path) -> None:
     with serving(minilm_repository) as server:
-        time.sleep(1.5)
+        assert eventually(lambda: bool(psutil.Process(server.pid).children()))
         server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=60)
     assert server.returncode == 0, errors
@@ -231,3 +247,25 @@ def test_another_folder_of_pipelines(project: Path) -> None:
     moved = project / "elsewhere"
     shutil.move(project / "pipelines", moved)
     assert triptych("inspect", "tiny", "--pipelines", moved, cwd=project).returncode == 0
+
+
+@pytest.mark.long
+def test_no_path_or_encoding_is_in_the_way(project: Path) -> None:
+    """Build, a server and perf_analyzer: in folders that a shell would read, an ASCII terminal."""
+    odd = project / "a b \u00fc $(touch PWNED)"
+    shutil.copytree(project / "pipelines", odd / "pipelines")
+    temporary = odd / "temporary folder"
+    temporary.mkdir()
+    variables = {"TMPDIR": str(temporary), "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    for words in (
+        ("build", "tiny"),
+        ("lint",),
+        ("verify", "tiny"),
+        ("bench", "tiny", "-c", "2", "--rounds", "1", "--seconds", "0.5"),
+    ):
+        done = triptych(*words, cwd=odd, **variables)
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+    assert (odd / "reports/tiny/report.html").is_file()
+    assert (odd / "reports/tiny/bench/report.html").is_file()
+    assert not list(project.rglob("PWNED"))
+    assert not list(temporary.glob("triptych-*"))

@@ -185,8 +185,9 @@ def test_waiting_too_long_in_the_queue_is_overload(call: Call, toy: Toy) -> None
     with Client("narrow", toy.url) as other, ThreadPoolExecutor(1) as pool:
         busy = pool.submit(other.embed, ["sleep:0.5"])
         time.sleep(0.1)
+        late = {"timeout": 100_000}
         with pytest.raises(Overloaded, match="timeout expired"):
-            call("narrow", "infer", {"text": ["late"]}, parameters={"timeout": 100_000})
+            call("narrow", "infer", {"text": ["late"]}, parameters=late, options={"retry": None})
         busy.result()
 
 
@@ -224,12 +225,13 @@ def test_an_unknown_pipeline_is_told_from_one_that_is_not_ready(call: Call, toy:
     with pytest.raises(PipelineNotFound):
         call("nothing", "embed", ["a", "b"])
     with tritonclient.grpc.InferenceServerClient(toy.url) as control:
-        control.unload_model("pair")
+        headers = dict(toy.operator_headers)
+        control.unload_model("pair", headers=headers)
         try:
             with pytest.raises(PipelineNotReady):
                 call("pair", "infer", {"text": ["a"], "text_pair": ["b"]})
         finally:
-            control.load_model("pair")
+            control.load_model("pair", headers=headers)
 
 
 def test_a_wrong_request_names_no_row(call: Call) -> None:

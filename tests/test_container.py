@@ -16,12 +16,14 @@ from triptych.container.entrypoint import find_release, flags_for, main
 from triptych.container.flags import Options, Trace, production_flags
 from triptych.container.machine import Machine, VisibleGpu
 from triptych.container.settings import read_settings
+from triptych.container.sizes import MOST_MIB, TEXTS_A_REQUEST, largest_request_mib
 from triptych.errors import UserError
 from triptych.releases import TRITON_VERSIONS, Release
 from triptych.server.embedded import find_installation
 
 OLD, NEW = Release(24, 10), Release(26, 8)
 KEY = "a-key-of-the-operators"
+HERE = Machine("11.2.1", (VisibleGpu("NVIDIA L4", (8, 9)),) * 2, "615.61")
 ALL_OPTIONS: dict[str, Any] = {
     "gpus": (0, 1),
     "pinned_pool_mib": 512,
@@ -29,6 +31,7 @@ ALL_OPTIONS: dict[str, Any] = {
     "client_shm": True,
     "rate_limit": True,
     "version_compatible": True,
+    "max_request_mib": 9,
 }
 
 
@@ -121,10 +124,9 @@ def test_tracing_is_off_unless_asked_for() -> None:
 
 
 def test_the_repository_switches_on_what_it_asks_for(tmp_path: Path) -> None:
-    here = Machine("11.2.1", (VisibleGpu("NVIDIA L4", (8, 9)),) * 2, "615.61")
     options = Options(restricted_key=KEY, cuda_pool_mib=1)
     write_pipeline(tmp_path)
-    plain = flags_for(tmp_path, options, here, NEW)
+    plain = flags_for(tmp_path, options, HERE, NEW)
     assert not names(plain) & {"--rate-limit", "--backend-config"}
     assert [flag for flag in plain if "cuda-memory" in flag] == [
         "--cuda-memory-pool-byte-size=0:1048576",
@@ -133,7 +135,64 @@ def test_the_repository_switches_on_what_it_asks_for(tmp_path: Path) -> None:
     write_pipeline(tmp_path, "portable", version_compatible=True)
     config = tmp_path / "portable_core/config.pbtxt"
     config.write_text("instance_group { rate_limiter { priority: 1 } }")
-    assert names(flags_for(tmp_path, options, here, NEW)) >= {"--rate-limit", "--backend-config"}
+    assert names(flags_for(tmp_path, options, HERE, NEW)) >= {"--rate-limit", "--backend-config"}
+
+
+CONFIG = """
+max_batch_size: 4
+parameters {{
+  key: "encoded_inputs"
+  value {{
+    string_value: "{encoded}"
+  }}
+}}
+parameters {{
+  key: "inputs"
+  value {{
+    string_value: "[\\"text\\", \\"image\\"]"
+  }}
+}}
+parameters {{
+  key: "max_image_bytes"
+  value {{
+    string_value: "3000000"
+  }}
+}}
+parameters {{
+  key: "max_text_bytes"
+  value {{
+    string_value: "{text_bytes}"
+  }}
+}}
+"""
+
+
+def test_requests_over_http_are_as_large_as_the_pipelines_can_use(tmp_path: Path) -> None:
+    def largest(text_bytes: object, encoded: str = "[]") -> int:
+        config.write_text(CONFIG.format(text_bytes=text_bytes, encoded=encoded))
+        return largest_request_mib(tmp_path)
+
+    write_pipeline(tmp_path)
+    assert largest_request_mib(tmp_path) == MOST_MIB  # nothing is known of its first step
+    ensemble = tmp_path / "minilm/config.pbtxt"
+    ensemble.write_text(f"max_batch_size: 4\n{ensemble.read_text()}")
+    config = tmp_path / "minilm_preprocess/config.pbtxt"
+    config.parent.mkdir()
+    a_byte = 2 * TEXTS_A_REQUEST * 6
+    assert largest(2**20 // a_byte) == 1 + 1
+    assert largest(2**20 // a_byte + 1) == 2 + 1
+    assert largest(1, '[\\"image\\"]') == 12 + 1
+    assert largest(2**20) == largest("?") == MOST_MIB
+    plain = flags_for(tmp_path, Options(restricted_key=KEY, max_request_mib=5), HERE, NEW)
+    assert f"--http-max-input-size={5 * 2**20}" in plain
+    largest(1)
+    plain = flags_for(tmp_path, Options(restricted_key=KEY), HERE, NEW)
+    assert f"--http-max-input-size={2 * 2**20}" in plain
+
+
+def test_a_request_holds_as_many_texts_as_the_runtime_says() -> None:
+    runtime = (PACKAGE / "runtime/stub_io.py").read_text(encoding="utf-8")
+    assert f"\nTEXTS_A_REQUEST = {TEXTS_A_REQUEST}\n" in runtime
 
 
 def test_settings_have_defaults_and_empty_counts_as_not_set() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from triptych.errors import UserError
 HERE = machine(H200)
 
 
-def check(repository: Path, here: Machine = HERE, **options: bool) -> str:
+def check(repository: Path, here: Machine | None = HERE, **options: bool) -> str:
     """The lines of all verdicts; empty where all is well."""
     return "\n".join(map(str, check_repository(repository, here, **options)))
 
@@ -118,6 +120,82 @@ def test_the_hash_of_a_huge_plan_may_be_skipped(tmp_path: Path) -> None:
     assert check(write_pipeline(tmp_path, plan=b"another"), hashes=False) == ""
 
 
+def damage(repository: Path) -> int:
+    path = repository / "minilm_core/1/model.onnx"
+    return path.write_bytes(path.read_bytes()[:-1] + bytes(1))
+
+
+def put_a_folder(repository: Path) -> None:
+    path = repository / "minilm_core/1/model.onnx"
+    path.unlink()
+    path.mkdir()
+
+
+ONNX: dict[str, Any] = {"backend": "onnxruntime", "built": False, "plan": None}
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "other weights": (damage, "minilm_core/1/model.onnx is not the file that the lock describes"),
+    "another config": (
+        lambda r: (r / "minilm/config.pbtxt").write_text('platform: "ensemble"'),
+        "minilm/config.pbtxt is not the file that the lock describes",
+    ),
+    "no config, no ensemble": (
+        lambda r: (r / "minilm/config.pbtxt").unlink(),
+        "minilm/config.pbtxt is missing",
+    ),
+    "a file is missing": (
+        lambda r: (r / "minilm_core/1/model.onnx").unlink(),
+        "minilm_core/1/model.onnx is missing",
+    ),
+    "a folder in its place": (
+        put_a_folder,
+        "minilm_core/1/model.onnx is missing",
+    ),
+    "an empty file": (
+        lambda r: (r / "minilm_core/1/model.onnx").write_bytes(b""),
+        "minilm_core/1/model.onnx is empty",
+    ),
+    "a file too many": (
+        lambda r: (r / "minilm_core/1/hooks.py").touch(),
+        "minilm_core/1/hooks.py is not in the lock",
+    ),
+    "a newer version": (
+        lambda r: shutil.copytree(r / "minilm_core/1", r / "minilm_core/2"),
+        "minilm_core/2/model.onnx is not in the lock",
+    ),
+    "two faults": (
+        lambda r: (damage(r), (r / "minilm_core/1/hooks.py").write_text("")),
+        "minilm_core/1/model.onnx is not the file that the lock describes (and 1 more)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_what_is_not_as_it_was_built_is_refused(case: str, tmp_path: Path) -> None:
+    write_pipeline(tmp_path, **ONNX)
+    do, wrong = DAMAGES[case]
+    do(tmp_path)
+    remedy = "build it again with `triptych build minilm`, or copy it again"
+    for here in (HERE, None):
+        assert check(tmp_path, here) == f"error: minilm: {wrong}: {remedy}"
+
+
+def test_what_no_server_loads_is_no_difference(tmp_path: Path) -> None:
+    version = write_pipeline(tmp_path, **ONNX) / "minilm_core/1"
+    (version / "__pycache__").mkdir()
+    (version / "__pycache__/model.cpython-310.pyc").touch()
+    (version / ".DS_Store").touch()
+    (tmp_path / "minilm_core/notes.txt").touch()
+    assert check(tmp_path) == ""
+
+
+def test_without_hashes_files_must_only_be_there(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, **ONNX)
+    damage(tmp_path)
+    assert check(tmp_path, hashes=False) == ""
+    (tmp_path / "minilm_core/1/model.onnx").unlink()
+    assert "is missing" in check(tmp_path, hashes=False)
+
+
 def test_pipelines_on_onnxruntime_pass_without_a_gpu(tmp_path: Path) -> None:
     write_pipeline(tmp_path, backend="onnxruntime", built=False, plan=None)
     assert check(tmp_path, machine(tensorrt=None, driver=None)) == ""
@@ -139,7 +217,16 @@ def test_a_pipeline_without_a_lock_is_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"spec": {}}', '{"spec": {"core": {"backend": "tensorrt"}}}', "\xff"]
+    "content",
+    [
+        "{",
+        "[]",
+        '{"spec": {}}',
+        '{"spec": {"core": {"backend": "tensorrt"}}}',
+        '{"spec": {"core": {"backend": "onnxruntime"}}, "files": {}}',
+        "\xff",
+        "[" * 100_000,
+    ],
 )
 def test_a_lock_that_cannot_be_read_is_refused(content: str, tmp_path: Path) -> None:
     write_pipeline(tmp_path)

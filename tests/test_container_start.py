@@ -9,101 +9,33 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from container_cases import copy_of_the_images_files
-from test_server import eventually, write_model
+from container_image import KEY, Image, image_of, server_of
+from test_server import eventually, mark_of, write_model
 from triptych.client import AccessDenied, Client
 from triptych.container.entrypoint import flags_for
 from triptych.container.flags import Options
+from triptych.container.lock_check import check_repository
 from triptych.container.machine import read_machine
+from triptych.container.sizes import largest_request_mib
 from triptych.releases import Release
-from triptych.server.embedded import find_installation
-from triptych.server.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
-from triptych.server.ports import claim_ports
+from triptych.server.leftovers import (
+    MARK_VARIABLE,
+    SHM,
+    marked_processes,
+)
 
 pytestmark = pytest.mark.server
 
-KEY = "a-key-of-the-operators"
 TEXT = "my delivery is late"
-WRAPPER = """#!/bin/sh
-export LD_LIBRARY_PATH='{libraries}' PATH='{path}'
-exec '{program}' "$@" --backend-directory='{backends}' {prefixes}
-"""
-
-
-class Image(NamedTuple):
-    """What stands for the image: its files, its environment."""
-
-    files: Path
-    variables: dict[str, str]
-
-    def run(self, module: str, *arguments: str) -> subprocess.Popen[str]:
-        # Without site: nothing of this environment is there but the files of the image.
-        return subprocess.Popen(
-            [sys.executable, "-S", "-m", f"triptych.container.{module}", *arguments],
-            env=self.variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def health(self) -> tuple[int, str]:
-        with self.run("health") as process:
-            said = process.communicate(timeout=30)[0]
-        return process.returncode, said.strip()
-
-    def url(self, service: str) -> str:
-        return f"127.0.0.1:{self.variables[f'TRIPTYCH_{service}_PORT']}"
-
-
-@contextmanager
-def image_of(folder: Path, repository: Path) -> Iterator[Image]:
-    """An image around the embedded server; nothing of its server is left behind."""
-    folder.mkdir(parents=True)
-    mark = new_mark()
-    server = find_installation(folder / "server")
-    prefixes = [
-        f"--backend-config={backend},shm-region-prefix-name={mark}"
-        for backend in server.python_backends
-    ]
-    wrapper = folder / "tritonserver"
-    wrapper.write_text(
-        WRAPPER.format(
-            libraries=server.environment["LD_LIBRARY_PATH"],
-            path=server.environment["PATH"],
-            program=server.executable,
-            backends=server.backend_directory,
-            prefixes=" ".join(prefixes),
-        )
-    )
-    wrapper.chmod(0o755)
-    (folder / "key").write_text(KEY)
-    services = {f"TRIPTYCH_{name}_PORT": 0 for name in ("HTTP", "GRPC", "METRICS")}
-    ports = {name: str(port) for name, port in claim_ports("127.0.0.1", services).items()}
-    variables = {
-        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(copy_of_the_images_files(folder / "opt")),
-        "TRIPTYCH_TRITON": "24.10",
-        "TRIPTYCH_HOST": "127.0.0.1",
-        "TRIPTYCH_REPOSITORY": str(repository),
-        "TRIPTYCH_RESTRICTED_KEY_FILE": str(folder / "key"),
-        MARK_VARIABLE: mark,
-        **ports,
-    }
-    try:
-        yield Image(folder / "opt", variables)
-    finally:
-        remove_leftovers(mark)
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +74,10 @@ def status(url: str, path: str, headers: dict[str, str] | None = None) -> int:
     except urllib.error.HTTPError as error:
         error.close()
         return error.code
+
+
+def test_the_configs_say_how_large_a_request_may_be(minilm_repository: Path) -> None:
+    assert largest_request_mib(minilm_repository) == 7  # eight texts of 128 KiB, each byte escaped
 
 
 def test_the_health_check_names_the_ensembles(image: Image) -> None:
@@ -187,11 +123,27 @@ def test_models_cannot_be_loaded_even_with_the_key(image: Image) -> None:
     connection.close()
 
 
-def test_the_server_is_the_process_that_was_started(
+def seen_of(mark: str, parent: int = 0) -> list[str]:
+    """Command lines of a server and its steps, and what their environments hold."""
+    processes = [process for process in marked_processes(mark) if process.pid != parent]
+    assert len(processes) > 1
+    return [text for p in processes for text in (*p.cmdline(), *p.environ().values())]
+
+
+def test_neither_the_process_list_nor_a_step_has_the_key(
     started: tuple[Image, subprocess.Popen[str]],
 ) -> None:
-    program = Path(f"/proc/{started[1].pid}/exe").readlink()
-    assert program.name == "tritonserver"
+    image, process = started
+    mark = image.variables[MARK_VARIABLE]
+    assert eventually(lambda: not [text for text in seen_of(mark, process.pid) if KEY in text])
+    assert "*" * len(KEY) in Path(f"/proc/{server_of(process)}/cmdline").read_text()
+
+
+def test_what_users_send_is_for_the_servers_own_user_alone(image: Image) -> None:
+    shared = list(SHM.glob(f"{image.variables[MARK_VARIABLE]}*"))
+    private = [path for path in shared if not path.stat().st_mode & 0o077]
+    assert len(private) == 8  # of two pipelines with three Python steps, and what they count
+    assert len(shared) == len(private) + 1  # and that of `echo`, which is not ours
 
 
 def ask_slowly(image: Image) -> str:
@@ -203,48 +155,31 @@ def ask_slowly(image: Image) -> str:
     return str(answer["outputs"][0]["data"][0])
 
 
-def test_sigterm_lets_requests_in_flight_finish(repository: Path, tmp_path: Path) -> None:
-    alone = write_model(tmp_path / "models", "echo")
-    shutil.copytree(repository / "minilm_packed", alone / "minilm_packed")
-    for step in ("core", "preprocess", "postprocess"):
-        shutil.copytree(repository / f"minilm_packed_{step}", alone / f"minilm_packed_{step}")
-    with image_of(tmp_path / "image", alone) as image, image.run("entrypoint") as process:
-        try:
-            assert eventually(lambda: image.health()[0] == 0, 120), image.health()
-            with ThreadPoolExecutor(2) as pool:
-                answers = [pool.submit(ask_slowly, image) for _ in range(2)]
-                assert eventually(lambda: waiting(image) == 1)  # so the other one is computed
-                process.send_signal(signal.SIGTERM)
-                assert [answer.result(timeout=30) for answer in answers] == ["sleep:2"] * 2
-            said = process.communicate(timeout=30)[0]
-        finally:
-            process.kill()
-    assert process.returncode == 0, said
-    assert image.health()[0] == 1
-
-
-def waiting(image: Image) -> float:
-    """Requests that wait for the slow model's only instance."""
-    with urllib.request.urlopen(f"http://{image.url('METRICS')}/metrics", timeout=10) as page:
-        lines = page.read().decode().splitlines()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith('nv_inference_pending_request_count{model="echo"')
-    )
-
-
 def test_a_repository_that_cannot_be_served_is_refused_before_the_server(
     repository: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "models"
     shutil.copytree(repository, broken)
     (broken / "minilm_packed/triptych.lock.json").write_text("{")
+    swap_two_words(broken / "minilm_bucketed_preprocess/1/tokenizer.json")
     with image_of(tmp_path / "image", broken) as image, image.run("entrypoint") as process:
         said = process.communicate(timeout=30)[0]
     assert process.returncode == 1
-    assert said.startswith("error: minilm_packed: its lock cannot be used")
-    assert len(said.splitlines()) == 1
+    of_files, of_lock = said.splitlines()
+    assert of_files.startswith(
+        "error: minilm_bucketed: minilm_bucketed_preprocess/1/tokenizer.json"
+    )
+    assert of_lock.startswith("error: minilm_packed: its lock cannot be used")
+
+
+def swap_two_words(tokenizer: Path) -> None:
+    text = tokenizer.read_text(encoding="utf-8")
+    one, other = '"late":', '"many":'
+    assert one in text
+    assert other in text
+    tokenizer.write_text(
+        text.replace(one, "?").replace(other, one).replace("?", other), encoding="utf-8"
+    )
 
 
 def test_requests_are_traced_where_the_operator_asks(tmp_path: Path) -> None:
@@ -288,9 +223,9 @@ def test_health_names_the_model_that_is_not_ready(repository: Path, image: Image
     assert said.startswith("unhealthy: gone_core is not ready (HTTP 4")
 
 
-def serve_in_production(repository: Path) -> subprocess.Popen[str]:
+def serve(repository: Path, profile: str) -> subprocess.Popen[str]:
     ports = [f"--{kind}-port=0" for kind in ("grpc", "http", "metrics")]
-    words = ["serve", str(repository), "--profile", "production", "--json", *ports]
+    words = ["serve", str(repository), "--profile", profile, "--json", *ports]
     return subprocess.Popen(
         [str(Path(sys.executable).with_name("triptych")), *words],
         env={**os.environ, "TRIPTYCH_RESTRICTED_KEY": KEY},
@@ -301,15 +236,17 @@ def serve_in_production(repository: Path) -> subprocess.Popen[str]:
 
 
 def test_serve_in_production_takes_the_same_flags(repository: Path) -> None:
-    with serve_in_production(repository) as process:
+    with serve(repository, "production") as process:
         try:
             assert process.stdout is not None
             endpoints = json.loads(process.stdout.readline())
             words = Path(f"/proc/{endpoints['pid']}/cmdline").read_bytes().decode().split("\0")
+            hidden = "*" * len(KEY)  # all that the process list shows of it
             expected = flags_for(
-                repository, Options(restricted_key=KEY), read_machine(), Release(24, 10)
+                repository, Options(restricted_key=hidden), read_machine(), Release(24, 10)
             )
             assert words[-len(expected) - 1 : -1] == expected
+            assert not [text for text in seen_of(mark_of(endpoints["pid"])) if KEY in text]
             path = "/v2/models/minilm_packed/stats"
             assert status(endpoints["http"], path) == 403
             assert status(endpoints["http"], path, {"triptych-key": KEY}) == 200
@@ -322,14 +259,32 @@ def test_serve_in_production_takes_the_same_flags(repository: Path) -> None:
     assert process.returncode == 0, errors
 
 
-def test_serve_in_production_refuses_what_cannot_be_served(
-    repository: Path, tmp_path: Path
+@pytest.mark.parametrize("profile", ["development", "production"])
+def test_serve_refuses_what_is_not_as_it_was_built(
+    repository: Path, tmp_path: Path, profile: str
 ) -> None:
     broken = tmp_path / "models"
-    shutil.copytree(repository / "minilm_packed", broken / "minilm_packed")
-    (broken / "minilm_packed/triptych.lock.json").write_text("{")
-    with serve_in_production(broken) as process:
+    shutil.copytree(repository, broken)
+    weights = broken / "minilm_packed_core/1/model.onnx"
+    with weights.open("r+b") as file:
+        file.seek(weights.stat().st_size // 8)
+        file.write(bytes(weights.stat().st_size // 8))
+    (broken / "minilm_bucketed/triptych.lock.json").write_text("{")
+    with serve(broken, profile) as process:
         errors = process.communicate(timeout=60)[1]
     assert process.returncode == 2
-    assert "error: minilm_packed: its lock cannot be used" in errors
+    assert "error: minilm_bucketed: its lock cannot be used" in errors
+    assert (
+        "error: minilm_packed: minilm_packed_core/1/model.onnx is not the file that the lock "
+        "describes: build it again with `triptych build minilm_packed`, or copy it again"
+    ) in errors
     assert "Traceback" not in errors
+
+
+def test_a_real_model_is_compared_within_half_a_second(minilm_repository: Path) -> None:
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        assert not check_repository(minilm_repository, None)
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.5

@@ -93,7 +93,12 @@ def test_requests_in_each_step_are_limited_where_the_server_can(
     wanted = ["serving.max_inflight=8", f"serving.triton='{triton}'"]
     plan = plan_of(tmp_path, wanted)
     files = render(
-        replace(plan), core_file=tmp_path / "model.onnx", tokenizer_file=None, hooks=None
+        replace(plan),
+        core_file=tmp_path / "model.onnx",
+        tokenizer_file=None,
+        hooks=None,
+        question={"text": "x"},
+        warm_ups=None,
     )
     content = files["a/config.pbtxt"]
     assert isinstance(content, bytes)

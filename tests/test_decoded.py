@@ -26,7 +26,7 @@ NAMES = [name for name in MODELS if name != "images"]
 
 
 @pytest.fixture(scope="module")
-def prepared(
+def inputs(
     tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
 ) -> dict[str, PipelineInputs]:
     base = tmp_path_factory.mktemp("decoded")
@@ -37,19 +37,19 @@ def prepared(
     return made
 
 
-def answers(prepared: PipelineInputs) -> list[Decoded]:
-    decoding = decoding_of(prepared)
+def answers(inputs: PipelineInputs) -> list[Decoded]:
+    decoding = decoding_of(inputs)
     assert decoding is not None
-    expected = reference_of(prepared, rows_of(prepared.requests))
-    outputs = reference_row_outputs(prepared.plan.core, expected)
-    return decode(decoding, prepared.requests, outputs)
+    expected = reference_of(inputs, rows_of(inputs.requests), quiet)
+    outputs = reference_row_outputs(inputs.plan.core, expected)
+    return decode(decoding, inputs.requests, outputs)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_request_has_the_outputs_of_the_ensemble(
-    prepared: dict[str, PipelineInputs], name: str
+    inputs: dict[str, PipelineInputs], name: str
 ) -> None:
-    made = prepared[name]
+    made = inputs[name]
     found = answers(made)
     assert len(found) == len(made.requests)
     for outputs in found:
@@ -58,10 +58,10 @@ def test_each_request_has_the_outputs_of_the_ensemble(
         assert describe_answer(outputs)
 
 
-def test_labels_are_those_of_transformers(prepared: dict[str, PipelineInputs]) -> None:
+def test_labels_are_those_of_transformers(inputs: dict[str, PipelineInputs]) -> None:
     import transformers
 
-    made = prepared["topics"]
+    made = inputs["topics"]
     classify = transformers.pipeline("text-classification", str(made.model_folder), device="cpu")
     wanted = classify([request.inputs["text"] for request in made.requests])
     for outputs, best in zip(answers(made), wanted, strict=True):
@@ -69,8 +69,8 @@ def test_labels_are_those_of_transformers(prepared: dict[str, PipelineInputs]) -
         assert outputs["score"][0, 0] == pytest.approx(best["score"], abs=1e-5)
 
 
-def test_entities_are_found_where_the_text_has_them(prepared: dict[str, PipelineInputs]) -> None:
-    made = prepared["tags"]
+def test_entities_are_found_where_the_text_has_them(inputs: dict[str, PipelineInputs]) -> None:
+    made = inputs["tags"]
     found = [json.loads(outputs["entities"][0, 0]) for outputs in answers(made)]
     assert any(found)
     for request, entities in zip(made.requests, found, strict=True):
@@ -78,8 +78,8 @@ def test_entities_are_found_where_the_text_has_them(prepared: dict[str, Pipeline
         assert all(text[e["start"] : e["end"]] == e["text"] for e in entities)
 
 
-def test_windows_of_one_request_make_one_answer(prepared: dict[str, PipelineInputs]) -> None:
-    made = prepared["answers"]
+def test_windows_of_one_request_make_one_answer(inputs: dict[str, PipelineInputs]) -> None:
+    made = inputs["answers"]
     folder = made.plan.spec.folder
     every = read_inputs(load_spec(folder), quiet)
     long = [request for request in every.requests if len(request.rows) > 1]
@@ -101,11 +101,11 @@ def test_vectors_are_compared_as_floats_whatever_the_request_asks_for(
     assert outputs["embedding"].shape == (1, 8)
 
 
-def test_one_output_a_core_row_is_needed(prepared: dict[str, PipelineInputs]) -> None:
-    decoding = decoding_of(prepared["topics"])
+def test_one_output_a_core_row_is_needed(inputs: dict[str, PipelineInputs]) -> None:
+    decoding = decoding_of(inputs["topics"])
     assert decoding is not None
     with pytest.raises(ValueError, match="one for each core row"):
-        decode(decoding, prepared["topics"].requests, [])
+        decode(decoding, inputs["topics"].requests, [])
 
 
 SCORES = np.array([0.1, 0.3, 0.3 - 4e-6, 0.2, 0.05, 0.03, 0.02], dtype=np.float32)

@@ -79,8 +79,8 @@ def test_make_demo_prints_a_readable_result() -> None:
         if command != "triptych serve" and not command.startswith(("source", "triptych tune"))
     ],
 )
-def test_each_command_of_the_readme_runs(command: str, served: None) -> None:
-    words = shlex.split(command)
+def test_each_command_of_the_readme_runs(command: str, served: None, tmp_path: Path) -> None:
+    words = shlex.split(command.replace("--out ", f"--out {tmp_path}/"))
     if words[1] == "bench":  # in a tenth of the time
         words += ["--rounds", "1", "--seconds", "0.6"]
     done = run(words)
@@ -107,6 +107,17 @@ def test_each_snippet_of_the_readme_runs(snippet: str, served: None) -> None:
     assert SNIPPETS
     done = run([sys.executable, "-c", snippet + "\nprint(vectors.shape)"])
     assert done.stdout.strip() == "(2, 384)", done.stderr
+
+
+def test_a_request_without_the_client_is_as_shown(served: None) -> None:
+    section = PIPELINES.split("## Without the client\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", section, re.DOTALL)
+    commands = {"sh": ["bash", "-c"], "python": [sys.executable, "-c"]}
+    by_http, by_grpc = (run([*commands[kind], text]) for kind, text in blocks)
+    assert by_http.returncode == 0, by_http.stderr
+    (output,) = json.loads(by_http.stdout)["outputs"]
+    assert (output["name"], output["shape"]) == ("embedding", [1, 128])
+    assert by_grpc.stdout.strip() == "(2, 128)", by_grpc.stderr
 
 
 def verbs() -> list[str]:
@@ -225,6 +236,19 @@ def test_limits_are_those_of_the_gate(precision: str) -> None:
     assert precision in TOLERANCES
     for task, limits in stated.items():
         assert limits == thresholds(TASKS[task], precision, {}), task
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int8_dynamic", "fp8"])
+def test_limits_are_those_of_the_probe(precision: str) -> None:
+    from triptych.tasks import TASKS
+    from triptych.tasks.accuracy import probe_limits
+
+    rows = table("Outside your traffic")
+    (column,) = [name for name in rows[0] if precision in name.split(", ")]
+    wanted: dict[str, float] = {}
+    for task in TASKS.values():
+        wanted |= probe_limits(task, precision, {})
+    assert {row["metric"]: float(row[column]) for row in rows} == wanted
 
 
 def choices(annotation: Any) -> set[Any]:

@@ -93,6 +93,14 @@ def test_an_engine_outlives_a_build_where_there_is_no_gpu(
     assert lock["engine"]["gpu"] == "NVIDIA H200"
 
 
+def test_a_damaged_engine_does_not_stay(pipeline: Path, built_elsewhere: Path) -> None:
+    plan = built_elsewhere / "tiny_core/1/model.plan"
+    plan.write_bytes(plan.read_bytes()[:-1] + b"?")
+    build_into(pipeline, built_elsewhere, ENGINE)
+    assert not plan.exists()
+    assert lock_data(built_elsewhere, "tiny")["engine"] is None
+
+
 def test_an_engine_of_other_shapes_does_not_stay(pipeline: Path, built_elsewhere: Path) -> None:
     repository = built_elsewhere
     build_into(pipeline, repository, ENGINE, "core.max_batch_size=4")

@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
+from conftest import LAYOUTS, build_into, set_parameter, traffic_texts, write_pipeline
 from triptych.client import Client, Retry
 
 STRANGE = [
@@ -244,33 +244,30 @@ def test_a_bad_tensor_is_refused(raw: Any, pipeline: str, case: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def strict_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Any:
-    """Tiny pipelines that reject long rows, with prompts, and with short queues."""
+def strict_server(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, minilm_repository: Path
+) -> Any:
+    """Tiny pipelines that reject long rows, with prompts; MiniLM with short queues."""
     import json
     import shutil
 
     from triptych.server.server import Server
 
     base = tmp_path_factory.mktemp("strict")
+    repository = Path(shutil.copytree(minilm_repository, base / "repository"))
     prompted = Path(shutil.copytree(tiny_model, base / "prompted"))
     prompts = {"prompts": {"query": "query: ", "passage": "passage: "}}
     (prompted / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     for layout in LAYOUTS:
-        core = {"layout": layout, "max_batch_size": 4}
         reject = write_pipeline(
             base / f"pipelines/reject_{layout}",
             model={"source": str(prompted)},
-            core=core,
+            core={"layout": layout, "max_batch_size": 4},
             tokenizer={"max_length": 16, "overflow": "reject"},
         )
-        queue = write_pipeline(
-            base / f"pipelines/queue_{layout}",
-            core=core,
-            serving={"queue": {"max_size": 4}},
-        )
-        build_into(reject, base / "repository")
-        build_into(queue, base / "repository")
-    with Server(base / "repository") as server:
+        build_into(reject, repository)
+        set_parameter(repository, f"minilm_{layout}_preprocess", "max_requests", 4)
+    with Server(repository) as server:
         yield server
 
 
@@ -319,10 +316,10 @@ def flood(raw: Any, pipeline: str, timeouts_s: list[float]) -> list[str]:
 def test_overload_is_refused_at_once_and_nothing_hangs(strict_server: Any, layout: str) -> None:
     """400 long requests at once where 4 may be under way: each is answered or refused."""
     with triton.InferenceServerClient(strict_server.grpc_url) as raw:
-        outcomes = flood(raw, f"queue_{layout}", [60.0] * 400)
+        outcomes = flood(raw, f"minilm_{layout}", [60.0] * 400)
         assert set(outcomes) == {"ok", "StatusCode.UNAVAILABLE"}
         assert outcomes.count("ok") >= 4
-        assert len(ask(raw, f"queue_{layout}", [b"served again"])) == 1
+        assert len(ask(raw, f"minilm_{layout}", [b"served again"])) == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -330,6 +327,6 @@ def test_clients_that_leave_in_an_overload_hurt_nobody(strict_server: Any, layou
     """Deadlines shorter than the work: what its client left must not fill the pipeline for ever."""
     with triton.InferenceServerClient(strict_server.grpc_url) as raw:
         short = [0.02 + 0.002 * (number % 50) for number in range(200)]
-        assert "StatusCode.DEADLINE_EXCEEDED" in flood(raw, f"queue_{layout}", short)
-    with Client(f"queue_{layout}", strict_server.grpc_url, retry=Retry(attempts=20)) as client:
+        assert "StatusCode.DEADLINE_EXCEEDED" in flood(raw, f"minilm_{layout}", short)
+    with Client(f"minilm_{layout}", strict_server.grpc_url, retry=Retry(attempts=20)) as client:
         assert len(client.embed(["served again"])) == 1

@@ -108,10 +108,10 @@ def test_the_right_graph_passes(minilm: Bench, benches: dict[str, Bench]) -> Non
 
 
 def test_wrong_pooling_is_caught(minilm: Bench, fallen: list[str]) -> None:
-    plan = minilm.prepared.plan
+    plan = minilm.inputs.plan
     facts = replace(plan.facts, pooling=("cls",))
-    rows = rows_of(minilm.prepared.requests)
-    wrong = reference_outputs(minilm.prepared.model_folder, facts, plan.core, rows)
+    rows = rows_of(minilm.inputs.requests)
+    wrong = reference_outputs(minilm.inputs.model_folder, facts, plan.core, rows)
     result = minilm.check(minilm.recall(wrong))
     note(fallen, "wrong pooling", result)
     assert not result.passed
@@ -156,19 +156,19 @@ def shifted(request: GateRequest) -> GateRequest:
 def test_offsets_off_by_one_change_the_answers(
     benches: dict[str, Bench], fallen: list[str], name: str, metric: str
 ) -> None:
-    prepared = benches[name].prepared
-    decoding = decoding_of(prepared)
+    inputs = benches[name].inputs
+    decoding = decoding_of(inputs)
     assert decoding is not None
-    requests = [request for request in prepared.requests if not request.edge]
+    requests = [request for request in inputs.requests if not request.edge]
     rows = by_request(
-        prepared.requests, reference_row_outputs(prepared.plan.core, benches[name].expected)
+        inputs.requests, reference_row_outputs(inputs.plan.core, benches[name].expected)
     )
     outputs = [
-        row for r, own in zip(prepared.requests, rows, strict=True) if not r.edge for row in own
+        row for r, own in zip(inputs.requests, rows, strict=True) if not r.edge for row in own
     ]
     wanted = decode(decoding, requests, outputs)
     got = decode(decoding, [shifted(request) for request in requests], outputs)
-    value = prepared.plan.task.compare(got, wanted, [""] * len(got)).values[metric]
+    value = inputs.plan.task.compare(got, wanted, [""] * len(got)).values[metric]
     fallen.append(f"{name + ': offsets off by one':24} {metric} {value:.4g}")
     assert value < 0.5
 
@@ -178,13 +178,13 @@ def test_labelled_rows_show_offsets_that_both_sides_have_wrong(
 ) -> None:
     """The gate decodes both sides with the same carries: only the truth can tell."""
     bench = benches["tags"]
-    decoding = decoding_of(bench.prepared)
+    decoding = decoding_of(bench.inputs)
     assert decoding is not None
-    every = by_request(bench.prepared.requests, bench.expected)
-    kept = [i for i, request in enumerate(bench.prepared.requests) if not request.edge]
-    requests = [bench.prepared.requests[i] for i in kept]
+    every = by_request(bench.inputs.requests, bench.expected)
+    kept = [i for i, request in enumerate(bench.inputs.requests) if not request.edge]
+    requests = [bench.inputs.requests[i] for i in kept]
     expected = [row for i in kept for row in every[i]]
-    answers = decode(decoding, requests, reference_row_outputs(bench.prepared.plan.core, expected))
+    answers = decode(decoding, requests, reference_row_outputs(bench.inputs.plan.core, expected))
     labels = tuple(
         LabelledRow(i, (dict(request.inputs),), {}, read_entities(answer).spans)  # type: ignore[arg-type]
         for i, (request, answer) in enumerate(zip(requests, answers, strict=True))

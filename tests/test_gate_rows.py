@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from triptych.pipeline.spec import load_spec
 from triptych.requests import edge_cases
 from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_ROWS, split_traffic
 from triptych.requests.inputs import PipelineInputs, read_inputs
+from triptych.requests.probe import probe_texts
 from triptych.requests.samples import GateRequest, hash_requests, rows_of
 from triptych.runtime.carry import unpack
 from triptych.tensors import TokenRow
@@ -27,7 +29,7 @@ TEXT_TASKS = [name for name in MODELS if name not in ("images", "flags")]
 
 
 @pytest.fixture(scope="module")
-def prepared(
+def inputs(
     tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
 ) -> dict[str, PipelineInputs]:
     base = tmp_path_factory.mktemp("rows")
@@ -87,9 +89,9 @@ def longest(request: GateRequest) -> int:
 
 @pytest.mark.parametrize("name", TEXT_TASKS)
 def test_rows_at_the_limit_have_exactly_that_many_tokens(
-    prepared: dict[str, PipelineInputs], name: str
+    inputs: dict[str, PipelineInputs], name: str
 ) -> None:
-    made = prepared[name]
+    made = inputs[name]
     limit = made.plan.max_length
     edges = {request.shown.partition(":")[0]: request for request in made.requests if request.edge}
     at, over = edges["at the limit"], edges["one over the limit"]
@@ -104,26 +106,58 @@ def test_rows_at_the_limit_have_exactly_that_many_tokens(
 
 
 @pytest.mark.parametrize("name", TEXT_TASKS)
-def test_made_up_rows_are_of_many_kinds(prepared: dict[str, PipelineInputs], name: str) -> None:
-    kinds = {r.shown.partition(":")[0] for r in prepared[name].requests if r.edge}
-    pairs = prepared[name].plan.task.pairs  # both halves of one must say something
+def test_made_up_rows_are_of_many_kinds(inputs: dict[str, PipelineInputs], name: str) -> None:
+    kinds = {r.shown.partition(":")[0] for r in inputs[name].requests if r.edge}
+    pairs = inputs[name].plan.task.pairs  # both halves of one must say something
     refused = {"empty", "blank"} if pairs else set()
     assert kinds >= set(edge_cases.EDGE_TEXTS) - refused
-    assert all(request.shown.isprintable() for request in prepared[name].requests)
+    special = {r.shown for r in inputs[name].requests if r.shown.startswith("special token")}
+    # Two mask tokens are more than fill-mask takes.
+    for token in {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"} - (
+        {"[MASK]"} if name == "masks" else set()
+    ):
+        assert any(f"one {token} of two" in shown for shown in special)
+    assert all(request.shown.isprintable() for request in inputs[name].requests)
+
+
+@pytest.mark.parametrize("name", TEXT_TASKS)
+def test_the_probe_is_in_the_tasks_own_form(inputs: dict[str, PipelineInputs], name: str) -> None:
+    made = inputs[name]
+    assert 350 <= len(made.probe) <= len(probe_texts())
+    assert not any(request.edge for request in made.probe)
+    (*questions, last) = made.requests[0].sent
+    shown = [str(request.sent[last]) for request in made.probe]
+    if name == "masks":
+        assert all(text.count("[MASK]") == 1 for text in shown)
+    else:
+        assert set(shown) <= {row.text for row in probe_texts()}
+    for question in questions:
+        groups = Counter(request.sent[question] for request in made.probe)
+        assert len(groups) > 30
+        assert max(groups.values()) > 4  # passages to choose from
+
+
+def test_images_have_no_probe(tmp_path: Path, minilm_folder: Path) -> None:
+    folder = write_task(tmp_path, "images", minilm_folder)
+    (folder / "0.png").write_bytes(image_bytes()[0])
+    (folder / "traffic.jsonl").write_text('{"image": "0.png"}')
+    assert read_inputs(load_spec(folder), quiet).probe == ()
 
 
 HOOKS = """
 def before(rows):
     if any(not row["text"].strip() for row in rows):
         raise ValueError("say something")
+    if any(row["text"] == "42" for row in rows):
+        raise ValueError("say more")
     return [{"text": None if row["text"][0] == "!" else row["text"].upper()} for row in rows]
 """
 
 
 def test_rows_are_made_of_what_the_hook_makes_and_sent_as_they_were(
-    prepared: dict[str, PipelineInputs], tmp_path: Path, minilm_folder: Path
+    inputs: dict[str, PipelineInputs], tmp_path: Path, minilm_folder: Path
 ) -> None:
-    plain = prepared["topics"].requests
+    plain = inputs["topics"].requests
     folder = write_task(tmp_path, "topics", minilm_folder)
     (folder / "hooks.py").write_text(HOOKS)
     made = read_inputs(load_spec(folder), quiet)
@@ -137,6 +171,10 @@ def test_rows_are_made_of_what_the_hook_makes_and_sent_as_they_were(
     assert set(kinds) == every - {"empty", "blank", "punctuation"}  # refused, and made no text
     assert longest(kinds["at the limit"]) == made.plan.max_length
     assert kinds["repeated tokens"].sent["text"] == edge_cases.EDGE_TEXTS["repeated tokens"]
+    # What the hook refuses is left out of the probe, too; the rest goes through it.
+    taken = {str(request.sent["text"]) for request in made.probe}
+    assert taken == {str(r.sent["text"]) for r in inputs["topics"].probe if r.sent["text"] != "42"}
+    assert all(r.inputs == {"text": str(r.sent["text"]).upper()} for r in made.probe)
 
 
 def test_a_hook_that_refuses_made_up_images_is_asked(tmp_path: Path, minilm_folder: Path) -> None:
@@ -153,18 +191,18 @@ def test_a_hook_that_refuses_made_up_images_is_asked(tmp_path: Path, minilm_fold
     assert not any(request.edge for request in read_inputs(load_spec(folder), quiet).requests)
 
 
-def test_carries_go_with_their_core_rows(prepared: dict[str, PipelineInputs]) -> None:
-    for request in prepared["answers"].requests:
+def test_carries_go_with_their_core_rows(inputs: dict[str, PipelineInputs]) -> None:
+    for request in inputs["answers"].requests:
         carries = [unpack(carry) for carry in request.carries]
         assert [len(carry.kinds) for carry in carries] == [
             len(row.ids) for row in request.rows if isinstance(row, TokenRow)
         ]
         assert carries[0].text == request.inputs["text_pair"]
-    assert all(not request.carries for request in prepared["topics"].requests)
+    assert all(not request.carries for request in inputs["topics"].requests)
 
 
-def test_a_request_has_a_row_for_each_hypothesis(prepared: dict[str, PipelineInputs]) -> None:
-    assert {len(request.rows) for request in prepared["hypotheses"].requests} == {3}
+def test_a_request_has_a_row_for_each_hypothesis(inputs: dict[str, PipelineInputs]) -> None:
+    assert {len(request.rows) for request in inputs["hypotheses"].requests} == {3}
 
 
 def test_minilm_has_enough_rows_for_both() -> None:
@@ -176,9 +214,9 @@ def test_minilm_has_enough_rows_for_both() -> None:
     )
 
 
-def test_few_rows_are_said(prepared: dict[str, PipelineInputs]) -> None:
+def test_few_rows_are_said(inputs: dict[str, PipelineInputs]) -> None:
     lines: list[str] = []
-    folder = prepared["topics"].plan.spec.folder
+    folder = inputs["topics"].plan.spec.folder
     read_inputs(load_spec(folder), lambda stage, line: lines.append(line))
     assert any("200 or more for the gate are better" in line for line in lines)
 
@@ -222,25 +260,25 @@ def test_labelled_rows_are_requests_too(
 
 @pytest.mark.parametrize("name", ["topics", "tags", "answers", "masks"])
 def test_the_reference_is_kept_and_comes_back_as_it_was(
-    prepared: dict[str, PipelineInputs],
+    inputs: dict[str, PipelineInputs],
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
-    made = replace(prepared[name], requests=prepared[name].requests[:9])
+    made = replace(inputs[name], requests=inputs[name].requests[:9])
     rows = rows_of(made.requests)
-    first = reference_of(made, rows)
+    first = reference_of(made, rows, quiet)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the reference ran again")
 
     monkeypatch.setattr("triptych.gate.reference.reference_outputs", refuse)
-    again = reference_of(made, rows)
+    again = reference_of(made, rows, quiet)
     assert len(again) == len(rows)
     for one, other in zip(first, again, strict=True):
         assert [part.dtype for part in other] == [np.float32] * len(one)
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
     with pytest.raises(AssertionError, match="ran again"):
-        reference_of(made, rows[1:])
-    assert reference_of(made, []) == []
+        reference_of(made, rows[1:], quiet)
+    assert reference_of(made, [], quiet) == []

@@ -242,7 +242,7 @@ def test_contenders_compute_what_the_engine_does(kind: str, done: Done) -> None:
     else:
         precision: contenders.TorchType = "fp32" if kind.endswith("fp32") else "fp16"
         contender = contenders.torch_model(
-            kind, built.prepared, device="cpu", precision=precision, compiled=False
+            kind, built.inputs, device="cpu", precision=precision, compiled=False
         )
         got = contender.prepare(rows)()
     np.testing.assert_allclose(got, wanted, atol=2e-3)

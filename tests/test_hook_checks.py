@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scaffolding import triptych, write
 from triptych.errors import UserError
 from triptych.requests.hook_tests import Check, check_pipeline
+from triptych.runtime.hooking import RowForm
 
 
 def test_without_hooks_it_says_so(tmp_path: Path) -> None:
@@ -92,7 +94,18 @@ SEEN = "seen = []\ndef before(rows):\n    seen.extend(rows)\n"
         ("def befor(rows): return rows", "hooks-functions", "`befor` is called by nobody"),
         ("def decode(rows): return rows", "hooks-functions", "`decode` is called by nobody"),
         ("def before(): return []", "hooks-functions", "one argument"),
-        ("def after(rows, more): return rows", "hooks-functions", "`after` must be"),
+        ("def after(rows, more): return rows", "hooks-functions", "may take `inputs`"),
+        (
+            "def after(rows): rows[0]['score'] = 1",
+            "after-rows",
+            "must return 12 rows, returned NoneType",
+        ),
+        ("def after(rows): return rows[:1] * 12", "after-rows", "must return 1 rows"),
+        ("def after(rows): return [{**r, 'more': 1} for r in rows]", "after-rows", "'more'"),
+        ("def after(rows): return [{**r, 'score': '1'} for r in rows]", "after-rows", "float32"),
+        ("def after(rows): return [{**r, 'score': [1, 2]} for r in rows]", "after-rows", "shape"),
+        ("def after(rows, inputs): return inputs", "after-rows", "must return rows with"),
+        ("def after(rows): return rows[{}['x']]", "after-rows", "KeyError: 'x' .of a made-up"),
         ("async def after(rows): return rows", "hooks-functions", "ordinary function"),
         ("def after(rows): yield rows", "hooks-functions", "ordinary function"),
         ("after = 3", "hooks-functions", "ordinary function"),
@@ -103,7 +116,58 @@ def test_hooks_that_break_a_rule(folder: Path, hooks: str, check: str, expected:
     found = problem(folder, hooks)
     assert found.name == check
     assert re.search(expected, found.note), found.note
-    assert found.severity == ("warning" if check == "hooks-imports" else "error")
+    unsure = check == "hooks-imports" or "made-up" in expected
+    assert found.severity == ("warning" if unsure else "error")
+
+
+def test_after_may_read_the_inputs_as_before_returned_them(folder: Path) -> None:
+    rule = """
+def before(rows):
+    return [{**row, "text": row["text"].upper()} for row in rows]
+
+def after(rows, inputs):
+    if not all(row.keys() == {"text", "text_pair"} and row["text"].isupper() for row in inputs):
+        raise KeyError(inputs)
+    return [{**row, "score": float("wifi" in given["text"])} for row, given in zip(rows, inputs)]
+"""
+    (folder / "hooks.py").write_text(rule, encoding="utf-8")
+    (folder / "test_hooks.py").unlink()
+    assert [(c.name, c.note) for c in check_pipeline(folder) if c.name == "after-rows"] == [
+        ("after-rows", "12 made-up answers")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "rows", "words"),
+    [
+        ("BYTES", [-1], ["refund", "other!"], "a row must be a list of str, not str 'refund'"),
+        ("BYTES", [-1], [["a", "b"], ["c"]], r"equally long, they have \[1, 2\] elements"),
+        ("BYTES", [-1], [["a", None]], "elements must be str, not NoneType"),
+        ("BYTES", [2], [["a"]], r"must have the shape \[1, 2\], it has \[1, 1\]"),
+        ("BYTES", [1], [["a"]], "elements must be str, not list"),
+        ("FP32", [1], ["0.5"], "elements must be float32, not <U3"),
+        ("FP32", [1], [None], "elements must be float32, not object"),
+        ("FP32", [-1], [[1.0], [1.0, 2.0]], "inhomogeneous"),
+        ("INT32", [1], [1.5], "elements must be int32, not float64"),
+        ("INT8", [1], [300], "300 is out of its range"),
+        ("INT64", [1], [1 << 70], "do not fit"),
+        ("BOOL", [1], [1], "elements must be bool"),
+    ],
+)
+def test_an_output_takes_only_what_it_was_declared_to_hold(
+    dtype: str, dims: list[int], rows: list[Any], words: str
+) -> None:
+    form = RowForm([{"name": "out", "dtype": dtype, "dims": dims, "json": False}])
+    with pytest.raises(RuntimeError, match=words):
+        form.tensors([{"out": value} for value in rows])
+
+
+def test_an_output_of_json_takes_what_json_can_hold() -> None:
+    form = RowForm([{"name": "out", "dtype": "BYTES", "dims": [1], "json": True}])
+    assert form.tensors([{"out": []}])["out"].tolist() == [[b"[]"]]
+    for value in ({1, 2}, [float("nan")]):
+        with pytest.raises(RuntimeError, match="JSON"):
+            form.tensors([{"out": value}])
 
 
 def test_a_custom_task_needs_decode(tmp_path: Path) -> None:

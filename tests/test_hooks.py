@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,14 @@ import pytest
 
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import TAGS, TOPICS, tagger, text_classifier
-from triptych.build import build
+from triptych.building import build
 from triptych.client import Client, InvalidRequest, PipelineFailed
 from triptych.errors import UserError
+from triptych.gate.answers import check_hooks, reference_answers
 from triptych.lint import run_checks
 from triptych.pipeline.spec import load_spec
 from triptych.requests.inputs import read_inputs
+from triptych.runtime.given import given_rows, given_tensors
 
 HOOKS = """
 import re
@@ -42,14 +45,23 @@ def before(rows):
     return [{"text": SEEN.sub("", row["text"])} for row in rows]
 
 
-def after(rows):
-    for row in rows:
+def after(rows, inputs):
+    for row, given in zip(rows, inputs):
+        if given["text"] == "forget":
+            return None
+        if given["text"] == "spell":
+            row["label"] = "OTHER"
+            return rows
         row["label"] = [label.upper() for label in row["label"]]
         row["score"] = [round(float(score), 2) for score in row["score"]]
+        if "refund" in given["text"]:
+            row["label"][0] = "REFUND"
     return rows
 """
 ENTITIES = """
-def after(rows):
+def after(rows, inputs):
+    for row, given in zip(rows, inputs):
+        assert all(given["text"][e["start"] : e["end"]] == e["text"] for e in row["entities"])
     return [{"entities": [e for e in row["entities"] if e["entity"] == "PER"]} for row in rows]
 """
 SCORES = """
@@ -150,6 +162,13 @@ def test_hooks_clean_texts_and_map_labels(url: str) -> None:
     assert [c.score for c in got] == pytest.approx([round(c.score, 2) for c in want], abs=1e-6)
 
 
+def test_after_may_see_what_was_asked(url: str) -> None:
+    texts = ["<i>a refund, please", "nothing of the kind", "refund"]
+    with Client("cleaned", url) as client:
+        labels = [choices[0].label for choices in client.classify(texts)]
+    assert [label == "REFUND" for label in labels] == [True, False, True]
+
+
 def test_after_sees_entities_as_data(url: str) -> None:
     with Client("people", url) as client:
         found = client.entities(traffic_texts()[:40])
@@ -165,6 +184,8 @@ def test_after_sees_entities_as_data(url: str) -> None:
         ("lose", PipelineFailed, "hooks.before must return 1 rows, returned 0"),
         ("number", PipelineFailed, "hooks.before must return str as `text`, not int"),
         ("rename", PipelineFailed, "hooks.before must return rows with ['text']"),
+        ("forget", PipelineFailed, "hooks.after must return 1 rows, returned NoneType"),
+        ("spell", PipelineFailed, "a row must be a list of str, not str 'OTHER'"),
     ],
 )
 def test_a_hook_that_fails_fails_one_request(
@@ -176,6 +197,64 @@ def test_a_hook_that_fails_fails_one_request(
             client.classify([text])
         assert len({str(answer.result()) for answer in sound}) == 1
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hooks", "words"),
+    [
+        ("plain", "def after(rows): rows[0]['label']", "hooks.after must return 1 rows, returned"),
+        (
+            "plain",
+            "def after(rows): return [{**row, 'label': row['label'][0]} for row in rows]",
+            "a row must be a list of str, not str '",
+        ),
+        ("plain", "def after(rows): return rows[1 // len(rows[1:]) :]", "ZeroDiv"),
+        ("plain", "def after(rows): raise ValueError('not today')", "not today"),
+        ("plain", "def after(rows): return rows if len(rows) < 2 else rows[1:]", "at once"),
+        (
+            "plain",
+            "def after(rows): return [{**row, 'score': rows[0]['score']} for row in rows]",
+            "the same of a row whatever stands beside it. Given: another `score`",
+        ),
+        ("urgent", SCORES.replace("float(row", "str(row"), "elements must be float32"),
+    ],
+)
+def test_a_build_runs_after_and_decode_on_what_the_model_answers(
+    tmp_path: Path, base: Path, name: str, hooks: str, words: str
+) -> None:
+    folder = shutil.copytree(base / "p" / name, tmp_path / name)
+    (folder / "hooks.py").write_text(hooks)
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        build_into(folder, tmp_path / "repository")
+    assert caught.value.field == str(folder / "hooks.py")
+    assert not (tmp_path / "repository").exists()
+
+
+def test_hooks_may_refuse_made_up_rows_in_a_build(tmp_path: Path, base: Path) -> None:
+    folder = shutil.copytree(base / "p/plain", tmp_path / "plain")
+    (folder / "hooks.py").write_text(
+        "def after(rows, inputs):\n    if any(not row['text'].strip() for row in inputs):\n"
+        "        raise ValueError('nothing was asked')\n    return rows\n"
+    )
+    inputs = read_inputs(load_spec(folder), quiet)
+    check_hooks(inputs, quiet)
+    refused = [answer.refusal for answer in reference_answers(inputs, quiet) if answer.refusal]
+    assert len(refused) >= 2
+    assert all("nothing was asked" in refusal for refusal in refused)
+
+
+def test_inputs_go_past_a_core_of_more_rows_than_the_request() -> None:
+    columns: dict[str, list[Any]] = {"text": ["Käse", ""], "image": [b"\xff\0", b""]}
+    tensors = given_tensors(columns, 5)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        "given_text": (5, 1),
+        "given_image": (5, 1),
+    }
+    read = {name: tensors[f"given_{name}"].ravel().tolist() for name in columns}
+    assert given_rows(read, {"text": "text", "image": "image"}, 2) == [
+        {"text": "Käse", "image": b"\xff\0"},
+        {"text": "", "image": b""},
+    ]
 
 
 def test_a_custom_task_makes_its_own_outputs(url: str) -> None:
@@ -245,8 +324,8 @@ def test_lint_sees_a_shared_core_that_was_built_anew(tmp_path: Path, base: Path)
     assert [f for f in run_checks(repository) if f.id == "shared-core"] == []
     with pytest.raises(UserError, match="cleaned uses it, and it would change"):
         build_into(base / "p/plain", repository, "core.layout=bucketed")
-    prepared = read_inputs(load_spec(base / "p/plain", ["core.layout=bucketed"]), quiet)
-    build(prepared, repository, quiet, together=["cleaned"])
+    inputs = read_inputs(load_spec(base / "p/plain", ["core.layout=bucketed"]), quiet)
+    build(inputs, repository, quiet, together=["cleaned"])
     found = [f for f in run_checks(repository) if f.id == "shared-core"]
     assert [(f.severity, f.file) for f in found] == [("error", "cleaned/triptych.lock.json")]
 

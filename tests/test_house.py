@@ -14,9 +14,11 @@ PACKAGE = ROOT / "build_scripts/triptych"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = (
     "cli",
+    "api",
     "report",
+    "dev",
     "tune",
-    "build",
+    "building",
     "precision",
     "bench",
     "server",
@@ -27,6 +29,7 @@ ROOMS = (
     "repository",
     "export",
     "plan",
+    "bulk",
     "client",
     "tasks",
     "model",
@@ -36,8 +39,8 @@ ROOMS = (
     "graph",
     "formatting",
     "releases",
-    "files",
     "cache",
+    "files",
     "tensors",
     "errors",
 )
@@ -64,7 +67,8 @@ HEAVY = {
     "cuda": {"engine/", "server/backends"},
     "onnx": {"engine/", "export/", "graph/", "lint/graph.py", "precision/"},
     "onnxruntime": {"graph/", "precision/", "server/backends"},
-    "huggingface_hub": {"model/source.py"},
+    "huggingface_hub": {"model/hub.py"},
+    "pyarrow": {"bulk/parquet.py"},
     "sentence_transformers": set(),
 }
 RUNTIME_MAY_IMPORT = {"numpy", "tokenizers", "triton_python_backend_utils", "PIL"}

@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from client_toy import write_model
-from conftest import LAYOUTS, quiet, traffic_texts
+from conftest import LAYOUTS, TRAFFIC_ROWS, quiet, traffic_texts
 from triptych.bench.metrics_page import fetch_metrics
 from triptych.client import Client, InvalidRequest
 from triptych.pipeline.spec import load_spec
@@ -150,7 +150,7 @@ def test_two_instances_add_up_and_nothing_is_lost_at_the_end(server: Server) -> 
         ask(server, "counted", [9, 10])  # waits for the next flush
         sent += [9, 10]
     with triton.InferenceServerClient(server.grpc_url) as client:
-        client.unload_model("counted")
+        client.unload_model("counted", headers=server.operator_headers)
     for _ in range(100):
         if counters(server, "counted") == expected(sent, EDGES):
             return
@@ -223,20 +223,20 @@ def test_what_a_server_counted_is_judged(
     pipelines: Server, minilm_repository: Path, layout: str
 ) -> None:
     pipeline = f"minilm_{layout}"
-    prepared = read_inputs(load_spec(minilm_repository.parent / "pipelines" / pipeline), quiet)
-    plan = prepared.plan
+    inputs = read_inputs(load_spec(minilm_repository.parent / "pipelines" / pipeline), quiet)
+    plan = inputs.plan
     assert plan.lengths is not None
     with Client(pipeline, pipelines.grpc_url) as client:
         before = fetch_metrics(pipelines.metrics_url)
         wanted = counters(pipelines, pipeline)["count"] + plan.lengths.rows
-        client.embed(traffic_texts())
+        client.embed(traffic_texts()[:TRAFFIC_ROWS])
         for _ in range(60):
             if counters(pipelines, pipeline)["count"] >= wanted:
                 break
             time.sleep(0.5)
             client.embed(["a"])
     found = count_page(plan, fetch_metrics(pipelines.metrics_url), "page", before=before)
-    drift = check_drift(prepared, found)
+    drift = check_drift(inputs, found)
     assert set(plan.bucket_edges) <= set(found.edges)
     assert not drift.drifted
     assert drift.action == "keep"

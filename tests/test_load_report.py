@@ -171,6 +171,24 @@ def test_the_csv_has_a_row_for_each_point_and_round(tmp_path: Path) -> None:
     assert json.loads(first["error_kinds"])["deadline"] == 3
 
 
+def test_no_cell_of_the_csv_is_a_formula(tmp_path: Path) -> None:
+    """Names come from a server that may be anybody's; numbers stay numbers."""
+    for sign in "=+-@\t\r":
+        name = f'{sign}HYPERLINK("http://x")'
+        first, *others = (replace(one, contender=name) for one in bench().points)
+        step, *steps = first.rounds[0].steps
+        rounds = (replace(first.rounds[0], steps=(replace(step, step=name), *steps)),)
+        result = bench(points=(replace(first, rounds=rounds), *others))
+        write_bench_report(result, tmp_path)
+        with (tmp_path / "bench.csv").open(encoding="utf-8", newline="") as file:
+            heads, *rows = csv.reader(file)
+        assert f"'{name}_queue_us" in heads
+        assert rows[0][heads.index("contender")] == f"'{name}"
+        cells = [cell for row in (heads, *rows) for cell in row]
+        assert [cell for cell in cells if cell.startswith(tuple("=+-@\t\r"))] == []
+        assert float(rows[0][heads.index("p99_us")]) == rounds[0].p99_us
+
+
 def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     write_bench_report(bench(), tmp_path)
     before = (tmp_path / "bench.json").read_bytes()

@@ -25,7 +25,7 @@ from triptych.tasks.accuracy import METRICS, metrics_of, thresholds
 from triptych.tasks.metrics.outputs import Comparison
 from triptych.tasks.metrics.passages import compare_anything
 from triptych.tasks.metrics.ranks import rank_correlation, spearman
-from triptych.tasks.metrics.vectors import MOST_PAIRS
+from triptych.tasks.metrics.vectors import MOST_PAIRS, NEIGHBOUR_TOLERANCE
 
 NAN, INF = float("nan"), float("inf")
 
@@ -110,6 +110,20 @@ def test_a_neighbour_as_near_as_the_references_agrees() -> None:
     assert found.values["nearest_neighbour_agreement"] == 0.75
 
 
+@pytest.mark.parametrize(("lost", "agreement"), [(0.0015, 1.0), (0.01, 2 / 3)])
+def test_a_changed_neighbour_counts_by_the_similarity_it_costs(
+    lost: float, agreement: float
+) -> None:
+    # In the plane: the second and third row lie on both sides of the first, one a little nearer.
+    near, far = (np.array([c, np.sqrt(1 - c * c)]) for c in (0.9, 0.9 - lost))
+    wanted = vectors(np.array([[1, 0], near, far * [1, -1]]))
+    changed = vectors(np.array([[1, 0], far, near * [1, -1]]))
+    found = against("text-embedding", changed, wanted).values
+    assert found["nearest_neighbour_agreement"] == pytest.approx(agreement)
+    assert found["max_neighbour_loss"] == pytest.approx(lost, abs=1e-6)
+    assert found["mean_neighbour_loss"] == pytest.approx(lost / 3, abs=1e-6)
+
+
 def test_a_vector_that_is_not_finite_has_no_neighbour_and_is_none() -> None:
     wanted = vectors(np.array([[1, 0, 0], [0.8, 0.6, 0], [0, 0.6, 0.8], [0, 0, 1]]))
     found = against("text-embedding", [wanted[0], vector(NAN, 0, 0), *wanted[2:]], wanted)
@@ -128,7 +142,11 @@ def test_neighbours_and_ranks_are_those_of_a_plain_computation() -> None:
     nearest = [each.argmax(1) for each in similarities]
     pairs = [each[np.triu_indices(60, 1)] for each in similarities]
     found = against("text-embedding", vectors(rows), vectors(reference)).values
-    assert found["nearest_neighbour_agreement"] == np.mean(nearest[0] == nearest[1]) < 1
+    wanted = similarities[0]
+    lost = wanted.max(1) - wanted[np.arange(60), nearest[1]]
+    assert found["nearest_neighbour_agreement"] == np.mean(lost <= NEIGHBOUR_TOLERANCE) < 1
+    assert found["mean_neighbour_loss"] == pytest.approx(lost.mean(), abs=1e-6)
+    assert found["max_neighbour_loss"] == pytest.approx(lost.max(), abs=1e-6)
     expected = stats.spearmanr(pairs[0], pairs[1]).statistic
     assert found["similarity_rank_correlation"] == pytest.approx(expected, abs=1e-6)
 

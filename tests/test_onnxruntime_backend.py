@@ -34,12 +34,17 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(repository: Path) -> Iterator[InferenceServerClient]:
+def whole_server(repository: Path) -> Iterator[Server]:
     """A server that runs every dynamic batch as one."""
     environment = {TOKEN_BUDGET_VARIABLE: "0"}
     models = [name for name in cases.MODELS if name != "slow"]
     with Server(repository, models=models, environment=environment) as server:
-        yield InferenceServerClient(server.grpc_url)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def whole(whole_server: Server) -> InferenceServerClient:
+    return InferenceServerClient(whole_server.grpc_url)
 
 
 @pytest.fixture(scope="module")
@@ -254,10 +259,10 @@ def test_a_config_without_tensors_is_completed(whole: InferenceServerClient) -> 
 
 @pytest.mark.parametrize("name", cases.REFUSED)
 def test_what_the_native_backend_refuses_does_not_load(
-    name: str, whole: InferenceServerClient
+    name: str, whole: InferenceServerClient, whole_server: Server
 ) -> None:
     with pytest.raises(InferenceServerException) as refusal:
-        whole.load_model(name)
+        whole.load_model(name, headers=whole_server.operator_headers)
     assert cases.REFUSED[name][2] in refusal.value.message()
 
 

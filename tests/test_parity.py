@@ -14,7 +14,7 @@ from conftest import lock_data, quiet, traffic_texts
 from engine_cases import copied, machine
 from task_models import MODELS
 from test_precision_tasks import traffic_of
-from triptych.build import build
+from triptych.building import build
 from triptych.engine.stage import EngineFailure, build_engine
 from triptych.pipeline.spec import load_spec
 from triptych.repository.records import plain_record

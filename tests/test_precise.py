@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import build_into, lock_data, quiet, write_pipeline
-from triptych import build as assemble
+from triptych import building
 from triptych.errors import UserError
 from triptych.pipeline.precisions import Precision
 from triptych.pipeline.spec import load_spec
@@ -49,12 +49,12 @@ class Gate:
 
     def __init__(self, *, passes_at: int) -> None:
         self.passes_at = passes_at
-        self.judged: list[str] = []
+        self.judged: list[Mapping[str, str]] = []
 
-    def run(self, artifact: Path, key: str) -> GateResult:
+    def run(self, artifact: Path, files: Mapping[str, str]) -> GateResult:
         import onnx
 
-        self.judged.append(key)
+        self.judged.append(files)
         kinds = [node.op_type for node in onnx.load(artifact).graph.node]
         kept = LAYERS - kinds.count("QuantizeLinear")
         failures = () if kept >= self.passes_at else (f"only {kept} layers kept",)
@@ -65,9 +65,9 @@ LAYERS = 8  # two transformer layers: q/k/v, attention output, two of the feed-f
 
 
 def lowered_by(fp32: tuple[PipelineInputs, Path, str], gate: Gate, *, mark: str) -> Lowered:
-    prepared, file, key = fp32
+    inputs, file, key = fp32
     gate.judged_by = mark
-    return lower(prepared, file, key, gate, quiet)
+    return lower(inputs, file, key, gate, quiet)
 
 
 def test_nothing_is_kept_where_the_gate_passes(fp32: Any, tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_what_would_not_run_is_refused_before_any_work(
     tiny: Path, tmp_path: Path, precision: str
 ) -> None:
     told: list[str] = []
-    prepared = read_inputs(load_spec(tiny, [f"core.precision={precision}"]), quiet)
+    inputs = read_inputs(load_spec(tiny, [f"core.precision={precision}"]), quiet)
     with pytest.raises(UserError, match="must be one that onnxruntime runs"):
-        assemble.build(prepared, tmp_path / "repository", lambda stage, line: told.append(stage))
+        building.build(inputs, tmp_path / "repository", lambda stage, line: told.append(stage))
     assert told == []
     assert not (tmp_path / "repository").exists()
 
@@ -150,7 +150,7 @@ def sharing(tmp_path: Path, model: Path, owner: Sequence[str], sharer: Sequence[
     first = write_pipeline(tmp_path / "owner", model=source)
     second = write_pipeline(tmp_path / "sharer", model=source, core={"share": "owner"})
     lines = (second / "traffic.jsonl").read_text(encoding="utf-8").splitlines()
-    (second / "traffic.jsonl").write_text("\n".join(lines[:200]), encoding="utf-8")
+    (second / "traffic.jsonl").write_text("\n".join(lines[:60]), encoding="utf-8")
     build_into(first, tmp_path / "repository", *owner)
     return build_into(second, tmp_path / "repository", *sharer)
 

@@ -17,7 +17,7 @@ import precision_cases as cases
 from conftest import quiet, traffic_texts
 from odd_graphs import ODD
 from task_models import MODELS
-from triptych.build import Built, build
+from triptych.building import Built, build
 from triptych.errors import UserError
 from triptych.graph import files as export
 from triptych.graph.session import open_session
@@ -84,8 +84,8 @@ def built(folder: Path, model: Path, task: str, layout: str, precision: Precisio
     (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")
     lines = map(json.dumps, traffic_of(task, folder))
     (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    prepared = read_inputs(load_spec(folder), quiet)
-    return build(prepared, folder.parent / "repository", quiet, accept="random weights")
+    inputs = read_inputs(load_spec(folder), quiet)
+    return build(inputs, folder.parent / "repository", quiet, accept="random weights")
 
 
 @pytest.mark.parametrize(("name", "layout", "precision"), BUILDS)
@@ -100,8 +100,14 @@ def test_every_task_is_built(
     assert ("accepted" in gate) == bool(gate["failures"])
     values = {verdict["metric"]: verdict["value"] for verdict in gate["verdicts"]}
     assert values["neighbour_effect"] < 0.02
+    if "probe" in gate:
+        assert gate["probe"]["rows"] >= 350
+        values |= {verdict["metric"]: verdict["value"] for verdict in gate["probe"]["verdicts"]}
+    else:
+        assert any("there is none of images" in note for note in gate["notes"])
+    assert ("probe" in gate) == (name != "images")
     for failure in gate["failures"]:
-        metric, _, rest = failure.partition(" is ")
+        metric, _, rest = failure.removeprefix("outside your traffic: ").partition(" is ")
         assert metric in values, failure
         assert ", below " in rest or ", above " in rest, failure
     conversion = gate["conversion"]

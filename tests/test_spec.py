@@ -29,7 +29,11 @@ def test_overrides_reach_nested_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("core.layoot=packed", ["core.layoot", "not a field", "layout"]),
+        ("core.layoot=packed", ["`--set core.layoot`", "not a field", "mean `layout`?"]),
+        ("layout=packed", ["`--set layout`", "Did you mean `core.layout`?", "task, model"]),
+        ("core.max_delay_us=3", ["Did you mean `serving.queue.max_delay_us`?"]),
+        ("servng.gpus=[0]", ["Did you mean `serving`?"]),
+        ("nonsense=1", ["Given: nonsense. Fields here"]),
         ("core.layout=ragged", ["core.layout", "'packed', 'bucketed' or 'auto'", "ragged"]),
         ("core.max_batch_size=0", ["core.max_batch_size", "greater than or equal to 1", "0"]),
         ("core.max_batch_size=yes", ["core.max_batch_size", "integer", "True"]),

@@ -17,6 +17,8 @@ from conftest import LAYOUTS, build_into, traffic_texts
 from task_models import MODELS
 from task_reference import answer_spans, image_bytes
 from triptych.client import Client, InvalidRequest
+from triptych.container.health import QUESTION_FILE, find_fault
+from triptych.container.locks import find_pipelines
 
 pytestmark = pytest.mark.server
 TEXTS = [
@@ -135,6 +137,13 @@ def ask_one(server: Any) -> Callable[[str], Client]:
     return lambda name: Client(f"{name}_{BUILT[name][0]}", server.grpc_url)
 
 
+def test_every_task_answers_the_health_check(repository: Path, server: Any) -> None:
+    pipelines = find_pipelines(repository)
+    assert len(pipelines) == len(NAMES) + 1
+    assert all((repository / p.name / QUESTION_FILE).is_file() for p in pipelines)
+    assert find_fault(f"http://{server.http_url}", pipelines) is None
+
+
 def close(a: Any, b: Any, tolerance: float = 1e-4) -> bool:
     return bool(np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance)
 
@@ -222,7 +231,7 @@ def test_fill_mask(ask_one: Any, reference: Any) -> None:
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_zero_shot_classification(ask_one: Any, reference: Any, multi_label: bool) -> None:
     template = "This text is about {}."
-    texts = TEXTS[:12]
+    texts = [*TEXTS[:12], " \t\n "]
     with ask_one("hypotheses") as client:
         for labels in (LABELS, LABELS[:1], ["a", "b", "c", "d", "e"]):
             got = client.classify_zero_shot(
@@ -318,7 +327,7 @@ BAD: list[tuple[str, dict[str, list[Any]], dict[str, Any], list[str]]] = [
     ("hypotheses", {"text": ["a"]}, {"labels": ","}, ["labels", "must name something"]),
     ("hypotheses", {"text": ["a"]}, {"labels": ",".join("abcdefg" * 5)}, ["1 texts x 35 labels"]),
     ("hypotheses", {"text": ["a"]}, {"hypothesis_template": "no place"}, ["{}"]),
-    ("hypotheses", {"text": [" "]}, {}, ["`text`", "not be empty"]),
+    ("hypotheses", {"text": [""]}, {}, ["`text`", "not be empty"]),
     ("hypotheses", {"text": ["a"]}, {"multi_label": 1}, ["multi_label", "true or false"]),
     ("images", {"image": [b"no image"]}, {}, ["image"]),
     ("images", {"image": [b""]}, {}, ["image"]),

@@ -30,6 +30,7 @@ class Served(NamedTuple):
     url: str
     log: Path
     text: Path
+    operator_headers: dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, cores: Path) -> Iterator[Se
         backend_directory=served_engines.write_fakes(base / "backends"),
         log_file=text,
     ) as server:
-        yield Served(InferenceServerClient(server.grpc_url), server.grpc_url, log, text)
+        client = InferenceServerClient(server.grpc_url)
+        yield Served(client, server.grpc_url, log, text, server.operator_headers)
 
 
 @pytest.fixture(scope="module")
@@ -174,5 +176,5 @@ def test_types_pass_as_they_are(server: Served) -> None:
 @pytest.mark.parametrize("name", cases.REFUSED)
 def test_what_the_native_backend_refuses_does_not_load(name: str, server: Served) -> None:
     with pytest.raises(InferenceServerException) as refusal:
-        server.client.load_model(name)
+        server.client.load_model(name, headers=server.operator_headers)
     assert cases.REFUSED[name].message in refusal.value.message()

@@ -141,6 +141,16 @@ def test_a_tuning_is_printed() -> None:
         assert wanted in text, wanted
 
 
+def test_what_is_no_difference_is_no_gain() -> None:
+    one = trial(1, "no difference", score=112.0, against=100.0, says="+3.0% ± 9.0% in 5 rounds")
+    result = tuned(trials=(one,), baseline=SAME, winner=SAME)
+    console = Console(file=io.StringIO(), width=100)
+    print_tuned(console, result)
+    for text in (assert_fits(console), tune_page(result)):
+        assert "+12" not in text
+        assert "no difference" in text
+
+
 def at(rate: float, p99: float, **changes: Any) -> Point:
     one = measurement(4, throughput_per_s=rate, p99_us=p99, **changes)
     return Point("p", Load("concurrency", rate), (one,))

@@ -350,6 +350,44 @@ def test_time_that_is_up_ends_the_search_and_keeps_the_best(cache: TrialCache) -
     assert search.stopped == "the time was up"
 
 
+def test_no_round_is_begun_that_cannot_end_in_time(cache: TrialCache) -> None:
+    now = 0.0
+
+    class Slow(Surface):
+        def begin(self, present: Setting) -> tuple[Any, Scored]:
+            nonlocal now
+            now += 10
+            return super().begin(present)
+
+        def round(self) -> tuple[Scored, Scored]:
+            nonlocal now
+            now += 20
+            return super().round()
+
+    def clock() -> float:
+        return now
+
+    for end in (90, 150, 200, 400):
+        now = 0.0
+        cache.clear()
+        contest = Slow(good, noise=0.05)
+        search = Search(
+            contest,
+            cache,
+            deadline=0.65 * end,
+            end=end,
+            cores=2,
+            limit_us=None,
+            progress=lambda _stage, _line: None,
+            clock=clock,
+        )
+        search.run(Setting())
+        assert search.trials
+        assert search.stopped == "the time was up"
+        # The first trial has two rounds where they fit; what is left is for the comparison.
+        assert now <= max(end - 60, 30), (end, now)
+
+
 def test_what_was_tuned_before_is_the_first_trial(cache: TrialCache) -> None:
     known = Setting({"serving.queue.max_delay_us": 4000, "core.token_budget": 256})
     search = searched(Surface(good), cache, known=known)

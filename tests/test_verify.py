@@ -90,14 +90,14 @@ def url(base: Path) -> Iterator[str]:
         yield server.grpc_url
 
 
-def prepared(folder: Path, *overrides: str) -> PipelineInputs:
+def inputs_of(folder: Path, *overrides: str) -> PipelineInputs:
     return read_inputs(load_spec(folder, overrides), quiet)
 
 
 def verify(
     folder: Path, repository: Path, *overrides: str, url: str | None = None, clients: int = 16
 ) -> Verification:
-    inputs = prepared(folder, *overrides)
+    inputs = inputs_of(folder, *overrides)
     server = endpoint.served(repository, inputs.plan.spec.name, url, quiet)
     return verify_pipeline(inputs, repository, server, quiet, clients=clients, timeout_s=30.0)
 
@@ -168,7 +168,8 @@ def test_what_the_spec_refuses_is_refused(base: Path, url: str) -> None:
 
 def test_hooks_are_applied_once_and_what_they_hide_is_said(base: Path, url: str) -> None:
     result = verify(base / "p/hooked", base / "r", url=url)
-    assert result.edge_rows == len(EDGE_TEXTS) + 3  # with those about the limit
+    # With those about the limit, and [PAD], [UNK], [CLS], [SEP] and [MASK].
+    assert result.edge_rows == len(EDGE_TEXTS) + 3 + 5
     shown = {row.got for row in result.found.worst}
     assert all(got.startswith("label: ") and got[7:9].isupper() for got in shown), shown
     own = verify(base / "p/own", base / "r", url=url)
@@ -231,7 +232,7 @@ def test_another_task_under_the_name_is_a_mistake(base: Path, url: str, tmp_path
 
 def test_late_answers_are_a_mistake(base: Path, url: str) -> None:
     server = endpoint.served(base / "r", "topics", url, quiet)
-    inputs = prepared(base / "p/topics")
+    inputs = inputs_of(base / "p/topics")
     with pytest.raises(UserError, match="must answer requests within 1e-05 s"):
         verify_pipeline(inputs, base / "r", server, quiet, clients=2, timeout_s=1e-5)
 
@@ -252,7 +253,7 @@ def test_a_server_that_dies_meanwhile_is_named(
 
     monkeypatch.setattr(endpoint, "Server", Watched)
     server = endpoint.served(base / "r", "topics", None, quiet)
-    inputs = prepared(base / "p/topics")
+    inputs = inputs_of(base / "p/topics")
     with pytest.raises(ServerError, match="SIGKILL"):
         verify_pipeline(inputs, base / "r", server, kill, clients=16, timeout_s=30.0)
 

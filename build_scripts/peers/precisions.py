@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peers.model import CACHE, PIPELINE, build
+from triptych.cache import sha256_of
 from triptych.gate.cached import Gate
 from triptych.graph.files import MODEL_FILE
 from triptych.pipeline.precisions import Precision
@@ -66,10 +67,10 @@ class Row:
 def main() -> int:
     """Build, run, compare, print; 1 where a precision fails its gate, or is wrong on the device."""
     options = _parse()
-    prepared = read_inputs(load_spec(PIPELINE), lambda stage, line: None)
-    plan = prepared.plan
+    inputs = read_inputs(load_spec(PIPELINE), lambda stage, line: None)
+    plan = inputs.plan
     # Made-up rows have a limit of their own, in the gate.
-    samples = [row for request in prepared.requests if not request.edge for row in request.rows]
+    samples = [row for request in inputs.requests if not request.edge for row in request.rows]
 
     def feeds(size: int) -> list[Feed]:
         return [
@@ -82,8 +83,8 @@ def main() -> int:
             for start in range(0, len(samples), size)
         ]
 
-    cores = {precision: _core(prepared, precision) for precision in options.precisions}
-    wanted = _vectors(_session(_source(prepared)[0], CPU), feeds(BATCHES[-1]))
+    cores = {precision: _core(inputs, precision) for precision in options.precisions}
+    wanted = _vectors(_session(_source(inputs)[0], CPU), feeds(BATCHES[-1]))
     sessions, faults = {}, {}
     for precision, core in cores.items():
         try:
@@ -118,20 +119,21 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _source(prepared: PipelineInputs) -> tuple[Path, str]:
+def _source(inputs: PipelineInputs) -> tuple[Path, str]:
     """The fp32 core and its key."""
     repository = build(CACHE / "precisions")
     lock = read_lock(repository, PIPELINE.name)
-    return repository / prepared.plan.step("core") / "1" / MODEL_FILE, lock.source_key
+    return repository / inputs.plan.step("core") / "1" / MODEL_FILE, lock.source_key
 
 
-def _core(prepared: PipelineInputs, precision: Precision) -> Lowered:
+def _core(inputs: PipelineInputs, precision: Precision) -> Lowered:
     """The core with as few layers kept as its gate allows, whatever could serve it."""
-    file, key = _source(prepared)
-    gate = Gate(prepared, precision, _tell)
+    file, key = _source(inputs)
+    gate = Gate(inputs, precision, _tell)
     if precision == "fp32":
-        return Lowered(file, key, gate.run(file, key), Conversion(()))
-    return lower(prepared, file, key, gate, _tell)
+        files = {file.name: sha256_of(file)}
+        return Lowered(file, key, gate.run(file, files), Conversion(()), files)
+    return lower(inputs, file, key, gate, _tell)
 
 
 def _tell(stage: str, line: str) -> None:

@@ -20,7 +20,7 @@ from peers.images import photographs
 from peers.model import CACHE, PIPELINE
 from peers.zoo import EXHIBITS, Exhibit, requests_of, write_model
 from triptych.bench import perf_analyzer
-from triptych.build import build
+from triptych.building import build
 from triptych.client import Client
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import read_traffic

@@ -1,14 +1,38 @@
-"""What a command tells its caller: a user's mistake, a finding of a check, progress."""
+"""What a command tells its caller: a user's mistake, a finding of a check, progress, inert."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import unicodedata
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
 Progress = Callable[[str, str], None]
 """Called with the name of a stage and what became of it."""
+
+_JOINERS = {"\u200c", "\u200d"}  # part of Persian and Indic spelling, and of emoji
+_UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
+
+
+def is_unseen(character: str) -> bool:
+    """Whether a character is a command or shows nothing."""
+    return character not in _JOINERS and unicodedata.category(character) in _UNSEEN
+
+
+def inert(text: str) -> str:
+    """`text` for a terminal: lines as they are, what it would obey or not show spelled out."""
+    return "".join(
+        f"[U+{ord(character):04X}]" if is_unseen(character) and character != "\n" else character
+        for character in text
+    )
+
+
+def closest(given: str, known: Iterable[str]) -> str:
+    """``Did you mean `…`? `` for a remedy, where one of `known` is like `given`; else nothing."""
+    found = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
+    return f"Did you mean `{found[0]}`? " if found else ""
 
 
 class UserError(Exception):

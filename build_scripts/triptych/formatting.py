@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import unicodedata
 from html import escape
 from itertools import groupby
 from math import floor, log10
 from typing import Any
 
 from markupsafe import Markup
+
+from triptych.errors import is_unseen
 
 NOTHING = "\N{EM DASH}"
 MINUS = "\N{MINUS SIGN}"
@@ -18,8 +19,6 @@ LONGEST_TEXT = 240
 
 _LARGEST = 1e300
 _NAMED = {"\n": "↵", "\r": "␍", "\t": "⇥"}
-_JOINERS = {"\u200c", "\u200d"}  # part of Persian and Indic spelling, and of emoji
-_UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -144,7 +143,7 @@ def _spelled(text: str, form: str) -> Markup:
     parts = []
     for character, run in groupby(text):
         times = len(list(run))
-        if character in _JOINERS or unicodedata.category(character) not in _UNSEEN:
+        if not is_unseen(character):
             parts.append(escape(character) * times)
             continue
         mark = _NAMED.get(character, f"U+{ord(character):04X}")

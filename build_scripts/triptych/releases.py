@@ -39,6 +39,10 @@ class Since:
 OLDEST = Release(24, 10)
 """The oldest release that is supported, the embedded server's."""
 
+CANCELS_SAFELY = Release(25, 4)
+"""From here on the server outlives gRPC clients that cancel much: 24.12 mends the common case
+(server issue 7368, pull 7840), this one a rarer race (issue 8034, pull 8078)."""
+
 # Release -> Triton version, from the tags of the server repository (`TRITON_VERSION`).
 TRITON_VERSIONS: dict[Release, str] = {
     Release(24, 10): "2.51.0",
@@ -134,6 +138,16 @@ def parse_release(text: str) -> Release:
         "must be a Triton release as in its image tag, YY.MM",
         given=text,
         remedy="Write for example 24.10, or 26.08 for the image tritonserver:26.08-py3",
+    )
+
+
+def risk_of(release: Release) -> str | None:
+    """What may end a server of this release without any fault of a pipeline, in one sentence."""
+    if release >= CANCELS_SAFELY:
+        return None
+    return (
+        f"Triton {release} may end (SIGSEGV, SIGABRT) when many gRPC clients give up within "
+        f"milliseconds, as any before {CANCELS_SAFELY}"
     )
 
 

@@ -47,8 +47,8 @@ FIRST_SEGMENT = Tensor("first_segment", "INT32", (1,))
 CARRY = Tensor("carry", "BYTES", (1,))
 """Goes past the core from preprocess to postprocess, a row each: see `runtime.carry`."""
 
-TICKET = Tensor("ticket", "INT64", (1,))
-"""Goes past the core from preprocess to postprocess: see `runtime.admission`."""
+TICKET = Tensor("ticket", "INT64", (4,))
+"""Goes past the core from preprocess to postprocess: see `runtime.in_flight`."""
 
 ROW_STRIDE = Tensor("row_stride", "INT32", ())
 """Packed only, made by the server: places each row occupies in `input_ids`, pads included."""

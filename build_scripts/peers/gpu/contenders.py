@@ -53,7 +53,7 @@ def engine(name: str, runner: EngineRunner, plan: Plan) -> Contender:
 
 def torch_model(
     name: str,
-    prepared: PipelineInputs,
+    inputs: PipelineInputs,
     *,
     device: str,
     precision: TorchType,
@@ -63,7 +63,7 @@ def torch_model(
 
     Args:
         name: in tables.
-        prepared: the pipeline.
+        inputs: the pipeline.
         device: of PyTorch.
         precision: of weights and activations.
         compiled: by `torch.compile`, for all shapes.
@@ -73,9 +73,9 @@ def torch_model(
     """
     torch: Any = importlib.import_module("torch")
     heads: Any = importlib.import_module("triptych.export.heads")
-    facts, folder = prepared.plan.facts, prepared.model_folder
+    facts, folder = inputs.plan.facts, inputs.model_folder
     kind = torch.float32 if precision == "fp32" else torch.float16
-    encoder = load_model(folder, prepared.plan.core.auto_class).to(device, kind)
+    encoder = load_model(folder, inputs.plan.core.auto_class).to(device, kind)
     head = heads.SentenceHead(facts, folder).eval().to(device, kind)
 
     def forward(ids: Any, mask: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from peers.gpu.feeds import feeds_of
 from peers.gpu.subjects import Subject, write_pipeline
-from triptych.build import build
+from triptych.building import build
 from triptych.engine.engine_runner import EngineRunner
 from triptych.engine.stage import EngineFailure
 from triptych.engine.stage import build_engine as engine_stage
@@ -40,7 +40,7 @@ class Built:
 
     Attributes:
         subject: what it is.
-        prepared: its plan and rows, in the layout that it was built in.
+        inputs: its plan and rows, in the layout that it was built in.
         repository: it is in.
         graph_failures: of the gate of the ONNX graph on the CPU.
         engine: the lock's record of the engine; None until it is built.
@@ -48,7 +48,7 @@ class Built:
     """
 
     subject: Subject
-    prepared: PipelineInputs
+    inputs: PipelineInputs
     repository: Path
     graph_failures: tuple[str, ...]
     engine: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class Built:
     @property
     def plan(self) -> Plan:
         """Of the pipeline."""
-        return self.prepared.plan
+        return self.inputs.plan
 
     @property
     def graph(self) -> Path:
@@ -67,7 +67,7 @@ class Built:
     @property
     def rows(self) -> list[TokenRow]:
         """Rows of the traffic."""
-        real = [request for request in self.prepared.requests if not request.edge]
+        real = [request for request in self.inputs.requests if not request.edge]
         return [row for row in rows_of(real) if isinstance(row, TokenRow)]
 
 
@@ -86,16 +86,16 @@ def build_graph(subject: Subject, home: Path, progress: Progress, *, reuse: bool
     """
     repository = home / "repository"
     folder = write_pipeline(subject, home)
-    prepared = read_inputs(load_spec(folder), progress)
+    inputs = read_inputs(load_spec(folder), progress)
     if not reuse:
         with suppress(EngineFailure):  # the graph is there then, and `build_engine` tells
-            build(prepared, repository, progress, accept=ACCEPTED)
+            build(inputs, repository, progress, accept=ACCEPTED)
     lock = find_lock(repository, subject.name)
     if lock is None:
         raise LookupError(f"{repository} has no {subject.name}")
-    if lock.model_sha256 != prepared.plan.facts.sha256:
+    if lock.model_sha256 != inputs.plan.facts.sha256:
         raise LookupError(f"{subject.name} in {repository} was built of other weights")
-    built = prepared.as_built(repository)
+    built = inputs.as_built(repository)
     return Built(subject, built, repository, lock.gate.failures)
 
 
@@ -137,19 +137,19 @@ def check_parity(built: Built) -> None:
     Raises:
         EngineError: the GPU refuses the engine.
     """
-    prepared, plan = built.prepared, built.plan
+    inputs, plan = built.inputs, built.plan
     precision = built.subject.precision
     with open_runner(built, graphs=True) as runner:
         result = check(
             run_batch(runner, plan),
-            prepared.requests,
-            reference_of(prepared, rows_of(prepared.requests)),
+            inputs.requests,
+            reference_of(inputs, rows_of(inputs.requests), lambda _stage, _line: None),
             plan.core,
-            limits_of(prepared, precision),
+            limits_of(inputs, precision),
             metrics=metrics_of(plan.task),
             precision=precision,
             batch_size=plan.max_batch_size,
-            decoding=decoding_of(prepared),
+            decoding=decoding_of(inputs),
         )
     built.parity = result.as_dict()
 

@@ -211,7 +211,7 @@ class _Bench:
 
     def _others(self, model: Model, every: Sequence[Built]) -> list[Contender]:
         """PyTorch in both types, eager and compiled, and ONNX Runtime on the bucketed graphs."""
-        prepared = every[0].prepared
+        inputs = every[0].inputs
 
         def in_torch(kind: str, *, compiled: bool) -> list[Contender]:
             opened: list[Contender] = []
@@ -220,7 +220,7 @@ class _Bench:
                 make = partial(
                     contenders.torch_model,
                     name,
-                    prepared,
+                    inputs,
                     device=self.seams.device,
                     precision=precision,
                     compiled=compiled,
@@ -278,7 +278,7 @@ class _Bench:
                     names,
                     built.repository,
                     subject.name,
-                    built.prepared.traffic,
+                    built.inputs.traffic,
                     rounds=self.options.rounds,
                     seconds=self.options.served_seconds,
                     budget=budget.share(1 / (len(wanted) - number)),

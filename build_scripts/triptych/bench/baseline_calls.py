@@ -55,23 +55,23 @@ class BaselineWork:
     requests: tuple[Request, ...]  # the traffic, after the pipeline's own `hooks.before`
 
 
-def work_of(prepared: PipelineInputs, core_file: Path) -> BaselineWork:
+def work_of(inputs: PipelineInputs, core_file: Path) -> BaselineWork:
     """What the baselines of a pipeline work on.
 
     Args:
-        prepared: the pipeline.
+        inputs: the pipeline.
         core_file: its ``model.onnx``, in fp32 and in the plan's layout.
     """
-    plan = prepared.plan
+    plan = inputs.plan
     names = [tensor.name for tensor in plan.task.inputs]
     images = [tensor.name for tensor in plan.task.inputs if tensor.content == "image"]
-    requests = [dict(request) for request in prepared.traffic]
+    requests = [dict(request) for request in inputs.traffic]
     before = find_hook(plan.spec.folder, "before")
     if before is not None:
         requests = call_before(before, requests, names, encoded=images)
     return BaselineWork(
-        model_folder=prepared.model_folder.resolve(),
-        tokenizer_folder=prepared.tokenizer_folder.resolve(),
+        model_folder=inputs.model_folder.resolve(),
+        tokenizer_folder=inputs.tokenizer_folder.resolve(),
         facts=plan.facts,
         core=plan.core,
         core_file=core_file.resolve(),

@@ -112,7 +112,7 @@ class Baselines:
     All run on the CPU, whatever the pipeline's core runs on.
 
     Args:
-        prepared: the pipeline; its `traffic` is what is sent.
+        inputs: the pipeline; its `traffic` is what is sent.
         core_file: the pipeline's ``model.onnx``, in fp32 and in the plan's layout.
         names: which of `ALL`.
         progress: told what became of each.
@@ -128,7 +128,7 @@ class Baselines:
 
     def __init__(
         self,
-        prepared: PipelineInputs,
+        inputs: PipelineInputs,
         core_file: Path,
         *,
         names: Sequence[str] = ALL,
@@ -139,7 +139,7 @@ class Baselines:
             if name not in ALL:
                 raise UserError("baseline", f"must be one of {', '.join(ALL)}", given=name)
         self._asked = tuple(dict.fromkeys(names))
-        self._prepared = prepared
+        self._inputs = inputs
         self._core_file = core_file
         self._progress = progress
         self._compile_limit_s = compile_limit_s
@@ -152,7 +152,7 @@ class Baselines:
         try:
             work_file = Path(self._scratch.name, "work.pickle")
             if self._asked:
-                write_work(work_of(self._prepared, self._core_file), work_file)
+                write_work(work_of(self._inputs, self._core_file), work_file)
             # One after the other: none takes the cores from another that compiles.
             for name in self._asked:
                 self._start(name, work_file)

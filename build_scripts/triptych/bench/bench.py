@@ -103,7 +103,7 @@ class Bench:
 
 
 def bench_pipeline(
-    prepared: PipelineInputs,
+    inputs: PipelineInputs,
     repository: Path,
     bench: Bench,
     progress: Progress,
@@ -114,7 +114,7 @@ def bench_pipeline(
     """Measure a built pipeline.
 
     Args:
-        prepared: the pipeline.
+        inputs: the pipeline.
         repository: folder of the models; its lock tells what was built.
         bench: what to measure.
         progress: told each measurement.
@@ -124,22 +124,22 @@ def bench_pipeline(
     Raises:
         UserError: nothing is built, or the server does not serve this pipeline (any more).
     """
-    prepared = prepared.as_built(repository)
-    name = prepared.plan.spec.name
+    inputs = inputs.as_built(repository)
+    name = inputs.plan.spec.name
     with ExitStack() as stack:
         endpoint = stack.enter_context(
             served(repository, name, url, progress, metrics_url=metrics_url)
         )
-        core = repository / prepared.plan.step("core") / "1" / "model.onnx"
+        core = repository / inputs.plan.step("core") / "1" / "model.onnx"
         names = ALL if bench.baselines else ()
-        baselines = stack.enter_context(Baselines(prepared, core, names=names, progress=progress))
+        baselines = stack.enter_context(Baselines(inputs, core, names=names, progress=progress))
         target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
-        points, others = _points(prepared, target, bench, baselines, progress)
+        points, others = _points(inputs, target, bench, baselines, progress)
         rate = None
         if bench.find_rate and bench.slo.limits_us:
             rate = highest_rate(
                 target,
-                prepared.traffic,
+                inputs.traffic,
                 bench.slo,
                 start_per_s=0.5 * max(point.median("throughput_per_s") for point in points),
                 seconds=bench.seconds,
@@ -147,7 +147,7 @@ def bench_pipeline(
                 progress=progress,
             )
     return BenchResult(
-        subject=subject_of(prepared, repository, server="embedded" if url is None else url),
+        subject=subject_of(inputs, repository, server="embedded" if url is None else url),
         points=points,
         baselines=others,
         slo=bench.slo,
@@ -166,7 +166,7 @@ def sustained(points: Sequence[Point], slo: Slo, rate: RateSearch | None) -> flo
 
 
 def _points(
-    prepared: PipelineInputs,
+    inputs: PipelineInputs,
     target: Target,
     bench: Bench,
     baselines: Baselines,
@@ -181,7 +181,7 @@ def _points(
             if contender == target.pipeline:
                 warm = WARM_UP_REQUESTS if not found[contender, load] else 0
                 one = measure(
-                    target, prepared.traffic, load, seconds=bench.seconds, warmup_requests=warm
+                    target, inputs.traffic, load, seconds=bench.seconds, warmup_requests=warm
                 )
             elif contender in baselines.names:
                 try:
@@ -219,7 +219,7 @@ def _rounds(
 
 
 def subject_of(
-    prepared: PipelineInputs,
+    inputs: PipelineInputs,
     repository: Path,
     *,
     server: str,
@@ -228,12 +228,12 @@ def subject_of(
     """What is measured, and on what.
 
     Args:
-        prepared: the pipeline.
+        inputs: the pipeline.
         repository: its lock tells what was really built.
         server: where it is served.
         overrides: of the spec; None takes those of ``tuned.yaml``.
     """
-    plan = prepared.plan
+    plan = inputs.plan
     lock = find_lock(repository, plan.spec.name)
     lengths = plan.lengths.counts if plan.lengths is not None else {}
     return Subject(
@@ -247,7 +247,7 @@ def subject_of(
         machine=machine(),
         versions=versions_of(*SERVED_BY),
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        requests=len(prepared.traffic),
+        requests=len(inputs.traffic),
         lengths=dict(lengths),
         padding=plan.padding_share,
     )

@@ -12,7 +12,6 @@ import re
 import signal
 import struct
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Literal
 from triptych.bench.perf_binary import find_perf_analyzer
 from triptych.bench.perf_output import PERCENTILE, LoadResult, read_export, read_report
 from triptych.errors import UserError
+from triptych.files import scratch_folder
 
 __all__ = ["Distribution", "LoadError", "LoadResult", "Request", "run"]
 
@@ -113,8 +113,7 @@ def run(
     if http_path is not None:  # of its kinds of service, OpenAI's is the one that posts any JSON
         service = ["--service-kind=openai", f"--endpoint={http_path}"]
         rows = [{"payload": [json.loads(str(request))]} for request in requests]
-    with tempfile.TemporaryDirectory(prefix="triptych-load-") as name:
-        scratch = Path(name)
+    with scratch_folder("triptych-load-") as scratch:
         data, report, times = (scratch / name for name in ("data.json", "report.csv", "times.json"))
         data.write_text(json.dumps({"data": rows}), encoding="ascii")
         command = [

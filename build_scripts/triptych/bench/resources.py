@@ -238,10 +238,15 @@ def model_of(instance: str) -> str:
 
 def _wait_s(pid: int) -> float:
     """Seconds its threads were ready to run and did not (Linux: sched-stats.rst)."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:  # it has ended
+        return 0.0
     waited_ns = 0
-    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+    for thread in threads:
         try:
-            waited_ns += int(file.read_text(encoding="ascii").split()[1])
+            counts = (thread / "schedstat").read_text(encoding="ascii")
+            waited_ns += int(counts.split()[1])
         except (OSError, IndexError):  # a thread that ended, or a kernel that does not count
             continue
     return waited_ns / 1e9

@@ -6,22 +6,40 @@ else is a bug.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 
-from triptych.cli import engines, pipelines, serving, tuning  # noqa: F401  (their verbs, in this order)
+from triptych.cli import (  # noqa: F401  (their verbs)
+    asking,
+    dev,
+    engines,
+    pipelines,
+    serving,
+    tuning,
+)
 from triptych.cli.options import EXIT_MISTAKE, app, status
 from triptych.errors import UserError
+
+ORDER = [
+    *("new", "test", "inspect", "build", "dev", "engine", "lint"),
+    *("serve", "infer", "verify", "bench", "tune", "doctor"),
+]
+"""Of the verbs in the help: as one comes to use them."""
+app.registered_commands.sort(key=lambda verb: ORDER.index(verb.callback.__name__))  # type: ignore[union-attr]
 
 __all__ = ["app", "main"]
 
 
 def main() -> None:
     """Entry point of the ``triptych`` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except UserError as error:
         if "--json" in sys.argv:
-            print(json.dumps({"error": error.as_dict()}, ensure_ascii=False))
+            print(json.dumps({"error": error.as_dict()}))
         status.print(f"error: {error.message}", style="red", markup=False)
         sys.exit(EXIT_MISTAKE)

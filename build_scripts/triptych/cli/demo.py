@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from triptych.cli.tables import Terminal
 from triptych.client import Client
 from triptych.server.server import Server
 
@@ -32,7 +32,7 @@ QUESTIONS = (
 
 def main(repository: Path, pipeline: str) -> None:
     """Serve `repository`, ask `pipeline` for the nearest sentence of each question, and print."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
     started = time.monotonic()
     with Server(repository) as server, Client(pipeline, server.grpc_url) as client:
         console.print(

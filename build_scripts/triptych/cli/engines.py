@@ -19,7 +19,7 @@ from triptych.cli.shown import print_failed_gate
 
 @app.command()
 def engine(names: Names, repository: Repository = REPOSITORY, as_json: Json = False) -> None:
-    """Build the TensorRT engines of built pipelines, on this GPU; checked before they count."""
+    """Build TensorRT engines on this GPU, checked before they count."""
     from triptych.engine.stage import EngineFailure, build_engine
 
     results = []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
+from triptych.api import verbs
+from triptych.cli.tables import Terminal
 from triptych.errors import UserError
 
 EXIT_FINDINGS = 1
@@ -23,9 +25,29 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"triptych {version('triptych')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 # Progress and errors go to stderr, results to stdout: `--json` output stays parseable.
-status = Console(stderr=True, highlight=False, soft_wrap=True)
-output = Console(highlight=False, soft_wrap=True)
+status = Terminal(stderr=True, highlight=False, soft_wrap=True)
+output = Terminal(highlight=False, soft_wrap=True)
 
 Name = Annotated[str, typer.Argument(help="Pipeline: the name of its folder.")]
 Names = Annotated[list[str], typer.Argument(help="Pipelines: the names of their folders.")]
@@ -38,9 +60,11 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the spec."),
 ]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")]
+LoadTimeout = Annotated[float, typer.Option(help="Time the models may take to load.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-PIPELINES = Path("pipelines")
-REPOSITORY = Path("model_repository")
+PIPELINES = verbs.PIPELINES
+REPOSITORY = verbs.REPOSITORY
 REPORTS = Path("reports")
 
 
@@ -77,5 +101,5 @@ def fail(as_json: bool, result: dict[str, Any], message: str) -> NoReturn:
 
 
 def print_json(value: Any) -> None:
-    """Print a result on stdout."""
-    print(json.dumps(value, ensure_ascii=False, indent=2))
+    """Print a result on stdout, in ASCII: nothing in it is a command to a terminal."""
+    print(json.dumps(value, indent=2))

@@ -29,6 +29,7 @@ from triptych.cli.options import (
 )
 from triptych.cli.shown import print_built, print_failed_gate, print_finding, print_tree
 from triptych.errors import UserError
+from triptych.pipeline.scaffold import tasks
 
 if TYPE_CHECKING:
     from triptych.plan.plan import Plan
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 @app.command()
 def new(
     name: Name,
-    task: Annotated[str, typer.Option("--task", help="What the pipeline does.")],
+    task: Annotated[
+        str | None, typer.Option("--task", help=f"What the pipeline does: {', '.join(tasks())}.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Hub id, package:… or folder; else an example.")
     ] = None,
@@ -48,7 +51,7 @@ def new(
     pipelines: Pipelines = PIPELINES,
     as_json: Json = False,
 ) -> None:
-    """Write the folder of a new pipeline, ready to edit. Never overwrites."""
+    """Write a new pipeline's folder, ready to edit; never overwrites."""
     from triptych.pipeline.scaffold import scaffold
 
     made = scaffold(name, task=task, model=model, with_hooks=hooks, pipelines=pipelines)
@@ -69,7 +72,10 @@ def test(  # a verb, not a test
     pipelines: Pipelines = PIPELINES,  # noqa: PT028
     as_json: Json = False,  # noqa: PT028
 ) -> None:
-    """Check a pipeline's spec, traffic and hooks, and run its tests: no server, no model."""
+    """Check spec, traffic and hooks, and run its tests.
+
+    It takes seconds: no server is started, no model is read.
+    """
     from triptych.requests.hook_tests import check_pipeline
 
     checks = check_pipeline(pipelines / name)
@@ -88,7 +94,7 @@ def test(  # a verb, not a test
 def inspect(
     name: Name, pipelines: Pipelines = PIPELINES, overrides: Overrides = None, as_json: Json = False
 ) -> None:
-    """Print the plan of a pipeline: models, shapes, limits and why. Writes nothing."""
+    """Print the plan: models, shapes, limits and why; writes nothing."""
     from triptych.cache import cache_root
     from triptych.cli.describe import describe_plan
     from triptych.pipeline.spec import load_spec
@@ -121,8 +127,11 @@ def build(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Build pipelines into the model repository; nothing is written unless every check passed."""
-    from triptych.build import build as build_pipeline
+    """Export, check against the original model, write the repository.
+
+    Nothing is written unless every check passed.
+    """
+    from triptych.building import build as build_pipeline
     from triptych.engine.stage import EngineFailure
     from triptych.gate.cached import GateFailure
     from triptych.lint.rendered import LintFailure
@@ -194,7 +203,7 @@ def lint(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a model repository without a server: wiring, shapes, files, versions."""
+    """Check a repository without a server: wiring, shapes, versions."""
     from triptych.lint import OLDEST, run_checks
 
     if not repository.is_dir():

@@ -1,4 +1,4 @@
-"""Verbs around a server: serve, infer, verify, doctor."""
+"""Verbs around a server: serve, verify, doctor."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from triptych.cli.options import (
     PIPELINES,
     REPOSITORY,
     Json,
+    LoadTimeout,
     Name,
     Overrides,
     Pipelines,
+    Port,
     Repository,
-    RepositoryArgument,
     app,
     output,
     print_json,
     progress,
     status,
 )
+from triptych.cli.running import run, warn
 from triptych.cli.shown import print_finding
 from triptych.errors import UserError
 
 
 @app.command()
 def serve(
-    repository: RepositoryArgument = REPOSITORY,
+    repository: Annotated[
+        Path, typer.Argument(help="Folder of the model repository, or one pipeline of it alone.")
+    ] = REPOSITORY,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")] = 8001,
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")] = 8000,
-    metrics_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="0 picks a free port.")
-    ] = 8002,
-    timeout_s: Annotated[float, typer.Option(help="Time the models may take to load.")] = 120.0,
+    grpc_port: Port = 8001,
+    http_port: Port = 8000,
+    metrics_port: Port = 8002,
+    timeout_s: LoadTimeout = 120.0,
     log_file: Annotated[Path | None, typer.Option(help="Where the server's log goes.")] = None,
     profile: Annotated[
         Literal["development", "production"],
@@ -45,29 +47,36 @@ def serve(
     ] = "development",
     as_json: Json = False,
 ) -> None:
-    """Serve a model repository with a real tritonserver until interrupted."""
-    from triptych.repository.store import locked
+    """Run a real tritonserver on what is built, until interrupted."""
+    from triptych.repository.store import complete
+    from triptych.server.exchange import Exchange
+    from triptych.server.ports import is_loopback
     from triptych.server.production import check_and_make_flags
     from triptych.server.server import Server
-    from triptych.server.wait import serve_until_asked
 
-    if not repository.is_dir() or not any(repository.glob("*/config.pbtxt")):
-        raise UserError(
-            "repository",
-            "must be a folder with models",
-            given=repository,
-            remedy="Run `triptych build NAME` first",
+    repository, models = _what_to_serve(repository)
+    if not is_loopback(host):
+        warn(
+            f"{host} is reached from other machines, and Triton asks nobody who they are: "
+            "keep it behind a gateway that does (docker/README.md)"
         )
-    with locked(repository):  # completes what a killed build left
-        pass
+    complete(repository)
     server = Server(
         repository,
+        models=models,
         host=host,
         grpc_port=grpc_port,
         http_port=http_port,
         metrics_port=metrics_port,
         log_file=log_file,
-        extra_args=check_and_make_flags(repository) if profile == "production" else (),
+        exchanges=profile == "development",
+        production_flags=check_and_make_flags(repository, production=profile == "production"),
+    )
+    exchange = Exchange(
+        server,
+        on_exchange=lambda line: status.print(line, style="green", markup=False),
+        on_problem=warn,
+        production=profile == "production",
     )
 
     def announce() -> None:
@@ -83,60 +92,25 @@ def serve(
         for kind, endpoint in endpoints.items():
             output.print(f"  {kind:8} {endpoint}", markup=False)
 
-    name = serve_until_asked(
-        server,
-        timeout_s=timeout_s,
-        on_progress=lambda line: progress("load", line),
-        on_ready=announce,
+    run(server, announce, timeout_s=timeout_s, meanwhile=exchange.look)
+
+
+def _what_to_serve(named: Path) -> tuple[Path, list[str]]:
+    """The repository and, where a pipeline of it was named, that one's name."""
+    from triptych.repository.config import CONFIG_FILE
+    from triptych.repository.lock import LOCK_FILE
+
+    if named.is_dir() and any(named.glob(f"*/{CONFIG_FILE}")):
+        return named, []
+    if named.name == str(named) and (REPOSITORY / named / CONFIG_FILE).is_file():
+        return REPOSITORY, [named.name]
+    built = sorted(path.parent.name for path in REPOSITORY.glob(f"*/{LOCK_FILE}"))
+    raise UserError(
+        "repository",
+        "must be a folder with models, or a pipeline that is built",
+        given=named,
+        remedy=f"Run `triptych build NAME` first; built are: {', '.join(built) or 'none'}",
     )
-    status.print(f"stopped ({name})", markup=False)
-
-
-@app.command()
-def infer(
-    name: Name,
-    text: Annotated[
-        list[str] | None, typer.Option("--text", "-t", help="A text; may be repeated.")
-    ] = None,
-    text_pair: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--text-pair", help="What goes with the text: a context, a passage; may be repeated."
-        ),
-    ] = None,
-    image: Annotated[
-        list[Path] | None, typer.Option("--image", help="An image file; may be repeated.")
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file", "-f", help="A file with one text a line, or .jsonl with the inputs by name."
-        ),
-    ] = None,
-    url: Annotated[str, typer.Option(help="gRPC endpoint.")] = "127.0.0.1:8001",
-    parameters: Annotated[
-        list[str] | None,
-        typer.Option("--parameter", "-p", metavar="KEY=VALUE", help="For the request."),
-    ] = None,
-    timeout_s: Annotated[float, typer.Option(help="Deadline.")] = 30.0,
-    as_json: Json = False,
-) -> None:
-    """Send texts or images to a served pipeline and print what comes back.
-
-    Of --text and --text-pair one may be given once: it then goes with each of the other.
-    """
-    from triptych.client.infer import ask, describe_answer, parse_parameters, read_questions
-
-    questions = read_questions(text or (), text_pair or (), image or (), file)
-    asked = parse_parameters(parameters or ())
-    answers = ask(name, questions, url=url, parameters=asked, timeout_s=timeout_s)
-    if as_json:
-        print_json(answers)
-        return
-    for question, answer in zip(questions, answers, strict=True):
-        output.print(f"{question.shown!r:.70}", style="bold", markup=False)
-        for line in describe_answer(answer):
-            output.print(f"  {line}", markup=False)
 
 
 @app.command()
@@ -153,7 +127,7 @@ def verify(
     timeout_s: Annotated[float, typer.Option(min=0.001, help="Deadline of each request.")] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Run the accuracy gate again, through the served pipeline, on any Triton."""
+    """Run the accuracy gate again, through any server."""
     from triptych.gate.verify import describe_verification, verify_pipeline
     from triptych.pipeline.spec import load_spec
     from triptych.requests.inputs import read_inputs
@@ -161,9 +135,9 @@ def verify(
 
     if url is None:
         check_built(repository, name)
-    prepared = read_inputs(load_spec(pipelines / name, overrides or ()), progress)
+    inputs = read_inputs(load_spec(pipelines / name, overrides or ()), progress)
     result = verify_pipeline(
-        prepared,
+        inputs,
         repository,
         served(repository, name, url, progress),
         progress,
@@ -185,7 +159,7 @@ def doctor(
     metrics_port: Annotated[int, typer.Option(help="Port that serve will use.")] = 8002,
     as_json: Json = False,
 ) -> None:
-    """Say what works on this machine, what does not, and what to do about it."""
+    """Say what works on this machine, and how to mend the rest."""
     from triptych.server.doctor import examine
 
     findings = [

@@ -12,7 +12,7 @@ from triptych.cli.tables import print_table, say
 from triptych.repository.records import Candidate, Conversion, GateResult
 
 if TYPE_CHECKING:
-    from triptych.build import Built
+    from triptych.building import Built
 
 
 def print_finding(console: Console, finding: Mapping[str, str]) -> None:
@@ -96,9 +96,12 @@ def _print_kept(console: Console, conversion: Conversion) -> None:
 
 def print_failed_gate(console: Console, gate: GateResult) -> None:
     """What of a gate (or of its plain data) failed, and the rows furthest from the reference."""
+    probe = () if gate.probe is None else gate.probe.verdicts
+    named = [(verdict.metric, verdict) for verdict in gate.verdicts]
+    named += [(f"{verdict.metric}, outside your traffic", verdict) for verdict in probe]
     failed = [
-        (verdict.metric, _number(verdict.value), _number(verdict.limit))
-        for verdict in gate.verdicts
+        (name, _number(verdict.value), _number(verdict.limit))
+        for name, verdict in named
         if not verdict.passed
     ]
     columns = ["metric", "measured", "limit"]
@@ -107,7 +110,7 @@ def print_failed_gate(console: Console, gate: GateResult) -> None:
         say(console, f"  {failure}")
     worst = [
         (row.shown, _number(row.badness), _number(row.difference), row.wanted, row.got)
-        for row in gate.worst
+        for row in (*gate.worst, *(() if gate.probe is None else gate.probe.worst))
     ]
     columns = ["row", "wrong by", "differs by", "reference", "artifact"]
     print_table(console, "Worst rows", columns, worst, text_columns=range(5))

@@ -10,7 +10,7 @@ from rich.text import Text
 from triptych.cli.bench_tables import print_cost
 from triptych.cli.tables import STYLES, print_table, say
 from triptych.formatting import rounded
-from triptych.report.tuning_report import change_of, grown
+from triptych.report.tuning_report import change_of, gained, grown
 from triptych.tune.results import TuneResult
 
 
@@ -27,7 +27,7 @@ def print_tuned(console: Console, result: TuneResult) -> None:
             _written(one.change),
             rounded(one.score),
             rounded(one.against),
-            grown(one.against, one.score),
+            gained(one),
             Text.assemble((one.verdict, STYLES.get(one.verdict, "")), f": {one.says}"),
         )
         for one in result.trials

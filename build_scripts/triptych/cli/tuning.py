@@ -100,7 +100,10 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a built pipeline under its own traffic: rates, latencies, where time goes, cost."""
+    """Measure rates, latencies, where time goes and cost.
+
+    The load is the pipeline's own traffic.
+    """
     if compare is not None:
         _compare(*compare, as_json=as_json)
         return
@@ -195,7 +198,10 @@ def tune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the numbers that serve best: queue delay, instances, batches; writes tuned.yaml."""
+    """Find the numbers that serve best and write tuned.yaml.
+
+    Tried are the queue's delay, instances, batches and more, each under load.
+    """
     from triptych.gate.cached import GateFailure
     from triptych.lint.rendered import LintFailure
 
@@ -260,9 +266,9 @@ def _check(
 
     if len(pages) > 2:
         raise UserError("--check", "must be given once or twice", given=f"{len(pages)} files")
-    prepared = read_inputs(load_spec(pipelines / name), progress).as_built(repository)
-    new = read_lengths(prepared, pages[-1], before=pages[0] if len(pages) > 1 else None)
-    drift = check_drift(prepared, new, measured=measured_in(reports / name), rate_per_s=rate_per_s)
+    inputs = read_inputs(load_spec(pipelines / name), progress).as_built(repository)
+    new = read_lengths(inputs, pages[-1], before=pages[0] if len(pages) > 1 else None)
+    drift = check_drift(inputs, new, measured=measured_in(reports / name), rate_per_s=rate_per_s)
     if as_json:
         print_json(drift.as_dict())
     else:

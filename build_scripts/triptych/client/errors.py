@@ -29,7 +29,24 @@ class InvalidRequest(InferenceError):
 
 
 class Overloaded(InferenceError):
-    """The pipeline has more work than its queue takes; later, or slower, it may answer."""
+    """The pipeline has more work than its queue takes; later, or slower, it may answer.
+
+    Attributes:
+        again_s: when the server expects to have room, in seconds; 0 where it did not say.
+    """
+
+    @property
+    def again_s(self) -> float:
+        said = _AGAIN.search(self.message)
+        return int(said[1]) / 1e3 if said else 0.0
+
+
+class NeighbourFailed(InferenceError):
+    """Another client's broken request failed all that were batched with it; sent again as it is.
+
+    Triton checks the lengths in a text input only when it hands a whole batch to a Python step.
+    The client's own lengths are right.
+    """
 
 
 class DeadlineExceeded(InferenceError):
@@ -69,10 +86,11 @@ _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
     ("UNAVAILABLE", "protocol is restricted", AccessDenied),
     ("UNAVAILABLE", "request for unknown model", PipelineNotReady),
     ("UNAVAILABLE", "is not ready", PipelineNotReady),
-    ("UNAVAILABLE", "server is stopping", PipelineNotReady),
+    ("UNAVAILABLE", "server is stopping", PipelineNotReady),  # `runtime.admission`
     ("UNAVAILABLE", "server exiting", PipelineNotReady),
     ("NOT_FOUND", "has no available versions", PipelineNotReady),
     ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequest),
+    ("INVALID_ARGUMENT", "incomplete string data", NeighbourFailed),
 )
 _CODES: dict[str, type[InferenceError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
@@ -94,6 +112,7 @@ _REMEDIES: dict[type[InferenceError], str] = {
     AccessDenied: "Give the header in `headers`",
     ServerUnreachable: "Check the address and `tls`, and that the server is running",
 }
+_AGAIN = re.compile(r"Try again in (\d+) ms")  # `runtime.admission`
 # What Triton puts before a step's own message.
 _PREFIX = re.compile(r"(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*(?:row (\d+): )?")
 

@@ -38,6 +38,7 @@ Result = TypeVar("Result")
 # one that forms meanwhile.
 _MAX_IN_FLIGHT = 8
 _KEEP_ALIVE = KeepAlive()
+_RETRY = Retry()
 
 
 class UnaryCall(NamedTuple):
@@ -64,7 +65,7 @@ class PipelineClient:
         timeout_s: float | None = 30.0,
         rows_per_request: int | None = None,
         max_in_flight: int = _MAX_IN_FLIGHT,
-        retry: Retry | None = None,
+        retry: Retry | None = _RETRY,
         keep_alive: KeepAlive | None = _KEEP_ALIVE,
         max_message_bytes: int = LARGEST_MESSAGE_BYTES,
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from numpy.typing import NDArray
 
 from triptych.errors import UserError
 from triptych.pipeline.traffic import PARAMETERS
@@ -22,6 +24,7 @@ PlainOutputs = Mapping[str, object]
 """Of one row by output, as JSON can say it."""
 
 _IMAGE = "image"
+_OF_COLUMNS = (".csv", ".tsv", ".parquet")
 _MOST_NUMBERS = 6
 
 
@@ -50,21 +53,16 @@ def read_questions(
     Raises:
         UserError: nothing at all, inputs that differ in number, or a file that cannot be read.
     """
-    columns: dict[str, list[str]] = {
-        "text": list(texts),
-        "text_pair": list(pairs),
-        _IMAGE: [str(path) for path in images],
-    }
-    if file is not None and file.suffix == ".jsonl":
-        for name, values in columns.items():
-            if len(values) > 1:
-                raise UserError(
-                    _option(name),
-                    "must be given at most once beside a .jsonl file",
-                    given=len(values),
-                    remedy="Write the rows into the file",
-                )
-        return _read_objects(file, {name: v[0] for name, v in columns.items() if v})
+    columns = _by_input(texts, pairs, images)
+    if file is not None and file.suffix.lower() in _OF_COLUMNS:
+        raise UserError(
+            "--out",
+            f"must be given beside a {file.suffix} file, for its rows and their answers",
+            given="nothing",
+            remedy=f"Write for example --out {file.stem}.answers{file.suffix}",
+        )
+    if file is not None and file.suffix.lower() == ".jsonl":
+        return _read_objects(file, _once(columns))
     if file is not None:
         columns["text"] += _read_text(file).removesuffix("\n").split("\n")
     columns = {name: values for name, values in columns.items() if values}
@@ -86,6 +84,36 @@ def read_questions(
     return [_question(dict(zip(columns, row, strict=True)), Path()) for row in rows]
 
 
+def read_constants(
+    texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path]
+) -> dict[str, str | bytes]:
+    """What ``--text``, ``--text-pair`` and ``--image`` say for every row of a file.
+
+    Raises:
+        UserError: one is given twice, or is an image that cannot be read.
+    """
+    return _question(_once(_by_input(texts, pairs, images)), Path()).inputs
+
+
+def _by_input(
+    texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path]
+) -> dict[str, list[str]]:
+    paths = [str(path) for path in images]
+    return {"text": list(texts), "text_pair": list(pairs), _IMAGE: paths}
+
+
+def _once(columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    for name, values in columns.items():
+        if len(values) > 1:
+            raise UserError(
+                _option(name),
+                "must be given at most once beside a file of rows",
+                given=len(values),
+                remedy="Write the rows into the file",
+            )
+    return {name: values[0] for name, values in columns.items() if values}
+
+
 def parse_parameters(pairs: Sequence[str]) -> dict[str, Parameter]:
     """``KEY=VALUE`` pairs as request parameters.
 
@@ -104,7 +132,7 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Parameter]:
                 value = yaml.load(text, yaml.BaseLoader)
         except ValueError:
             value = None
-        if (parameter := _parameter(value)) is None:
+        if (parameter := request_parameter(value)) is None:
             raise UserError(
                 "--parameter",
                 "must be KEY=VALUE with a plain value or a list of such",
@@ -145,6 +173,25 @@ def ask(
         ) from error
 
 
+def plain_outputs(
+    config: PipelineConfig, outputs: Mapping[str, NDArray[Any]]
+) -> dict[str, list[Any]]:
+    """Every output, [rows, …], as plain values a row, in the order of the config."""
+    in_json = _outputs_in_json()
+    return {
+        name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
+        for name, (_, dims) in config.outputs.items()
+    }
+
+
+@functools.cache
+def _outputs_in_json() -> frozenset[str]:
+    from triptych.tasks import TASKS
+
+    tensors = (tensor for task in TASKS.values() for tensor in task.outputs)
+    return frozenset(tensor.name for tensor in tensors if tensor.content == "json")
+
+
 def describe_answer(answer: PlainOutputs) -> list[str]:
     """The lines that show the outputs of one row.
 
@@ -171,10 +218,7 @@ def _send(
     parameters: Mapping[str, Parameter],
 ) -> list[PlainOutputs]:
     from triptych.client import InvalidRequest
-    from triptych.tasks import TASKS
 
-    outputs_of_tasks = (tensor for task in TASKS.values() for tensor in task.outputs)
-    in_json = {tensor.name for tensor in outputs_of_tasks if tensor.content == "json"}
     alike: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
         key = json.dumps({**parameters, **question.parameters}, sort_keys=True)
@@ -187,10 +231,7 @@ def _send(
         except InvalidRequest as error:
             row = None if error.row is None else rows[error.row]
             raise InvalidRequest(error.message, row) from error
-        columns = {
-            name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
-            for name, (_, dims) in config.outputs.items()
-        }
+        columns = plain_outputs(config, outputs)
         for place, row in enumerate(rows):
             answers[row] = {name: column[place] for name, column in columns.items()}
     return answers
@@ -239,21 +280,31 @@ def _read_objects(file: Path, common: Mapping[str, str]) -> list[Question]:
 def _parse_object(line: str, source: str) -> tuple[dict[str, str], dict[str, Parameter]]:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         row = None
-    asked = row.pop(PARAMETERS, {}) if isinstance(row, dict) else None
-    if not isinstance(asked, dict) or not all(isinstance(value, str) for value in row.values()):
+    if not isinstance(row, dict):
         raise UserError(
             source,
             "must be a JSON object with a string for each input",
             given=line[:80],
             remedy='Write for example {"text": "hello"}',
         )
+    asked = row.pop(PARAMETERS, {})
+    for name, value in {**row, PARAMETERS: asked}.items():
+        if not isinstance(value, dict if name == PARAMETERS else str):
+            raise UserError(
+                f"{source}: {name}",
+                f"must be {'an object' if name == PARAMETERS else 'a string'}",
+                given=f"{value!r:.80}",
+                remedy='Write for example {"text": "hello"}, or keep other columns with --out',
+            )
     parameters = {}
     for name, value in asked.items():
-        if (parameter := _parameter(value)) is None:
+        if (parameter := request_parameter(value)) is None:
             raise UserError(
-                source, f"must have a plain value, or a list of str, as `{name}`", given=value
+                f"{source}: {PARAMETERS}.{name}",
+                "must be a plain value, or a list of strings",
+                given=f"{value!r:.80}",
             )
         parameters[name] = parameter
     return row, parameters
@@ -282,7 +333,7 @@ def _read_text(file: Path) -> str:
         ) from error
 
 
-def _parameter(value: object) -> Parameter | None:
+def request_parameter(value: object) -> Parameter | None:
     """`value` as a request can carry it; None where it cannot."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return json.dumps(value, ensure_ascii=False)

@@ -21,6 +21,7 @@ from triptych.client.errors import (
     DeadlineExceeded,
     InferenceError,
     InvalidRequest,
+    NeighbourFailed,
     Overloaded,
     PipelineFailed,
 )
@@ -36,6 +37,8 @@ from triptych.errors import UserError
 LATE_REMEDY = "Raise `timeout_s`, or send fewer rows a call."
 
 _QUEUE_GRACE_S = 0.25
+_MOST_SENDINGS = 20
+"""Of one request that fails with its neighbours."""
 # With these two, requests of up to 8 rows of real texts of mixed length carried 15 % padding, up
 # to 32 rows 25 %; without them, only sorted, 19 % and 67 %. Few bytes are like any few.
 _LEAST_LIKE_SHARE = 0.8
@@ -46,9 +49,10 @@ _LIKE_BYTES = 16
 class Retry:
     """How often, and after what pause, a request is sent again that met a full queue.
 
-    The pause is drawn at random between 0 and a limit that doubles with every attempt, up to
-    `longest_pause_s`, so that many clients do not come back at the same moment. A pause that would
-    outlast the deadline is not begun. The first sending is one of the `attempts`.
+    The pause is what the server asked for, and a time drawn at random between 0 and a limit that
+    doubles with every attempt, up to `longest_pause_s`, so that many clients do not come back at
+    the same moment. A pause that would outlast the deadline is not begun. The first sending is one
+    of the `attempts`.
     """
 
     attempts: int = 5
@@ -250,8 +254,17 @@ class Work:
             if others:
                 self._waiting.appendleft(Portion(others))
             return
+        if isinstance(error, InvalidRequest) and error.row is None and len(portion.rows) > 1:
+            # Its rows together may be too much: texts times labels, say, or windows of contexts.
+            middle = len(portion.rows) // 2
+            halves = portion.rows[middle:], portion.rows[:middle]
+            self._waiting.extendleft(Portion(half) for half in halves)
+            return
+        if isinstance(error, NeighbourFailed) and portion.attempt < _MOST_SENDINGS:
+            self._waiting.appendleft(replace(portion, attempt=portion.attempt + 1))
+            return
         if isinstance(error, Overloaded):
-            if not self._try_again(portion):
+            if not self._try_again(portion, error.again_s):
                 self._overload = error
                 self._waiting.clear()
             return
@@ -289,11 +302,11 @@ class Work:
             f"{LATE_REMEDY}"
         )
 
-    def _try_again(self, portion: Portion) -> bool:
-        """Put `portion` off, if its attempts and the deadline allow it."""
+    def _try_again(self, portion: Portion, again_s: float) -> bool:
+        """Put `portion` off by `again_s` and a pause, if its attempts and the deadline allow it."""
         if self._retry is None or portion.attempt >= self._retry.attempts:
             return False
-        due_s = time.monotonic() + self._retry.pause_s(portion.attempt)
+        due_s = time.monotonic() + again_s + self._retry.pause_s(portion.attempt)
         if due_s >= self._deadline.at_s:
             return False
         portion = replace(portion, attempt=portion.attempt + 1, due_s=due_s)

@@ -1,8 +1,9 @@
-"""From a container's start to tritonserver: check the locks, make the flags, become the server.
+"""From a container's start to tritonserver: check the locks, make the flags, run the server.
 
 Usage: ``python3 -m triptych.container.entrypoint [FLAG…]``; flags given here come last and win.
 Exit codes before the server runs: 1 a pipeline cannot be served on this machine, 2 a setting is
-wrong or there is no repository or server. Afterwards they are tritonserver's.
+wrong or there is no repository or server. Afterwards: 0 it was told to stop, else the server or
+one of its steps has died: what runs the container should start another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from triptych.container.flags import Options, production_flags, uses_rate_limiter
+from triptych.container.health import find_server_fault
 from triptych.container.lock_check import (
     EXIT_MISTAKE,
     EXIT_REFUSED,
@@ -22,13 +24,22 @@ from triptych.container.lock_check import (
     has_version_compatible_plans,
 )
 from triptych.container.machine import Machine, read_machine
-from triptych.container.settings import Settings, read_settings
-from triptych.errors import UserError
-from triptych.releases import Release, parse_release
+from triptych.container.settings import KEY_VARIABLE, Settings, read_settings
+from triptych.container.shell import PLAIN, check_model_names, is_plain
+from triptych.container.sizes import largest_request_mib
+from triptych.container.supervisor import supervise
+from triptych.errors import UserError, inert
+from triptych.releases import Release, parse_release, risk_of
 
 # Each step is a process of its own: threads of tokenizers would fight over the cores.
-STEPS = {"TOKENIZERS_PARALLELISM": "false"}
+_STEPS = {"TOKENIZERS_PARALLELISM": "false"}
 _VERSION_FILE = Path("/opt/tritonserver/TRITON_VERSION")
+
+
+def server_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the server and of its steps, which must not have the operators' key."""
+    kept = {name: value for name, value in variables.items() if name != KEY_VARIABLE}
+    return {**kept, **_STEPS}
 
 
 def find_release(variables: Mapping[str, str], version_file: Path = _VERSION_FILE) -> Release:
@@ -59,6 +70,7 @@ def flags_for(repository: Path, options: Options, machine: Machine, release: Rel
         gpus=tuple(range(len(machine.gpus))),
         rate_limit=uses_rate_limiter(repository),
         version_compatible=has_version_compatible_plans(repository),
+        max_request_mib=options.max_request_mib or largest_request_mib(repository),
     )
     return production_flags(release, complete)
 
@@ -67,8 +79,16 @@ def command(settings: Settings, machine: Machine, release: Release) -> list[str]
     """The server's whole command line but for the flags that the operator adds.
 
     Raises:
-        UserError: there is no such program.
+        UserError: there is no such program, or a name in the repository cannot be served.
     """
+    if not is_plain(settings.repository):
+        raise UserError(
+            "TRIPTYCH_REPOSITORY",
+            f"must be a path of {PLAIN}",
+            given=repr(str(settings.repository)),
+            remedy="Mount the repository elsewhere",
+        )
+    check_model_names(settings.repository)
     program = shutil.which(settings.server)
     if program is None:
         raise UserError(
@@ -89,19 +109,32 @@ def command(settings: Settings, machine: Machine, release: Release) -> list[str]
     ]
 
 
+def warn_of(release: Release) -> None:
+    """Prints what may end a server of this release, if anything is known."""
+    if risk := risk_of(release):
+        print(f"warning: {risk} (docker/README.md)", file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Becomes the server, with these flags added; returns an exit code only where it cannot."""
+    """Runs the server, with these flags added, until it is told to stop or a step dies."""
     try:
         settings = read_settings()
         machine = read_machine()
         if not enforce(settings, machine):
             return EXIT_REFUSED
-        words = [*command(settings, machine, find_release(os.environ)), *arguments]
+        release = find_release(os.environ)
+        words = [*command(settings, machine, release), *arguments]
+        warn_of(release)
     except UserError as error:
-        print(f"error: {error.message}", file=sys.stderr, flush=True)
+        print(inert(f"error: {error.message}"), file=sys.stderr, flush=True)
         return EXIT_MISTAKE
-    # The same process from here on: signals of the orchestrator reach the server itself.
-    return os.execve(words[0], words, {**os.environ, **STEPS})
+    os.umask(0o077)  # what users sent lies in shared memory: nobody else may read it
+    return supervise(
+        words,
+        server_variables(os.environ),
+        is_ready=lambda: find_server_fault(settings.health_url) is None,
+        grace_s=settings.options.exit_timeout_s,
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,11 @@ RESTRICTED = (
     "trace",
     "logging",
 )
+# Shut in the development profile, too: with them a client reads and writes the steps' own memory,
+# has the requests of others logged, or loads code. Statistics are for `bench`.
+CLOSED = tuple(service for service in RESTRICTED if service != "statistics")
+FREE_REQUESTS = "--grpc-infer-allocation-pool-size=0"
+"""For every server: else it keeps the memory of the eight largest requests that came over gRPC."""
 _MIB = 2**20
 
 
@@ -34,7 +39,7 @@ class Trace(NamedTuple):
 class Options:
     """What an operator may decide (docker/README.md), and what the repository asks for.
 
-    Pools are in MiB, where None leaves Triton's own; each of the `gpus` gets a CUDA pool. Who sends
+    Sizes are in MiB, where None leaves Triton's own; each of the `gpus` gets a CUDA pool. Who sends
     `restricted_key` may use the restricted services: one that nobody knows shuts them.
     """
 
@@ -43,7 +48,7 @@ class Options:
     pinned_pool_mib: int | None = None
     cuda_pool_mib: int | None = None
     grpc_threads: int = 4
-    max_request_mib: int = 64
+    max_request_mib: int | None = None
     connection_age_s: int = 1800
     exit_timeout_s: int = 30
     client_shm: bool = False
@@ -55,6 +60,13 @@ class Options:
 def production_flags(release: Release, options: Options) -> list[str]:
     """The flags, without those that the release of the server does not know."""
     return [flag for flag in _flags(options) if not flags_newer_than([flag], release)]
+
+
+def restricted_flags(services: Sequence[str], key: str) -> Iterator[str]:
+    """Shuts services to all who do not send the key. `conceal` hides it from the command line."""
+    rule = f"{','.join(services)}:{RESTRICTED_HEADER}={key}"
+    yield f"--grpc-restricted-protocol={rule}"
+    yield f"--http-restricted-api={rule}"
 
 
 def uses_rate_limiter(repository: Path) -> bool:
@@ -80,12 +92,11 @@ def _flags(options: Options) -> Iterator[str]:
     if options.version_compatible:
         # Such plans bring host code of their own, which the backend refuses unless told.
         yield "--backend-config=tensorrt,version-compatible=true"
-    # Triton takes the key on its command line only: it is visible to the server's own user.
-    rule = f"{','.join(RESTRICTED)}:{RESTRICTED_HEADER}={options.restricted_key}"
-    yield f"--grpc-restricted-protocol={rule}"
-    yield f"--http-restricted-api={rule}"
-    # A body is held in memory before it is looked at. gRPC has no such flag.
-    yield f"--http-max-input-size={options.max_request_mib * _MIB}"
+    yield from restricted_flags(RESTRICTED, options.restricted_key)
+    # Before a step gets it, and its shared memory grows for good. gRPC has no such flag.
+    if options.max_request_mib is not None:
+        yield f"--http-max-input-size={options.max_request_mib * _MIB}"
+    yield FREE_REQUESTS
     if options.client_shm:
         yield "--allow-client-shm=true"
     # Notice clients that vanished, and keep idle connections open through NAT and balancers.

@@ -1,8 +1,8 @@
-"""The health check: the server is up and every ensemble, with each of its steps, is ready.
+"""The health check: the server is up, and every ensemble answers a question in time.
 
-Usage: ``python3 -m triptych.container.health``. One line; exit code 0 healthy, 1 not. The models
-are asked one by one: that a Python step has died is told by its own readiness from 25.12 on, by
-``/v2/health/ready`` only from 26.04 on.
+Usage: ``python3 -m triptych.container.health``. One line; exit code 0 healthy, 1 not. The models'
+own readiness is not enough: that a Python step has died is told by it from Triton 25.12 on, and
+that one is frozen never is. The question is a row of the pipeline's own traffic.
 """
 
 from __future__ import annotations
@@ -10,34 +10,67 @@ from __future__ import annotations
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from triptych.container.locks import Pipeline, find_pipelines
 from triptych.container.settings import read_settings
 from triptych.errors import UserError
 
+QUESTION_FILE = "health.request"
+"""In an ensemble's folder: a request as Triton takes it over HTTP, its JSON in the first line."""
+
 _TIMEOUT_S = 3.0
+# Said by `runtime.admission`: a pipeline that has all the work it takes is a healthy one.
+_BUSY = "requests under way"
 
 
 def find_fault(url: str, pipelines: list[Pipeline]) -> str | None:
     """What is not in order at the server of `url`, in a few words; None where all is."""
     if not pipelines:
         return "the repository holds no ensemble"
+    models = dict.fromkeys(name for p in pipelines for name in (p.name, *p.steps))
+    fault = find_server_fault(url)
+    for name in models:
+        fault = fault or _fault(name, f"{url}/v2/models/{name}/ready")
+    if fault:
+        return fault
+    with ThreadPoolExecutor(len(pipelines)) as pool:
+        return next(filter(None, pool.map(lambda pipeline: _ask(url, pipeline), pipelines)), None)
+
+
+def find_server_fault(url: str) -> str | None:
+    """The same of the server alone, which is ready when all of its models have loaded."""
+    live = _fault("the server", f"{url}/v2/health/live")
+    return live or _fault("the server", f"{url}/v2/health/ready")
+
+
+def _ask(url: str, pipeline: Pipeline) -> str | None:
+    try:
+        body = (pipeline.repository / pipeline.name / QUESTION_FILE).read_bytes()
+    except FileNotFoundError:  # an ensemble of somebody else's
+        return None
+    headers = {"Inference-Header-Content-Length": str(body.index(b"\n") + 1)}
+    return _fault(pipeline.name, f"{url}/v2/models/{pipeline.name}/infer", body, headers)
+
+
+def _fault(
+    what: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> str | None:
     # The probe talks to its own machine; a proxy meant for the outside must not come between.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    models = dict.fromkeys(name for p in pipelines for name in (p.name, *p.steps))
-    for what, path in (
-        ("the server", "/v2/health/live"),
-        ("the server", "/v2/health/ready"),
-        *((name, f"/v2/models/{name}/ready") for name in models),
-    ):
-        try:
-            with opener.open(url + path, timeout=_TIMEOUT_S):
-                pass
-        except urllib.error.HTTPError as error:
-            error.close()
-            return f"{what} is not ready (HTTP {error.code})"
-        except OSError as error:
-            return f"{what} does not answer ({getattr(error, 'reason', error)})"
+    try:
+        with opener.open(
+            urllib.request.Request(url, body, headers or {}), timeout=_TIMEOUT_S
+        ) as answer:
+            answer.read()
+    except urllib.error.HTTPError as error:
+        said = error.read(1000).decode("utf-8", "replace")
+        if body is not None:
+            return None if _BUSY in said else f"{what} does not answer (HTTP {error.code}: {said})"
+        return f"{what} is not ready (HTTP {error.code})"
+    except OSError as error:
+        return f"{what} does not answer ({getattr(error, 'reason', error)})"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The start-up check: is every engine of the repository one that this machine can run?
+"""The start-up check: are files as they were built, and engines such as this machine can run?
 
 Usage: ``python3 -m triptych.container.lock_check [REPOSITORY]``. One line a pipeline that something
 is wrong with, on standard error. Exit codes: 0 all can be served (there may be warnings), 1 at
@@ -7,20 +7,19 @@ least one cannot, 2 there is no repository or a setting is wrong.
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from triptych.container.lock_files import find_wrong_files
 from triptych.container.locks import EngineRecord, Lock, LockError, Pipeline, find_pipelines
 from triptych.container.machine import Machine, VisibleGpu, read_machine, version_numbers
 from triptych.container.settings import Settings, read_settings
-from triptych.errors import UserError
+from triptych.errors import UserError, inert
 
 EXIT_REFUSED = 1
 EXIT_MISTAKE = 2
-_CHUNK_BYTES = 2**22
 _AMPERE = (8, 0)
 # A version-compatible plan runs on later releases of its major version, and on these two.
 _NEXT_MAJOR = {8: 10, 10: 11}
@@ -38,11 +37,14 @@ class LockProblem(NamedTuple):
 
 
 def check_repository(
-    repository: Path, machine: Machine, *, hashes: bool = True
+    repository: Path, machine: Machine | None, *, hashes: bool = True
 ) -> list[LockProblem]:
     """What is wrong with the pipelines, one problem at most for each.
 
-    With `hashes` the plan file is compared with its hash, too: about a second for each GiB.
+    Args:
+        repository: folder of the models.
+        machine: that engines are compared with; None leaves that to the server.
+        hashes: whether files are read whole: about a second for each GiB of the largest.
 
     Raises:
         UserError: there is no repository.
@@ -54,8 +56,23 @@ def check_repository(
             given=repository,
             remedy="Mount the model repository there",
         )
-    problems = (_check(pipeline, machine, hashes=hashes) for pipeline in find_pipelines(repository))
-    return [problem for problem in problems if problem is not None]
+    problems: list[LockProblem] = []
+    locks: dict[Pipeline, Lock] = {}
+    for pipeline in find_pipelines(repository):
+        try:
+            lock = pipeline.read_lock()
+        except LockError as error:
+            line = f"its lock cannot be used ({error}): {_remedy(pipeline)}"
+            problems.append(LockProblem(pipeline.name, "error", line))
+            continue
+        if lock is None:
+            line = "has no lock: nothing could be checked"
+            problems.append(LockProblem(pipeline.name, "warning", line))
+        else:
+            locks[pipeline] = lock
+    for pipeline, wrong in find_wrong_files(repository, locks, hashes=hashes).items():
+        problems += list(_check(pipeline, locks[pipeline], machine, wrong))[:1]
+    return sorted(problems, key=lambda problem: problem.pipeline)
 
 
 def has_version_compatible_plans(repository: Path) -> bool:
@@ -70,8 +87,8 @@ def has_version_compatible_plans(repository: Path) -> bool:
     return False
 
 
-def enforce(settings: Settings, machine: Machine) -> bool:
-    """Prints what is wrong; returns whether the server may start.
+def enforce(settings: Settings, machine: Machine | None) -> bool:
+    """Prints what is wrong; returns whether the server may start. For `machine` see above.
 
     Raises:
         UserError: there is no repository.
@@ -80,36 +97,47 @@ def enforce(settings: Settings, machine: Machine) -> bool:
         return True
     problems = check_repository(settings.repository, machine, hashes=settings.lock_hashes)
     for problem in problems:
-        print(problem, file=sys.stderr, flush=True)
+        print(inert(str(problem)), file=sys.stderr, flush=True)
     refused = any(problem.severity == "error" for problem in problems)
     return settings.lock_check == "warn" or not refused
 
 
-def _check(pipeline: Pipeline, machine: Machine, *, hashes: bool) -> LockProblem | None:
-    try:
-        lock = pipeline.read_lock()
-    except LockError as error:
-        line = f"its lock cannot be used ({error}): build it again with `triptych build`"
-        return LockProblem(pipeline.name, "error", line)
-    if lock is None:
-        return LockProblem(pipeline.name, "warning", "has no lock: nothing could be checked")
-    if not lock.needs_engine:
-        return None
-    for line in _errors(pipeline, lock, machine, hashes=hashes):
-        return LockProblem(pipeline.name, "error", line)
-    for line in _warnings(lock, machine):
-        return LockProblem(pipeline.name, "warning", line)
-    return None
+def _check(
+    pipeline: Pipeline, lock: Lock, machine: Machine | None, wrong: Mapping[str, str]
+) -> Iterator[LockProblem]:
+    """Worst first; only the first one is told."""
+    if machine is not None and lock.needs_engine:
+        for line in _errors(pipeline, lock, machine):
+            yield LockProblem(pipeline.name, "error", line)
+    faults = {path: fault for path, fault in wrong.items() if fault}
+    if faults:
+        path, fault = next(iter(faults.items()))
+        others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        remedy = _remedy(pipeline)
+        if path == pipeline.plan_file:
+            remedy = f"{_rebuild(pipeline)}, or copy it again"
+        yield LockProblem(pipeline.name, "error", f"{path} {fault}{others}: {remedy}")
+    if machine is not None and lock.needs_engine:
+        for line in _warnings(lock, machine):
+            yield LockProblem(pipeline.name, "warning", line)
 
 
-def _errors(pipeline: Pipeline, lock: Lock, machine: Machine, *, hashes: bool) -> Iterator[str]:
-    """Cheapest first; only the first one is asked for."""
-    rebuild = f"rebuild it with `triptych engine {pipeline.name}` in this image"
+def _remedy(pipeline: Pipeline) -> str:
+    return f"build it again with `triptych build {pipeline.name}`, or copy it again"
+
+
+def _rebuild(pipeline: Pipeline) -> str:
+    return f"rebuild it with `triptych engine {pipeline.name}` in this image"
+
+
+def _errors(pipeline: Pipeline, lock: Lock, machine: Machine) -> Iterator[str]:
+    """Why the engine cannot be run here."""
+    rebuild = _rebuild(pipeline)
     engine = lock.engine
     if engine is None:
         yield f"the engine has not been built: {rebuild.replace('rebuild', 'build')}"
         return
-    if engine.onnx_sha256 != lock.onnx_sha256:
+    if engine.onnx_sha256 != lock.files.get(pipeline.graph_file):
         yield f"the engine was built from another graph than the repository holds: {rebuild}"
     if not machine.gpus:
         yield "the engine needs a GPU, here is none: start the container with `--gpus all`"
@@ -128,22 +156,8 @@ def _errors(pipeline: Pipeline, lock: Lock, machine: Machine, *, hashes: bool) -
             f"the engine was built for TensorRT {engine.tensorrt} on {built_on}, here are "
             f"TensorRT {machine.tensorrt or '(unknown)'} and {gpu}: {rebuild}"
         )
-    yield from _file_errors(pipeline, engine, rebuild, hashes=hashes)
-
-
-def _file_errors(
-    pipeline: Pipeline, engine: EngineRecord, rebuild: str, *, hashes: bool
-) -> Iterator[str]:
-    shown = pipeline.plan_file.relative_to(pipeline.repository)
-    try:
-        if not pipeline.plan_file.stat().st_size:
-            yield f"{shown} is empty: {rebuild}"
-        elif hashes and _sha256(pipeline.plan_file) != engine.plan_sha256:
-            yield f"{shown} is not the file that the lock describes: {rebuild}, or copy it again"
-    except FileNotFoundError:
-        yield f"{shown} is missing: copy it with the repository, or {rebuild}"
-    except OSError as error:
-        yield f"{shown} cannot be read ({error.strerror}): mend its permissions"
+    if engine.plan_sha256 != lock.files.get(pipeline.plan_file):
+        yield f"{pipeline.plan_file} is not the engine that the lock describes: {rebuild}"
 
 
 def _warnings(lock: Lock, machine: Machine) -> Iterator[str]:
@@ -181,21 +195,13 @@ def _major(version: str) -> int:
     return next(iter(version_numbers(version)), 0)
 
 
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def main(arguments: list[str]) -> int:
     """Checks one repository; returns the exit code."""
     try:
         settings = read_settings(repository=arguments[0] if arguments else None)
         return 0 if enforce(settings, read_machine()) else EXIT_REFUSED
     except UserError as error:
-        print(f"error: {error.message}", file=sys.stderr)
+        print(inert(f"error: {error.message}"), file=sys.stderr)
         return EXIT_MISTAKE
 
 

@@ -1,4 +1,4 @@
-"""The pipelines of a repository and what their locks say of their engines."""
+"""The pipelines of a repository and what their locks say of their files and engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LOCK_FILE = "triptych.lock.json"
-_PLAN = Path("1", "model.plan")
 # Of one ensemble's config: enough to find its steps without a parser of protobuf text.
 _IS_ENSEMBLE = re.compile(r'^\s*platform:\s*"ensemble"', re.MULTILINE)
 _STEP = re.compile(r'model_name:\s*"([^"]+)"')
@@ -37,22 +36,23 @@ class EngineRecord(NamedTuple):
 
 
 class Lock(NamedTuple):
-    """What matters of a lock at start-up: of a pipeline whose own core runs on TensorRT.
+    """What matters of a lock at start-up.
 
     Attributes:
+        files: path relative to the repository -> SHA-256 in hex.
+        needs_engine: whether the pipeline's own core runs on TensorRT.
         engine: None where it has not been built.
         gpus: ids of the GPUs that the core runs on.
-        onnx_sha256: of the graph that the repository holds now; empty where the lock lists none.
     """
 
+    files: Mapping[str, str]
+    needs_engine: bool = False
     engine: EngineRecord | None = None
     gpus: tuple[int, ...] = ()
-    onnx_sha256: str = ""
-    needs_engine: bool = True
 
 
 class Pipeline(NamedTuple):
-    """One ensemble of the repository, and the models that it calls."""
+    """One ensemble of the repository, and the models that it calls; or what has a lock of one."""
 
     name: str
     steps: tuple[str, ...]
@@ -63,9 +63,18 @@ class Pipeline(NamedTuple):
         return f"{self.name}_core"
 
     @property
-    def plan_file(self) -> Path:
-        """Where its engine is; need not exist."""
-        return self.repository / self.core / _PLAN
+    def lock_file(self) -> Path:
+        return self.repository / self.name / LOCK_FILE
+
+    @property
+    def plan_file(self) -> str:
+        """Where its engine is, relative to the repository; need not exist."""
+        return f"{self.core}/1/model.plan"
+
+    @property
+    def graph_file(self) -> str:
+        """What the engine is built from, as `plan_file`."""
+        return f"{self.core}/1/model.onnx"
 
     def read_lock(self) -> Lock | None:
         """Its lock; None where there is none.
@@ -74,36 +83,41 @@ class Pipeline(NamedTuple):
             LockError: it cannot be read, or misses what this check needs.
         """
         try:
-            text = (self.repository / self.name / LOCK_FILE).read_text(encoding="utf-8")
+            text = self.lock_file.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise LockError(str(error)) from error
         try:
-            return _parse(json.loads(text), f"{self.core}/1/model.onnx")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return _parse(json.loads(text), self.name)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LockError(f"{type(error).__name__}: {error}") from error
 
 
 def find_pipelines(repository: Path) -> list[Pipeline]:
-    """The ensembles of the repository, by name.
+    """The ensembles of the repository, and what has a lock although it is none; by name.
 
     Raises:
         OSError: the repository cannot be read.
     """
-    found = []
-    for config in sorted(repository.glob("*/config.pbtxt")):
+    steps: dict[str, tuple[str, ...]] = {
+        lock.parent.name: () for lock in repository.glob(f"*/{LOCK_FILE}")
+    }
+    for config in repository.glob("*/config.pbtxt"):
         text = config.read_text(encoding="utf-8", errors="replace")
         if _IS_ENSEMBLE.search(text):
-            found.append(Pipeline(config.parent.name, tuple(_STEP.findall(text)), repository))
-    return found
+            steps[config.parent.name] = tuple(_STEP.findall(text))
+    return [Pipeline(name, steps[name], repository) for name in sorted(steps)]
 
 
-def _parse(lock: Mapping[str, Any], onnx_file: str) -> Lock:
+def _parse(lock: Mapping[str, Any], pipeline: str) -> Lock:
     core = lock["spec"]["core"]
+    files = {str(path): str(digest) for path, digest in lock["files"].items()}
+    if f"{pipeline}/config.pbtxt" not in files:
+        raise ValueError("it does not list the files of this pipeline")
     # A shared core is checked with the pipeline that owns it.
     if core["backend"] != "tensorrt" or core.get("share"):
-        return Lock(needs_engine=False)
+        return Lock(files)
     record = None
     if (engine := lock["engine"]) is not None:
         major, minor = map(int, engine["compute_capability"].split("."))
@@ -115,4 +129,4 @@ def _parse(lock: Mapping[str, Any], onnx_file: str) -> Lock:
             onnx_sha256=str(engine["onnx_sha256"]),
         )
     gpus = tuple(map(int, lock["spec"]["serving"]["gpus"]))
-    return Lock(record, gpus, str(lock["files"].get(onnx_file, "")))
+    return Lock(files, True, record, gpus)

@@ -15,6 +15,7 @@ from triptych.errors import UserError
 LockCheckMode = Literal["enforce", "warn", "off"]
 
 _LOCK_CHECKS: dict[str, LockCheckMode] = {"enforce": "enforce", "warn": "warn", "off": "off"}
+KEY_VARIABLE = "TRIPTYCH_RESTRICTED_KEY"
 _YES_NO = {"true": True, "false": False}
 # Triton cuts the flag at commas, colons and equals signs.
 _KEY = re.compile(r"[A-Za-z0-9._~-]{16,}")
@@ -72,7 +73,7 @@ def _read_options(given: Mapping[str, str]) -> Options:
         pinned_pool_mib=_optional(given, "TRIPTYCH_PINNED_POOL_MIB"),
         cuda_pool_mib=_optional(given, "TRIPTYCH_CUDA_POOL_MIB"),
         grpc_threads=_number(given, "TRIPTYCH_GRPC_THREADS", default.grpc_threads, 128),
-        max_request_mib=_number(given, "TRIPTYCH_MAX_REQUEST_MIB", default.max_request_mib, 2047),
+        max_request_mib=_optional(given, "TRIPTYCH_MAX_REQUEST_MIB", 2047),
         connection_age_s=_number(given, "TRIPTYCH_CONNECTION_AGE_S", default.connection_age_s),
         exit_timeout_s=_number(given, "TRIPTYCH_EXIT_TIMEOUT_S", default.exit_timeout_s),
         client_shm=_YES_NO[_choice(given, "TRIPTYCH_CLIENT_SHM", "false", _YES_NO)],
@@ -83,7 +84,7 @@ def _read_options(given: Mapping[str, str]) -> Options:
 def _read_key(given: Mapping[str, str]) -> str:
     """The key of the file or variable; where that is empty or not set, one that nobody knows."""
     file = given.get("TRIPTYCH_RESTRICTED_KEY_FILE")
-    name, key = "TRIPTYCH_RESTRICTED_KEY", given.get("TRIPTYCH_RESTRICTED_KEY")
+    name, key = KEY_VARIABLE, given.get(KEY_VARIABLE)
     if file:
         name = "TRIPTYCH_RESTRICTED_KEY_FILE"
         try:
@@ -124,8 +125,8 @@ def _number(given: Mapping[str, str], name: str, default: int, most: int = 2**31
     return int(text)
 
 
-def _optional(given: Mapping[str, str], name: str) -> int | None:
-    return _number(given, name, 1) if name in given else None
+def _optional(given: Mapping[str, str], name: str, most: int = 2**31 - 1) -> int | None:
+    return _number(given, name, 1, most) if name in given else None
 
 
 def _choice(

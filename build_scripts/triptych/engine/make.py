@@ -12,7 +12,6 @@ from triptych.engine.graph import EngineGraph, onnx_nodes
 from triptych.engine.messages import (
     Messages,
     Tell,
-    cannot_write,
     failure,
     no_gpu,
     now_and_then,
@@ -32,6 +31,7 @@ def make_engine(api: Api, request: Request, *, timing_file: Path, tell: Tell) ->
     The kernels' times in `timing_file` are read, and written with what was measured.
 
     Raises:
+        OSError: the times cannot be written.
         UserError: TensorRT cannot build it, in words.
     """
     messages = Messages()
@@ -58,10 +58,7 @@ def make_engine(api: Api, request: Request, *, timing_file: Path, tell: Tell) ->
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise failure(messages, "build the engine")
-    try:
-        timing.save(config, timing_file)
-    except OSError as error:
-        raise cannot_write(error, timing_file) from error
+    timing.save(config, timing_file)
     return bytes(plan)
 
 

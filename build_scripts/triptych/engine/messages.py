@@ -6,7 +6,6 @@ and 11 reported.
 
 from __future__ import annotations
 
-import errno
 import re
 import time
 from collections import deque
@@ -196,12 +195,6 @@ def _node_of(error: Any, onnx: Path) -> str:
     if not 0 <= place < len(nodes):
         return "the graph"
     return f"node {node_name(nodes[place])} ({nodes[place].op_type})"
-
-
-def cannot_write(error: OSError, path: Path) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError("disk", "must have room for the engine", given=path, remedy="Free space")
-    return UserError(str(path), "must be writable", given=error, remedy="Change its permissions")
 
 
 def _short(text: str) -> str:

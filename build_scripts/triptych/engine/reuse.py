@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from triptych.cache import cached_stage, code_hash
+from triptych.cache import cached_stage, code_hash, sha256_of
+from triptych.errors import Progress
 from triptych.plan.engine_spec import EnginePlan
 from triptych.plan.plan import Plan
 from triptych.repository.lock import PLAN_FILE, SAMPLES_FILE, Lock
@@ -32,7 +33,7 @@ class KeptEngine(NamedTuple):
     record: EngineRecord
 
 
-def samples_of(inputs: PipelineInputs) -> Path | None:
+def samples_of(inputs: PipelineInputs, progress: Progress) -> Path | None:
     """A file of core rows for the engine's check; None where no engine will be built."""
     plan = inputs.plan
     if not plan.builds_engine or plan.spec.core.share is not None:
@@ -48,8 +49,7 @@ def samples_of(inputs: PipelineInputs) -> Path | None:
         write_samples(target / SAMPLES_FILE, rows)
 
     stage = {"rows": hash_rows(rows), "code": code_hash("requests/samples_file.py")}
-    folder, _ = cached_stage("samples", stage, work)
-    return folder / SAMPLES_FILE
+    return cached_stage("samples", stage, work, progress).folder / SAMPLES_FILE
 
 
 def kept_engine(
@@ -76,5 +76,7 @@ def kept_engine(
         return None
     core_files = [name for name in hashes if name.startswith(f"{folder}/")]
     if any(previous.files.get(name) != hashes[name] for name in core_files):
+        return None
+    if sha256_of(file) != previous.engine.plan_sha256:
         return None
     return KeptEngine(path, file, previous.engine)

@@ -16,7 +16,6 @@ from triptych.engine.engine_runner import EngineError, EngineRunner
 from triptych.engine.gpu import BuildGpu, read_gpu
 from triptych.engine.inspection import Inspection, inspect
 from triptych.engine.make import make_engine
-from triptych.engine.messages import cannot_write
 from triptych.engine.request import Request, make_request
 from triptych.engine.timing import timing_file
 from triptych.errors import Progress, UserError
@@ -219,7 +218,7 @@ class _Stage:
             (target / INSPECTION_FILE).write_text(json.dumps(plain_record(found)), encoding="utf-8")
 
         try:
-            folder, cached = cached_stage("engine", {"key": key}, work)
+            folder, cached, _ = cached_stage("engine", {"key": key}, work, self._progress)
         except EngineError as error:
             raise UserError(
                 PLAN_FILE,
@@ -227,8 +226,6 @@ class _Stage:
                 given=error,
                 remedy="Try another release of TensorRT",
             ) from error
-        except OSError as error:
-            raise cannot_write(error, Path("the cache")) from error
         text = (folder / INSPECTION_FILE).read_text(encoding="utf-8")
         found = read_record(Inspection, json.loads(text))
         size = (folder / PLAN_FILE).stat().st_size / 1e6
@@ -293,10 +290,7 @@ class _Stage:
         lock = replace(self._lock, engine=record, files=dict(sorted(hashes.items())))
         files[plan_path] = built
         files[f"{self._owner}/{LOCK_FILE}"] = lock.as_bytes()
-        try:
-            changed = write_models(self._repository, files)
-        except OSError as error:
-            raise cannot_write(error, self._repository) from error
+        changed = write_models(self._repository, files)
         self._progress("write", f"{self._repository}: {', '.join(changed)}")
         return tuple(changed)
 

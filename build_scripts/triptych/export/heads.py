@@ -14,10 +14,11 @@ from triptych.errors import UserError
 from triptych.model.facts import Activation, Dense, ModelFacts, Normalize
 from triptych.tasks.task import Returns
 
-Reading = Literal["cls", "mean", "lasttoken", "max", "mask", "all"]
-"""What of a row a head works on: its first token, ..., its mask token, or every token."""
+Reading = Literal["cls", "mean", "lasttoken", "lastword", "max", "mask", "all"]
+"""What of a row a head works on: its first token, ..., the last token but for the model's pad token
+(a text may have one of its own), ..., its mask token, or every token."""
 
-ROW_READINGS: tuple[Reading, ...] = ("cls", "mean", "lasttoken", "max")
+ROW_READINGS: tuple[Reading, ...] = ("cls", "mean", "lasttoken", "lastword", "max")
 """What a model's own head may read of a row, in the order they are tried."""
 
 
@@ -55,10 +56,10 @@ def pool(mode: str, hidden: Tensor, rows: Rows) -> Tensor:
         tokens = length.to(hidden.dtype).clamp(min=1.0)
         weight = member.to(hidden.dtype)
         weight = weight / (tokens.sqrt() if mode == "mean_sqrt_len_tokens" else tokens)
-    return _weighted(weight, hidden)
+    return weighted(weight, hidden)
 
 
-def _weighted(weight: Tensor, hidden: Tensor) -> Tensor:
+def weighted(weight: Tensor, hidden: Tensor) -> Tensor:
     """Sum ``[R, N, H]`` over a row's tokens with weights ``[B, N]``: ``[B, H]``."""
     if hidden.shape[0] == 1:
         return weight @ hidden[0]
@@ -128,7 +129,8 @@ class OwnHead(nn.Module):
         self.model = copy.copy(model)
         self.model._modules = dict(model._modules)
         setattr(self.model, model.base_model_prefix, _Encoded(model.base_model))
-        if getattr(model.config, "pad_token_id", None) is None:
+        self.pad_token_id = getattr(model.config, "pad_token_id", None)
+        if self.pad_token_id is None:
             # Some heads refuse a batch without one, though what they are given has no padding.
             self.model.config = copy.copy(model.config)
             self.model.config.pad_token_id = 0
@@ -138,9 +140,19 @@ class OwnHead(nn.Module):
         if self.reading == "all":
             return logits_of(self.model(inputs_embeds=hidden))
         if self.reading != "mask":
-            return logits_of(self.model(inputs_embeds=pool(self.reading, hidden, rows)[:, None]))
+            if self.reading == "lastword":
+                read = self._last_word(hidden, rows)
+            else:
+                read = pool(self.reading, hidden, rows)
+            return logits_of(self.model(inputs_embeds=read[:, None]))
         read = _at_mask(hidden, rows, self.mask_token_id)
         return logits_of(self.model(inputs_embeds=read[:, None]))[:, 0]
+
+    def _last_word(self, hidden: Tensor, rows: Rows) -> Tensor:
+        words = rows.member & (rows.ids != self.pad_token_id)
+        place = torch.where(words, rows.position, 0)
+        last = place.amax(1, keepdim=True)
+        return weighted((rows.member & (rows.position == last)).to(hidden.dtype), hidden)
 
 
 class LogitsReader(nn.Module):
@@ -161,7 +173,7 @@ class LogitsReader(nn.Module):
 def _at_mask(values: Tensor, rows: Rows, mask_token_id: int | None) -> Tensor:
     """``[R, N, K]`` to ``[B, K]`` at each row's mask token; 0 in rows without one."""
     masked = rows.member & (rows.ids == mask_token_id)
-    return _weighted(masked.to(values.dtype), values)
+    return weighted(masked.to(values.dtype), values)
 
 
 class _Encoded(nn.Module):

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from triptych.export.heads import Rows
+from triptych.export.heads import Rows, weighted
 
 OUTSIDE = -1e4
 """Added to the attention score of a token in another row: its weight underflows to exactly 0 in
@@ -23,6 +24,36 @@ fp32, and the number itself still fits fp16."""
 
 class CannotPack(Exception):
     """No way is known to keep this model's rows apart in one sequence; the message says why."""
+
+
+class Counting(NamedTuple):
+    """How an encoder numbers the tokens of a row.
+
+    Attributes:
+        first: number of the first one: RoBERTa and its kin count from past the padding.
+        skipped: token that is not counted, wherever it stands, and has its own id for a number.
+    """
+
+    first: int = 0
+    skipped: int | None = None
+
+    def numbers(self, ids: Tensor, position: Tensor, valid: Tensor, before: Tensor) -> Tensor:
+        """``position_ids``, INT64 ``[..., N]``.
+
+        Args:
+            ids: INT64 ``[..., N]``.
+            position: of each token in its row, INT64 ``[..., N]``; 0 where it is not `valid`.
+            valid: BOOL ``[..., N]``, false for what fills up.
+            before: BOOL ``[..., N, N]``, true where the second token is an earlier one of the
+                first one's row.
+        """
+        if self.skipped is None:
+            return position + self.first
+        counted = valid & (ids != self.skipped)
+        # Not `cumsum`: TensorRT runs that as a loop, which neither fuses with what is around it nor
+        # fits a CUDA graph. In INT32, a quarter of the memory of the layer's scores at most.
+        earlier = (before & counted[..., None, :]).sum(-1, dtype=torch.int32)
+        return torch.where(counted, earlier.long() + self.first, self.skipped)
 
 
 class _Encoder(nn.Module):
@@ -55,12 +86,12 @@ class PackedEncoder(_Encoder):
     """
 
     def __init__(
-        self, encoder: Any, segments: int, *, mask: Mask, window: int, first_position: int
+        self, encoder: Any, segments: int, *, mask: Mask, window: int, counting: Counting
     ) -> None:
         super().__init__(encoder, hidden_of, segments)
         self.mask = mask
         self.window = window
-        self.first_position = first_position
+        self.counting = counting
 
     def forward(
         self,
@@ -80,8 +111,7 @@ class PackedEncoder(_Encoder):
         ids, length = input_ids.long()[None], row_length.long()
         stride = row_stride.long()
         rows = torch.arange(row_stride.shape[0])
-        # The sum of all rows up to each one. Not `cumsum`: TensorRT runs that as a loop, which
-        # neither fuses with what is around it nor fits a CUDA graph.
+        # The sum of all rows up to each one: no `cumsum`, see `Counting`.
         end = torch.where(rows[None, :] <= rows[:, None], stride[None, :], 0).sum(1)
         start = end - stride
         place = torch.arange(input_ids.shape[0])
@@ -89,11 +119,13 @@ class PackedEncoder(_Encoder):
         position = place - start[row]
         valid = position < length[row, 0]
         position = torch.where(valid, position, 0)
+        same_row = row[:, None] == row[None, :]
         extra = {}
         if self.takes_positions:
-            extra["position_ids"] = position[None] + self.first_position
+            before = same_row & (place[:, None] > place[None, :])
+            extra["position_ids"] = self.counting.numbers(ids, position[None], valid[None], before)
         extra |= self.types(position[None], None if first_segment is None else first_segment[row].T)
-        attends = Attends((row[:, None] == row[None, :]) & valid[None, :], place, self.window)
+        attends = Attends(same_row & valid[None, :], place, self.window)
         with self.mask(self.encoder, attends) as mask:
             output = self.encoder(input_ids=ids, attention_mask=mask, **extra)
         member = (row[None, :] == rows[:, None]) & valid[None, :]
@@ -103,8 +135,10 @@ class PackedEncoder(_Encoder):
 class BucketedEncoder(_Encoder):
     """Rows padded to one length, the mask computed from `row_length`.
 
-    Positions are counted from `first_position`, or left to the encoder where that is None. RoBERTa
-    and its kin count them by a running sum, which TensorRT runs as a loop.
+    Positions are numbered by `counting`, or left to the encoder where that is None. RoBERTa and its
+    kin count them by a running sum, which TensorRT runs as a loop.
+
+    The encoder runs while the context `around` of it is open.
     """
 
     def __init__(
@@ -113,10 +147,12 @@ class BucketedEncoder(_Encoder):
         read: Callable[[Any], Tensor],
         segments: int,
         *,
-        first_position: int | None = None,
+        counting: Counting | None = None,
+        around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(encoder, read, segments)
-        self.first_position = first_position
+        self.counting = counting
+        self.around = around
 
     def forward(
         self, input_ids: Tensor, row_length: Tensor, first_segment: Tensor | None = None
@@ -130,9 +166,11 @@ class BucketedEncoder(_Encoder):
         position = torch.arange(input_ids.shape[1])[None, :]
         valid = position < length
         extra = dict(self.types(position.expand(ids.shape), first_segment))
-        if self.first_position is not None:
-            extra["position_ids"] = torch.where(valid, position, 0) + self.first_position
-        output = self.encoder(input_ids=ids, attention_mask=valid.long(), **extra)
+        if self.counting is not None:
+            before = position < position.T
+            extra["position_ids"] = self.counting.numbers(ids, position, valid, before)
+        with self.around(self.encoder):
+            output = self.encoder(input_ids=ids, attention_mask=valid.long(), **extra)
         return self.read(output), Rows(ids, position, valid, length)
 
 
@@ -254,3 +292,39 @@ def any_length(model: Any) -> Iterator[None]:
                 full_span = _replaced(module, "compute_attention_span", lambda _q, _k, span: span)
                 stack.enter_context(full_span)
         yield
+
+
+@contextlib.contextmanager
+def last_picked(model: Any) -> Iterator[None]:
+    """Where a model picks vectors by a mask over tokens, let it pick the last one of each row.
+
+    The heads of BART and its kin read the last end-of-sequence token so: they take all that the
+    mask marks, as many of each row, and keep a row's last one. Rows with an unequal number of them
+    cannot share a batch then, and a graph has a NonZero, which fails on a row with none and is
+    nothing that TensorRT takes.
+    """
+    checks = {sys.modules[type(module).__module__] for module in model.modules()}
+    with contextlib.ExitStack() as stack:
+        for module in checks:
+            if hasattr(module, "torch_compilable_check"):
+                unchecked = _replaced(module, "torch_compilable_check", lambda *_, **__: None)
+                stack.enter_context(unchecked)
+        stack.enter_context(_PickLast())
+        yield
+
+
+class _PickLast(TorchFunctionMode):
+    """``values[mask]``, of FP32 ``[B, N, H]`` and BOOL ``[B, N]``, is ``[B, H]``; 0 where none."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        mask = arguments[1] if function is Tensor.__getitem__ else None
+        if isinstance(mask, tuple) and mask[1:] == (slice(None),):
+            mask = mask[0]
+        if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 2):
+            return function(*arguments, **(options or {}))
+        values = arguments[0]
+        place = torch.arange(mask.shape[1], dtype=torch.int32)
+        last = torch.where(mask, place, -1).amax(1, keepdim=True)
+        return weighted((place == last).to(values.dtype), values)

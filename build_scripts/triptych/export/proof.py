@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,10 @@ from triptych.export.packing import (
     MASKS,
     BucketedEncoder,
     CannotPack,
+    Counting,
     PackedEncoder,
     hidden_of,
+    last_picked,
     takes,
 )
 from triptych.model.facts import ModelFacts
@@ -39,6 +42,12 @@ TOLERANCE = 1e-4
 
 SMALLEST_SCALE = 1e-2
 LENGTHS = (23, 5, 11)
+SPECIAL: Mapping[int, Mapping[int, tuple[str, ...]]] = {
+    5: {-2: ("eos", "sep"), -1: ("pad",)},
+    11: {2: ("eos", "sep"), 6: ("pad",)},
+}
+"""Length of a row to the places of more special tokens in it: none in the middle, where a mask is.
+"""
 LONGEST = 600
 LONGEST_TABLE = 2048
 UNICODE = 0x3000
@@ -50,6 +59,10 @@ READINGS: Mapping[str, tuple[Reading, ...]] = {
     "tokens": ("all",),
 }
 """What a head may read, by `Core.reads`."""
+
+
+Around = Callable[[Any], AbstractContextManager[None]]
+"""What is open while a model runs."""
 
 
 class ProbeRow(NamedTuple):
@@ -90,12 +103,22 @@ def prove_text_core(
 ) -> TextCore:
     """The model in a layout, run in the first of the known ways that gives the right results.
 
+    They are right for rows that hold special tokens of their own, too, if any way's are.
+
     Raises:
         CannotPack: packed, and none does.
         UserError: bucketed, and none does.
     """
+    with contextlib.suppress(CannotPack, UserError):
+        return _prove(model, facts, core, folder, packed=packed, special=True)
+    return _prove(model, facts, core, folder, packed=packed, special=False)
+
+
+def _prove(
+    model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool, special: bool
+) -> TextCore:
     window = getattr(model.config, "sliding_window", None) or 0
-    samples = _draw(model, facts, core, window)
+    samples = _draw(model, facts, core, window, special=special)
     head = _head(model, facts, core, folder, samples)
     segments = facts.segments
     if packed:
@@ -106,18 +129,19 @@ def prove_text_core(
         if _farthest(chosen, _packed_batch(samples), samples) >= TOLERANCE:
             raise CannotPack("its head mixes the tokens of neighbouring rows")
         return chosen
-    ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module]] = []
+    ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module, Around]] = []
     if head is not None:
-        ways.append((model.base_model, hidden_of, head))
+        ways.append((model.base_model, hidden_of, head, nullcontext))
     if core.reads != "pooled":
-        ways.append((model, logits_of, LogitsReader(READINGS[core.reads][0], facts.mask_token_id)))
+        reader = LogitsReader(READINGS[core.reads][0], facts.mask_token_id)
+        ways += [(model, logits_of, reader, around) for around in (last_picked, nullcontext)]
     batch = _padded_batch(samples, facts.pad_token_id)
-    for module, read, after in ways:
-        firsts: list[int | None] = [None]
+    for module, read, after, around in ways:
+        countings: list[Counting | None] = [None]
         if takes(module, "position_ids"):
-            firsts.insert(0, _first_position(model.base_model, samples[0].ids))
-        for first in firsts:
-            encoder = BucketedEncoder(module, read, segments, first_position=first)
+            countings.insert(0, _counting(model.base_model, samples[0].ids))
+        for counting in countings:
+            encoder = BucketedEncoder(module, read, segments, counting=counting, around=around)
             way = TextCore(encoder, after)
             if _farthest(way, batch, samples) < TOLERANCE:
                 return way
@@ -129,15 +153,20 @@ def prove_text_core(
     )
 
 
-def _draw(model: Any, facts: ModelFacts, core: Core, window: int) -> list[ProbeRow]:
-    """Random rows of different lengths; one goes beyond the window of local attention."""
+def _draw(
+    model: Any, facts: ModelFacts, core: Core, window: int, *, special: bool
+) -> list[ProbeRow]:
+    """Random rows of different lengths; one goes beyond the window of local attention.
+
+    With `special`, rows hold more tokens that end or fill up a row, as a text may that writes them.
+    """
     generator = torch.Generator().manual_seed(0)
     config = model.config
     names = ("pad", "mask", "bos", "eos", "cls", "sep", "decoder_start")
-    special = {getattr(config, f"{name}_token_id", None) for name in names}
-    special |= {facts.pad_token_id, facts.mask_token_id}
+    aside = {getattr(config, f"{name}_token_id", None) for name in names}
+    aside |= {facts.pad_token_id, facts.mask_token_id}
     vocabulary = getattr(config, "vocab_size", None) or UNICODE
-    plain = torch.tensor([index for index in range(vocabulary) if index not in special])
+    plain = torch.tensor([index for index in range(vocabulary) if index not in aside])
     limit = min(facts.max_length, LONGEST)
     samples = []
     for length in (max(LENGTHS[0], window + 9 if window else 0), *LENGTHS[1:]):
@@ -146,6 +175,8 @@ def _draw(model: Any, facts: ModelFacts, core: Core, window: int) -> list[ProbeR
         # Some heads look for special tokens; what of that is seen here is not missed later.
         for place, kinds in ((0, ("cls", "bos")), (size // 2 - 1, ("sep",)), (-1, ("eos", "sep"))):
             ids[place] = _special(config, kinds, vocabulary, int(ids[place]))
+        for place in SPECIAL.get(length, ()) if special and size == length else ():
+            ids[place] = _special(config, SPECIAL[length][place], vocabulary, int(ids[place]))
         if core.reads == "mask":
             ids[size // 2] = torch.tensor(facts.mask_token_id)
         samples.append(_alone(model, facts, core, ids))
@@ -225,31 +256,43 @@ def _pack(encoder: Any, samples: Sequence[ProbeRow], segments: int, window: int)
     Raises:
         CannotPack: none does.
     """
-    first_position = _first_position(encoder, samples[0].ids)
-    positions = getattr(encoder.config, "max_position_embeddings", None) or 0
-    if not takes(encoder, "position_ids") and positions <= LONGEST_TABLE:
-        # Its positions may come from a table, by place: a batch must be able to outgrow that.
-        samples = [*samples] * (positions // sum(len(sample.ids) for sample in samples) + 1)
+    counting = _counting(encoder, samples[0].ids)
     smallest, refusal = float("inf"), ""
     for mask in MASKS:
-        packed = PackedEncoder(
-            encoder, segments, mask=mask, window=window, first_position=first_position
-        )
+        packed = PackedEncoder(encoder, segments, mask=mask, window=window, counting=counting)
         try:
-            hidden, rows = packed(*_packed_batch(samples))
+            difference = _packed_difference(packed, samples)
         except Exception as error:  # any that a model raises at a kind of mask it does not know
             refusal = refusal or f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
             continue
-        difference = max(
-            _distance(hidden[0, member], sample.hidden)
-            for member, sample in zip(rows.member, samples, strict=True)
-        )
         if difference < TOLERANCE:
+            _check_any_size(packed, samples)
             return packed
         smallest = min(smallest, difference)
     if smallest == float("inf"):
         raise CannotPack(f"it takes no mask that keeps rows apart ({refusal})")
     raise CannotPack(f"rows that share a sequence differ by {smallest:.0e} from rows alone")
+
+
+def _packed_difference(packed: PackedEncoder, samples: Sequence[ProbeRow]) -> float:
+    """Largest of a row in the batch from itself alone."""
+    hidden, rows = packed(*_packed_batch(samples))
+    return max(
+        _distance(hidden[0, member], sample.hidden)
+        for member, sample in zip(rows.member, samples, strict=True)
+    )
+
+
+def _check_any_size(packed: PackedEncoder, samples: Sequence[ProbeRow]) -> None:
+    """Raises `CannotPack` where a batch cannot outgrow a table of positions by place."""
+    places = getattr(packed.encoder.config, "max_position_embeddings", None) or 0
+    if packed.takes_positions or places > LONGEST_TABLE:
+        return
+    many = [*samples] * (places // sum(len(sample.ids) for sample in samples) + 1)
+    with contextlib.suppress(Exception):  # any that a model raises beyond its table
+        if _packed_difference(packed, many) < TOLERANCE:
+            return
+    raise CannotPack(f"it counts positions through a whole batch, which its {places} do not hold")
 
 
 def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -284,13 +327,17 @@ def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> fl
     return float("inf") if difference != difference else difference
 
 
-def _first_position(encoder: Any, ids: Tensor) -> int:
-    """Position number of a row's first token: RoBERTa and its kin count from past the padding."""
-    seen: list[int] = []
+def _counting(encoder: Any, ids: Tensor) -> Counting:
+    """How the encoder numbers a row's tokens, by what it looks up in its table of positions."""
+    pad = getattr(encoder.config, "pad_token_id", None)
+    row = ids.clone()
+    if pad is not None:
+        row[1] = pad
+    seen: list[list[int]] = []
 
     def note(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if arguments and isinstance(arguments[0], Tensor) and not arguments[0].is_floating_point():
-            seen.append(int(arguments[0].flatten()[0]))
+            seen.append(arguments[0].flatten().tolist())
 
     hooks = [
         module.register_forward_pre_hook(note)
@@ -298,11 +345,14 @@ def _first_position(encoder: Any, ids: Tensor) -> int:
         if name.endswith("position_embeddings")
     ]
     try:
-        encoder(input_ids=ids[None])
+        encoder(input_ids=row[None])
     finally:
         for hook in hooks:
             hook.remove()
-    return seen[0] if seen else 0
+    if not seen:
+        return Counting()
+    first = seen[0][0]
+    return Counting(first, pad if seen[0][:4] == [first, pad, first + 1, first + 2] else None)
 
 
 def _farthest(chosen: TextCore, batch: Sequence[Tensor], samples: Sequence[ProbeRow]) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from triptych.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.errors import Progress, UserError
-from triptych.graph.files import MODEL_FILE
+from triptych.graph.files import MODEL_FILE, hashes_of_graph
 from triptych.plan.plan import Plan
 
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "tokenizers")
@@ -23,11 +24,13 @@ class Exported:
         file: the graph; missing where there is a `refusal`.
         key: hash of all that decided it, in hex.
         refusal: why the model's rows cannot be packed; empty where they are, or need not be.
+        files: hashes of the graph's files, by name.
     """
 
     file: Path
     key: str
     refusal: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported:
@@ -70,11 +73,12 @@ def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported
                 remedy="Choose a model fine-tuned for this task",
             ) from error
 
-    folder, cached = cached_stage("export", inputs, work)
+    folder, cached, files = cached_stage("export", inputs, work, progress)
     key = key_of("export", inputs)
     note = folder / REFUSAL_FILE
     if note.is_file():
         return Exported(folder / MODEL_FILE, key, note.read_text(encoding="utf-8"))
-    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+    graph = hashes_of_graph(files)
+    size = sum((folder / name).stat().st_size for name in graph) / 1e6
     progress("export", f"{MODEL_FILE}, {size:.1f} MB{' (cached)' if cached else ''}")
-    return Exported(folder / MODEL_FILE, key)
+    return Exported(folder / MODEL_FILE, key, files=graph)

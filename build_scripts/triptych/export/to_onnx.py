@@ -25,7 +25,9 @@ RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
 def load_model(folder: Path, auto_class: str) -> Any:
     """The model that `save_pretrained` wrote, in PyTorch, fp32, evaluation mode.
 
-    `auto_class` of transformers loads it, with the head it stands for.
+    `auto_class` of transformers loads it, with the head it stands for. Of an encoder-decoder
+    without a head it is the encoder alone, where transformers has a class for that, or where the
+    whole does not run on token ids alone or lacks weights.
 
     Raises:
         UserError: transformers cannot load it as that, or its weights are not all there.
@@ -38,7 +40,11 @@ def load_model(folder: Path, auto_class: str) -> Any:
     try:
         with _quiet():
             model, report = _loader(folder, auto_class).from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True
+                folder,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=False,
             )
     except Exception as error:
         raise UserError(
@@ -47,9 +53,18 @@ def load_model(folder: Path, auto_class: str) -> Any:
             given=_one_line(error),
             remedy="Check config.json and the weights",
         ) from error
+    if report["mismatched_keys"]:
+        raise _mismatch(model.config, sorted(report["mismatched_keys"])[0])
     model = model.eval()
-    missing = sorted(report["missing_keys"])
-    if missing and _matter(model, missing):
+    _check_kind(model)
+    missing = _learnt(model, report["missing_keys"])
+    refused = bool(missing) and _matter(model, missing)
+    if auto_class == "AutoModel" and getattr(model.config, "is_encoder_decoder", False):
+        encoder = None if not refused and _runs(model) else _encoder_of(model)
+        if encoder is not None:
+            missing = _missing_of(encoder, model, missing)
+            model, refused = encoder, bool(missing) and _matter(encoder, missing)
+    if refused:
         raise UserError(
             "model.source",
             f"must hold every weight of {type(model).__name__}",
@@ -61,24 +76,93 @@ def load_model(folder: Path, auto_class: str) -> Any:
     return model
 
 
+def _mismatch(config: Any, wrong: tuple[str, Any, Any]) -> UserError:
+    """What is said of weights that have another size than the config gives them."""
+    name, held, wanted = wrong
+    labels = list((config.id2label or {}).values())
+    if wanted[0] == len(labels) != held[0]:
+        return UserError(
+            "id2label in config.json",
+            "must name as many labels as the model's head has",
+            given=f"{len(labels)} ({', '.join(map(str, labels))}), but `{name}` has {held[0]}",
+            remedy=f"Name all {held[0]} there and in label2id, or train the head anew",
+        )
+    return UserError(
+        "config.json",
+        "must give the sizes that the weights have",
+        given=f"`{name}` has {list(held)}, and {list(wanted)} by config.json",
+        remedy="Take config.json and weights of one model",
+    )
+
+
 def _one_line(error: Exception) -> str:
     """An error's message without line breaks and terminal colours, cut to a readable length."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())[:300]
 
 
 def _loader(folder: Path, auto_class: str) -> Any:
-    """The class to load with; of an encoder-decoder without a head, the encoder where it has one.
+    """The class to load with; without a head, that of the encoder where there is one.
 
-    That is also what sentence-transformers takes of it.
+    That is also what sentence-transformers takes of an encoder-decoder.
     """
     import transformers
 
     if auto_class == "AutoModel":
-        config = transformers.AutoConfig.from_pretrained(folder)
-        encoders = transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
-        if getattr(config, "is_encoder_decoder", False) and type(config) in encoders:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if type(config) in transformers.MODEL_FOR_TEXT_ENCODING_MAPPING:
             return transformers.AutoModelForTextEncoding
     return getattr(transformers, auto_class)
+
+
+def _learnt(model: Any, missing: set[str]) -> list[str]:
+    """Those of the missing weights that training decides: not, say, a table of sines."""
+    import torch
+
+    if not missing:
+        return []
+    with torch.device("meta"):
+        unfilled = type(model)(model.config)
+    frozen = {name for name, weight in unfilled.named_parameters() if not weight.requires_grad}
+    return sorted(missing - frozen)
+
+
+def _check_kind(model: Any) -> None:
+    """Raises a `UserError` for a model of sound, say."""
+    if model.main_input_name not in ("input_ids", "pixel_values"):
+        raise UserError(
+            "model.source",
+            "must be a model of texts or images",
+            given=f"{type(model).__name__}, which takes {model.main_input_name}",
+            remedy="Choose another model",
+        )
+
+
+def _runs(model: Any) -> bool:
+    """Whether token ids alone are all that an encoder-decoder needs."""
+    import torch
+
+    try:
+        with torch.no_grad():
+            model(input_ids=model.dummy_inputs["input_ids"])
+    except Exception:  # whatever a model raises without its decoder's inputs
+        return False
+    return True
+
+
+def _encoder_of(model: Any) -> Any:
+    """The encoder of an encoder-decoder; None where that cannot be run as a model of its own."""
+    import transformers
+
+    encoder = model.get_encoder()
+    return encoder if isinstance(encoder, transformers.PreTrainedModel) else None
+
+
+def _missing_of(encoder: Any, model: Any, missing: list[str]) -> list[str]:
+    """Those of the model's missing weights that are the encoder's, by their names there."""
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lacking = {id(weights[name]) for name in missing if name in weights}
+    own = (*encoder.named_parameters(), *encoder.named_buffers())
+    return sorted(name for name, weight in own if id(weight) in lacking)
 
 
 def _matter(model: Any, missing: list[str]) -> bool:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from triptych.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.errors import Progress
+from triptych.gate.artifact import open_core
+from triptych.gate.check import Labelled, check
 from triptych.gate.decoded import Decoding
+from triptych.gate.probe import describe_probe, judge_probe
 from triptych.gate.reference_rows import reference_of
+from triptych.gate.remedy import remedy_of
+from triptych.gate.rounding import measure_rounding
 from triptych.pipeline.precisions import Precision
 from triptych.plan.plan import Plan
 from triptych.repository.records import GateResult, read_record
 from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import hash_requests, rows_of
-from triptych.tasks.accuracy import metrics_of, thresholds
+from triptych.tasks.accuracy import above_rounding, metrics_of, probe_limits, thresholds
 
 CODE = (
     "gate/*.py",
@@ -44,7 +50,8 @@ class GateFailure(Exception):
     def __init__(self, plan: Plan, gate: GateResult) -> None:
         self.plan = plan
         self.gate = gate
-        super().__init__(f"{plan.spec.name} failed the accuracy gate: {'; '.join(gate.failures)}")
+        failed = f"{plan.spec.name} failed the accuracy gate: {'; '.join(gate.failures)}"
+        super().__init__(f"{failed}. {remedy_of(plan, gate)}")
 
 
 class Gate:
@@ -68,6 +75,7 @@ class Gate:
         self._inputs = inputs
         self._progress = progress
         self._limits = limits_of(inputs, precision)
+        self._probe_limits = _probe_limits(inputs, precision)
         plan, labelled = inputs.plan, inputs.labelled
         key = {
             "precision": precision,
@@ -76,6 +84,9 @@ class Gate:
             "labelled": hash_requests(labelled.requests),
             "truth": [[row.line, repr(row.truth)] for row in labelled.rows],
             "limits": self._limits,
+            "own_limits": overrides_of(inputs),
+            "probe": hash_requests(inputs.probe),
+            "probe_limits": self._probe_limits,
             "max_drop": plan.spec.accuracy.max_drop,
             "notes": labelled.notes,
             "batch_size": plan.max_batch_size,
@@ -84,31 +95,78 @@ class Gate:
         }
         self.judged_by = key_of("gate", key)
 
-    def run(self, artifact: Path, key: str) -> GateResult:
+    def run(self, artifact: Path, files: Mapping[str, str]) -> GateResult:
         """Check an artifact. What passed stays in the cache; what failed is run again when asked.
 
         Args:
             artifact: the ``model.onnx``.
-            key: hash of all that decided it.
+            files: hashes of the file and of those of weights beside it.
         """
 
         def work(target: Path) -> None:
             rows = len(self._inputs.requests)
             self._progress("gate", f"{rows} requests against PyTorch fp32 ...")
-            result = _check(self._inputs, artifact, self.precision, self._limits)
+            result = self._check(artifact)
             if not result.passed:
                 raise _Failed(result)
             (target / GATE_FILE).write_text(json.dumps(result.as_dict()), encoding="utf-8")
 
         try:
-            stage = {"artifact": key, "judged_by": self.judged_by}
-            folder, cached = cached_stage("gate", stage, work)
+            stage = {"artifact": files, "judged_by": self.judged_by}
+            folder, cached, _ = cached_stage("gate", stage, work, self._progress)
         except _Failed as failed:
-            self._progress("gate", _line(failed.result))
-            return failed.result
+            return self._told(failed.result, "")
         text = (folder / GATE_FILE).read_text(encoding="utf-8")
         result = read_record(GateResult, json.loads(text))
-        self._progress("gate", _line(result) + (" (cached)" if cached else ""))
+        return self._told(result, " (cached)" if cached else "")
+
+    def _check(self, artifact: Path) -> GateResult:
+        inputs, plan, task = self._inputs, self._inputs.plan, self._inputs.plan.task
+        labelled = None
+        if inputs.labelled.rows:
+            labelled = Labelled(
+                rows=inputs.labelled.rows,
+                requests=inputs.labelled.requests,
+                expected=reference_of(inputs, rows_of(inputs.labelled.requests), self._progress),
+                max_drop=plan.spec.accuracy.max_drop,
+            )
+        expected = reference_of(inputs, rows_of(inputs.requests), self._progress)
+        rounding = measure_rounding(inputs, expected, self._progress)
+        limits = above_rounding(self._limits, rounding, overrides_of(inputs))
+        notes = _notes(inputs, self.precision, rounding, self._limits, limits)
+        decoding = decoding_of(inputs) if task.decodes_answers else None
+        run = open_core(artifact, plan)
+        result = check(
+            run,
+            inputs.requests,
+            expected,
+            plan.core,
+            limits,
+            metrics=metrics_of(task),
+            precision=self.precision,
+            batch_size=plan.max_batch_size,
+            decoding=decoding,
+            labelled=labelled,
+            notes=(*inputs.labelled.notes, *notes),
+        )
+        result = replace(result, rounding=rounding)
+        if not self._probe_limits:
+            return result
+        probe, failures = judge_probe(
+            run,
+            inputs.probe,
+            reference_of(inputs, rows_of(inputs.probe), self._progress),
+            plan.core,
+            self._probe_limits,
+            batch_size=plan.max_batch_size,
+            decoding=decoding,
+        )
+        return replace(result, probe=probe, failures=(*result.failures, *failures))
+
+    def _told(self, result: GateResult, suffix: str) -> GateResult:
+        self._progress("gate", _line(result) + suffix)
+        if result.probe is not None:
+            self._progress("gate", describe_probe(result.probe))
         return result
 
 
@@ -118,9 +176,7 @@ def limits_of(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
     Raises:
         UserError: the spec overrides the limit of what is no metric of the task.
     """
-    plan = inputs.plan
-    overrides = plan.spec.accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
-    return thresholds(plan.task, precision, overrides)
+    return thresholds(inputs.plan.task, precision, overrides_of(inputs))
 
 
 def decoding_of(inputs: PipelineInputs) -> Decoding:
@@ -129,39 +185,42 @@ def decoding_of(inputs: PipelineInputs) -> Decoding:
     custom = plan.spec.custom is not None
     return Decoding(
         task=plan.task,
-        settings={**plan.task.settings(plan.facts), "outputs": plan.output_settings},
+        settings={**plan.task.settings(plan.facts), "outputs": plan.task.output_settings},
         folder=plan.spec.folder if custom else inputs.tokenizer_folder,
     )
 
 
-def _check(
-    inputs: PipelineInputs, artifact: Path, precision: Precision, limits: Mapping[str, float]
-) -> GateResult:
-    from triptych.gate.artifact import open_core
-    from triptych.gate.check import Labelled, check
+def _probe_limits(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
+    """Those of the probe; none where the core is not judged on it."""
+    if precision == "fp32" or not inputs.probe:
+        return {}
+    return probe_limits(inputs.plan.task, precision, overrides_of(inputs))
 
-    plan, task = inputs.plan, inputs.plan.task
-    labelled = None
-    if inputs.labelled.rows:
-        labelled = Labelled(
-            rows=inputs.labelled.rows,
-            requests=inputs.labelled.requests,
-            expected=reference_of(inputs, rows_of(inputs.labelled.requests)),
-            max_drop=plan.spec.accuracy.max_drop,
+
+def overrides_of(inputs: PipelineInputs) -> dict[str, float]:
+    """The limits that the spec sets."""
+    accuracy = inputs.plan.spec.accuracy
+    limits: dict[str, float] = accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
+    return limits
+
+
+def _notes(
+    inputs: PipelineInputs,
+    precision: Precision,
+    rounding: float | None,
+    limits: Mapping[str, float],
+    raised: Mapping[str, float],
+) -> Iterator[str]:
+    """What of the gate is not as usual."""
+    names = [name for name in limits if raised[name] > limits[name]]
+    if names:
+        yield (
+            f"PyTorch's own rounding (fp32 against fp64) is {rounding:.2e}: up to"
+            f" {raised[names[0]]:.2e} is no fault of {', '.join(names)}"
         )
-    return check(
-        open_core(artifact, plan),
-        inputs.requests,
-        reference_of(inputs, rows_of(inputs.requests)),
-        plan.core,
-        limits,
-        metrics=metrics_of(task),
-        precision=precision,
-        batch_size=plan.max_batch_size,
-        decoding=decoding_of(inputs) if task.decodes_answers else None,
-        labelled=labelled,
-        notes=inputs.labelled.notes,
-    )
+    if precision != "fp32" and not inputs.probe:
+        what = "no row of the general probe" if inputs.tokenizer_file else "there is none of images"
+        yield f"not judged outside your traffic: {what} is taken by the pipeline"
 
 
 def _line(result: GateResult) -> str:

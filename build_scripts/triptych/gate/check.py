@@ -10,7 +10,14 @@ import numpy as np
 
 from triptych.gate.artifact import RowOutputs, RunBatch
 from triptych.gate.decoded import Decoded, Decoding, decode, reference_row_outputs
-from triptych.gate.differences import Measured, best_agree, cosines, measure, relative_errors
+from triptych.gate.differences import (
+    Measured,
+    Pairs,
+    best_agree,
+    cosines,
+    measure,
+    relative_errors,
+)
 from triptych.gate.runs import IN_BATCHES, Incomparable, check_rows, run_rows, run_ways
 from triptych.gate.verdicts import judge_metrics, say_failures, worst_rows
 from triptych.pipeline.precisions import Precision
@@ -92,13 +99,13 @@ def check(
             precision, traffic, edges, False, verdicts, (str(fault),), notes=tuple(notes)
         )
     every = [row for rows in runs.values() for row in rows.values()]
-    finite = all(map(_is_finite, [*every, *labelled_rows]))
+    finite = all(map(is_finite, [*every, *labelled_rows]))
     batched = runs.pop(IN_BATCHES)
     # Differences of infinities are NaN, which fails like any other excess.
     with np.errstate(invalid="ignore", over="ignore"):
         measured = measure(batched, list(runs.values()), expected, core)
     outputs = [batched[place] for place in range(len(samples))]
-    compared = _compare(requests, outputs, expected, core, decoding if finite else None)
+    compared = compare_answers(requests, outputs, expected, core, decoding if finite else None)
     values = {**_core_values(requests, outputs, expected, measured, core), **compared.values}
     values = {name: values[name] for name in metrics if name in values}
     complete = decoding is None or finite
@@ -127,7 +134,7 @@ def check(
 
 
 @dataclass(frozen=True)
-class _Compared:
+class Compared:
     """Answers of all requests and how they compare; without a decoder, the first core rows."""
 
     values: Mapping[str, float]
@@ -136,18 +143,19 @@ class _Compared:
     got: Sequence[Decoded]
 
 
-def _compare(
+def compare_answers(
     requests: Sequence[GateRequest],
     outputs: Sequence[RowOutputs],
     expected: Sequence[Expected],
     core: Core,
     decoding: Decoding | None,
-) -> _Compared:
+) -> Compared:
+    """Compare the answers to the requests that are no edge cases."""
     right = reference_row_outputs(core, expected, like=outputs)
     badness = [0.0] * len(requests)
     if decoding is None:
         firsts = [[rows[0] for rows in by_request(requests, each)] for each in (right, outputs)]
-        return _Compared({}, badness, *firsts)
+        return Compared({}, badness, *firsts)
     got, wanted = decode(decoding, requests, outputs), decode(decoding, requests, right)
     kept = [place for place, request in enumerate(requests) if not request.edge]
     comparison = decoding.task.compare(
@@ -157,7 +165,7 @@ def _compare(
     )
     for place, value in zip(kept, comparison.badness, strict=True):
         badness[place] = value
-    return _Compared(comparison.values, badness, wanted, got)
+    return Compared(comparison.values, badness, wanted, got)
 
 
 def _core_values(
@@ -179,9 +187,15 @@ def _core_values(
     traffic = [pair for pair, edge in zip(pairs, edges, strict=True) if not edge]
     if made_up:
         values["edge_error"] = float(np.max(relative_errors(made_up, core)))
-    if traffic and (angles := cosines(traffic, core)) is not None:
+    return {**values, **(compare_rows(traffic, core) if traffic else {})}
+
+
+def compare_rows(pairs: Pairs, core: Core) -> dict[str, float]:
+    """Metrics of the core's own outputs that are shares and means of rows, at least one."""
+    values: dict[str, float] = {}
+    if (angles := cosines(pairs, core)) is not None:
         values |= {"min_cosine": float(angles.min()), "mean_cosine": float(angles.mean())}
-    if traffic and (agrees := best_agree(traffic, core)) is not None:
+    if (agrees := best_agree(pairs, core)) is not None:
         values["label_agreement"] = float(agrees.mean())
     return values
 
@@ -191,19 +205,20 @@ def _said(measured: Sequence[Measured], limits: Mapping[str, float]) -> dict[str
     allowed = limits.get("neighbour_effect", math.inf)
     return {
         "max_difference": [
-            f"{view.name} differs from the reference by {view.difference:.2e}, above {limit}"
+            f"{view.name} differs from the reference by {view.difference:.2e}, above {limit:g}"
             for view in measured
             if not view.difference <= limit
         ],
         "neighbour_effect": [
-            f"batch neighbours change {view.name} by {view.effect:.2e}, above {allowed}"
+            f"batch neighbours change {view.name} by {view.effect:.2e}, above {allowed:g}"
             for view in measured
             if not view.effect <= allowed
         ],
     }
 
 
-def _is_finite(row: RowOutputs) -> bool:
+def is_finite(row: RowOutputs) -> bool:
+    """Whether all numbers of a row are."""
     return all(bool(np.isfinite(values).all()) for values in row.values())
 
 

@@ -1,4 +1,4 @@
-"""The reference: the Hugging Face model in PyTorch fp32, one row at a time, nothing shared."""
+"""The reference: the Hugging Face model in PyTorch, one row at a time, nothing shared."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from triptych.tensors import TokenRow
 
 
 def reference_outputs(
-    folder: Path, facts: ModelFacts, core: Core, samples: Sequence[Sample]
+    folder: Path,
+    facts: ModelFacts,
+    core: Core,
+    samples: Sequence[Sample],
+    *,
+    double: bool = False,
 ) -> list[Expected]:
-    """What the core should return for each sample.
+    """What the core should return for each sample, computed in fp32, or in fp64 where `double`.
 
     Each row runs alone and unpadded, so no mask, no neighbour and no padding takes part. What the
     model does not do itself (pooling, scores, pixel values) is written plainly here, apart from
@@ -35,13 +40,17 @@ def reference_outputs(
 
     model = load_model(folder, core.auto_class)
     dense = _dense_layers(folder, facts) if core.reads == "pooled" else {}
+    dtype = torch.float64 if double else torch.float32
+    for module in (model, *dense.values()) if double else ():
+        module.double()
     expected = []
     with torch.inference_mode():
         for sample in samples:
             if isinstance(sample, TokenRow):
                 output = model(**_token_inputs(sample))
             else:
-                output = model(pixel_values=torch.from_numpy(pixel_values(sample, facts))[None])
+                pixels = torch.from_numpy(pixel_values(sample, facts))
+                output = model(pixel_values=pixels[None].to(dtype))
             if core.returns == "spans":
                 results = [output.start_logits[0], output.end_logits[0]]
             elif core.reads == "pooled":

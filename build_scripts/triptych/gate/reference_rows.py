@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from triptych.cache import cached_stage, code_hash, versions_of
+from triptych.errors import Progress
 from triptych.requests.feeds import Sample
 from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import Expected, hash_rows
@@ -18,8 +19,14 @@ FILE = "expected.npz"
 CODE = ("gate/reference.py", "export/to_onnx.py", "export/heads.py", "model/*.py")
 
 
-def reference_of(inputs: PipelineInputs, samples: Sequence[Sample]) -> list[Expected]:
-    """What the core should return for each of `samples`, by the model in PyTorch fp32.
+def reference_of(
+    inputs: PipelineInputs,
+    samples: Sequence[Sample],
+    progress: Progress,
+    *,
+    double: bool = False,
+) -> list[Expected]:
+    """What the core should return for each of `samples`, by the model in PyTorch fp32 (or fp64).
 
     Raises:
         UserError: transformers cannot load the model.
@@ -31,6 +38,7 @@ def reference_of(inputs: PipelineInputs, samples: Sequence[Sample]) -> list[Expe
         "facts": plan.facts.of_core,
         "core": asdict(plan.core),
         "rows": hash_rows(samples),
+        "double": double,
         "versions": versions_of("torch", "transformers"),
         "code": code_hash(*CODE),
     }
@@ -40,11 +48,10 @@ def reference_of(inputs: PipelineInputs, samples: Sequence[Sample]) -> list[Expe
 
         _save(
             target / FILE,
-            reference_outputs(inputs.model_folder, plan.facts, plan.core, samples),
+            reference_outputs(inputs.model_folder, plan.facts, plan.core, samples, double=double),
         )
 
-    folder, _ = cached_stage("reference", key, work)
-    return _load(folder / FILE)
+    return _load(cached_stage("reference", key, work, progress).folder / FILE)
 
 
 def _save(path: Path, expected: Sequence[Expected]) -> None:

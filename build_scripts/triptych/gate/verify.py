@@ -11,21 +11,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from triptych.errors import Progress, UserError
-from triptych.gate.cached import decoding_of, limits_of
-from triptych.gate.decoded import Decoded, decode, reference_row_outputs
+from triptych.gate.answers import reference_answers
+from triptych.gate.cached import limits_of, overrides_of
 from triptych.gate.live.replies import LiveCase, Rules
 from triptych.gate.live.send import live_requests, refusals, run_live
 from triptych.gate.live.verdict import LiveVerdict, judge_live
-from triptych.gate.reference_rows import reference_of
 from triptych.pipeline.precisions import Precision
 from triptych.plan.plan import Plan
 from triptych.repository.lock import Lock, find_lock
 from triptych.repository.plain import plain_data
 from triptych.requests.inputs import PipelineInputs
-from triptych.requests.samples import rows_of
-from triptych.runtime.faults import RequestError
-from triptych.runtime.hooking import HOOKS_FILE, RowForm, call_hook, find_hook
-from triptych.tasks.accuracy import TOLERANCES
+from triptych.runtime.hooking import find_hook
+from triptych.tasks.accuracy import TOLERANCES, above_rounding
 
 
 class Endpoint(Protocol):
@@ -102,12 +99,15 @@ def verify_pipeline(
     plan = inputs.plan
     lock = find_lock(repository, plan.spec.name)
     precision = _precision(plan, repository, lock)
-    rules = _rules(inputs, precision)
+    rules = _rules(inputs, precision, None if lock is None else lock.gate.rounding)
     sent = live_requests(plan, inputs.requests)
-    wanted = _reference_answers(inputs, progress)
+    progress("verify", f"{len(inputs.requests)} requests in PyTorch fp32 ...")
+    wanted = reference_answers(inputs, progress)
     refused = refusals(plan, inputs.tokenizer_folder, inputs.requests, sent)
     cases = [
-        LiveCase(request.shown, request.query, request.edge, answer, words)
+        LiveCase(
+            request.shown, request.query, request.edge, answer.outputs, words or answer.refusal
+        )
         for request, answer, words in zip(inputs.requests, wanted, refused, strict=True)
     ]
     with server as reached:
@@ -137,42 +137,14 @@ def verify_pipeline(
     )
 
 
-def _rules(inputs: PipelineInputs, precision: Precision) -> Rules:
+def _rules(inputs: PipelineInputs, precision: Precision, rounding: float | None) -> Rules:
     plan = inputs.plan
     return Rules(
         task=plan.task,
         tolerance=TOLERANCES[precision],
-        limits=limits_of(inputs, precision),
+        limits=above_rounding(limits_of(inputs, precision), rounding, overrides_of(inputs)),
         hooked=plan.spec.custom is not None or find_hook(plan.spec.folder, "after") is not None,
     )
-
-
-def _reference_answers(inputs: PipelineInputs, progress: Progress) -> list[Decoded]:
-    """What the ensemble should answer: PyTorch fp32, the task's decoder, the pipeline's hooks.
-
-    Raises:
-        UserError: a hook fails on what the reference made of the traffic.
-    """
-    plan, requests = inputs.plan, inputs.requests
-    decoding = decoding_of(inputs)
-    progress("verify", f"{len(requests)} requests in PyTorch fp32 ...")
-    expected = reference_of(inputs, rows_of(requests))
-    after, form = find_hook(plan.spec.folder, "after"), RowForm(decoding.settings["outputs"])
-    try:
-        answers = decode(decoding, requests, reference_row_outputs(plan.core, expected))
-        if after is None:
-            return answers
-        return [
-            form.tensors(call_hook("after", after, form.rows(answer), form.names))
-            for answer in answers
-        ]
-    except (RequestError, RuntimeError) as error:
-        raise UserError(
-            str(plan.spec.folder / HOOKS_FILE),
-            "must take what the reference makes of the traffic",
-            given=error,
-            remedy="Mend the function",
-        ) from error
 
 
 def _precision(plan: Plan, repository: Path, lock: Lock | None) -> Precision:

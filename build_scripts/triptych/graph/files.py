@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 MODEL_FILE = "model.onnx"
 LARGEST_PROTOBUF = 1_900_000_000
 """Bytes; weights of a larger graph go into a file beside it."""
+
+
+def hashes_of_graph(files: Mapping[str, str]) -> dict[str, str]:
+    """Of `files` of a folder (name -> hash): the graph, and weights beside it."""
+    return {name: digest for name, digest in files.items() if name.startswith(MODEL_FILE)}
 
 
 def read_model(path: Path) -> Any:

@@ -17,6 +17,8 @@ _FILE_SUFFIXES = (".json", ".txt", ".model", ".vocab", ".bpe", ".npy", ".npz", "
 _MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY/"
 _FEWEST_ROWS = 50
 _MOST_TRUNCATED_SHARE = 0.05
+_LEAST_VOCABULARY_SHARE = 0.03
+_MOST_NEAR_DUPLICATES = 0.2
 
 
 def repository_readable(repository: Repository) -> Iterator[Flaw]:
@@ -222,7 +224,7 @@ def lock_files(model: Model) -> Iterator[Flaw]:
 
 
 def traffic(model: Model) -> Iterator[Flaw]:
-    """The traffic behind the numbers is large enough and fits the maximal length."""
+    """The traffic behind the numbers is large and varied enough and fits the maximal length."""
     rows, truncated = (_in_lock(model, "traffic", key) for key in ("rows", "truncated_share"))
     if _is_number(rows) and rows < _FEWEST_ROWS:
         yield warning(
@@ -237,6 +239,25 @@ def traffic(model: Model) -> Iterator[Flaw]:
             f"should truncate at most {_MOST_TRUNCATED_SHARE:.0%} of the traffic",
             f"{truncated:.1%} of the rows are longer than tokenizer.max_length",
             "Raise tokenizer.max_length, split long texts, or set overflow: reject",
+            model.lock_file,
+        )
+    yield from _narrow_traffic(model)
+
+
+def _narrow_traffic(model: Model) -> Iterator[Flaw]:
+    keys = ("words", "vocabulary_share", "near_duplicates")
+    words, share, near = (_in_lock(model, "traffic", key) for key in keys)
+    if not (_is_number(words) and _is_number(share) and _is_number(near)):
+        return
+    if share < _LEAST_VOCABULARY_SHARE or near > _MOST_NEAR_DUPLICATES:
+        yield warning(
+            f"should be built from varied traffic: of its words at least "
+            f"{_LEAST_VOCABULARY_SHARE:.0%} different ones, of its rows at most "
+            f"{_MOST_NEAR_DUPLICATES:.0%} near duplicates",
+            f"{words} different words, {share:.1%} of all; {near:.0%} of the rows are near "
+            "duplicates of others",
+            "Add real requests with other words to traffic.jsonl: the gate and int8 know only what "
+            "is there",
             model.lock_file,
         )
 

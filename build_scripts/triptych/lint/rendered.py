@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from triptych.errors import Finding
+from triptych.files import scratch_folder
 from triptych.lint.checks import run_checks
 from triptych.repository.render import Content
 
@@ -32,17 +32,17 @@ def lint_rendered(
     Raises:
         LintFailure: an error.
     """
-    with tempfile.TemporaryDirectory(prefix="triptych-lint-") as scratch:
+    with scratch_folder("triptych-lint-") as scratch:
         for path, content in files.items():
-            target = Path(scratch, path)
+            target = scratch / path
             target.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, Path):
                 target.symlink_to(content.absolute())
             else:
                 target.write_bytes(content)
         for model in beside:
-            Path(scratch, model.name).symlink_to(model.absolute())
-        findings = run_checks(Path(scratch), triton=triton, with_engines=False)
+            (scratch / model.name).symlink_to(model.absolute())
+        findings = run_checks(scratch, triton=triton, with_engines=False)
     # The engine is built of what is written now, here or in the image that will serve it.
     findings = [finding for finding in findings if finding.id != "engine-built"]
     errors = [finding for finding in findings if finding.severity == "error"]

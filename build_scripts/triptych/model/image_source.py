@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from triptych.errors import UserError
 from triptych.model.facts import ImageFacts, Resize
+from triptych.model.sentence_modules import read_json
 
 LARGEST_DIFFERENCE = 1e-5
 """Of any element from the processor's, relative to its largest one where that is above 1."""
@@ -95,6 +96,13 @@ def _load(folder: Path) -> Any:
             folder, backend="pil", trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
+        if "sampling_rate" in read_json(folder / "preprocessor_config.json", default={}):
+            raise UserError(
+                _FIELD,
+                "must be a model of texts or images",
+                given="a preprocessor of sound in preprocessor_config.json",
+                remedy="Choose another model",
+            ) from error
         raise UserError(
             _FIELD,
             _RULE + "that transformers can load and run on Pillow",

@@ -12,13 +12,12 @@ from triptych.cache import sha256_of
 from triptych.errors import UserError
 from triptych.model.classes import ModelConfig, SentenceConfig, read_activation, read_labels
 from triptych.model.facts import ImageFacts, ModelFacts
+from triptych.model.hub import FILES, WEIGHTS, has_weights, hub_folder
+from triptych.model.own_code import refuse_own_code
 from triptych.model.sentence_modules import read_json, read_modules
 from triptych.pipeline.spec_fields import ModelSource
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-FILES = ("*.json", "*.txt", "*.model", "*.safetensors")
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
 OUT_OF_REACH = 1 << 30
 
 
@@ -26,7 +25,7 @@ def locate(model: ModelSource, pipeline_folder: Path) -> Path:
     """The local folder with the model's files; a Hub model is fetched into the ordinary cache.
 
     Raises:
-        UserError: nothing there, or not a model.
+        UserError: nothing there, not a model, or one with code of its own.
     """
     if model.source.startswith("package:"):
         folder = _package_folder(model.source)
@@ -40,7 +39,7 @@ def locate(model: ModelSource, pipeline_folder: Path) -> Path:
             remedy="A relative folder is looked up from the pipeline's own folder",
         )
     else:
-        folder = _hub_folder(model)
+        folder = hub_folder(model)
     if not (folder / "config.json").is_file():
         raise UserError(
             "model.source",
@@ -55,11 +54,8 @@ def locate(model: ModelSource, pipeline_folder: Path) -> Path:
             given=f"{model.source}: none in it",
             remedy="Save the model with `save_pretrained`, or fetch its weights",
         )
+    refuse_own_code(folder)
     return folder
-
-
-def has_weights(folder: Path) -> bool:
-    return any(True for pattern in WEIGHTS for _ in folder.glob(pattern))
 
 
 def _package_folder(source: str) -> Path:
@@ -75,44 +71,6 @@ def _package_folder(source: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / inner
 
 
-def _hub_folder(model: ModelSource) -> Path:
-    from huggingface_hub import snapshot_download
-
-    # A full commit never changes: what is cached of it needs no look at the Hub.
-    cached_first = model.revision is not None and len(model.revision) == 40
-
-    def fetch(*patterns: str) -> Path:
-        def download(*, local: bool) -> Path:
-            return Path(
-                snapshot_download(
-                    model.source,
-                    revision=model.revision,
-                    allow_patterns=[*patterns],
-                    ignore_patterns=[*FOREIGN],
-                    local_files_only=local,
-                )
-            )
-
-        try:
-            return download(local=cached_first)
-        except Exception:
-            return download(local=not cached_first)
-
-    try:
-        folder = fetch(*FILES)
-        if not has_weights(folder):
-            folder = fetch(*FILES, WEIGHTS[1])
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            "model.source",
-            "must be a model the Hugging Face Hub has, or one cached before",
-            given=f"{model.source} (revision {model.revision or 'main'}): {reason}",
-            remedy="Check the name, the revision, `hf auth login` and the network",
-        ) from error
-    return folder
-
-
 class _TransformerConfig(TypedDict, total=False):
     """Fields of ``sentence_bert_config.json``."""
 
@@ -120,8 +78,12 @@ class _TransformerConfig(TypedDict, total=False):
     max_seq_length: int | None
 
 
-def read_facts(folder: Path) -> ModelFacts:
+def read_facts(folder: Path, sha256: str | None = None) -> ModelFacts:
     """What the files in `folder` say of the model.
+
+    Args:
+        folder: of the model.
+        sha256: its `hash_model`, where that is known: weights take long to read.
 
     Raises:
         UserError: a setting that changes results and is not known here.
@@ -140,7 +102,7 @@ def read_facts(folder: Path) -> ModelFacts:
         return value if isinstance(value, int) else None
 
     return ModelFacts(
-        sha256=_hash(folder),
+        sha256=sha256 or hash_model(folder),
         architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
         hidden_size=0 if image else _hidden_size(folder, config),
         max_length=_max_length(folder, config, transformer),
@@ -227,9 +189,7 @@ def _load_tokenizer(folder: Path) -> Any:
         # Without any vocabulary transformers returns an empty tokenizer without an error.
         if not _has_vocabulary(folder):
             raise FileNotFoundError(f"none of {', '.join(VOCABULARIES)}")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        if not tokenizer.is_fast:
-            raise ValueError(f"{type(tokenizer).__name__} has none")
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise UserError(
             "model.source",
@@ -237,6 +197,14 @@ def _load_tokenizer(folder: Path) -> Any:
             given=" ".join(str(error).split())[:200],
             remedy="Save the model's fast tokenizer into the folder",
         ) from error
+    if not tokenizer.is_fast:
+        raise UserError(
+            "model.source",
+            "must have a tokenizer with a fast form",
+            given=f"{type(tokenizer).__name__}, of which transformers has none",
+            remedy="Choose another model, or put a tokenizer.json that makes the same tokens into "
+            "the folder and name PreTrainedTokenizerFast in tokenizer_config.json",
+        )
     return tokenizer
 
 
@@ -272,7 +240,8 @@ def _setting(folder: Path, config: ModelConfig, name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return getattr(AutoConfig.from_pretrained(folder), name, None)
+        config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return getattr(config_of, name, None)
     except Exception as error:
         raise UserError(
             str(folder / "config.json"),
@@ -293,7 +262,8 @@ def _max_length(folder: Path, config: ModelConfig, transformer: _TransformerConf
     return min(known) if known else 512
 
 
-def _hash(folder: Path) -> str:
+def hash_model(folder: Path) -> str:
+    """Hash over names and contents of the files that decide a model's results, in hex."""
     digest = hashlib.sha256()
     patterns = (*FILES, *WEIGHTS[1:], "*/*.json", "*/*.safetensors", "*/pytorch_model.bin")
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):

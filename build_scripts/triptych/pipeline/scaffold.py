@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from triptych.errors import UserError
+from triptych.errors import UserError, closest
 from triptych.pipeline.spec import SPEC_FILE, check_folder
 from triptych.pipeline.yaml_text import parse_yaml
 
@@ -47,7 +47,7 @@ class Scaffold:
 
 
 def scaffold(
-    name: str, *, task: str, model: str | None, with_hooks: bool, pipelines: Path
+    name: str, *, task: str | None, model: str | None, with_hooks: bool, pipelines: Path
 ) -> Scaffold:
     """Write the folder ``pipelines/name`` with a spec, traffic and, if asked for, hooks.
 
@@ -72,12 +72,12 @@ def scaffold(
             given=name,
             remedy="Name the folder it goes into with --pipelines",
         )
-    if task not in tasks():
+    if task is None or task not in tasks():
         raise UserError(
             "--task",
             "must be a known task",
-            given=task,
-            remedy=f"Choose one of: {', '.join(tasks())}",
+            given=task or "nothing",
+            remedy=f"{closest(task or '', tasks())}Choose one of: {', '.join(tasks())}",
         )
     # Of the two things it looks at, the spec's file is the template so far: the name is left.
     check_folder(folder, TEMPLATES / task / SPEC_FILE)

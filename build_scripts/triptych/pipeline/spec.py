@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from triptych.errors import UserError
+from triptych.errors import UserError, closest
 from triptych.pipeline.spec_fields import (
     Accuracy,
     Core,
@@ -103,7 +103,9 @@ def load_spec(
         return PipelineSpec.model_validate({**document, **given})
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        source = folder / TUNED_FILE if where in measured else path
+        source = f"{folder / TUNED_FILE if where in measured else path}: "
+        if where in {override.partition("=")[0] for override in overrides}:
+            source = "--set "
         raise _as_user_error(source, error) from error
 
 
@@ -119,7 +121,8 @@ def check_folder(folder: Path, path: Path) -> None:
             str(folder),
             f"must be a pipeline's folder with a {SPEC_FILE}",
             given="no such folder" if not folder.is_dir() else f"a folder without {SPEC_FILE}",
-            remedy=f"Pipelines here: {', '.join(siblings) or 'none'}",
+            remedy=closest(folder.name, siblings)
+            + f"Pipelines here: {', '.join(siblings) or 'none'}",
         )
     if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", folder.name):
         raise UserError(
@@ -171,7 +174,7 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
     node[last] = value
 
 
-def _as_user_error(path: Path, error: ValidationError) -> UserError:
+def _as_user_error(source: str, error: ValidationError) -> UserError:
     """The first problem as field, rule, given, remedy; the others are counted."""
     problems = error.errors(include_url=False)
     first = problems[0]
@@ -180,14 +183,38 @@ def _as_user_error(path: Path, error: ValidationError) -> UserError:
     kind = first["type"]
     if kind == "extra_forbidden":
         rule, given = "is not a field of the spec", first["loc"][-1]
-        remedy = f"Fields here: {', '.join(_fields_at(first['loc'][:-1]))}"
+        known = _fields_at(first["loc"][:-1])
+        remedy = f"{_meant(first['loc'], known)}Fields here: {', '.join(known)}"
     elif kind == "missing":
         rule, given, remedy = "is required", "nothing", "Add it; see pipelines/README.md"
     else:
         message = first["msg"]
         rule = "must be valid: " + message[0].lower() + message[1:]
         given, remedy = first["input"], "Correct the value"
-    return UserError(f"{path}: {location}", rule, given=given, remedy=remedy + more)
+    return UserError(f"{source}{location}", rule, given=given, remedy=remedy + more)
+
+
+def _meant(location: Sequence[int | str], known: Sequence[str]) -> str:
+    """``Did you mean `…`? ``: a field beside it, or one of the same name elsewhere."""
+    wrong = str(location[-1])
+    if said := closest(wrong, known):
+        return said
+    everywhere = _dotted_fields(PipelineSpec)
+    same = [field for field in everywhere if field.rpartition(".")[2] == wrong]
+    if len(same) == 1:
+        return f"Did you mean `{same[0]}`? "
+    return closest(".".join(map(str, location)), everywhere)
+
+
+def _dotted_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every field of the spec that a file may set: ``core.layout``."""
+    found = []
+    for name, field in model.model_fields.items():
+        if prefix or name not in RESERVED:
+            found.append(prefix + name)
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                found += _dotted_fields(field.annotation, f"{prefix}{name}.")
+    return found
 
 
 def _fields_at(location: Sequence[int | str]) -> list[str]:

@@ -10,6 +10,9 @@ from triptych.pipeline.precisions import Precision
 from triptych.pipeline.slo import Slo
 from triptych.releases import OLDEST
 
+LONGEST_WAIT_MS = (1000, 5000)
+"""A request waits so long where a shorter latency is promised, and where none is."""
+
 Positive = Annotated[int, Field(ge=1)]
 Distance = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -160,12 +163,15 @@ class Queue(Frozen):
     Attributes:
         max_delay_us: how long the core may hold a batch open for more rows.
         max_size: requests that may be under way; one more is refused at once (Unavailable).
+        max_wait_ms: how long the requests under way may take at the rate measured; one more is
+            refused at once (Unavailable). None: see `Serving.longest_wait_ms`.
         timeout_ms: a request that has waited longer for the core is refused; None waits on. Give
             the core two instances then: a lone one with such a policy wakes up late.
     """
 
     max_delay_us: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     max_size: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    max_wait_ms: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
     timeout_ms: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
 
 
@@ -237,6 +243,13 @@ class Serving(Frozen):
     max_inflight: Positive | None = None
     slo: Slo = Slo()
 
+    @property
+    def longest_wait_ms(self) -> float:
+        """`queue.max_wait_ms`, else what is promised, within `LONGEST_WAIT_MS`."""
+        least, most = LONGEST_WAIT_MS
+        promised = max(self.slo.limits_us.values(), default=most * 1e3) / 1e3
+        return self.queue.max_wait_ms or max(promised, least)
+
     @model_validator(mode="after")
     def _is_supported(self) -> Serving:
         if self.triton < str(OLDEST):  # two digits each: texts are ordered as releases are
@@ -257,6 +270,8 @@ class Accuracy(Frozen):
     min_cosine: Share | None = None
     mean_cosine: Share | None = None
     nearest_neighbour_agreement: Share | None = None
+    mean_neighbour_loss: Distance | None = None
+    max_neighbour_loss: Distance | None = None
     similarity_rank_correlation: Share | None = None
     label_agreement: Share | None = None
     max_probability_difference: Distance | None = None

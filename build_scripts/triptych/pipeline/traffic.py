@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triptych.errors import UserError
+from triptych.errors import UserError, closest
 
 TRAFFIC_FILE = "traffic.jsonl"
 PARAMETERS = "parameters"
@@ -85,17 +85,22 @@ def read_traffic(
         )
     rows = []
     for number, line, row in read_lines(path):
-        parameters = None if row is None else row.get(PARAMETERS, {})
-        if (
-            row is None
-            or not isinstance(parameters, dict)
-            or not all(isinstance(row.get(field), str) for field in fields)
-        ):
+        if row is None:
             raise UserError(
                 f"{path}:{number}",
                 "must be a JSON object with a string for each input of the task",
                 given=repr(line[:80]),
                 remedy=f"Write {form}",
+            )
+        parameters = row.get(PARAMETERS, {})
+        wrong = [field for field in fields if not isinstance(row.get(field), str)]
+        if wrong or not isinstance(parameters, dict):
+            field = wrong[0] if wrong else PARAMETERS
+            raise UserError(
+                f"{path}:{number}: {field}",
+                "must be a string" if wrong else "must be an object",
+                given=f"{row[field]!r:.80}" if field in row else "nothing",
+                remedy=f"{closest(field, row) if wrong and field not in row else ''}Write {form}",
             )
         rows.append(TrafficRow(number, {name: row[name] for name in fields}, parameters))
     if not rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from triptych.pipeline.traffic import Lengths
 from triptych.plan.cost import RowCost, row_cost
 from triptych.plan.engine_spec import EnginePlan
 from triptych.plan.profiles import LARGEST_SCORES_BYTES, engine_plan, packed_rows
+from triptych.runtime.given import PREFIX
 from triptych.tasks import Core, Task
 from triptych.tensors import CARRY, FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, TICKET, Tensor
 
@@ -55,6 +56,7 @@ class Plan:
         core_inputs: of the core's config, without the batch dimension.
         engine: what TensorRT builds, beforehand or inside ONNX Runtime; None where it does not.
         cost: expected, of a row in either layout; None for images.
+        gives_inputs: whether the request's inputs go past the core, for `hooks.after`.
     """
 
     spec: PipelineSpec
@@ -72,6 +74,7 @@ class Plan:
     warm_ups: tuple[WarmUp, ...]
     engine: EnginePlan | None
     cost: RowCost | None
+    gives_inputs: bool = False
 
     @property
     def packed(self) -> bool:
@@ -80,15 +83,9 @@ class Plan:
     @property
     def past_core(self) -> tuple[Tensor, ...]:
         """What goes from preprocess to postprocess without passing through the core."""
-        return (TICKET, CARRY) if self.task.carries else (TICKET,)
-
-    @property
-    def output_settings(self) -> list[dict[str, Any]]:
-        """The ensemble's outputs as postprocess and decoders read them."""
-        return [
-            {"name": t.name, "dtype": t.dtype, "dims": t.config_dims, "json": t.content == "json"}
-            for t in self.task.outputs
-        ]
+        carry = (CARRY,) if self.task.carries else ()
+        inputs = self.task.inputs if self.gives_inputs else ()
+        return (TICKET, *carry, *(replace(t, name=PREFIX + t.name) for t in inputs))
 
     def step(self, name: str) -> str:
         """Triton's name of the model that is this pipeline's step `name`."""
@@ -105,6 +102,13 @@ class Plan:
         """From so many buffers on, one kernel gathers a batch; 0 for never."""
         threshold = self.spec.serving.transfers.gather_kernel_buffer_threshold
         return GATHER_BUFFERS if threshold is None else threshold
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that all instances of the core compute at once, in full batches."""
+        serving = self.spec.serving
+        gpus = len(serving.gpus) if self.spec.core.device == "gpu" else 0
+        return self.max_batch_size * serving.instances.core * max(gpus, 1)
 
     @property
     def row_settings(self) -> dict[str, object]:
@@ -138,8 +142,6 @@ class Plan:
         room = "as many as a batch holds"
         if task.request_rows is not None:
             room = "more would hold up other requests"
-        elif task.expansion > 1:
-            room = f"leaves room for {task.expansion} rows of the model each"
         return reasons | {
             "max_length": limit,
             "max_batch_size": full,
@@ -163,8 +165,7 @@ def max_length_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
 
 def request_rows_of(max_batch_size: int, task: Task) -> int:
     """Rows a request may have, of a core that takes so many."""
-    room = max(1, max_batch_size // task.expansion)
-    return min(room, task.request_rows or room)
+    return min(max_batch_size, task.request_rows or max_batch_size)
 
 
 def core_rows_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from triptych.precision.race import Throughput, race
 from triptych.precision.stage import CheckedCore, lower_precision
 from triptych.repository.lock import read_lock
 from triptych.repository.records import Candidate, GateResult, plain_record, read_record
+from triptych.repository.store import work_beside
 from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import hash_requests
 from triptych.server.processor import processor
@@ -80,17 +80,16 @@ def choose(
         UserError: the device cannot be measured here.
     """
     precisions = _candidates_of(core.plan.spec.core)
-    repository.mkdir(parents=True, exist_ok=True)
     cores: dict[Precision, CheckedCore] = {}
     candidates: dict[Precision, Candidate] = {}
-    with tempfile.TemporaryDirectory(prefix=".auto-", dir=repository.parent) as scratch:
+    with work_beside(repository, "auto") as scratch:
         for number, precision in enumerate(precisions, start=1):
             progress("auto", f"{precision}: {number}/{len(precisions)}")
-            target = Path(scratch, precision)
+            target = scratch / precision
             found, candidates[precision] = _try(core, precision, target, write, progress)
             if found is not None:
                 cores[precision] = found
-        rates = _measure(core.inputs, {name: Path(scratch, name) for name in cores}, progress)
+        rates = _measure(core.inputs, {name: scratch / name for name in cores}, progress)
     for name, rate in rates.items():
         candidates[name] = replace(
             candidates[name], throughput_per_s=rate.throughput_per_s, p99_ms=rate.p99_ms
@@ -175,7 +174,7 @@ def _measure(
         plain = {precision: plain_record(rate) for precision, rate in rates.items()}
         (target / THROUGHPUT_FILE).write_text(json.dumps(plain), encoding="utf-8")
 
-    folder, cached = cached_stage("race", key, work)
+    folder, cached, _ = cached_stage("race", key, work, progress)
     if cached:
         progress("race", "as measured before (cached)")
     text = (folder / THROUGHPUT_FILE).read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from triptych.cache import cached_stage, code_hash, key_of, versions_of
+from triptych.cache import Stage, cached_stage, code_hash, key_of, versions_of
 from triptych.errors import Progress
+from triptych.files import scratch_folder
 from triptych.graph.files import MODEL_FILE, read_model, write_model
 from triptych.graph.session import open_session
 from triptych.pipeline.precisions import Precision
@@ -78,8 +78,8 @@ class Converter:
         }
         self._write: Write | None = None
 
-    def converted(self, kept: Sequence[str]) -> tuple[Path, str, Conversion]:
-        """The folder of the graph with `kept`, its key, and what the conversion did."""
+    def converted(self, kept: Sequence[str]) -> tuple[Stage, str, Conversion]:
+        """The stage of the graph with `kept`, its key, and what the conversion did."""
         inputs = {**self.inputs, "kept": sorted(kept)}
 
         def work(target: Path) -> None:
@@ -87,14 +87,14 @@ class Converter:
             text = json.dumps(conversion, ensure_ascii=False)
             (target / CONVERSION_FILE).write_text(text, encoding="utf-8")
 
-        folder, cached = cached_stage("convert", inputs, work)
-        text = (folder / CONVERSION_FILE).read_text(encoding="utf-8")
+        stage = cached_stage("convert", inputs, work, self._progress)
+        text = (stage.folder / CONVERSION_FILE).read_text(encoding="utf-8")
         conversion = read_record(Conversion, json.loads(text))
-        size = sum(path.stat().st_size for path in folder.glob(f"{MODEL_FILE}*")) / 1e6
+        size = sum(path.stat().st_size for path in stage.folder.glob(f"{MODEL_FILE}*")) / 1e6
         of = f", {len(kept)} of {len(conversion.layers)} layers kept" if kept else ""
-        note = " (cached)" if cached else ""
+        note = " (cached)" if stage.cached else ""
         self._progress("convert", f"{self._precision}{of}, {size:.1f} MB{note}")
-        return folder, key_of("convert", inputs), conversion
+        return stage, key_of("convert", inputs), conversion
 
     def ranking(
         self,
@@ -116,7 +116,8 @@ class Converter:
                 layer_errors[layer] = self._error(others, rows, expected)
             (target / "layer_errors.json").write_text(json.dumps(layer_errors), encoding="utf-8")
 
-        folder, _ = cached_stage("layers", {**self.inputs, "rows": hash_rows(rows)}, work)
+        inputs = {**self.inputs, "rows": hash_rows(rows)}
+        folder = cached_stage("layers", inputs, work, self._progress).folder
         layer_errors: dict[str, float] = json.loads(
             (folder / "layer_errors.json").read_text(encoding="utf-8")
         )
@@ -127,7 +128,7 @@ class Converter:
 
         On this machine's CPU, with one thread; the three take turns.
         """
-        everything = self.converted(())[0] / MODEL_FILE
+        everything = self.converted(())[0].folder / MODEL_FILE
         files = {"fp32": self._source, "nothing kept": everything, "as kept": file}
         sessions = {name: open_session(path, _one_thread()) for name, path in files.items()}
         feed = self._feed(self._typical())
@@ -156,9 +157,9 @@ class Converter:
         from triptych.gate.artifact import open_core
         from triptych.gate.differences import core_error
 
-        with tempfile.TemporaryDirectory(prefix="triptych-layers-") as scratch:
-            self._writer()(kept, Path(scratch))
-            run = open_core(Path(scratch, MODEL_FILE), self._plan)
+        with scratch_folder("triptych-layers-") as scratch:
+            self._writer()(kept, scratch)
+            run = open_core(scratch / MODEL_FILE, self._plan)
             return core_error(run, rows, expected, self._plan.core)
 
     def _writer(self) -> Write:

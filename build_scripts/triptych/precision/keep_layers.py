@@ -16,7 +16,7 @@ from typing import Protocol
 from triptych.cache import cached_stage, code_hash
 from triptych.errors import Progress
 from triptych.gate.reference_rows import reference_of
-from triptych.graph.files import MODEL_FILE
+from triptych.graph.files import MODEL_FILE, hashes_of_graph
 from triptych.pipeline.precisions import Precision
 from triptych.precision.converter import Converter
 from triptych.repository.records import Conversion, GateResult, plain_record, read_record
@@ -33,18 +33,22 @@ class Judge(Protocol):
     precision: Precision
     judged_by: str
 
-    def run(self, artifact: Path, key: str) -> GateResult:
-        """The gate's result for the artifact that `key` stands for."""
+    def run(self, artifact: Path, files: Mapping[str, str]) -> GateResult:
+        """The gate's result for an artifact; `files` are hashes of what it is made of."""
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A core of lower precision: the graph, the hash of all that decided it, and both results."""
+    """A core of lower precision: the graph, the hash of all that decided it, and both results.
+
+    `files` are hashes of the graph's files, by name.
+    """
 
     file: Path
     key: str
     gate: GateResult
     conversion: Conversion
+    files: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def lower(
     searched: list[Lowered] = []
 
     def work(target: Path) -> None:
-        lowered, choice = _search(inputs, converter, gate)
+        lowered, choice = _search(inputs, converter, gate, progress)
         searched.append(choice.on_record(lowered))
         if not lowered.gate.passed:
             raise _NothingPasses
@@ -95,7 +99,7 @@ def lower(
     try:
         search = code_hash("precision/keep_layers.py")
         stage = {**converter.inputs, "judged_by": gate.judged_by, "search": search}
-        folder, _ = cached_stage("kept", stage, work)
+        folder = cached_stage("kept", stage, work, progress).folder
     except _NothingPasses:
         return searched[0]
     if searched:
@@ -109,13 +113,17 @@ class _NothingPasses(Exception):
     """The search ended without a core that passes: nothing to remember."""
 
 
-def _search(inputs: PipelineInputs, converter: Converter, gate: Judge) -> tuple[Lowered, Choice]:
+def _search(
+    inputs: PipelineInputs, converter: Converter, gate: Judge, progress: Progress
+) -> tuple[Lowered, Choice]:
     """The last core tried, and the layers it was to keep."""
     choice = Choice()
     lowered = _try(converter, choice.kept, gate)
     if lowered.gate.passed:
         return lowered, choice
-    errors = converter.ranking(lowered.conversion.layers, lambda rows: reference_of(inputs, rows))
+    errors = converter.ranking(
+        lowered.conversion.layers, lambda rows: reference_of(inputs, rows, progress)
+    )
     worst_first = sorted(errors, key=lambda name: -errors[name])
     for count in _counts(len(worst_first)):
         choice = Choice(tuple(worst_first[:count]), errors)
@@ -126,8 +134,9 @@ def _search(inputs: PipelineInputs, converter: Converter, gate: Judge) -> tuple[
 
 
 def _try(converter: Converter, kept: Sequence[str], gate: Judge) -> Lowered:
-    folder, key, conversion = converter.converted(kept)
-    return Lowered(folder / MODEL_FILE, key, gate.run(folder / MODEL_FILE, key), conversion)
+    stage, key, conversion = converter.converted(kept)
+    file, files = stage.folder / MODEL_FILE, hashes_of_graph(stage.files)
+    return Lowered(file, key, gate.run(file, files), conversion, files)
 
 
 def _counts(layers: int) -> list[int]:

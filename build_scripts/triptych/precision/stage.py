@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from triptych.cache import sha256_of
 from triptych.errors import Progress, UserError
 from triptych.export.stage import export_model
 from triptych.gate.cached import Gate, GateFailure
@@ -28,6 +30,7 @@ class CheckedCore:
         key: hash of all that decided it, in hex.
         source_key: the same of the fp32 graph that it was made of.
         gate: the gate's result.
+        files: hashes of the graph's files, by name: of what the gate has seen.
         unpacked: why the layout is not packed although the spec says so; empty where it is.
     """
 
@@ -36,6 +39,7 @@ class CheckedCore:
     key: str
     source_key: str
     gate: GateResult
+    files: Mapping[str, str]
     unpacked: str = ""
 
     @property
@@ -73,8 +77,9 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
     core = None
     refusal = exported.refusal
     if not refusal:
-        result = Gate(inputs, "fp32", progress).run(exported.file, exported.key)
-        core = CheckedCore(inputs, exported.file, exported.key, exported.key, result)
+        file, key, files = exported.file, exported.key, exported.files
+        result = Gate(inputs, "fp32", progress).run(file, files)
+        core = CheckedCore(inputs, file, key, key, result, files)
         if result.passed or not plan.packed:
             return core.accepted(accept)
         refusal = f"packed rows differ from the reference: {'; '.join(result.failures)}"
@@ -99,7 +104,8 @@ def lower_precision(
     gate = Gate(core.inputs, precision, progress)
     lowered = lower(core.inputs, core.file, core.key, gate, progress)
     result = replace(lowered.gate, conversion=lowered.conversion)
-    return replace(core, file=lowered.file, key=lowered.key, gate=result).accepted(accept)
+    lower_core = replace(core, file=lowered.file, key=lowered.key, gate=result, files=lowered.files)
+    return lower_core.accepted(accept)
 
 
 def shared_core(
@@ -113,8 +119,10 @@ def shared_core(
     """
     precision = check_shareable(core.plan.spec, core.source_key, owner)
     file = repository / core.plan.step("core") / "1" / MODEL_FILE
-    gate = Gate(core.inputs, precision, progress).run(file, owner.core_key)
-    return replace(core, file=file, key=owner.core_key, gate=gate).accepted(accept)
+    files = {part.name: sha256_of(part) for part in file.parent.glob(f"{MODEL_FILE}*")}
+    gate = Gate(core.inputs, precision, progress).run(file, files)
+    taken = replace(core, file=file, key=owner.core_key, gate=gate, files=files)
+    return taken.accepted(accept)
 
 
 def _rows_are_apart(gate: GateResult) -> bool:

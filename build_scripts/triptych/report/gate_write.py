@@ -45,7 +45,8 @@ def page(gate: GateResult, about: About) -> str:
     labelled, failures = gate.labelled, list(gate.failures)
     if labelled and labelled.failure and labelled.failure not in failures:
         failures.append(labelled.failure)
-    bound = [verdict for verdict in gate.verdicts if verdict.limit is not None]
+    verdicts = (*gate.verdicts, *(gate.probe.verdicts if gate.probe else ()))
+    bound = [verdict for verdict in verdicts if verdict.limit is not None]
     differences = [v for each in gate.row_differences if (v := number(each)) is not None]
     limits = [each.limit for each in gate.verdicts if each.metric == "max_difference"]
     kind, word = _outcome(gate, failures)
@@ -80,7 +81,8 @@ def page(gate: GateResult, about: About) -> str:
 def _outcome(gate: GateResult, failures: Sequence[str]) -> tuple[str, str]:
     """The kind and the word of the verdict: passed only where nothing at all says otherwise."""
     measured = gate.finite and bool(gate.verdicts)
-    if not failures and measured and all(verdict.passed for verdict in gate.verdicts):
+    probe = gate.probe.verdicts if gate.probe else ()
+    if not failures and measured and all(verdict.passed for verdict in (*gate.verdicts, *probe)):
         return "passed", "Passed"
     if gate.accepted:
         return "accepted", "Accepted in spite of failure"

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 from triptych.bench.points import BenchResult, to_json
 from triptych.files import write_files
@@ -15,6 +16,7 @@ from triptych.repository.plain import json_text
 
 _LATENCIES = ("mean_us", *(f"{name}_us" for name in PERCENTILES))
 _ROUND = ("seconds", "requests", "throughput_per_s", *_LATENCIES, "is_stable")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _STEP = ("queue_us", "compute_us", "mean_batch", "executions", "busy")
 
 
@@ -52,7 +54,7 @@ def as_csv(result: BenchResult) -> str:
     ]
     text = io.StringIO()
     table = csv.DictWriter(text, columns, lineterminator="\n")
-    table.writeheader()
+    table.writerow({column: _as_text(column) for column in columns})
     for part, point in points:
         for number, one in enumerate(point.rounds, 1):
             row = {
@@ -68,5 +70,10 @@ def as_csv(result: BenchResult) -> str:
             row |= {name: getattr(one, name) for name in _ROUND}
             for use in one.steps:
                 row |= {f"{use.step}_{name}": getattr(use, name) for name in _STEP}
-            table.writerow(row)
+            table.writerow({column: _as_text(value) for column, value in row.items()})
     return text.getvalue()
+
+
+def _as_text(value: Any) -> Any:
+    """A cell: a text that a spreadsheet would take for a formula is marked as text."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

@@ -17,7 +17,7 @@ from triptych.report.pages import render
 from triptych.report.plots import Dot, Series, curves
 from triptych.repository.plain import json_text
 from triptych.tune.pareto import pareto_front
-from triptych.tune.results import Outcome, TuneResult
+from triptych.tune.results import Outcome, Trial, TuneResult
 
 AXES = ("requests answered a second", "p99, ms")
 Labelled = tuple[str, Point]
@@ -52,6 +52,7 @@ def tune_page(result: TuneResult) -> str:
         before_after=_before_after(result),
         change=change_of(result),
         grown=grown,
+        gained=gained,
         front=front,
         front_plot=_front(labelled, front),
         points=points,
@@ -82,6 +83,11 @@ def change_of(result: TuneResult) -> dict[str, tuple[float | None, float | None]
 def grown(old: float | None, new: float | None) -> str:
     """``+12 %``; a dash where there is nothing to grow from."""
     return NOTHING if not old or new is None else signed_percent(new / old - 1)
+
+
+def gained(trial: Trial) -> str:
+    """What a trial gained; a dash where that is no difference."""
+    return NOTHING if trial.verdict == "no difference" else grown(trial.against, trial.score)
 
 
 def _throughput(one: Outcome, slo: Slo) -> float | None:

@@ -128,7 +128,7 @@ def _join_rows(plan: Plan, config: Any) -> None:
 
 
 def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
-    # Zeros: any token id from 0 is valid, and a row of length 0 is all padding.
+    # The server makes `batch_size` requests of the one row that the files hold.
     return {
         "name": f"{rows}x{tokens}",
         "batch_size": rows,
@@ -136,11 +136,16 @@ def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
             tensor.name: {
                 "data_type": tensor.config_type,
                 "dims": [tokens if dim == -1 else dim for dim in tensor.config_dims],
-                "zero_data": True,
+                "input_data_file": warm_up_file(tensor, tokens),
             }
             for tensor in plan.core_inputs
         },
     }
+
+
+def warm_up_file(tensor: Tensor, tokens: int) -> str:
+    """Name of the file, in the core's folder ``warmup``, of a row of so many tokens."""
+    return f"{tensor.name}.{tokens}"
 
 
 def declare(tensor: Tensor) -> dict[str, Any]:

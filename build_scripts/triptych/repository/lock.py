@@ -59,7 +59,7 @@ class Lock:
         core_key: hash of all that decided the core.
         source_key: the same of the fp32 graph that it was made of.
         engine: the engine in place, where it was built of this very core.
-        traffic: of texts: rows, mean and p99 of their tokens, share of truncated rows.
+        traffic: of texts: rows, mean and p99 of their tokens, share of truncated rows, variety.
         files: path relative to the repository -> SHA-256 in hex.
     """
 
@@ -98,15 +98,16 @@ def make_lock(
     versions: Mapping[str, str],
     gate: GateResult,
     engine: EngineRecord | None,
+    variety: Mapping[str, int | float],
     previous: Lock | None,
 ) -> Lock:
     """The lock of a build; the time of `previous` is kept where all else is equal.
 
-    For the arguments see `Lock` and `PlanRecord`.
+    For the arguments see `Lock` and `PlanRecord`; `variety` is of the gate's texts.
     """
-    traffic: dict[str, int | float] = {}
+    traffic: dict[str, int | float] = {**variety}
     if (lengths := plan.lengths) is not None:
-        traffic = {
+        traffic |= {
             "rows": lengths.rows,
             "mean_tokens": round(lengths.mean, 2),
             "p99_tokens": lengths.quantile(0.99),

@@ -130,6 +130,21 @@ class WorstRow:
 
 
 @dataclass(frozen=True)
+class ProbeResult:
+    """What a core of lower precision makes of the general probe, texts outside the traffic.
+
+    Attributes:
+        rows: texts of the probe that the pipeline takes.
+        verdicts: one a metric, with limits of the probe's own.
+        worst: the worst rows, worst first; their difference is that of `edge_error`.
+    """
+
+    rows: int
+    verdicts: tuple[Verdict, ...]
+    worst: tuple[WorstRow, ...] = ()
+
+
+@dataclass(frozen=True)
 class GateResult:
     """What the gate measured.
 
@@ -143,13 +158,15 @@ class GateResult:
         worst: the worst rows, worst first.
         notes: what else a reader should know, a sentence each.
         row_differences: of each request, as `WorstRow.difference`; made-up ones first.
+        rounding: what fp32 makes of fp64 in PyTorch, as `max_difference`; None where not measured.
+        probe: the result on texts outside the traffic; None for fp32 and where there are none.
         labelled: the result on labelled rows; None where there are none.
         conversion: to lower precision; None for fp32.
         accepted: why a failed gate did not stop the build; empty where it did not fail.
         candidates: what the precision was chosen from, where it was left open.
     """
 
-    OPTIONAL = ("conversion", "accepted", "candidates")
+    OPTIONAL = ("probe", "conversion", "accepted", "candidates")
 
     precision: Precision
     rows: int
@@ -160,6 +177,8 @@ class GateResult:
     worst: tuple[WorstRow, ...] = ()
     notes: tuple[str, ...] = ()
     row_differences: tuple[Number, ...] = ()
+    rounding: float | None = None
+    probe: ProbeResult | None = None
     labelled: LabelledResult | None = None
     conversion: Conversion | None = None
     accepted: str = ""

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from triptych.container.health import QUESTION_FILE
 from triptych.plan.plan import Plan
 from triptych.releases import parse_release, without_newer_fields
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
-from triptych.repository.core_config import core_config, declare
+from triptych.repository.core_config import core_config, declare, warm_up_file
 from triptych.repository.lock import SAMPLES_FILE
 from triptych.tensors import Tensor
 
@@ -26,6 +27,8 @@ def render(
     core_file: Path,
     tokenizer_file: Path | None,
     hooks: bytes | None,
+    question: Mapping[str, str | bytes],
+    warm_ups: Path | None,
     samples: Path | None = None,
 ) -> dict[str, Content]:
     """Every file of the pipeline but its lock: path relative to the repository -> content.
@@ -37,20 +40,22 @@ def render(
         core_file: the core's artifact, ``model.onnx``.
         tokenizer_file: the ``tokenizer.json``; None for images.
         hooks: the pipeline's ``hooks.py``, where it has one.
+        question: one value an input, asked by the health check.
+        warm_ups: folder with the data of the core's warm-ups; None for a core of another pipeline.
         samples: rows that an engine built of the core is checked on, where one is to be.
     """
     name, task = plan.spec.name, plan.task
-    shared = plan.spec.core.share is not None
-    release = parse_release(plan.spec.serving.triton)
     rows = {
         "encoded_inputs": [tensor.name for tensor in task.inputs if tensor.content == "image"],
         "layout": plan.layout,
+        "core_rows": plan.rows_at_once,
         "max_requests": plan.spec.serving.queue.max_size,
+        "max_wait_ms": plan.spec.serving.longest_wait_ms,
         **plan.row_settings,
         "bucket_edges": list(plan.bucket_edges),
     }
     outputs = [tensor.name for tensor in plan.core.outputs]
-    answers = {"core_outputs": outputs, "outputs": plan.output_settings}
+    answers = {"core_outputs": outputs, "outputs": plan.task.output_settings}
     to_core = (*plan.core_inputs, *plan.past_core)
     from_core = (*plan.core.outputs, *plan.past_core)
     configs = {
@@ -60,14 +65,12 @@ def render(
             plan, "postprocess", from_core, task.outputs, answers
         ),
     }
-    if not shared:
-        configs[plan.step("core")] = core_config(plan)
     files: dict[str, Content] = {
-        f"{model}/{CONFIG_FILE}": print_config(without_newer_fields(config, release)).encode()
-        for model, config in configs.items()
+        f"{model}/{CONFIG_FILE}": _config_text(plan, config) for model, config in configs.items()
     }
     # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
     files[f"{name}/1/.keep"] = b""
+    files[f"{name}/{QUESTION_FILE}"] = _request(question)
     if samples is not None:
         files[f"{name}/{SAMPLES_FILE}"] = samples
     pieces = {
@@ -83,10 +86,39 @@ def render(
             files[f"{folder}/hooks.py"] = hooks
         if with_tokenizer[step] and tokenizer_file is not None:
             files[f"{folder}/tokenizer.json"] = tokenizer_file
-    if not shared:
-        for part in sorted(core_file.parent.glob(f"{core_file.name}*")):
-            files[f"{plan.step('core')}/1/{part.name}"] = part
+    if warm_ups is not None:
+        files |= _core_files(plan, core_file, warm_ups)
     return files
+
+
+def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Content]:
+    name = plan.step("core")
+    files: dict[str, Content] = {
+        f"{name}/{CONFIG_FILE}": _config_text(plan, core_config(plan)),
+    }
+    for part in sorted(core_file.parent.glob(f"{core_file.name}*")):
+        files[f"{name}/1/{part.name}"] = part
+    for warm_up in plan.warm_ups:
+        for tensor in plan.core_inputs:
+            file = warm_up_file(tensor, warm_up.tokens)
+            files[f"{name}/warmup/{file}"] = warm_ups / file
+    return files
+
+
+def _config_text(plan: Plan, config: Any) -> bytes:
+    release = parse_release(plan.spec.serving.triton)
+    return print_config(without_newer_fields(config, release)).encode()
+
+
+def _request(values: Mapping[str, str | bytes]) -> bytes:
+    """One row as Triton takes it over HTTP: the JSON in a line of its own, then the values."""
+    parts, inputs = [], []
+    for name, value in values.items():
+        data = value.encode() if isinstance(value, str) else value
+        parts.append(len(data).to_bytes(4, "little") + data)
+        size = {"binary_data_size": len(parts[-1])}
+        inputs.append({"name": name, "shape": [1, 1], "datatype": "BYTES", "parameters": size})
+    return json.dumps({"inputs": inputs}).encode() + b"\n" + b"".join(parts)
 
 
 def _with_imports(modules: dict[str, str]) -> dict[str, str]:
@@ -141,9 +173,11 @@ def _python_step(
     own: Mapping[str, object],
 ) -> Any:
     rules = plan.task.parameters(plan.facts)
+    given = {tensor.name: tensor.content for tensor in plan.task.inputs}
     settings = {
         **plan.task.settings(plan.facts),
         **own,
+        **({"given_inputs": given} if plan.gives_inputs else {}),
         "carries": plan.task.carries,
         "parameters": dict(plan.parameters),
         "pipeline": plan.spec.name,

@@ -1,26 +1,36 @@
 """The one writer of a model repository: staged beside it, swapped in by rename, never half-written.
 
 Staging lies in ``.<repository>.staging`` next to the repository (Triton reads every folder inside
-it). A build killed while it stages leaves the repository untouched; one killed between the renames
-of its models is completed by the next command, from the ``commit`` mark in the staging folder.
+it). A build killed while it stages leaves the repository untouched; one killed between the models
+that it swaps is completed by the next command, from the ``commit`` mark in the staging folder. Each
+model is swapped in one step: whoever reads meanwhile finds an old model or a new one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import filecmp
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 from triptych.cache import sha256_of
 from triptych.errors import UserError
+from triptych.files import clear_scratch, scratch_folder, sync, sync_folder, told_to_user
 from triptych.repository.render import Content
 
 COMMIT_MARK = "commit"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+Work = Literal["auto", "tune"]
+"""What builds repositories of its own beside the one that is asked for."""
 SMALLEST_LINK_BYTES = 64 << 10
 """A file of this size or more is not written twice: models with equal ones share its bytes."""
 
@@ -39,33 +49,69 @@ def write_models(
 
     Returns:
         Names of the models that changed or went, sorted.
+
+    Raises:
+        UserError: the repository cannot be written to, has no room, or another build holds it.
     """
     models: dict[str, dict[str, Content]] = {}
     for path, content in files.items():
         model, _, inner = path.partition("/")
         models.setdefault(model, {})[inner] = content
-    with locked(repository):
+    with told_to_user(repository), locked(repository):
         changed = {m: c for m, c in models.items() if not _holds(repository / m, c)}
         gone = [model for model in retired if (repository / model).is_dir()]
         if changed or gone:
             staging = _staging(repository)
-            new = staging / "new"
-            new.mkdir(parents=True)
-            for model, contents in changed.items():
-                for inner, content in contents.items():
-                    _stage(new / model / inner, content, repository)
-            for model in gone:
-                (staging / "gone" / model).mkdir(parents=True)
-            (staging / COMMIT_MARK).touch()
-            _swap(repository, staging)
-            shutil.rmtree(staging)
+            try:
+                for model, contents in changed.items():
+                    for inner, content in contents.items():
+                        _stage(staging / "new" / model / inner, content, repository)
+                for model in gone:
+                    (staging / "gone" / model).mkdir(parents=True)
+                sync_folder(staging)
+            except BaseException:
+                shutil.rmtree(staging, ignore_errors=True)  # else a full disk would stay full
+                raise
+            _commit(repository, staging)
     return sorted([*changed, *gone])
 
 
-def hash_files(files: Mapping[str, Content]) -> dict[str, str]:
-    """SHA-256 in hex of each file's content."""
+def complete(repository: Path) -> None:
+    """Complete or clear what a killed build left, so that a server finds whole models.
+
+    Raises:
+        UserError: the repository cannot be written to, or a build is running.
+    """
+    _clear_work(repository)
+    if _staging(repository).is_dir():
+        with told_to_user(repository), locked(repository):
+            pass
+
+
+@contextlib.contextmanager
+def work_beside(repository: Path, work: Work) -> Iterator[Path]:
+    """A folder beside the repository for others; gone at the end, if killed with the next command.
+
+    Raises:
+        OSError: there can be none.
+    """
+    home = repository.resolve().parent
+    home.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(f".{work}-", home) as folder:
+        yield folder
+
+
+def is_being_written(repository: Path) -> bool:
+    """Whether models are about to change, or a killed build has left that to be completed."""
+    return _staging(repository).is_dir()
+
+
+def hash_files(files: Mapping[str, Content], known: Mapping[str, str]) -> dict[str, str]:
+    """SHA-256 in hex of each file's content; those in `known` are taken as they are."""
     return {
-        path: sha256_of(content)
+        path: known[path]
+        if path in known
+        else sha256_of(content)
         if isinstance(content, Path)
         else hashlib.sha256(content).hexdigest()
         for path, content in files.items()
@@ -89,7 +135,8 @@ def locked(repository: Path) -> Iterator[None]:
         staging = _staging(repository)
         if (staging / COMMIT_MARK).exists():
             _swap(repository, staging)
-        shutil.rmtree(staging, ignore_errors=True)
+        _clear(staging)
+        _clear_work(repository)
         yield
 
 
@@ -118,7 +165,7 @@ def _staging(repository: Path) -> Path:
 
 
 def _stage(target: Path, content: Content, repository: Path) -> None:
-    """Write one staged file and bring it to the disk before any rename makes it count."""
+    """Write one staged file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, Path) and (twin := _twin(content, repository)):
         os.link(twin, target)
@@ -129,8 +176,6 @@ def _stage(target: Path, content: Content, repository: Path) -> None:
         else:
             with content.open("rb") as source:
                 shutil.copyfileobj(source, file, 1 << 20)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _twin(content: Path, repository: Path) -> Path | None:
@@ -144,18 +189,79 @@ def _twin(content: Path, repository: Path) -> Path | None:
     return None
 
 
+def _commit(repository: Path, staging: Path) -> None:
+    """Let what is staged count, from the mark on; where not even the first step works, nothing.
+
+    Raises:
+        OSError: the repository cannot be written to.
+    """
+    staged = _inodes(staging / "new")
+    mark = staging / COMMIT_MARK
+    mark.write_text(json.dumps(staged), encoding="utf-8")
+    sync(mark)
+    sync(staging)
+    try:
+        _swap(repository, staging)
+    except OSError:
+        if _inodes(staging / "new") == staged and not _names(staging / "old"):
+            _clear(staging)
+        raise
+    _clear(staging)
+
+
 def _swap(repository: Path, staging: Path) -> None:
-    """Move each staged model into place. Repeatable: it goes on where a killed one stopped."""
+    """Move each staged model into place. Repeatable: it goes on where a killed one stopped.
+
+    A model that has an old one trades places with it: its folder then holds the inode that the
+    mark tells, and staging the old one.
+    """
     old = staging / "old"
     old.mkdir(exist_ok=True)
-    new = sorted((staging / "new").iterdir())
-    for name in [*(model.name for model in new), *_names(staging / "gone")]:
-        target = repository / name
-        if target.exists():
-            shutil.rmtree(old / name, ignore_errors=True)
-            target.rename(old / name)
-        if (staging / "new" / name).exists():
-            (staging / "new" / name).rename(target)
+    try:
+        staged = json.loads((staging / COMMIT_MARK).read_bytes())
+    except ValueError:
+        staged = {}  # killed while it wrote the mark: nothing has moved yet
+    for name in _names(staging / "new"):
+        fresh, target = staging / "new" / name, repository / name
+        if not os.path.lexists(target):
+            fresh.rename(target)
+        elif target.lstat().st_ino != staged.get(name):
+            _exchange(fresh, target, old / name)
+    for name in _names(staging / "gone"):
+        if (repository / name).exists():
+            (repository / name).rename(old / name)
+    sync(repository)
+
+
+def _exchange(fresh: Path, target: Path, old: Path) -> None:
+    """Put `fresh` in the place of `target` at once, or by way of `old` where that cannot be."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not libc.renameat2(
+        _AT_FDCWD, os.fsencode(fresh), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE
+    ):
+        return
+    if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(fresh), None, str(target))
+    target.rename(old)
+    fresh.rename(target)
+
+
+def _clear(staging: Path) -> None:
+    """Remove the staging folder; first the mark, without which nothing in it counts."""
+    if staging.is_dir():
+        (staging / COMMIT_MARK).unlink(missing_ok=True)
+        sync(staging)
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _clear_work(repository: Path) -> None:
+    for work in get_args(Work):
+        clear_scratch(f".{work}-", repository.resolve().parent)
+
+
+def _inodes(folder: Path) -> dict[str, int]:
+    return {name: (folder / name).lstat().st_ino for name in _names(folder)}
 
 
 def _names(folder: Path) -> list[str]:

@@ -20,6 +20,9 @@ EDGE_TEXTS = {
 EDGE_IMAGES = {"one pixel": (1, 1), "very wide": (120, 2)}
 """Width and height."""
 
+SPECIAL_TOKENS = 12
+"""Most special tokens that a text of its own is made of: some tokenizers reserve hundreds."""
+
 FAR = 3
 """Far over the limit: so many times as long."""
 
@@ -54,6 +57,8 @@ def edge_texts(
         return reader.make_up(sent, example.parameters, f"{kind}: {shown_text(sent)}")
 
     made = [put(kind, text) for kind, text in EDGE_TEXTS.items()]
+    for token in reader.special_tokens[:SPECIAL_TOKENS]:
+        made.append(put("special token", f"one {token} of two"))
     made += _around_the_limit(reader, put)
     return reader.accepted([request for request in made if request is not None])
 

@@ -8,6 +8,7 @@ from itertools import islice
 
 from triptych.requests.edge_cases import edge_images, edge_texts
 from triptych.requests.feeds import Sample
+from triptych.requests.probe import probe_requests
 from triptych.requests.reader import RequestReader
 from triptych.requests.samples import FEW_ROWS, GateRequest, hash_inputs
 
@@ -23,10 +24,12 @@ class GateRows:
     Attributes:
         requests: for the gate, made-up ones first.
         calibration: core rows of the traffic that the gate does not use.
+        probe: requests that every core of lower precision is judged on besides; none of images.
     """
 
     requests: tuple[GateRequest, ...]
     calibration: tuple[Sample, ...]
+    probe: tuple[GateRequest, ...]
 
     def __str__(self) -> str:
         gate = sum(not request.edge for request in self.requests)
@@ -68,11 +71,14 @@ def gate_rows(
     if images:
         gate, rest = split_traffic([request.sent for request in requests], most=GATE_IMAGES)
         edges = edge_images(reader, requests[0])
+        probe: tuple[GateRequest, ...] = ()
     else:
         gate, rest = split_traffic([request.inputs for request in requests])
         edges = edge_texts(reader, requests[gate[0]], mask_token=mask_token)
+        probe = probe_requests(reader, requests[gate[0]], mask_token=mask_token)
     calibration = (row for place in rest for row in requests[place].rows)
     return GateRows(
         (*edges, *(requests[place] for place in gate)),
         tuple(islice(calibration, CALIBRATION_ROWS)),
+        probe,
     )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from triptych.errors import UserError
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_traffic
 from triptych.requests.inputs import task_of
+from triptych.requests.made_up_answers import make_up_answers
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import (
     FUNCTIONS,
@@ -26,9 +28,13 @@ from triptych.runtime.hooking import (
     MODULE_NAME,
     Hook,
     Row,
+    RowForm,
+    call_before,
     call_hook,
     load_hooks,
+    takes_inputs,
 )
+from triptych.tasks.task import Task
 
 TESTS_FILE = "test_hooks.py"
 NO_TESTS_FOUND = 5  # pytest's exit code
@@ -77,7 +83,7 @@ def check_pipeline(folder: Path) -> list[Check]:
     if (folder / HOOKS_FILE).is_file():
         # Hooks may print; stdout is for results.
         with redirect_stdout(sys.stderr), _no_bytecode():
-            checks += _check_hooks(folder, kinds, rows, needed)
+            checks += _check_hooks(folder, task, kinds, rows, needed)
         checks.append(_run_tests(folder))
     elif needed:
         note = f"{HOOKS_FILE} with a function `decode` is what a custom task is made of"
@@ -110,7 +116,9 @@ def _read_file(folder: Path, path: str, line: int) -> bytes:
         ) from error
 
 
-def _check_hooks(folder: Path, kinds: Kinds, rows: Rows, needed: Sequence[str]) -> list[Check]:
+def _check_hooks(
+    folder: Path, task: Task, kinds: Kinds, rows: Rows, needed: Sequence[str]
+) -> list[Check]:
     try:
         module = load_hooks(folder)
         imports = _check_imports(folder)
@@ -121,9 +129,14 @@ def _check_hooks(folder: Path, kinds: Kinds, rows: Rows, needed: Sequence[str]) 
     known = [name for name in FUNCTIONS if name in needed or name != "decode"]
     functions = _check_functions(module, known, needed)
     checks = [Check("hooks-load"), imports, functions]
-    before = getattr(module, "before", None)
-    if before is not None and functions.severity != "error":
+    if functions.severity == "error":
+        return checks
+    before, after = getattr(module, "before", None), getattr(module, "after", None)
+    if before is not None:
         checks += _check_before(before, rows, kinds)
+    if after is not None and all(check.severity != "error" for check in checks):
+        given = list(rows.values()) if before is None else _call(before, [*rows.values()], kinds)
+        checks.append(_check_after(after, task, given))
     return checks
 
 
@@ -151,8 +164,11 @@ def _check_functions(module: ModuleType, known: Sequence[str], needed: Sequence[
     for name, value in vars(module).items():
         if name in known and value is not None:
             found.append(name)
-            if not _takes_rows(value):
-                problems.append(f"`{name}` must be an ordinary function of one argument, the rows")
+            if not _takes_rows(value, *(["inputs"] if name == "after" else [])):
+                also = " (and may take `inputs`)" if name == "after" else ""
+                problems.append(
+                    f"`{name}` must be an ordinary function of one argument, the rows{also}"
+                )
         elif _is_own_function(name, value):
             problems.append(
                 f"`{name}` is called by nobody: the functions are {', '.join(known)}; begin the"
@@ -170,13 +186,14 @@ def _is_own_function(name: str, value: object) -> bool:
     return own and not name.startswith("_")
 
 
-def _takes_rows(value: Any) -> bool:
+def _takes_rows(value: Any, *optional: str) -> bool:
     if not callable(value) or inspect.isclass(value):
         return False
     if inspect.iscoroutinefunction(value) or inspect.isgeneratorfunction(value):
         return False
     try:
-        inspect.signature(value).bind([])
+        signature = inspect.signature(value)
+        signature.bind([], **{name: [] for name in optional if name in signature.parameters})
     except (TypeError, ValueError):
         return False
     return True
@@ -208,6 +225,27 @@ def _check_before(before: Hook, rows: Rows, kinds: Kinds) -> list[Check]:
     return [*checks, Check("before-row-by-row")]
 
 
+def _check_after(after: Hook, task: Task, inputs: list[Row]) -> Check:
+    """`after` on answers that no model made, to these inputs: what it returns has their form."""
+    form = RowForm(task.output_settings)
+    given = make_up_answers(task, form, len(inputs))
+    chunks = [slice(0, len(given)), *(slice(place, place + 1) for place in range(len(given)))]
+    for chunk in chunks:
+        seen = [dict(row) for row in inputs[chunk]] if takes_inputs(after) else None
+        try:
+            answers = call_hook("after", after, deepcopy(given[chunk]), form.names, seen)
+        except (RequestError, RuntimeError) as error:
+            if error.__cause__ is None:  # what it returned
+                return Check("after-rows", "error", str(error))
+            note = f"{error} (of a made-up answer: `build` asks with the model's own)"
+            return Check("after-rows", "warning", note)
+        try:
+            form.tensors(answers)
+        except RuntimeError as error:
+            return Check("after-rows", "error", str(error))
+    return Check("after-rows", note=f"{len(given)} made-up answers")
+
+
 def _call(before: Hook, rows: Sequence[Row], kinds: Kinds) -> list[Row]:
     """What `before` makes of copies of `rows`, by input.
 
@@ -215,19 +253,8 @@ def _call(before: Hook, rows: Sequence[Row], kinds: Kinds) -> list[Row]:
         RequestError: it refuses the rows.
         RuntimeError: it fails, or returns something that the server will not take.
     """
-    result = call_hook("before", before, [dict(row) for row in rows], list(kinds))
-    for row in result:
-        if set(row) - set(kinds):
-            raise RuntimeError(
-                f"hooks.before must return rows with {list(kinds)}, found {sorted(map(str, row))}"
-            )
-        for name, kind in kinds.items():
-            if not isinstance(row[name], kind):
-                raise RuntimeError(
-                    f"hooks.before must return {kind.__name__} as `{name}`, not"
-                    f" {type(row[name]).__name__}"
-                )
-    return result
+    encoded = [name for name, kind in kinds.items() if kind is bytes]
+    return call_before(before, [dict(row) for row in rows], list(kinds), encoded=encoded)
 
 
 def _first_fault(before: Hook, rows: Rows, kinds: Kinds) -> str | None:

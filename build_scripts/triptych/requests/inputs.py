@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
-from triptych.cache import cached_stage, code_hash, sha256_of, versions_of
+from triptych.cache import sha256_of
 from triptych.errors import Progress, UserError
+from triptych.model.cached import read_model
 from triptych.model.facts import ModelFacts
-from triptych.model.source import locate, read_facts, read_tokenizer
+from triptych.model.source import locate
 from triptych.pipeline.spec import SPEC_FILE, PipelineSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.pipeline.tuned import TUNED_FILE, read_tuned
@@ -20,7 +21,7 @@ from triptych.requests.feeds import Sample
 from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
 from triptych.requests.reader import RequestReader
 from triptych.requests.samples import GateRequest
-from triptych.runtime.hooking import HOOKS_FILE, load_hooks
+from triptych.runtime.hooking import HOOKS_FILE, load_hooks, takes_inputs
 from triptych.tasks import Task, find_task
 from triptych.tasks.custom import custom_task
 from triptych.tasks.eval_file import EVAL_FILE, first_rows, read_labels
@@ -55,6 +56,7 @@ class PipelineInputs:
         tokenizer_file: the runtime's tokenizer; None for images.
         requests: for the gate, made-up ones first.
         calibration: core rows of the traffic that the gate does not use.
+        probe: for the gate of lower precision, whatever the traffic; none of images.
         hooks: content of the pipeline's ``hooks.py``.
         labelled: rows with the truth, where there are some.
         traffic: every request of ``traffic.jsonl`` as a client sends it, for load.
@@ -65,6 +67,7 @@ class PipelineInputs:
     tokenizer_file: Path | None
     requests: tuple[GateRequest, ...]
     calibration: tuple[Sample, ...]
+    probe: tuple[GateRequest, ...]
     hooks: bytes | None
     labelled: LabelledRequests = field(default_factory=LabelledRequests)
     traffic: tuple[Mapping[str, str | bytes], ...] = ()
@@ -74,11 +77,16 @@ class PipelineInputs:
         """Where a decoder finds the ``tokenizer.json``, if the task has one."""
         return self.model_folder if self.tokenizer_file is None else self.tokenizer_file.parent
 
+    @property
+    def shortest_row(self) -> Mapping[str, str | bytes]:
+        """The request of the traffic that is sent in the fewest characters or bytes."""
+        return min(self.traffic, key=lambda row: sum(map(len, row.values())))
+
     def replanned(self, layout: Layout) -> PipelineInputs:
         """The same with another layout."""
         old = self.plan
         plan = make_plan(old.spec, old.facts, old.task, old.parameters, old.lengths, layout=layout)
-        return replace(self, plan=plan)
+        return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
 
     def as_built(self, repository: Path) -> PipelineInputs:
         """The same in the layout that it was built in, which may not be the one asked for."""
@@ -114,13 +122,12 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
     _report_tuned(spec, progress)
     lines = read_traffic(spec.folder, [tensor.name for tensor in task.inputs])
     folder = locate(spec.model, spec.folder)
-    facts = read_facts(folder)
+    facts, tokenizer = read_model(folder, progress)
     progress("source", f"{facts.architecture}, from {spec.model.source}")
     task.check(facts)
     _check_max_length(spec, facts)
     hooks = _load_hooks(spec, task)
     images = facts.image is not None
-    tokenizer = None if images else _tokenizer(folder, facts)
     before = getattr(hooks, "before", None)
     reader = RequestReader(
         spec, task, facts, folder if tokenizer is None else tokenizer.parent, before
@@ -139,12 +146,14 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
     mask_token = str(task.settings(facts).get("mask_token", ""))
     rows = gate_rows(reader, traffic[:most], images=images, mask_token=mask_token)
     progress("traffic", str(rows))
+    plan = make_plan(spec, facts, task, reader.parameters, lengths)
     return PipelineInputs(
-        plan=make_plan(spec, facts, task, reader.parameters, lengths),
+        plan=replace(plan, gives_inputs=takes_inputs(getattr(hooks, "after", None))),
         model_folder=folder,
         tokenizer_file=tokenizer,
         requests=rows.requests,
         calibration=rows.calibration,
+        probe=rows.probe,
         hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
         labelled=_read_labelled(spec, task, reader, progress),
         traffic=tuple(request.sent for request in traffic),
@@ -209,18 +218,3 @@ def _load_hooks(spec: PipelineSpec, task: Task) -> ModuleType | None:
             remedy="See pipelines/README.md",
         )
     return hooks
-
-
-def _tokenizer(folder: Path, facts: ModelFacts) -> Path:
-    """The runtime's ``tokenizer.json`` of the model in `folder`, in the cache."""
-    inputs = {
-        "model": facts.sha256,
-        "versions": versions_of("transformers", "tokenizers"),
-        "code": code_hash("model/*.py"),
-    }
-
-    def work(target: Path) -> None:
-        (target / "tokenizer.json").write_text(read_tokenizer(folder), encoding="utf-8")
-
-    cache, _ = cached_stage("tokenizer", inputs, work)
-    return cache / "tokenizer.json"

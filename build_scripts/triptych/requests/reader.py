@@ -85,6 +85,14 @@ class RequestReader:
                 "tokenizer.max_length", "must suit the task", given=error, remedy="Raise it"
             ) from error
 
+    @property
+    def special_tokens(self) -> list[str]:
+        """What a text may write of the tokenizer's special tokens, by their ids; none of images."""
+        if self._images:
+            return []
+        tokens = self._texts_maker.tokenizer.get_added_tokens_decoder()
+        return [token.content for _, token in sorted(tokens.items()) if token.special]
+
     def read(
         self, file: str, lines: Sequence[TrafficRow], *, with_rows: int | None = None
     ) -> list[GateRequest]:

@@ -34,7 +34,7 @@ class GateRequest:
         parameters: checked, defaults filled in.
         rows: for the core: several where a text has windows or hypotheses.
         carries: packed, one a core row; empty where the task has none.
-        edge: made up: empty, blank, at the limit and the like.
+        edge: made up as an edge case: empty, blank, at the limit and the like.
         shown: short text for tables.
     """
 

@@ -3,13 +3,16 @@
 It imports the standard library, numpy, tokenizers and `triton_python_backend_utils`, nothing else.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .row_types import RowMaker, TextRowMaker
+if TYPE_CHECKING:  # `in_flight` is also imported where there is no numpy
+    from .row_types import RowMaker, TextRowMaker
 
 
 def module_of(file: str) -> ModuleType:

@@ -1,114 +1,117 @@
-"""How many requests are under way between preprocess and postprocess, and the limit on them.
+"""Which requests one preprocess instance lets into the pipeline, and why it refuses the others.
 
 Triton's own queue limits are not used: in its dynamic batcher any queue policy (a size or a
 timeout) loses wake-ups, and a request then waits up to 500 ms beside an idle model.
-
-Every request carries a ticket from preprocess past the core to postprocess. The core's queue is
-first in, first out, so a ticket that arrives there tells that all earlier ones are answered, or
-lost to an error or a client that left: nothing that gets lost is counted for long.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 import time
-from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
-SLOTS = 64
-"""Most preprocess instances of a pipeline."""
+from .faults import Overloaded, Stopping
+from .in_flight import InFlight, Ticket
 
-PREFIX_VARIABLE = "TRIPTYCH_SERVER_MARK"
-"""Who starts a server may set it, and then remove what in shared memory begins with its value."""
+LEAST_REQUESTS = 8
+"""So many may be under way however slow the pipeline is: what one call of the client sends."""
 
-SLOT_BITS = 48
+LONG_WAIT_SHARE = 0.05
+"""A request that takes this share of the longest wait tells that the pipeline is busy."""
+
+DEADLINE_SHARE = 0.7
+"""Of the time until its sender gives up a request may spend so much behind others: the rate that
+was measured may be a little too high, and work that nobody waits for is lost to everybody."""
+
 PATIENCE_S = 1.0
 """A full pipeline without any progress for so long has lost what it counts: let one pass."""
 
+LAST_CALL_S = 0.05
+"""What reaches preprocess so soon after the server was told to stop had been sent before."""
 
-class InFlight:
-    """Counts shared by all processes of one pipeline on one server, in a small file.
-
-    Three numbers a slot: the process that holds it, what it admitted, the last ticket seen of it.
-    """
-
-    def __init__(self, pipeline: str) -> None:
-        prefix = os.environ.get(PREFIX_VARIABLE, "triptych_")
-        server = _identify(os.getppid())
-        for other in SHARED_MEMORY.glob(f"triptych_*in_flight.*.{pipeline}"):
-            owner = other.name.split(".")[1]
-            if _identify(int(owner.partition("-")[0])) != owner:  # its server is dead
-                other.unlink(missing_ok=True)
-        self.path = SHARED_MEMORY / f"{prefix}in_flight.{server}.{pipeline}"
-        with self.path.open("ab") as file:
-            os.ftruncate(file.fileno(), 8 * 3 * SLOTS)
-        with self.path.open("r+b") as file:
-            counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        self._holders = counts[:SLOTS]
-        self._admitted = counts[SLOTS : 2 * SLOTS]
-        self._settled = counts[2 * SLOTS :]
-
-    def take_slot(self) -> int:
-        """A slot of the calling process's own, for `admit`; that of a dead one is used again.
-
-        Raises:
-            RuntimeError: every slot is held by a living process.
-        """
-        with self.path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            for slot, holder in enumerate(self._holders):
-                if not holder or not Path(f"/proc/{holder}").exists():
-                    self._settled[slot] = self._admitted[slot]
-                    self._holders[slot] = os.getpid()
-                    return slot
-        raise RuntimeError(f"a pipeline has at most {SLOTS} preprocess instances")
-
-    def admit(self, slot: int) -> int:
-        number = self._admitted[slot] + 1
-        self._admitted[slot] = number
-        return slot << SLOT_BITS | number
-
-    def settle(self, ticket: int) -> None:
-        slot, number = ticket >> SLOT_BITS, ticket & ((1 << SLOT_BITS) - 1)
-        if number > self._settled[slot]:
-            self._settled[slot] = number
-
-    def under_way(self) -> int:
-        """Requests admitted and not settled, over all slots."""
-        return sum(self._admitted) - sum(self._settled)
+SHORTEST_HINT_MS = 20
 
 
 class Admission:
-    """Lets requests of one preprocess instance into the pipeline while there is room."""
+    """Decides on requests, and counts those it lets in.
 
-    def __init__(self, in_flight: InFlight, limit: int) -> None:
+    Args:
+        in_flight: counts of the pipeline.
+        most_requests: that may be under way.
+        longest_wait_s: that the requests under way may take, at the rate measured.
+
+    Attributes:
+        slot: of `in_flight` that this instance counts in.
+    """
+
+    def __init__(self, in_flight: InFlight, most_requests: int, longest_wait_s: float) -> None:
         self._in_flight = in_flight
-        self._slot = in_flight.take_slot()
-        self._limit = limit
-        self._last_seen = 0
+        self.slot = in_flight.take_slot(LONG_WAIT_SHARE * longest_wait_s)
+        self._most = most_requests
+        self._longest_s = longest_wait_s
         self._progress_at = time.monotonic()
+        self._began_at = self._ended_at = 0.0
+        self._requests = 0
+        self._wait_s = self._wait_a_request_s = 0.0
 
-    def room(self) -> int:
-        under_way = self._in_flight.under_way()
-        now = time.monotonic()
-        if under_way < self._last_seen or under_way < self._limit:
-            self._progress_at = now
-        self._last_seen = under_way
-        if under_way >= self._limit and now - self._progress_at > PATIENCE_S:
-            self._progress_at = now
-            return 1
-        return self._limit - under_way
+    def begin(self) -> None:
+        """Look at the counts once for all requests that are decided on together."""
+        self._began_at, before, ended_at = time.monotonic(), self._began_at, self._ended_at
+        counts = self._in_flight
+        self._closed = False
+        if closed_at := counts.closed_at:
+            # What waited while the requests before were being worked on had been sent before, too.
+            waited = before <= closed_at < ended_at
+            self._closed = not waited and self._began_at > closed_at + LAST_CALL_S
+        self._requests = counts.under_way()
+        self._wait_a_request_s = counts.row_s * counts.rows_a_request()
+        self._wait_s = max(counts.rows_under_way() * counts.row_s, 0.0)
+        idle = self._requests <= 0
+        self._progress_at = self._began_at if idle else max(self._progress_at, counts.departed_at)
 
-    def admit(self) -> int:
-        return self._in_flight.admit(self._slot)
+    def check(self, left_s: float | None) -> None:
+        """Let the next request in.
 
+        Args:
+            left_s: until its sender gives up; None where that is not known.
 
-def _identify(pid: int) -> str:
-    """A process's id with its start time, so that a later process with the id is another one."""
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        started = "dead"
-    return f"{pid}-{started}"
+        Raises:
+            Overloaded: there is no room for it.
+            Stopping: the server is about to stop.
+        """
+        if self._closed:
+            raise Stopping("The server is stopping. Send the request to another one, or later.")
+        own_s = None if left_s is None else DEADLINE_SHARE * left_s
+        limit_s = self._longest_s if own_s is None else min(self._longest_s, own_s)
+        late = self._requests >= LEAST_REQUESTS and self._wait_s > self._longest_s
+        late = late or (self._requests > 0 and own_s is not None and self._wait_s > own_s)
+        if (late or self._requests >= self._most) and not self._lost_count():
+            hint_ms = max(1e3 * (self._wait_s - 0.5 * limit_s), SHORTEST_HINT_MS)
+            again = f"Try again in {hint_ms:.0f} ms"
+            if late:
+                whose = "for its sender's deadline" if limit_s == own_s else "the limit"
+                raise Overloaded(
+                    f"`queue` must answer requests under way within {1e3 * limit_s:.0f} ms, "
+                    f"{whose}. Given: work for {1e3 * self._wait_s:.0f} ms. {again}, or raise "
+                    "serving.queue.max_wait_ms in the pipeline."
+                )
+            raise Overloaded(
+                f"`queue` must have at most {self._most} requests under way. Given: one more. "
+                f"{again}, or raise serving.queue.max_size in the pipeline."
+            )
+        self._requests += 1
+        self._wait_s += self._wait_a_request_s
+
+    def admit(self, rows: int) -> Ticket:
+        """The ticket of a request that was let in, with so many rows of the core."""
+        return self._in_flight.admit(self.slot, rows)
+
+    def end(self) -> None:
+        """All requests that were decided on together are on their way."""
+        self._ended_at = time.monotonic()
+
+    def _lost_count(self) -> bool:
+        """Whether nothing has moved for so long that one may pass to find out."""
+        patience_s = max(PATIENCE_S, 3 * self._wait_a_request_s)
+        lost = self._began_at - self._progress_at > patience_s
+        if lost:
+            self._progress_at = self._began_at
+        return lost

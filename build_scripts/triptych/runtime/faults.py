@@ -15,3 +15,7 @@ class RequestError(Exception):
 
 class Overloaded(Exception):
     """There is no room for another request."""
+
+
+class Stopping(Exception):
+    """The server takes no more requests."""

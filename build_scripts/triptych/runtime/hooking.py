@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ HOOKS_FILE = "hooks.py"
 MODULE_NAME = "triptych_hooks"
 FUNCTIONS = ("before", "after", "decode")
 Row = dict[str, Any]
-Hook = Callable[[list[Row]], list[Row]]
+Hook = Callable[..., list[Row]]
 NUMPY_TYPES: dict[str, type[np.generic]] = {
     "FP32": np.float32,
     "INT8": np.int8,
@@ -49,8 +50,21 @@ def find_hook(folder: Path, name: str) -> Hook | None:
     return hook
 
 
-def call_hook(name: str, hook: Hook, rows: list[Row], keys: Sequence[str]) -> list[Row]:
-    """`hook` on `rows`: as many rows, each with all of `keys`.
+def takes_inputs(after: Any) -> bool:
+    """Whether `after` asks for the request's inputs, by a parameter `inputs`."""
+    return callable(after) and "inputs" in inspect.signature(after).parameters
+
+
+def call_hook(
+    name: str,
+    hook: Hook,
+    rows: list[Row],
+    keys: Sequence[str],
+    inputs: list[Row] | None = None,
+) -> list[Row]:
+    """`hook` on `rows`: as many rows, each with `keys` and no others.
+
+    `inputs` are the rows of the request, for a hook that takes them.
 
     Raises:
         RequestError: the hook raised ValueError, in its words.
@@ -58,7 +72,7 @@ def call_hook(name: str, hook: Hook, rows: list[Row], keys: Sequence[str]) -> li
     """
     given = len(rows)
     try:
-        result = hook(rows)
+        result = hook(rows) if inputs is None else hook(rows, inputs=inputs)
     except ValueError as error:
         raise RequestError(
             f"hooks.{name}", "must take the request", str(error), "Correct the request"
@@ -69,8 +83,8 @@ def call_hook(name: str, hook: Hook, rows: list[Row], keys: Sequence[str]) -> li
         count = len(result) if isinstance(result, list) else type(result).__name__
         raise RuntimeError(f"hooks.{name} must return {given} rows, returned {count}")
     for row in result:
-        if not isinstance(row, dict) or set(keys) - row.keys():
-            found = sorted(row) if isinstance(row, dict) else type(row).__name__
+        if not isinstance(row, dict) or row.keys() != set(keys):
+            found = sorted(map(str, row)) if isinstance(row, dict) else type(row).__name__
             raise RuntimeError(f"hooks.{name} must return rows with {list(keys)}, found {found}")
     return result
 
@@ -139,12 +153,10 @@ class RowForm:
             values = [[value] for value in values]
         try:
             if output["dtype"] == "BYTES":
-                result = np.empty((len(values), len(values[0])), dtype=np.object_)
-                for index, row in enumerate(values):
-                    result[index] = [_encoded(item, as_json=output["json"]) for item in row]
+                result = _texts(values, as_json=output["json"])
             else:
-                result = np.array(values, dtype=NUMPY_TYPES[output["dtype"]])
-        except (TypeError, ValueError, AttributeError) as error:
+                result = _numbers(values, NUMPY_TYPES[output["dtype"]])
+        except (TypeError, ValueError, OverflowError) as error:
             raise RuntimeError(f"hooks: the rows' `{name}` do not fit it: {error}") from error
         wanted = [len(values), *dims]
         fits = result.ndim == len(wanted) and all(
@@ -157,7 +169,33 @@ class RowForm:
         return result
 
 
+def _texts(rows: Sequence[Any], *, as_json: bool) -> NDArray[np.object_]:
+    """Rows of texts, or of what becomes JSON, as bytes; a str is no row of texts."""
+    for row in rows:
+        if not isinstance(row, list | tuple | np.ndarray):
+            raise TypeError(f"a row must be a list of str, not {type(row).__name__} {row!r:.40}")
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) > 1:
+        raise ValueError(f"rows must be equally long, they have {lengths} elements")
+    result = np.empty((len(rows), lengths[0]), dtype=np.object_)
+    for index, row in enumerate(rows):
+        result[index] = [_encoded(item, as_json=as_json) for item in row]
+    return result
+
+
+def _numbers(rows: Sequence[Any], dtype: type[np.generic]) -> NDArray[Any]:
+    """Rows of numbers in `dtype`: whole ones where it has only those, none that it cannot hold."""
+    given = np.array(rows)
+    if given.size and not np.can_cast(given.dtype, dtype, "same_kind"):
+        raise TypeError(f"elements must be {dtype.__name__}, not {given.dtype}")
+    result = given.astype(dtype)
+    if np.issubdtype(dtype, np.integer) and (result != given).any():
+        raise ValueError(f"elements must be {dtype.__name__}, {given.max()} is out of its range")
+    return result
+
+
 def _encoded(item: Any, *, as_json: bool) -> bytes:
-    text = json.dumps(item, ensure_ascii=False) if as_json else item
-    encoded: bytes = text.encode("utf-8")
-    return encoded
+    if not as_json and not isinstance(item, str):
+        raise TypeError(f"elements must be str, not {type(item).__name__} {item!r:.40}")
+    text = json.dumps(item, ensure_ascii=False, allow_nan=False) if as_json else item
+    return str(text).encode("utf-8")

@@ -8,11 +8,14 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .admission import InFlight
 from .carry import unpack
 from .decode import Decoder
-from .hooking import RowForm, call_hook, find_hook
+from .faults import RequestError
+from .given import PREFIX, given_rows
+from .hooking import Row, RowForm, call_hook, find_hook
+from .in_flight import InFlight, Ticket
 from .parameters import check_parameters
+from .shared_memory import make_private
 from .stub_io import error_response, read_bytes, settings_of
 
 
@@ -28,8 +31,10 @@ class TritonPythonModel:
         self._carries = settings["carries"]
         self._decoder = Decoder(settings, folder)
         self._after = find_hook(folder, "after")
+        self._given = settings.get("given_inputs")
         self._form = RowForm(settings["outputs"])
         self._in_flight = InFlight(settings["pipeline"])
+        make_private()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request; a request at fault gets its own error."""
@@ -38,7 +43,13 @@ class TritonPythonModel:
     def _respond(self, request: Any) -> Any:
         try:
             ticket = pb_utils.get_input_tensor_by_name(request, "ticket").as_numpy()
-            self._in_flight.settle(int(ticket[0, 0]))
+            if not self._in_flight.settle(Ticket(*ticket[0].tolist())):
+                raise RequestError(
+                    "ticket",
+                    "must be one that this server's preprocess step gave out",
+                    ticket[0].tolist(),
+                    "Send the request to the ensemble, not to its steps",
+                )
             parameters = check_parameters(request.parameters(), self._rules, self._defaults)
             outputs = {
                 name: pb_utils.get_input_tensor_by_name(request, name).as_numpy()
@@ -48,10 +59,18 @@ class TritonPythonModel:
             carries = [unpack(data) for data in packed]
             result = self._decoder.decode(outputs, carries, parameters)
             if self._after is not None:
-                rows = call_hook("after", self._after, self._form.rows(result), self._form.names)
+                rows = self._form.rows(result)
+                given = self._read_given(request, len(rows))
+                rows = call_hook("after", self._after, rows, self._form.names, given)
                 result = self._form.tensors(rows)
             return pb_utils.InferenceResponse(
                 [pb_utils.Tensor(name, result[name]) for name in self._form.names]
             )
         except Exception as error:
             return error_response(error)
+
+    def _read_given(self, request: Any, count: int) -> list[Row] | None:
+        if self._given is None:
+            return None
+        columns = {name: read_bytes(request, PREFIX + name) for name in self._given}
+        return given_rows(columns, self._given, count)

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from .admission import Admission, InFlight
-from .faults import Overloaded
+from .admission import Admission
+from .backlog import Backlog, Ready
+from .given import given_tensors
 from .hooking import call_before, find_hook
+from .in_flight import InFlight
 from .lengths import RowTokens
 from .parameters import check_parameters
 from .row_types import CoreRows, RowInputs
 from .rows import RowMaker
-from .stub_io import error_response, read_bytes, read_texts, settings_of
+from .shared_memory import make_private
+from .stub_io import error_response, read_bytes, read_texts, send, settings_of
 
 
 class TritonPythonModel:
     """The ensemble's inputs, BYTES ``[n, 1]`` each, to what the task's row maker makes of them.
 
-    ``ticket`` INT64 ``[core rows, 1]`` goes past the core to postprocess, and so does ``carry``
-    BYTES ``[core rows, 1]`` where the task has one.
+    ``ticket`` INT64 ``[core rows, 4]`` goes past the core to postprocess, and so does ``carry``
+    BYTES ``[core rows, 1]`` where the task has one. Where `hooks.after` takes the inputs, they go,
+    too, as `given` says.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -38,40 +43,56 @@ class TritonPythonModel:
         self._carries = settings["carries"]
         self._maker = RowMaker(settings, folder)
         self._before = find_hook(folder, "before")
-        self._limit = settings["max_requests"]
-        self._max_rows = settings["max_core_rows"]
-        self._admission = Admission(InFlight(settings["pipeline"]), self._limit)
+        self._gives_inputs = "given_inputs" in settings
+        in_flight, longest_wait_s = InFlight(settings["pipeline"]), settings["max_wait_ms"] / 1e3
+        self._admission = Admission(in_flight, settings["max_requests"], longest_wait_s)
+        self._backlog = Backlog(
+            in_flight,
+            self._admission.slot,
+            batch_rows=settings["core_rows"],
+            longest_wait_s=longest_wait_s,
+        )
+        make_private()
         self._row_tokens = RowTokens(settings)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request; a request at fault gets its own error."""
         responses: list[Any] = [None] * len(requests)
-        widths = [0] * len(requests)
         row_inputs: dict[int, RowInputs] = {}
-        room = self._admission.room()
+        # Triton's own field of a request, in microseconds; 0 where there is none.
+        left_s = [request.timeout() / 1e6 or None for request in requests]
+        self._admission.begin()
         for index, request in enumerate(requests):
             try:
-                if len(row_inputs) >= room:
-                    raise Overloaded(
-                        f"`queue` must have at most {self._limit} requests under way. Given: one "
-                        "more. Try again later, or raise serving.queue.max_size in the pipeline."
-                    )
+                self._admission.check(left_s[index])
                 row_inputs[index] = self._read(request)
             except Exception as error:
                 responses[index] = error_response(error)
         made = self._maker.make(list(row_inputs.values())) if row_inputs else []
-        answered: list[CoreRows] = []
+        answered: dict[int, CoreRows] = {}
         for index, core_rows in zip(row_inputs, made, strict=True):
-            try:
-                if isinstance(core_rows, Exception):
-                    raise core_rows
-                responses[index], widths[index] = self._respond(core_rows), core_rows.width
-                answered.append(core_rows)
-            except Exception as error:
-                responses[index] = error_response(error)
-        if self._by_width:
-            responses = _release_by_width(requests, responses, widths)
-        self._row_tokens.count(answered)
+            if isinstance(core_rows, Exception):
+                responses[index] = error_response(core_rows)
+            else:
+                answered[index] = core_rows
+        order = sorted(answered, key=lambda index: answered[index].width if self._by_width else 0)
+        ready = [
+            Ready(
+                requests[i],
+                answered[i].row_count,
+                left_s[i],
+                partial(self._respond, answered[i], row_inputs[i]),
+            )
+            for i in order
+        ]
+        for index, response in zip(order, self._backlog.take(ready), strict=True):
+            if self._by_width and response is not None:
+                # Triton joins only neighbours of equal shape into one batch of the core.
+                send(requests[index].get_response_sender(), response)
+            else:
+                responses[index] = response
+        self._row_tokens.count(list(answered.values()))
+        self._admission.end()
         return responses
 
     def finalize(self) -> None:
@@ -94,26 +115,15 @@ class TritonPythonModel:
             columns = {field: [row[field] for row in rows] for field in self._fields}
         return RowInputs(columns, parameters)
 
-    def _respond(self, core_rows: CoreRows) -> Any:
-        count = len(next(iter(core_rows.tensors.values())))
+    def _respond(self, core_rows: CoreRows, inputs: RowInputs) -> Any:
+        count = core_rows.row_count
         tensors = [pb_utils.Tensor(name, value) for name, value in core_rows.tensors.items()]
         if self._carries:
             carries = np.array(core_rows.carries, dtype=np.object_).reshape(-1, 1)
             tensors.append(pb_utils.Tensor("carry", carries))
-        tensors.append(pb_utils.Tensor("ticket", np.full((count, 1), self._admission.admit())))
+        if self._gives_inputs:
+            given = given_tensors(inputs.columns, count)
+            tensors += [pb_utils.Tensor(name, value) for name, value in given.items()]
+        ticket = np.tile(np.array(self._admission.admit(count)), (count, 1))
+        tensors.append(pb_utils.Tensor("ticket", ticket))
         return pb_utils.InferenceResponse(tensors)
-
-
-def _release_by_width(
-    requests: Sequence[Any], responses: Sequence[Any], widths: Sequence[int]
-) -> list[Any]:
-    """Send the responses in the order of their widths.
-
-    Triton joins only neighbours of equal shape into one batch of the core: released in this order,
-    equal shapes stand side by side in its queue.
-    """
-    for index in sorted(range(len(requests)), key=widths.__getitem__):
-        requests[index].get_response_sender().send(
-            responses[index], flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        )
-    return [None] * len(requests)

@@ -47,6 +47,11 @@ class CoreRows(NamedTuple):
     carries: list[bytes]
     width: int
 
+    @property
+    def row_count(self) -> int:
+        """Core rows."""
+        return len(next(iter(self.tensors.values())))
+
 
 class RowMaker(Protocol):
     """What makes a task's core rows: the class `RowMaker` of each ``rows_*.py``."""
@@ -61,6 +66,9 @@ class TextRowMaker(RowMaker, Protocol):
 
     max_length: int
     """Most tokens of a core row."""
+
+    tokenizer: Any
+    """A `tokenizers.Tokenizer`."""
 
     def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
         """The core rows of each request, or its fault."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .faults import RequestError
 from .row_types import RowInputs
-from .token_rows import Input, TokenRowMaker, check_filled
+from .token_rows import Input, TokenRowMaker
 
 
 class RowMaker(TokenRowMaker):
@@ -13,7 +13,9 @@ class RowMaker(TokenRowMaker):
     strategy = "only_first"
 
     def inputs(self, request: RowInputs) -> list[Input]:
-        check_filled(request, ["text"])
+        for number, text in enumerate(request.columns["text"]):
+            if not text:  # transformers refuses it, too; a blank one it answers
+                raise RequestError("text", "must not be empty", "''", "Send a text", number)
         labels = request.parameters.get("labels")
         if not labels:
             raise RequestError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .faults import Overloaded, RequestError
+from .faults import Overloaded, RequestError, Stopping
 
 LONGEST_MESSAGE = 4000
 TEXTS_A_REQUEST = 8
@@ -26,7 +26,7 @@ def error_response(error: Exception) -> Any:
     if isinstance(error, RequestError):
         code = pb_utils.TritonError.INVALID_ARG
         message = str(error)
-    elif isinstance(error, Overloaded):
+    elif isinstance(error, Overloaded | Stopping):
         code = pb_utils.TritonError.UNAVAILABLE
         message = str(error)
     else:
@@ -35,6 +35,11 @@ def error_response(error: Exception) -> Any:
     # A hook's own words may be anything: a lone surrogate, or megabytes, would fail a whole batch.
     message = message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode("utf-8")
     return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message, code))
+
+
+def send(sender: Any, response: Any) -> None:
+    """Answer a request through its sender, now, and not with the others of its batch."""
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 def read_texts(request: Any, field: str, max_bytes: int) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from triptych.errors import Finding, Severity
-from triptych.server.embedded import REQUIREMENTS
+from triptych.releases import risk_of
+from triptych.server.embedded import EMBEDDED_RELEASE, REQUIREMENTS
 from triptych.server.machine import MachineFacts, read_machine
 
 _MIB = 2**20
@@ -78,7 +79,10 @@ def _ground(machine: MachineFacts) -> Iterable[Finding]:
         "Make the virtual environment anew: `python3.11 -m venv .venv`",
     )
     rule = "the server is the one on PATH, else the embedded one"
-    yield _finding("tritonserver", True, rule, machine.tritonserver or "embedded", "info", "")
+    risk = risk_of(EMBEDDED_RELEASE)
+    embedded = f"embedded {EMBEDDED_RELEASE}: for development" + (f". {risk}" if risk else "")
+    given = machine.tritonserver or embedded
+    yield _finding("tritonserver", True, rule, given, "info", "")
 
 
 def _embedded(machine: MachineFacts) -> Iterable[Finding]:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.container.entrypoint import find_release as find_image_release
+from triptych.container.steps import STUB
 from triptych.errors import UserError
 from triptych.releases import Release
 
 INSTALL_LOCAL = "pip install -e .[local]"
 # Of the server in the `nvidia-pytriton` wheel.
 EMBEDDED_RELEASE = Release(24, 10)
-_STUB = "triton_python_backend_stub"
 _GLIBC_MIN = (2, 35)
 _NOT_CODE = shutil.ignore_patterns("__pycache__")
 _STAND_INS = Path(__file__).parent / "backends"
@@ -39,11 +39,11 @@ class Wheel(NamedTuple):
 
     def stub(self, python_version: str) -> Path:
         """The stub for ``3.11`` and the like; the path need not exist."""
-        return self.server / "python_backend_stubs" / python_version / _STUB
+        return self.server / "python_backend_stubs" / python_version / STUB
 
     def stub_versions(self) -> tuple[str, ...]:
         """The Python versions that have a stub, lowest first."""
-        found = [path.parent.name for path in self.server.glob(f"python_backend_stubs/*/{_STUB}")]
+        found = [path.parent.name for path in self.server.glob(f"python_backend_stubs/*/{STUB}")]
         return tuple(sorted(found, key=lambda version: int(version.rpartition(".")[2])))
 
 
@@ -189,8 +189,8 @@ def _assemble(wheel: Wheel, here: Platform, directory: Path, backends: list[Path
     # Copies: the server refuses a library that a link leads out of the backend directory.
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
         shutil.copyfile(wheel.server / "backends" / "python" / name, python / name)
-    shutil.copyfile(wheel.stub(here.python_version), python / _STUB)
-    (python / _STUB).chmod(0o755)
+    shutil.copyfile(wheel.stub(here.python_version), python / STUB)
+    (python / STUB).chmod(0o755)
     for folder in backends:
         shutil.copytree(folder, directory / folder.name, dirs_exist_ok=True, ignore=_NOT_CODE)
     libraries = [wheel.libraries, here.libpython, os.environ.get("LD_LIBRARY_PATH")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triptych.errors import UserError
 from triptych.repository.config import CONFIG_FILE
-from triptych.repository.store import locked
+from triptych.repository.store import complete
 from triptych.server.server import Server
 
 _DEATH_S = 3.0
@@ -54,8 +54,7 @@ def served(
         yield Endpoint(url, metrics_url)
         return
     check_built(repository, pipeline)
-    with locked(repository):  # completes what a killed build left
-        pass
+    complete(repository)
     progress("serve", f"tritonserver on {repository} ...")
     with Server(repository, models=[pipeline]) as server:
         try:

@@ -28,8 +28,8 @@ _POLL_S = 0.02
 
 
 def new_mark() -> str:
-    """A name that no other server has, fit as the prefix of its shared-memory regions."""
-    return f"triptych_{os.getpid()}_{secrets.token_hex(4)}_"
+    """A name that nobody can guess, fit as the prefix of a server's shared-memory regions."""
+    return f"triptych_{os.getpid()}_{secrets.token_hex(16)}_"
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:

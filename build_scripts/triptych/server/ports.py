@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import random
 import socket
 from contextlib import ExitStack
@@ -26,6 +27,14 @@ def port_is_busy(port: int, host: str = "127.0.0.1") -> bool:
     if sock is not None:
         sock.close()
     return sock is None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, UnicodeError):
+        return True  # no address at all: `claim_ports` says so
 
 
 def claim_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from triptych.container.supervisor import stack_limits
 from triptych.server import leftovers
 from triptych.server.leftovers import MARK_VARIABLE, remove_leftovers
 
@@ -120,10 +121,11 @@ class ServerProcess:
     def _start_server(
         self, command: Sequence[str], variables: Mapping[str, str], log_file: Path
     ) -> subprocess.Popen[bytes]:
+        stack_bytes, _ = stack_limits()
         with log_file.open("ab") as log:
             return subprocess.Popen(
                 # Without site: it needs the standard library only, and starts in 20 ms.
-                [*_ISOLATED, "-S", str(_LAUNCHER), str(os.getpid()), *command],
+                [*_ISOLATED, "-S", str(_LAUNCHER), str(os.getpid()), str(stack_bytes), *command],
                 env={**variables, MARK_VARIABLE: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,11 +1,11 @@
-"""Serving on this machine as the image does: the same check of the locks, the same flags."""
+"""Serving on this machine as the image does: the same check of the files, the same flags."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from triptych.container.entrypoint import flags_for
+from triptych.container.entrypoint import flags_for, warn_of
 from triptych.container.lock_check import enforce
 from triptych.container.machine import read_machine
 from triptych.container.settings import read_settings
@@ -13,22 +13,27 @@ from triptych.errors import UserError
 from triptych.server.embedded import find_release
 
 
-def check_and_make_flags(repository: Path) -> list[str]:
-    """The flags of the image's entry point for the server that is here.
+def check_and_make_flags(repository: Path, *, production: bool) -> list[str]:
+    """The flags of the image's entry point for the server that is here; files are checked before.
 
-    The image's variables count, but for host, ports, server and repository.
+    The image's variables count, but for host, ports, server and repository. Without `production`
+    there are no flags, and engines are left to the server.
 
     Raises:
-        UserError: a setting is wrong, or an engine cannot run here; which ones, and why, was
-            printed on standard error.
+        UserError: a setting is wrong, or a pipeline cannot be served here; which ones, and why,
+            was printed on standard error.
     """
     settings = read_settings(os.environ, repository=str(repository))
-    machine = read_machine(os.environ)
+    machine = read_machine(os.environ) if production else None
     if not enforce(settings, machine):
         raise UserError(
             "repository",
-            "must hold engines that this machine can run",
+            "must hold pipelines that can be served as they were built",
             given=repository,
             remedy="Follow the lines above, or set TRIPTYCH_LOCK_CHECK=warn",
         )
-    return flags_for(repository, settings.options, machine, find_release())
+    if machine is None:
+        return []
+    release = find_release()
+    warn_of(release)
+    return flags_for(repository, settings.options, machine, release)

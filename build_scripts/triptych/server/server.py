@@ -5,20 +5,26 @@ Usage: ``with Server(repository) as server: client = Client(server.grpc_url)``.
 
 from __future__ import annotations
 
-import http.client
 import os
+import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
-from triptych.container.entrypoint import STEPS
+from triptych.container.conceal import conceal_keys
+from triptych.container.entrypoint import server_variables
+from triptych.container.flags import CLOSED, FREE_REQUESTS, RESTRICTED_HEADER, restricted_flags
+from triptych.container.locks import find_pipelines
+from triptych.container.shell import check_model_names, is_plain
+from triptych.container.steps import dead_steps, drain, step_processes
 from triptych.errors import UserError
 from triptych.server.embedded import Installation, find_installation
+from triptych.server.http_probe import answers
 from triptych.server.leftovers import new_mark
+from triptych.server.plain_folder import new_plain_folder
 from triptych.server.ports import claim_ports
 from triptych.server.process import ServerProcess
 from triptych.server.server_log import LoadState, last_words, read_load_state
@@ -28,7 +34,7 @@ _EXIT_TIMEOUT_S = 3600
 # While models load no request can be in flight, and the server does not heed SIGTERM.
 _LOADING_GRACE_S = 2.0
 _POLL_S = 0.05
-_PROBE_TIMEOUT_S = 2.0
+_WATCH_S = 0.2
 
 
 class ServerError(UserError):
@@ -59,6 +65,10 @@ class Server:
         http_port: see `grpc_port`.
         metrics_port: see `grpc_port`.
         models: serve these only (and what their ensembles need); empty serves all.
+        exchanges: whether models may be exchanged while it serves, as with `models`; not in the
+            production profile.
+        production_flags: those of the production profile; without them the services of `CLOSED` are
+            open to `operator_headers` only.
         extra_args: more flags of tritonserver's own, last on its command line.
         environment: variables to set over those of this process.
         log_file: where the server's log goes. None makes a file in the temporary folder, which
@@ -76,12 +86,15 @@ class Server:
         http_port: int = 0,
         metrics_port: int = 0,
         models: Sequence[str] = (),
+        exchanges: bool = False,
+        production_flags: Sequence[str] = (),
         extra_args: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
         backend_directory: Path | None = None,
     ) -> None:
         self.repository = repository.resolve()
+        self._served = self.repository  # as the server sees it
         self.log_file = log_file
         self._keep_log = log_file is not None
         self._host = host
@@ -89,10 +102,19 @@ class Server:
         self._wanted_ports["metrics_port"] = metrics_port
         self._ports: dict[str, int] = {}
         self._models = tuple(models)
+        self._exchanges = exchanges
+        self._key = secrets.token_urlsafe(32)
+        self._profile_flags = tuple(production_flags) or (
+            FREE_REQUESTS,
+            *restricted_flags(CLOSED, self._key),
+        )
         self._extra_args = tuple(extra_args)
         self._environment = dict(environment or {})
         self._own_backends = backend_directory
         self._process: ServerProcess | None = None
+        self._own_log = log_file is not None
+        self._mark = ""
+        self._steps: dict[int, str] = {}
 
     @property
     def pid(self) -> int:
@@ -110,6 +132,11 @@ class Server:
     @property
     def metrics_url(self) -> str:
         return f"http://{self._url('metrics_port')}/metrics"
+
+    @property
+    def operator_headers(self) -> dict[str, str]:
+        """Over gRPC they open what is shut, but in the production profile: that has its own key."""
+        return {f"triton-grpc-protocol-{RESTRICTED_HEADER}": self._key}
 
     def __enter__(self) -> Server:
         try:
@@ -138,14 +165,21 @@ class Server:
             raise RuntimeError("the server was started already")
         self._check_models()
         self._ports = claim_ports(self._host, self._wanted_ports)
-        mark = new_mark()
-        private = Path(tempfile.mkdtemp(prefix="triptych-server-"))
+        mark = self._mark = new_mark()
+        private = new_plain_folder()
         try:
+            if not is_plain(self.repository):
+                self._served = private / "repository"
+                self._served.symlink_to(self.repository, target_is_directory=True)
             installation = find_installation(private, own_backends=self._own_backends)
             log_file = self._open_log()
             self._process = ServerProcess(
                 self._command(installation, mark),
-                {**os.environ, **STEPS, **installation.environment, **self._environment},
+                {
+                    **server_variables(os.environ),
+                    **installation.environment,
+                    **self._environment,
+                },
                 mark=mark,
                 log_file=log_file,
                 own_paths=[private],
@@ -154,6 +188,7 @@ class Server:
         except BaseException:
             shutil.rmtree(private, ignore_errors=True)
             raise
+        conceal_keys(self._process.pid)
 
     def wait_ready(
         self, timeout_s: float = 120.0, on_progress: Callable[[str], None] | None = None
@@ -177,41 +212,80 @@ class Server:
             if state.failures or exited:
                 raise self._failed(state)
             if self._answers("/v2/health/ready") and not self._waiting_for():
+                self.living_steps()
                 return
             if time.monotonic() > deadline:
                 raise self._late(timeout_s, state)
             time.sleep(_POLL_S)
 
-    def wait_dead(self) -> NoReturn:
-        """Waits for a server that became ready to die by itself.
+    def death(self, within_s: float) -> ServerError | None:
+        """Why the server or one of its steps died by itself, if one does within some seconds."""
+        deadline = time.monotonic() + within_s
+        while not self._started().wait(min(_WATCH_S, max(deadline - time.monotonic(), 0.0))):
+            dead = dead_steps(self.pid, self._steps)
+            if dead and self._started().is_running:
+                self._keep_log = True
+                pid, model = next(iter(dead.items()))
+                reason = f"its process {pid} is gone"
+                return ServerError(model, "must stay up", reason, self.log_file or Path())
+            if time.monotonic() >= deadline:
+                return None
+        return self._failed(self._load_state())
+
+    def living_steps(self) -> dict[int, str]:
+        """Process id -> model of its steps; from now on `death` tells when one of these dies."""
+        self._steps = step_processes(self.pid)
+        return self._steps
+
+    def restart(self) -> None:
+        """Start anew on the same ports what has died; `wait_ready` waits for it.
 
         Raises:
-            ServerError: it did; never returns otherwise.
+            UserError: see `start`.
         """
-        self._started().wait()
-        raise self._failed(self._load_state())
-
-    def death(self, within_s: float) -> ServerError | None:
-        """Why the server died by itself, if it does within some seconds."""
-        return self._failed(self._load_state()) if self._started().wait(within_s) else None
+        log_file, own = self.log_file, self._own_log
+        self.stop(grace_s=0.0)
+        self._wanted_ports = self._ports
+        if own and log_file is not None and log_file.exists():
+            log_file.replace(log_file.with_name(f"{log_file.name}.1"))
+        self.log_file = log_file if own else None
+        self._keep_log = own
+        self.start()
 
     def stop(self, grace_s: float = 30.0) -> None:
         """Ends the server and removes everything that it made on this machine.
 
-        The server answers the requests in flight first, for `grace_s` at most. May be called at any
-        time and more than once, also when the server is dead already.
+        Pipelines answer the requests in flight first, for `grace_s` at most, and refuse new ones as
+        unavailable. May be called at any time and more than once, also when the server is dead.
         """
         if self._process is None:
             return
         died_before = not self._process.is_running
         is_serving = not died_before and self._answers("/v2/health/live")
         try:
-            self._process.end(grace_s if is_serving else min(grace_s, _LOADING_GRACE_S))
+            grace_s = grace_s if is_serving else min(grace_s, _LOADING_GRACE_S)
+            if is_serving and grace_s:
+                drained = drain(self.pid, grace_s, self._mark)
+                if drained and self._holds_pipelines_only() and not self._traces():
+                    grace_s = 0.0  # Triton would wait for seconds, and for idle connections longer
+            self._process.end(grace_s)
         finally:
             self._process = None
             if self.log_file is not None and not (self._keep_log or died_before):
                 self.log_file.unlink(missing_ok=True)
                 self.log_file = None
+
+    def _holds_pipelines_only(self) -> bool:
+        """Whether all models are of pipelines that were built, whose configs are complete."""
+        built = [p for p in find_pipelines(self.repository) if p.lock_file.is_file()]
+        return {step for p in built for step in (p.name, *p.steps)}.issuperset(self._folders())
+
+    def _traces(self) -> bool:
+        """Whether requests are traced, which Triton writes down when it ends."""
+        return any(
+            flag.startswith("--trace-config") and not flag.endswith("=OFF")
+            for flag in (*self._profile_flags, *self._extra_args)
+        )
 
     def _check_models(self) -> None:
         if not self.repository.is_dir():
@@ -224,6 +298,7 @@ class Server:
                 given=self.repository,
                 remedy="Run `triptych build NAME` first",
             )
+        check_model_names(self.repository)
         for name in self._models:
             if name not in there:
                 raise UserError(
@@ -247,13 +322,15 @@ class Server:
             os.close(handle)
             self.log_file = Path(name)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        self.log_file.write_bytes(b"")  # what an earlier server wrote would be taken for this one's
+        # What an earlier server wrote would be taken for this one's; steps may log what users sent.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        os.close(os.open(self.log_file, flags, mode=0o600))
         return self.log_file
 
     def _command(self, installation: Installation, mark: str) -> list[str]:
         command = [
             str(installation.executable),
-            f"--model-repository={self.repository}",
+            f"--model-repository={self._served}",
             f"--http-address={self._host}",
             f"--grpc-address={self._host}",  # the metrics service follows the HTTP address
             *(f"--{name.replace('_', '-')}={port}" for name, port in self._ports.items()),
@@ -266,10 +343,13 @@ class Server:
         ]
         if installation.backend_directory is not None:
             command.append(f"--backend-directory={installation.backend_directory}")
-        if self._models:
+        if self._holds_pipelines_only():
+            # Else each step is started twice, to be asked for its config first.
+            command.append("--disable-auto-complete-config")
+        if self._models or self._exchanges:
             command.append("--model-control-mode=explicit")
-            command += [f"--load-model={name}" for name in self._models]
-        return [*command, *self._extra_args]
+            command += [f"--load-model={name}" for name in self._models or self._folders()]
+        return [*command, *self._profile_flags, *self._extra_args]
 
     def _started(self) -> ServerProcess:
         if self._process is None:
@@ -277,7 +357,7 @@ class Server:
         return self._process
 
     def _load_state(self) -> LoadState:
-        return read_load_state(self._log_text(), self.repository)
+        return read_load_state(self._log_text(), self._served)
 
     def _log_text(self) -> str:
         if self.log_file is None:
@@ -290,15 +370,7 @@ class Server:
 
     def _answers(self, path: str) -> bool:
         """Whether a GET is answered with 200."""
-        host, _, port = self.http_url.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=_PROBE_TIMEOUT_S)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return answers(self.http_url, path)
 
     def _url(self, field: str) -> str:
         if not self._ports:

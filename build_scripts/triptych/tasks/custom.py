@@ -5,13 +5,16 @@ from __future__ import annotations
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
 from triptych.pipeline.spec_fields import Custom
+from triptych.runtime.given import PREFIX
 from triptych.tasks.metrics.passages import compare_anything
 from triptych.tasks.metrics.vectors import COSINES
 from triptych.tasks.parts import TEXT, TEXT_PAIR, labels
 from triptych.tasks.task import Core, Parameters, Task
 from triptych.tensors import Tensor
 
-RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"}
+RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"} | {
+    PREFIX + name for name in ("text", "text_pair")
+}
 """Names of the tensors between the steps."""
 
 RETURNS = {"row": ("logits", "scores"), "tokens": ("token_scores",), "pooled": ("vector",)}

@@ -36,6 +36,5 @@ QUESTION_ANSWERING = Task(
         "impossible_answer": Rule("bool", default=False),
     },
     carries=True,
-    expansion=8,
     max_length=384,  # as transformers' pipeline has it
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from triptych.model.facts import ModelFacts
@@ -104,8 +104,8 @@ class Task:
         carries: whether each core row brings data past the core (`tensors.CARRY`).
         decodes_tokens: whether postprocess needs the tokenizer.
         max_length: tokens of a core row unless the spec says otherwise; None for the model's own.
-        request_rows: most rows of a request; None for as many as there is room for.
-        expansion: core rows that room is left for a row of a request.
+        request_rows: most rows of a request; None for as many as a batch holds.
+        example: of outputs whose JSON has a form: what one row may hold, for `triptych test`.
         check: raises `UserError` where a model does not fit the task.
     """
 
@@ -125,9 +125,17 @@ class Task:
     pairs: bool = False
     carries: bool = False
     decodes_tokens: bool = False
-    expansion: int = 1
     request_rows: int | None = None
     max_length: int | None = None
+    example: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def output_settings(self) -> list[dict[str, Any]]:
+        """The outputs as postprocess, decoders and `runtime.hooking.RowForm` read them."""
+        return [
+            {"name": t.name, "dtype": t.dtype, "dims": t.config_dims, "json": t.content == "json"}
+            for t in self.outputs
+        ]
 
     def compare(
         self, got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from triptych.model.facts import ModelFacts
 from triptych.tasks.metrics.labelled import SIMILARITY_CORRELATION
-from triptych.tasks.metrics.vectors import COSINES, compare_vectors
+from triptych.tasks.metrics.vectors import COSINES, NEIGHBOURS, compare_vectors
 from triptych.tasks.parts import TEXT
 from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
@@ -40,7 +40,7 @@ TEXT_EMBEDDING = Task(
     rows="rows_text.py",
     decode="postprocess_text_embedding.py",
     core=_core,
-    metrics=(*COSINES, "nearest_neighbour_agreement", "similarity_rank_correlation"),
+    metrics=(*COSINES, *NEIGHBOURS, "similarity_rank_correlation"),
     compare_outputs=compare_vectors,
     labelled=SIMILARITY_CORRELATION,
     parameters=_parameters,

@@ -9,6 +9,7 @@ from triptych.tasks.parts import TEXT, has_labels, labels
 from triptych.tasks.task import Core, Parameters, Rule, Task
 from triptych.tensors import Tensor
 
+EXAMPLE = {"entity": "PER", "score": 0.9, "text": "Ada", "start": 0, "end": 3}
 AGGREGATIONS = ("none", "simple", "first", "max", "average")
 
 
@@ -34,5 +35,6 @@ TOKEN_CLASSIFICATION = Task(
     parameters=lambda facts: {"aggregation": Rule("str", default="simple", choices=AGGREGATIONS)},
     settings=labels,
     carries=True,
+    example={"entities": [EXAMPLE]},
     check=has_labels,
 )

@@ -59,6 +59,5 @@ ZERO_SHOT_CLASSIFICATION = Task(
         "hypothesis_template": Rule("str", default="This example is {}."),
     },
     settings=_settings,
-    expansion=8,
     check=_check,
 )

@@ -93,7 +93,7 @@ class Drift:
 
 
 def check_drift(
-    prepared: PipelineInputs,
+    inputs: PipelineInputs,
     new: NewTraffic,
     *,
     measured: MeasuredLoad | None = None,
@@ -102,7 +102,7 @@ def check_drift(
     """Compare new traffic with that of the plan, and say what to do.
 
     Args:
-        prepared: the pipeline as it was built, in the layout that it was built in.
+        inputs: the pipeline as it was built, in the layout that it was built in.
         new: the lengths the core gets now.
         measured: what a load test found; None leaves the estimates out.
         rate_per_s: requests of one text a second; None takes the rows that were counted, then
@@ -111,7 +111,7 @@ def check_drift(
     Raises:
         ValueError: the pipeline has no lengths, as those of images.
     """
-    plan = prepared.plan
+    plan = inputs.plan
     if plan.lengths is None:
         raise ValueError("images have no lengths")
     best = make_plan(
@@ -119,7 +119,7 @@ def check_drift(
     )
     computed = _computed(plan.bucket_edges, new.lengths, new.mean)
     work = computed / _computed(plan.bucket_edges, plan.lengths, plan.lengths.mean)
-    rows_a_request = plan.lengths.rows / len(prepared.traffic) if prepared.traffic else 1.0
+    rows_a_request = plan.lengths.rows / len(inputs.traffic) if inputs.traffic else 1.0
     if rate_per_s is None and new.rows_per_s is not None:
         rate_per_s = new.rows_per_s / rows_a_request
     if rate_per_s is None and measured is not None:

@@ -46,7 +46,7 @@ class NewTraffic:
 
 
 def read_lengths(
-    prepared: PipelineInputs,
+    inputs: PipelineInputs,
     path: Path,
     *,
     before: Path | None = None,
@@ -55,7 +55,7 @@ def read_lengths(
     """Read a sample of requests (``.jsonl``, as ``traffic.jsonl``) or a saved metrics page.
 
     Args:
-        prepared: the pipeline.
+        inputs: the pipeline.
         path: of the sample, or of the page.
         before: an earlier page: only what was counted since then counts.
         seconds: between the two pages, or since the server's start; None takes the difference of
@@ -65,26 +65,26 @@ def read_lengths(
         UserError: a file that cannot be read, or is of neither form.
     """
     if path.suffix == ".jsonl" and before is None:
-        return tokenize_sample(prepared, path)
+        return tokenize_sample(inputs, path)
     pages = [_read_page(each) for each in (path, before) if each is not None]
     if before is not None and seconds is None:
         seconds = path.stat().st_mtime - before.stat().st_mtime
     earlier = pages[1] if before is not None else None
-    return count_page(prepared.plan, pages[0], str(path), before=earlier, seconds=seconds)
+    return count_page(inputs.plan, pages[0], str(path), before=earlier, seconds=seconds)
 
 
-def tokenize_sample(prepared: PipelineInputs, path: Path) -> NewTraffic:
+def tokenize_sample(inputs: PipelineInputs, path: Path) -> NewTraffic:
     """Lengths of the requests in a ``.jsonl`` file, as `read_inputs` has them of the traffic.
 
     Raises:
         UserError: a line that is no request which the pipeline takes.
     """
-    plan = prepared.plan
+    plan = inputs.plan
     _check_text(plan)
     names = [tensor.name for tensor in plan.task.inputs]
     rows = read_traffic(path.parent, names, file=path.name)
     before = find_hook(plan.spec.folder, "before")
-    reader = RequestReader(plan.spec, plan.task, plan.facts, prepared.tokenizer_folder, before)
+    reader = RequestReader(plan.spec, plan.task, plan.facts, inputs.tokenizer_folder, before)
     lengths = reader.lengths(reader.read(str(path.resolve()), rows))
     return NewTraffic(f"{len(rows)} requests of {path}", lengths, lengths.mean)
 

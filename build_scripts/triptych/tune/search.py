@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Literal, Protocol
@@ -26,6 +27,10 @@ from triptych.tune.objective import LoadFailed, Scored
 from triptych.tune.results import Trial, TrialVerdict
 from triptych.tune.score_comparison import compare_scores, describe
 from triptych.tune.trial_servers import Setting
+
+FINAL_SCORES = 6
+"""What the comparison at the end takes at least, in times of one score: two rounds of both sides,
+and as much as two for the highest rates."""
 
 
 class Contest(Protocol):
@@ -86,7 +91,7 @@ def _hash(value: object) -> str:
 class Search:
     contest: Contest
     cache: TrialCache
-    deadline: float  # on the monotonic clock; no trial is begun after it
+    deadline: float  # on the monotonic clock; no trial is begun after it, nor another round
     cores: int
     limit_us: float | None  # the lowest latency that is promised
     progress: Progress  # told every trial
@@ -95,6 +100,8 @@ class Search:
     skipped: dict[str, str] = field(default_factory=dict)  # field to why it was not tried
     stopped: str = ""  # why the search ended; empty while it goes on
     clock: Callable[[], float] = time.monotonic
+    end: float = inf  # by which the winner has been held against the baseline, too
+    _longest_s: float = 0.0  # of the trials so far
 
     def run(self, start: Setting, known: Setting | None = None) -> None:
         """Try every field once, from `start` on.
@@ -104,7 +111,9 @@ class Search:
             known: what an earlier search found best; the first trial.
         """
         self.best = start
+        began = self.clock()
         self._plan, scored = self.contest.begin(start)
+        self._last = min(self.deadline, self.end - FINAL_SCORES * (self.clock() - began))
         self._latest = scored.found[scored.start]
         self.progress("tune", f"baseline: {scored.score:.0f}/s")
         if known is not None and known != start:
@@ -127,7 +136,10 @@ class Search:
         """Try values until one is no better; whether any was."""
         climbed = False
         for value in values:
-            if self.clock() > self.deadline:
+            # The first trial may be longer than what is left; the others are not begun then.
+            if self.clock() > self.deadline or (
+                self._longest_s and self.clock() + self._longest_s > self._last
+            ):
                 self.stopped = "the time was up"
                 break
             change = {found.key: value}
@@ -145,7 +157,9 @@ class Search:
             began = self.clock()
             trial = replace(self._measured(other, change, reason), number=number)
             trial = replace(trial, seconds=self.clock() - began)
-            self.cache.add(self.best, other, trial)
+            self._longest_s = max(self._longest_s, trial.seconds)
+            if not self.stopped:
+                self.cache.add(self.best, other, trial)
         elif trial.verdict == "better":
             self.contest.challenge(other)
         self.trials.append(replace(trial, number=number))
@@ -168,9 +182,13 @@ class Search:
         try:
             self.contest.challenge(other)
             while verdict is None:
+                began = self.clock()
                 rounds.append(self.contest.round())
                 scores = scores_of(rounds)
                 verdict, says = compare_scores(scores), describe(scores)
+                if verdict is None and 2 * self.clock() - began > self._last:
+                    self.stopped = "the time was up"
+                    verdict, says = "no difference", f"{says}, not proven: {self.stopped}"
         except (GateFailure, LintFailure, UserError, LoadFailed) as error:
             verdict, says = "failed", str(error)
         return Trial(

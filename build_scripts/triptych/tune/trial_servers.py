@@ -7,30 +7,26 @@ gated where layout or precision change, and only the models that changed are loa
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from pydantic import JsonValue
 
-from triptych import build as assemble
+from triptych import building as assemble
 from triptych.bench.measure import Target, measure
 from triptych.bench.points import Load, Measurement
-from triptych.client.models import reload_models
 from triptych.errors import Progress
 from triptych.pipeline.spec import load_spec
 from triptych.plan.plan import Plan
+from triptych.repository.store import work_beside
 from triptych.requests.inputs import PipelineInputs, read_inputs
+from triptych.server.reload import reload
 from triptych.server.server import Server
 from triptych.tune.objective import Objective, Scored
 
 WARM_UP_REQUESTS = 60
-_PREFIX = ".tune-"
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class Slot:
         self._base = tuple(base)
         self._server: Server | None = None
         self.setting: Setting | None = None
-        self._prepared: PipelineInputs | None = None
+        self._inputs: PipelineInputs | None = None
 
     def put(self, setting: Setting, progress: Progress, building: Progress) -> None:
         """Build and serve `setting`, loading again only the models that changed.
@@ -64,15 +60,15 @@ class Slot:
         """
         if setting == self.setting:
             return
-        self.setting, self._prepared = None, None
+        self.setting, self._inputs = None, None
         changes = [
             f"{key}={'null' if value is None else value}"
             for key, value in setting.overrides.items()
         ]
         spec = load_spec(self._pipeline, [*self._base, *changes], untuned=True)
-        prepared = read_inputs(spec, building)
-        built = assemble.build(prepared, self.repository, building)
-        name = prepared.plan.spec.name
+        inputs = read_inputs(spec, building)
+        built = assemble.build(inputs, self.repository, building)
+        name = inputs.plan.spec.name
         if self._server is None:
             server = Server(self.repository, models=[name])
             server.__enter__()
@@ -80,25 +76,25 @@ class Slot:
         elif built.changed:
             progress("load", f"again: {', '.join(built.changed)}")
             try:
-                reload_models(self._server.grpc_url, name, built.changed)
+                reload(self._server, name)
             except BaseException:
                 self.close()
                 raise
         measure(
             self.target,
-            prepared.traffic,
+            inputs.traffic,
             Load("concurrency", 8),
             seconds=0.5,
             warmup_requests=WARM_UP_REQUESTS,
         )
-        self.setting, self._prepared = setting, prepared
+        self.setting, self._inputs = setting, inputs
 
     @property
     def served(self) -> PipelineInputs:
         """The pipeline as it is served now."""
-        if self._prepared is None:
+        if self._inputs is None:
             raise RuntimeError("the slot is empty")
-        return self._prepared
+        return self._inputs
 
     @property
     def target(self) -> Target:
@@ -116,7 +112,7 @@ class Slot:
         if self._server is not None:
             self._server.stop()
             self._server = None
-        self.setting, self._prepared = None, None
+        self.setting, self._inputs = None, None
 
 
 @dataclass
@@ -190,14 +186,8 @@ def trial_servers(
         progress: told what is loaded.
         base: ``KEY=VALUE`` overrides of the spec, below those of a setting.
     """
-    home = beside.resolve().parent
-    home.mkdir(parents=True, exist_ok=True)
-    for path in home.glob(f"{_PREFIX}*-*"):  # what a run that was killed left behind
-        owner = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(path, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-", dir=home) as scratch:
-        first, second = (Slot(Path(scratch, name), pipeline, base) for name in ("a", "b"))
+    with work_beside(beside, "tune") as scratch:
+        first, second = (Slot(scratch / name, pipeline, base) for name in ("a", "b"))
         try:
             yield TrialServers(first, second, objective, seconds, progress)
         finally:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from triptych.bench.bench import Price, machine, subject_of
 from triptych.bench.bottleneck import find_bottleneck
 from triptych.bench.points import Point
 from triptych.bench.rates import highest_rate
-from triptych.build import make_core
+from triptych.building import make_core
 from triptych.cache import code_hash, sha256_of
 from triptych.errors import Progress, UserError
 from triptych.pipeline.slo import Slo
@@ -40,6 +41,10 @@ FINAL_CLIENTS = (1, 4, 16)
 """Closed loops of the final comparison, besides those that the score is made of."""
 
 FINAL_ROUNDS = 3
+_LEAST_RATE_S = 3.0
+"""The least time for the search of the highest rate, in times of one measurement."""
+
+Round = TypeVar("Round")
 SEARCH_SHARE = 0.65
 """Of the time, for trials; the rest is for the winner against the baseline."""
 
@@ -69,7 +74,7 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     Raises:
         GateFailure, LintFailure, UserError: the baseline cannot be built or served.
     """
-    prepared, start = _baseline(folder, repository, tuning, progress)
+    inputs, start = _baseline(folder, repository, tuning, progress)
     objective = Objective(tuning.slo, tuning.clients)
     cache = TrialCache(_cache_key(folder, tuning, start))
     old = read_tuned(folder)
@@ -82,12 +87,13 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
             servers,
             cache,
             deadline=began + SEARCH_SHARE * tuning.budget_s,
+            end=began + tuning.budget_s,
             cores=len(os.sched_getaffinity(0)),
             limit_us=min(tuning.slo.limits_us.values(), default=None),
             progress=progress,
         )
         search.run(start, None if old is None else Setting({**start.overrides, **old.overrides}))
-        final = _Final(servers, tuning, began, progress)
+        final = _Final(servers, tuning, began + tuning.budget_s, progress)
         before, after, doubt = final.compare(search.best, start)
         slot = servers.best_slot
         subject = subject_of(
@@ -104,7 +110,7 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
         winner=after,
         met=met,
         verdict=f"{said}; {doubt}" if doubt else said,
-        advice=() if met else advice(prepared.plan, tuning.slo, after),
+        advice=() if met else advice(inputs.plan, tuning.slo, after),
         stopped=search.stopped,
         seconds=time.monotonic() - began,
     )
@@ -117,8 +123,8 @@ def _baseline(
     folder: Path, repository: Path, tuning: Tuning, progress: Progress
 ) -> tuple[PipelineInputs, Setting]:
     """The spec without what was tuned before; of ``auto``, with the precision it chooses."""
-    prepared = read_inputs(load_spec(folder, tuning.overrides, untuned=True), progress)
-    owner = prepared.plan.spec.core.share
+    inputs = read_inputs(load_spec(folder, tuning.overrides, untuned=True), progress)
+    owner = inputs.plan.spec.core.share
     if owner is not None:
         raise UserError(
             "core.share",
@@ -126,10 +132,10 @@ def _baseline(
             given=owner,
             remedy=f"Run `triptych tune {owner}`: it has the core",
         )
-    if prepared.plan.spec.core.precision != AUTO:
-        return prepared, Setting()
-    core = make_core(prepared, repository, progress)
-    return prepared, Setting({"core.precision": core.gate.precision})
+    if inputs.plan.spec.core.precision != AUTO:
+        return inputs, Setting()
+    core = make_core(inputs, repository, progress)
+    return inputs, Setting({"core.precision": core.gate.precision})
 
 
 def _cache_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, object]:
@@ -150,7 +156,7 @@ class _Final:
 
     servers: TrialServers
     tuning: Tuning
-    began: float  # on the monotonic clock
+    end: float  # of the time, on the monotonic clock: what must not be missing takes longer
     progress: Progress
 
     def compare(self, best: Setting, start: Setting) -> tuple[Outcome, Outcome, str]:
@@ -158,11 +164,11 @@ class _Final:
         servers = self.servers
         servers.put(servers.best_slot, best)
         if best == start:
-            rounds = [servers.begin(best)[1] for _ in range(FINAL_ROUNDS)]
+            rounds = self._rounds(lambda: servers.begin(best)[1])
             (outcome,) = self._outcomes({"winner": (servers.best_slot, best, rounds)})
             return outcome, outcome, "nothing that was tried is better than the defaults"
         servers.put(servers.trial_slot, start)
-        pairs = [servers.round() for _ in range(FINAL_ROUNDS)]
+        pairs = self._rounds(servers.round)
         after, before = self._outcomes(
             {
                 "winner": (servers.best_slot, best, [pair[0] for pair in pairs]),
@@ -177,6 +183,21 @@ class _Final:
         servers.promote()  # the baseline is the best again
         return before, before, f"the winner's gain is within the noise: {describe(scores)}"
 
+    def _rounds(self, measure: Callable[[], Round]) -> list[Round]:
+        """As many rounds as there is time for; two at least, since one tells nothing of noise."""
+        began, rounds = time.monotonic(), [measure()]
+        while len(rounds) < FINAL_ROUNDS:
+            a_round_s = (time.monotonic() - began) / len(rounds)
+            if len(rounds) > 1 and not self._is_time_for(a_round_s):
+                break
+            rounds.append(measure())
+        return rounds
+
+    def _is_time_for(self, seconds: float) -> bool:
+        """Whether that and the highest rates of both sides fit into what is left."""
+        rates_s = 2 * _LEAST_RATE_S * self.tuning.seconds if self.tuning.slo.limits_us else 0.0
+        return time.monotonic() + seconds + rates_s < self.end
+
     def _outcomes(self, sides: dict[str, tuple[Slot, Setting, list[Scored]]]) -> list[Outcome]:
         """What each setting is worth: the rest of its throughput-latency curve is measured, too."""
         tuning = self.tuning
@@ -185,6 +206,8 @@ class _Final:
         extra: dict[str, list[Scored]] = {name: [] for name in sides}
         for clients in sorted((wanted | {tuning.clients}) - set(first[0].found)):
             for _ in range(FINAL_ROUNDS - 1):
+                if not self._is_time_for(2 * tuning.seconds * len(sides)):
+                    break
                 for name, (slot, _, _) in sides.items():
                     one = slot.measure(clients, tuning.seconds)
                     extra[name].append(Scored(0.0, {clients: one}, clients))
@@ -195,25 +218,33 @@ class _Final:
                 setting,
                 rounds,
                 tuple(points_of(slot.target.pipeline, [*rounds, *extra[name]])),
+                share=1 / (len(sides) - index),
             )
-            for name, (slot, setting, rounds) in sides.items()
+            for index, (name, (slot, setting, rounds)) in enumerate(sides.items())
         ]
 
     def _outcome(
-        self, slot: Slot, setting: Setting, rounds: Sequence[Scored], points: tuple[Point, ...]
+        self,
+        slot: Slot,
+        setting: Setting,
+        rounds: Sequence[Scored],
+        points: tuple[Point, ...],
+        *,
+        share: float,
     ) -> Outcome:
         tuning = self.tuning
         score = sorted(one.score for one in rounds)[len(rounds) // 2]
         rate = None
         if tuning.slo.limits_us:
-            left = max(30.0, tuning.budget_s - (time.monotonic() - self.began))
+            left = share * (self.end - time.monotonic())
+            most = tuning.budget_s * (1 - SEARCH_SHARE) / 3
             rate = highest_rate(
                 slot.target,
                 slot.served.traffic,
                 tuning.slo,
                 start_per_s=max(1.0, 0.7 * score),
                 seconds=tuning.seconds,
-                budget_s=min(left, tuning.budget_s * (1 - SEARCH_SHARE) / 3),
+                budget_s=max(_LEAST_RATE_S * tuning.seconds, min(left, most)),
                 progress=self.progress,
             )
         sustained = score if rate is None else rate.highest_per_s

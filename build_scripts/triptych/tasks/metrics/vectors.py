@@ -9,9 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.tasks.metrics.outputs import Comparison, Outputs, finite, numbers
-from triptych.tasks.metrics.ranks import TIE, Floats, spearman
+from triptych.tasks.metrics.ranks import Floats, spearman
 
 COSINES = ("min_cosine", "mean_cosine")
+NEIGHBOURS = ("nearest_neighbour_agreement", "mean_neighbour_loss", "max_neighbour_loss")
+NEIGHBOUR_TOLERANCE = 0.002
+"""Similarity that a text's nearest neighbour may lose and still count as the right one: the more
+texts there are, the more of them are as near as that, and it hardly matters which one is found."""
+
+FARTHEST = 2.0
+"""What the neighbour of a vector that is not finite loses: as much as two cosines can differ."""
+
 MOST_PAIRS = 200_000
 """Pairs of rows whose similarities are ranked; of more, as many are drawn."""
 
@@ -43,18 +51,21 @@ def compare_vectors(
     for place, (_, vector) in enumerate(pairs):
         if vector.encoding != "bits":
             groups.setdefault((vector.encoding, len(vector.values)), []).append(place)
-    agrees, seen, expected = [], [], []
+    losses, seen, expected = [], [], []
     for (_, width), places in groups.items():
         if len(places) < 3:
             continue
         rows = np.stack([_of_width(pairs[place][0].values, width) for place in places])
         reference = np.stack([pairs[place][1].values for place in places])
-        agrees.append(_neighbours_agree(rows, reference))
+        losses.append(_neighbour_losses(rows, reference))
         some, others = _pairs_of(len(places))
         seen.append(_similarities(unit_rows(rows), some, others))
         expected.append(_similarities(unit_rows(reference), some, others))
-    if agrees:
-        values["nearest_neighbour_agreement"] = float(np.concatenate(agrees).mean())
+    if losses:
+        lost = np.concatenate(losses)
+        values["nearest_neighbour_agreement"] = float((lost <= NEIGHBOUR_TOLERANCE).mean())
+        values["mean_neighbour_loss"] = float(lost.mean())
+        values["max_neighbour_loss"] = float(lost.max())
         correlation = spearman(np.concatenate(seen), np.concatenate(expected))
         if correlation is not None:
             values["similarity_rank_correlation"] = correlation
@@ -127,21 +138,23 @@ def _of_width(values: Floats, width: int) -> Floats:
     return values if len(values) == width else np.full(width, np.nan)
 
 
-def _neighbours_agree(rows: Floats, reference: Floats) -> NDArray[np.bool_]:
-    """Whether each row's nearest other row is the reference's, or as near there."""
+def _neighbour_losses(rows: Floats, reference: Floats) -> Floats:
+    """For each row, by how much the other row it is nearest to is farther than the nearest one.
+
+    Both as the reference has it, in cosines; 0 where it is the same neighbour or one as near.
+    """
     some, others = unit_rows(rows), unit_rows(reference)
-    agrees = np.zeros(len(rows), dtype=bool)
+    losses = np.empty(len(rows))
     for start in range(0, len(rows), _ROWS):
         places = np.arange(start, min(start + _ROWS, len(rows)))
         block = np.arange(len(places))
         near, wanted = some[places] @ some.T, others[places] @ others.T
         for similarities in (near, wanted):
-            similarities[~np.isfinite(similarities)] = -np.inf
-            similarities[block, places] = -np.inf
-        reached = wanted[block, near.argmax(axis=1)]
-        agrees[places] = reached >= wanted.max(axis=1) - TIE
+            similarities[~np.isfinite(similarities)] = -FARTHEST
+            similarities[block, places] = -FARTHEST
+        losses[places] = wanted.max(axis=1) - wanted[block, near.argmax(axis=1)]
     usable = [finite(row) and finite(other) for row, other in zip(rows, reference, strict=True)]
-    return np.logical_and(agrees, usable)
+    return np.where(usable, losses, FARTHEST)
 
 
 def _pairs_of(rows: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import triton_python_backend_utils as pb_utils
 
+from triptych.runtime.shared_memory import make_private
 from triptych.server.stand_in import contract, feeds
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class TritonPythonModel:
         on one micro-batch; a convolutional network gained as much. A lone row gets all cores:
         3.5 ms against 5.9 ms.
         """
+        make_private()
         config = json.loads(args["model_config"])
         ort_sessions.check_settings(config, kind=args["model_instance_kind"])
         self._contract = contract.parse_contract(config, backend="onnxruntime")

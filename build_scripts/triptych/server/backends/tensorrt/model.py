@@ -19,6 +19,7 @@ from triptych.engine.cuda import Cuda
 from triptych.engine.engine_file import open_engine
 from triptych.engine.engine_runner import EngineRunner
 from triptych.engine.profile_choice import ShapeError
+from triptych.runtime.shared_memory import make_private
 from triptych.server.stand_in import contract as contracts
 from triptych.server.stand_in import feeds
 
@@ -34,6 +35,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the plan and refuse a config that does not fit it."""
+        make_private()
         config = json.loads(args["model_config"])
         device = trt_settings.device_of(
             config, kind=args["model_instance_kind"], device_id=args["model_instance_device_id"]

@@ -1,4 +1,4 @@
-"""`triptych build`: export, gate, precision, render, lint, write, lock, engine; stages are cached.
+"""`triptych build`: hooks, export, gate, precision, render, lint, write, lock, engine; all cached.
 
 Reading comes before: `requests.inputs.read_inputs` resolves the model, reads the requests and
 derives the plan. Each stage below is one function of the room that owns it.
@@ -7,7 +7,7 @@ derives the plan. Each stage below is one function of the room that owns it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,21 @@ from triptych.engine.reuse import kept_engine, samples_of
 from triptych.engine.stage import build_engine_here
 from triptych.errors import Finding, Progress
 from triptych.export.stage import LIBRARIES
+from triptych.gate.answers import check_hooks
+from triptych.gate.warm_ups import write_warm_ups
 from triptych.lint.rendered import lint_rendered
+from triptych.model.licence import read_licence
 from triptych.plan.plan import Plan
 from triptych.precision.auto import check_possible, choose
 from triptych.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
+from triptych.repository.card import CARD_FILE, render_card
 from triptych.repository.lock import LOCK_FILE, find_lock, make_lock, planned_engine
 from triptych.repository.records import GateResult
 from triptych.repository.render import render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files, write_models
 from triptych.requests.inputs import PipelineInputs
+from triptych.requests.variety import variety_of
 
 
 @dataclass(frozen=True)
@@ -82,9 +87,11 @@ def build(
         EngineFailure: the engine differs from the graph, which is written without it.
         GateFailure: the artifact differs from the reference, and that is not accepted.
         LintFailure: the repository would not serve.
-        UserError: the model cannot be exported, or another build is running.
+        UserError: the model cannot be exported, a hook fails on what it makes of the traffic, or
+            another build is running.
     """
     spec = inputs.plan.spec
+    check_hooks(inputs, progress)
     core = make_core(inputs, repository, progress, accept=accept)
     own_key = core.key if spec.core.share is None else None
     check_sharers(repository, spec.name, own_key, together)
@@ -115,19 +122,29 @@ def make_core(
 def _write(core: CheckedCore, repository: Path, progress: Progress) -> Built:
     """Render, lint and write the pipeline around its core, and build the engine where one can."""
     plan, name = core.plan, core.plan.spec.name
+    shared = plan.spec.core.share is not None
     files = render(
         plan,
         core_file=core.file,
         tokenizer_file=core.inputs.tokenizer_file,
         hooks=core.inputs.hooks,
-        samples=samples_of(core.inputs),
+        question=core.inputs.shortest_row,
+        warm_ups=None if shared else write_warm_ups(core.inputs, core.file, core.files, progress),
+        samples=samples_of(core.inputs, progress),
+    )
+    licence = read_licence(core.inputs.model_folder)
+    files[f"{name}/{CARD_FILE}"] = render_card(
+        plan, core.gate, licence=licence, unpacked=core.unpacked
     )
     previous = find_lock(repository, name)
-    hashes = hash_files(files)
+    # Of the graph that the gate has seen: another one on the disk by now is refused by `serve`.
+    graph = {f"{plan.step('core')}/1/{part}": digest for part, digest in core.files.items()}
+    hashes = hash_files(files, graph)
     engine = kept_engine(repository, plan, previous, hashes, planned_engine(plan, core.gate))
     if engine is not None:
         files[engine.path] = engine.file
-        hashes |= hash_files({engine.path: engine.file})
+        hashes[engine.path] = engine.record.plan_sha256
+    variety = variety_of(core.inputs.requests)
     lock = make_lock(
         plan,
         hashes,
@@ -137,10 +154,11 @@ def _write(core: CheckedCore, repository: Path, progress: Progress) -> Built:
         versions=versions_of(*LIBRARIES),
         gate=core.gate,
         engine=None if engine is None else engine.record,
+        variety={} if variety is None else asdict(variety),
         previous=previous,
     )
     files[f"{name}/{LOCK_FILE}"] = lock.as_bytes()
-    beside = [] if plan.spec.core.share is None else [repository / plan.step("core")]
+    beside = [repository / plan.step("core")] if shared else []
     findings = lint_rendered(files, triton=plan.spec.serving.triton, beside=beside)
     before = {} if previous is None else previous.files
     retired = {path.partition("/")[0] for path in before} - {p.partition("/")[0] for p in files}

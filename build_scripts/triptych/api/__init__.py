@@ -1,0 +1,1 @@
+"""What `import triptych` offers: `new`, `build` and `serve` as functions; prints nothing."""

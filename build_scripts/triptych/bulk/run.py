@@ -1,0 +1,242 @@
+"""A run: every row of a file to a served pipeline that is never idle, parts kept on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from triptych.bulk.answers import Asker
+from triptych.bulk.formats import open_table
+from triptych.bulk.pace import CHUNKS, REQUESTS, Pace
+from triptych.bulk.parts import Parts
+from triptych.bulk.table import (
+    ERROR,
+    AnswerColumn,
+    Answers,
+    Chunk,
+    Table,
+    beside,
+    check_columns,
+    name_columns,
+)
+from triptych.client import AsyncClient, InferenceError, PipelineConfig, Retry
+from triptych.client.infer import Parameter
+from triptych.errors import UserError
+
+_BATCHES = 8
+"""Of the pipeline's batch limit in a chunk: rows of like length are found among so many."""
+_PART_ROWS = 5_000
+_PART_S = 15.0
+"""The most that a break costs: rows, or time, of one part."""
+_RETRY = Retry(attempts=1_000_000)
+"""A full queue is waited for as long as the deadline allows."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run is asked for.
+
+    Attributes:
+        columns: input of the pipeline -> the file's column, where that has another name.
+        constants: input -> the same value for every row: a text, or bytes of an image.
+        parameters: of every request.
+        timeout_s: that a request may take, and that the server may be away.
+    """
+
+    pipeline: str
+    file: Path
+    out: Path
+    url: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str | bytes] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    timeout_s: float = 30.0
+
+    def decides(self) -> dict[str, object]:
+        """What a run that goes on must have in common with the one before."""
+        stat = self.file.stat()
+        return {
+            "pipeline": self.pipeline,
+            "file": [str(self.file.resolve()), stat.st_size, stat.st_mtime_ns],
+            "columns": dict(self.columns),
+            "constants": {name: repr(value) for name, value in self.constants.items()},
+            "parameters": dict(self.parameters),
+        }
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        rows: of the file.
+        done: answered or failed, by earlier runs too.
+        earlier: by earlier runs.
+        failed: of those done.
+        seconds: since this run began to send.
+    """
+
+    rows: int
+    done: int
+    earlier: int
+    failed: int
+    seconds: float
+
+    @property
+    def rows_per_s(self) -> float:
+        """Of this run."""
+        return (self.done - self.earlier) / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "rows_per_s": round(self.rows_per_s, 1)}
+
+
+def run(asked: Asked, tell: Callable[[Progress], None]) -> Progress:
+    """Send every row of a file and write them with their answers beside.
+
+    What an earlier run of the same kind has done stays done. `tell` is called after each chunk.
+
+    Raises:
+        UserError: the file, its columns or `out` are not as they must be, or the server refused
+            what is no single row's fault, or was not reached.
+    """
+    table = open_table(asked.file, asked.out)
+    parts = Parts(asked.out)
+    try:
+        return asyncio.run(_Run(asked, table, parts, tell).run())
+    except InferenceError as error:
+        kept = parts.done().rows
+        raise UserError(
+            f"{asked.pipeline} at {asked.url}",
+            "must answer",
+            given=error,
+            remedy=f"{kept} rows are kept: the same command goes on with the others"
+            if kept
+            else "Start one with `triptych serve`, or name it with --url",
+        ) from error
+
+
+class _Run:
+    def __init__(
+        self, asked: Asked, table: Table, parts: Parts, tell: Callable[[Progress], None]
+    ) -> None:
+        self._asked = asked
+        self._table = table
+        self._parts = parts
+        self._tell = tell
+        self._encoded: list[Any] = []
+        self._first = self._done = self._failed_before = self._failed = 0
+
+    async def run(self) -> Progress:
+        asked = self._asked
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(AsyncClient(asked.pipeline, asked.url))
+            config = await client.interface(timeout_s=asked.timeout_s)
+            wanted = _wanted(asked, config)
+            outputs = [
+                AnswerColumn(name, name, dtype, dims)
+                for name, (dtype, dims) in config.outputs.items()
+            ]
+            outputs.append(AnswerColumn(ERROR, ERROR))
+            names = [n for o in outputs for n in (o.name, beside(asked.pipeline, o.name))]
+            scan = self._table.scan([*wanted.values(), *names])
+            check_columns(wanted, scan, asked.file)
+            columns = name_columns(asked.pipeline, outputs, scan.names)
+            pace, askers = Pace(config.max_batch_size), {}
+            for size in pace.sizes:
+                client = AsyncClient(
+                    asked.pipeline,
+                    asked.url,
+                    rows_per_request=size,
+                    max_in_flight=REQUESTS,
+                    retry=_RETRY,
+                )
+                askers[size] = Asker(
+                    await stack.enter_async_context(client),
+                    config,
+                    asked.file.parent,
+                    asked.constants,
+                    asked.parameters,
+                    asked.timeout_s,
+                )
+            with self._parts.held(asked.decides()):
+                kept = self._parts.done()
+                size = _BATCHES * config.max_batch_size
+                chunks = self._table.chunks(wanted, size, kept.rows)
+                progress = await self._send_all(askers, pace, chunks, columns, scan.rows)
+                with self._parts.whole() as out:
+                    self._table.join(self._parts.done().paths, columns, out)
+            return progress
+
+    async def _send_all(
+        self,
+        askers: Mapping[int, Asker],
+        pace: Pace,
+        chunks: Iterator[Chunk],
+        columns: Sequence[AnswerColumn],
+        rows: int,
+    ) -> Progress:
+        kept = self._parts.done()
+        self._first = self._done = kept.rows
+        self._failed_before = self._failed = kept.failed
+        under_way: deque[tuple[Chunk, asyncio.Task[Answers]]] = deque()
+        began = part_began = time.monotonic()
+        progress = Progress(rows, kept.rows, kept.rows, kept.failed, 0.0)
+        try:
+            while True:
+                while len(under_way) < CHUNKS and (size := pace.start(time.monotonic())):
+                    if (chunk := next(chunks, None)) is None:
+                        break
+                    under_way.append((chunk, asyncio.create_task(askers[size].ask(chunk))))
+                if not under_way:
+                    break
+                chunk, task = under_way[0]
+                answers = await task
+                pace.end(chunk.count, time.monotonic())
+                encoded = await asyncio.to_thread(self._table.encode, chunk, columns, answers)
+                under_way.popleft()
+                self._encoded.append(encoded)
+                self._done += chunk.count
+                self._failed += sum(error is not None for error in answers[ERROR])
+                now = time.monotonic()
+                if self._done - self._first >= _PART_ROWS or now - part_began >= _PART_S:
+                    self._keep()
+                    part_began = now
+                progress = Progress(rows, self._done, kept.rows, self._failed, now - began)
+                self._tell(progress)
+        finally:
+            for _, task in under_way:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
+            self._keep()
+        return progress
+
+    def _keep(self) -> None:
+        if self._encoded:
+            failed = self._failed - self._failed_before
+            content = self._table.pack(self._encoded)
+            self._parts.add(self._first, self._done - self._first, failed, content)
+            self._encoded, self._first, self._failed_before = [], self._done, self._failed
+
+
+def _wanted(asked: Asked, config: PipelineConfig) -> dict[str, str]:
+    """Input -> column, for all that the pipeline wants of a row but the constants."""
+    for given in (asked.columns, asked.constants):
+        for name in given:
+            if name not in config.inputs:
+                raise UserError(
+                    name,
+                    f"must be an input of `{asked.pipeline}`",
+                    given=", ".join(given),
+                    remedy=f"It takes {', '.join(config.inputs)}",
+                )
+    return {
+        name: asked.columns.get(name, name) for name in config.inputs if name not in asked.constants
+    }

@@ -1,0 +1,147 @@
+"""The verb that asks a served pipeline, `infer`: a few rows, or a whole file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from triptych.cli.options import (
+    Json,
+    Name,
+    app,
+    fail,
+    output,
+    print_json,
+    progress,
+    status,
+)
+from triptych.errors import UserError
+
+if TYPE_CHECKING:
+    from triptych.bulk.run import Progress
+
+_EVERY_S = 10.0
+"""A line about a run that no terminal shows."""
+
+
+@app.command()
+def infer(
+    name: Name,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", "-t", help="A text; may be repeated.")
+    ] = None,
+    text_pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text-pair", help="What goes with the text: a context, a passage; may be repeated."
+        ),
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", help="An image file; may be repeated.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", help=".csv, .tsv, .parquet, .jsonl, or a file with one text a line."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Where the file's rows go with their answers."),
+    ] = None,
+    text_column: Annotated[
+        str | None, typer.Option("--text-column", help="The file's column of texts.")
+    ] = None,
+    text_pair_column: Annotated[
+        str | None, typer.Option("--text-pair-column", help="Its column of what goes with them.")
+    ] = None,
+    image_column: Annotated[
+        str | None, typer.Option("--image-column", help="Its column of images: paths, or bytes.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="gRPC endpoint.")] = "127.0.0.1:8001",
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--parameter", "-p", metavar="KEY=VALUE", help="For the request."),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="Deadline.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Ask a served pipeline: a few texts or images, or a file of rows.
+
+    Of --text and --text-pair one may be given once: it then goes with each of the other.
+    With --out the rows of --file are written again, with columns of answers; after a break the same
+    command goes on where it was.
+    """
+    from triptych.client.infer import ask, describe_answer, parse_parameters, read_questions
+
+    columns = {"text": text_column, "text_pair": text_pair_column, "image": image_column}
+    named = {name: column for name, column in columns.items() if column is not None}
+    asked = parse_parameters(parameters or ())
+    if out is not None:
+        from triptych.bulk.run import Asked, run
+        from triptych.client.infer import read_constants
+
+        if file is None:
+            raise UserError("--out", "must go with --file", given=out, remedy="Give both")
+        constants = read_constants(text or (), text_pair or (), image or ())
+        order = Asked(name, file, out, url, named, constants, asked, timeout_s)
+        with _shown() as tell:
+            done = run(order, tell)
+        _print_run(done, out, as_json)
+        return
+    if named:
+        raise UserError(
+            "--out", "must go with columns of a file", given="nothing", remedy="Name a file"
+        )
+    questions = read_questions(text or (), text_pair or (), image or (), file)
+    answers = ask(name, questions, url=url, parameters=asked, timeout_s=timeout_s)
+    if as_json:
+        print_json(answers)
+        return
+    for question, answer in zip(questions, answers, strict=True):
+        output.print(f"{question.shown!r:.70}", style="bold", markup=False)
+        for line in describe_answer(answer):
+            output.print(f"  {line}", markup=False)
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[Progress], None]]:
+    """What tells a terminal at once, and anything else now and then, how far a run is."""
+    told = time.monotonic()
+    with status.status("reading") as spinner:
+
+        def tell(now: Progress) -> None:
+            nonlocal told
+            left_s = (now.rows - now.done) / now.rows_per_s if now.rows_per_s else 0.0
+            line = (
+                f"{now.done:,} of {now.rows:,} rows, {now.rows_per_s:,.0f} a second, "
+                f"{now.failed:,} failed, {left_s / 60:,.0f} min left"
+            )
+            if status.is_terminal:
+                spinner.update(line)
+            elif time.monotonic() - told > _EVERY_S:
+                told = time.monotonic()
+                progress("infer", line)
+
+        yield tell
+
+
+def _print_run(done: Progress, out: Path, as_json: bool) -> None:
+    from triptych.formatting import amount
+
+    result = {"out": str(out), **done.as_dict()}
+    if done.failed:
+        rows = amount(done.rows, "row")
+        fail(as_json, result, f"{done.failed:,} of {rows}: why is in `error` of {out}")
+    if as_json:
+        print_json(result)
+        return
+    earlier = f", {done.earlier:,} of them by earlier runs" if done.earlier else ""
+    output.print(
+        f"{amount(done.rows, 'row')}{earlier}, {done.rows_per_s:,.0f} a second: {out}", markup=False
+    )

@@ -1,0 +1,1 @@
+"""A pipeline while it is written: its folder watched, tested and built again; prints nothing."""

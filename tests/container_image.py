@@ -1,0 +1,98 @@
+"""What stands for the serving image: its files and environment around the embedded server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from container_cases import copy_of_the_images_files
+from triptych.server.embedded import find_installation
+from triptych.server.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
+from triptych.server.ports import claim_ports
+
+KEY = "a-key-of-the-operators"
+WRAPPER = """#!/bin/sh
+export LD_LIBRARY_PATH='{libraries}' PATH='{path}'
+exec '{program}' "$@" --backend-directory='{backends}' {prefixes}
+"""
+
+
+class Image(NamedTuple):
+    """What stands for the image: its files, its environment."""
+
+    files: Path
+    variables: dict[str, str]
+
+    def run(self, module: str, *arguments: str) -> subprocess.Popen[str]:
+        # Without site: nothing of this environment is there but the files of the image.
+        return subprocess.Popen(
+            [sys.executable, "-S", "-m", f"triptych.container.{module}", *arguments],
+            env=self.variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def health(self) -> tuple[int, str]:
+        with self.run("health") as process:
+            said = process.communicate(timeout=30)[0]
+        return process.returncode, said.strip()
+
+    def url(self, service: str) -> str:
+        return f"127.0.0.1:{self.variables[f'TRIPTYCH_{service}_PORT']}"
+
+
+@contextmanager
+def image_of(folder: Path, repository: Path) -> Iterator[Image]:
+    """An image around the embedded server; nothing of its server is left behind."""
+    folder.mkdir(parents=True)
+    mark = new_mark()
+    server = find_installation(folder / "server")
+    prefixes = [
+        f"--backend-config={backend},shm-region-prefix-name={mark}"
+        for backend in server.python_backends
+    ]
+    wrapper = folder / "tritonserver"
+    wrapper.write_text(
+        WRAPPER.format(
+            libraries=server.environment["LD_LIBRARY_PATH"],
+            path=server.environment["PATH"],
+            program=server.executable,
+            backends=server.backend_directory,
+            prefixes=" ".join(prefixes),
+        )
+    )
+    wrapper.chmod(0o755)
+    (folder / "key").write_text(KEY)
+    services = {f"TRIPTYCH_{name}_PORT": 0 for name in ("HTTP", "GRPC", "METRICS")}
+    ports = {name: str(port) for name, port in claim_ports("127.0.0.1", services).items()}
+    variables = {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(copy_of_the_images_files(folder / "opt")),
+        "TRIPTYCH_TRITON": "24.10",
+        "TRIPTYCH_HOST": "127.0.0.1",
+        "TRIPTYCH_REPOSITORY": str(repository),
+        "TRIPTYCH_RESTRICTED_KEY_FILE": str(folder / "key"),
+        "TRIPTYCH_RESTRICTED_KEY": KEY,
+        MARK_VARIABLE: mark,
+        **ports,
+    }
+    try:
+        yield Image(folder / "opt", variables)
+    finally:
+        remove_leftovers(mark)
+
+
+def server_of(process: subprocess.Popen[str]) -> int:
+    """Process id of the tritonserver that the entry point runs."""
+    (server,) = (
+        child for child in psutil.Process(process.pid).children() if child.name() == "tritonserver"
+    )
+    return server.pid

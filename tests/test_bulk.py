@@ -1,0 +1,168 @@
+"""`triptych infer --file --out` against a real server: whole files, failed rows, breaks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from client_toy import Toy, expected, infer, serve_toy, texts_of_many_lengths
+from triptych.bulk.run import Asked, Progress, run
+from triptych.errors import UserError
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
+    models = ("toy", "reader", "classifier", "seer")
+    with serve_toy(tmp_path_factory.mktemp("bulk"), models) as served:
+        yield served
+
+
+def ignore(_: Progress) -> None:
+    """Tell nobody."""
+
+
+def test_every_row_has_its_own_answer_in_its_place(toy: Toy, tmp_path: Path) -> None:
+    texts = texts_of_many_lengths(1000, "bulk")
+    table = pa.table({"id": range(1000), "body": texts})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=130)
+    told: list[Progress] = []
+    out = tmp_path / "out.parquet"
+    asked = Asked("toy", tmp_path / "rows.parquet", out, toy.url, {"text": "body"})
+    done = run(asked, told.append)
+    assert (done.rows, done.done, done.earlier, done.failed) == (1000, 1000, 0, 0)
+    assert len(told) > 3
+    found = pq.read_table(out)
+    assert found.column_names == ["id", "body", "embedding", "error"]
+    assert found.select(["id", "body"]).equals(table)
+    vectors = np.array(found["embedding"].to_pylist(), np.float32)
+    np.testing.assert_allclose(vectors, [expected(text) for text in texts], atol=1e-6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.parquet", "rows.parquet"]
+
+
+def test_rows_that_fail_are_told_of_and_stop_nothing(toy: Toy, tmp_path: Path) -> None:
+    texts = [f"t{index}" for index in range(200)]
+    bad = {3: "refuse", 70: "break", 199: "refuse me"}
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        rows = [[index, bad.get(index, text)] for index, text in enumerate(texts)]
+        csv.writer(file).writerows([["id", "text"], *rows, ["short"]])
+    out = tmp_path / "out.csv"
+    done = infer(toy, "toy", "-f", tmp_path / "rows.csv", "-o", out, "--json")
+    assert done.returncode == 1, done.stderr
+    assert f"failed: 4 of 201 rows: why is in `error` of {out}" in done.stderr
+    assert json.loads(done.stdout)["failed"] == 4
+    with out.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert len(found) == 201
+    assert {index for index, row in enumerate(found) if row["error"]} == {*bad, 200}
+    assert "must not be refused" in found[3]["error"]
+    assert "the step is broken" in found[70]["error"]
+    for index in (0, 4, 69, 71, 198):
+        vector = json.loads(found[index]["embedding"])
+        np.testing.assert_allclose(vector, expected(texts[index]), atol=1e-6)
+
+
+def test_a_server_that_answers_no_row_ends_the_run(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("break\n" * 100)
+    asked = Asked("toy", tmp_path / "rows.txt", tmp_path / "out.jsonl", toy.url)
+    with pytest.raises(UserError, match="the step is broken"):
+        run(asked, ignore)
+    assert not asked.out.exists()
+    asked = Asked("toy", asked.file, asked.out, "127.0.0.1:9", timeout_s=0.1)
+    with pytest.raises(UserError, match="triptych serve"):
+        run(asked, ignore)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from triptych.bulk import run
+run._PART_ROWS = 100
+run.run(run.Asked("toy", Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]), lambda _: None)
+"""
+
+
+def test_a_killed_run_goes_on_and_loses_and_doubles_nothing(toy: Toy, tmp_path: Path) -> None:
+    file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    texts = [f"sleep:0.004 {index}" for index in range(450)]
+    file.write_text("".join(json.dumps({"n": n, "text": t}) + "\n" for n, t in enumerate(texts)))
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(file), str(out), toy.url])
+    folder = tmp_path / "out.jsonl.parts"
+    end = time.monotonic() + 30
+    while not list(folder.glob("*.part")) and time.monotonic() < end:
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    assert not out.exists()
+    other = Asked("toy", file, out, toy.url, parameters={"dimensions": 4})
+    with pytest.raises(UserError, match="other parameters than in"):
+        run(other, ignore)
+    done = run(Asked("toy", file, out, toy.url), ignore)
+    assert 100 <= done.earlier < 450
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["n"] for row in rows] == list(range(450))
+    for row in rows[::50]:
+        np.testing.assert_allclose(row["embedding"], expected(row["text"]), atol=1e-6)
+    first = [seen for seen in toy.seen("sleep:0.004") if "sleep:0.004 0" in seen.texts]
+    assert len(first) == 1  # what was kept is not asked again
+    assert not folder.exists()
+    with pytest.raises(UserError, match="must not exist"):
+        run(Asked("toy", file, out, toy.url), ignore)
+
+
+def test_each_input_has_its_column_or_one_value(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_text("q\tpassage\nnow\twhere\nat\tthat\n")
+    words = ("-f", tmp_path / "rows.tsv", "-o", tmp_path / "out.tsv")
+    pair = ("--text-pair-column", "passage")
+    done = infer(toy, "reader", *words, *pair, "--text", "at", "-p", "max_answer_tokens=1")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.tsv").read_text().splitlines() == [
+        "q\tpassage\tanswer\tscore\tstart\tend\terror",
+        "now\twhere\t\t0.25\t-1\t0\t",
+        "at\tthat\ta\t0.25\t2\t3\t",
+    ]
+    (tmp_path / "out.tsv").unlink()
+    done = infer(toy, "reader", *words, *pair)
+    assert done.returncode == 2
+    assert "--text-column" in done.stderr
+    done = infer(toy, "reader", *words, *pair, "--image-column", "q")
+    assert "`image` must be an input of `reader`" in done.stderr
+    (tmp_path / "a.png").write_bytes(b"\xff\x00")
+    (tmp_path / "rows.csv").write_text("image\na.png\nb.png\n")
+    done = infer(toy, "seer", "-f", tmp_path / "rows.csv", "-o", tmp_path / "out.csv")
+    assert done.returncode == 1
+    with (tmp_path / "out.csv").open(newline="") as file:
+        seen, lost = csv.DictReader(file)
+    assert json.loads(seen["score"]) == [1.0]
+    assert "`image` must be a readable file" in lost["error"]
+
+
+def test_rows_of_jsonl_have_parameters_of_their_own(toy: Toy, tmp_path: Path) -> None:
+    file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {"text": "a", "parameters": {"top_k": 2}},
+        {"text": "b", "label": "mine", "parameters": {"labels": ["x", "y"]}},
+        {"text": "c", "parameters": {"x": {}}},
+        {"text": 7},
+        {"text": "d"},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    asked = Asked("classifier", file, out, toy.url, parameters={"top_k": 3})
+    done = run(asked, ignore)
+    assert done.failed == 2
+    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [len(row.get("score", [])) for row in found] == [2, 2, 0, 0, 3]
+    assert (found[1]["label"], found[1]["classifier.label"]) == ("mine", ["x", "y"])
+    assert "`parameters.x`" in found[2]["error"]
+    assert found[3]["error"] == "`text` must be text. Given: 7"

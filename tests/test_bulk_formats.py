@@ -1,0 +1,211 @@
+"""Files of rows: what is read as a row, what is written beside it, and what a break leaves."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import decimal
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from triptych.bulk.formats import open_table
+from triptych.bulk.pace import Pace
+from triptych.bulk.parts import Parts
+from triptych.bulk.table import ERROR, AnswerColumn, Table, check_columns, name_columns
+from triptych.errors import UserError
+
+COLUMNS = [
+    AnswerColumn("label", "label", np.object_, (0,)),
+    AnswerColumn("score", "score", np.float32, (1,)),
+    AnswerColumn("entities", "entities"),
+    AnswerColumn("error", ERROR),
+]
+
+
+def answered(table: Table, out: Path, column: str, size: int = 2) -> list[Any]:
+    """Every row gets the same answer, but those that are none; the texts that were read."""
+    texts: list[Any] = []
+    parts, done = Parts(out), 0
+    with parts.held({}):
+        for chunk in table.chunks({"text": column}, size, 0):
+            assert chunk.first == done
+            done += chunk.count
+            texts += chunk.columns["text"]
+            faults = [chunk.faults.get(row) for row in range(chunk.count)]
+
+            def each(value: Any, faults: list[str | None] = faults) -> list[Any]:
+                return [None if fault else value for fault in faults]
+
+            answers = {"label": each(["ü", "b"]), "score": each(0.5), "entities": each([{"a": 1}])}
+            encoded = table.encode(chunk, COLUMNS, {**answers, ERROR: faults})
+            parts.add(chunk.first, chunk.count, 0, table.pack([encoded]))
+        with parts.whole() as file:
+            table.join(parts.done().paths, COLUMNS, file)
+    assert not parts.folder.exists()
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("suffix", "separator", "end"),
+    [(".csv", ",", "\n"), (".csv", ";", "\r\n"), (".tsv", "\t", "\n")],
+)
+def test_cells_stay_as_they_are(tmp_path: Path, suffix: str, separator: str, end: str) -> None:
+    path, out = tmp_path / f"rows{suffix}", tmp_path / f"out{suffix}"
+    rows = [
+        ["007", f'a{separator} "quoted"\nline', "1.50"],
+        ["9" * 30, "", "null"],
+        ["x", "\u2028=1", "ÿ"],
+    ]
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter=separator, lineterminator=end)
+        writer.writerows([["id", "body", "n"], *rows])
+    table = open_table(path, out)
+    assert tuple(table.scan(["body", "nope"])) == (3, {"body"}, ["id", "body", "n"])
+    assert answered(table, out, "body") == [row[1] for row in rows]
+    raw = out.read_bytes().decode()
+    assert raw.startswith(separator.join(["id", "body", "n", "label", "score"]))
+    assert raw.endswith(end)
+    with out.open(encoding="utf-8", newline="") as file:
+        header, *found = csv.reader(file, delimiter=separator)
+    assert header[3:] == ["label", "score", "entities", "error"]
+    assert found == [[*row, '["ü", "b"]', "0.5", '[{"a": 1}]', ""] for row in rows]
+
+
+def test_a_row_of_another_width_fails_alone_and_keeps_its_cells(tmp_path: Path) -> None:
+    path, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    path.write_text("id,text\n1\n\n2,b\n3,c,d\n")
+    assert answered(open_table(path, out), out, "text") == [None, "b", None]
+    with out.open(newline="") as file:
+        _, short, whole, long = csv.reader(file)
+    assert short == ["1", "", "", "", "", "must have 2 cells, as the header. Given: 1"]
+    assert whole[:2] == ["2", "b"]
+    assert long[:2] == ["3", "c"]
+    assert long[5:] == ["must have 2 cells, as the header. Given: 3", "d"]
+
+
+def test_objects_keep_their_bytes(tmp_path: Path) -> None:
+    path, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        '{"id": 1e400, "text": "a", "x": 1.10, "big": ' + "9" * 40 + "}",
+        '{"text":"\\ud83d\\ude00"}',
+        "{}",
+    ]
+    path.write_text("\n\n".join([*lines, "no json", "[1]", '{"parameters": 7}']))
+    table = open_table(path, out)
+    assert table.scan(["text"]).rows == 6
+    assert answered(table, out, "text") == ["a", "😀", None, None, None, None]
+    found = out.read_text(encoding="utf-8").splitlines()
+    answer = '"label": ["ü", "b"], "score": 0.5, "entities": [{"a": 1}]}'
+    assert found[0] == f"{lines[0][:-1]}, {answer}"
+    assert found[1] == f"{lines[1][:-1]}, {answer}"
+    assert found[2] == f"{{{answer}"
+    assert json.loads(found[3])["line"] == "no json"
+    assert json.loads(found[4])["error"].startswith("must be a JSON object")
+    assert json.loads(found[5]) == {
+        "parameters": 7,
+        "error": "`parameters` must be an object. Given: 7",
+    }
+
+
+def test_texts_become_objects(tmp_path: Path) -> None:
+    path, out = tmp_path / "texts.txt", tmp_path / "out.jsonl"
+    path.write_text("a,b\n\n{}\n")
+    assert answered(open_table(path, out), out, "text") == ["a,b", "", "{}"]
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [row["text"] for row in rows] == ["a,b", "", "{}"]
+    assert rows[0]["score"] == 0.5
+
+
+def test_parquet_columns_keep_their_types(tmp_path: Path) -> None:
+    path, out = tmp_path / "rows.parquet", tmp_path / "out.parquet"
+    table = pa.table(
+        {
+            "id": pa.array([decimal.Decimal(n) for n in range(5)]),
+            "when": [datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)] * 5,
+            "kind": pa.array(list("aabba")).dictionary_encode(),
+            "tree": [{"a": [1]}] * 5,
+            "text": ["a", None, "b", "c", "d"],
+        }
+    ).replace_schema_metadata({"mine": "kept"})
+    pq.write_table(table, path, row_group_size=3)
+    assert answered(open_table(path, out), out, "text") == ["a", None, "b", "c", "d"]
+    found = pq.read_table(out)
+    assert found.select(table.column_names).equals(table)
+    assert found.schema.metadata[b"mine"] == b"kept"
+    assert found.schema.field("label").type == pa.list_(pa.string())
+    assert found["score"].to_pylist() == [0.5] * 5
+    assert found.schema.field("score").type == pa.float32()
+    assert found["entities"][0].as_py() == '[{"a": 1}]'
+    rest = list(open_table(path, tmp_path / "x.parquet").chunks({"text": "text"}, 2, 3))
+    assert [value for chunk in rest for value in chunk.columns["text"]] == ["c", "d"]
+    assert rest[0].first == 3
+
+
+def test_a_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
+    for name, content, said in (
+        ("a.csv", b"", "must begin with the names of its columns"),
+        ("b.csv", b"a,a\n", "twice: a"),
+        ("c.csv", b'text\n"a\nb\n', "c.csv:3"),
+        ("d.csv", b"text\na\n\xff\n", "must be text in UTF-8"),
+        ("e.jsonl", b'{"text": "\xff"}', "must be text in UTF-8"),
+        ("f.parquet", b"PAR1", "must be a parquet file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            open_table(tmp_path / name, tmp_path / f"out{name[1:]}").scan([])
+        assert said in caught.value.message, name
+    for name, out in (("rows.csv", "out.jsonl"), ("rows.txt", "out.txt")):
+        with pytest.raises(UserError, match="must end with"):
+            open_table(tmp_path / name, tmp_path / out)
+    with pytest.raises(UserError, match="readable"):
+        open_table(tmp_path / "nowhere.csv", tmp_path / "out.csv")
+    (tmp_path / "rows.csv").write_text("id,texts\n1,a\n")
+    scan = open_table(tmp_path / "rows.csv", tmp_path / "out.csv").scan(["text"])
+    with pytest.raises(UserError, match=r"Did you mean `texts`\? Name it with --text-column"):
+        check_columns({"text": "text"}, scan, tmp_path / "rows.csv")
+
+
+def test_answers_take_no_column_of_the_file() -> None:
+    names = [column.name for column in name_columns("p", COLUMNS, frozenset({"label", "error"}))]
+    assert names == ["p.label", "score", "entities", "p.error"]
+    with pytest.raises(UserError, match=r"`score` and `p\.score`"):
+        name_columns("p", COLUMNS, frozenset({"score", "p.score"}))
+
+
+def test_parts_are_of_one_run_and_no_row_is_in_two(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "out.csv")
+    with parts.held({"file": ["a", 1], "columns": {}}):
+        parts.add(0, 3, 1, b"a")
+        parts.add(3, 2, 0, b"b")
+        parts.add(9, 1, 1, b"lost: what came before it is not there")
+        with pytest.raises(UserError, match="another run"), Parts(tmp_path / "out.csv").held({}):
+            pass
+    with parts.held({"file": ["a", 1], "columns": {}}):
+        assert [path.read_bytes() for path in parts.done().paths] == [b"a", b"b"]
+        assert parts.done()[:2] == (5, 1)
+    with pytest.raises(UserError, match="other file than"), parts.held({"file": ["b", 1]}):
+        pass
+    (tmp_path / "out.csv").touch()
+    with pytest.raises(UserError, match="must not exist"), parts.held({}):
+        pass
+
+
+def test_the_size_of_requests_is_that_of_the_best_trial() -> None:
+    pace, now, tried = Pace(32), 0.0, []
+    while pace.chosen is None:
+        sizes = [pace.start(now) for _ in range(3)]
+        assert pace.start(now) is None  # a trial is for itself
+        assert len(set(sizes)) == 1
+        tried.append(sizes[0])
+        now += {2: 3.0, 4: 1.0, 8: 2.0}[sizes[0] or 0] * (1 if len(tried) > 3 else 9)
+        for _ in range(3):
+            pace.end(100, now)
+    assert tried == [2, 4, 8, 2, 4, 8]
+    assert pace.chosen == pace.start(now) == 4
+    assert Pace(1).start(0.0) == 1

