@@ -14,7 +14,7 @@ from conftest import traffic_texts
 from test_perf_analyzer import write_model
 from triptych.bench import perf_analyzer, rates
 from triptych.bench.bottleneck import find_bottleneck
-from triptych.bench.measure import Target, measure
+from triptych.bench.measure import NO_ANSWER, Target, measure
 from triptych.bench.points import Kind, Load, from_json, to_json
 from triptych.bench.points import Measurement as Measured
 from triptych.bench.rates import highest_rate
@@ -290,6 +290,8 @@ def test_the_bottleneck_of_a_real_pipeline(
     measured = measure(
         target(planted, pipeline), traffic_texts(), load, seconds=2.1, warmup_requests=clients
     )
+    if set(measured.errors) == {NO_ANSWER}:  # a busy machine stood still for a whole window
+        measured = measure(target(planted, pipeline), traffic_texts(), load, seconds=6.3)
     check_whole(measured)
     found = find_bottleneck(measured, load)
     assert found.kind in kinds, (found, measured.steps, measured.resources)

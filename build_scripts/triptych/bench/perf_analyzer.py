@@ -28,6 +28,9 @@ __all__ = ["Distribution", "LoadError", "LoadResult", "Request", "run"]
 # because an unstable measurement makes perf_analyzer exit without a single number.
 _ANY_SPREAD = "1e6"
 
+# Its words for a window in which nothing was answered: none came back, or the server counted none.
+_NOTHING_ANSWERED = ("No valid requests recorded", "failed to find the requested model version")
+
 Request = str | Mapping[str, str | bytes]
 Distribution = Literal["poisson", "constant", "burst"]
 
@@ -238,5 +241,5 @@ def _measure(command: Sequence[str], variables: Mapping[str, str], deadline: flo
         f"perf_analyzer ended with {how}: {complaint or ' '.join(lines[-2:])}",
         "Check the model's name and the server; windows must be long enough to hold some requests",
         output,
-        is_late="No valid requests recorded" in output,
+        is_late=any(sign in output for sign in _NOTHING_ANSWERED),
     )
