@@ -48,7 +48,7 @@ ENGINES = (
     error(
         "engine-version",
         LOCK,
-        "10.16.1.11; Triton 26.08 has 11.2.1, and it is not version compatible",
+        "10.16.1.11; Triton 26.08 has 11.2.1.2, and it is not version compatible",
         engine(tensorrt="10.16.1.11"),
         layout="plan",
         triton="26.08",

@@ -218,7 +218,10 @@ FINE = (
         layout="plan",
         triton="26.08",
     ),
-    fine("an engine of that release", engine(tensorrt="11.2.1"), layout="plan", triton="26.08"),
+    *(
+        fine("an engine of that release", engine(tensorrt=built), layout="plan", triton="26.08")
+        for built in ("11.2.1", "11.2.1.2")
+    ),
     fine("an engine of the same major", engine(tensorrt="10.4.0"), layout="plan", triton="24.10"),
     fine("an engine for a release to come", engine(tensorrt="12.0"), layout="plan", triton="27.02"),
     fine(

@@ -86,24 +86,48 @@ def test_memory_of_contexts_is_found_anew_where_the_server_can(
     assert strategies == ["ON_PROFILE_CHANGE"] * known
 
 
-@pytest.mark.parametrize(("triton", "known"), [("25.10", False), ("25.11", True)])
-def test_requests_in_each_step_are_limited_where_the_server_can(
-    tmp_path: Path, triton: str, known: bool
-) -> None:
-    wanted = ["serving.max_inflight=8", f"serving.triton='{triton}'"]
-    plan = plan_of(tmp_path, wanted)
+def configs_of(folder: Path, wanted: list[str]) -> dict[str, Any]:
+    """File to config, of the pipeline ``a``."""
     files = render(
-        replace(plan),
-        core_file=tmp_path / "model.onnx",
+        replace(plan_of(folder, wanted)),
+        core_file=folder / "model.onnx",
         tokenizer_file=None,
         hooks=None,
         question={"text": "x"},
         warm_ups=None,
     )
-    content = files["a/config.pbtxt"]
-    assert isinstance(content, bytes)
-    limit = parse_config(content.decode()).ensemble_scheduling.max_inflight_requests
-    assert limit == (8 if known else 0)
+    texts = {path: text for path, text in files.items() if path.endswith(".pbtxt")}
+    return {path: parse_config(text.decode()) for path, text in texts.items() if text}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("triton", "known"), [("25.10", False), ("25.11", True)])
+def test_requests_in_each_step_are_limited_where_the_server_can(
+    tmp_path: Path, triton: str, known: bool
+) -> None:
+    configs = configs_of(tmp_path, ["serving.max_inflight=8", f"serving.triton='{triton}'"])
+    limits = {path: c.ensemble_scheduling.max_inflight_requests for path, c in configs.items()}
+    assert limits["a/config.pbtxt"] == (8 if known else 0)
+    # For the embedded server, where the config has what it lacks.
+    assert limits.get("a/configs/24.10.pbtxt") == (0 if known else None)
+
+
+def test_promised_latencies_are_edges_of_the_histogram_where_the_server_can(
+    tmp_path: Path,
+) -> None:
+    slo = "serving.slo={p50_ms: 12.5, p99_ms: 50, p99_9_ms: 500}"
+    known = configs_of(tmp_path / "known", [slo, "serving.triton='24.11'"])
+    (control,) = known["a/config.pbtxt"].model_metrics.metric_control
+    assert control.metric_identifier.family == "nv_inference_first_response_histogram_ms"
+    assert control.histogram_options.buckets == [12.5, 50, 100, 500, 2000, 5000]
+    steps = [c for path, c in known.items() if path != "a/config.pbtxt"]
+    assert not any(config.HasField("model_metrics") for config in steps)
+    for name, wanted in {
+        "old": [slo],
+        "none": ["serving.slo={throughput: 9}", "serving.triton='26.08'"],
+    }.items():
+        files = configs_of(tmp_path / name, wanted)
+        assert not any(config.HasField("model_metrics") for config in files.values())
+        assert "a/configs/24.10.pbtxt" not in files
 
 
 def test_inspect_says_why_and_what_is_left_out(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_versions_env_agrees_with_the_table_of_releases() -> None:
     versions = read_versions()
     release = parse_release(versions["TRITON_TAG"])
     assert versions["TRITON_VERSION"] == TRITON_VERSIONS[release]
-    assert versions["TENSORRT_VERSION"] == TENSORRT_VERSIONS[release]
+    assert TENSORRT_VERSIONS[release].startswith(versions["TENSORRT_VERSION"] + ".")
 
 
 def test_the_health_check_and_entry_point_are_modules_that_exist() -> None:

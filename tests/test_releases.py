@@ -138,6 +138,19 @@ def test_flags_that_a_release_does_not_know_are_found(flags: list[str], newer: l
     assert flags_newer_than(flags, Release(26, 8)) == []
 
 
+def test_flags_come_with_the_release_whose_branch_has_them() -> None:
+    pool, histograms = (
+        "--grpc-max-response-pool-size=16",
+        "--metrics-config=histogram_latencies=true",
+    )
+    for flag, before, first in (
+        (pool, Release(25, 2), Release(25, 3)),
+        (histograms, Release(25, 12), Release(26, 1)),
+    ):
+        assert flags_newer_than([flag], before), flag
+        assert not flags_newer_than([flag], first), flag
+
+
 def test_a_release_says_what_may_end_it() -> None:
     assert "SIGSEGV" in str(risk_of(OLDEST))
     assert "before 25.04" in str(risk_of(Release(25, 3)))
@@ -167,7 +180,7 @@ def test_parameters_that_a_backend_does_not_know_are_found_and_left_out() -> Non
         ("24.10", None, 10),
         ("26.05", "10.16.1.11", 10),
         ("26.06", "11.0.0.114", 11),
-        ("26.08-py3", "11.2.1", 11),
+        ("26.08-py3", "11.2.1.2", 11),
         ("26.09", None, 11),
         ("27.01", None, None),
     ],
@@ -195,4 +208,4 @@ def test_the_image_that_is_built_is_in_the_table() -> None:
     names = {name: value for name, _, value in pairs}
     release = parse_release(names["TRITON_TAG"])
     assert TRITON_VERSIONS[release] == names["TRITON_VERSION"]
-    assert TENSORRT_VERSIONS[release] == names["TENSORRT_VERSION"]
+    assert TENSORRT_VERSIONS[release].startswith(names["TENSORRT_VERSION"] + ".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,27 @@ def test_an_empty_log_says_nothing() -> None:
     state = read_load_state("", Path("/models"))
     assert (state.loading, state.loaded, state.failures) == ((), (), ())
     assert last_words("") == "nothing"
+
+
+BUCKETS = """model_metrics { metric_control {
+  metric_identifier { family: "nv_inference_first_response_histogram_ms" }
+  histogram_options { buckets: [50, 100] }
+} }
+"""
+
+
+def test_what_the_embedded_release_lacks_is_as_the_table_of_releases_says(tmp_path: Path) -> None:
+    """24.10 refuses `model_metrics`, takes the config beside it, and counts no latencies."""
+    write_model(tmp_path, "plain", MODEL)
+    write_model(tmp_path, "new", MODEL, CONFIG + BUCKETS)
+    assert 'no field named "model_metrics"' in failure_of(tmp_path).reason
+    (tmp_path / "new/configs").mkdir()
+    (tmp_path / "new/configs/24.10.pbtxt").write_text(CONFIG)
+    flags = ["--metrics-config=histogram_latencies=true"]
+    with (
+        Server(tmp_path, extra_args=flags) as server,
+        urllib.request.urlopen(server.metrics_url) as page,
+    ):
+        metrics = page.read().decode()
+    assert "nv_inference_request_summary_us" in metrics
+    assert "histogram" not in metrics

@@ -29,7 +29,8 @@ class Since:
         name: a dotted path into the config (``ensemble_scheduling.max_inflight_requests``), a key
             of `parameters`, or a server flag without its dashes (``metrics-config.x`` for a setting
             within one).
-        release: the first release that knows it.
+        release: the first release that knows it, and does by it what it says for models such as
+            ours.
     """
 
     name: str
@@ -43,7 +44,9 @@ CANCELS_SAFELY = Release(25, 4)
 """From here on the server outlives gRPC clients that cancel much: 24.12 mends the common case
 (server issue 7368, pull 7840), this one a rarer race (issue 8034, pull 8078)."""
 
-# Release -> Triton version, from the tags of the server repository (`TRITON_VERSION`).
+# The numbers below are pull requests; a release has one when its branch rYY.MM has the commit.
+
+# Release -> Triton version: `TRITON_VERSION` of the server's branches, for 26.09 that of its main.
 TRITON_VERSIONS: dict[Release, str] = {
     Release(24, 10): "2.51.0",
     Release(24, 11): "2.52.0",
@@ -77,29 +80,30 @@ TENSORRT_VERSIONS: dict[Release, str] = {
     Release(26, 5): "10.16.1.11",
     Release(26, 6): "11.0.0.114",
     Release(26, 7): "11.1.0.106",
-    Release(26, 8): "11.2.1",
+    Release(26, 8): "11.2.1.2",
 }
 
 _TENSORRT_11 = Release(26, 6)
 """The first image with it; those before have TensorRT 10."""
 
-# A field that is not listed here is known to every release.
+# A field that is not listed here is known to every release (`model_config.proto` of common).
 CONFIG_FIELDS: tuple[Since, ...] = (
-    Since("model_metrics", Release(24, 11)),
-    Since("ensemble_scheduling.max_inflight_requests", Release(25, 11)),
+    Since("model_metrics", Release(24, 11)),  # common #126, core #405
+    Since("ensemble_scheduling.max_inflight_requests", Release(25, 11)),  # common #141, core #455
 )
 
 # Of the server (`src/command_line_parser.cc` of each branch), in order of release; what is not here
 # is known to every release.
 SERVER_FLAGS: tuple[Since, ...] = (
-    Since("metrics-config.histogram_latencies", Release(24, 11)),
-    Since("grpc-infer-thread-count", Release(25, 4)),
-    Since("grpc-max-response-pool-size", Release(25, 4)),
-    Since("http-max-input-size", Release(25, 6)),
-    Since("allow-client-shm", Release(26, 4)),
+    Since("grpc-max-response-pool-size", Release(25, 3)),  # server #7879
+    Since("grpc-infer-thread-count", Release(25, 4)),  # server #8061
+    Since("http-max-input-size", Release(25, 6)),  # server #8174
+    # 24.11 to 25.12 take it (core #396) and have histograms of decoupled models alone (core #464).
+    Since("metrics-config.histogram_latencies", Release(26, 1)),
+    Since("allow-client-shm", Release(26, 4)),  # server #8739
 )
 CONTEXT_MEMORY = "execution_context_allocation_strategy"
-"""Of the tensorrt backend: when scratch memory for its contexts is found."""
+"""Of the tensorrt backend: when scratch memory for its contexts is found (its #108)."""
 # Keys of `parameters` by backend: an older backend takes no notice of them.
 BACKEND_PARAMETERS: Mapping[str, tuple[Since, ...]] = {
     "tensorrt": (Since(CONTEXT_MEMORY, Release(25, 5)),),
@@ -189,7 +193,9 @@ def without_newer_fields(config: Any, release: Release) -> Any:
 
 
 def flags_newer_than(flags: Iterable[str], release: Release) -> list[Since]:
-    """What of a server's command line a release does not know: it refuses to start over one.
+    """What of a server's command line a release does not know.
+
+    It refuses to start over a flag, and takes no notice of a setting within one.
 
     Args:
         flags: words of the command line (``--grpc-infer-thread-count=8``; a value may be a word of

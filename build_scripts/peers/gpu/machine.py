@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from shutil import which
@@ -133,10 +134,10 @@ def _version(module: str, distribution: str = "") -> tuple[str, str]:
     found, complaint = _import(module)
     if found is None:
         return "", complaint
-    try:
-        return metadata.version(distribution), ""
-    except (metadata.PackageNotFoundError, ValueError):
-        return str(getattr(found, "__version__", "of an unknown version")), ""
+    if distribution:  # Python 3.10 gives some version for no name
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(distribution), ""
+    return str(getattr(found, "__version__", "of an unknown version")), ""
 
 
 def _torch(seams: Seams) -> tuple[str, str]:

@@ -46,16 +46,16 @@ def reference_of(
     def work(target: Path) -> None:
         from triptych.gate.reference import reference_outputs
 
-        _save(
+        save(
             target / FILE,
             reference_outputs(inputs.model_folder, plan.facts, plan.core, samples, double=double),
         )
 
-    return _load(cached_stage("reference", key, work, progress).folder / FILE)
+    return load(cached_stage("reference", key, work, progress).folder / FILE)
 
 
-def _save(path: Path, expected: Sequence[Expected]) -> None:
-    """Results of any shape, all rows of a part end to end."""
+def save(path: Path, expected: Sequence[Expected]) -> None:
+    """Write results of any shape, all rows of a part end to end, for `load`."""
     arrays: dict[str, Any] = {}
     for part, values in enumerate(zip(*expected, strict=True)):
         arrays[f"shapes_{part}"] = np.array([value.shape for value in values], dtype=np.int64)
@@ -63,7 +63,8 @@ def _save(path: Path, expected: Sequence[Expected]) -> None:
     np.savez(path, **arrays)
 
 
-def _load(path: Path) -> list[Expected]:
+def load(path: Path) -> list[Expected]:
+    """What `save` has written."""
     with np.load(path, allow_pickle=False) as arrays:
         parts = []
         for part in range(len(arrays.files) // 2):

@@ -206,7 +206,7 @@ def engine_version(core: EngineCore) -> Iterator[Flaw]:
 def _obstacle(built: str, triton: Release, *, compatible: bool) -> str:
     """Why the image of `triton` cannot load an engine of TensorRT `built`; empty if it may."""
     exact, major = TENSORRT_VERSIONS.get(triton), tensorrt_major(triton)
-    if exact == built or major is None:
+    if major is None or (exact is not None and _same(exact, built)):
         return ""
     there, newer = f"Triton {triton} has {exact}", "none loads one of a newer release"
     if exact is not None and _numbers(built) > _numbers(exact):
@@ -219,6 +219,11 @@ def _obstacle(built: str, triton: Release, *, compatible: bool) -> str:
     if own < major and not compatible:
         return f"{there}, and it is not version compatible"
     return f"{there}, and it is from too far back" if (own, major) == (8, 11) else ""
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two versions agree as far as both are known: ``11.2.1`` and ``11.2.1.2`` do."""
+    return all(a == b for a, b in zip(_numbers(one), _numbers(other), strict=False))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -41,10 +41,15 @@ class Slo(BaseModel):
     throughput: Annotated[float, Field(gt=0)] | None = None
 
     @property
-    def limits_us(self) -> dict[str, float]:
-        """Name of each limited percentile to its limit, in microseconds."""
+    def limits_ms(self) -> dict[str, float]:
+        """Name of each limited percentile to its limit, in milliseconds."""
         given = {name: getattr(self, f"{name}_ms") for name in PERCENTILES}
-        return {name: limit * 1e3 for name, limit in given.items() if limit is not None}
+        return {name: limit for name, limit in given.items() if limit is not None}
+
+    @property
+    def limits_us(self) -> dict[str, float]:
+        """See `limits_ms`; in microseconds."""
+        return {name: limit * 1e3 for name, limit in self.limits_ms.items()}
 
     @property
     def is_empty(self) -> bool:

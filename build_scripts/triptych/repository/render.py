@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from triptych.container.health import QUESTION_FILE
+from triptych.pipeline.slo import Slo
 from triptych.plan.plan import Plan
-from triptych.releases import parse_release, without_newer_fields
+from triptych.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import core_config, declare, warm_up_file
 from triptych.repository.lock import SAMPLES_FILE
@@ -19,6 +20,9 @@ from triptych.tensors import Tensor
 RUNTIME = Path(__file__).parents[1] / "runtime"
 Content = bytes | Path
 """What a file holds: its bytes, or the file they are copied from."""
+_LATENCY = "nv_inference_first_response_histogram_ms"
+_LATENCY_EDGES_MS = (100.0, 500.0, 2000.0, 5000.0)
+"""Triton's own: src/metric_model_reporter.h of its core."""
 
 
 def render(
@@ -65,9 +69,9 @@ def render(
             plan, "postprocess", from_core, task.outputs, answers
         ),
     }
-    files: dict[str, Content] = {
-        f"{model}/{CONFIG_FILE}": _config_text(plan, config) for model, config in configs.items()
-    }
+    files: dict[str, Content] = {}
+    for model, config in configs.items():
+        files |= _config_files(plan, model, config)
     # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
     files[f"{name}/1/.keep"] = b""
     files[f"{name}/{QUESTION_FILE}"] = _request(question)
@@ -93,9 +97,7 @@ def render(
 
 def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Content]:
     name = plan.step("core")
-    files: dict[str, Content] = {
-        f"{name}/{CONFIG_FILE}": _config_text(plan, core_config(plan)),
-    }
+    files = _config_files(plan, name, core_config(plan))
     for part in sorted(core_file.parent.glob(f"{core_file.name}*")):
         files[f"{name}/1/{part.name}"] = part
     for warm_up in plan.warm_ups:
@@ -105,9 +107,18 @@ def _core_files(plan: Plan, core_file: Path, warm_ups: Path) -> dict[str, Conten
     return files
 
 
-def _config_text(plan: Plan, config: Any) -> bytes:
-    release = parse_release(plan.spec.serving.triton)
-    return print_config(without_newer_fields(config, release)).encode()
+def _config_files(plan: Plan, model: str, config: Any) -> dict[str, Content]:
+    """The model's config, and beside it one for the embedded server where that lacks a field.
+
+    A server that is started with ``--model-config-name=24.10`` takes ``configs/24.10.pbtxt`` of the
+    models that have it, and ``config.pbtxt`` of the others.
+    """
+    wanted = without_newer_fields(config, parse_release(plan.spec.serving.triton))
+    files: dict[str, Content] = {f"{model}/{CONFIG_FILE}": print_config(wanted).encode()}
+    if fields_newer_than(wanted, OLDEST):
+        oldest = without_newer_fields(wanted, OLDEST)
+        files[f"{model}/configs/{OLDEST}.pbtxt"] = print_config(oldest).encode()
+    return files
 
 
 def _request(values: Mapping[str, str | bytes]) -> bytes:
@@ -138,7 +149,7 @@ def _ensemble(plan: Plan) -> Any:
     def wire(tensors: tuple[Tensor, ...]) -> dict[str, str]:
         return {tensor.name: tensor.name for tensor in tensors}
 
-    outputs = plan.core.outputs
+    outputs, slo = plan.core.outputs, plan.spec.serving.slo
     steps = [
         ("preprocess", plan.task.inputs, (*plan.core_inputs, *plan.past_core)),
         ("core", plan.core_inputs, outputs),
@@ -150,6 +161,7 @@ def _ensemble(plan: Plan) -> Any:
         max_batch_size=plan.request_rows,
         input=[declare(tensor) for tensor in plan.task.inputs],
         output=[declare(tensor) for tensor in plan.task.outputs],
+        model_metrics={"metric_control": [_latencies(slo)]} if slo.limits_ms else None,
         ensemble_scheduling={
             "max_inflight_requests": plan.spec.serving.max_inflight or 0,
             "step": [
@@ -163,6 +175,19 @@ def _ensemble(plan: Plan) -> Any:
             ],
         },
     )
+
+
+def _latencies(slo: Slo) -> dict[str, Any]:
+    """Buckets of the histogram of latencies with an edge at each promised one, in milliseconds.
+
+    An alert counts at an edge. Triton rounds what it counts down to whole milliseconds
+    (`UpdateResponseMetrics` of its core), so the edge of 50 takes in what is below 51.
+    """
+    edges = sorted({*_LATENCY_EDGES_MS, *slo.limits_ms.values()})
+    return {
+        "metric_identifier": {"family": _LATENCY},
+        "histogram_options": {"buckets": edges},
+    }
 
 
 def _python_step(

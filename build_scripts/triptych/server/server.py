@@ -21,7 +21,7 @@ from triptych.container.locks import find_pipelines
 from triptych.container.shell import check_model_names, is_plain
 from triptych.container.steps import dead_steps, drain, step_processes
 from triptych.errors import UserError
-from triptych.server.embedded import Installation, find_installation
+from triptych.server.embedded import EMBEDDED_RELEASE, Installation, find_installation
 from triptych.server.http_probe import answers
 from triptych.server.leftovers import new_mark
 from triptych.server.plain_folder import new_plain_folder
@@ -343,6 +343,8 @@ class Server:
         ]
         if installation.backend_directory is not None:
             command.append(f"--backend-directory={installation.backend_directory}")
+            # Configs with fields that it lacks have one for it beside them.
+            command.append(f"--model-config-name={EMBEDDED_RELEASE}")
         if self._holds_pipelines_only():
             # Else each step is started twice, to be asked for its config first.
             command.append("--disable-auto-complete-config")
