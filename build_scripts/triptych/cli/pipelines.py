@@ -134,13 +134,13 @@ def build(
             help="Build although the accuracy gate fails; the reason is put on record.",
         ),
     ] = None,
-    rehearsal: Annotated[
+    no_rehearsal: Annotated[
         bool,
         typer.Option(
             "--no-rehearsal",
             help="Do not let TensorRT for RTX try the engine where none can be built.",
         ),
-    ] = True,
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Export, check against the original model, write the repository.
@@ -171,7 +171,7 @@ def build(
                 progress,
                 together=following,
                 accept=(accept or "").strip(),
-                rehearsal=rehearsal,
+                rehearsal=not no_rehearsal,
             )
         except GateFailure as failure:
             report = _report(failure.plan, failure.gate, reports)
