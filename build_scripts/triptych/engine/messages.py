@@ -103,6 +103,12 @@ _FAILURES = (
         "Take fp32, or TensorRT 10 or newer",
     ),
     _Failure(
+        r"HW-specific datatypes",
+        "core.precision",
+        "must be one that the GPU computes in",
+        "Take fp16, or a newer GPU",
+    ),
+    _Failure(
         r"Could not find any implementation for node|no implementation available",
         "core.precision",
         "must leave TensorRT a kernel for every layer on this GPU",

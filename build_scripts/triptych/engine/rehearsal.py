@@ -130,7 +130,7 @@ def ask(
         except OSError as missing:
             raise _no_answer(_ending(done.returncode, done.stdout)) from missing
     if error := reply.get("error"):
-        remedy = f"{error['remedy'] or 'Report it'}; or {WITHOUT}"
+        remedy = f"{error['remedy'] or 'Report it'}; or {WITHOUT}: your own TensorRT may take it"
         raise UserError(error["field"], error["rule"], given=error["given"], remedy=remedy)
     found: dict[str, Any] = reply["found"]
     return found
