@@ -195,10 +195,13 @@ def _node_of(error: Any, onnx: Path) -> str:
     """Node, operator and place that an error is about; 8.6 names a node by its number only."""
     import onnx as library
 
+    number = int(error.node())
+    if number < 0:
+        return "the graph"
     graph = library.load(onnx, load_external_data=False).graph
     if hasattr(error, "node_name"):
         name, operator = error.node_name(), error.node_operator()
-    elif 0 <= (number := int(error.node())) < len(graph.node):
+    elif number < len(graph.node):
         name, operator = node_name(graph.node[number]), graph.node[number].op_type
     else:
         return "the graph"
