@@ -52,9 +52,11 @@ class Conversion:
             layers had to be kept for the gate.
         batch_ms: what keeping them costs: milliseconds of a batch in fp32, with nothing kept and
             as kept, on one thread.
+        fp32_products: nodes that multiply matrices and stay in fp32 on purpose, where all others
+            are in 16 bits or quantised.
     """
 
-    OPTIONAL = ("layer_errors", "batch_ms")
+    OPTIONAL = ("layer_errors", "batch_ms", "fp32_products")
 
     layers: tuple[str, ...]
     kept: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ class Conversion:
     notes: tuple[str, ...] = ()
     layer_errors: Mapping[str, float] = field(default_factory=dict)
     batch_ms: Mapping[str, float] = field(default_factory=dict)
+    fp32_products: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,25 @@ class GateResult:
         if self.conversion is not None:
             plain["conversion"] = plain_record(self.conversion)
         return plain
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """An engine's graph, parsed and built without a GPU by TensorRT for RTX: not what serves.
+
+    Attributes:
+        tensorrt_rtx: its version.
+        compute_capability: of the GPU it was built for, such as ``8.9``.
+        layers: of the network that its parser made of the graph.
+        products: precision to matrix products of that network.
+        size_bytes: of the plan.
+    """
+
+    tensorrt_rtx: str
+    compute_capability: str
+    layers: int
+    products: Mapping[str, int]
+    size_bytes: int
 
 
 @dataclass(frozen=True)
