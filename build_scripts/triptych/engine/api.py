@@ -25,6 +25,7 @@ class Api:
     Attributes:
         trt: the module ``tensorrt``.
         version: such as ``10.16.1.11``.
+        name: of the product, with its version.
         typed: whether networks keep to the types of their graph.
 
     Raises:
@@ -44,6 +45,7 @@ class Api:
                 "tensorrt", "must be 8.6 or newer", given=self.version, remedy=_IN_CONTAINER
             )
         self.major = major
+        self.name = f"TensorRT {self.version}"
         self.typed = major >= FIRST_TYPED
 
     def network_flags(self) -> int:
@@ -92,14 +94,17 @@ class Api:
             raise UserError(
                 "core.engine.weight_streaming",
                 "must be off before TensorRT 10",
-                given=f"TensorRT {self.version}",
+                given=self.name,
                 remedy="Remove it, or build with TensorRT 10 or newer",
             ) from None
+
+    def set_target(self, config: Any) -> None:
+        """Say what to build for, to a builder's config: this machine's GPU, unless told."""
 
     def has_monitor(self) -> bool:
         """Whether a build can report its progress."""
         return hasattr(self.trt, "IProgressMonitor")
 
     def _unknown(self, field: str, given: str, remedy: str) -> UserError:
-        rule = f"must be one that TensorRT {self.version} has"
+        rule = f"must be one that {self.name} has"
         return UserError(field, rule, given=given, remedy=remedy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,23 @@ _UNCONSTRAINED = ("CAST", "CONSTANT", "IDENTITY", "SHAPE", "QUANTIZE", "DEQUANTI
 """Layers whose type is a setting, and weights, which are stored in the type of what reads them."""
 
 
-def make_engine(api: Api, request: Request, *, timing_file: Path, tell: Tell) -> bytes:
+def make_engine(
+    api: Api,
+    request: Request,
+    *,
+    timing_file: Path | None,
+    tell: Tell,
+    look: Callable[[Any], None] | None = None,
+) -> bytes:
     """Build the engine of a checked request; returns the content of ``model.plan``.
 
-    The kernels' times in `timing_file` are read, and written with what was measured.
+    Args:
+        api: the release that builds.
+        request: what is built.
+        timing_file: times of kernels: read, and written with what was measured. None where no GPU
+            can measure any.
+        tell: told now and then where the build is.
+        look: called with the parsed network, before it is built.
 
     Raises:
         OSError: the times cannot be written.
@@ -47,18 +60,22 @@ def make_engine(api: Api, request: Request, *, timing_file: Path, tell: Tell) ->
         raise parser_failure(parser, request.onnx, api)
     if not api.typed:
         _constrain_types(api.trt, network, request.graph)
+    if look is not None:
+        look(network)
     config = builder.create_builder_config()
     _configure(api, config, request)
+    api.set_target(config)
     for profile in request.plan.profiles:
         _add_profile(builder, config, profile, messages)
-    known = timing.attach(config, timing_file)
+    known = timing_file is not None and timing.attach(config, timing_file)
     if api.has_monitor():
         config.progress_monitor = _monitor(api, tell)
-    tell(f"TensorRT {api.version}, {'with' if known else 'without'} times of earlier builds ...")
+    tell(f"{api.name}, {'with' if known else 'without'} times of earlier builds ...")
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise failure(messages, "build the engine")
-    timing.save(config, timing_file)
+    if timing_file is not None:
+        timing.save(config, timing_file)
     return bytes(plan)
 
 

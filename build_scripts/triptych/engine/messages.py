@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.engine.api import Api
+from triptych.engine.place import place_of
 from triptych.errors import UserError
 from triptych.graph.nodes import node_name
 
@@ -172,29 +173,31 @@ def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
     if code.startswith("UNSUPPORTED_") or "No importer registered" in first.desc():
         return UserError(
             onnx.name,
-            f"must have only operators that TensorRT {api.version} runs",
+            f"must have only operators that {api.name} runs",
             given=given,
             remedy="Take a newer release of TensorRT, or core.backend: onnxruntime",
         )
     return UserError(
         onnx.name,
-        f"must be a graph that TensorRT {api.version} reads",
+        f"must be a graph that {api.name} reads",
         given=f"{code}, {given}",
         remedy="Run `triptych build` again; if that does not help, take core.backend: onnxruntime",
     )
 
 
 def _node_of(error: Any, onnx: Path) -> str:
-    """Node and operator that an error is about; 8.6 names a node by its number only."""
-    if hasattr(error, "node_name"):
-        return f"node {error.node_name()} ({error.node_operator()})"
+    """Node, operator and place that an error is about; 8.6 names a node by its number only."""
     import onnx as library
 
-    nodes = library.load(onnx, load_external_data=False).graph.node
-    place = int(error.node())
-    if not 0 <= place < len(nodes):
+    graph = library.load(onnx, load_external_data=False).graph
+    if hasattr(error, "node_name"):
+        name, operator = error.node_name(), error.node_operator()
+    elif 0 <= (number := int(error.node())) < len(graph.node):
+        name, operator = node_name(graph.node[number]), graph.node[number].op_type
+    else:
         return "the graph"
-    return f"node {node_name(nodes[place])} ({nodes[place].op_type})"
+    place = place_of(graph, name)
+    return f"node {name} ({operator})" + (f", {place}" if place else "")
 
 
 def _short(text: str) -> str:

@@ -54,7 +54,7 @@ def _check_old_values(graph: EngineGraph, api: Api) -> None:
             if value.dtype == "INT64":
                 raise UserError(
                     name,
-                    f"must not be INT64 for TensorRT {api.version}",
+                    f"must not be INT64 for {api.name}",
                     given=f"an {kind} of {value.dtype}",
                     remedy=f"Use INT32, or TensorRT {FIRST_TYPED} or newer (serving.triton 24.05)",
                 )

@@ -206,6 +206,25 @@ class GateResult:
 
 
 @dataclass(frozen=True)
+class Rehearsal:
+    """An engine's graph, parsed and built without a GPU by TensorRT for RTX: not what serves.
+
+    Attributes:
+        tensorrt_rtx: its version.
+        compute_capability: of the GPU it was built for, such as ``8.9``.
+        layers: of the network that its parser made of the graph.
+        products: precision to matrix products of that network.
+        size_bytes: of the plan.
+    """
+
+    tensorrt_rtx: str
+    compute_capability: str
+    layers: int
+    products: Mapping[str, int]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class EngineCheck:
     """The engine against its graph: figures of the gate; it passed, or there is no record."""
 

@@ -1,0 +1,148 @@
+"""An engine is rehearsed by NVIDIA's own parser and builder, which need no GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from conftest import quiet
+from triptych.cache import sha256_of
+from triptych.engine import rehearsal, rtx
+from triptych.engine.rehearsal import ask, rehearse
+from triptych.errors import UserError
+from triptych.plan.engine_spec import EnginePlan, ShapeRange
+from triptych.repository.records import Rehearsal
+
+OPTIONS = {
+    "workspace_mib": None,
+    "optimization_level": None,
+    "version_compatible": False,
+    "hardware": "none",
+    "refit": False,
+    "weight_streaming": False,
+    "tf32": False,
+}
+ROWS = ({"x": ShapeRange((1, 16), (4, 16), (8, 16))},)
+WEIGHT = "<float16[16,16] weight = {" + ",".join(["1"] * 256) + "}>"
+HALF = f"""
+half (float[rows,16] x) => (float[rows,16] y)
+{WEIGHT} {{
+  low = Cast<to: int = 10>(x)
+  [product] first = MatMul(low, weight)
+  y = Cast<to: int = 1>(first)
+}}
+"""
+MIXED = f"""
+mixed (float[rows,16] x) => (float[rows,rows] y)
+{WEIGHT} {{
+  low = Cast<to: int = 10>(x)
+  first = MatMul(low, weight)
+  wide = Cast<to: int = 1>(first)
+  turned = Transpose<perm: ints = [1, 0]>(wide)
+  [scores] y = MatMul(wide, turned)
+}}
+"""
+REFUSED = f"""
+refused (float[rows,16] x) => (float[n] y)
+{WEIGHT} {{
+  low = Cast<to: int = 10>(x)
+  first = MatMul(low, weight)
+  wide = Cast<to: int = 1>(first)
+  [places] found = NonZero(wide)
+  across = Transpose<perm: ints = [1, 0]>(found)
+  picked = GatherND(wide, across)
+  y = Abs(picked)
+}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
+
+
+def graph(folder: Path, text: str) -> Path:
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 19]> {text}')
+    model.graph.initializer[0].name = "layer.0.dense.weight"
+    for node in model.graph.node:
+        node.input[:] = [name.replace("weight", "layer.0.dense.weight") for name in node.input]
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def run(path: Path, progress: Any = quiet, **settings: Any) -> Rehearsal | None:
+    plan = EnginePlan("fp16", ROWS, (), OPTIONS)
+    return rehearse(path, {path.name: sha256_of(path)}, plan, progress, **settings)
+
+
+def refused(path: Path, **settings: Any) -> UserError:
+    with pytest.raises(UserError) as raised:
+        run(path, **settings)
+    return raised.value
+
+
+def test_a_graph_is_parsed_and_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    path = graph(tmp_path, HALF)
+    found = run(path, lambda _stage, line: lines.append(line), gpu="9.0")
+    assert found is not None
+    assert (found.compute_capability, found.products) == ("8.9", {"fp16": 1})
+    assert found.tensorrt_rtx == rtx.installed_version()
+    assert found.layers >= 3
+    assert found.size_bytes > 512
+    assert "for compute capability 8.9, the nearest to 9.0" in lines[0]
+    assert lines[1].endswith("s: a rehearsal, not the engine")
+    monkeypatch.setattr(rehearsal, "_WORKER", ("false",))
+    assert run(path, lambda _stage, line: lines.append(line), gpu="9.0") == found
+    assert "(cached)" in lines[2]
+    assert "exit code 1" in refused(path, gpu="12.0").given
+
+
+def test_a_product_in_fp32_that_nobody_meant_fails(tmp_path: Path) -> None:
+    path = graph(tmp_path, MIXED)
+    error = refused(path)
+    assert (error.field, error.given) == ("core.precision", "scores (fp32 instead of fp16)")
+    found = run(path, fp32_products=["scores"])
+    assert found is not None
+    assert found.products == {"fp16": 1, "fp32": 1}
+
+
+def test_what_the_parser_refuses_is_told_with_its_place_and_a_remedy(tmp_path: Path) -> None:
+    error = refused(graph(tmp_path, REFUSED))
+    assert error.field == "model.onnx"
+    assert "node places (NonZero), after layer.0.dense" in error.given
+    assert "core.backend: onnxruntime" in error.remedy
+    assert "--no-rehearsal" in error.remedy
+
+
+ENDINGS = {
+    "import os; os.kill(os.getpid(), 11)": "ended by SIGSEGV",
+    "print('out of memory'); raise SystemExit(3)": "exit code 3, after: out of memory",
+    "import time; time.sleep(60)": "none after 0.5 s",
+}
+
+
+def test_a_crash_or_a_standstill_of_the_builder_is_an_error_in_words() -> None:
+    for body, said in ENDINGS.items():
+        with pytest.raises(UserError) as raised:
+            ask((sys.executable, "-c", body), {}, limit_s=0.5 if "sleep" in body else 60)
+        assert said in raised.value.given, body
+        assert "--no-rehearsal" in raised.value.remedy
+
+
+def test_a_machine_without_it_is_told_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(rtx, "DISTRIBUTION", "no-such-distribution")
+    assert run(graph(tmp_path, HALF), lambda _stage, line: lines.append(line)) is None
+    assert lines == [f"not rehearsed: TensorRT for RTX is not installed ({rehearsal.GET_IT})"]
+
+
+def test_the_nearest_compute_capability_is_taken() -> None:
+    near = {"7.0": "7.5", "7.5": "7.5", "8.7": "8.6", "9.0": "8.9", "10.0": "8.9", "12.1": "12.1"}
+    assert {wanted: rtx.nearest(wanted) for wanted in near} == near
