@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from conftest import lock_data, quiet, write_lock
 from container_cases import H200, L4
 from engine_cases import build_repository, change_plan, contents, copied, header_of, machine
 from fake_tensorrt import MAJORS
 from triptych.engine.graph import read_graph
+from triptych.engine.rtx import installed_version
 from triptych.engine.stage import build_engine
 from triptych.errors import UserError
 from triptych.plan.engine_spec import EnginePlan
@@ -78,6 +80,52 @@ def test_every_release_builds_every_graph_into_the_repository(
     assert record["matmuls"]["unseen"] == 0
     assert record["check"]["verdicts"]
     assert record["check"]["rows"] > 50
+
+
+PRODUCTS = {
+    "packed_fp32": {"fp32": 17},
+    "packed_fp16": {"fp16": 16, "fp32": 1},
+    "packed_int8": {"fp16": 4, "fp32": 1, "int8": 12},
+    "bucketed_fp16": {"fp16": 16, "fp32": 1},
+}
+"""Of the pooling, which stays in fp32, and of two layers with six linear layers each."""
+
+
+def test_a_build_without_a_gpu_rehearses_each_engine(built: Path) -> None:
+    for name in NAMES:
+        record = lock_data(built, name)["rehearsal"]
+        assert record["tensorrt_rtx"] == installed_version(), name
+        assert record["products"] == PRODUCTS[name], name
+        assert record["layers"] > 400, name
+        assert record["size_bytes"] > 1_000_000, name
+
+
+def test_a_rehearsal_is_left_out_made_later_and_shown(built: Path, tmp_path: Path) -> None:
+    from triptych.cli import app
+
+    def triptych(*arguments: str) -> Any:
+        done = CliRunner().invoke(app, [*arguments, "--repository", str(repository)])
+        assert done.exit_code == 0, done.output
+        return done
+
+    name = "packed_fp16"
+    repository = copied(built, tmp_path / "repository", name)
+    rehearsed = lock_data(repository, name)["rehearsal"]
+    pipelines = ["--pipelines", str(built.parent / "pipelines")]
+    triptych("build", name, *pipelines, "--reports", str(tmp_path), "--no-rehearsal")
+    assert lock_data(repository, name)["rehearsal"] is None
+    assert (
+        "rehearsal              none yet: `triptych build`"
+        in triptych("inspect", name, *pipelines).stdout
+    )
+    alone = triptych("engine", name, "--rehearse")
+    assert alone.stdout.startswith(f"{name}_core: TensorRT for RTX {installed_version()} for ")
+    assert "(cached): a rehearsal, not the engine" in alone.stderr
+    assert lock_data(repository, name)["rehearsal"] == rehearsed
+    assert not (repository / f"{name}_core/1/model.plan").exists()
+    (again,) = json.loads(triptych("engine", name, "--rehearse", "--json").stdout)
+    assert (again["changed"], again["record"]) == ([], rehearsed)
+    assert "16 fp16, 1 fp32" in triptych("inspect", name, *pipelines).stdout
 
 
 TYPE_FLAGS = {

@@ -85,11 +85,12 @@ def test_the_groups_are_the_layers_that_share_an_input(exported: Any) -> None:
 def test_kept_layers_are_as_they_were(exported: Any, tmp_path: Path) -> None:
     quantiser = quantise(exported.path, "int8", exported.feeds())
     kept = quantiser.layers[:2]
-    write_model(quantiser.graph(kept), tmp_path)
-    assert quantiser.conversion(kept).kept == kept
+    graph, conversion = quantiser.converted(kept)
+    write_model(graph, tmp_path)
+    assert conversion.kept == kept
     quantised = Counter(n.op_type for n in onnx.load(tmp_path / "model.onnx").graph.node)
     assert quantised["QuantizeLinear"] == len(quantiser.layers) - 2
-    write_model(quantiser.graph(quantiser.layers), tmp_path / "all")
+    write_model(quantiser.converted(quantiser.layers)[0], tmp_path / "all")
     for feed in exported.feeds()[:2]:
         wanted, found = (
             cases.run(path, feed)[0] for path in (exported.path, tmp_path / "all/model.onnx")
@@ -100,7 +101,8 @@ def test_kept_layers_are_as_they_were(exported: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", BOTH)
 def test_outliers_do_not_cost_the_other_elements(tmp_path: Path, precision: Precision) -> None:
     path = cases.two_layers(tmp_path)
-    write_model(quantise(path, precision, rows_of(outlying(300))).graph(()), tmp_path / "int8")
+    graph, _ = quantise(path, precision, rows_of(outlying(300))).converted(())
+    write_model(graph, tmp_path / "int8")
     feed = {"x": outlying(50, seed=1)}
     wanted = cases.run(path, feed)[0]
     found = cases.run(tmp_path / "int8/model.onnx", feed)[0]
@@ -118,7 +120,7 @@ def test_onnx_runtime_makes_integer_kernels_of_it(exported: Any, tmp_path: Path)
     import onnxruntime
 
     quantiser = quantise(exported.path, "int8", exported.feeds())
-    path = write_model(quantiser.graph(()), tmp_path)
+    path = write_model(quantiser.converted(())[0], tmp_path)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
@@ -133,7 +135,8 @@ def test_onnx_runtime_makes_integer_kernels_of_it(exported: Any, tmp_path: Path)
 def test_tensorrt_gets_what_it_demands(exported: Any) -> None:
     """Signed, around 0, one scale an input and one an output of a weight; pairs before MatMul."""
     recipe = Recipe("int8", backend="tensorrt", device="gpu")
-    graph = Quantiser(read_model(exported.path), recipe, exported.feeds()).graph(()).graph
+    model, _ = Quantiser(read_model(exported.path), recipe, exported.feeds()).converted(())
+    graph = model.graph
     constants = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     quantisers = [node for node in graph.node if node.op_type == "QuantizeLinear"]
@@ -173,7 +176,7 @@ def test_signed_and_unsigned_give_the_same(exported: Any, tmp_path: Path) -> Non
 def test_what_tensorrt_does_not_quantise_is_fp16(exported: Any) -> None:
     """Products of attention, the quantised layers' results, and all that is between them."""
     recipe = Recipe("int8", backend="tensorrt", device="gpu")
-    model = Quantiser(read_model(exported.path), recipe, exported.feeds()).graph(())
+    model, _ = Quantiser(read_model(exported.path), recipe, exported.feeds()).converted(())
     onnx.checker.check_model(model)
     types = value_types(model)
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -204,7 +207,8 @@ def test_a_gemm_with_a_bias_is_a_layer_too(tmp_path: Path, precision: Precision)
     weight, bias = cases.matrix(5), cases.vectors(1, seed=6)[0]
     nodes = [cases.node("Gemm", "x weight bias", "y", transB=1)]
     path = cases.write_graph(tmp_path, nodes, {"weight": weight, "bias": bias})
-    write_model(quantise(path, precision, rows_of(cases.vectors(64))).graph(()), tmp_path / "int8")
+    graph, _ = quantise(path, precision, rows_of(cases.vectors(64))).converted(())
+    write_model(graph, tmp_path / "int8")
     feed = {"x": cases.vectors(9, seed=2)}
     wanted = cases.run(path, feed)[0]
     assert np.allclose(wanted, feed["x"] @ weight.T + bias, atol=1e-5)
@@ -221,7 +225,8 @@ def test_a_value_that_two_nodes_read_is_not_a_bias(tmp_path: Path) -> None:
     ]
     constants = {"first": cases.matrix(1), "shift": cases.vectors(1)[0]}
     path = cases.write_graph(tmp_path, nodes, constants)
-    write_model(quantise(path, "int8", rows_of(cases.vectors(64))).graph(()), tmp_path / "int8")
+    graph, _ = quantise(path, "int8", rows_of(cases.vectors(64))).converted(())
+    write_model(graph, tmp_path / "int8")
     feed = {"x": cases.vectors(5, seed=3)}
     found, wanted = (cases.run(p, feed)[0] for p in (tmp_path / "int8/model.onnx", path))
     assert cases.relative_error(found, wanted) < 0.05
@@ -232,14 +237,15 @@ def test_zeros_and_vectors_beyond_calibration_stay_numbers(tmp_path: Path) -> No
     feed = {"x": np.stack([np.zeros(32), np.full(32, 1e6), np.full(32, -1e6)]).astype(np.float32)}
     for precision in BOTH:
         quantiser = quantise(path, precision, rows_of(cases.vectors(20)))
-        write_model(quantiser.graph(()), tmp_path / precision)
+        write_model(quantiser.converted(())[0], tmp_path / precision)
         assert np.isfinite(cases.run(tmp_path / precision / "model.onnx", feed)[0]).all()
 
 
 def test_values_that_never_vary_can_be_quantised(tmp_path: Path) -> None:
     path = cases.two_layers(tmp_path)
     feeds = [{"x": np.zeros((1, 32), np.float32)}] * 3
-    write_model(quantise(path, "int8", feeds).graph(()), tmp_path / "int8")
+    graph, _ = quantise(path, "int8", feeds).converted(())
+    write_model(graph, tmp_path / "int8")
     assert np.array_equal(cases.run(tmp_path / "int8/model.onnx", feeds[0])[0], np.zeros((1, 32)))
 
 

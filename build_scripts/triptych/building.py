@@ -1,4 +1,6 @@
-"""`triptych build`: hooks, export, gate, precision, render, lint, write, lock, engine; all cached.
+"""`triptych build`: hooks, export, gate, precision, rehearsal, render, lint, write, lock, engine.
+
+All of it is cached.
 
 Reading comes before: `requests.inputs.read_inputs` resolves the model, reads the requests and
 derives the plan. Each stage below is one function of the room that owns it.
@@ -13,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from triptych.cache import versions_of
+from triptych.engine.rehearsal import rehearse
 from triptych.engine.reuse import kept_engine, samples_of
-from triptych.engine.stage import build_engine_here
+from triptych.engine.stage import build_engine_here, missing_for_engines
 from triptych.errors import Finding, Progress
 from triptych.export.stage import LIBRARIES
 from triptych.gate.answers import check_hooks
@@ -25,8 +28,8 @@ from triptych.plan.plan import Plan
 from triptych.precision.auto import check_possible, choose
 from triptych.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
 from triptych.repository.card import CARD_FILE, render_card
-from triptych.repository.lock import LOCK_FILE, find_lock, make_lock, planned_engine
-from triptych.repository.records import GateResult
+from triptych.repository.lock import LOCK_FILE, Lock, find_lock, make_lock, planned_engine
+from triptych.repository.records import GateResult, Rehearsal
 from triptych.repository.render import render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files, write_models
@@ -71,6 +74,7 @@ def build(
     *,
     together: Sequence[str] = (),
     accept: str = "",
+    rehearsal: bool = True,
 ) -> Built:
     """Export, check, convert and write the pipeline; nothing is written unless everything passed.
 
@@ -82,20 +86,21 @@ def build(
         progress: told what becomes of each stage.
         together: pipelines that are built right after this one.
         accept: why a failed gate does not matter; goes into the lock. Empty: it does matter.
+        rehearsal: whether an engine that cannot be built here is rehearsed, see `engine.rehearsal`.
 
     Raises:
         EngineFailure: the engine differs from the graph, which is written without it.
         GateFailure: the artifact differs from the reference, and that is not accepted.
         LintFailure: the repository would not serve.
-        UserError: the model cannot be exported, a hook fails on what it makes of the traffic, or
-            another build is running.
+        UserError: the model cannot be exported, a hook fails on what it makes of the traffic,
+            NVIDIA's parser or builder refuses the graph, or another build is running.
     """
     spec = inputs.plan.spec
     check_hooks(inputs, progress)
     core = make_core(inputs, repository, progress, accept=accept)
     own_key = core.key if spec.core.share is None else None
     check_sharers(repository, spec.name, own_key, together)
-    return _write(core, repository, progress)
+    return _write(core, repository, progress, rehearsal=rehearsal)
 
 
 def make_core(
@@ -119,7 +124,9 @@ def make_core(
     return lower_precision(core, asked.precision, progress, accept)
 
 
-def _write(core: CheckedCore, repository: Path, progress: Progress) -> Built:
+def _write(
+    core: CheckedCore, repository: Path, progress: Progress, *, rehearsal: bool = True
+) -> Built:
     """Render, lint and write the pipeline around its core, and build the engine where one can."""
     plan, name = core.plan, core.plan.spec.name
     shared = plan.spec.core.share is not None
@@ -144,6 +151,9 @@ def _write(core: CheckedCore, repository: Path, progress: Progress) -> Built:
     if engine is not None:
         files[engine.path] = engine.file
         hashes[engine.path] = engine.record.plan_sha256
+    rehearsed = None
+    if rehearsal and engine is None:
+        rehearsed = _rehearse(core, previous, progress)
     variety = variety_of(core.inputs.requests)
     lock = make_lock(
         plan,
@@ -154,6 +164,7 @@ def _write(core: CheckedCore, repository: Path, progress: Progress) -> Built:
         versions=versions_of(*LIBRARIES),
         gate=core.gate,
         engine=None if engine is None else engine.record,
+        rehearsal=rehearsed,
         variety={} if variety is None else asdict(variety),
         previous=previous,
     )
@@ -168,3 +179,24 @@ def _write(core: CheckedCore, repository: Path, progress: Progress) -> Built:
     if plan.builds_engine:
         changed = sorted({*changed, *build_engine_here(repository, name, progress)})
     return Built(plan, tuple(changed), core.gate, findings, core.unpacked)
+
+
+def _rehearse(core: CheckedCore, previous: Lock | None, progress: Progress) -> Rehearsal | None:
+    """The engine, rehearsed for the GPU of the one before; None where a real one is built or none.
+
+    Raises:
+        UserError: what will build the engine refuses the graph.
+    """
+    planned = planned_engine(core.plan, core.gate)
+    if planned is None or not missing_for_engines():
+        return None
+    conversion = core.gate.conversion
+    there = None if previous is None else previous.engine
+    return rehearse(
+        core.file,
+        core.files,
+        planned,
+        progress,
+        fp32_products=() if conversion is None else conversion.fp32_products,
+        gpu="" if there is None else there.compute_capability,
+    )

@@ -118,6 +118,7 @@ def build(
     repository: Path | str = REPOSITORY,
     overrides: Mapping[str, Any] | None = None,
     accept_failed_gate: str = "",
+    rehearsal: bool = True,
     progress: Progress = _silent,
 ) -> Build:
     """Build a pipeline into the model repository, as `triptych build` does; no report is written.
@@ -128,6 +129,7 @@ def build(
         repository: folder of the models.
         overrides: fields of the spec by their dotted keys, such as ``core.precision``.
         accept_failed_gate: the reason why a failed gate does not matter; it goes on record.
+        rehearsal: whether TensorRT for RTX tries the engine where none can be built.
         progress: told each stage and what became of it; ``print`` will do.
 
     Raises:
@@ -143,7 +145,8 @@ def build(
     changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
     inputs = read_inputs(load_spec(Path(pipelines) / name, changes), progress)
     accept = accept_failed_gate.strip()
-    return Build(build_pipeline(inputs, Path(repository), progress, accept=accept))
+    built = build_pipeline(inputs, Path(repository), progress, accept=accept, rehearsal=rehearsal)
+    return Build(built)
 
 
 @contextmanager

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from triptych.plan.engine_spec import EnginePlan, ShapeRange
 from triptych.plan.plan import Plan
 from triptych.releases import CONTEXT_MEMORY, first_release, parse_release
+
+if TYPE_CHECKING:
+    from triptych.repository.lock import Lock
 
 Described: TypeAlias = dict[str, Any]
 """Words and numbers by name, nested: ready to print or to dump as JSON."""
@@ -58,6 +62,17 @@ def describe_gpu(plan: Plan) -> Described:
     if plan.engine is not None:
         described |= _describe_engine(plan, plan.engine)
     return described
+
+
+def describe_rehearsal(plan: Plan, lock: Lock | None) -> str:
+    """What came of the rehearsal of this plan's engine, as the lock in place has it."""
+    from triptych.engine.rehearsal import describe
+
+    built = None if lock is None else lock.plan.engine
+    if lock is None or lock.rehearsal is None or built is None or plan.engine is None:
+        return "none yet: `triptych build`, or `triptych engine --rehearse`"
+    same = replace(plan.engine, precision=built.precision) == built
+    return ("" if same else "of another plan: ") + describe(lock.rehearsal)
 
 
 def _describe_engine(plan: Plan, engine: EnginePlan) -> Described:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from triptych.cli.options import (
     REPOSITORY,
     Json,
@@ -18,10 +23,21 @@ from triptych.cli.shown import print_failed_gate
 
 
 @app.command()
-def engine(names: Names, repository: Repository = REPOSITORY, as_json: Json = False) -> None:
+def engine(
+    names: Names,
+    repository: Repository = REPOSITORY,
+    rehearse: Annotated[
+        bool,
+        typer.Option("--rehearse", help="Only try them, with TensorRT for RTX and without a GPU."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Build TensorRT engines on this GPU, checked before they count."""
     from triptych.engine.stage import EngineFailure, build_engine
 
+    if rehearse:
+        _rehearse(names, repository, as_json=as_json)
+        return
     results = []
     for name in names:
         status.print(name, style="bold", markup=False)
@@ -36,5 +52,20 @@ def engine(names: Names, repository: Repository = REPOSITORY, as_json: Json = Fa
             made = f"TensorRT {record.tensorrt}, {record.gpu}, {record.precision}"
             state = "written" if built.changed else "up to date"
             output.print(f"{built.owner}_core: {made}: {state}", markup=False)
+    if as_json:
+        print_json(results)
+
+
+def _rehearse(names: list[str], repository: Path, *, as_json: bool) -> None:
+    from triptych.engine.rehearsal import describe
+    from triptych.engine.stage import rehearse_engine
+
+    results = []
+    for name in names:
+        status.print(name, style="bold", markup=False)
+        done = rehearse_engine(repository, name, progress)
+        results.append(done.as_dict())
+        if not as_json:
+            output.print(f"{done.owner}_core: {describe(done.record)}", markup=False)
     if as_json:
         print_json(results)

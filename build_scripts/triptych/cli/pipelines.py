@@ -92,16 +92,25 @@ def test(  # a verb, not a test
 
 @app.command()
 def inspect(
-    name: Name, pipelines: Pipelines = PIPELINES, overrides: Overrides = None, as_json: Json = False
+    name: Name,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    overrides: Overrides = None,
+    as_json: Json = False,
 ) -> None:
     """Print the plan: models, shapes, limits and why; writes nothing."""
     from triptych.cache import cache_root
     from triptych.cli.describe import describe_plan
+    from triptych.cli.describe_gpu import describe_rehearsal
     from triptych.pipeline.spec import load_spec
+    from triptych.repository.lock import find_lock
     from triptych.requests.inputs import read_inputs
 
     plan = read_inputs(load_spec(pipelines / name, overrides or ()), progress).plan
     description = describe_plan(plan)
+    if plan.builds_engine:
+        rehearsed = describe_rehearsal(plan, find_lock(repository, name))
+        description["gpu"]["rehearsal"] = rehearsed
     if as_json:
         print_json({**description, "cache": str(cache_root())})
         return
@@ -125,6 +134,13 @@ def build(
             help="Build although the accuracy gate fails; the reason is put on record.",
         ),
     ] = None,
+    no_rehearsal: Annotated[
+        bool,
+        typer.Option(
+            "--no-rehearsal",
+            help="Do not let TensorRT for RTX try the engine where none can be built.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Export, check against the original model, write the repository.
@@ -155,6 +171,7 @@ def build(
                 progress,
                 together=following,
                 accept=(accept or "").strip(),
+                rehearsal=not no_rehearsal,
             )
         except GateFailure as failure:
             report = _report(failure.plan, failure.gate, reports)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triptych.graph.nodes import initializers, node_name
+from triptych.graph.nodes import PRODUCTS, initializers, node_name
 from triptych.graph.value_types import BFLOAT16, FLOAT, FLOAT16, FP8, value_types
 from triptych.plan.engine_spec import Dims
 
@@ -34,9 +34,6 @@ ELEMENT_TYPES = {
     FP8: ElementType("FP8", 1, "fp8"),
 }
 """By the number of `onnx.TensorProto.DataType`."""
-
-PRODUCTS = frozenset(("MatMul", "Gemm", "Conv", "Einsum", "Attention"))
-"""Operators whose type decides accuracy and speed: nearly all work of a model is in them."""
 
 _UNKNOWN = ElementType("", 4)
 _CASTS = frozenset(("Cast", "QuantizeLinear", "DequantizeLinear"))

@@ -90,17 +90,18 @@ def rehearse(
     folder = cached_stage("rehearsal", inputs, work, progress).folder
     text = (folder / _RECORD_FILE).read_text(encoding="utf-8")
     rehearsal = read_record(Rehearsal, json.loads(text))
-    took = f"in {seconds[0]:.1f} s" if seconds else f"with {about} (cached)"
+    took = f"in {seconds[0]:.1f} s" if seconds else "(cached)"
     progress("rehearse", f"{describe(rehearsal)}, {took}: a rehearsal, not the engine")
     return rehearsal
 
 
 def describe(rehearsal: Rehearsal) -> str:
-    """What was parsed and built, in words."""
+    """What was parsed and built, with what and for what, in words."""
     products = ", ".join(f"{count} {kind}" for kind, count in rehearsal.products.items())
     return (
-        f"{amount(rehearsal.layers, 'layer')}, products: {products or 'none'}, "
-        f"{rehearsal.size_bytes / 1e6:.1f} MB"
+        f"TensorRT for RTX {rehearsal.tensorrt_rtx} for compute capability "
+        f"{rehearsal.compute_capability}: {amount(rehearsal.layers, 'layer')}, products: "
+        f"{products or 'none'}, {rehearsal.size_bytes / 1e6:.1f} MB"
     )
 
 

@@ -16,16 +16,18 @@ from triptych.engine.engine_runner import EngineError, EngineRunner
 from triptych.engine.gpu import BuildGpu, read_gpu
 from triptych.engine.inspection import Inspection, inspect
 from triptych.engine.make import make_engine
+from triptych.engine.rehearsal import GET_IT, rehearse
 from triptych.engine.request import Request, make_request
 from triptych.engine.timing import timing_file
 from triptych.errors import Progress, UserError
-from triptych.graph.files import MODEL_FILE
+from triptych.graph.files import MODEL_FILE, hashes_of_graph
 from triptych.plan.engine_spec import EnginePlan
 from triptych.repository.lock import LOCK_FILE, PLAN_FILE, SAMPLES_FILE, Lock, find_lock, read_lock
 from triptych.repository.records import (
     EngineCheck,
     EngineRecord,
     GateResult,
+    Rehearsal,
     plain_record,
     read_record,
 )
@@ -68,6 +70,20 @@ class BuiltEngine:
         return plain_record(self)
 
 
+@dataclass(frozen=True)
+class RehearsedEngine:
+    """What became of the rehearsal of a pipeline's engine; see `BuiltEngine`."""
+
+    pipeline: str
+    owner: str
+    changed: tuple[str, ...]
+    record: Rehearsal
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return plain_record(self)
+
+
 def missing_for_engines() -> str:
     """What this machine lacks to build engines; empty where it can."""
     try:
@@ -92,12 +108,19 @@ def build_engine(repository: Path, name: str, progress: Progress) -> BuiltEngine
         EngineFailure: the engine computes something else than the graph.
         UserError: there is nothing to build, or nothing to build with, or TensorRT refuses.
     """
-    lock = read_lock(repository, name)
-    owner = lock.spec.core.share or name
-    if owner != name:
-        progress("engine", f"{name} uses the core of {owner}: its engine counts")
-        lock = read_lock(repository, owner)
-    return _Stage(repository, name, owner, lock, progress).run()
+    return _Stage(repository, name, progress).run()
+
+
+def rehearse_engine(repository: Path, name: str, progress: Progress) -> RehearsedEngine:
+    """Rehearse the engine of a built pipeline, and put the result into its lock.
+
+    For the arguments see `build_engine`, for a rehearsal `engine.rehearsal`.
+
+    Raises:
+        UserError: there is no engine to build, TensorRT for RTX is not installed, or it refuses
+            the graph: the lock stays as it is.
+    """
+    return _Stage(repository, name, progress).rehearse()
 
 
 def build_engine_here(repository: Path, name: str, progress: Progress) -> tuple[str, ...]:
@@ -116,9 +139,12 @@ def build_engine_here(repository: Path, name: str, progress: Progress) -> tuple[
 class _Stage:
     """The engine stage of one core."""
 
-    def __init__(
-        self, repository: Path, name: str, owner: str, lock: Lock, progress: Progress
-    ) -> None:
+    def __init__(self, repository: Path, name: str, progress: Progress) -> None:
+        lock = read_lock(repository, name)
+        owner = lock.spec.core.share or name
+        if owner != name:
+            progress("engine", f"{name} uses the core of {owner}: its engine counts")
+            lock = read_lock(repository, owner)
         self._repository = repository
         self._name = name
         self._owner = owner
@@ -160,8 +186,27 @@ class _Stage:
             profiles=tuple(inspection.profiles),
             check=check,
         )
-        changed = self._write(built, plan_path, record)
+        hashes = dict(sorted({**self._lock.files, plan_path: record.plan_sha256}.items()))
+        lock = replace(self._lock, engine=record, files=hashes)
+        changed = self._write(lock, {plan_path: built})
         return BuiltEngine(self._name, self._owner, changed, record)
+
+    def rehearse(self) -> RehearsedEngine:
+        files = self._check_files()
+        there, conversion = self._lock.engine, self._lock.gate.conversion
+        folder = f"{self._model}/1/"
+        record = rehearse(
+            self._onnx,
+            hashes_of_graph({path.removeprefix(folder): files[path] for path in files}),
+            self._plan,
+            self._progress,
+            fp32_products=() if conversion is None else conversion.fp32_products,
+            gpu="" if there is None else there.compute_capability,
+        )
+        if record is None:
+            raise UserError("TensorRT for RTX", "must be installed for a rehearsal", remedy=GET_IT)
+        changed = self._write(replace(self._lock, rehearsal=record), {})
+        return RehearsedEngine(self._name, self._owner, changed, record)
 
     def _check_files(self) -> dict[str, str]:
         """Hashes of the files of core and ensemble, as the lock has them and the disk, too.
@@ -271,8 +316,8 @@ class _Stage:
             raise EngineFailure(self._owner, result)
         return EngineCheck(result.precision, result.rows, result.verdicts, result.notes)
 
-    def _write(self, built: Path, plan_path: str, record: EngineRecord) -> tuple[str, ...]:
-        """Swap plan and lock into the repository, if it is still the one that was read."""
+    def _write(self, lock: Lock, made: Mapping[str, Path]) -> tuple[str, ...]:
+        """Swap the lock and what was made into the repository, if it is still as it was read."""
         if find_lock(self._repository, self._owner) != self._lock:
             raise UserError(
                 f"{self._owner}/{LOCK_FILE}",
@@ -286,12 +331,9 @@ class _Stage:
             for file in sorted((self._repository / model).rglob("*"))
             if file.is_file() and file.parent.name != "__pycache__"
         }
-        hashes = {**self._lock.files, plan_path: record.plan_sha256}
-        lock = replace(self._lock, engine=record, files=dict(sorted(hashes.items())))
-        files[plan_path] = built
-        files[f"{self._owner}/{LOCK_FILE}"] = lock.as_bytes()
+        files |= {**made, f"{self._owner}/{LOCK_FILE}": lock.as_bytes()}
         changed = write_models(self._repository, files)
-        self._progress("write", f"{self._repository}: {', '.join(changed)}")
+        self._progress("write", f"{self._repository}: {', '.join(changed) or 'up to date'}")
         return tuple(changed)
 
 

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 OPSET = 19
 """The first whose QuantizeLinear and DequantizeLinear know fp8, and scales of 16 bits."""
 
+PRODUCTS = frozenset(("MatMul", "Gemm", "Conv", "Einsum", "Attention"))
+"""Operators whose type decides accuracy and speed: nearly all work of a model is in them."""
+
 
 class Initializer(Protocol):
     """What is read of an `onnx.TensorProto` without its values."""

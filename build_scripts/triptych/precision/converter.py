@@ -187,8 +187,9 @@ def _writer(source: Path, recipe: Recipe, feeds: Sequence[Mapping[str, Any]]) ->
         quantiser = int8.Quantiser(read_model(source), recipe, feeds)
 
         def write(kept: Sequence[str], target: Path) -> Conversion:
-            write_model(quantiser.graph(kept), target)
-            return quantiser.conversion(kept)
+            graph, conversion = quantiser.converted(kept)
+            write_model(graph, target)
+            return conversion
 
         return write
     converter = fp8 if recipe.precision == "fp8" else float16

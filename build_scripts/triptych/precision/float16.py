@@ -13,7 +13,7 @@ ONNX Runtime's converter changes the types. Around it:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from triptych.graph.files import read_model, write_model
 from triptych.graph.nodes import (
+    PRODUCTS,
     add_constant,
     at_opset,
     drop_unused,
@@ -82,11 +83,14 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
         reasons=reasons,
         ranges=ranges,
         notes=tuple(notes),
+        fp32_products=_products(halved.graph, asked | reasons.keys()),
     )
 
 
-def halve_quantised(model: Any, ranges: Mapping[str, float]) -> Any:
+def halve_quantised(model: Any, ranges: Mapping[str, float]) -> tuple[Any, tuple[str, ...]]:
     """A graph with Q/DQ layers, changed so that its fp32 values are fp16, scales with them.
+
+    With it come the matrix products that stay in fp32, as `Conversion.fp32_products`.
 
     TensorRT computes what is not quantised as the graph says: attention and the rest in fp32 would
     cost more than the quantised layers gain. `ranges` are those of the fp32 graph, by value.
@@ -94,7 +98,13 @@ def halve_quantised(model: Any, ranges: Mapping[str, float]) -> Any:
     at_opset(model)
     _name_nodes(model.graph)
     _soften_masks(model)
-    return _halve(model, "fp16", ranges, frozenset())[0]
+    halved, reasons = _halve(model, "fp16", ranges, frozenset())
+    return halved, _products(halved.graph, reasons)
+
+
+def _products(graph: Any, names: Container[str]) -> tuple[str, ...]:
+    """The matrix products among the nodes of these names."""
+    return tuple(n.name for n in graph.node if n.op_type in PRODUCTS and n.name in names)
 
 
 def _halve(

@@ -52,9 +52,16 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     seen = model_ranges(model, feeds)
     wanted = [group for group in groups if group.name not in recipe.kept]
     written = _quantised(at_opset(model), wanted, seen)
-    write_model(halve_quantised(written, seen) if recipe.backend == "tensorrt" else written, target)
-    kept = tuple(group.name for group in groups if group not in wanted)
-    return Conversion(layers, kept, ranges={group.name: seen[group.input] for group in groups})
+    fp32_products: tuple[str, ...] = ()
+    if recipe.backend == "tensorrt":
+        written, fp32_products = halve_quantised(written, seen)
+    write_model(written, target)
+    return Conversion(
+        layers,
+        kept=tuple(group.name for group in groups if group not in wanted),
+        ranges={group.name: seen[group.input] for group in groups},
+        fp32_products=fp32_products,
+    )
 
 
 def _quantised(model: Any, groups: Sequence[Group], ranges: Mapping[str, float]) -> Any:

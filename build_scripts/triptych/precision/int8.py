@@ -34,9 +34,9 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     Raises:
         UserError: as `check_quantisable`.
     """
-    quantiser = Quantiser(read_model(source), recipe, feeds)
-    write_model(quantiser.graph(recipe.kept), target)
-    return quantiser.conversion(recipe.kept)
+    graph, conversion = Quantiser(read_model(source), recipe, feeds).converted(recipe.kept)
+    write_model(graph, target)
+    return conversion
 
 
 class Quantiser:
@@ -60,8 +60,12 @@ class Quantiser:
             _quantise(model, group, seen[group.input], dynamic=dynamic) for group in groups
         ]
 
-    def conversion(self, kept: Sequence[str]) -> Conversion:
-        """What `graph` does with the same `kept`."""
+    def converted(self, kept: Sequence[str]) -> tuple[Any, Conversion]:
+        """The graph as an `onnx.ModelProto`, the groups in `kept` not quantised.
+
+        They stay fp32; for TensorRT they become fp16, as all else does.
+        """
+        graph, fp32_products = self._graph(kept)
         notes = []
         for name, one in zip(self.layers, self._quantised, strict=True):
             found = one.smoothing
@@ -70,23 +74,21 @@ class Quantiser:
                     f"{name}: smoothed by range^{found.power}, range: {found.method}, "
                     f"error of the layer {found.error:.1e}"
                 )
-        return Conversion(
+        return graph, Conversion(
             layers=self.layers,
             kept=tuple(name for name in self.layers if name in kept),
             ranges=self._ranges,
             notes=tuple(notes),
+            fp32_products=fp32_products,
         )
 
-    def graph(self, kept: Sequence[str]) -> Any:
-        """The graph as an `onnx.ModelProto`, the groups in `kept` not quantised.
-
-        They stay fp32; for TensorRT they become fp16, as all else does.
-        """
+    def _graph(self, kept: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+        """The graph, and what `Conversion.fp32_products` is for TensorRT."""
         chosen = [one for one in self._quantised if one.group.name not in kept]
         # ONNX Runtime's kernels on x86 want unsigned inputs, TensorRT signed ones around 0.
         written = rewrite(self._model, chosen, signed=self._for_tensorrt)
         if not self._for_tensorrt:
-            return written
+            return written, ()
         if self._value_ranges is None:
             self._value_ranges = model_ranges(self._model, self._feeds)
         return halve_quantised(written, self._value_ranges)

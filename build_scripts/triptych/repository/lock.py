@@ -16,7 +16,7 @@ from triptych.pipeline.spec import PipelineSpec
 from triptych.plan.engine_spec import EnginePlan
 from triptych.plan.plan import Layout, Plan
 from triptych.repository.plain import plain_data
-from triptych.repository.records import EngineRecord, GateResult
+from triptych.repository.records import EngineRecord, GateResult, Rehearsal
 from triptych.tasks.task import Core
 
 LOCK_FILE = "triptych.lock.json"
@@ -60,6 +60,7 @@ class Lock:
         source_key: the same of the fp32 graph that it was made of.
         engine: the engine in place, where it was built of this very core.
         traffic: of texts: rows, mean and p99 of their tokens, share of truncated rows, variety.
+        rehearsal: of the engine of this core; None where none took place.
         files: path relative to the repository -> SHA-256 in hex.
     """
 
@@ -75,12 +76,13 @@ class Lock:
     engine: EngineRecord | None
     traffic: Mapping[str, int | float]
     gate: GateResult
+    rehearsal: Rehearsal | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 
     def as_bytes(self) -> bytes:
         """The lock's file content."""
         plain: dict[str, Any] = plain_data({**_fields(self), "spec": None, "gate": None})
-        for name in ("plan", "engine"):
+        for name in ("plan", "engine", "rehearsal"):
             record = getattr(self, name)
             plain[name] = None if record is None else plain_data(asdict(record))
         plain["spec"] = self.spec.model_dump(mode="json", exclude={"folder"})
@@ -98,6 +100,7 @@ def make_lock(
     versions: Mapping[str, str],
     gate: GateResult,
     engine: EngineRecord | None,
+    rehearsal: Rehearsal | None,
     variety: Mapping[str, int | float],
     previous: Lock | None,
 ) -> Lock:
@@ -132,6 +135,7 @@ def make_lock(
             engine=planned_engine(plan, gate),
         ),
         engine=engine,
+        rehearsal=rehearsal,
         traffic=traffic,
         gate=gate,
         files=dict(sorted(files.items())),

@@ -53,9 +53,11 @@ class Conversion:
             layers had to be kept for the gate.
         batch_ms: what keeping them costs: milliseconds of a batch in fp32, with nothing kept and
             as kept, on one thread.
+        fp32_products: nodes that multiply matrices and stay in fp32 on purpose, where all others
+            are in 16 bits or quantised.
     """
 
-    OPTIONAL = ("layer_errors", "batch_ms")
+    OPTIONAL = ("layer_errors", "batch_ms", "fp32_products")
 
     layers: tuple[str, ...]
     kept: tuple[str, ...] = ()
@@ -64,6 +66,7 @@ class Conversion:
     notes: tuple[str, ...] = ()
     layer_errors: Mapping[str, float] = field(default_factory=dict)
     batch_ms: Mapping[str, float] = field(default_factory=dict)
+    fp32_products: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
