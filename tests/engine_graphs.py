@@ -60,12 +60,10 @@ class Graph(NamedTuple):
 
 
 def of_pipeline(
-    name: str, task: str, model: Path, layout: str, precisions: Sequence[Precision], base: Path
+    name: str, task: str, model: Path, layout: str, precisions: Sequence[Precision], folder: Path
 ) -> Iterator[Graph]:
     """The core of a pipeline in each precision, nothing kept; none where it cannot be packed."""
-    folder = base / f"{name}_{layout}"
-    folder.mkdir(parents=True)
-    core = {"backend": "tensorrt", "max_batch_size": 16, "bucket_count": 2}
+    core: dict[str, Any] = {"backend": "tensorrt", "max_batch_size": 16, "bucket_count": 2}
     spec: dict[str, Any] = {"task": task, "model": {"source": str(model)}, "core": core}
     if layout != "fixed":
         core["layout"] = layout
