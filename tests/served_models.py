@@ -44,6 +44,8 @@ BART = {
     "init_std": 0.1,
 }
 DISTIL = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}
+T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+QWEN = {"num_key_value_heads": 1, "head_dim": 16}
 
 
 class Served(NamedTuple):
@@ -57,18 +59,21 @@ class Served(NamedTuple):
     truncation_side: str = "right"
 
 
-TOPICS, TAGGER, RANKER, MASKS = (
+TOPICS, TAGGER, RANKER, MASKS, VECTORS = (
     "text-classification",
     "token-classification",
     "reranking",
     "fill-mask",
+    "text-embedding",
 )
 UNIGRAM, DEBERTA_V3 = "XLMRobertaTokenizer", "DebertaV2Tokenizer"
 SERVED: Mapping[str, Served] = {
     "xlm_tags": Served(TAGGER, "xlm-roberta", UNIGRAM, ROBERTA),
     "deberta_ranks": Served(RANKER, "deberta-v2", DEBERTA_V3, {**DEBERTA, "type_vocab_size": 2}),
     "modern_masks": Served(MASKS, "modernbert", "PreTrainedTokenizerFast", MODERN),
-    "mpnet_vectors": Served("text-embedding", "mpnet", "MPNetTokenizer", OFFSET),
+    "mpnet_vectors": Served(VECTORS, "mpnet", "MPNetTokenizer", OFFSET),
+    "t5_vectors": Served(VECTORS, "t5", "T5Tokenizer", T5),
+    "qwen_topics": Served(TOPICS, "qwen3", "Qwen2Tokenizer", QWEN),
     "bart_labels": Served("zero-shot-classification", "bart", "RobertaTokenizer", BART),
     "roberta_answers": Served("question-answering", "roberta", "RobertaTokenizer", ROBERTA),
     "distil_topics": Served(TOPICS, "distilbert", "BertTokenizer", DISTIL, truncation_side="left"),
@@ -89,7 +94,7 @@ HEADS: Mapping[str, tuple[str, list[str]]] = {
     TAGGER: ("AutoModelForTokenClassification", TAGS),
     MASKS: ("AutoModelForMaskedLM", []),
     "question-answering": ("AutoModelForQuestionAnswering", ["start", "end"]),
-    "text-embedding": ("AutoModel", []),
+    VECTORS: ("AutoModel", []),
 }
 
 
@@ -143,4 +148,5 @@ def spread(model: Any, tokenizer: Any, *, classes: int, pairs: bool) -> None:
             logits = torch.stack((output.start_logits, output.end_logits), -1).reshape(-1, 2)
         scale = 2.0 / logits.std(0)
         last.weight.mul_(scale[:, None])
-        last.bias.sub_(logits.mean(0)).mul_(scale)
+        if last.bias is not None:
+            last.bias.sub_(logits.mean(0)).mul_(scale)

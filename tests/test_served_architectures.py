@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 from conftest import build_into, traffic_texts
-from served_models import MASKS, NO_PADDING, RANKER, SERVED, TAGGER, TOPICS, Served, save
+from served_models import (
+    MASKS,
+    NO_PADDING,
+    RANKER,
+    SERVED,
+    TAGGER,
+    TOPICS,
+    VECTORS,
+    Served,
+    save,
+)
 from tokenizers_of_kinds import LONGEST
 from triptych.client import Client
 from triptych.errors import UserError
@@ -144,7 +154,8 @@ def same_choices(got: Any, want: list[dict[str, Any]], key: str = "label") -> No
 
 @pytest.mark.parametrize("name", pipelines_of(TOPICS))
 def test_text_classification(ask: Any, reference: Any, name: str) -> None:
-    texts = ["", *TEXTS]
+    # transformers itself fails where an empty text has no token at all.
+    texts = TEXTS if name == "qwen_topics" else ["", *TEXTS]
     with ask(name) as client:
         got = client.classify(texts, top_k=3)
     want = reference(name)(texts, top_k=None, truncation=True)
@@ -196,19 +207,21 @@ def test_fill_mask(ask: Any, reference: Any, name: str) -> None:
     assert len({choices[0].label for choices in got}) > 1
 
 
-def test_text_embedding(ask: Any, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("name", pipelines_of(VECTORS))
+def test_text_embedding(ask: Any, models: dict[str, Path], name: str) -> None:
     import torch
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel, AutoModelForTextEncoding, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(models["mpnet_vectors"])
-    model = AutoModel.from_pretrained(models["mpnet_vectors"]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(models[name])
+    loader = AutoModelForTextEncoding if name == "t5_vectors" else AutoModel
+    model = loader.from_pretrained(models[name]).eval()
     texts = ["", *TEXTS]
     encoded = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
     mask = encoded["attention_mask"][:, :, None]
     with torch.inference_mode():
         hidden = model(**encoded).last_hidden_state
     want = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
-    with ask("mpnet_vectors") as client:
+    with ask(name) as client:
         got = client.embed(texts)
     assert np.abs(got - want).max() <= 1e-5
     assert np.ptp(want, axis=0).min() > 0.1

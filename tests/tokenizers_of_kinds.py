@@ -17,6 +17,8 @@ SPECIAL: Mapping[str, Sequence[str]] = {
     "MPNetTokenizer": ("<s>", "<pad>", "</s>", "[UNK]", "<mask>"),
     "DebertaV2Tokenizer": ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"),
     "AlbertTokenizer": ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"),
+    "T5Tokenizer": ("<pad>", "</s>", "<unk>"),
+    "Qwen2Tokenizer": ("<|endoftext|>",),
     "BertTokenizer": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
 }
 """A class of transformers to its special tokens, in the order of the published vocabularies."""
