@@ -63,8 +63,8 @@ PURE = (
     "docker", "doctor", "engine_inspection", "engine_request", "engine_runner", "expected_cost",
     "fake_tensorrt", "gate", "gate_remedy", "gate_result", "gpu_peer", "gpu_plan",
     "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict", "load_report",
-    "load_report_terminal", "load_values", "metrics", "onnxruntime_pieces",
-    "onnxruntime_runner", "pages", "plan", "probe", "releases", "report", "rounding",
+    "load_report_terminal", "load_values", "make_engine", "metrics", "onnxruntime_pieces",
+    "onnxruntime_runner", "pages", "plan", "probe", "rehearsal", "releases", "report", "rounding",
     "samples_file", "scaffold", "scratch", "server_mistakes", "shown", "spec", "store",
     "tensorrt_settings", "terminal", "tune_report", "tune_search", "tuned",
 )

@@ -41,8 +41,6 @@ MISSING: list[tuple[str, Any]] = [
     ("8.6", lambda trt: trt.BuilderFlag.WEIGHT_STREAMING),
     ("8.6", lambda trt: trt.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY),
     ("8.6", lambda trt: trt.DataType.INT64),
-    ("8.6", lambda trt: trt.IProgressMonitor),
-    ("8.6", lambda trt: trt.ParserError({}).node_name),
     ("10", lambda trt: trt.DataType.FP7),
     ("11", lambda trt: trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH),
     ("11", lambda trt: trt.BuilderFlag.FP16),

@@ -74,8 +74,10 @@ def graph(folder: Path, text: str) -> Path:
     return folder / "model.onnx"
 
 
-def run(path: Path, progress: Any = quiet, **settings: Any) -> Rehearsal | None:
-    plan = EnginePlan("fp16", ROWS, (), OPTIONS)
+def run(
+    path: Path, progress: Any = quiet, precision: str = "fp16", **settings: Any
+) -> Rehearsal | None:
+    plan = EnginePlan(precision, ROWS, (), OPTIONS)
     return rehearse(path, {path.name: sha256_of(path)}, plan, progress, **settings)
 
 
@@ -117,6 +119,14 @@ def test_what_the_parser_refuses_is_told_with_its_place_and_a_remedy(tmp_path: P
     assert "node places (NonZero), after layer.0.dense" in error.given
     assert "core.backend: onnxruntime" in error.remedy
     assert "--no-rehearsal" in error.remedy
+
+
+def test_what_the_builder_refuses_is_told_with_a_remedy(tmp_path: Path) -> None:
+    text = HALF.replace("float16[", "bfloat16[").replace("int = 10", "int = 16")
+    error = refused(graph(tmp_path, text), precision="bf16", gpu="7.0")
+    assert (error.field, error.rule) == ("core.precision", "must be one that the GPU computes in")
+    assert "sm75" in error.given
+    assert error.remedy.startswith("Take fp16, or a newer GPU; or build with --no-rehearsal")
 
 
 ENDINGS = {

@@ -1,4 +1,7 @@
-"""The building half of the fake TensorRT: configs, profiles, timing caches, and plans."""
+"""The building half of the fake TensorRT: configs, profiles, timing caches, and plans.
+
+What `test_make_engine` sees in a real builder is not here: how newer releases tell their progress.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +59,6 @@ class IOptimizationProfile:
         self._shapes[input] = [tuple(min), tuple(opt), tuple(max)]
 
 
-class IProgressMonitor:
-    def __init__(self) -> None:
-        """As pybind11's trampolines want it called."""
-
-
 class IBuilderConfig:
     _trt: Any
 
@@ -72,8 +70,6 @@ class IBuilderConfig:
         self.builder_optimization_level = 3
         self.profiling_verbosity = self._trt.ProfilingVerbosity.LAYER_NAMES_ONLY
         self.hardware_compatibility_level = self._trt.HardwareCompatibilityLevel.NONE
-        if hasattr(self._trt, "IProgressMonitor"):
-            self.progress_monitor: Any = None
 
     def set_flag(self, flag: Any) -> None:
         self._flags.add(typed(flag, self._trt.BuilderFlag))
@@ -139,21 +135,12 @@ class Builder:
             self._say("ERROR", fault)
         if play.build_fails or fault:
             return None
-        self._report(config)
+        self._say("INFO", "Building engine")
         cache._times.add(f"kernels of {len(network._onnx)} bytes")
         return self._trt.IHostMemory(pack_plan(_header(self._trt, network, config), network._onnx))
 
     def _say(self, severity: str, text: str) -> None:
         self._logger.log(getattr(self._trt.ILogger, severity), text)
-
-    def _report(self, config: Any) -> None:
-        if not hasattr(self._trt, "IProgressMonitor"):
-            self._say("INFO", "Building engine")
-        elif config.progress_monitor is not None:
-            monitor = config.progress_monitor
-            monitor.phase_start("Building Engine", None, 1)
-            assert monitor.step_complete("Building Engine", 0)
-            monitor.phase_finish("Building Engine")
 
 
 def _fault(network: Any, config: Any) -> str:
@@ -233,7 +220,6 @@ CLASSES: dict[str, type] = {
     "IHostMemory": IHostMemory,
     "ITimingCache": ITimingCache,
     "IOptimizationProfile": IOptimizationProfile,
-    "IProgressMonitor": IProgressMonitor,
     "IBuilderConfig": IBuilderConfig,
     "Builder": Builder,
 }

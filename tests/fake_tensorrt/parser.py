@@ -38,12 +38,6 @@ class ParserError:
     def node(self) -> int:
         return int(self._fields["node"])
 
-    def node_name(self) -> str:
-        return str(self._fields["node_name"])
-
-    def node_operator(self) -> str:
-        return str(self._fields["node_operator"])
-
 
 class OnnxParser:
     _trt: Any

@@ -109,7 +109,7 @@ def inspect(
     plan = read_inputs(load_spec(pipelines / name, overrides or ()), progress).plan
     description = describe_plan(plan)
     if plan.builds_engine:
-        rehearsed = describe_rehearsal(plan, find_lock(repository, name))
+        rehearsed = describe_rehearsal(plan, find_lock(repository, plan.spec.core.share or name))
         description["gpu"]["rehearsal"] = rehearsed
     if as_json:
         print_json({**description, "cache": str(cache_root())})

@@ -103,6 +103,12 @@ _FAILURES = (
         "Take fp32, or TensorRT 10 or newer",
     ),
     _Failure(
+        r"HW-specific datatypes",
+        "core.precision",
+        "must be one that the GPU computes in",
+        "Take fp16, or a newer GPU",
+    ),
+    _Failure(
         r"Could not find any implementation for node|no implementation available",
         "core.precision",
         "must leave TensorRT a kernel for every layer on this GPU",
@@ -189,10 +195,13 @@ def _node_of(error: Any, onnx: Path) -> str:
     """Node, operator and place that an error is about; 8.6 names a node by its number only."""
     import onnx as library
 
+    number = int(error.node())
+    if number < 0:
+        return "the graph"
     graph = library.load(onnx, load_external_data=False).graph
     if hasattr(error, "node_name"):
         name, operator = error.node_name(), error.node_operator()
-    elif 0 <= (number := int(error.node())) < len(graph.node):
+    elif number < len(graph.node):
         name, operator = node_name(graph.node[number]), graph.node[number].op_type
     else:
         return "the graph"

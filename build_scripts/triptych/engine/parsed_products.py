@@ -57,7 +57,7 @@ def check_products(
             "core.precision",
             f"must be {precision} in every matrix product that is not kept in fp32 on purpose",
             given=", ".join(wrong[:NAMED]) + rest,
-            remedy="Take another core.precision, and report it",
+            remedy="Run `triptych build` again; else take another core.precision, and report it",
         )
     return counts
 

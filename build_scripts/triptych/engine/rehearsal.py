@@ -20,19 +20,18 @@ from triptych.engine import rtx
 from triptych.engine.rehearsal_worker import REPLY_FILE, REQUEST_FILE
 from triptych.errors import Progress, UserError
 from triptych.files import scratch_folder
-from triptych.formatting import amount
 from triptych.plan.engine_spec import EnginePlan
 from triptych.repository.records import Rehearsal, read_record
 
 TIMEOUT_S = 900.0
-"""MiniLM takes 3 s; a model of 7e9 parameters is read and written in minutes."""
+"""MiniLM takes 3 s: what takes this long stands still."""
 
 GET_IT = "pip install -e .[tensorrt]"
 WITHOUT = "build with --no-rehearsal"
 _CODE = (
     *("engine/api.py", "engine/graph.py", "engine/make.py", "engine/messages.py"),
-    *("engine/parsed_products.py", "engine/rehearsal*.py", "engine/request.py", "engine/rtx.py"),
-    *("graph/*.py", "plan/engine_spec.py"),
+    *("engine/parsed_products.py", "engine/place.py", "engine/rehearsal*.py", "engine/request.py"),
+    *("engine/rtx.py", "graph/*.py", "plan/engine_spec.py"),
 )
 _RECORD_FILE = "rehearsal.json"
 _WORKER = (sys.executable, "-m", "triptych.engine.rehearsal_worker")
@@ -100,7 +99,7 @@ def describe(rehearsal: Rehearsal) -> str:
     products = ", ".join(f"{count} {kind}" for kind, count in rehearsal.products.items())
     return (
         f"TensorRT for RTX {rehearsal.tensorrt_rtx} for compute capability "
-        f"{rehearsal.compute_capability}: {amount(rehearsal.layers, 'layer')}, products: "
+        f"{rehearsal.compute_capability}: {rehearsal.layers:,} layers, products: "
         f"{products or 'none'}, {rehearsal.size_bytes / 1e6:.1f} MB"
     )
 
@@ -130,7 +129,7 @@ def ask(
         except OSError as missing:
             raise _no_answer(_ending(done.returncode, done.stdout)) from missing
     if error := reply.get("error"):
-        remedy = f"{error['remedy'] or 'Report it'}; or {WITHOUT}"
+        remedy = f"{error['remedy'] or 'Report it'}; or {WITHOUT}: your own TensorRT may take it"
         raise UserError(error["field"], error["rule"], given=error["given"], remedy=remedy)
     found: dict[str, Any] = reply["found"]
     return found

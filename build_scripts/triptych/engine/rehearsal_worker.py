@@ -15,7 +15,7 @@ from typing import Any
 from triptych.engine.make import make_engine
 from triptych.engine.parsed_products import check_products
 from triptych.engine.request import make_request
-from triptych.engine.rtx import RtxApi
+from triptych.engine.rtx import RtxApi, buildable
 from triptych.errors import UserError
 from triptych.plan.engine_spec import EnginePlan
 
@@ -26,7 +26,8 @@ REPLY_FILE = "reply.json"
 def rehearse(asked: dict[str, Any]) -> dict[str, Any]:
     """Parse, check and build; see `repository.records.Rehearsal` for what is returned."""
     api = RtxApi(asked["compute_capability"])
-    request = make_request(Path(asked["onnx"]), EnginePlan.from_dict(asked["plan"]), api)
+    plan = buildable(EnginePlan.from_dict(asked["plan"]))
+    request = make_request(Path(asked["onnx"]), plan, api)
     seen: dict[str, Any] = {}
 
     def look(network: Any) -> None:
@@ -34,9 +35,9 @@ def rehearse(asked: dict[str, Any]) -> dict[str, Any]:
         seen["products"] = check_products(network, request, asked["fp32_products"])
 
     started = time.monotonic()
-    plan = make_engine(api, request, timing_file=None, tell=_tell_nobody, look=look)
+    engine = make_engine(api, request, timing_file=None, tell=_tell_nobody, look=look)
     seconds = time.monotonic() - started
-    return {"tensorrt_rtx": api.version, "size_bytes": len(plan), "seconds": seconds, **seen}
+    return {"tensorrt_rtx": api.version, "size_bytes": len(engine), "seconds": seconds, **seen}
 
 
 def _tell_nobody(_line: str) -> None:

@@ -1,18 +1,21 @@
 """TensorRT for RTX, which builds without a GPU or driver, behind the interface of `Api`.
 
-It has the parser, builder and strong typing of TensorRT 11 (taken from the bindings of 1.7.1).
-What differs, and is dealt with here: the name of its module, versions of its own, a compute
-capability that must be named where there is no GPU, and that it knows fewer of those.
+It has the parser, builder and strong typing of TensorRT 11 (seen of 1.7.1). What differs, and is
+dealt with here: the name of its module, versions of its own, a compute capability that must be
+named where there is no GPU, fewer of those, and settings that it has not (`buildable`). It has no
+use for times of kernels, which it measures where an engine runs: its timing caches do nothing.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from dataclasses import replace
 from typing import Any
 
 from triptych.engine.api import Api
 from triptych.errors import UserError
+from triptych.plan.engine_spec import EnginePlan
 
 DISTRIBUTION = "tensorrt-rtx-cu12-bindings"
 MODULE = "tensorrt_rtx_bindings"
@@ -39,6 +42,16 @@ def nearest(compute_capability: str) -> str:
     wanted = _numbers(compute_capability)
     older = [one for one in COMPUTE_CAPABILITIES if _numbers(one) <= wanted]
     return older[-1] if older else COMPUTE_CAPABILITIES[0]
+
+
+def buildable(plan: EnginePlan) -> EnginePlan:
+    """The plan without what TensorRT for RTX cannot build where there is no GPU.
+
+    A version-compatible plan holds the lean runtime, which its packages lack; for one that can be
+    refitted it asks CUDA; other hardware is a setting that it warns of and ignores.
+    """
+    left_out = {"version_compatible": False, "refit": False, "hardware": "none"}
+    return replace(plan, options={**plan.options, **left_out})
 
 
 class RtxApi(Api):
