@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from triptych.precision import float_nodes
 from triptych.precision.activations import model_ranges
 from triptych.precision.float16 import convert
 from triptych.precision.recipe import Recipe
+from triptych.repository.records import Conversion, plain_record, read_record
 
 FP16, BF16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 KIND = {"fp16": FP16, "bf16": BF16}
@@ -271,7 +273,10 @@ def test_ranges_are_the_largest_magnitudes_over_all_batches(tmp_path: Path) -> N
     assert ranges["a"] == pytest.approx(np.abs(a).max(), rel=1e-5)
     assert ranges["b"] == pytest.approx(a.max(), rel=1e-5)
     infinite = cases.two_layers(tmp_path / "inf", node("Div", "a zero", "b"), zero=constant(0.0))
-    assert model_ranges(onnx.load(infinite), [{"x": x}])["b"] == np.inf
+    found = model_ranges(onnx.load(infinite), [{"x": x}])
+    assert found["b"] == np.inf
+    recorded = json.dumps(plain_record(Conversion((), ranges=found)))
+    assert np.isnan(read_record(Conversion, json.loads(recorded)).ranges["b"])
 
 
 def chain(folder: Path) -> Path:

@@ -46,7 +46,8 @@ class Conversion:
         layers: what can be kept in higher precision, in the order of the graph.
         kept: those that are.
         reasons: kept layer to why, where the converter itself decided it.
-        ranges: layer (or value) to the largest magnitude that calibration rows showed there.
+        ranges: layer (or value) to the largest magnitude that calibration rows showed there; it
+            may be infinite, as that of the logarithm of 0.
         notes: what else a user should know, a sentence each.
         layer_errors: layer to the error of the core's outputs by its conversion alone, where
             layers had to be kept for the gate.
@@ -61,7 +62,7 @@ class Conversion:
     layers: tuple[str, ...]
     kept: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
-    ranges: Mapping[str, float] = field(default_factory=dict)
+    ranges: Mapping[str, Number] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     layer_errors: Mapping[str, float] = field(default_factory=dict)
     batch_ms: Mapping[str, float] = field(default_factory=dict)
