@@ -32,9 +32,10 @@ def _spread(model: Any, tokenizer: Any, texts: list[str]) -> Any:
         encoded = tokenizer(texts[:60], padding=True, truncation=True, return_tensors="pt")
         logits = model(**encoded).logits
     with torch.no_grad():
-        scale = 2.0 / logits.std(0)
+        # Cut short: processors add up in other orders, and a repository's bytes are on record.
+        scale = (2.0 / logits.std(0)).bfloat16().float()
         last.weight.mul_(scale[:, None])
-        last.bias.sub_(logits.mean(0)).mul_(scale)
+        last.bias.sub_(logits.mean(0).bfloat16().float()).mul_(scale)
     return model
 
 
