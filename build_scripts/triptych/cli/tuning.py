@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +26,7 @@ from triptych.cli.options import (
     report_into,
     status,
 )
+from triptych.cli.running import stoppable
 from triptych.errors import UserError
 
 Slos = Annotated[
@@ -139,7 +137,7 @@ def bench(
         baselines=baseline,
         price=price,
     )
-    with _stoppable():
+    with stoppable():
         result = bench_pipeline(
             read_inputs(spec, progress),
             repository,
@@ -232,7 +230,7 @@ def tune(
         overrides=tuple(overrides or ()),
     )
     try:
-        with _stoppable():
+        with stoppable():
             result = tune_pipeline(folder, repository, tuning, progress)
     except (GateFailure, LintFailure) as failure:
         told = f"{failure}; `triptych build {name}` shows all of it"
@@ -290,17 +288,3 @@ def seconds_of(option: str, text: str) -> float:
             option, "must be a time, as 90s, 15m or 1h", given=text, remedy="Add the unit"
         )
     return seconds
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """A SIGTERM ends the verb as Ctrl-C does: servers stopped, nothing left behind."""
-
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
