@@ -23,7 +23,7 @@ from triptych.report.pages import render
 from triptych.requests.inputs import task_of
 from triptych.server.ports import claim_ports
 from triptych.ui.asking import Asker, Reply, total_us
-from triptych.ui.form import Form
+from triptych.ui.form import SECOND, Form
 from triptych.ui.shown import Shown, show
 
 EXAMPLES = 8
@@ -199,7 +199,9 @@ def _answer(pipeline: Pipeline, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, 
         asked = pipeline.form.read(given)
         reply = pipeline.asker.ask(asked)
     except (InferenceError, OSError) as error:
-        page = _page(pipeline, values, chosen, error=str(error))
+        alone = not given.get(SECOND)  # no row needs to be named
+        said = error.message if isinstance(error, InferenceError) and alone else str(error)
+        page = _page(pipeline, values, chosen, error=said)
         return HTTPStatus.UNPROCESSABLE_ENTITY, page
     shown = show(pipeline.form.view.kind, asked.rows, reply.rows)
     preview = [given[name] for name in images]
