@@ -111,6 +111,7 @@ def bench(
     from triptych.cli.bench_tables import print_bench
     from triptych.pipeline.slo import parse_slo
     from triptych.pipeline.spec import load_spec
+    from triptych.report.load_card import write_figures
     from triptych.report.load_write import write_bench_report
     from triptych.requests.inputs import read_inputs
 
@@ -147,6 +148,8 @@ def bench(
             metrics_url=metrics_url,
         )
     report_into(lambda folder: write_bench_report(result, folder), reports / name / "bench")
+    if url is None:
+        progress("card", write_figures(result, repository))
     if as_json:
         print_json(to_json(result))
     else:

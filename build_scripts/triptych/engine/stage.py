@@ -21,7 +21,15 @@ from triptych.engine.timing import timing_file
 from triptych.errors import Progress, UserError
 from triptych.graph.files import MODEL_FILE
 from triptych.plan.engine_spec import EnginePlan
-from triptych.repository.lock import LOCK_FILE, PLAN_FILE, SAMPLES_FILE, Lock, find_lock, read_lock
+from triptych.repository.lock import (
+    FIGURES_FILE,
+    LOCK_FILE,
+    PLAN_FILE,
+    SAMPLES_FILE,
+    Lock,
+    find_lock,
+    read_lock,
+)
 from triptych.repository.records import (
     EngineCheck,
     EngineRecord,
@@ -284,7 +292,7 @@ class _Stage:
             file.relative_to(self._repository).as_posix(): file
             for model in (self._model, self._owner)
             for file in sorted((self._repository / model).rglob("*"))
-            if file.is_file() and file.parent.name != "__pycache__"
+            if file.is_file() and file.parent.name != "__pycache__" and file.name != FIGURES_FILE
         }
         hashes = {**self._lock.files, plan_path: record.plan_sha256}
         lock = replace(self._lock, engine=record, files=dict(sorted(hashes.items())))

@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._plain(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         else:
             kind = self.headers.get("Content-Type", "")
-            self._send(*_answer(self.server.pipeline, _read(kind, self.rfile.read(int(size)))))
+            self._send(*answer(self.server.pipeline, _read(kind, self.rfile.read(int(size)))))
 
     def log_message(self, *_: object) -> None:
         """Nothing: what people ask is not for a log."""
@@ -183,8 +183,8 @@ def _chosen(pipeline: Pipeline, number: str) -> TrafficRow | None:
     return pipeline.examples[int(number)] if known else None
 
 
-def _answer(pipeline: Pipeline, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, str]:
-    """What becomes of a submitted form."""
+def answer(pipeline: Pipeline, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, str]:
+    """What becomes of a submitted form, given by field: the status, and the page."""
     images = [tensor.name for tensor in pipeline.form.inputs if tensor.content == "image"]
     given: dict[str, str | bytes] = {
         name: content if name in images else _text(content) for name, content in sent.items()
