@@ -167,6 +167,29 @@ def test_a_page_answers_refuses_and_is_of_no_use_to_other_sites(page: DemoPage) 
     assert fetch(f"{page.url}etc/passwd")[0] == 404
 
 
+@pytest.mark.server
+def test_the_verb_attaches_to_a_server_and_leaves_it_running(
+    page: DemoPage, tmp_path: Path
+) -> None:
+    """Without a repository here: what the pipeline's folder says is enough."""
+    grpc, folder = page.pipeline.asker.url, page.pipeline.folder
+    command = [TRIPTYCH, "ui", folder.name, f"--pipelines={folder.parent}", f"--url={grpc}"]
+    command += [f"--repository={tmp_path}", "--json"]
+    busy = page.url.rstrip("/").rpartition(":")[2]
+    refused = subprocess.run([*command, f"--port={busy}"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "`--port` must be a free port" in refused.stderr
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--port=0"], text=True, **piped) as process:  # type: ignore[call-overload]
+        told = json.loads(process.stdout.readline())
+        assert told["grpc"] == grpc
+        assert post(told["page"], {"text": "x"})[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30)[1] == "stopped\n"
+    assert process.returncode == 0
+    assert post(page.url, {"text": "x"})[0] == 200
+
+
 @pytest.fixture
 def demo(tmp_path: Path, minilm_folder: Path) -> Iterator[Any]:
     """`triptych ui` on a small tagger, built here."""

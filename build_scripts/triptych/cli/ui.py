@@ -54,7 +54,7 @@ def ui(
     from triptych.repository.store import complete
     from triptych.server.endpoint import check_built
     from triptych.server.exchange import Exchange
-    from triptych.server.ports import is_loopback
+    from triptych.server.ports import claim_ports, is_loopback
     from triptych.server.production import check_and_make_flags
     from triptych.server.server import Server
     from triptych.ui.page import DemoPage, open_pipeline
@@ -63,6 +63,7 @@ def ui(
         check_built(repository, name)
         complete(repository)
         check_and_make_flags(repository, production=False)
+    port = claim_ports(host, {"--port": port})["--port"]  # before a server is started for nothing
     spec = _built_or_written(name, repository, pipelines)
     if not is_loopback(host):
         warn(f"{host} is reached from other machines, and the page asks nobody who they are")

@@ -21,7 +21,6 @@ from triptych.pipeline.spec import PipelineSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.report.pages import render
 from triptych.requests.inputs import task_of
-from triptych.server.ports import claim_ports
 from triptych.ui.asking import Asker, Reply, total_us
 from triptych.ui.form import SECOND, Form
 from triptych.ui.shown import Shown, show
@@ -96,7 +95,7 @@ class DemoPage(ThreadingHTTPServer):
         port: 0 picks a free one.
 
     Raises:
-        UserError: the port is busy, or the host no address of this machine.
+        OSError: nothing can listen there.
     """
 
     daemon_threads = True
@@ -104,9 +103,8 @@ class DemoPage(ThreadingHTTPServer):
     def __init__(self, pipeline: Pipeline, host: str, port: int) -> None:
         self.pipeline = pipeline
         self.only_here = is_loopback(f"{host}:0")
-        port = claim_ports(host, {"--port": port})["--port"]
         super().__init__((host, port), _Handler)
-        self.url = f"http://{host}:{port}/"
+        self.url = f"http://{host}:{self.server_port}/"
 
     def __enter__(self) -> DemoPage:
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -120,6 +118,7 @@ class DemoPage(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: DemoPage
+    server_version, sys_version = "triptych", ""
     timeout = _READ_TIMEOUT_S
 
     def do_GET(self) -> None:
