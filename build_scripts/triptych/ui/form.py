@@ -33,7 +33,6 @@ class Field:
         kind: of control.
         choices: of a list to choose from.
         hint: what holds where nothing is chosen; empty where nothing does.
-        optional: whether it may stay empty.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Field:
     kind: Kind
     choices: tuple[str, ...] = ()
     hint: str = ""
-    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Form:
         ]
         if self.compares:
             label = f"another {self.inputs[0].name} to compare with"
-            found.append(Field(SECOND, label, "text", optional=True))
+            found.append(Field(SECOND, label, "text"))
         return found + [self._parameter(name, rule) for name, rule in self.rules.items()]
 
     def first_values(self, example: TrafficRow | None) -> dict[str, str]:
@@ -122,7 +120,7 @@ class Form:
         choices: Sequence[str] = _BOOL if rule["type"] == "bool" else rule.get("choices") or ()
         kind = "choice" if choices else _KINDS.get(rule["type"], "line")
         hint = _as_text(request_parameter(self.defaults.get(name)))
-        return Field(_PARAMETER + name, name, kind, tuple(choices), hint, optional=True)
+        return Field(_PARAMETER + name, name, kind, tuple(choices), hint)
 
 
 def _as_text(value: Parameter | None) -> str:
