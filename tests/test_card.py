@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from conftest import lock_data
+from load_samples import bench, subject
 from triptych.model.licence import read_licence
+from triptych.report.load_card import write_figures
+from triptych.repository.lock import build_id
+from triptych.repository.render import Content
+from triptych.repository.store import write_models
 
 
 def test_the_licence_is_what_the_models_card_names(tmp_path: Path) -> None:
@@ -22,6 +27,31 @@ def test_the_licence_is_what_the_models_card_names(tmp_path: Path) -> None:
         assert read_licence(tmp_path) == licence, text
     (tmp_path / "README.md").write_bytes(b"\xff")
     assert read_licence(tmp_path) == ""
+
+
+def test_a_card_never_has_figures_of_another_build(tmp_path: Path) -> None:
+    files: dict[str, Content] = {"minilm/triptych.lock.json": b"one", "minilm/1/.keep": b""}
+    write_models(tmp_path / "repository", files)
+    measured = subject(build=build_id(tmp_path / "repository", "minilm"))
+    page = tmp_path / "repository/minilm/BENCH.md"
+    assert write_figures(bench(subject=measured), tmp_path / "repository") == str(page)
+    text = page.read_text(encoding="utf-8")
+    for words in (
+        "# Speed of minilm\n",
+        "Best: ",
+        "| 32 clients | ",
+        "at 2026-01-02T03:04:05Z",
+        "Some Xeon",
+    ):
+        assert words in text, words
+    assert write_models(tmp_path / "repository", files) == []  # what was built is what is there
+    assert page.is_file()
+    files["minilm/triptych.lock.json"] = b"two"
+    assert write_models(tmp_path / "repository", files) == ["minilm"]
+    assert not page.exists()
+    said = write_figures(bench(subject=measured), tmp_path / "repository")
+    assert "has been built anew" in said
+    assert not page.exists()
 
 
 def test_a_built_pipeline_has_its_card(minilm_repository: Path) -> None:

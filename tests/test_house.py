@@ -15,6 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = (
     "cli",
     "api",
+    "ui",
     "report",
     "dev",
     "tune",

@@ -19,6 +19,8 @@ from task_reference import answer_spans, image_bytes
 from triptych.client import Client, InvalidRequest
 from triptych.container.health import QUESTION_FILE, find_fault
 from triptych.container.locks import find_pipelines
+from triptych.pipeline.spec import load_spec
+from triptych.ui.page import answer, open_pipeline
 
 pytestmark = pytest.mark.server
 TEXTS = [
@@ -350,3 +352,21 @@ def test_a_bad_request_fails_alone(server: Any, case: int) -> None:
                 same(values[0], before[key][0])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("pipeline", [*NAMES, "images"])
+def test_the_demo_page_shows_the_answer_of_an_example(
+    server: Any, repository: Path, pipeline: str
+) -> None:
+    folder = repository.parent / "pipelines" / pipeline
+    page = open_pipeline(load_spec(folder), folder, server.grpc_url, 30.0)
+    first = page.form.first_values(page.examples[0])
+    sent = {name: b"" if name == "image" else text.encode() for name, text in first.items()}
+    status, html = answer(page, {**sent, "example": b"0"})
+    page.asker.close()
+    assert status == 200, html
+    kind = page.form.view.kind
+    wanted = {"choices": "<meter", "entities": "<mark ", "answer": "<mark ", "outputs": "score: "}
+    assert wanted[kind] in html, html
+    assert f"{pipeline}_core</th>" in html
+    assert ('src="data:' in html) == (pipeline == "images")

@@ -32,7 +32,7 @@ from triptych.bench.rates import highest_rate
 from triptych.cache import versions_of
 from triptych.errors import Progress, UserError
 from triptych.pipeline.slo import Slo
-from triptych.repository.lock import find_lock
+from triptych.repository.lock import build_id, find_lock
 from triptych.requests.inputs import PipelineInputs
 from triptych.server.endpoint import served
 from triptych.server.processor import processor
@@ -126,6 +126,8 @@ def bench_pipeline(
     """
     inputs = inputs.as_built(repository)
     name = inputs.plan.spec.name
+    # What a server elsewhere has loaded may be of another build.
+    build = build_id(repository, name) if url is None else ""
     with ExitStack() as stack:
         endpoint = stack.enter_context(
             served(repository, name, url, progress, metrics_url=metrics_url)
@@ -146,8 +148,9 @@ def bench_pipeline(
                 budget_s=bench.budget_s / 2,
                 progress=progress,
             )
+    subject = subject_of(inputs, repository, server="embedded" if url is None else url)
     return BenchResult(
-        subject=subject_of(inputs, repository, server="embedded" if url is None else url),
+        subject=replace(subject, build=build),
         points=points,
         baselines=others,
         slo=bench.slo,

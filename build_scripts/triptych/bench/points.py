@@ -246,6 +246,7 @@ class Subject:
     requests: int  # different ones in the traffic
     lengths: dict[int, int]  # tokens of a core row to rows of the traffic; empty for images
     padding: float  # share of the computed tokens that are padding, for this traffic
+    build: str = ""  # `build_id` of what was measured; empty where that is not known
 
 
 @dataclass(frozen=True)

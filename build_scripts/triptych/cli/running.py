@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from triptych.cli.options import progress, status
@@ -41,3 +43,17 @@ def run(
 def warn(line: str) -> None:
     """Tell what did not go well and ended nothing."""
     status.print(f"warning: {line}", style="yellow", markup=False)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """A SIGTERM ends the verb as Ctrl-C does: servers stopped, nothing left behind."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +26,7 @@ from triptych.cli.options import (
     report_into,
     status,
 )
+from triptych.cli.running import stoppable
 from triptych.errors import UserError
 
 Slos = Annotated[
@@ -113,6 +111,7 @@ def bench(
     from triptych.cli.bench_tables import print_bench
     from triptych.pipeline.slo import parse_slo
     from triptych.pipeline.spec import load_spec
+    from triptych.report.load_card import write_figures
     from triptych.report.load_write import write_bench_report
     from triptych.requests.inputs import read_inputs
 
@@ -139,7 +138,7 @@ def bench(
         baselines=baseline,
         price=price,
     )
-    with _stoppable():
+    with stoppable():
         result = bench_pipeline(
             read_inputs(spec, progress),
             repository,
@@ -149,6 +148,8 @@ def bench(
             metrics_url=metrics_url,
         )
     report_into(lambda folder: write_bench_report(result, folder), reports / name / "bench")
+    if url is None:
+        progress("card", write_figures(result, repository))
     if as_json:
         print_json(to_json(result))
     else:
@@ -232,7 +233,7 @@ def tune(
         overrides=tuple(overrides or ()),
     )
     try:
-        with _stoppable():
+        with stoppable():
             result = tune_pipeline(folder, repository, tuning, progress)
     except (GateFailure, LintFailure) as failure:
         told = f"{failure}; `triptych build {name}` shows all of it"
@@ -290,17 +291,3 @@ def seconds_of(option: str, text: str) -> float:
             option, "must be a time, as 90s, 15m or 1h", given=text, remedy="Add the unit"
         )
     return seconds
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """A SIGTERM ends the verb as Ctrl-C does: servers stopped, nothing left behind."""
-
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -100,7 +100,7 @@ def open_channel(
             ("grpc.keepalive_timeout_ms", int(keep_alive.timeout_s * 1000)),
             ("grpc.keepalive_permit_without_calls", int(keep_alive.without_calls)),
         ]
-    if _is_loopback(url):
+    if is_loopback(url):
         # gRPC would send even this machine's own traffic to the proxy of the environment.
         options.append(("grpc.enable_http_proxy", 0))
     if tls is None:
@@ -121,7 +121,8 @@ def check_url(url: str) -> None:
         )
 
 
-def _is_loopback(url: str) -> bool:
+def is_loopback(url: str) -> bool:
+    """Whether ``host:port`` names this machine itself, whatever a name server says."""
     host = url.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

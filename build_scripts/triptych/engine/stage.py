@@ -22,7 +22,15 @@ from triptych.engine.timing import timing_file
 from triptych.errors import Progress, UserError
 from triptych.graph.files import MODEL_FILE, hashes_of_graph
 from triptych.plan.engine_spec import EnginePlan
-from triptych.repository.lock import LOCK_FILE, PLAN_FILE, SAMPLES_FILE, Lock, find_lock, read_lock
+from triptych.repository.lock import (
+    FIGURES_FILE,
+    LOCK_FILE,
+    PLAN_FILE,
+    SAMPLES_FILE,
+    Lock,
+    find_lock,
+    read_lock,
+)
 from triptych.repository.records import (
     EngineCheck,
     EngineRecord,
@@ -329,7 +337,7 @@ class _Stage:
             file.relative_to(self._repository).as_posix(): file
             for model in (self._model, self._owner)
             for file in sorted((self._repository / model).rglob("*"))
-            if file.is_file() and file.parent.name != "__pycache__"
+            if file.is_file() and file.parent.name != "__pycache__" and file.name != FIGURES_FILE
         }
         files |= {**made, f"{self._owner}/{LOCK_FILE}": lock.as_bytes()}
         changed = write_models(self._repository, files)

@@ -20,6 +20,11 @@ def prose(text: Any) -> Markup:
     return shown(text, PROSE)
 
 
+def lines(text: Any) -> Markup:
+    """`text` as `plain` shows it, its lines as they are."""
+    return Markup("\n").join(plain(line) for line in str(text).split("\n"))
+
+
 def render(template: str, **values: Any) -> str:
     """A page that needs nothing beside itself: no network, no script, no font.
 
@@ -46,7 +51,7 @@ PAGES = Environment(
 )
 for _name in ("code", "figure", "milliseconds", "percent", "rounded", "shown"):
     PAGES.filters[_name] = getattr(formatting, _name)
-PAGES.filters |= {"prose": prose, "thousands": "{:,}".format}
+PAGES.filters |= {"lines": lines, "prose": prose, "thousands": "{:,}".format}
 PAGES.globals |= {
     "amount": formatting.amount,
     "figures": formatting.figures,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -25,6 +26,9 @@ PLAN_FILE = "model.plan"
 
 SAMPLES_FILE = "engine_samples.npz"
 """Beside the lock: core rows that an engine is checked on."""
+
+FIGURES_FILE = "BENCH.md"
+"""Beside the lock, and not in it: what `bench` measured of this build. It goes with the build."""
 
 SCHEMA = 4
 
@@ -198,6 +202,12 @@ def find_lock(repository: Path, pipeline: str) -> Lock | None:
         return read_lock(repository, pipeline)
     except UserError:
         return None
+
+
+def build_id(repository: Path, pipeline: str) -> str:
+    """What tells one build from all others: SHA-256 of its lock; empty where there is none."""
+    path = repository / pipeline / LOCK_FILE
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Literal, get_args
 from triptych.cache import sha256_of
 from triptych.errors import UserError
 from triptych.files import clear_scratch, scratch_folder, sync, sync_folder, told_to_user
+from triptych.repository.lock import FIGURES_FILE
 from triptych.repository.render import Content
 
 COMMIT_MARK = "commit"
@@ -143,13 +144,14 @@ def locked(repository: Path) -> Iterator[None]:
 def _holds(model: Path, contents: Mapping[str, Content]) -> bool:
     """Whether the folder `model` holds exactly `contents` (relative path -> content).
 
-    Byte code does not count: a Python step that was served has left it there.
+    Byte code does not count: a Python step that was served has left it there. Nor do figures of
+    `bench`: they stay until anything else changes, and then go with the folder.
     """
     there = {
         str(path.relative_to(model))
         for path in model.rglob("*")
         if path.is_file() and path.parent.name != "__pycache__"
-    }
+    } - {FIGURES_FILE}
     if there != set(contents):
         return False
     return all(

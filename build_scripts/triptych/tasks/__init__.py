@@ -5,7 +5,7 @@ from triptych.tasks.fill_mask import FILL_MASK
 from triptych.tasks.image_classification import IMAGE_CLASSIFICATION
 from triptych.tasks.question_answering import QUESTION_ANSWERING
 from triptych.tasks.reranking import RERANKING
-from triptych.tasks.task import Core, Rule, Task
+from triptych.tasks.task import Core, Rule, Task, View
 from triptych.tasks.text_classification import TEXT_CLASSIFICATION
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
 from triptych.tasks.token_classification import TOKEN_CLASSIFICATION
@@ -39,4 +39,4 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-__all__ = ["TASKS", "Core", "Rule", "Task", "find_task"]
+__all__ = ["TASKS", "Core", "Rule", "Task", "View", "find_task"]

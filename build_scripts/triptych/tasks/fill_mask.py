@@ -6,7 +6,7 @@ from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
 from triptych.tasks.metrics.choices import compare_tokens
 from triptych.tasks.metrics.labelled import TOKEN_ACCURACY
-from triptych.tasks.parts import TEXT, choosing_core, top_k
+from triptych.tasks.parts import BEST_CHOICES, TEXT, choosing_core, top_k
 from triptych.tasks.task import LARGEST_TOP_K, Task
 from triptych.tensors import Tensor
 
@@ -34,5 +34,6 @@ FILL_MASK = Task(
     parameters=lambda facts: top_k(LARGEST_TOP_K, default=5),
     settings=lambda facts: {"mask_token": facts.mask_token, "mask_token_id": facts.mask_token_id},
     decodes_tokens=True,
+    view=BEST_CHOICES,
     check=_check,
 )

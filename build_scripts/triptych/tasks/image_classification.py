@@ -6,7 +6,7 @@ from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
 from triptych.tasks.metrics.choices import LABEL_METRICS, compare_labels
 from triptych.tasks.metrics.labelled import LABEL_ACCURACY
-from triptych.tasks.parts import CHOICES, choosing_core, has_labels, labels, top_k
+from triptych.tasks.parts import BEST_CHOICES, CHOICES, choosing_core, has_labels, labels, top_k
 from triptych.tasks.task import Core, Parameters, Task
 from triptych.tensors import Tensor
 
@@ -38,6 +38,7 @@ IMAGE_CLASSIFICATION = Task(
     labelled=LABEL_ACCURACY,
     parameters=lambda facts: top_k(len(facts.labels), default=5),
     settings=labels,
+    view=BEST_CHOICES,
     request_rows=8,  # decoding takes long: a request with many images would hold up the others
     check=_check,
 )

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
-from triptych.tasks.task import LARGEST_TOP_K, Core, Reads, Rule
+from triptych.tasks.task import LARGEST_TOP_K, Core, Reads, Rule, View
 from triptych.tensors import Tensor
 
 TEXT = Tensor("text", "BYTES", (1,))
 TEXT_PAIR = Tensor("text_pair", "BYTES", (1,))
 CHOICES = (Tensor("label", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",)))
+BEST_CHOICES = View("choices", asks={"top_k": 5})
 SEQUENCE_CLASSIFIER = "AutoModelForSequenceClassification"
 
 

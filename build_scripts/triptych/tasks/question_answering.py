@@ -5,7 +5,7 @@ from __future__ import annotations
 from triptych.tasks.metrics.labelled import ANSWER_F1
 from triptych.tasks.metrics.spans import compare_answers
 from triptych.tasks.parts import TEXT, TEXT_PAIR
-from triptych.tasks.task import Core, Rule, Task
+from triptych.tasks.task import Core, Rule, Task, View
 from triptych.tensors import Tensor
 
 _CORE = Core(
@@ -36,5 +36,6 @@ QUESTION_ANSWERING = Task(
         "impossible_answer": Rule("bool", default=False),
     },
     carries=True,
+    view=View("answer"),
     max_length=384,  # as transformers' pipeline has it
 )

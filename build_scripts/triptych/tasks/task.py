@@ -24,6 +24,11 @@ logits of a span's start and of its end."""
 Parameters = Mapping[str, Any]
 """Request parameters with a value each: the pipeline's own, where a request names none."""
 
+ViewKind = Literal["choices", "entities", "answer", "vectors", "outputs"]
+"""What a person sees of an answer: labels with bars for their scores; the text of `text` with its
+entities marked; `text_pair` with the answer in it marked; vectors and how alike two are; or the
+outputs as they are."""
+
 LARGEST_TOP_K = 64
 """Most choices that leave the core: a request cannot ask for more."""
 
@@ -81,6 +86,20 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class View:
+    """How the demo page shows a task's answers.
+
+    Attributes:
+        kind: what is shown.
+        asks: parameters that the page asks for where its user names none, as far as the pipeline's
+            limits allow.
+    """
+
+    kind: ViewKind
+    asks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Task:
     """One kind of inference.
 
@@ -105,6 +124,7 @@ class Task:
         decodes_tokens: whether postprocess needs the tokenizer.
         max_length: tokens of a core row unless the spec says otherwise; None for the model's own.
         request_rows: most rows of a request; None for as many as a batch holds.
+        view: how the demo page shows an answer.
         example: of outputs whose JSON has a form: what one row may hold, for `triptych test`.
         check: raises `UserError` where a model does not fit the task.
     """
@@ -127,6 +147,7 @@ class Task:
     decodes_tokens: bool = False
     request_rows: int | None = None
     max_length: int | None = None
+    view: View = View("outputs")
     example: Mapping[str, object] = field(default_factory=dict)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from triptych.tasks.metrics.choices import LABEL_METRICS, compare_labels
 from triptych.tasks.metrics.labelled import LABEL_ACCURACY
 from triptych.tasks.parts import (
+    BEST_CHOICES,
     CHOICES,
     SEQUENCE_CLASSIFIER,
     TEXT,
@@ -27,5 +28,6 @@ TEXT_CLASSIFICATION = Task(
     labelled=LABEL_ACCURACY,
     parameters=lambda facts: top_k(len(facts.labels), default=1),
     settings=labels,
+    view=BEST_CHOICES,
     check=has_labels,
 )

@@ -8,7 +8,7 @@ from triptych.model.facts import ModelFacts
 from triptych.tasks.metrics.labelled import SIMILARITY_CORRELATION
 from triptych.tasks.metrics.vectors import COSINES, NEIGHBOURS, compare_vectors
 from triptych.tasks.parts import TEXT
-from triptych.tasks.task import Core, Parameters, Rule, Task
+from triptych.tasks.task import Core, Parameters, Rule, Task, View
 from triptych.tensors import Tensor
 
 
@@ -44,5 +44,6 @@ TEXT_EMBEDDING = Task(
     compare_outputs=compare_vectors,
     labelled=SIMILARITY_CORRELATION,
     parameters=_parameters,
+    view=View("vectors"),
     settings=lambda facts: {"prompts": dict(facts.prompts)},
 )

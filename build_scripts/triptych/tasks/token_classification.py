@@ -6,7 +6,7 @@ from triptych.model.facts import ModelFacts
 from triptych.tasks.metrics.labelled import ENTITY_F1
 from triptych.tasks.metrics.spans import compare_entities
 from triptych.tasks.parts import TEXT, has_labels, labels
-from triptych.tasks.task import Core, Parameters, Rule, Task
+from triptych.tasks.task import Core, Parameters, Rule, Task, View
 from triptych.tensors import Tensor
 
 EXAMPLE = {"entity": "PER", "score": 0.9, "text": "Ada", "start": 0, "end": 3}
@@ -35,6 +35,7 @@ TOKEN_CLASSIFICATION = Task(
     parameters=lambda facts: {"aggregation": Rule("str", default="simple", choices=AGGREGATIONS)},
     settings=labels,
     carries=True,
+    view=View("entities"),
     example={"entities": [EXAMPLE]},
     check=has_labels,
 )

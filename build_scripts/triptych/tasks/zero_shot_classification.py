@@ -9,7 +9,7 @@ from triptych.model.facts import ModelFacts
 from triptych.tasks.metrics.choices import LABEL_METRICS, compare_labels
 from triptych.tasks.metrics.labelled import LABEL_ACCURACY
 from triptych.tasks.parts import CHOICES, SEQUENCE_CLASSIFIER, TEXT
-from triptych.tasks.task import Core, Parameters, Rule, Task
+from triptych.tasks.task import Core, Parameters, Rule, Task, View
 from triptych.tensors import Tensor
 
 
@@ -59,5 +59,6 @@ ZERO_SHOT_CLASSIFICATION = Task(
         "hypothesis_template": Rule("str", default="This example is {}."),
     },
     settings=_settings,
+    view=View("choices"),
     check=_check,
 )
