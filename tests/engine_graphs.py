@@ -154,21 +154,15 @@ def sized_by_values(path: Path) -> list[str]:
     return found
 
 
-def steps(path: Path) -> set[tuple[str, str, int]]:
-    """Which operator follows which in a graph, on values of which type."""
+def operators(path: Path) -> set[tuple[str, int]]:
+    """The operators of a graph with the types of what they make."""
     model = onnx.load(path, load_external_data=False)
     types = value_types(model)
-    makers = {name: node.op_type for node in model.graph.node for name in node.output}
-    return {
-        (makers.get(name, ""), node.op_type, types[name])
-        for node in model.graph.node
-        for name in node.input
-        if name
-    }
+    return {(node.op_type, types[node.output[0]]) for node in model.graph.node}
 
 
 def fewest(graphs: Sequence[Graph], of: Callable[[Path], set[Any]]) -> list[Graph]:
-    """So few of the graphs that each element that `of` finds in any is in one of them."""
+    """So few of the graphs that what `of` finds in any is in one of them."""
     parts = {graph.name: of(graph.path) for graph in graphs}
     left = set().union(*parts.values())
     chosen = []
