@@ -80,6 +80,8 @@ def write_core(config_file: Path, folder: Path, time: CoreTime) -> None:
     config.backend = _BACKEND
     for field in ("batch_input", "batch_output", "model_warmup", "optimization", "parameters"):
         config.ClearField(field)
+    config.ClearField("instance_group")
+    config.instance_group.add(kind="KIND_CPU", count=1)
     (folder / "1").mkdir(parents=True, exist_ok=True)
     (folder / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
     _compile(folder / f"libtriton_{_BACKEND}.so", config.output[0], time)

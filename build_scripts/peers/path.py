@@ -55,7 +55,7 @@ def main() -> int:
     costs: Costs = {}
     limits: dict[int, list[Limit]] = {}
     sources = {
-        layout: build(CACHE / layout, f"core.layout={layout}")
+        layout: build(CACHE / f"gpu-{layout}", f"core.layout={layout}", "core.device=gpu")
         for layout in ("packed", "bucketed")
         if _is_wanted(layout, options)
     }
