@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -90,9 +91,9 @@ class TritonPythonModel:
             for i in order
         ]
         for index, response in zip(order, self._backlog.take(ready), strict=True):
-            if self._by_width and response is not None and answered[index].width < self._width:
-                # Triton joins only neighbours of equal shape into one batch of the core. What is
-                # returned goes there last: to send takes a round trip for each.
+            if self._by_width and response is not None and answered[index].width != self._width:
+                # Triton joins only neighbours of equal shape into one batch of the core. To send
+                # takes a round trip each: the most go by being returned, after all others.
                 send(requests[index].get_response_sender(), response)
             else:
                 responses[index] = response
@@ -101,7 +102,7 @@ class TritonPythonModel:
         return responses
 
     def _in_order(self, answered: dict[int, CoreRows]) -> list[int]:
-        """The requests in the order in which they go to the core; bucketed, the widest last."""
+        """The requests as they go to the core: bucketed by width, the most frequent one last."""
         if not self._by_width or not answered:
             return list(answered)
         widths = joined_widths(
@@ -111,8 +112,11 @@ class TritonPythonModel:
         )
         for (index, core_rows), width in zip(list(answered.items()), widths, strict=True):
             answered[index] = widened(core_rows, width, self._pad_token_id)
-        self._width = max(widths)
-        return sorted(answered, key=lambda index: answered[index].width)
+        self._width, _ = Counter(widths).most_common(1)[0]
+        return sorted(
+            answered,
+            key=lambda index: (answered[index].width == self._width, answered[index].width),
+        )
 
     def finalize(self) -> None:
         self._row_tokens.flush()
