@@ -117,10 +117,6 @@ class Backlog:
                 self._changed.notify()
         return responses
 
-    def core_is_busy(self) -> bool:
-        """Whether the core has work that is not answered yet."""
-        return self._in_flight.rows_in_core() > 0
-
     def _run(self) -> None:
         while True:
             with self._changed:

@@ -44,7 +44,6 @@ class TritonPythonModel:
         self._by_width = settings["layout"] == "bucketed"
         self._batch_tokens: int = settings["batch_tokens"]
         self._pad_token_id: int = settings.get("pad_token_id", 0)
-        self._width = 0
         self._carries = settings["carries"]
         self._maker = RowMaker(settings, folder)
         self._before = find_hook(folder, "before")
@@ -90,8 +89,9 @@ class TritonPythonModel:
             )
             for i in order
         ]
+        last_width = answered[order[-1]].width if order else 0
         for index, response in zip(order, self._backlog.take(ready), strict=True):
-            if self._by_width and response is not None and answered[index].width != self._width:
+            if self._by_width and response is not None and answered[index].width != last_width:
                 # Triton joins only neighbours of equal shape into one batch of the core. To send
                 # takes a round trip each: the most go by being returned, after all others.
                 send(requests[index].get_response_sender(), response)
@@ -105,17 +105,13 @@ class TritonPythonModel:
         """The requests as they go to the core: bucketed by width, the most frequent one last."""
         if not self._by_width or not answered:
             return list(answered)
-        widths = joined_widths(
-            list(answered.values()),
-            batch_tokens=self._batch_tokens,
-            before=self._width if self._backlog.core_is_busy() else 0,
-        )
+        widths = joined_widths(list(answered.values()), batch_tokens=self._batch_tokens)
         for (index, core_rows), width in zip(list(answered.items()), widths, strict=True):
             answered[index] = widened(core_rows, width, self._pad_token_id)
-        self._width, _ = Counter(widths).most_common(1)[0]
+        most = Counter(widths).most_common(1)[0][0]
         return sorted(
             answered,
-            key=lambda index: (answered[index].width == self._width, answered[index].width),
+            key=lambda index: (answered[index].width == most, answered[index].width),
         )
 
     def finalize(self) -> None:

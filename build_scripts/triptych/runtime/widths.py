@@ -10,18 +10,17 @@ import numpy as np
 from .row_types import CoreRows
 
 
-def joined_widths(requests: Sequence[CoreRows], *, batch_tokens: int, before: int = 0) -> list[int]:
+def joined_widths(requests: Sequence[CoreRows], *, batch_tokens: int) -> list[int]:
     """The width of each request: its own, or a wider one's where that costs less than a batch.
 
     Args:
         requests: at least one, each with a width of its own.
         batch_tokens: a batch takes as much time as so many tokens more in another one.
-        before: width of what the core was given last and has not done yet; 0 without.
     """
     rows: Counter[int] = Counter()
     for request in requests:
         rows[request.width] += request.row_count
-    widths = sorted({*rows, max(before, *rows)})
+    widths = sorted(rows)
     targets: dict[int, int] = {}
     joined, count = [], 0
     for width, wider in zip(widths, [*widths[1:], None], strict=True):
