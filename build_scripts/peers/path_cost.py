@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from peers import tutorial
 from triptych.bench import perf_analyzer
 from triptych.bench.resources import SERVER, model_of, process_name, process_tree
 from triptych.bench.statistics import STEPS, ServerCounts
@@ -80,7 +81,7 @@ def measure(
     counts.close()
     answered = {name: counted_after[name] - counted[name] for name in counted}
     rows = answered[model].statistics.rows
-    core = answered.get(f"{model}_core")
+    core = answered.get(f"{model}_core", answered.get(tutorial.CORE))
     batches = max(core.statistics.executions, 1) if core is not None else 1
     return Cost(
         texts_per_s=result.throughput_per_s,

@@ -11,6 +11,7 @@ from peers.model import model_folder
 _TEMPLATE = Path(__file__).parent / "tutorial"
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 ENSEMBLE = "sentence_embedding"
+CORE = "transformer"
 
 
 def write_repository(target: Path, core_time: hops.CoreTime | None = None) -> None:
@@ -22,7 +23,7 @@ def write_repository(target: Path, core_time: hops.CoreTime | None = None) -> No
         shutil.rmtree(target)
     shutil.copytree(_TEMPLATE, target, ignore=shutil.ignore_patterns("__pycache__", ".keep"))
     (target / ENSEMBLE / "1").mkdir()
-    transformer = target / "transformer"
+    transformer = target / CORE
     if core_time is None:
         _export_padded(transformer / "1" / "model.onnx")
     else:
