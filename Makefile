@@ -11,7 +11,7 @@ COMPOSE = TRIPTYCH_USER="$$(id -u):$$(id -g)" docker compose --env-file docker/v
   --file docker/compose.yaml
 export TRITON_IMAGE
 
-.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-tasks grid precisions gpu-test soak fuzz clean
+.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-path compare-tasks grid precisions gpu-test soak fuzz clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -86,6 +86,9 @@ examples: setup  ## Train both examples (minutes), build them and check them on 
 
 compare: setup  ## Measure fp32 and auto precision against infinity-emb, LitServe, MLServer and others
 	$(BIN)/python build_scripts/peers/compare.py
+
+compare-path: setup  ## What tokenizing, hops and decoding cost around a core like a GPU's (ARGS=--full)
+	$(BIN)/python build_scripts/peers/path.py $(ARGS)
 
 compare-tasks: setup  ## Measure every task against transformers' own pipelines
 	$(BIN)/python build_scripts/peers/tasks.py

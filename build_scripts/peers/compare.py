@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from peers import bounds, hops, tutorial
+from peers import bounds, tutorial
 from peers.ensemble import Ensemble
 from peers.http_server import HttpServer
 from peers.infinity import Infinity
@@ -169,22 +169,12 @@ def _turns(
         core = CACHE / "packed" / f"{_NAME}_core" / "1" / "model.onnx"
         return bounds.measure(core, texts, seconds=seconds)
 
-    def hop_cost() -> list[Measurement]:
-        results = []
-        for name, model in (("hops: empty core", _NAME), ("hops: one echo", hops.ECHO)):
-            with Ensemble(name, CACHE / "hops", model) as server:
-                results.append(server.load(texts, clients=32, seconds=seconds))
-        return results
-
     turns = [loads(contender) for contender in contenders]
     packed = CACHE / "packed"
     if _is_wanted("onnxruntime", options):
         if not packed.is_dir():
             build(packed)
         turns.append(in_process)
-    if _is_wanted("hops", options):
-        hops.write_repository(packed if packed.is_dir() else build(packed), _NAME, CACHE / "hops")
-        turns.append(hop_cost)
     return turns
 
 

@@ -1,40 +1,109 @@
-"""What the ensemble itself costs: its real steps around an empty core, against a bare echo."""
+"""Repositories for what the path around a core costs: real steps, a core that only waits, an echo.
+
+The waiting core is a Triton backend in C (``hop/waiting_core.c``), compiled by the machine's `cc`:
+a core in Python would itself take as much of the processor as a step.
+"""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 _FILES = Path(__file__).parent / "hop"
+_BACKEND = "waiting"
 ECHO = "echo"
 
 
-def write_repository(built: Path, pipeline: str, target: Path) -> None:
-    """Copy a built pipeline to `target` with a core that does nothing, and put the echo beside it.
+@dataclass(frozen=True)
+class CoreTime:
+    """How long a batch takes in the core.
+
+    Attributes:
+        batch_us: whatever is in it.
+        row_us: more for each row.
+        token_us: more for each token, padding included.
+    """
+
+    batch_us: float
+    row_us: float
+    token_us: float
+
+
+# BERT-base: NVIDIA's table of TensorRT on an A100, FP16, 128 tokens (demo/BERT/README.md of
+# TensorRT): 0.67 ms for one row, 16.14 ms for 128, which leaves nothing to a row beside its tokens.
+# MiniLM-L6: half the layers, so half the time of a batch; a token in the ratio of the rates that
+# sbert.net lists for all-MiniLM-L6-v2 and all-mpnet-base-v2 on a V100: 14,200 and 2,800 texts/s.
+CORES = {
+    "zero": CoreTime(0.0, 0.0, 0.0),
+    "MiniLM": CoreTime(275.0, 0.0, 0.188),
+    "BERT-base": CoreTime(550.0, 0.0, 0.952),
+}
+
+
+def write_pipeline(built: Path, pipeline: str, target: Path, time: CoreTime) -> Path:
+    """Copy a built pipeline to `target` with a waiting core; returns `target`.
 
     Args:
         built: the repository that `triptych build` wrote.
-        pipeline: the pipeline's name in it.
+        pipeline: the pipeline's name in it; its task has one output of the core, a vector a row.
         target: the repository to write; what is there is replaced.
+        time: of the core.
     """
-    if target.exists():
-        shutil.rmtree(target)
+    _clear(target)
     core = f"{pipeline}_core"
     for name in (pipeline, f"{pipeline}_preprocess", f"{pipeline}_postprocess"):
         shutil.copytree(built / name, target / name)
+    write_core(built / core / "config.pbtxt", target / core, time)
+    return target
+
+
+def write_echo(target: Path) -> Path:
+    """A repository with one Python model that hands back its text; returns `target`."""
+    _clear(target)
+    folder = target / ECHO
+    (folder / "1").mkdir(parents=True)
+    shutil.copyfile(_FILES / "echo.pbtxt", folder / "config.pbtxt")
+    shutil.copyfile(_FILES / "echo.py", folder / "1" / "model.py")
+    return target
+
+
+def write_core(config_file: Path, folder: Path, time: CoreTime) -> None:
+    """The model folder of a waiting core in place of the one that `config_file` is of."""
     config = model_config_pb2.ModelConfig()
-    text_format.Parse((built / core / "config.pbtxt").read_text(encoding="utf-8"), config)
-    config.backend = "python"
+    text_format.Parse(config_file.read_text(encoding="utf-8"), config)
+    config.backend = _BACKEND
     for field in ("batch_input", "batch_output", "model_warmup", "optimization", "parameters"):
         config.ClearField(field)
-    _write_model(target / core, text_format.MessageToString(config), "empty_core.py")
-    _write_model(target / ECHO, (_FILES / "echo.pbtxt").read_text(encoding="utf-8"), "echo.py")
+    config.ClearField("instance_group")
+    config.instance_group.add(kind="KIND_CPU", count=1)
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    (folder / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
+    _compile(folder / f"libtriton_{_BACKEND}.so", config.output[0], time)
 
 
-def _write_model(folder: Path, config: str, code: str) -> None:
-    (folder / "1").mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
-    shutil.copyfile(_FILES / code, folder / "1" / "model.py")
+def _compile(library: Path, output: Any, time: CoreTime) -> None:
+    values: dict[str, object] = {
+        "BATCH_NS": round(1e3 * time.batch_us),
+        "ROW_NS": 1e3 * time.row_us,
+        "TOKEN_NS": 1e3 * time.token_us,
+        "OUTPUT": f'"{output.name}"',
+        "WIDTH": output.dims[-1],
+    }
+    if len(output.dims) > 1:
+        values["PER_TOKEN"] = 1
+    defined = [f"-D{name}={value}" for name, value in values.items()]
+    source = str(_FILES / "waiting_core.c")
+    command = ["cc", "-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", *defined, source]
+    subprocess.run([*command, "-o", str(library)], check=True)
+
+
+def _clear(target: Path) -> None:
+    if target.exists():
+        shutil.rmtree(target)
+    target.mkdir(parents=True)

@@ -5,20 +5,29 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from peers import hops
 from peers.model import model_folder
 
 _TEMPLATE = Path(__file__).parent / "tutorial"
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 ENSEMBLE = "sentence_embedding"
+CORE = "transformer"
 
 
-def write_repository(target: Path) -> None:
-    """Write the tutorial's model repository to `target`, replacing what is there."""
+def write_repository(target: Path, core_time: hops.CoreTime | None = None) -> None:
+    """Write the tutorial's model repository to `target`, replacing what is there.
+
+    Its transformer is the real one; with `core_time` it is a core that waits for so long.
+    """
     if target.exists():
         shutil.rmtree(target)
     shutil.copytree(_TEMPLATE, target, ignore=shutil.ignore_patterns("__pycache__", ".keep"))
     (target / ENSEMBLE / "1").mkdir()
-    _export_padded(target / "transformer" / "1" / "model.onnx")
+    transformer = target / CORE
+    if core_time is None:
+        _export_padded(transformer / "1" / "model.onnx")
+    else:
+        hops.write_core(transformer / "config.pbtxt", transformer, core_time)
     tokenizer = target / "tokenizer" / "1" / "tokenizer"
     tokenizer.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):

@@ -75,6 +75,7 @@ def run(
     timeout_s: float = 900.0,
     exports: bool = False,
     http_path: str | None = None,
+    batch_size: int = 1,
 ) -> LoadResult:
     """Load `model` over gRPC and measure it from the client.
 
@@ -101,6 +102,7 @@ def run(
             takes some 10 s a GB to write it, but after the last window. It is removed at once.
         http_path: post to this path of another kind of server instead; each request is then the
             JSON text of a body.
+        batch_size: join so many of `requests` to one, as its rows; throughputs are of rows then.
 
     Raises:
         UserError: an argument out of range, or no perf_analyzer.
@@ -121,7 +123,7 @@ def run(
         data.write_text(json.dumps({"data": rows}), encoding="ascii")
         command = [
             str(analyzer.binary.resolve()),
-            *("-m", model, "-u", url, *service, f"--input-data={data}"),
+            *("-m", model, "-u", url, *service, f"--input-data={data}", f"-b{batch_size}"),
             *_load_arguments(concurrency, request_rate_per_s, distribution, burst, scratch),
             # Its threads share the cores with the server where both run on one machine.
             *("--async", f"--max-threads={max(1, (os.cpu_count() or 2) // 2)}"),

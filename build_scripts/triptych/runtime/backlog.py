@@ -22,6 +22,8 @@ WINDOW_S = 0.25
 """Work that the core is given at a time, at the rate measured."""
 WINDOW_BATCHES = 2
 """And at least so many of its largest batches for each instance: one computed, one queued."""
+SEEN_S = 0.05
+"""Before the rate is measured, that of so many seconds stands for it."""
 LOST_TIMES = 8
 """Who lost a whole window has left in numbers: so many times as much is given next."""
 POLL_S = 0.002
@@ -89,6 +91,7 @@ class Backlog:
         self._changed = threading.Condition()
         self._given_at = self._departed_at = 0.0
         self._lost_rows = 0
+        self._seen_at, self._seen_rows, self._seen_rate = 0.0, 0, 0.0
         threading.Thread(target=self._run, daemon=True).start()
 
     def take(self, requests: Sequence[Ready]) -> list[Any]:
@@ -99,8 +102,10 @@ class Backlog:
         responses: list[Any] = []
         now = time.monotonic()
         with self._changed:
+            room = 0.0 if self._waiting else self._room(now)
             for ready in requests:
-                if not self._waiting and self._room():
+                if room > 0 and not self._waiting:
+                    room -= ready.rows
                     responses.append(self._give(ready))
                     continue
                 until = now + (float("inf") if ready.left_s is None else ready.left_s)
@@ -108,7 +113,8 @@ class Backlog:
                 self._waiting.append(Waiting(sender, ready, now, until))
                 self._in_flight.wait(self._slot, 1, ready.rows)
                 responses.append(None)
-            self._changed.notify()
+            if self._waiting:
+                self._changed.notify()
         return responses
 
     def _run(self) -> None:
@@ -126,31 +132,43 @@ class Backlog:
     def _release(self) -> Iterator[tuple[Any, Any]]:
         """Sender and response of each request that need not wait any longer."""
         now = time.monotonic()
+        room = self._room(now)
         while self._waiting:
             one = self._waiting[0]
             if _has_left(one.sender) or now > one.until:
                 response = self._refusal(one, now)
-            elif self._room():
-                late = now - one.since > self._longest_s
-                response = self._refusal(one, now) if late else self._give(one.ready)
-            else:
+            elif room <= 0:
                 return
+            elif now - one.since > self._longest_s:
+                response = self._refusal(one, now)
+            else:
+                room -= one.ready.rows
+                response = self._give(one.ready)
             self._waiting.popleft()
             self._in_flight.wait(self._slot, -1, -one.ready.rows)
             yield one.sender, response
 
-    def _room(self) -> bool:
-        """Whether the core may be given one more request."""
+    def _room(self, now: float) -> float:
+        """Rows that the core may still be given; a request goes to it whole while this is > 0."""
         counts = self._in_flight
         row_s = counts.row_s
-        window_rows = max(WINDOW_S / row_s, self._least_rows) if row_s else self._least_rows
-        now, given_rows = time.monotonic(), counts.rows_in_core()
+        rows_per_s = 1 / row_s if row_s else self._seen_per_s(now)
+        window_rows = max(WINDOW_S * rows_per_s, self._least_rows)
+        given_rows = counts.rows_in_core()
         if counts.departed_at > self._departed_at:
             self._departed_at, self._lost_rows = counts.departed_at, 0
         moved_at = max(self._departed_at, self._given_at)
         if now - moved_at > max(LEAST_PATIENCE_S, window_rows * row_s):
             self._lost_rows = given_rows
-        return given_rows < window_rows + LOST_TIMES * self._lost_rows
+        return window_rows + LOST_TIMES * self._lost_rows - given_rows
+
+    def _seen_per_s(self, now: float) -> float:
+        """Rows answered a second of late: what the pipeline can do at least, before it is busy."""
+        settled = self._in_flight.rows_settled()
+        if now - self._seen_at >= SEEN_S:
+            self._seen_rate = (settled - self._seen_rows) / (now - self._seen_at)
+            self._seen_at, self._seen_rows = now, settled
+        return self._seen_rate
 
     def _give(self, ready: Ready) -> Any:
         self._given_at = time.monotonic()

@@ -165,7 +165,11 @@ class InFlight:
 
     def rows_in_core(self) -> int:
         """Rows with a ticket that are not settled, over all slots."""
-        return sum(self._rows) - sum(self._settled_rows)
+        return sum(self._rows) - self.rows_settled()
+
+    def rows_settled(self) -> int:
+        """Rows of all requests that are answered, or known to be lost."""
+        return sum(self._settled_rows)
 
     def rows_a_request(self) -> float:
         """Rows of the core that an admitted request had, on average; 1 before the first."""

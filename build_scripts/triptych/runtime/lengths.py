@@ -31,8 +31,7 @@ class RowTokens:
         if "max_length" not in settings:  # images: all rows are of one size
             return
         self._edges = np.array(edges_of(settings["max_length"], settings["bucket_edges"]))
-        self._rows: NDArray[np.int64] = np.zeros(len(self._edges) + 1, np.int64)
-        self._tokens = 0
+        self._lengths: list[NDArray[Any]] = []
         self._due_at = 0.0
         try:
             made = _make_counters(settings["pipeline"], self._edges.tolist())
@@ -43,25 +42,23 @@ class RowTokens:
     def count(self, answered: Sequence[CoreRows]) -> None:
         if not self._counters:
             return
-        if answered:
-            tokens = np.concatenate([rows.tensors["row_length"] for rows in answered], axis=None)
-            places = self._edges.searchsorted(tokens)  # the first edge that holds them
-            self._rows += np.bincount(places, minlength=len(self._rows))
-            self._tokens += int(tokens.sum())
+        self._lengths += [rows.tensors["row_length"] for rows in answered]
         now = time.monotonic()
         if now >= self._due_at:
             self._due_at = now + FLUSH_S
             self.flush()
 
     def flush(self) -> None:
-        if not self._counters or not self._rows.any():
+        if not self._counters or not self._lengths:
             return
+        tokens = np.concatenate(self._lengths, axis=None)
+        self._lengths = []
+        places = self._edges.searchsorted(tokens)  # the first edge that holds them
+        rows = np.bincount(places, minlength=len(self._edges) + 1)
         # From the last bucket to the first: whoever reads meanwhile sees no bucket above a later
         # one, nor more tokens than the rows can have.
-        cumulated = self._rows.cumsum()[::-1].tolist()
-        values = [*cumulated, cumulated[0], self._tokens]
-        self._rows[:] = 0
-        self._tokens = 0
+        cumulated = rows.cumsum()[::-1].tolist()
+        values = [*cumulated, cumulated[0], int(tokens.sum())]
         try:
             for counter, value in zip(self._counters, values, strict=True):
                 if value:

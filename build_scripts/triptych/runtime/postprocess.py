@@ -16,7 +16,7 @@ from .hooking import Row, RowForm, call_hook, find_hook
 from .in_flight import InFlight, Ticket
 from .parameters import check_parameters
 from .shared_memory import make_private
-from .stub_io import error_response, read_bytes, settings_of
+from .stub_io import Inputs, error_response, inputs_of, read_bytes, settings_of
 
 
 class TritonPythonModel:
@@ -42,7 +42,8 @@ class TritonPythonModel:
 
     def _respond(self, request: Any) -> Any:
         try:
-            ticket = pb_utils.get_input_tensor_by_name(request, "ticket").as_numpy()
+            inputs = inputs_of(request)
+            ticket = inputs["ticket"].as_numpy()
             if not self._in_flight.settle(Ticket(*ticket[0].tolist())):
                 raise RequestError(
                     "ticket",
@@ -51,16 +52,13 @@ class TritonPythonModel:
                     "Send the request to the ensemble, not to its steps",
                 )
             parameters = check_parameters(request.parameters(), self._rules, self._defaults)
-            outputs = {
-                name: pb_utils.get_input_tensor_by_name(request, name).as_numpy()
-                for name in self._core_outputs
-            }
-            packed = read_bytes(request, "carry") if self._carries else []
+            outputs = {name: inputs[name].as_numpy() for name in self._core_outputs}
+            packed = read_bytes(inputs, "carry") if self._carries else []
             carries = [unpack(data) for data in packed]
             result = self._decoder.decode(outputs, carries, parameters)
             if self._after is not None:
                 rows = self._form.rows(result)
-                given = self._read_given(request, len(rows))
+                given = self._read_given(inputs, len(rows))
                 rows = call_hook("after", self._after, rows, self._form.names, given)
                 result = self._form.tensors(rows)
             return pb_utils.InferenceResponse(
@@ -69,8 +67,8 @@ class TritonPythonModel:
         except Exception as error:
             return error_response(error)
 
-    def _read_given(self, request: Any, count: int) -> list[Row] | None:
+    def _read_given(self, inputs: Inputs, count: int) -> list[Row] | None:
         if self._given is None:
             return None
-        columns = {name: read_bytes(request, PREFIX + name) for name in self._given}
+        columns = {name: read_bytes(inputs, PREFIX + name) for name in self._given}
         return given_rows(columns, self._given, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,14 @@ from .admission import Admission
 from .backlog import Backlog, Ready
 from .given import given_tensors
 from .hooking import call_before, find_hook
-from .in_flight import InFlight
+from .in_flight import InFlight, Ticket
 from .lengths import RowTokens
 from .parameters import check_parameters
 from .row_types import CoreRows, RowInputs
 from .rows import RowMaker
 from .shared_memory import make_private
-from .stub_io import error_response, read_bytes, read_texts, send, settings_of
+from .stub_io import error_response, inputs_of, read_bytes, read_texts, send, settings_of
+from .widths import joined_widths, widened
 
 
 class TritonPythonModel:
@@ -40,6 +42,8 @@ class TritonPythonModel:
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
         self._by_width = settings["layout"] == "bucketed"
+        self._batch_tokens: int = settings["batch_tokens"]
+        self._pad_token_id: int = settings.get("pad_token_id", 0)
         self._carries = settings["carries"]
         self._maker = RowMaker(settings, folder)
         self._before = find_hook(folder, "before")
@@ -75,7 +79,7 @@ class TritonPythonModel:
                 responses[index] = error_response(core_rows)
             else:
                 answered[index] = core_rows
-        order = sorted(answered, key=lambda index: answered[index].width if self._by_width else 0)
+        order = self._in_order(answered)
         ready = [
             Ready(
                 requests[i],
@@ -85,9 +89,11 @@ class TritonPythonModel:
             )
             for i in order
         ]
+        last_width = answered[order[-1]].width if order else 0
         for index, response in zip(order, self._backlog.take(ready), strict=True):
-            if self._by_width and response is not None:
-                # Triton joins only neighbours of equal shape into one batch of the core.
+            if self._by_width and response is not None and answered[index].width != last_width:
+                # Triton joins only neighbours of equal shape into one batch of the core. To send
+                # takes a round trip each: the most go by being returned, after all others.
                 send(requests[index].get_response_sender(), response)
             else:
                 responses[index] = response
@@ -95,15 +101,29 @@ class TritonPythonModel:
         self._admission.end()
         return responses
 
+    def _in_order(self, answered: dict[int, CoreRows]) -> list[int]:
+        """The requests as they go to the core: bucketed by width, the most frequent one last."""
+        if not self._by_width or not answered:
+            return list(answered)
+        widths = joined_widths(list(answered.values()), batch_tokens=self._batch_tokens)
+        for (index, core_rows), width in zip(list(answered.items()), widths, strict=True):
+            answered[index] = widened(core_rows, width, self._pad_token_id)
+        most = Counter(widths).most_common(1)[0][0]
+        return sorted(
+            answered,
+            key=lambda index: (answered[index].width == most, answered[index].width),
+        )
+
     def finalize(self) -> None:
         self._row_tokens.flush()
 
     def _read(self, request: Any) -> RowInputs:
         parameters = check_parameters(request.parameters(), self._rules, self._defaults)
+        inputs = inputs_of(request)
         columns: dict[str, list[Any]] = {
-            field: read_bytes(request, field)
+            field: read_bytes(inputs, field)
             if field in self._encoded
-            else read_texts(request, field, self._max_text_bytes)
+            else read_texts(inputs, field, self._max_text_bytes)
             for field in self._fields
         }
         if self._before is not None:
@@ -124,6 +144,7 @@ class TritonPythonModel:
         if self._gives_inputs:
             given = given_tensors(inputs.columns, count)
             tensors += [pb_utils.Tensor(name, value) for name, value in given.items()]
-        ticket = np.tile(np.array(self._admission.admit(count)), (count, 1))
+        ticket = np.empty((count, len(Ticket._fields)), np.int64)
+        ticket[:] = self._admission.admit(count)
         tensors.append(pb_utils.Tensor("ticket", ticket))
         return pb_utils.InferenceResponse(tensors)

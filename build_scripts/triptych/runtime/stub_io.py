@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 
 from .faults import Overloaded, RequestError, Stopping
 
+Inputs = Mapping[str, Any]
 LONGEST_MESSAGE = 4000
 TEXTS_A_REQUEST = 8
 """All texts of a request together may have so many times the bytes that one may have."""
@@ -42,7 +43,7 @@ def send(sender: Any, response: Any) -> None:
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
-def read_texts(request: Any, field: str, max_bytes: int) -> list[str]:
+def read_texts(inputs: Inputs, field: str, max_bytes: int) -> list[str]:
     """The rows of a BYTES input ``[n, 1]`` as a list of n str.
 
     Raises:
@@ -50,7 +51,7 @@ def read_texts(request: Any, field: str, max_bytes: int) -> list[str]:
     """
     texts = []
     total = 0
-    for row, data in enumerate(read_bytes(request, field)):
+    for row, data in enumerate(read_bytes(inputs, field)):
         if len(data) > max_bytes:
             raise RequestError(
                 field,
@@ -81,9 +82,12 @@ def read_texts(request: Any, field: str, max_bytes: int) -> list[str]:
     return texts
 
 
-def read_bytes(request: Any, field: str) -> list[bytes]:
+def read_bytes(inputs: Inputs, field: str) -> list[bytes]:
     """The rows of a BYTES input ``[n, 1]`` as a list of n bytes."""
-    values: list[bytes] = (
-        pb_utils.get_input_tensor_by_name(request, field).as_numpy().ravel().tolist()
-    )
+    values: list[bytes] = inputs[field].as_numpy().ravel().tolist()
     return values
+
+
+def inputs_of(request: Any) -> Inputs:
+    """A request's tensors by name, asked for once: each time Triton makes them all anew."""
+    return {tensor.name(): tensor for tensor in request.inputs()}

@@ -1,0 +1,48 @@
+"""Which requests of a bucketed batch are padded further, to share a batch of the core."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from triptych.runtime.row_types import CoreRows
+from triptych.runtime.widths import joined_widths, widened
+
+
+def request(width: int, rows: int = 1) -> CoreRows:
+    ids = np.arange(1, rows * width + 1, dtype=np.int32).reshape(rows, width)
+    return CoreRows(
+        {"input_ids": ids, "row_length": np.full((rows, 1), width, np.int32)}, [], width
+    )
+
+
+@pytest.mark.parametrize(
+    ("widths", "batch_tokens", "expected"),
+    [
+        ([48, 16, 80, 16], 0, [48, 16, 80, 16]),  # a processor: padding is never worth it
+        ([48, 16, 80, 16], 64, [48, 48, 80, 48]),  # 2 x 32 tokens; 3 x 32 more would be 96
+        ([48, 16, 80, 16], 96, [80, 80, 80, 80]),
+        ([16, 80, 80], 63, [16, 80, 80]),  # 64 tokens are dearer than a batch
+    ],
+)
+def test_a_request_is_widened_where_that_costs_less_than_a_batch(
+    widths: list[int], batch_tokens: int, expected: list[int]
+) -> None:
+    requests = [request(width) for width in widths]
+    assert joined_widths(requests, batch_tokens=batch_tokens) == expected
+
+
+def test_rows_count_not_requests() -> None:
+    requests = [request(16, rows=4), request(48)]
+    assert joined_widths(requests, batch_tokens=127) == [16, 48]
+    assert joined_widths(requests, batch_tokens=128) == [48, 48]
+
+
+def test_a_widened_request_keeps_its_tokens_and_lengths() -> None:
+    narrow = request(3, rows=2)
+    wide = widened(narrow, 5, 7)
+    assert wide.tensors["input_ids"].tolist() == [[1, 2, 3, 7, 7], [4, 5, 6, 7, 7]]
+    assert wide.tensors["input_ids"].dtype == np.int32
+    assert (wide.width, wide.row_count) == (5, 2)
+    assert wide.tensors["row_length"] is narrow.tensors["row_length"]
+    assert widened(narrow, 3, 7) is narrow
