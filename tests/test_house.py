@@ -17,6 +17,7 @@ ROOMS = (
     "api",
     "report",
     "dev",
+    "deploy",
     "tune",
     "building",
     "precision",
