@@ -17,7 +17,7 @@ HISTOGRAM = "nv_inference_first_response_histogram_ms"
 EDGES_MS = (100, 500, 2000, 5000)
 """Of its buckets, where a model's config names no others."""
 
-_STEPS = ("preprocess", "core", "postprocess")
+STEPS = ("preprocess", "core", "postprocess")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Metrics:
 
     def failed(self, window: str) -> str:
         """Requests a second that failed in any step; 0 where nothing is known to have failed."""
-        series = self._series("nv_inference_request_failure", *_STEPS)
+        series = self._series("nv_inference_request_failure", *STEPS)
         return f"(sum(rate({series}[{window}])) or vector(0))"
 
     def replicas(self) -> str:
@@ -46,7 +46,7 @@ class Metrics:
 
     def queue_us(self, window: str) -> str:
         """Mean time that a request waited, over all steps; NaN without requests."""
-        waited = self._series("nv_inference_queue_duration_us", *_STEPS)
+        waited = self._series("nv_inference_queue_duration_us", *STEPS)
         return f"sum(rate({waited}[{window}])) / {self.offered(window)}"
 
     def within(self, limit_ms: float, window: str) -> str:
