@@ -251,6 +251,15 @@ def test_every_number_says_why(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*words, "--target", "nomad"]).exception is not None
 
 
+def test_the_guide_has_every_option() -> None:
+    guide = (ROOT / "docker/README.md").read_text()
+    table = re.findall(r"(?m)^\| (`--.*?`) \|", guide.split("| option of `deploy` |")[1])
+    told = {option for cell in table for option in re.findall(r"--[a-z-]+", cell)}
+    help_text = CliRunner().invoke(app, ["deploy", "--help"]).stdout
+    elsewhere = {"--repository", "--reports", "--json", "--help"}
+    assert told == set(re.findall(r"--[a-z][a-z-]+", help_text)) - elsewhere
+
+
 def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     repository = write_built(tmp_path / "usual")
     reports = write_bench(tmp_path / "reports")

@@ -113,7 +113,7 @@ def _objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Obje
         "Failures",
         budget,
         "triptych:failed:ratio",
-        _template(f"{metrics.failed('WINDOW')} / {metrics.offered('WINDOW')}"),
+        _template(metrics.failed_share("WINDOW")),
         "requests fail or are refused",
     )
     for name, limit_ms, budget in promised:

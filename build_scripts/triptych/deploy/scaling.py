@@ -21,7 +21,7 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any]:
     metrics = Metrics(lock.spec.name, options.namespace)
     window = f"{RATE_WINDOW_S}s"
     limit_us = WAITING_SHARE * min(lock.spec.serving.slo.limits_us.values())
-    waits = f"({metrics.queue_us(window)} > bool {limit_us:.0f})"
+    waits = f"({metrics.waiting_us(window)} > bool {limit_us:.0f})"
     rate = _trigger(
         options,
         "rate",
