@@ -232,6 +232,8 @@ def test_every_number_says_why(tmp_path: Path) -> None:
     by_field = {number["field"]: number for number in told["numbers"]}
     threshold = by_field["spec.triggers[0].metadata.threshold"]
     assert "150/s held p99 <= 80 ms, 165/s broke it" in threshold["reason"]
+    assert "may grow by 50% a minute (--growth)" in threshold["reason"]
+    assert "measured to load in 4.2 s" in threshold["reason"]
     assert "2026-01-02T03:04:05Z on 2 cores of Some Xeon" in threshold["reason"]
     for field in (
         "spec.template.spec.terminationGracePeriodSeconds",

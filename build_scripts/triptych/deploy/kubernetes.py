@@ -81,7 +81,7 @@ def kubernetes_manifests(
         "network-policy.yaml": network_policy(options),
         "scaled-object.yaml": scaled_object(lock, options, sizes),
         "pod-monitor.yaml": pod_monitor(options),
-        "prometheus-rule.yaml": prometheus_rule(lock, options, sizes),
+        "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, measured),
     }
     files = {
         "base/kustomization.yaml": {**_KUSTOMIZATION, "resources": list(base)},

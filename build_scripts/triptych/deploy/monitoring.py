@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from triptych.deploy.measured import Measured
 from triptych.deploy.metrics import EDGES_MS, ORDINARY_HISTOGRAMS, Metrics, has_edge
 from triptych.deploy.options import Options
 from triptych.deploy.reasons import Because
@@ -69,7 +70,9 @@ def pod_monitor(options: Options) -> dict[str, Any]:
     }
 
 
-def prometheus_rule(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any]:
+def prometheus_rule(
+    lock: Lock, options: Options, sizes: Sizes, measured: Measured
+) -> dict[str, Any]:
     """Recording rules and alerts of one pipeline."""
     metrics = Metrics(lock.spec.name, options.namespace)
     objectives = list(_objectives(lock, options, metrics))
@@ -85,7 +88,7 @@ def prometheus_rule(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any
     alerts = [
         *(_burn_alert(one, burn, lock, options, metrics) for one in objectives for burn in BURNS),
         *_percentile_alerts(lock, options, metrics),
-        *_fleet_alerts(lock, options, sizes, metrics),
+        *_fleet_alerts(lock, options, sizes, measured, metrics),
     ]
     return {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -192,11 +195,11 @@ def _percentile_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterat
 
 
 def _fleet_alerts(
-    lock: Lock, options: Options, sizes: Sizes, metrics: Metrics
+    lock: Lock, options: Options, sizes: Sizes, measured: Measured, metrics: Metrics
 ) -> Iterator[dict[str, Any]]:
     who = _camel(options.name)
     common = {"severity": "page", "pipeline": lock.spec.name}
-    per_replica = float(sizes.threshold_per_s.value) / sizes.headroom.value
+    per_replica = measured.capacity_per_s.value
     yield {
         "alert": f"{who}Saturated",
         "expr": Because(

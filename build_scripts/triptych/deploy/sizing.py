@@ -33,7 +33,10 @@ _ABOVE_FEWEST = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Seconds, MiB, cores and replicas; `threshold_per_s` is the rate that one replica is given."""
+    """Seconds, MiB, cores and replicas.
+
+    `threshold_per_s` is the rate that one replica is given: its capacity, less headroom.
+    """
 
     start_s: Because
     pre_stop_s: Because
@@ -43,7 +46,6 @@ class Sizes:
     shm_mib: Because
     memory_mib: Because
     cpu_milli: Because
-    headroom: Because
     threshold_per_s: Because
     fewest: Because
     most: Because
@@ -81,20 +83,17 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
         memory_mib=_memory(options, measured, shm.value),
         cpu_milli=Because(
             f"{max(100, math.ceil(measured.cpu_cores.value * 10) * 100)}m",
-            f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests; "
-            f"core.threads is {lock.spec.core.threads or 'not set: the core takes a node whole'}",
-        ),
-        headroom=Because(
-            round(headroom, 4),
-            f"the rate may grow by {options.growth:.0%} a minute (--growth), and {delay_s:.0f} s "
-            f"pass until a new replica answers: {RATE_WINDOW_S / 2:.0f} s of the rate's window, "
-            f"{SCRAPE_S} s to a scrape, {POLL_S} s to KEDA, {SYNC_S} s to the autoscaler, and "
-            f"{ready_s:.0f} s to ready ({ready_reason})",
+            f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests. "
+            f"{_threads(lock)}",
         ),
         threshold_per_s=Because(
             f"{threshold:.4g}",
             f"{headroom:.3f} (headroom) x {measured.capacity_per_s.value:.4g}/s (capacity): "
-            f"replicas = ceil(rate / {threshold:.4g}). Capacity {measured.capacity_per_s.reason}",
+            f"replicas = ceil(rate / {threshold:.4g}). Capacity: {measured.capacity_per_s.reason}. "
+            f"Headroom: the rate may grow by {options.growth:.0%} a minute (--growth), and "
+            f"{delay_s:.0f} s pass until a new replica answers: {RATE_WINDOW_S / 2:.0f} s of the "
+            f"rate's window, {SCRAPE_S} s to a scrape, {POLL_S} s to KEDA, {SYNC_S} s to the "
+            f"autoscaler, {ready_s:.0f} s to ready ({ready_reason})",
         ),
         fewest=fewest,
         most=_most(options, fewest.value, threshold),
@@ -105,6 +104,15 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
             f"{_LEAST_STABLE_S} s",
         ),
     )
+
+
+def _threads(lock: Lock) -> str:
+    if lock.spec.core.device == "gpu":
+        return "The core itself is on the GPU"
+    threads = lock.spec.core.threads
+    if threads is not None:
+        return f"The core has {threads} threads (core.threads)"
+    return "core.threads is not set: the core starts a thread for each core that the node has"
 
 
 def _ready(options: Options, measured: Measured) -> tuple[float, str]:
