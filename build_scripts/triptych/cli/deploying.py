@@ -80,9 +80,9 @@ def deploy(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write manifests for a cluster: replicas, scaling, alerts, each number with its reason.
+    """Write manifests for a cluster, each number with its reason.
 
-    Numbers come from the lock, the promise (serving.slo) and what bench measured.
+    They come from the lock, the promise (serving.slo) and what bench measured.
     """
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.kubernetes import kubernetes_manifests
