@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,15 +18,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from conftest import lock_data, write_lock
 from container_image import KEY, Image, image_of, server_of
 from test_server import eventually, mark_of, write_model
-from triptych.client import AccessDenied, Client
+from triptych.bench.metrics_page import fetch_metrics
+from triptych.client import AccessDenied, Client, InvalidRequest
 from triptych.container.entrypoint import flags_for
-from triptych.container.flags import Options
+from triptych.container.flags import Options as ServerOptions
 from triptych.container.lock_check import check_repository
 from triptych.container.machine import read_machine
 from triptych.container.sizes import largest_request_mib
+from triptych.deploy.folder import write_manifests
+from triptych.deploy.kubernetes import kubernetes_manifests
+from triptych.deploy.options import Options
 from triptych.releases import Release
 from triptych.server.leftovers import (
     MARK_VARIABLE,
@@ -74,6 +81,84 @@ def status(url: str, path: str, headers: dict[str, str] | None = None) -> int:
     except urllib.error.HTTPError as error:
         error.close()
         return error.code
+
+
+def test_what_deploy_writes_runs_here(
+    image: Image, minilm_repository: Path, tmp_path: Path
+) -> None:
+    """Probes and preStop as the YAML has them; the metrics that its queries select are there."""
+    repository = tmp_path / "repository"
+    for folder in minilm_repository.glob("minilm_packed*"):
+        shutil.copytree(folder, repository / folder.name, copy_function=os.link)
+    lock = lock_data(repository, "minilm_packed")
+    lock["spec"]["serving"]["slo"]["p99_ms"] = 80.0
+    (repository / "minilm_packed/triptych.lock.json").unlink()  # a link
+    write_lock(repository, "minilm_packed", lock)
+    options = Options(
+        "triptych-serve:24.10",
+        "minilm-packed",
+        Release(24, 10),
+        capacity_per_s=9.0,
+        cpu_cores=1.0,
+        memory_mib=2048,
+    )
+    made = kubernetes_manifests(repository, "minilm_packed", options, tmp_path)
+    write_manifests(tmp_path / "out", made.files)
+    text = (tmp_path / "out/base/deployment.yaml").read_text()
+    (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        settings = container[probe]
+        done = subprocess.run(
+            settings["exec"]["command"],
+            env=image.variables,
+            timeout=settings["timeoutSeconds"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (probe, done.stdout, done.stderr)
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    began = time.monotonic()
+    subprocess.run(command, check=True, timeout=int(command[1]) + 5)
+    assert time.monotonic() - began >= int(command[1])
+    page = f"http://{image.url('METRICS')}/metrics"
+    before = fetch_metrics(page)
+    with Client("minilm_packed", image.url("GRPC")) as client:
+        client.embed([TEXT])
+        with pytest.raises(InvalidRequest):
+            client.embed(["x" * 200_000])
+    samples = fetch_metrics(page)
+
+    def rise(name: str, model: str) -> float:
+        now, then = (
+            sum(v for found, labels, v in page if (found, labels.get("model")) == (name, model))
+            for page in (samples, before)
+        )
+        return now - then
+
+    # What the rate and the failures are taken of: one was answered, one was not.
+    came_in = rise("nv_inference_request_success", "minilm_packed_preprocess")
+    came_in += rise("nv_inference_request_failure", "minilm_packed_preprocess")
+    assert (came_in, rise("nv_inference_request_success", "minilm_packed")) == (2, 1)
+    # The latency that is held against the promise is of a request's whole way.
+    latency = "nv_inference_request_summary_us_sum"
+    assert rise(latency, "minilm_packed") >= rise(latency, "minilm_packed_core") > 0
+    selected = re.findall(
+        r'(nv_\w+)\{namespace="default",model=~?"([^"]+)"(?:,quantile="([^"]+)")?\}',
+        "".join(file.read_text() for file in (tmp_path / "out/base").glob("*.yaml")),
+    )
+    assert {name for name, _, _ in selected} >= {
+        "nv_inference_request_success",
+        "nv_inference_compute_infer_duration_us",
+        "nv_inference_request_summary_us",
+    }
+    for name, models, quantile in set(selected):
+        for model in models.split("|"):
+            assert any(
+                name == found
+                and labels["model"] == model
+                and quantile in ("", labels.get("quantile"))
+                for found, labels, _ in samples
+            ), (name, model, quantile)
 
 
 def test_the_configs_say_how_large_a_request_may_be(minilm_repository: Path) -> None:
@@ -243,7 +328,7 @@ def test_serve_in_production_takes_the_same_flags(repository: Path) -> None:
             words = Path(f"/proc/{endpoints['pid']}/cmdline").read_bytes().decode().split("\0")
             hidden = "*" * len(KEY)  # all that the process list shows of it
             expected = flags_for(
-                repository, Options(restricted_key=hidden), read_machine(), Release(24, 10)
+                repository, ServerOptions(restricted_key=hidden), read_machine(), Release(24, 10)
             )
             assert words[-len(expected) - 1 : -1] == expected
             assert not [text for text in seen_of(mark_of(endpoints["pid"])) if KEY in text]

@@ -18,6 +18,7 @@ ROOMS = (
     "ui",
     "report",
     "dev",
+    "deploy",
     "tune",
     "building",
     "precision",

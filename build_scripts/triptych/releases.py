@@ -156,13 +156,13 @@ def risk_of(release: Release) -> str | None:
 
 
 def first_release(name: str) -> Release:
-    """The first release that knows a config field (dotted) or a backend's parameter.
+    """The first release that knows a config field (dotted), a flag or a backend's parameter.
 
     Raises:
         KeyError: none of the tables has it.
     """
-    known = (*CONFIG_FIELDS, *(one for own in BACKEND_PARAMETERS.values() for one in own))
-    return {one.name: one.release for one in known}[name]
+    tables = (CONFIG_FIELDS, SERVER_FLAGS, *BACKEND_PARAMETERS.values())
+    return {one.name: one.release for table in tables for one in table}[name]
 
 
 def fields_newer_than(config: Any, release: Release) -> list[Since]:

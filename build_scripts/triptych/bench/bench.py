@@ -157,6 +157,7 @@ def bench_pipeline(
         rate=rate,
         cost=bench.price.cost(sustained(points, bench.slo, rate)) if bench.price else None,
         not_runnable=dict(baselines.not_runnable),
+        load_s=endpoint.load_s,
     )
 
 

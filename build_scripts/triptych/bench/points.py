@@ -258,6 +258,7 @@ class BenchResult:
     rate: RateSearch | None = None
     cost: Cost | None = None
     not_runnable: dict[str, str] = field(default_factory=dict)  # baseline to the reason
+    load_s: float | None = None  # from the server's start to ready; None where it ran already
     schema: Literal["triptych-bench/1"] = "triptych-bench/1"
 
 

@@ -12,6 +12,7 @@ import sys
 
 from triptych.cli import (  # noqa: F401  (their verbs)
     asking,
+    deploying,
     dev,
     engines,
     pipelines,
@@ -24,7 +25,7 @@ from triptych.errors import UserError
 
 ORDER = [
     *("new", "test", "inspect", "build", "dev", "engine", "lint"),
-    *("serve", "ui", "infer", "verify", "bench", "tune", "doctor"),
+    *("serve", "ui", "infer", "verify", "bench", "tune", "deploy", "doctor"),
 ]
 """Of the verbs in the help: as one comes to use them."""
 app.registered_commands.sort(key=lambda verb: ORDER.index(verb.callback.__name__))  # type: ignore[union-attr]

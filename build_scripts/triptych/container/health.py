@@ -20,6 +20,9 @@ from triptych.errors import UserError
 QUESTION_FILE = "health.request"
 """In an ensemble's folder: a request as Triton takes it over HTTP, its JSON in the first line."""
 
+COMMAND = ("python3", "-m", "triptych.container.health")
+"""As the image's health check and an orchestrator's probes run it."""
+
 _TIMEOUT_S = 3.0
 # Said by `runtime.admission`: a pipeline that has all the work it takes is a healthy one.
 _BUSY = "requests under way"

@@ -12,6 +12,8 @@ MOST_MIB = 64
 """Of a repository with anything else than such pipelines; Triton's own limit."""
 TEXTS_A_REQUEST = 8
 """As in ``runtime/stub_io.py``: so many longest texts fit into one request."""
+STEP_SHM_MIB = 64
+"""Shared memory for each Python process of a step, besides the largest request."""
 
 _ESCAPE = 6  # a byte as JSON may spell it: \u0041
 _REST_MIB = 1  # names, shapes, parameters

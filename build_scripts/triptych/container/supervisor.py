@@ -14,8 +14,8 @@ from triptych.container.steps import dead_steps, drain, step_processes
 
 EXIT_DEAD = 3
 _POLL_S = 0.2
-# Of what Triton waits for once nothing is under way: it would wait for idle connections, too.
-_EXIT_S = 5.0
+EXIT_S = 5.0
+"""Of what Triton waits for once nothing is under way: it would wait for idle connections, too."""
 STACK_BYTES = 1 << 30
 """Stack of the server's threads. Triton reads JSON by recursion: a body of 300,000 ``[`` is more
 than the usual 8 MiB hold, and ends the server. Only what is used takes memory."""
@@ -75,9 +75,9 @@ def _stop(server: subprocess.Popen[bytes], grace_s: float) -> int:
     deadline = time.monotonic() + grace_s
     drained = drain(server.pid, grace_s)
     server.terminate()
-    left_s = max(deadline - time.monotonic(), _EXIT_S)
+    left_s = max(deadline - time.monotonic(), EXIT_S)
     try:
-        code = server.wait(min(left_s, _EXIT_S) if drained else left_s)
+        code = server.wait(min(left_s, EXIT_S) if drained else left_s)
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()

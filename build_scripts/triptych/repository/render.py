@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from triptych.container.health import QUESTION_FILE
-from triptych.pipeline.slo import Slo
 from triptych.plan.plan import Plan
 from triptych.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import core_config, declare, warm_up_file
+from triptych.repository.latencies import latency_buckets
 from triptych.repository.lock import SAMPLES_FILE
 from triptych.tensors import Tensor
 
@@ -23,9 +23,6 @@ BATCH_TOKENS = {"cpu": 0, "gpu": 512}
 nothing; for BERT-base on an A100, 0.55 ms beside 0.95 us a token (NVIDIA's TensorRT demo/BERT)."""
 Content = bytes | Path
 """What a file holds: its bytes, or the file they are copied from."""
-_LATENCY = "nv_inference_first_response_histogram_ms"
-_LATENCY_EDGES_MS = (100.0, 500.0, 2000.0, 5000.0)
-"""Triton's own: src/metric_model_reporter.h of its core."""
 
 
 def render(
@@ -165,7 +162,7 @@ def _ensemble(plan: Plan) -> Any:
         max_batch_size=plan.request_rows,
         input=[declare(tensor) for tensor in plan.task.inputs],
         output=[declare(tensor) for tensor in plan.task.outputs],
-        model_metrics={"metric_control": [_latencies(slo)]} if slo.limits_ms else None,
+        model_metrics={"metric_control": [latency_buckets(slo)]} if slo.limits_ms else None,
         ensemble_scheduling={
             "max_inflight_requests": plan.spec.serving.max_inflight or 0,
             "step": [
@@ -179,19 +176,6 @@ def _ensemble(plan: Plan) -> Any:
             ],
         },
     )
-
-
-def _latencies(slo: Slo) -> dict[str, Any]:
-    """Buckets of the histogram of latencies with an edge at each promised one, in milliseconds.
-
-    An alert counts at an edge. Triton rounds what it counts down to whole milliseconds
-    (`UpdateResponseMetrics` of its core), so the edge of 50 takes in what is below 51.
-    """
-    edges = sorted({*_LATENCY_EDGES_MS, *slo.limits_ms.values()})
-    return {
-        "metric_identifier": {"family": _LATENCY},
-        "histogram_options": {"buckets": edges},
-    }
 
 
 def _python_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,15 @@ _DEATH_S = 3.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that is ready: ``host:port``, the whole address of its metrics, its own process."""
+    """A server that is ready: ``host:port``, the whole address of its metrics, its own process.
+
+    `load_s` is how long it took from its start to ready, where it was started here.
+    """
 
     grpc_url: str
     metrics_url: str | None = None
     pid: int | None = None
+    load_s: float | None = None
 
 
 def check_built(repository: Path, pipeline: str) -> None:
@@ -56,9 +61,11 @@ def served(
     check_built(repository, pipeline)
     complete(repository)
     progress("serve", f"tritonserver on {repository} ...")
+    began = time.monotonic()
     with Server(repository, models=[pipeline]) as server:
+        load_s = time.monotonic() - began
         try:
-            yield Endpoint(server.grpc_url, server.metrics_url, server.pid)
+            yield Endpoint(server.grpc_url, server.metrics_url, server.pid, load_s)
         except UserError as error:
             death = server.death(_DEATH_S)
             if death is not None:

@@ -1,0 +1,102 @@
+"""What a replica's processor asks of a node: one overlay for a CPU, a GPU or a slice of one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from triptych.deploy.measured import Measured
+from triptych.deploy.options import Options
+from triptych.deploy.reasons import Because
+from triptych.deploy.sizing import Sizes
+from triptych.deploy.workload import CONTAINER
+from triptych.errors import UserError
+from triptych.repository.lock import Lock
+
+_SLICE = re.compile(r".*-MIG-(\d+g\.\d+gb)")
+_PRODUCT = "nvidia.com/gpu.product"
+"""Label of NVIDIA's GPU feature discovery: the device's name with dashes, and its MIG profile."""
+
+
+def overlay_of(lock: Lock, options: Options) -> str:
+    """``cpu``, ``gpu`` or ``mig``: where the core that was built runs.
+
+    Raises:
+        UserError: a GPU for a core on the CPU, an engine that is not built or of another GPU.
+    """
+    if lock.spec.core.device == "cpu":
+        if options.gpu is not None:
+            raise UserError(
+                "--gpu",
+                "must be given for a core on a GPU only",
+                given=f"{options.gpu}; the core was built for the CPU",
+                remedy="Set core.device: gpu and build it again",
+            )
+        return "cpu"
+    product = _product(lock, options)
+    return "mig" if product is not None and _SLICE.fullmatch(product) else "gpu"
+
+
+def resources_patch(
+    lock: Lock, options: Options, sizes: Sizes, measured: Measured
+) -> dict[str, Any]:
+    """What the overlay puts into the Deployment."""
+    requests: dict[str, Any] = {"cpu": sizes.cpu_milli, "memory": sizes.memory_mib}
+    limits: dict[str, Any] = {"memory": sizes.memory_mib.value}
+    pod: dict[str, Any] = {}
+    if lock.spec.core.device == "gpu":
+        product = _product(lock, options)
+        profile = _SLICE.fullmatch(product or "")
+        resource = f"nvidia.com/mig-{profile[1]}" if profile else "nvidia.com/gpu"
+        used = measured.gpu_memory_mib
+        told = "not measured" if used is None else f"measured: {used:.0f} MiB of its memory in use"
+        limits[resource] = Because(
+            len(lock.spec.serving.gpus), f"serving.gpus has {lock.spec.serving.gpus}; {told}"
+        )
+        pod["tolerations"] = [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        ]
+        if product is not None:
+            pod["nodeSelector"] = {_PRODUCT: Because(product, _why(lock))}
+    container = {"name": CONTAINER, "resources": {"requests": requests, "limits": limits}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": options.name},
+        "spec": {"template": {"spec": {**pod, "containers": [container]}}},
+    }
+
+
+def _product(lock: Lock, options: Options) -> str | None:
+    """The label of the nodes that can run the core; None for any with a GPU."""
+    engine = lock.engine
+    if lock.spec.core.backend != "tensorrt":
+        return options.gpu
+    if engine is None:
+        raise UserError(
+            lock.spec.name,
+            "must have an engine before it is deployed",
+            given="none in the repository",
+            remedy=f"Run `triptych engine {lock.spec.name}` on the GPU that will serve",
+        )
+    own = engine.gpu.replace(" ", "-")
+    if options.gpu is None:
+        return own
+    if engine.hardware == "none" and options.gpu != own:
+        raise UserError(
+            "--gpu",
+            "must be the GPU that the engine was built for",
+            given=f"{options.gpu}; the engine is of {own}",
+            remedy=f"Run `triptych engine {lock.spec.name}` there, or set core.engine.hardware",
+        )
+    return options.gpu
+
+
+def _why(lock: Lock) -> str:
+    if lock.engine is None:
+        return "given by hand (--gpu)"
+    return (
+        f"the engine was built on {lock.engine.gpu} (compute capability "
+        f"{lock.engine.compute_capability}) with TensorRT {lock.engine.tensorrt}; the start-up "
+        "check refuses another"
+    )

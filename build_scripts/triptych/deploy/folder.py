@@ -1,0 +1,57 @@
+"""Where manifests are written: all at once, and never over what somebody else wrote or changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from triptych.deploy.reasons import yaml_of
+from triptych.errors import UserError
+from triptych.files import scratch_folder, sync_folder, told_to_user
+
+_MARK = "# Written by `triptych deploy`; put changes into an overlay of your own. sha256 "
+
+
+def write_manifests(out: Path, files: Mapping[str, Any]) -> None:
+    """Write documents (path to content) into `out`, in place of what this wrote there before.
+
+    Raises:
+        UserError: `out` holds a file that is not as this wrote it, or cannot be written to.
+    """
+    _check_own(out)
+    parent = out.resolve().parent
+    with told_to_user(out):
+        parent.mkdir(parents=True, exist_ok=True)
+        with scratch_folder(f".{out.name}-", parent) as scratch:
+            for path, document in files.items():
+                file = scratch / "new" / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                body = yaml_of(document)
+                file.write_text(f"{_MARK}{_digest(body)}\n{body}", encoding="utf-8")
+            sync_folder(scratch / "new")
+            if out.exists():
+                out.rename(scratch / "old")
+            (scratch / "new").rename(out)
+
+
+def _check_own(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise UserError("--out", "must be a folder", given=out, remedy="Name another one")
+    for file in sorted(out.rglob("*")):
+        if file.is_dir():
+            continue
+        head, _, body = file.read_bytes().partition(b"\n")
+        if head.decode("utf-8", "replace") != f"{_MARK}{_digest(body.decode('utf-8', 'replace'))}":
+            raise UserError(
+                "--out",
+                "must hold nothing but files as `triptych deploy` wrote them",
+                given=f"{file} is another one, or was changed",
+                remedy="Move it away (changes belong into an overlay of your own), or name another "
+                "folder",
+            )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,150 @@
+"""What a user decides of a deployment; all else follows from what was built and measured."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from triptych.errors import UserError
+from triptych.releases import Release
+
+Target = Literal["kubernetes"]
+TARGETS: tuple[Target, ...] = ("kubernetes",)
+LONGEST_NAME = 54
+"""KEDA names its autoscaler ``keda-hpa-NAME``, and a label holds 63 characters."""
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_REFERENCE = re.compile(r"[a-z0-9][\w.:/-]*?(:[\w][\w.-]*)?(@sha256:[0-9a-f]{64})?")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Each is a field of the command line, checked by `check`.
+
+    Attributes:
+        image: the serving image, with a tag or a digest.
+        models: image that holds the repository, without a tag: that is the lock's hash. None mounts
+            a volume claim of that name.
+        name: of all objects.
+        namespace: they live in it; queries and alerts select it.
+        prometheus: address that KEDA asks.
+        release: of Triton in the image.
+        capacity_per_s: requests a second of one replica; None takes what bench found.
+        cpu_cores: of one replica; None takes what bench saw it use.
+        memory_mib: likewise.
+        ready_s: from the wish for a replica to its first answer, images and nodes included; None
+            takes what bench saw of the models' load.
+        growth: share by which the rate may grow within a minute.
+        peak_per_s: most requests a second that are to be served; None for four times the fewest
+            replicas.
+        grace_s: most seconds that the platform lets a replica end; None for no limit.
+        gpu: product of the GPU as its nodes are labelled, a MIG slice's profile included; None
+            takes the engine's.
+    """
+
+    image: str
+    name: str
+    release: Release
+    namespace: str = "default"
+    prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
+    models: str | None = None
+    capacity_per_s: float | None = None
+    cpu_cores: float | None = None
+    memory_mib: int | None = None
+    ready_s: float | None = None
+    growth: float = 0.5
+    peak_per_s: float | None = None
+    grace_s: int | None = None
+    gpu: str | None = None
+
+    @property
+    def monitoring_namespace(self) -> str | None:
+        """Where Prometheus runs, if its address is a Service's: ``http://NAME.NAMESPACE.svc``."""
+        parts = (urlsplit(self.prometheus).hostname or "").split(".")
+        return parts[1] if parts[2:3] == ["svc"] else None
+
+
+def check(options: Options) -> None:
+    """Raises a `UserError` for the first option that no cluster could take."""
+    for field, name in (("--as", options.name), ("--namespace", options.namespace)):
+        most = LONGEST_NAME if field == "--as" else 63
+        if not _NAME.fullmatch(name) or len(name) > most:
+            raise UserError(
+                field,
+                f"must be a name that Kubernetes takes: lower-case letters, digits and `-`, a "
+                f"letter first, {most} at most",
+                given=name,
+                remedy=f"Give another one: {field} {_like(name, most)}",
+            )
+    _check_image(options.image)
+    if options.models is not None and (
+        not _REFERENCE.fullmatch(options.models) or _has_tag(options.models)
+    ):
+        raise UserError(
+            "--models",
+            "must be the name of an image without a tag, which is the hash of the lock",
+            given=options.models,
+            remedy="Leave the tag out; docker/README.md shows how the image is made",
+        )
+    for field, number in (
+        ("--capacity", options.capacity_per_s),
+        ("--cpu", options.cpu_cores),
+        ("--memory", options.memory_mib),
+        ("--ready", options.ready_s),
+        ("--peak-rate", options.peak_per_s),
+        ("--grace", options.grace_s),
+    ):
+        if number is not None and not (math.isfinite(number) and number > 0):
+            raise UserError(field, "must be above 0", given=number)
+    if not 0 <= options.growth <= 10:
+        raise UserError("--growth", "must be from 0 to 10, as 0.5 for half in a minute",
+                        given=options.growth)  # fmt: skip
+    if urlsplit(options.prometheus).scheme not in ("http", "https"):
+        raise UserError(
+            "--prometheus",
+            "must be the address of a Prometheus, http:// or https://",
+            given=options.prometheus,
+        )
+
+
+def mebibytes(field: str, text: str | None) -> int | None:
+    """``2Gi`` or ``1500Mi`` in MiB.
+
+    Raises:
+        UserError: another form.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,9})(Mi|Gi)", text)
+    if not found:
+        raise UserError(field, "must be a size, as 1500Mi or 2Gi", given=text)
+    return int(found[1]) * {"Mi": 1, "Gi": 1024}[found[2]]
+
+
+def _check_image(image: str) -> None:
+    if not _REFERENCE.fullmatch(image):
+        raise UserError(
+            "--image",
+            "must name the serving image in your registry",
+            given=repr(image),
+            remedy="Push what `make image` built, and name it with its tag",
+        )
+    if image.endswith(":latest") or not _has_tag(image):
+        raise UserError(
+            "--image",
+            "must have a tag that does not move, or a digest",
+            given=image,
+            remedy="Two replicas must not be of two releases: add the tag that `make image` gave",
+        )
+
+
+def _has_tag(image: str) -> bool:
+    return "@" in image or ":" in Path(image).name
+
+
+def _like(name: str, most: int) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:most].strip("-") or "NAME"

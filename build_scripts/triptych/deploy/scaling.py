@@ -1,0 +1,94 @@
+"""KEDA's ScaledObject: as many replicas as the offered rate takes at the capacity measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triptych.deploy.metrics import Metrics
+from triptych.deploy.options import Options
+from triptych.deploy.reasons import Because
+from triptych.deploy.sizing import POLL_S, RATE_WINDOW_S, Sizes
+from triptych.deploy.workload import metadata
+from triptych.repository.lock import Lock
+
+WAITING_SHARE = 0.5
+"""Of the shortest latency promised: who waits so long on average will miss the promise often."""
+_FAILURES = 3
+
+
+def scaled_object(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any]:
+    """The autoscaler of the Deployment."""
+    metrics = Metrics(lock.spec.name, options.namespace)
+    window = f"{RATE_WINDOW_S}s"
+    limit_us = WAITING_SHARE * min(lock.spec.serving.slo.limits_us.values())
+    waits = f"({metrics.waiting_us(window)} > bool {limit_us:.0f})"
+    rate = _trigger(
+        options,
+        "rate",
+        Because(
+            metrics.offered(window),
+            "what came in, refused requests included: answers alone saturate just when replicas "
+            "are missing. What reaches no server at all is not in it: put the rate of a proxy in "
+            "front here, if there is one",
+        ),
+        sizes.threshold_per_s,
+    )
+    guard = _trigger(
+        options,
+        "queue",
+        Because(
+            f"{waits} * ({metrics.replicas()} + 1)",
+            f"a guard: one replica more for as long as a request waits over {limit_us / 1e3:g} ms "
+            f"on average ({WAITING_SHARE:.0%} of the shortest promise). Queue time itself explodes "
+            "near saturation and would multiply replicas",
+        ),
+        "1",
+    )
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": metadata(options),
+        "spec": {
+            "scaleTargetRef": {"name": options.name},
+            "minReplicaCount": sizes.fewest,
+            "maxReplicaCount": sizes.most,
+            "pollingInterval": POLL_S,
+            "fallback": {
+                "failureThreshold": _FAILURES,
+                "replicas": sizes.fewest.value,
+                "behavior": Because(
+                    "currentReplicasIfHigher",
+                    "without data the fleet stays as it was for the last load known (KEDA 2.17)",
+                ),
+            },
+            "advanced": {
+                "horizontalPodAutoscalerConfig": {
+                    "behavior": {
+                        "scaleUp": {
+                            "stabilizationWindowSeconds": Because(
+                                0, "the headroom pays for the time to ready, not for waiting"
+                            )
+                        },
+                        "scaleDown": {"stabilizationWindowSeconds": sizes.stable_s},
+                    }
+                }
+            },
+            "triggers": [rate, guard],
+        },
+    }
+
+
+def _trigger(options: Options, name: str, query: Because, threshold: Any) -> dict[str, Any]:
+    return {
+        "type": "prometheus",
+        "name": name,
+        "metricType": Because("AverageValue", "replicas = ceil(query / threshold)"),
+        "metadata": {
+            "serverAddress": options.prometheus,
+            "query": query,
+            "threshold": threshold,
+            "ignoreNullValues": Because(
+                "false", "lost metrics are no load of 0: KEDA would remove replicas"
+            ),
+        },
+    }

@@ -1,0 +1,91 @@
+"""Built pipelines to deploy, without a build: locks, and results of bench."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from conftest import write_pipeline
+from container_cases import ENSEMBLE
+from load_samples import bench as bench_result
+from load_samples import rate_search, subject
+from triptych.bench.points import to_json
+from triptych.deploy.options import Options
+from triptych.pipeline.slo import Slo
+from triptych.pipeline.spec import load_spec
+from triptych.releases import parse_release
+from triptych.repository.lock import SCHEMA, Lock, PlanRecord
+from triptych.repository.plain import json_text
+from triptych.repository.records import EngineCheck, EngineRecord, GateResult
+from triptych.tasks.task import Core
+
+PROMISE = {"p99_ms": 80.0}
+ENGINE = EngineRecord(
+    key="key",
+    onnx_sha256="0" * 64,
+    plan_sha256="1" * 64,
+    tensorrt="11.2.1",
+    cuda="13.2",
+    driver="590.48.01",
+    gpu="NVIDIA H200",
+    compute_capability="9.0",
+    version_compatible=False,
+    hardware="none",
+    precision="fp32",
+    matmuls={},
+    witness="graph",
+    profiles=(),
+    check=EngineCheck("fp32", 1, (), ()),
+)
+
+
+def write_built(
+    folder: Path, name: str = "minilm", engine: EngineRecord | None = None, **fields: Any
+) -> Path:
+    """A repository with one pipeline as `build` leaves it, as far as `deploy` reads it.
+
+    `fields` are of its spec; without `serving` it promises `PROMISE`.
+    """
+    fields.setdefault("serving", {"slo": PROMISE})
+    spec = load_spec(write_pipeline(folder / "pipelines" / name, **fields))
+    plan = PlanRecord("packed", "", 256, (), 32, Core("AutoModel", "row", "vector", ()), None)
+    lock = Lock(
+        schema=SCHEMA,
+        built_at="2026-01-01T00:00:00+00:00",
+        spec=spec,
+        model_sha256="2" * 64,
+        architecture="BertModel",
+        versions={},
+        core_key="core",
+        source_key="source",
+        plan=plan,
+        engine=engine,
+        traffic={},
+        gate=GateResult("fp32", 1, 0, True, (), ()),
+        files={},
+    )
+    repository = folder / "repository"
+    (repository / name).mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(ENSEMBLE.format(name=name))
+    (repository / name / "triptych.lock.json").write_bytes(lock.as_bytes())
+    return repository
+
+
+def write_bench(folder: Path, **changes: Any) -> Path:
+    """A pipeline's folder of reports with the result of `bench`, but for `changes`."""
+    values: dict[str, Any] = {"load_s": 4.2, "cost": None, "slo": Slo(**PROMISE)}
+    values |= {"rate": rate_search(Slo(**PROMISE))}
+    result = bench_result(**{**values, **changes})
+    (folder / "bench").mkdir(parents=True)
+    (folder / "bench/bench.json").write_text(json_text(to_json(result)))
+    return folder
+
+
+def options(**changes: Any) -> Options:
+    """Of a deployment on Triton 26.08, but for `changes`."""
+    usual = Options("triptych-serve:26.08", "minilm", parse_release("26.08"))
+    return replace(usual, **changes)
+
+
+__all__ = ["ENGINE", "PROMISE", "options", "subject", "write_bench", "write_built"]

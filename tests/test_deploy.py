@@ -1,0 +1,347 @@
+"""`triptych deploy`: what it writes is what clusters take, from what was measured, with reasons."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import promql_parser
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from conftest import ROOT
+from deploy_cases import ENGINE, options, subject, write_bench, write_built
+from load_samples import point, rate_search
+from triptych.cli import app
+from triptych.container.flags import Options as ServerOptions
+from triptych.deploy.folder import write_manifests
+from triptych.deploy.kubernetes import Manifests, kubernetes_manifests
+from triptych.deploy.options import mebibytes
+from triptych.deploy.reasons import plain, reasons_of, yaml_of
+from triptych.errors import UserError
+from triptych.pipeline.slo import Slo
+from triptych.releases import parse_release
+
+KUBERNETES = ("1.37", "1.36", "1.35")
+"""The newest two, and the oldest that is supported (November 2026)."""
+MIG = replace(ENGINE, gpu="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
+
+
+def manifests(folder: Path, engine: Any = None, **fields: Any) -> Manifests:
+    """Of a pipeline of these fields with a usual bench."""
+    repository = write_built(folder, engine=engine, **fields)
+    return kubernetes_manifests(repository, "minilm", options(), write_bench(folder / "reports"))
+
+
+def document(made: Manifests, name: str) -> Any:
+    """One of the documents as plain data."""
+    (file,) = (file for file in made.files if file.endswith(name))
+    return plain(made.files[file])
+
+
+def kustomized(folder: Path, made: Manifests) -> list[dict[str, Any]]:
+    """What the real kubectl makes of the overlay."""
+    write_manifests(folder, made.files)
+    kubectl = Path(sys.executable).with_name("kubectl")
+    done = subprocess.run(
+        [kubectl, "kustomize", folder / made.overlay], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def held_by_schema(resource: dict[str, Any]) -> None:
+    """Raises a `ValidationError` where a custom resource is not as its definition wants it."""
+    (file,) = (ROOT / "tests/data/crds").glob(f"{resource['kind'].lower()}_*.json")
+    # The schema itself is not checked: its patterns are Go's.
+    jsonschema.Draft202012Validator(json.loads(file.read_text())).validate(resource)
+
+
+def expressions(made: Manifests) -> list[str]:
+    """Every query of the autoscaler and the rules."""
+    triggers = document(made, "scaled-object.yaml")["spec"]["triggers"]
+    groups = document(made, "prometheus-rule.yaml")["spec"]["groups"]
+    queries = [trigger["metadata"]["query"] for trigger in triggers]
+    return queries + [rule["expr"] for group in groups for rule in group["rules"]]
+
+
+def alerts(made: Manifests) -> dict[str, str]:
+    """Name to expression."""
+    groups = document(made, "prometheus-rule.yaml")["spec"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    return {rule["alert"]: rule["expr"] for rule in rules if "alert" in rule}
+
+
+def test_kubernetes_takes_what_is_written(tmp_path: Path) -> None:
+    made = {
+        "cpu": manifests(tmp_path / "cpu"),
+        "gpu": manifests(tmp_path / "gpu", ENGINE, **TENSORRT),
+        "mig": manifests(tmp_path / "mig", MIG, **TENSORRT),
+    }
+    for overlay, one in made.items():
+        assert one.overlay == f"overlays/{overlay}"
+        objects = {each["kind"]: each for each in kustomized(tmp_path / overlay / "out", one)}
+        assert set(objects) == {
+            *("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"),
+            *("ScaledObject", "PodMonitor", "PrometheusRule"),
+        }
+        for each in objects.values():
+            assert each["metadata"]["namespace"] == "default"
+            if "k8s.io" in each["apiVersion"] or "." not in each["apiVersion"]:
+                for version in KUBERNETES:
+                    kubernetes_validate.validate(each, version, strict=True)
+            else:
+                held_by_schema(each)
+        pod = objects["Deployment"]["spec"]["template"]["spec"]
+        limits = pod["containers"][0]["resources"]["limits"]
+        if overlay == "cpu":
+            assert set(limits) == {"memory"}
+        else:
+            key = "nvidia.com/gpu" if overlay == "gpu" else "nvidia.com/mig-1g.10gb"
+            assert limits[key] == 1
+            assert set(pod["nodeSelector"].values()) == {
+                "NVIDIA-H200" if overlay == "gpu" else "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"
+            }
+    for expression in expressions(made["cpu"]):
+        promql_parser.parse(expression)
+    # The checks above find what is wrong.
+    deployment = document(made["cpu"], "deployment.yaml")
+    deployment["spec"]["template"]["spec"]["containers"][0]["readyProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, KUBERNETES[0], strict=True)
+    scaled = document(made["cpu"], "scaled-object.yaml")
+    scaled["spec"]["replicas"] = 3
+    with pytest.raises(jsonschema.ValidationError):
+        held_by_schema(scaled)
+
+
+def test_a_replica_gets_what_was_measured_and_few_rights(tmp_path: Path) -> None:
+    made = manifests(tmp_path)
+    deployment = document(made, "deployment.yaml")
+    assert "replicas" not in deployment["spec"]
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    # The image's own health check, with its own times.
+    image = (ROOT / "docker/serve.Dockerfile").read_text()
+    (line,) = re.findall(r"HEALTHCHECK (.*) \\\n +CMD (\[.*\])", image)
+    ready = container["readinessProbe"]
+    assert ready["exec"]["command"] == json.loads(line[1])
+    period, timeout = ready["periodSeconds"], ready["timeoutSeconds"]
+    assert f"--interval={period}s --timeout={timeout}s --retries=2" in line[0]
+    assert ready["failureThreshold"] == 2
+    # Load: 4.2 s measured, ten times that is less than the least.
+    start = container["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] == 60
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    exit_timeout = int(environment["TRIPTYCH_EXIT_TIMEOUT_S"])
+    assert exit_timeout == ServerOptions.exit_timeout_s
+    assert pod["terminationGracePeriodSeconds"] >= sleep + exit_timeout + 5
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": f"{2 * (64 + 64)}Mi"}
+    claim = volumes["models"]["persistentVolumeClaim"]["claimName"]
+    assert claim == f"minilm-{made.version}"
+    resources = document(made, "resources.yaml")["spec"]["template"]["spec"]["containers"][0]
+    # 700.9 MiB seen, times 1.25, and 256 MiB of shared memory, in steps of 64; 1.82 cores busy.
+    assert resources["resources"] == {
+        "requests": {"cpu": "1900m", "memory": "1152Mi"},
+        "limits": {"memory": "1152Mi"},
+    }
+
+
+def test_replicas_follow_from_the_capacity_that_was_measured(tmp_path: Path) -> None:
+    repository = write_built(tmp_path, serving={"slo": {"p99_ms": 80.0, "throughput": 400.0}})
+    slo = Slo(p99_ms=80.0, throughput=400.0)
+    reports = write_bench(tmp_path / "reports", slo=slo, rate=rate_search(slo))
+    usual = options(growth=0.6, ready_s=25.0, peak_per_s=1000.0)
+    made = kubernetes_manifests(repository, "minilm", usual, reports)
+    spec = document(made, "scaled-object.yaml")["spec"]
+    # 25 s to ready, 30 of the window, 15 each to a scrape, KEDA and the autoscaler: 100 s, in which
+    # the rate doubles at 60 % a minute. Half of the 150/s that held are 75/s.
+    assert [trigger["metadata"]["threshold"] for trigger in spec["triggers"]] == ["75", "1"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (6, 14)
+    for trigger in spec["triggers"]:
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
+        assert trigger["metricType"] == "AverageValue"
+    assert spec["fallback"]["replicas"] == 6
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 300
+    by_hand = replace(usual, capacity_per_s=100.0, ready_s=200.0)
+    made = kubernetes_manifests(repository, "minilm", by_hand, reports)
+    spec = document(made, "scaled-object.yaml")["spec"]
+    assert spec["triggers"][0]["metadata"]["threshold"] == f"{100 / 3.75:.4g}"
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 600
+
+
+def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:
+    promises = ({"p50_ms": 5.0}, {"p99_ms": 100.0}, {"p99_9_ms": 30_000.0}, {"p90_ms": 500.0})
+    built_for = ("24.10", "26.08")
+    for number, (promise, oldest) in enumerate(itertools.product(promises, built_for)):
+        serving = {"slo": promise, "triton": oldest}
+        repository = write_built(tmp_path / str(number), serving=serving)
+        for release in ("24.10", "26.08") if oldest == "24.10" else ("26.08",):
+            by_hand = options(
+                release=parse_release(release), capacity_per_s=9.0, cpu_cores=1.0, memory_mib=2048
+            )
+            made = kubernetes_manifests(repository, "minilm", by_hand, tmp_path / "none")
+            (name, limit_ms), case = next(iter(promise.items())), (serving, release)
+            budget = 1 - float(name[1:-3].replace("_", ".")) / 100
+            found = alerts(made)
+            for alert, expression in found.items():
+                promql_parser.parse(expression)
+                for threshold in re.findall(r"ratio:\w+\{.*\} > ([\d.]+)", expression):
+                    assert budget * 0.99 <= float(threshold) < 1, (case, alert)
+            slow = [alert for alert in found if "Slow" in alert]
+            has_edge = oldest == "26.08" or limit_ms in (100, 500)
+            has_histogram = release == "26.08" and has_edge
+            assert bool(slow) == has_histogram, case
+            missed = [expression for alert, expression in found.items() if "Missed" in alert]
+            assert bool(missed) != has_histogram, case
+            text = yaml_of(made.files["base/prometheus-rule.yaml"])
+            if has_histogram:
+                assert f'le=~"{limit_ms:g}([.]0)?"' in text, case
+            else:
+                assert f"> {limit_ms * 1e3:.0f}" in missed[0], case
+                assert "no histogram with an edge there" in " ".join(text.split("\n")).replace(
+                    "          # ", ""
+                ), case
+
+
+def test_every_number_says_why(tmp_path: Path) -> None:
+    repository = write_built(tmp_path)
+    write_bench(tmp_path / "reports/minilm")
+    words = [
+        *("deploy", "minilm", "--image", "triptych-serve:26.08", "--repository", str(repository)),
+        *("--reports", str(tmp_path / "reports"), "--out", str(tmp_path / "out"), "--json"),
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    by_field = {number["field"]: number for number in told["numbers"]}
+    threshold = by_field["spec.triggers[0].metadata.threshold"]
+    assert "150/s held p99 <= 80 ms, 165/s broke it" in threshold["reason"]
+    assert "may grow by 50% a minute (--growth)" in threshold["reason"]
+    assert "measured to load in 4.2 s" in threshold["reason"]
+    assert "2026-01-02T03:04:05Z on 2 cores of Some Xeon" in threshold["reason"]
+    for field in (
+        "spec.template.spec.terminationGracePeriodSeconds",
+        "spec.template.spec.containers[0].startupProbe.failureThreshold",
+        "spec.template.spec.containers[0].resources.requests.memory",
+        "spec.maxReplicaCount",
+        "spec.advanced.horizontalPodAutoscalerConfig.behavior.scaleDown.stabilizationWindowSeconds",
+    ):
+        assert by_field[field]["reason"], field
+    again = kubernetes_manifests(repository, "minilm", options(), tmp_path / "reports/minilm")
+    for file, node in again.files.items():
+        text = yaml_of(node)
+        assert yaml.safe_load(text) == plain(node), file
+        comments = " ".join(re.findall(r"(?m)^ *# (.*)$", text))
+        for _, _, reason in reasons_of(node):
+            assert " ".join(reason.split()) in comments, (file, reason)
+    assert CliRunner().invoke(app, [*words, "--target", "nomad"]).exception is not None
+
+
+def test_the_guide_has_every_option() -> None:
+    guide = (ROOT / "docker/README.md").read_text()
+    table = re.findall(r"(?m)^\| (`--.*?`) \|", guide.split("| option of `deploy` |")[1])
+    told = {option for cell in table for option in re.findall(r"--[a-z-]+", cell)}
+    help_text = CliRunner().invoke(app, ["deploy", "--help"]).stdout
+    elsewhere = {"--repository", "--reports", "--json", "--help"}
+    assert told == set(re.findall(r"--[a-z][a-z-]+", help_text)) - elsewhere
+
+
+def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
+    repository = write_built(tmp_path / "usual")
+    reports = write_bench(tmp_path / "reports")
+    none = tmp_path / "none"
+    slow = write_bench(tmp_path / "slow", points=(point(1, p99_us=90e3),))
+    never = replace(rate_search(Slo(p99_ms=80.0)), highest_per_s=0.0, lowest_broken_per_s=5.0)
+    unheld = write_bench(tmp_path / "unheld", rate=never)
+    other = write_bench(tmp_path / "other", slo=Slo(p99_ms=70.0))
+    old = write_bench(tmp_path / "old", subject=subject(measured_at="2025-01-02T03:04:05Z"))
+    bare = write_bench(tmp_path / "bare", rate=None)
+    by_hand = {"capacity_per_s": 9.0, "cpu_cores": 1.0, "memory_mib": 2048}
+    built = {
+        "unpromised": write_built(tmp_path / "unpromised", serving={}),
+        "shared": write_built(tmp_path / "shared", core={"share": "other"}),
+        "no engine": write_built(tmp_path / "unbuilt", **TENSORRT),
+        "engine": write_built(tmp_path / "engine", engine=ENGINE, **TENSORRT),
+        "two": write_built(tmp_path / "two"),
+    }
+    write_built(tmp_path / "two-more", "other")
+    (tmp_path / "two-more/repository/other").rename(built["two"] / "other")
+    cases: list[tuple[Path, dict[str, Any], Path, str]] = [
+        (tmp_path, {}, reports, "triptych build minilm"),
+        (repository, {"name": "ticket_routing"}, reports, "--as ticket-routing"),
+        (repository, {"name": "a" * 55}, reports, "54 at most"),
+        (repository, {"namespace": "Prod"}, reports, "--namespace prod"),
+        (repository, {"image": "triptych-serve"}, reports, "tag that does not move"),
+        (repository, {"image": "triptych-serve:latest"}, reports, "tag that does not move"),
+        (repository, {"image": ""}, reports, "in your registry"),
+        (repository, {"models": "models:1"}, reports, "Leave the tag out"),
+        (repository, {"growth": 11.0}, reports, "--growth"),
+        (repository, {"prometheus": "prometheus:9090"}, reports, "http://"),
+        (repository, {"capacity_per_s": float("nan")}, reports, "above 0"),
+        (built["unpromised"], {}, reports, "must promise a latency"),
+        (built["shared"], {}, reports, "core.share"),
+        (built["two"], {}, reports, "minilm and other"),
+        (built["no engine"], {}, reports, "triptych engine minilm"),
+        (built["engine"], {"gpu": "NVIDIA-L4"}, reports, "the engine is of NVIDIA-H200"),
+        (repository, {"gpu": "NVIDIA-L4"}, reports, "built for the CPU"),
+        (repository, {}, none, "bench minilm --find-rate"),
+        (repository, {}, bare, "bench minilm --find-rate"),
+        (repository, {"capacity_per_s": 9.0}, none, "--cpu and --memory"),
+        (repository, {}, slow, "one client alone was measured"),
+        (repository, {}, unheld, "holds at some rate"),
+        (repository, {}, other, "measured for p99 <= 70 ms; promised is p99 <= 80 ms"),
+        (repository, {}, old, "built at 2026-01-01"),
+        (repository, {"capacity_per_s": 170.0}, reports, "165/s broke"),
+        (repository, {"memory_mib": 600}, reports, "it used 701 MiB"),
+        (repository, {**by_hand, "memory_mib": 256}, none, "256 MiB may be shared"),
+        (repository, {"grace_s": 40}, reports, "10 + 30 + 5 s are 45 s"),
+    ]
+    for folder, changes, measured, said in cases:
+        with pytest.raises(UserError) as error:
+            kubernetes_manifests(folder, "minilm", options(**changes), measured)
+        assert said in error.value.message, (changes, error.value.message)
+    with pytest.raises(UserError, match="1500Mi or 2Gi"):
+        mebibytes("--memory", "2 GB")
+    # A result of another build is no matter where nothing of it is used; enough grace is enough.
+    assert kubernetes_manifests(repository, "minilm", options(**by_hand), old)
+    assert kubernetes_manifests(repository, "minilm", options(grace_s=45), reports)
+
+
+def test_files_of_others_and_changed_ones_are_left_alone(tmp_path: Path) -> None:
+    made = manifests(tmp_path)
+    out = tmp_path / "out"
+    write_manifests(out, made.files)
+    first = {file: file.read_bytes() for file in out.rglob("*.yaml")}
+    write_manifests(out, made.files)
+    assert {file: file.read_bytes() for file in out.rglob("*.yaml")} == first
+    deployment = out / "base/deployment.yaml"
+    deployment.write_text(deployment.read_text().replace("maxSurge: 1", "maxSurge: 2"))
+    with pytest.raises(UserError, match="was changed"):
+        write_manifests(out, made.files)
+    assert "maxSurge: 2" in deployment.read_text()
+    deployment.write_bytes(first[deployment])
+    (out / "mine.yaml").write_text("kind: Secret\n")
+    with pytest.raises(UserError, match=r"mine\.yaml is another one"):
+        write_manifests(out, made.files)
+    assert {file.name for file in tmp_path.iterdir()} >= {"out"}
+    assert not list(tmp_path.glob(".out-*"))
