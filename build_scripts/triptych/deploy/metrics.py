@@ -50,10 +50,11 @@ class Metrics:
         computing = " - ".join(f"sum(rate({part}[{window}]))" for part in parts)
         return f"({time} - {computing}) / {answered}"
 
-    def within(self, limit_ms: float, window: str) -> str:
-        """Requests a second that were answered within an edge of the histogram's buckets."""
+    def slow_share(self, limit_ms: float, window: str) -> str:
+        """Share of what came in that was not answered within an edge of the histogram's buckets."""
         edge = f'le=~"{limit_ms:g}([.]0)?"'
-        return f"sum(rate({self._whole(f'{HISTOGRAM}_bucket', edge)}[{window}]))"
+        good = f"sum(rate({self._whole(f'{HISTOGRAM}_bucket', edge)}[{window}]))"
+        return f"clamp_min(1 - {good} / {self.offered(window)}, 0)"
 
     def percentile_us(self, percentile: str) -> str:
         """The worst replica's latency percentile (``p99_9``) over the last minute."""

@@ -8,7 +8,8 @@ long and a short window (Google, The Site Reliability Workbook, chapter 5).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from triptych.deploy.measured import Measured
@@ -46,7 +47,8 @@ class Objective(NamedTuple):
     name: str
     budget: float
     record: str
-    expression: str  # with {window}
+    share: Callable[[str], str]
+    """Of a window: the expression of the requests that break it."""
     says: str
 
 
@@ -80,7 +82,7 @@ def prometheus_rule(
     records = [
         {
             "record": f"{one.record}:{window}",
-            "expr": one.expression.format(window=window),
+            "expr": one.share(window),
             "labels": {"pipeline": lock.spec.name, "namespace": options.namespace},
         }
         for one in objectives
@@ -117,24 +119,18 @@ def _objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Obje
         "Failures",
         budget,
         "triptych:failed:ratio",
-        _template(metrics.failed_share("WINDOW")),
+        metrics.failed_share,
         "requests fail or are refused",
     )
     for name, limit_ms, budget in promised:
         if has_edge(lock.spec, limit_ms, options.release):
-            good = metrics.within(limit_ms, "WINDOW")
             yield Objective(
                 f"Slow{name.upper()}",
                 budget,
                 f"triptych:slower_{name}:ratio",
-                _template(f"1 - {good} / {metrics.offered('WINDOW')}"),
+                partial(metrics.slow_share, limit_ms),
                 f"requests are not answered within {limit_ms:g} ms",
             )
-
-
-def _template(expression: str) -> str:
-    """For `format`, which puts the window in: the braces of selectors are doubled."""
-    return expression.replace("{", "{{").replace("}", "}}").replace("WINDOW", "{window}")
 
 
 def _burn_alert(
