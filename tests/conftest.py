@@ -175,14 +175,15 @@ def share_export_registry() -> None:
     ONNXRegistry.from_torchlib = staticmethod(shared)  # type: ignore[method-assign]
 
 
-def build_into(folder: Path, repository: Path, *overrides: str) -> Any:
-    """Build the pipeline in `folder`; returns what `build` does."""
+def build_into(folder: Path, repository: Path, *overrides: str, rehearsal: bool = False) -> Any:
+    """Build the pipeline in `folder`; returns what `build` does. To rehearse takes seconds."""
     from triptych.building import build
     from triptych.pipeline.spec import load_spec
     from triptych.requests.inputs import read_inputs
 
     share_export_registry()
-    return build(read_inputs(load_spec(folder, overrides), quiet), repository, quiet)
+    inputs = read_inputs(load_spec(folder, overrides), quiet)
+    return build(inputs, repository, quiet, rehearsal=rehearsal)
 
 
 @pytest.fixture(scope="session")

@@ -267,7 +267,7 @@ def planted(minilm_repository: Path, tmp_path_factory: pytest.TempPathFactory) -
     model.unlink()
     answer = "return [self._respond(request) for request in requests]"
     assert answer in text
-    model.write_text(text.replace(answer, f"__import__('time').sleep(0.2); {answer}"))
+    model.write_text(text.replace(answer, f"__import__('time').sleep(0.4); {answer}"))
     with Server(repository) as running:
         yield running
 
