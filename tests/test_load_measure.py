@@ -267,7 +267,7 @@ def planted(minilm_repository: Path, tmp_path_factory: pytest.TempPathFactory) -
     model.unlink()
     answer = "return [self._respond(request) for request in requests]"
     assert answer in text
-    model.write_text(text.replace(answer, f"__import__('time').sleep(0.4); {answer}"))
+    model.write_text(text.replace(answer, f"__import__('time').sleep(0.2); {answer}"))
     with Server(repository) as running:
         yield running
 
@@ -280,7 +280,7 @@ def planted(minilm_repository: Path, tmp_path_factory: pytest.TempPathFactory) -
         ("minilm_packed", 1, {"compute", "none"}, None),
         ("held", 1, {"queue delay"}, "core"),
         ("held", 4, {"queue delay"}, "core"),
-        ("drowsy", 32, {"instances"}, "postprocess"),
+        ("drowsy", 16, {"instances"}, "postprocess"),
     ],
 )
 def test_the_bottleneck_of_a_real_pipeline(
