@@ -189,11 +189,10 @@ def test_pii_tags_mark_first_and_other_tokens() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_training_twice_gives_the_same_weights(name: str, tmp_path: Path) -> None:
+def test_training_twice_gives_the_same_weights(tmp_path: Path) -> None:
     hashes = set()
     for turn in ("one", "two"):
-        run_training(name, tmp_path / turn, "--steps", "5")
+        run_training("pii", tmp_path / turn, "--steps", "5")
         weights = tmp_path / turn / "model.safetensors"
         hashes.add(hashlib.sha256(weights.read_bytes()).hexdigest())
     assert len(hashes) == 1
