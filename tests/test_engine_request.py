@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import fake_tensorrt
+from engine_options import OPTIONS
 from fake_tensorrt import MAJORS
 from triptych.engine.api import Api
 from triptych.engine.graph import read_graph
@@ -19,15 +20,6 @@ from triptych.engine.request import make_request
 from triptych.errors import UserError
 from triptych.plan.engine_spec import EnginePlan, ShapeRange
 
-OPTIONS = {
-    "workspace_mib": None,
-    "optimization_level": None,
-    "version_compatible": False,
-    "hardware": "none",
-    "refit": False,
-    "weight_streaming": False,
-    "tf32": False,
-}
 FINE = {"x": ShapeRange((1, 4), (2, 4), (8, 4))}
 
 

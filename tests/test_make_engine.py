@@ -8,7 +8,8 @@ from typing import Any
 import onnx
 import pytest
 
-from test_engine_request import FINE, LOWER, OPTIONS, PRODUCT, QUANTISED, SAME, write
+from engine_options import OPTIONS
+from test_engine_request import FINE, LOWER, PRODUCT, QUANTISED, SAME, write
 from triptych.engine.make import make_engine
 from triptych.engine.parsed_products import check_products
 from triptych.engine.request import make_request

@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from conftest import quiet
+from engine_options import OPTIONS
 from triptych.cache import sha256_of
 from triptych.engine import rehearsal, rtx
 from triptych.engine.rehearsal import ask, rehearse
@@ -17,15 +18,6 @@ from triptych.errors import UserError
 from triptych.plan.engine_spec import EnginePlan, ShapeRange
 from triptych.repository.records import Rehearsal
 
-OPTIONS = {
-    "workspace_mib": None,
-    "optimization_level": None,
-    "version_compatible": False,
-    "hardware": "none",
-    "refit": False,
-    "weight_streaming": False,
-    "tf32": False,
-}
 ROWS = ({"x": ShapeRange((1, 16), (4, 16), (8, 16))},)
 WEIGHT = "<float16[16,16] weight = {" + ",".join(["1"] * 256) + "}>"
 HALF = f"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from triptych.deploy.scaling import scaled_object
 from triptych.deploy.sizing import sizes_of
 from triptych.deploy.workload import deployment, disruption_budget, network_policy, service
 from triptych.errors import UserError
-from triptych.repository.lock import LOCK_FILE, Lock, read_lock
+from triptych.repository.lock import Lock, build_id, read_lock
 
 _VERSION_DIGITS = 12
 
@@ -72,8 +71,7 @@ def kubernetes_manifests(
     overlay = overlay_of(lock, options)
     measured = measured_of(lock, options, reports)
     sizes = sizes_of(lock, options, measured, repository)
-    content = (repository / pipeline / LOCK_FILE).read_bytes()
-    version = hashlib.sha256(content).hexdigest()[:_VERSION_DIGITS]
+    version = build_id(repository, pipeline)[:_VERSION_DIGITS]
     base = {
         "deployment.yaml": deployment(options, sizes, version),
         "service.yaml": service(options),
