@@ -12,11 +12,11 @@ from triptych.deploy.devices import overlay_of, resources_patch
 from triptych.deploy.measured import measured_of
 from triptych.deploy.monitoring import pod_monitor, prometheus_rule
 from triptych.deploy.options import Options, check
-from triptych.deploy.reasons import Because, reasons_of
 from triptych.deploy.scaling import scaled_object
 from triptych.deploy.sizing import sizes_of
 from triptych.deploy.workload import deployment, disruption_budget, network_policy, service
 from triptych.errors import UserError
+from triptych.fleet.reasons import Because, reasons_of
 from triptych.repository.lock import Lock, build_id, read_lock
 
 _VERSION_DIGITS = 12

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from triptych.deploy.measured import Measured
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import Options
-from triptych.deploy.reasons import Because
 from triptych.deploy.sizing import SCRAPE_S, Sizes
 from triptych.deploy.workload import labels, metadata
+from triptych.fleet.reasons import Because
 from triptych.repository.latencies import COUNTED_FROM, has_edge
 from triptych.repository.lock import Lock
 

@@ -11,8 +11,8 @@ from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.measured import Measured
 from triptych.deploy.options import Options
-from triptych.deploy.reasons import Because
 from triptych.errors import UserError
+from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 START_S = 300
