@@ -273,7 +273,7 @@ def _route(
 
 
 def _replicas(service: Service, settings: ProxySettings, endpoints: Endpoints) -> dict[str, Any]:
-    options = {"http2_protocol_options": {}} if service.is_grpc else {"http_protocol_options": {}}
+    protocol = "http2_protocol_options" if service.is_grpc else "http_protocol_options"
     kind = "extensions.upstreams.http.v3.HttpProtocolOptions"
     most = settings.most_at_once
     return {
@@ -287,7 +287,7 @@ def _replicas(service: Service, settings: ProxySettings, endpoints: Endpoints) -
             }
         },
         "typed_extension_protocol_options": {
-            f"envoy.{kind}": _typed(kind, explicit_http_config=options)
+            f"envoy.{kind}": _typed(kind, explicit_http_config={protocol: {}})
         },
         "ignore_health_on_host_removal": Because(
             True, "a replica that was taken out gets nothing more, also while it is healthy"

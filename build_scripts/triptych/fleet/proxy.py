@@ -182,9 +182,7 @@ class Proxy:
         log = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
         said = next((line for line in reversed(log) if line.strip()), "nothing")
         status = self._process.exit_status if self._process is not None else "not started"
-        return UserError(
-            "envoy", rule, given=f"{status}; it said: {said}", remedy=f"Its log: {self._log_file}"
-        )
+        return UserError("envoy", rule, given=f"{status}; it said: {said}")
 
     def stop(self) -> None:
         """End it; may be called at any time and more than once."""

@@ -45,6 +45,11 @@ class Replica:
         self._ended = False
         self._was_started = False
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it answers nothing and is not started again."""
+        return not self.is_ready and self.work is None and self.again_at is None
+
     def start(self, build: Path, timeout_s: float) -> None:
         """Start it on `build`, and return once each of its pipelines has answered a question.
 
@@ -54,7 +59,9 @@ class Replica:
         with self._ending:
             if self._ended:
                 raise RuntimeError("the fleet is being stopped")
-            self.build = build
+            if build != self.build:
+                self.build = build
+                self._failed_starts = 0
             if self._was_started:
                 self.server.restart(build)
             else:
@@ -92,10 +99,6 @@ class Replica:
             return None
         self.again_at = now + pause_s
         return pause_s
-
-    def forgive(self) -> None:
-        """Forget failed starts: it is to be tried on another build."""
-        self._failed_starts = 0
 
     def _answer(self, deadline: float) -> None:
         pipelines = [
