@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from triptych.errors import UserError
 from triptych.fleet.builds import keep_build
@@ -57,7 +58,7 @@ class Fleet:
     ) -> None:
         self._repository = repository
         self._folder = folder
-        self._proxy = proxy
+        self.proxy = proxy
         self._exchanges = exchanges
         self._load_s = load_s
         self._on_change = on_change
@@ -78,6 +79,12 @@ class Fleet:
         return [replica for replica in self.replicas if replica.is_ready]
 
     @property
+    def endpoints(self) -> dict[str, str]:
+        """Where Envoy is asked."""
+        proxy = self.proxy
+        return {"grpc": proxy.grpc_url, "http": proxy.http_url, "metrics": proxy.metrics_url}
+
+    @property
     def is_settled(self) -> bool:
         """Whether all replicas are ready, on the newest build of those that load."""
         return not self._built and all(
@@ -90,7 +97,7 @@ class Fleet:
         Raises:
             UserError: one does not become ready, a port is busy, or Envoy does not start.
         """
-        self._proxy.claim()
+        self.proxy.claim()
         work = [self._begin(replica, self._wanted) for replica in self.replicas]
         for replica, started in zip(self.replicas, work, strict=True):
             started.result()
@@ -98,6 +105,13 @@ class Fleet:
             replica.ready()
             self._on_change(f"{replica.name} is ready at {replica.server.grpc_url}")
         self._start_proxy()
+
+    def described(self) -> list[dict[str, Any]]:
+        """Each replica: where it can be asked itself, and its process."""
+        return [
+            {"grpc": r.server.grpc_url, "metrics": r.server.metrics_url, "pid": r.server.pid}
+            for r in self.replicas
+        ]
 
     def look(self) -> None:
         """Replace what died, put in what was built; to be called about three times a second.
@@ -114,9 +128,9 @@ class Fleet:
                 given=f"each of {len(self.replicas)} failed {MOST_FAILED_STARTS} times in a row",
                 remedy="The lines above say why",
             )
-        if self._proxy.has_died():
-            self._on_problem(f"{self._proxy.failure('must stay up').message} It is started again.")
-            self._proxy.stop()
+        if self.proxy.has_died():
+            self._on_problem(f"{self.proxy.failure('must stay up').message} It is started again.")
+            self.proxy.stop()
             self._start_proxy()
         self._look_for_builds()
         self._exchange_next()
@@ -138,17 +152,17 @@ class Fleet:
             for ender in enders:
                 ender.join()
         finally:
-            self._proxy.stop()
+            self.proxy.stop()
             self._pool.shutdown()
 
     def _start_proxy(self) -> None:
         servers = [replica.server for replica in self.ready]
-        self._proxy.start(servers)
-        if not self._proxy.wait_in(servers, _FOUND_S):
-            raise self._proxy.failure("must find its replicas healthy")
+        self.proxy.start(servers)
+        if not self.proxy.wait_in(servers, _FOUND_S):
+            raise self.proxy.failure("must find its replicas healthy")
 
     def _route(self) -> None:
-        self._proxy.route_to(replica.server for replica in self.ready)
+        self.proxy.route_to(replica.server for replica in self.ready)
 
     def _look_at(self, replica: Replica) -> None:
         if replica.work is not None:
@@ -166,7 +180,7 @@ class Fleet:
 
         def work() -> None:
             if drains:
-                self._proxy.wait_out(replica.server, _TAKEN_OUT_S)
+                self.proxy.wait_out(replica.server, _TAKEN_OUT_S)
                 replica.drain()
             replica.start(build, self._load_s)
 
@@ -178,10 +192,10 @@ class Fleet:
         replica.work = None
         if error is None:
             self._proven = replica.build
-            replica.ready()
-            self._route()
             self._remove_old_builds()
             self._on_change(f"{replica.name} is ready ({replica.build.name})")
+            replica.ready()
+            self._route()
         elif not isinstance(error, UserError):
             raise error
         elif replica.build != self._proven:

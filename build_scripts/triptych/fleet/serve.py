@@ -9,8 +9,8 @@ from pathlib import Path
 
 from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
-from triptych.errors import UserError
 from triptych.fleet.fleet import Fleet
+from triptych.fleet.gpus import variables_of
 from triptych.fleet.proxy import Proxy, find_envoy
 from triptych.fleet.settings import proxy_settings
 from triptych.repository.lock import find_lock
@@ -39,7 +39,7 @@ def new_fleet(
     on_change: Callable[[str], None],
     on_problem: Callable[[str], None],
 ) -> Iterator[Fleet]:
-    """A fleet that is not started, of two replicas or more; what it leaves on the disk goes at the end.
+    """A fleet of two replicas or more, not started; what it leaves on the disk goes at the end.
 
     Each of the `gpus`, written as in ``CUDA_VISIBLE_DEVICES``, is one replica's; without them each
     sees all. Each replica and Envoy log into a file of their own beside the name `log_file`. What
@@ -55,7 +55,7 @@ def new_fleet(
             build,
             models=models,
             production_flags=production_flags,
-            environment={"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {},
+            environment=variables_of(gpus, number),
             log_file=_beside(log_file, str(number + 1)),
         )
 
@@ -104,32 +104,6 @@ def serve_until_asked(fleet: Fleet, on_ready: Callable[[], None]) -> str:
             time.sleep(_LOOK_S)
             fleet.look()
     return asked[0]
-
-
-def count_replicas(replicas: int | None, gpus: Sequence[str]) -> int:
-    """How many replicas are asked for.
-
-    Raises:
-        UserError: less than one, a GPU twice, or another number of replicas than of GPUs.
-    """
-    count = len(gpus) or 1 if replicas is None else replicas
-    if count < 1:
-        raise UserError("--replicas", "must be at least 1", given=replicas)
-    if "" in gpus or len(set(gpus)) < len(gpus):
-        raise UserError(
-            "--gpus",
-            "must name each GPU once: numbers, or UUIDs as nvidia-smi -L tells them",
-            given=",".join(gpus),
-            remedy="Write for example --gpus 0,1",
-        )
-    if gpus and count != len(gpus):
-        raise UserError(
-            "--replicas",
-            "must be as many as GPUs: each replica has one",
-            given=f"{count} with --gpus {','.join(gpus)}",
-            remedy="Leave --replicas out",
-        )
-    return count
 
 
 def _promised_ms(repository: Path) -> list[float]:
