@@ -176,8 +176,9 @@ def test_http_and_the_metrics_pass_envoy_and_its_own_page_does_not(watched: Watc
     assert not answers(host, "/config_dump")
     with urllib.request.urlopen(endpoints["metrics"], timeout=10) as page:
         text = page.read().decode()
-    found = re.findall(r"envoy_cluster_grpc_upstream_rq_time_bucket\{(.*)\} \d+", text)
-    assert any('method="ModelInfer"' in labels and 'le="50"' in labels for labels in found)
+    for metric in ("grpc_ModelInfer_upstream_rq_time", "upstream_rq_time"):
+        buckets = re.findall(rf'envoy_cluster_{metric}_bucket{{(.*),le="50"}} \d+', text)
+        assert any('envoy_cluster_name="triton_grpc"' in labels for labels in buckets), metric
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

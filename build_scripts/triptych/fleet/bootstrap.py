@@ -155,7 +155,6 @@ def _grpc_manager(settings: ProxySettings) -> dict[str, Any]:
             "services": [{"name": _SERVICE, "method_names": [_INFER, _STREAM]}]
         },
         enable_upstream_stats=True,
-        replace_dots_in_grpc_service_name=True,
     )
     return {
         **_manager(
