@@ -111,9 +111,13 @@ def load(watched: Watched) -> Iterator[Asker]:
 
 
 def answered(replica: Replica) -> int:
-    with urllib.request.urlopen(replica.server.metrics_url, timeout=10) as page:
-        text = page.read().decode()
-    return int(re.findall(r'nv_inference_request_success\{model="tickets",.*\} (\d+)', text)[0])
+    counter = r'nv_inference_request_success\{model="tickets",.*\} (\d+)'
+    return int(re.findall(counter, page_of(replica.server.metrics_url))[0])
+
+
+def page_of(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as page:
+        return str(page.read().decode())
 
 
 def test_load_is_even(watched: Watched) -> None:
@@ -174,11 +178,11 @@ def test_http_and_the_metrics_pass_envoy_and_its_own_page_does_not(watched: Watc
     host = endpoints["metrics"].removeprefix("http://").removesuffix("/metrics")
     assert answers(host, "/ready")
     assert not answers(host, "/config_dump")
-    with urllib.request.urlopen(endpoints["metrics"], timeout=10) as page:
-        text = page.read().decode()
+    with Client("tickets", endpoints["grpc"]) as client:
+        client.classify(["where is it"])
     for metric in ("grpc_ModelInfer_upstream_rq_time", "upstream_rq_time"):
-        buckets = re.findall(rf'envoy_cluster_{metric}_bucket{{(.*),le="50"}} \d+', text)
-        assert any('envoy_cluster_name="triton_grpc"' in labels for labels in buckets), metric
+        bucket = rf'envoy_cluster_{metric}_bucket{{.*_name="triton_grpc",le="50"}} \d'
+        watched.until(lambda bucket=bucket: bool(re.search(bucket, page_of(endpoints["metrics"]))))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
