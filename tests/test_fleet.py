@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -78,6 +80,7 @@ class Watched:
 def pipeline(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     folder = write_tickets(tmp_path_factory.mktemp("fleet"), minilm_folder)
     build(folder, "FIRST")
+    shutil.copytree(repository_of(folder), folder.parents[1] / "first")
     return folder
 
 
@@ -113,6 +116,10 @@ def load(watched: Watched) -> Iterator[Asker]:
 def answered(replica: Replica) -> int:
     counter = r'nv_inference_request_success\{model="tickets",.*\} (\d+)'
     return int(re.findall(counter, page_of(replica.server.metrics_url))[0])
+
+
+def has(url: str, line: re.Pattern[str]) -> bool:
+    return line.search(page_of(url)) is not None
 
 
 def page_of(url: str) -> str:
@@ -181,14 +188,15 @@ def test_http_and_the_metrics_pass_envoy_and_its_own_page_does_not(watched: Watc
     with Client("tickets", endpoints["grpc"]) as client:
         client.classify(["where is it"])
     for metric in ("grpc_ModelInfer_upstream_rq_time", "upstream_rq_time"):
-        bucket = rf'envoy_cluster_{metric}_bucket{{.*_name="triton_grpc",le="50"}} \d'
-        watched.until(lambda bucket=bucket: bool(re.search(bucket, page_of(endpoints["metrics"]))))
+        bucket = re.compile(rf'envoy_cluster_{metric}_bucket{{.*_name="triton_grpc",le="50"}} \d')
+        watched.until(partial(has, endpoints["metrics"], bucket))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_serve_leaves_nothing_behind(pipeline: Path, number: signal.Signals) -> None:
-    build(pipeline, "FIRST")
-    repository = repository_of(pipeline)
+def test_serve_leaves_nothing_behind(
+    pipeline: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    repository = Path(shutil.copytree(pipeline.parents[1] / "first", tmp_path / "repository"))
     serve = subprocess.Popen(
         [TRIPTYCH, "serve", str(repository), "--replicas", "2", "--json", *FREE_PORTS],
         stdout=subprocess.PIPE,
@@ -208,6 +216,6 @@ def test_serve_leaves_nothing_behind(pipeline: Path, number: signal.Signals) -> 
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     deadline = time.monotonic() + 30
-    while list(repository.parent.glob(".serve-*")):
+    while list(tmp_path.glob(".serve-*")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
