@@ -1,9 +1,9 @@
-"""The configuration of the Envoy in front of replicas, judged by Envoy and by its numbers."""
+"""Envoy's configuration, judged by Envoy itself; what a fleet decides without servers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,15 @@ from triptych.fleet.bootstrap import (
     assignment,
     bootstrap,
 )
+from triptych.fleet.builds import keep_build
+from triptych.fleet.gpus import check_gpus, count_replicas
 from triptych.fleet.proxy import find_envoy, validate
 from triptych.fleet.reasons import plain, reasons_of, yaml_of
+from triptych.fleet.replica import Replica
+from triptych.fleet.serve import new_fleet
 from triptych.fleet.settings import ProxySettings, proxy_settings
+from triptych.repository.store import locked, write_models
+from triptych.server.server import Server
 
 LISTEN = Listen("127.0.0.1", 8001, 8000, 8002, 9901)
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
@@ -104,6 +110,62 @@ def test_streams_are_neither_held_nor_sent_again_and_no_time_is_cut() -> None:
     # Envoy's own page can end it: only these two of it are shown.
     assert values(data, "prefix_rewrite") == ["/stats/prometheus", "/ready"]
     assert data["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
+
+
+def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    assert count_replicas(None, []) == 1
+    assert count_replicas(3, []) == 3
+    assert count_replicas(None, ["0", "1"]) == count_replicas(2, ["0", "1"]) == 2
+    check_gpus(["0", "1"], 2)
+    check_gpus(["GPU-5a1c", "MIG-77f0"], 1)
+    repository = tmp_path / "repository"
+    (repository / "model").mkdir(parents=True)
+    # Without a GPU there is nothing to see on one: what a server is given is all that can be told.
+    with new_fleet(
+        repository, replicas=2, gpus=["1", "GPU-5a1c"], on_change=print, on_problem=print
+    ) as fleet:
+        given = [replica.server.environment for replica in fleet.replicas]
+    assert given == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("1", "GPU-5a1c")]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: count_replicas(0, []), "`--replicas` must be at least 1. Given: 0"),
+        (lambda: count_replicas(-1, ["0"]), "`--replicas` must be at least 1. Given: -1"),
+        (lambda: count_replicas(None, ["0", "0"]), "must name each GPU once"),
+        (lambda: count_replicas(None, ["0", ""]), "must name each GPU once"),
+        (lambda: count_replicas(3, ["0", "1"]), "must be as many as GPUs"),
+        (lambda: check_gpus(["0", "2"], 2), "must name GPUs of this machine. Given: 2, and there"),
+        (lambda: check_gpus(["GPU-5a1c"], 0), "there are none. Leave --gpus out"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(ask: Callable[[], object], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        ask()
+    assert message in refused.value.message
+
+
+def test_what_fails_at_each_start_is_given_up_and_what_dies_later_is_not(tmp_path: Path) -> None:
+    tried = Replica("replica 1", Server(tmp_path), (), tmp_path)
+    assert [tried.failed() for _ in range(4)] == [0, 0.5, 1, None]
+    assert tried.is_given_up
+    lived = Replica("replica 2", Server(tmp_path), (), tmp_path)
+    for pause_s in (0, 0.5, 1, 2, 4, 8, 16, 30, 30):
+        lived.ready()
+        assert lived.failed() == pause_s
+    assert not lived.is_given_up
+
+
+def test_a_kept_build_stays_as_it_was(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    write_models(repository, {"one/config.pbtxt": b"old", "two/1/model.onnx": b"both"})
+    kept = keep_build(repository, tmp_path / "kept")
+    write_models(repository, {"one/config.pbtxt": b"new"})
+    assert (kept / "one/config.pbtxt").read_bytes() == b"old"
+    assert (kept / "two/1/model.onnx").samefile(repository / "two/1/model.onnx")
+    with locked(repository), pytest.raises(UserError, match="two builds at a time"):
+        keep_build(repository, tmp_path / "another")
 
 
 def test_without_envoy_it_says_how_to_get_one(
