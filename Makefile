@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml build_scripts/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing pinned dependencies into $(VENV) (a minute or two) ..."
 	$(BIN)/python -m pip install --quiet --no-compile --constraint build_scripts/constraints.txt \
-	  --editable ".[build,local,parquet,tensorrt,demo,dev]"
+	  --editable ".[build,local,fleet,parquet,tensorrt,demo,dev]"
 	@touch $@
 
 demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, stop it

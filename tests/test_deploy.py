@@ -26,7 +26,7 @@ from triptych.container.flags import Options as ServerOptions
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.kubernetes import Manifests, kubernetes_manifests
 from triptych.deploy.options import mebibytes
-from triptych.deploy.reasons import plain, reasons_of, yaml_of
+from triptych.fleet.reasons import plain, reasons_of, yaml_of
 from triptych.errors import UserError
 from triptych.pipeline.slo import Slo
 from triptych.releases import parse_release

@@ -23,6 +23,7 @@ ROOMS = (
     "building",
     "precision",
     "bench",
+    "fleet",
     "server",
     "engine",
     "gate",

@@ -18,8 +18,7 @@ from triptych.cli.options import (
     print_json,
     progress,
 )
-from triptych.deploy.options import TARGETS, Options, mebibytes
-from triptych.errors import UserError
+from triptych.deploy.options import ROLLOUTS, TARGETS, Options, mebibytes, target_of
 
 OUT = Path("deploy")
 
@@ -30,7 +29,7 @@ def deploy(
     image: Annotated[
         str, typer.Option("--image", metavar="IMAGE", help="The serving image, with its tag.")
     ],
-    target: Annotated[str, typer.Option(help=f"What for: {', '.join(TARGETS)}.")] = TARGETS[0],
+    target: Annotated[str, typer.Option(help=f"What for: {', '.join(TARGETS)}.")] = Options.target,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write; without it deploy/NAME.")
     ] = None,
@@ -78,6 +77,23 @@ def deploy(
         str | None,
         typer.Option(metavar="PRODUCT", help="GPU, as its nodes are labelled; else the engine's."),
     ] = None,
+    envoy_image: Annotated[
+        str, typer.Option("--envoy-image", metavar="IMAGE", help="The proxy in front.")
+    ] = Options.envoy_image,
+    gateway: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Gateway of the cluster, in place of that proxy."),
+    ] = None,
+    rollout: Annotated[
+        str | None,
+        typer.Option(help=f"Who exchanges builds step by step: {', '.join(ROLLOUTS)}."),
+    ] = None,
+    canary: Annotated[
+        int | None, typer.Option(metavar="PERCENT", help="Of the requests for a new build (KServe).")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="On the host (compose); else as many as are promised.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write manifests for a cluster, each number with its reason.
@@ -85,12 +101,10 @@ def deploy(
     They come from the lock, the promise (serving.slo) and what bench measured.
     """
     from triptych.deploy.folder import write_manifests
-    from triptych.deploy.kubernetes import kubernetes_manifests
+    from triptych.deploy.targets import manifests_of
     from triptych.releases import parse_release
     from triptych.repository.lock import read_lock
 
-    if target not in TARGETS:
-        raise UserError("--target", f"must be one of {', '.join(TARGETS)}", given=target)
     release = triton or read_lock(repository, name).spec.serving.triton
     options = Options(
         image=image,
@@ -107,8 +121,14 @@ def deploy(
         peak_per_s=peak_rate,
         grace_s=grace,
         gpu=gpu,
+        target=target_of(target),
+        envoy_image=envoy_image,
+        gateway=gateway,
+        rollout=rollout,
+        canary_percent=canary,
+        replicas=replicas,
     )
-    manifests = kubernetes_manifests(repository, name, options, reports / name)
+    manifests = manifests_of(repository, name, options, reports / name)
     folder = out if out is not None else OUT / name
     write_manifests(folder, manifests.files)
     if as_json:
@@ -116,4 +136,4 @@ def deploy(
         return
     for file in manifests.files:
         progress("write", str(folder / file))
-    output.print(f"kubectl apply -k {folder / manifests.overlay}", markup=False)
+    output.print(manifests.command(folder), markup=False)

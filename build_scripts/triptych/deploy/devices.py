@@ -7,10 +7,10 @@ from typing import Any
 
 from triptych.deploy.measured import Measured
 from triptych.deploy.options import Options
-from triptych.deploy.reasons import Because
 from triptych.deploy.sizing import Sizes
 from triptych.deploy.workload import CONTAINER
 from triptych.errors import UserError
+from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 _SLICE = re.compile(r".*-MIG-(\d+g\.\d+gb)")

@@ -50,7 +50,9 @@ def replicas_name(options: Options) -> str:
 
 def proxy_name(options: Options) -> str:
     """Of all objects of the proxy but the Service, which has the pipeline's name."""
-    return f"{options.name}-envoy"
+    if options.envoy is None:
+        raise ValueError("no proxy of its own")
+    return options.envoy
 
 
 def proxy_labels(options: Options) -> dict[str, str]:
@@ -94,12 +96,30 @@ def drain_script(settle_s: int, most_s: int) -> str:
     )
 
 
+def ready_script() -> str:
+    """For a bash beside Envoy: whether it takes requests."""
+    return (
+        f"exec 3<>/dev/tcp/127.0.0.1/{ADMIN_PORT} && "
+        r"printf 'GET /ready HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\n\r\n' >&3 && "
+        "grep -q LIVE <&3"
+    )
+
+
+def memory_limit(basis: Basis, unit: str) -> Because:
+    """Of a proxy; `unit` is what MiB are called."""
+    request_mib = largest_request_mib(basis.repository)
+    return Because(
+        f"{_MEMORY_MIB + _LARGEST_AT_ONCE * request_mib}{unit}",
+        f"not measured: {_MEMORY_MIB} MiB, and {_LARGEST_AT_ONCE} requests of {request_mib} MiB, "
+        "the largest, which are held until they are answered",
+    )
+
+
 def deployment(basis: Basis) -> dict[str, Any]:
     """The proxies; their number is fixed, they need little."""
     options = basis.options
     exit_s = int(basis.sizes.exit_timeout_s.value)
-    request_mib = largest_request_mib(basis.repository)
-    memory = f"{_MEMORY_MIB + _LARGEST_AT_ONCE * request_mib}Mi"
+    memory = memory_limit(basis, "Mi")
     ready = {"httpGet": {"path": "/ready", "port": "metrics"}}
     container = {
         "name": "envoy",
@@ -138,13 +158,9 @@ def deployment(basis: Basis) -> dict[str, Any]:
         "resources": {
             "requests": {
                 "cpu": Because(f"{_CPU_MILLI}m", "not measured: watch it, and set it here"),
-                "memory": Because(
-                    memory,
-                    f"not measured: {_MEMORY_MIB} MiB, and {_LARGEST_AT_ONCE} requests of "
-                    f"{request_mib} MiB, the largest, which are held until they are answered",
-                ),
+                "memory": memory,
             },
-            "limits": {"memory": memory},
+            "limits": {"memory": memory.value},
         },
         "securityContext": restricted(),
         "volumeMounts": [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}],
@@ -217,16 +233,15 @@ def behind_envoy(basis: Basis) -> dict[str, Any]:
         "service.yaml": service(options, proxy_labels(options)),
         "replicas.yaml": headless_service(options, replicas_name(options)),
         "network-policy.yaml": servers_policy(options, askers),
-        "envoy.yaml": deployment(basis),
+        "envoy-deployment.yaml": deployment(basis),
         "envoy-disruption-budget.yaml": disruption_budget(options, proxy_name(options)),
         "envoy-network-policy.yaml": proxy_policy(options),
         "envoy-pod-monitor.yaml": proxy_monitor(options),
     }
 
 
-def offered(options: Options, window: str) -> str:
+def offered_at_proxy(options: Options, window: str) -> str:
     """Requests a second that clients sent, once each, however often they were sent on."""
     where = f'namespace="{options.namespace}",pod=~"{proxy_name(options)}-.+"'
-    grpc = f'envoy_cluster_grpc_total{{{where},envoy_grpc_bridge_method=~"Model(Stream)?Infer"}}'
-    http = f'envoy_http_downstream_rq_total{{{where},envoy_http_conn_manager_prefix="http"}}'
-    return f"(sum(rate({grpc}[{window}])) + sum(rate({http}[{window}])))"
+    listeners = 'envoy_http_conn_manager_prefix=~"grpc|http"'
+    return f"sum(rate(envoy_http_downstream_rq_total{{{where},{listeners}}}[{window}]))"

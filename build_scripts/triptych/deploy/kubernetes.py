@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from triptych.deploy.basis import Manifests, basis_of
+from triptych.deploy import envoy
+from triptych.deploy.basis import Basis, Manifests, basis_of
 from triptych.deploy.devices import overlay_of, resources_patch
+from triptych.deploy.gateway import behind_gateway
 from triptych.deploy.monitoring import pod_monitor, prometheus_rule
 from triptych.deploy.options import Options
-from triptych.deploy.reasons import Because
+from triptych.deploy.rollout import progressive
 from triptych.deploy.scaling import scaled_object
-from triptych.deploy.workload import deployment, disruption_budget, network_policy, service
+from triptych.deploy.workload import deployment, disruption_budget
+from triptych.fleet.reasons import Because
+
+KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+APPLY = "kubectl apply -k {}"
 
 
 def kubernetes_manifests(
@@ -26,16 +33,28 @@ def kubernetes_manifests(
     overlay = overlay_of(lock, options)
     base = {
         "deployment.yaml": deployment(options, sizes, basis.version),
-        "service.yaml": service(options),
         "disruption-budget.yaml": disruption_budget(options),
-        "network-policy.yaml": network_policy(options),
+        **_front(basis),
         "scaled-object.yaml": scaled_object(lock, options, sizes),
         "pod-monitor.yaml": pod_monitor(options),
         "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, basis.measured),
     }
+    if options.rollout is not None:
+        base = progressive(basis, base)
+    kustomization: dict[str, Any] = {**KUSTOMIZATION, "resources": list(base)}
+    files = {f"base/{name}": document for name, document in base.items()}
+    if options.gateway is None:
+        name = envoy.proxy_name(options)
+        kustomization["configMapGenerator"] = [
+            {
+                "name": Because(name, "its hash becomes part of its name: a change rolls out"),
+                "files": ["envoy.yaml"],
+            }
+        ]
+        files["base/envoy.yaml"] = envoy.configuration(basis, envoy.replicas_name(options))
     files = {
-        "base/kustomization.yaml": {**KUSTOMIZATION, "resources": list(base)},
-        **{f"base/{name}": document for name, document in base.items()},
+        "base/kustomization.yaml": kustomization,
+        **files,
         f"overlays/{overlay}/kustomization.yaml": {
             **KUSTOMIZATION,
             "namespace": Because(
@@ -49,5 +68,8 @@ def kubernetes_manifests(
     return Manifests(files, basis.version, f"overlays/{overlay}", APPLY)
 
 
-KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-APPLY = "kubectl apply -k {}"
+def _front(basis: Basis) -> dict[str, Any]:
+    """What takes requests for the servers."""
+    if basis.options.gateway is None:
+        return envoy.behind_envoy(basis)
+    return behind_gateway(basis.options)

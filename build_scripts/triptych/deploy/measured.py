@@ -8,8 +8,8 @@ from pathlib import Path
 
 from triptych.bench.points import BenchResult, Measurement, Resources, read_result
 from triptych.deploy.options import Options
-from triptych.deploy.reasons import Because
 from triptych.errors import UserError
+from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 MEMORY_MARGIN = 1.25

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from triptych.deploy.measured import Measured
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import Options
-from triptych.deploy.reasons import Because
 from triptych.deploy.sizing import SCRAPE_S, Sizes
 from triptych.deploy.workload import labels, metadata
+from triptych.fleet.reasons import Because
 from triptych.repository.latencies import COUNTED_FROM, has_edge
 from triptych.repository.lock import Lock
 
@@ -31,6 +31,10 @@ class Burn(NamedTuple):
     long: str
     short: str
     severity: str
+
+    def threshold(self, budget: float) -> float:
+        """The share of requests that burns a budget so fast, at most what is above all of it."""
+        return min(self.times * budget, (1 + budget) / 2)
 
 
 BURNS = (
@@ -78,7 +82,7 @@ def prometheus_rule(
 ) -> dict[str, Any]:
     """Recording rules and alerts of one pipeline."""
     metrics = Metrics(lock.spec.name, options.namespace)
-    objectives = list(_objectives(lock, options, metrics))
+    objectives = list(objectives(lock, options, metrics))
     records = [
         {
             "record": f"{one.record}:{window}",
@@ -112,7 +116,8 @@ def _promised(lock: Lock) -> Iterator[tuple[str, float, float]]:
         yield name, limit_ms, round(1 - float(name[1:].replace("_", ".")) / 100, 6)
 
 
-def _objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objective]:
+def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objective]:
+    """What is promised of requests, as far as the release can tell who breaks it."""
     promised = list(_promised(lock))
     budget = min(budget for _, _, budget in promised)
     yield Objective(
@@ -136,9 +141,8 @@ def _objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Obje
 def _burn_alert(
     one: Objective, burn: Burn, lock: Lock, options: Options, metrics: Metrics
 ) -> dict[str, Any]:
-    most = (1 + one.budget) / 2
-    threshold = min(burn.times * one.budget, most)
-    capped = "" if threshold < most else f", capped: {burn.times:g} times it is more than all"
+    threshold = burn.threshold(one.budget)
+    capped = "" if threshold == burn.times * one.budget else f", capped: {burn.times:g} times it is more than all"
     fewest = math.ceil(2 / threshold)
     series = f'{{pipeline="{lock.spec.name}",namespace="{options.namespace}"}}'
     expression = "\nand ".join(

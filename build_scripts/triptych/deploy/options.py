@@ -84,6 +84,12 @@ class Options:
     replicas: int | None = None
 
     @property
+    def envoy(self) -> str | None:
+        """The Deployment of the proxy in front of the servers; None where there is none of ours."""
+        has_own = self.target == "kubernetes" and self.gateway is None
+        return f"{self.name}-envoy" if has_own else None
+
+    @property
     def monitoring_namespace(self) -> str | None:
         """Where Prometheus runs, if its address is a Service's: ``http://NAME.NAMESPACE.svc``."""
         parts = (urlsplit(self.prometheus).hostname or "").split(".")
@@ -135,6 +141,18 @@ def check(options: Options) -> None:
             "must be the address of a Prometheus, http:// or https://",
             given=options.prometheus,
         )
+
+
+def target_of(text: str) -> Target:
+    """The target of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    for target in TARGETS:
+        if target == text:
+            return target
+    raise UserError("--target", f"must be one of {', '.join(TARGETS)}", given=text)
 
 
 def mebibytes(field: str, text: str | None) -> int | None:

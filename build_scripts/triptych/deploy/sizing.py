@@ -11,8 +11,8 @@ from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.measured import Measured
 from triptych.deploy.options import Options
-from triptych.deploy.reasons import Because
 from triptych.errors import UserError
+from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 START_S = 300
@@ -22,6 +22,7 @@ PROBE_S, PROBE_TIMEOUT_S, PROBE_FAILURES = 2, 5, 2
 SCRAPE_S, POLL_S, SYNC_S, RATE_WINDOW_S = 15, 15, 15, 60
 """Prometheus, KEDA and Kubernetes' autoscaler look so often; a rate is taken over four scrapes."""
 FEWEST_REPLICAS = 2
+TMP_MIB = 64
 PRE_STOP_S = 10
 
 _START_TIMES, _LEAST_START_S = 10, 60

@@ -7,8 +7,8 @@ from typing import Any
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy.options import Options
-from triptych.deploy.reasons import Because
-from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, Sizes
+from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, TMP_MIB, Sizes
+from triptych.fleet.reasons import Because
 
 CONTAINER = "triton"
 USER = 1000
@@ -22,7 +22,6 @@ PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c"}
 
 _LIVE_S, _LIVE_FAILURES = 10, 3
 _START_PROBE_S = 5
-_TMP_MIB = 64
 
 
 def labels(options: Options, name: str | None = None) -> dict[str, str]:
@@ -252,7 +251,7 @@ def _volumes(options: Options, sizes: Sizes, version: str) -> list[dict[str, Any
         {
             "name": "tmp",
             "emptyDir": {
-                "sizeLimit": Because(f"{_TMP_MIB}Mi", "the steps' scratch; nothing is kept there")
+                "sizeLimit": Because(f"{TMP_MIB}Mi", "the steps' scratch; nothing is kept there")
             },
         },
     ]

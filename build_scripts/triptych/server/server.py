@@ -93,8 +93,7 @@ class Server:
         log_file: Path | None = None,
         backend_directory: Path | None = None,
     ) -> None:
-        self.repository = repository.resolve()
-        self._served = self.repository  # as the server sees it
+        self._served = self.repository = repository.resolve()  # `_served`: as the server sees it
         self.log_file = log_file
         self._keep_log = log_file is not None
         self._host = host
@@ -237,14 +236,15 @@ class Server:
         self._steps = step_processes(self.pid)
         return self._steps
 
-    def restart(self) -> None:
-        """Start anew on the same ports what has died; `wait_ready` waits for it.
+    def restart(self, repository: Path | None = None) -> None:
+        """Start anew on the same ports, if named on another repository; `wait_ready` waits for it.
 
         Raises:
             UserError: see `start`.
         """
         log_file, own = self.log_file, self._own_log
         self.stop(grace_s=0.0)
+        self.repository = self._served = (repository or self.repository).resolve()
         self._wanted_ports = self._ports
         if own and log_file is not None and log_file.exists():
             log_file.replace(log_file.with_name(f"{log_file.name}.1"))

@@ -1,0 +1,43 @@
+"""What replicas serve: a repository as it was at one time, whatever is built into it later.
+
+A build swaps whole models and changes no file in place, so that links to its files keep what
+they hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from triptych.files import told_to_user
+from triptych.repository.store import locked
+
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
+
+
+def keep_build(repository: Path, folder: Path) -> Path:
+    """Keep what the repository holds now in `folder`, which is made; the folder.
+
+    Raises:
+        UserError: a build writes into the repository just now, or there is no room.
+    """
+    with told_to_user(folder), locked(repository):
+        shutil.copytree(
+            repository,
+            folder,
+            copy_function=_link,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    return folder
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(Path(source).resolve(), target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
+    return target

