@@ -89,7 +89,8 @@ def deploy(
         typer.Option(help=f"Who exchanges builds step by step: {', '.join(ROLLOUTS)}."),
     ] = None,
     canary: Annotated[
-        int | None, typer.Option(metavar="PERCENT", help="Of the requests for a new build (KServe).")
+        int | None,
+        typer.Option(metavar="PERCENT", help="Of the requests for a new build (KServe)."),
     ] = None,
     replicas: Annotated[
         int | None, typer.Option(help="On the host (compose); else as many as are promised.")

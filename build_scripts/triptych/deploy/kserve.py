@@ -142,7 +142,9 @@ def _inference_service(basis: Basis) -> dict[str, Any]:
         "metadata": {
             **metadata(options),
             "annotations": {
-                "storage.kserve.io/readonly": Because("true", "files must stay as the lock has them")
+                "storage.kserve.io/readonly": Because(
+                    "true", "files must stay as the lock has them"
+                )
             },
         },
         "spec": {
@@ -203,9 +205,7 @@ def _standard(basis: Basis) -> dict[str, Any]:
         ),
         "runtime.yaml": runtime,
         "service.yaml": service,
-        "network-policy.yaml": servers_policy(
-            options, gateway_askers(options, GATEWAY_NAMESPACE)
-        ),
+        "network-policy.yaml": servers_policy(options, gateway_askers(options, GATEWAY_NAMESPACE)),
         "scaled-object.yaml": scaled,
     }
 

@@ -82,18 +82,18 @@ def prometheus_rule(
 ) -> dict[str, Any]:
     """Recording rules and alerts of one pipeline."""
     metrics = Metrics(lock.spec.name, options.namespace)
-    objectives = list(objectives(lock, options, metrics))
+    found = list(objectives(lock, options, metrics))
     records = [
         {
             "record": f"{one.record}:{window}",
             "expr": one.share(window),
             "labels": {"pipeline": lock.spec.name, "namespace": options.namespace},
         }
-        for one in objectives
+        for one in found
         for window in WINDOWS
     ]
     alerts = [
-        *(_burn_alert(one, burn, lock, options, metrics) for one in objectives for burn in BURNS),
+        *(_burn_alert(one, burn, lock, options, metrics) for one in found for burn in BURNS),
         *_percentile_alerts(lock, options, metrics),
         *_fleet_alerts(lock, options, sizes, measured, metrics),
     ]
@@ -142,7 +142,11 @@ def _burn_alert(
     one: Objective, burn: Burn, lock: Lock, options: Options, metrics: Metrics
 ) -> dict[str, Any]:
     threshold = burn.threshold(one.budget)
-    capped = "" if threshold == burn.times * one.budget else f", capped: {burn.times:g} times it is more than all"
+    capped = (
+        ""
+        if threshold == burn.times * one.budget
+        else f", capped: {burn.times:g} times it is more than all"
+    )
     fewest = math.ceil(2 / threshold)
     series = f'{{pipeline="{lock.spec.name}",namespace="{options.namespace}"}}'
     expression = "\nand ".join(

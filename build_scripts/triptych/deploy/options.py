@@ -190,9 +190,7 @@ def _check_target(options: Options) -> None:
             "--gateway", "must name a Gateway, as NAME or NAMESPACE/NAME", given=options.gateway
         )
     if options.rollout is not None and options.rollout not in ROLLOUTS:
-        raise UserError(
-            "--rollout", f"must be one of {', '.join(ROLLOUTS)}", given=options.rollout
-        )
+        raise UserError("--rollout", f"must be one of {', '.join(ROLLOUTS)}", given=options.rollout)
     if options.rollout is not None and options.gateway is None:
         raise UserError(
             "--rollout",

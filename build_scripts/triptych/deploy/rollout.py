@@ -33,6 +33,14 @@ def progressive(basis: Basis, base: dict[str, Any]) -> dict[str, Any]:
         "kind": "Rollout",
         "name": options.name,
     }
+    for group in base["prometheus-rule.yaml"]["spec"]["groups"]:
+        for rule in group["rules"]:
+            if rule.get("alert", "").endswith("ReplicaNotReady"):
+                rule["expr"] = Because(
+                    f'rollout_info_replicas_unavailable{{name="{options.name}"}} > 0',
+                    "of Argo Rollouts' controller, whose own namespace a scraper may write there: "
+                    "the Deployment's pods are gone",
+                )
     return {
         **base,
         "rollout.yaml": _rollout(basis),

@@ -75,10 +75,13 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any]:
 
 
 def _offered(options: Options, metrics: Metrics, window: str) -> Because:
-    what = "what came in, refused requests included: answers saturate just when replicas are missing"
+    what = (
+        "what came in, refused requests included: answers saturate just when replicas are missing"
+    )
     if options.envoy is not None:
         return Because(
-            offered_at_proxy(options, window), f"{what}. Of the proxy: were there no server to take it"
+            offered_at_proxy(options, window),
+            f"{what}. Of the proxy: were there no server to take it",
         )
     return Because(
         metrics.offered(window),

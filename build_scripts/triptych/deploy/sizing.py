@@ -150,7 +150,9 @@ def _exit_timeout(lock: Lock) -> Because:
 
 def _pre_stop(options: Options) -> Because:
     if options.target == "compose":
-        return Because(0, "Docker takes nothing out of its DNS before SIGTERM: a wait gains nothing")
+        return Because(
+            0, "Docker takes nothing out of its DNS before SIGTERM: a wait gains nothing"
+        )
     return Because(
         PRE_STOP_S,
         "before SIGTERM, so that endpoints and clients' balancers have let go of this replica: "
