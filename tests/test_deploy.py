@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +32,12 @@ from deploy_cases import (
 from load_samples import point, rate_search
 from triptych.cli import app
 from triptych.container.flags import Options as ServerOptions
-from triptych.deploy.folder import write_manifests
 from triptych.deploy.basis import Manifests
+from triptych.deploy.folder import write_manifests
 from triptych.deploy.kubernetes import kubernetes_manifests
 from triptych.deploy.options import mebibytes
-from triptych.fleet.reasons import plain, reasons_of, yaml_of
 from triptych.errors import UserError
+from triptych.fleet.reasons import plain, reasons_of, yaml_of
 from triptych.pipeline.slo import Slo
 from triptych.releases import parse_release
 

@@ -10,9 +10,9 @@ from typing import Any
 from triptych.container.locks import find_pipelines
 from triptych.deploy.measured import Measured, measured_of
 from triptych.deploy.options import Options, check
-from triptych.fleet.reasons import reasons_of
 from triptych.deploy.sizing import Sizes, sizes_of
 from triptych.errors import UserError
+from triptych.fleet.reasons import reasons_of
 from triptych.repository.lock import Lock, build_id, read_lock
 
 _VERSION_DIGITS = 12

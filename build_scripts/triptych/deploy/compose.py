@@ -137,7 +137,7 @@ def _proxy(basis: Basis) -> dict[str, Any]:
             {
                 "command": Because(
                     ["bash", "-c", _escaped(script)],
-                    f"until nothing is under way, {exit_s} s at most; on SIGTERM Envoy ends at once",
+                    f"until nothing is under way, {exit_s} s at most: on SIGTERM it ends at once",
                 )
             }
         ],

@@ -1,7 +1,7 @@
 """Envoy in front of the replicas: the proxy of `serve --replicas`, as the objects of a cluster.
 
-It knows the replicas by DNS, all ready addresses of a headless Service. The rate that scales them is
-taken here: what reaches no server is in it, too.
+It knows the replicas by DNS, all ready addresses of a headless Service. The rate that scales
+them is taken here: what reaches no server is in it, too.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from triptych.container.sizes import largest_request_mib
 from triptych.deploy.basis import Basis
-from triptych.deploy.options import Options
 from triptych.deploy.monitoring import pod_monitor
+from triptych.deploy.options import Options
 from triptych.deploy.sizing import PRE_STOP_S
 from triptych.deploy.workload import (
     PORTS,
@@ -21,8 +21,8 @@ from triptych.deploy.workload import (
     metadata,
     network_policy,
     restricted,
-    service,
     servers_policy,
+    service,
     spread,
 )
 from triptych.fleet.bootstrap import EndpointNames, Listen, bootstrap
@@ -85,8 +85,8 @@ def drain_script(settle_s: int, most_s: int) -> str:
     """
     return (
         "ask() { exec 3<>/dev/tcp/127.0.0.1/" + str(ADMIN_PORT) + " && "
-        r"""printf '%s HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\ncontent-length: 0\r\n\r\n' """
-        '"$1" >&3 && cat <&3; }\n'
+        r"printf '%s HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\ncontent-length: 0\r\n\r\n'"
+        ' "$1" >&3 && cat <&3; }\n'
         "ask 'POST /healthcheck/fail'\n"
         f"sleep {settle_s}\n"
         f"for _ in $(seq {most_s}); do\n"

@@ -10,8 +10,8 @@ from triptych.deploy.workload import (
     gateway_askers,
     labels,
     metadata,
-    service,
     servers_policy,
+    service,
 )
 from triptych.fleet.reasons import Because
 

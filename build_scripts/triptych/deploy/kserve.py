@@ -17,7 +17,6 @@ from triptych.deploy.devices import placement
 from triptych.deploy.kubernetes import APPLY, KUSTOMIZATION
 from triptych.deploy.monitoring import pod_monitor, prometheus_rule
 from triptych.deploy.options import Options
-from triptych.fleet.reasons import Because
 from triptych.deploy.scaling import scaled_object
 from triptych.deploy.workload import (
     PORTS,
@@ -27,6 +26,7 @@ from triptych.deploy.workload import (
     metadata,
     servers_policy,
 )
+from triptych.fleet.reasons import Because
 
 KSERVE_CONTAINER = "kserve-container"
 """KServe mounts models for the container of this name, and gives it its defaults."""

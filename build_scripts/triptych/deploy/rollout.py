@@ -11,8 +11,8 @@ from typing import Any
 
 from triptych.deploy.basis import Basis
 from triptych.deploy.gateway import canary_name
-from triptych.deploy.monitoring import BURNS, objectives
 from triptych.deploy.metrics import Metrics
+from triptych.deploy.monitoring import BURNS, objectives
 from triptych.deploy.workload import labels, metadata
 from triptych.fleet.reasons import Because
 

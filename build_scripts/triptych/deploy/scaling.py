@@ -85,7 +85,8 @@ def _offered(options: Options, metrics: Metrics, window: str) -> Because:
         )
     return Because(
         metrics.offered(window),
-        f"{what}. What reaches no server is not in it: put the gateway's own rate here, if it has one",
+        f"{what}. What reaches no server is not in it: put the gateway's own rate here, if it "
+        "has one",
     )
 
 

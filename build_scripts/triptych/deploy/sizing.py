@@ -177,12 +177,22 @@ def _grace(options: Options, pre_stop_s: int, exit_timeout: str) -> Because:
     )
 
 
-def _shm(lock: Lock, repository: Path) -> Because:
+def shm_mib(lock: Lock, repository: Path) -> int:
+    """Shared memory that the Python steps of a pipeline may need, in MiB."""
+    processes = _step_processes(lock)
+    return processes * (STEP_SHM_MIB + largest_request_mib(repository))
+
+
+def _step_processes(lock: Lock) -> int:
     instances = lock.spec.serving.instances
-    processes = instances.preprocess + instances.postprocess
+    return instances.preprocess + instances.postprocess
+
+
+def _shm(lock: Lock, repository: Path) -> Because:
+    processes = _step_processes(lock)
     request_mib = largest_request_mib(repository)
     return Because(
-        processes * (STEP_SHM_MIB + request_mib),
+        shm_mib(lock, repository),
         f"{processes} Python processes (instances of preprocess and postprocess) x ({STEP_SHM_MIB} "
         f"MiB + {request_mib} MiB, the largest request that the pipeline takes): tensors pass "
         "between Triton and its steps here, and 64 MiB, the usual size, ends them",

@@ -25,7 +25,7 @@ _START_PROBE_S = 5
 
 
 def labels(options: Options, name: str | None = None) -> dict[str, str]:
-    """What selects pods, the servers' or those of `name`; it never changes, as Deployments demand."""
+    """What selects pods, the servers' or those of `name`; a Deployment demands that it stays."""
     return {"app.kubernetes.io/name": name or options.name, "app.kubernetes.io/part-of": "triptych"}
 
 
@@ -128,7 +128,7 @@ def disruption_budget(options: Options, name: str | None = None) -> dict[str, An
 def network_policy(
     options: Options, askers: Because, egress: Because, name: str | None = None
 ) -> dict[str, Any]:
-    """Who may ask the servers, or the pods of `name`, and whom they ask; Prometheus sees metrics."""
+    """Who may ask the servers, or pods of `name`, and whom they ask; Prometheus sees metrics."""
     namespace = options.monitoring_namespace
     scraper = {"namespaceSelector": {}} if namespace is None else pods_of(namespace)
     return {
