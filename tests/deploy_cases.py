@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conftest import write_pipeline
+import jsonschema
+import kubernetes_validate
+import yaml
+
+from conftest import ROOT, write_pipeline
 from container_cases import ENSEMBLE
 from load_samples import bench as bench_result
 from load_samples import rate_search, subject
 from triptych.bench.points import to_json
+from triptych.deploy.basis import Manifests
+from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import Options
+from triptych.fleet.reasons import plain
 from triptych.pipeline.slo import Slo
 from triptych.pipeline.spec import load_spec
 from triptych.releases import parse_release
@@ -20,6 +31,8 @@ from triptych.repository.plain import json_text
 from triptych.repository.records import EngineCheck, EngineRecord, GateResult
 from triptych.tasks.task import Core
 
+KUBERNETES = ("1.37", "1.36", "1.35")
+"""The newest two, and the oldest that is supported (November 2026)."""
 PROMISE = {"p99_ms": 80.0}
 ENGINE = EngineRecord(
     key="key",
@@ -88,4 +101,47 @@ def options(**changes: Any) -> Options:
     return replace(usual, **changes)
 
 
-__all__ = ["ENGINE", "PROMISE", "options", "subject", "write_bench", "write_built"]
+def document(made: Manifests, name: str) -> Any:
+    """One of the documents as plain data."""
+    (file,) = (file for file in made.files if Path(file).name == name)
+    return plain(made.files[file])
+
+
+def kustomized(folder: Path, made: Manifests) -> list[dict[str, Any]]:
+    """What the real kubectl makes of the overlay."""
+    write_manifests(folder, made.files)
+    kubectl = Path(sys.executable).with_name("kubectl")
+    done = subprocess.run(
+        [kubectl, "kustomize", folder / made.start], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def held_by_schema(resource: dict[str, Any]) -> None:
+    """Raises a `ValidationError` where a custom resource is not as its definition wants it."""
+    (file,) = (ROOT / "tests/data/crds").glob(f"{resource['kind'].lower()}_*.json")
+    # The schema itself is not checked: its patterns are Go's.
+    jsonschema.Draft202012Validator(json.loads(file.read_text())).validate(resource)
+
+
+def taken(resources: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Kind and name (without the hash that Kustomize adds) to object; all as their schemas want."""
+    for each in resources:
+        assert each["metadata"]["namespace"] == "default"
+        group = each["apiVersion"].partition("/")[0]
+        if ("." not in group or group.endswith("k8s.io")) and "gateway" not in group:
+            for version in KUBERNETES:
+                kubernetes_validate.validate(each, version, strict=True)
+        else:
+            held_by_schema(each)
+    found = {}
+    for each in resources:
+        name = each["metadata"]["name"]
+        if each["kind"] == "ConfigMap":
+            name = re.sub("-[a-z0-9]{10}$", "", name)
+        found[f"{each['kind']} {name}"] = each
+    return found
+
+
+__all__ = ["ENGINE", "KUBERNETES", "PROMISE", "options", "subject", "write_bench", "write_built"]

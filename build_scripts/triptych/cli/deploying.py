@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -11,14 +11,14 @@ from triptych.cli.options import (
     REPORTS,
     REPOSITORY,
     Json,
-    Name,
     Repository,
     app,
     output,
     print_json,
     progress,
 )
-from triptych.deploy.options import TARGETS, Options, mebibytes
+from triptych.cli.shown import tell_findings
+from triptych.deploy.options import ROLLOUTS, TARGETS, Options, mebibytes, target_of
 from triptych.errors import UserError
 
 OUT = Path("deploy")
@@ -26,11 +26,14 @@ OUT = Path("deploy")
 
 @app.command()
 def deploy(
-    name: Name,
+    name: Annotated[
+        str | None, typer.Argument(help="Pipeline: the name of its folder. --check needs none.")
+    ] = None,
     image: Annotated[
-        str, typer.Option("--image", metavar="IMAGE", help="The serving image, with its tag.")
-    ],
-    target: Annotated[str, typer.Option(help=f"What for: {', '.join(TARGETS)}.")] = TARGETS[0],
+        str | None,
+        typer.Option("--image", metavar="IMAGE", help="The serving image, with its tag."),
+    ] = None,
+    target: Annotated[str, typer.Option(help=f"What for: {', '.join(TARGETS)}.")] = Options.target,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write; without it deploy/NAME.")
     ] = None,
@@ -78,19 +81,49 @@ def deploy(
         str | None,
         typer.Option(metavar="PRODUCT", help="GPU, as its nodes are labelled; else the engine's."),
     ] = None,
+    envoy_image: Annotated[
+        str, typer.Option("--envoy-image", metavar="IMAGE", help="The proxy in front.")
+    ] = Options.envoy_image,
+    gateway: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Gateway of the cluster, in place of that proxy."),
+    ] = None,
+    rollout: Annotated[
+        str | None,
+        typer.Option(help=f"Who exchanges builds step by step: {', '.join(ROLLOUTS)}."),
+    ] = None,
+    canary: Annotated[
+        int | None,
+        typer.Option(metavar="PERCENT", help="Of the requests for a new build (KServe)."),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="On the host (compose); else as many as are promised.")
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write nothing: what will hurt in manifests, any for Triton."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write manifests for a cluster, each number with its reason.
+    """Write manifests for a cluster, each number with its reason; or check some.
 
     They come from the lock, the promise (serving.slo) and what bench measured.
     """
+    if check is not None:
+        _check(check, triton, None if name is None else (repository, name, reports / name), as_json)
+    if name is None or image is None:
+        raise UserError(
+            "NAME" if name is None else "--image",
+            "must be given but for --check",
+            remedy="As in `triptych deploy minilm --image triptych-serve:26.08`",
+        )
     from triptych.deploy.folder import write_manifests
-    from triptych.deploy.kubernetes import kubernetes_manifests
+    from triptych.deploy.targets import manifests_of
     from triptych.releases import parse_release
     from triptych.repository.lock import read_lock
 
-    if target not in TARGETS:
-        raise UserError("--target", f"must be one of {', '.join(TARGETS)}", given=target)
     release = triton or read_lock(repository, name).spec.serving.triton
     options = Options(
         image=image,
@@ -107,8 +140,14 @@ def deploy(
         peak_per_s=peak_rate,
         grace_s=grace,
         gpu=gpu,
+        target=target_of(target),
+        envoy_image=envoy_image,
+        gateway=gateway,
+        rollout=rollout,
+        canary_percent=canary,
+        replicas=replicas,
     )
-    manifests = kubernetes_manifests(repository, name, options, reports / name)
+    manifests = manifests_of(repository, name, options, reports / name)
     folder = out if out is not None else OUT / name
     write_manifests(folder, manifests.files)
     if as_json:
@@ -116,4 +155,18 @@ def deploy(
         return
     for file in manifests.files:
         progress("write", str(folder / file))
-    output.print(f"kubectl apply -k {folder / manifests.overlay}", markup=False)
+    output.print(manifests.command(folder), markup=False)
+
+
+def _check(
+    folder: Path, triton: str | None, pipeline: tuple[Path, str, Path] | None, as_json: bool
+) -> NoReturn:
+    """Print the findings on manifests; exits as `lint` does."""
+    from triptych.deploy.checks import check_manifests
+    from triptych.deploy.checks.known import known_of
+    from triptych.releases import parse_release
+
+    known = None if pipeline is None else known_of(*pipeline)
+    release = None if triton is None else parse_release(triton)
+    found = check_manifests(folder, release=release, known=known)
+    tell_findings(found, as_json)

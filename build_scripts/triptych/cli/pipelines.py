@@ -27,7 +27,7 @@ from triptych.cli.options import (
     report_into,
     status,
 )
-from triptych.cli.shown import print_built, print_failed_gate, print_finding, print_tree
+from triptych.cli.shown import print_built, print_failed_gate, print_tree, tell_findings
 from triptych.errors import UserError
 from triptych.pipeline.scaffold import tasks
 
@@ -228,12 +228,4 @@ def lint(
             "repository", "must be a folder", given=repository, remedy="Run `triptych build NAME`"
         )
     found = run_checks(repository, triton=triton or OLDEST, with_engines=triton is not None)
-    findings = [finding.as_dict() for finding in found]
-    errors = sum(finding["severity"] == "error" for finding in findings)
-    if as_json:
-        print_json(findings)
-    else:
-        for finding in findings:
-            print_finding(output, finding)
-        output.print(f"{errors} errors, {len(findings) - errors} other findings", markup=False)
-    raise typer.Exit(EXIT_FINDINGS if errors else 0)
+    tell_findings(found, as_json)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+import typer
 from rich.console import Console
 
+from triptych.cli.options import EXIT_FINDINGS, output, print_json
 from triptych.cli.tables import print_table, say
+from triptych.errors import Finding
 from triptych.repository.records import Candidate, Conversion, GateResult
 
 if TYPE_CHECKING:
@@ -23,6 +26,19 @@ def print_finding(console: Console, finding: Mapping[str, str]) -> None:
     say(console, f"  {finding['rule']}. Given: {finding['given']}")
     if finding["remedy"]:
         say(console, f"  -> {finding['remedy']}")
+
+
+def tell_findings(found: Sequence[Finding], as_json: bool) -> NoReturn:
+    """Print what a check of files found, and end with its exit code."""
+    findings = [finding.as_dict() for finding in found]
+    errors = sum(finding["severity"] == "error" for finding in findings)
+    if as_json:
+        print_json(findings)
+    else:
+        for finding in findings:
+            print_finding(output, finding)
+        output.print(f"{errors} errors, {len(findings) - errors} other findings", markup=False)
+    raise typer.Exit(EXIT_FINDINGS if errors else 0)
 
 
 def print_tree(console: Console, value: Mapping[str, object], indent: int = 0) -> None:

@@ -14,7 +14,7 @@ from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 _SLICE = re.compile(r".*-MIG-(\d+g\.\d+gb)")
-_PRODUCT = "nvidia.com/gpu.product"
+PRODUCT = "nvidia.com/gpu.product"
 """Label of NVIDIA's GPU feature discovery: the device's name with dashes, and its MIG profile."""
 
 
@@ -37,10 +37,10 @@ def overlay_of(lock: Lock, options: Options) -> str:
     return "mig" if product is not None and _SLICE.fullmatch(product) else "gpu"
 
 
-def resources_patch(
+def placement(
     lock: Lock, options: Options, sizes: Sizes, measured: Measured
-) -> dict[str, Any]:
-    """What the overlay puts into the Deployment."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Resources of the container; fields of the pod that choose its node."""
     requests: dict[str, Any] = {"cpu": sizes.cpu_milli, "memory": sizes.memory_mib}
     limits: dict[str, Any] = {"memory": sizes.memory_mib.value}
     pod: dict[str, Any] = {}
@@ -57,8 +57,16 @@ def resources_patch(
             {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
         ]
         if product is not None:
-            pod["nodeSelector"] = {_PRODUCT: Because(product, _why(lock))}
-    container = {"name": CONTAINER, "resources": {"requests": requests, "limits": limits}}
+            pod["nodeSelector"] = {PRODUCT: Because(product, _why(lock))}
+    return {"requests": requests, "limits": limits}, pod
+
+
+def resources_patch(
+    lock: Lock, options: Options, sizes: Sizes, measured: Measured
+) -> dict[str, Any]:
+    """What the overlay puts into the Deployment."""
+    resources, pod = placement(lock, options, sizes, measured)
+    container = {"name": CONTAINER, "resources": resources}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

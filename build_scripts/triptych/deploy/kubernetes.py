@@ -2,130 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.container.locks import find_pipelines
+from triptych.deploy import envoy
+from triptych.deploy.basis import Basis, Manifests, basis_of
 from triptych.deploy.devices import overlay_of, resources_patch
-from triptych.deploy.measured import measured_of
+from triptych.deploy.gateway import behind_gateway
 from triptych.deploy.monitoring import pod_monitor, prometheus_rule
-from triptych.deploy.options import Options, check
+from triptych.deploy.options import Options
+from triptych.deploy.rollout import progressive
 from triptych.deploy.scaling import scaled_object
-from triptych.deploy.sizing import sizes_of
-from triptych.deploy.workload import deployment, disruption_budget, network_policy, service
-from triptych.errors import UserError
-from triptych.fleet.reasons import Because, reasons_of
-from triptych.repository.lock import Lock, build_id, read_lock
+from triptych.deploy.workload import deployment, disruption_budget
+from triptych.fleet.reasons import Because
 
-_VERSION_DIGITS = 12
-
-
-@dataclass(frozen=True)
-class Manifests:
-    """What is to be written.
-
-    Attributes:
-        files: path in the folder to its document.
-        overlay: folder of the overlay that fits the core, for ``kubectl apply -k``.
-        version: the start of the lock's hash, which names the repository's image or volume.
-    """
-
-    files: Mapping[str, Any]
-    overlay: str
-    version: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """For ``--json``: files, and each number with its reason."""
-        return {
-            "overlay": self.overlay,
-            "version": self.version,
-            "files": list(self.files),
-            "numbers": [
-                {"file": file, "field": field, "value": value, "reason": reason}
-                for file, document in self.files.items()
-                for field, value, reason in reasons_of(document)
-            ],
-        }
+KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+APPLY = "kubectl apply -k {}"
 
 
 def kubernetes_manifests(
     repository: Path, pipeline: str, options: Options, reports: Path
 ) -> Manifests:
-    """The manifests of a built pipeline.
-
-    Args:
-        repository: holds the pipeline, and no other.
-        pipeline: its name.
-        options: the user's.
-        reports: the pipeline's folder of reports, with the result of `bench`.
+    """The manifests of a built pipeline, from what `basis_of` takes.
 
     Raises:
         UserError: something is missing or cannot work; says what and what to do.
     """
-    check(options)
-    lock = read_lock(repository, pipeline)
-    _check_alone(repository, lock)
-    _check_promise(lock)
+    basis = basis_of(repository, pipeline, options, reports)
+    lock, sizes = basis.lock, basis.sizes
     overlay = overlay_of(lock, options)
-    measured = measured_of(lock, options, reports)
-    sizes = sizes_of(lock, options, measured, repository)
-    version = build_id(repository, pipeline)[:_VERSION_DIGITS]
     base = {
-        "deployment.yaml": deployment(options, sizes, version),
-        "service.yaml": service(options),
+        "deployment.yaml": deployment(options, sizes, basis.version),
         "disruption-budget.yaml": disruption_budget(options),
-        "network-policy.yaml": network_policy(options),
+        **_front(basis),
         "scaled-object.yaml": scaled_object(lock, options, sizes),
         "pod-monitor.yaml": pod_monitor(options),
-        "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, measured),
+        "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, basis.measured),
     }
+    if options.rollout is not None:
+        base = progressive(basis, base)
+    kustomization: dict[str, Any] = {**KUSTOMIZATION, "resources": list(base)}
+    files = {f"base/{name}": document for name, document in base.items()}
+    if options.gateway is None:
+        name = envoy.proxy_name(options)
+        kustomization["configMapGenerator"] = [
+            {
+                "name": Because(name, "its hash becomes part of its name: a change rolls out"),
+                "files": ["envoy.yaml"],
+            }
+        ]
+        files["base/envoy.yaml"] = envoy.configuration(basis, envoy.replicas_name(options))
     files = {
-        "base/kustomization.yaml": {**_KUSTOMIZATION, "resources": list(base)},
-        **{f"base/{name}": document for name, document in base.items()},
+        "base/kustomization.yaml": kustomization,
+        **files,
         f"overlays/{overlay}/kustomization.yaml": {
-            **_KUSTOMIZATION,
+            **KUSTOMIZATION,
             "namespace": Because(
                 options.namespace, "queries and alerts select it, too: change it with --namespace"
             ),
             "resources": ["../../base"],
             "patches": [{"path": "resources.yaml"}],
         },
-        f"overlays/{overlay}/resources.yaml": resources_patch(lock, options, sizes, measured),
+        f"overlays/{overlay}/resources.yaml": resources_patch(lock, options, sizes, basis.measured),
     }
-    return Manifests(files, f"overlays/{overlay}", version)
+    return Manifests(files, basis.version, f"overlays/{overlay}", APPLY)
 
 
-_KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-
-
-def _check_alone(repository: Path, lock: Lock) -> None:
-    """One Deployment serves one pipeline with a core of its own: its capacity was measured so."""
-    name = lock.spec.name
-    if lock.spec.core.share is not None:
-        raise UserError(
-            "core.share",
-            "must not be set for a pipeline that is deployed",
-            given=f"{name} uses the core of {lock.spec.core.share}",
-            remedy=f"Run `triptych build {name} --set core.share=null --repository FOLDER`",
-        )
-    others = [pipeline.name for pipeline in find_pipelines(repository) if pipeline.name != name]
-    if others:
-        raise UserError(
-            str(repository),
-            "must hold only the pipeline that is deployed: each scales by its own rate",
-            given=f"{name} and {', '.join(others)}",
-            remedy=f"Run `triptych build {name} --repository FOLDER` and name that folder here",
-        )
-
-
-def _check_promise(lock: Lock) -> None:
-    if not lock.spec.serving.slo.limits_us:
-        raise UserError(
-            "serving.slo",
-            "must promise a latency: capacity, scaling and alerts follow from it",
-            given=lock.spec.serving.slo,
-            remedy=f"Set for example serving.slo.p99_ms: 50, and run `triptych build "
-            f"{lock.spec.name}`",
-        )
+def _front(basis: Basis) -> dict[str, Any]:
+    """What takes requests for the servers."""
+    if basis.options.gateway is None:
+        return envoy.behind_envoy(basis)
+    return behind_gateway(basis.options)

@@ -53,6 +53,19 @@ def measured_of(lock: Lock, options: Options, reports: Path) -> Measured:
     return _with_use(lock, options, bench, _capacity(lock, options, bench, reports))
 
 
+def memory_seen_mib(lock: Lock, reports: Path) -> float | None:
+    """Most MiB that `bench` saw a server of this very build hold; None where it saw none.
+
+    Raises:
+        UserError: its result cannot be read.
+    """
+    file = reports / "bench/bench.json"
+    bench = read_result(BenchResult, file, "bench") if file.is_file() else None
+    if bench is None or _fault(lock, bench) is not None:
+        return None
+    return _most_memory_mib(bench) or None
+
+
 def _capacity(lock: Lock, options: Options, bench: BenchResult | None, reports: Path) -> Because:
     if options.capacity_per_s is not None:
         return Because(options.capacity_per_s, "given by hand (--capacity)")

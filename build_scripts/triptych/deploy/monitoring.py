@@ -32,6 +32,10 @@ class Burn(NamedTuple):
     short: str
     severity: str
 
+    def threshold(self, budget: float) -> float:
+        """The share of requests that burns a budget so fast, at most what is above all of it."""
+        return min(self.times * budget, (1 + budget) / 2)
+
 
 BURNS = (
     Burn(14.4, "1h", "5m", "page"),
@@ -78,18 +82,18 @@ def prometheus_rule(
 ) -> dict[str, Any]:
     """Recording rules and alerts of one pipeline."""
     metrics = Metrics(lock.spec.name, options.namespace)
-    objectives = list(_objectives(lock, options, metrics))
+    found = list(objectives(lock, options, metrics))
     records = [
         {
             "record": f"{one.record}:{window}",
             "expr": one.share(window),
             "labels": {"pipeline": lock.spec.name, "namespace": options.namespace},
         }
-        for one in objectives
+        for one in found
         for window in WINDOWS
     ]
     alerts = [
-        *(_burn_alert(one, burn, lock, options, metrics) for one in objectives for burn in BURNS),
+        *(_burn_alert(one, burn, lock, options, metrics) for one in found for burn in BURNS),
         *_percentile_alerts(lock, options, metrics),
         *_fleet_alerts(lock, options, sizes, measured, metrics),
     ]
@@ -112,7 +116,8 @@ def _promised(lock: Lock) -> Iterator[tuple[str, float, float]]:
         yield name, limit_ms, round(1 - float(name[1:].replace("_", ".")) / 100, 6)
 
 
-def _objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objective]:
+def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objective]:
+    """What is promised of requests, as far as the release can tell who breaks it."""
     promised = list(_promised(lock))
     budget = min(budget for _, _, budget in promised)
     yield Objective(
@@ -136,9 +141,12 @@ def _objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Obje
 def _burn_alert(
     one: Objective, burn: Burn, lock: Lock, options: Options, metrics: Metrics
 ) -> dict[str, Any]:
-    most = (1 + one.budget) / 2
-    threshold = min(burn.times * one.budget, most)
-    capped = "" if threshold < most else f", capped: {burn.times:g} times it is more than all"
+    threshold = burn.threshold(one.budget)
+    capped = (
+        ""
+        if threshold == burn.times * one.budget
+        else f", capped: {burn.times:g} times it is more than all"
+    )
     fewest = math.ceil(2 / threshold)
     series = f'{{pipeline="{lock.spec.name}",namespace="{options.namespace}"}}'
     expression = "\nand ".join(

@@ -12,12 +12,22 @@ from urllib.parse import urlsplit
 from triptych.errors import UserError
 from triptych.releases import Release
 
-Target = Literal["kubernetes"]
-TARGETS: tuple[Target, ...] = ("kubernetes",)
+Target = Literal["kubernetes", "kserve", "compose"]
+TARGETS: tuple[Target, ...] = ("kubernetes", "kserve", "compose")
+ROLLOUTS = ("argo",)
+ENVOY_IMAGE = "envoyproxy/envoy:v1.40.0"
 LONGEST_NAME = 54
 """KEDA names its autoscaler ``keda-hpa-NAME``, and a label holds 63 characters."""
 
+_OF_TARGET: dict[str, Target] = {
+    "--gateway": "kubernetes",
+    "--rollout": "kubernetes",
+    "--canary": "kserve",
+    "--replicas": "compose",
+}
+"""Options that one target alone knows."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_GATEWAY = re.compile(r"([a-z0-9-]{1,63}/)?[a-z0-9][a-z0-9.-]{0,252}")
 _REFERENCE = re.compile(r"[a-z0-9][\w.:/-]*?(:[\w][\w.-]*)?(@sha256:[0-9a-f]{64})?")
 
 
@@ -44,11 +54,19 @@ class Options:
         grace_s: most seconds that the platform lets a replica end; None for no limit.
         gpu: product of the GPU as its nodes are labelled, a MIG slice's profile included; None
             takes the engine's.
+        target: what the manifests are for.
+        envoy_image: the proxy's, with a tag or a digest.
+        gateway: a Gateway, as ``NAME`` or ``NAMESPACE/NAME``, in place of a proxy of our own.
+        rollout: what exchanges an old build by the new one, if not the Deployment itself.
+        canary_percent: of the requests for the new build, for a start.
+        replicas: on a host; None for as many as the promised throughput takes.
     """
 
     image: str
     name: str
     release: Release
+    target: Target = "kubernetes"
+    envoy_image: str = ENVOY_IMAGE
     namespace: str = "default"
     prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
     models: str | None = None
@@ -60,6 +78,16 @@ class Options:
     peak_per_s: float | None = None
     grace_s: int | None = None
     gpu: str | None = None
+    gateway: str | None = None
+    rollout: str | None = None
+    canary_percent: int | None = None
+    replicas: int | None = None
+
+    @property
+    def envoy(self) -> str | None:
+        """The Deployment of the proxy in front of the servers; None where there is none of ours."""
+        has_own = self.target == "kubernetes" and self.gateway is None
+        return f"{self.name}-envoy" if has_own else None
 
     @property
     def monitoring_namespace(self) -> str | None:
@@ -80,7 +108,9 @@ def check(options: Options) -> None:
                 given=name,
                 remedy=f"Give another one: {field} {_like(name, most)}",
             )
-    _check_image(options.image)
+    _check_image("--image", options.image, "Push what `make image` built, and name it with its tag")
+    _check_image("--envoy-image", options.envoy_image, f"The usual one is {ENVOY_IMAGE}")
+    _check_target(options)
     if options.models is not None and (
         not _REFERENCE.fullmatch(options.models) or _has_tag(options.models)
     ):
@@ -97,6 +127,8 @@ def check(options: Options) -> None:
         ("--ready", options.ready_s),
         ("--peak-rate", options.peak_per_s),
         ("--grace", options.grace_s),
+        ("--canary", options.canary_percent),
+        ("--replicas", options.replicas),
     ):
         if number is not None and not (math.isfinite(number) and number > 0):
             raise UserError(field, "must be above 0", given=number)
@@ -109,6 +141,18 @@ def check(options: Options) -> None:
             "must be the address of a Prometheus, http:// or https://",
             given=options.prometheus,
         )
+
+
+def target_of(text: str) -> Target:
+    """The target of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    for target in TARGETS:
+        if target == text:
+            return target
+    raise UserError("--target", f"must be one of {', '.join(TARGETS)}", given=text)
 
 
 def mebibytes(field: str, text: str | None) -> int | None:
@@ -125,20 +169,50 @@ def mebibytes(field: str, text: str | None) -> int | None:
     return int(found[1]) * {"Mi": 1, "Gi": 1024}[found[2]]
 
 
-def _check_image(image: str) -> None:
+def _check_target(options: Options) -> None:
+    """Raises a `UserError` for an option that means nothing to the target, or without another."""
+    given = {
+        "--gateway": options.gateway,
+        "--rollout": options.rollout,
+        "--canary": options.canary_percent,
+        "--replicas": options.replicas,
+    }
+    for field, target in _OF_TARGET.items():
+        if given[field] is not None and options.target != target:
+            raise UserError(
+                field,
+                f"must be given with --target {target} only",
+                given=f"--target {options.target}",
+                remedy="Leave it out",
+            )
+    if options.gateway is not None and not _GATEWAY.fullmatch(options.gateway):
+        raise UserError(
+            "--gateway", "must name a Gateway, as NAME or NAMESPACE/NAME", given=options.gateway
+        )
+    if options.rollout is not None and options.rollout not in ROLLOUTS:
+        raise UserError("--rollout", f"must be one of {', '.join(ROLLOUTS)}", given=options.rollout)
+    if options.rollout is not None and options.gateway is None:
+        raise UserError(
+            "--rollout",
+            "must come with --gateway: a weighted route is what moves requests step by step",
+            given="no gateway",
+            remedy="Name the Gateway of your cluster, or leave --rollout out",
+        )
+    if options.canary_percent is not None and options.canary_percent > 100:
+        raise UserError("--canary", "must be a percentage, 1 to 100", given=options.canary_percent)
+
+
+def _check_image(field: str, image: str, remedy: str) -> None:
     if not _REFERENCE.fullmatch(image):
         raise UserError(
-            "--image",
-            "must name the serving image in your registry",
-            given=repr(image),
-            remedy="Push what `make image` built, and name it with its tag",
+            field, "must name an image, in your registry", given=repr(image), remedy=remedy
         )
     if image.endswith(":latest") or not _has_tag(image):
         raise UserError(
-            "--image",
+            field,
             "must have a tag that does not move, or a digest",
             given=image,
-            remedy="Two replicas must not be of two releases: add the tag that `make image` gave",
+            remedy=f"Two replicas must not be of two releases. {remedy}",
         )
 
 

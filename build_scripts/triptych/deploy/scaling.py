@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.deploy.envoy import offered_at_proxy
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import Options
 from triptych.deploy.sizing import POLL_S, RATE_WINDOW_S, Sizes
@@ -25,12 +26,7 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any]:
     rate = _trigger(
         options,
         "rate",
-        Because(
-            metrics.offered(window),
-            "what came in, refused requests included: answers alone saturate just when replicas "
-            "are missing. What reaches no server at all is not in it: put the rate of a proxy in "
-            "front here, if there is one",
-        ),
+        _offered(options, metrics, window),
         sizes.threshold_per_s,
     )
     guard = _trigger(
@@ -76,6 +72,22 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any]:
             "triggers": [rate, guard],
         },
     }
+
+
+def _offered(options: Options, metrics: Metrics, window: str) -> Because:
+    what = (
+        "what came in, refused requests included: answers saturate just when replicas are missing"
+    )
+    if options.envoy is not None:
+        return Because(
+            offered_at_proxy(options, window),
+            f"{what}. Of the proxy: were there no server to take it",
+        )
+    return Because(
+        metrics.offered(window),
+        f"{what}. What reaches no server is not in it: put the gateway's own rate here, if it "
+        "has one",
+    )
 
 
 def _trigger(options: Options, name: str, query: Because, threshold: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ PROBE_S, PROBE_TIMEOUT_S, PROBE_FAILURES = 2, 5, 2
 SCRAPE_S, POLL_S, SYNC_S, RATE_WINDOW_S = 15, 15, 15, 60
 """Prometheus, KEDA and Kubernetes' autoscaler look so often; a rate is taken over four scrapes."""
 FEWEST_REPLICAS = 2
+TMP_MIB = 64
 PRE_STOP_S = 10
 
 _START_TIMES, _LEAST_START_S = 10, 60
@@ -64,16 +65,13 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
     threshold = headroom * measured.capacity_per_s.value
     fewest = _fewest(lock, threshold)
     exit_timeout = _exit_timeout(lock)
+    pre_stop = _pre_stop(options)
     shm = _shm(lock, repository)
     return Sizes(
         start_s=_start(options, measured),
-        pre_stop_s=Because(
-            PRE_STOP_S,
-            "before SIGTERM, so that endpoints and clients' balancers have let go of this replica: "
-            "a server that is told to stop at once fails what still comes to it",
-        ),
+        pre_stop_s=pre_stop,
         exit_timeout_s=exit_timeout,
-        grace_s=_grace(options, exit_timeout.value),
+        grace_s=_grace(options, pre_stop.value, exit_timeout.value),
         connection_age_s=Because(
             max(60, math.ceil(2 * delay_s)),
             "a gRPC client looks for new replicas only when a connection ends: twice the "
@@ -150,29 +148,51 @@ def _exit_timeout(lock: Lock) -> Because:
     )
 
 
-def _grace(options: Options, exit_timeout: str) -> Because:
-    drain_s = PRE_STOP_S + int(exit_timeout) + math.ceil(EXIT_S)
+def _pre_stop(options: Options) -> Because:
+    if options.target == "compose":
+        return Because(
+            0, "Docker takes nothing out of its DNS before SIGTERM: a wait gains nothing"
+        )
+    return Because(
+        PRE_STOP_S,
+        "before SIGTERM, so that endpoints and clients' balancers have let go of this replica: "
+        "a server that is told to stop at once fails what still comes to it",
+    )
+
+
+def _grace(options: Options, pre_stop_s: int, exit_timeout: str) -> Because:
+    drain_s = pre_stop_s + int(exit_timeout) + math.ceil(EXIT_S)
     given = options.grace_s
     if given is not None and given < drain_s:
         raise UserError(
             "--grace",
             "must be longer than a replica takes to end: sleep, requests under way, exit",
-            given=f"{given} s; {PRE_STOP_S} + {exit_timeout} + {EXIT_S:g} s are {drain_s} s",
+            given=f"{given} s; {pre_stop_s} + {exit_timeout} + {EXIT_S:g} s are {drain_s} s",
             remedy="Give more, or lower serving.queue.max_wait_ms where it is what takes long",
         )
     return Because(
         given or drain_s + _END_MARGIN_S,
-        f"{PRE_STOP_S} s of preStop, {exit_timeout} s for requests under way (exit timeout), "
+        f"{pre_stop_s} s of preStop, {exit_timeout} s for requests under way (exit timeout), "
         f"{EXIT_S:g} s for the server to end, and a margin: SIGKILL must never come first",
     )
 
 
-def _shm(lock: Lock, repository: Path) -> Because:
+def shm_mib(lock: Lock, repository: Path) -> int:
+    """Shared memory that the Python steps of a pipeline may need, in MiB."""
+    processes = _step_processes(lock)
+    return processes * (STEP_SHM_MIB + largest_request_mib(repository))
+
+
+def _step_processes(lock: Lock) -> int:
     instances = lock.spec.serving.instances
-    processes = instances.preprocess + instances.postprocess
+    return instances.preprocess + instances.postprocess
+
+
+def _shm(lock: Lock, repository: Path) -> Because:
+    processes = _step_processes(lock)
     request_mib = largest_request_mib(repository)
     return Because(
-        processes * (STEP_SHM_MIB + request_mib),
+        shm_mib(lock, repository),
         f"{processes} Python processes (instances of preprocess and postprocess) x ({STEP_SHM_MIB} "
         f"MiB + {request_mib} MiB, the largest request that the pipeline takes): tensors pass "
         "between Triton and its steps here, and 64 MiB, the usual size, ends them",

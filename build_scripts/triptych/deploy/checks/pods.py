@@ -1,0 +1,294 @@
+"""Checks of the pods that run Triton: images, probes, shared memory, ends, rights."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from triptych.container.flags import Options as ServerOptions
+from triptych.container.supervisor import EXIT_S
+from triptych.deploy.checks.objects import Server, mapping, sequence
+from triptych.errors import closest
+from triptych.lint.flaw import Flaw, error, warning
+
+# Fields of Kubernetes 1.37's API; a cluster drops others, with a warning at most.
+FIELDS = {
+    "PodSpec": """activeDeadlineSeconds affinity automountServiceAccountToken containers dnsConfig
+        dnsPolicy enableServiceLinks ephemeralContainers evictionResponders hostAliases hostIPC
+        hostNetwork hostPID hostUsers hostname hostnameOverride imagePullSecrets initContainers
+        nodeName nodeSelector os overhead preemptionPolicy priority priorityClassName
+        readinessGates resourceClaims resources restartPolicy runtimeClassName schedulerName
+        schedulingGates schedulingGroup securityContext serviceAccount serviceAccountName
+        setHostnameAsFQDN shareProcessNamespace subdomain terminationGracePeriodSeconds
+        tolerations topologySpreadConstraints volumes""",
+    "Container": """args command env envFrom image imagePullPolicy lifecycle livenessProbe name
+        ports readinessProbe resizePolicy resources restartPolicy restartPolicyRules
+        securityContext startupProbe stdin stdinOnce terminationMessagePath
+        terminationMessagePolicy tty volumeDevices volumeMounts workingDir""",
+    "Probe": """exec failureThreshold grpc httpGet initialDelaySeconds periodSeconds
+        successThreshold tcpSocket terminationGracePeriodSeconds timeoutSeconds""",
+    "Lifecycle": "postStart preStop stopSignal",
+    "LifecycleHandler": "exec httpGet sleep tcpSocket",
+    "SecurityContext": """allowPrivilegeEscalation appArmorProfile capabilities privileged procMount
+        readOnlyRootFilesystem runAsGroup runAsNonRoot runAsUser seLinuxOptions seccompProfile
+        windowsOptions""",
+}
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+USUAL_GRACE_S = 30
+_SHELLS = ("sh", "bash", "dash", "ash")
+_HEALTH = "triptych.container.health"
+_ANSWER_S = 4
+_SIZES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9}
+_KSERVE = ("InferenceService", "ServingRuntime", "ClusterServingRuntime")
+
+
+def field_known(server: Server) -> Iterator[Flaw]:
+    container = server.container
+    parts: list[tuple[str, str, Any]] = [("containers[]", "Container", container)]
+    parts += [(kind, "Probe", container.get(kind)) for kind in PROBES]
+    lifecycle = mapping(container.get("lifecycle"))
+    parts += [("lifecycle", "Lifecycle", lifecycle)]
+    parts += [("lifecycle.preStop", "LifecycleHandler", lifecycle.get("preStop"))]
+    parts += [("securityContext", "SecurityContext", container.get("securityContext"))]
+    if server.owner.kind not in _KSERVE:
+        parts += [("spec", "PodSpec", server.pod)]
+    else:
+        parts[0] = ("containers[]", "Container", {})
+    for path, kind, value in parts:
+        known = FIELDS[kind].split()
+        for name in sorted(set(mapping(value)) - set(known)):
+            yield error(
+                "A field must be one that Kubernetes knows: others are dropped without a word",
+                f"{name} in {path}",
+                f"{closest(name, known)}It has {', '.join(known)}",
+            )
+
+
+def image_tag(server: Server) -> Iterator[Flaw]:
+    image = str(server.container.get("image", ""))
+    name = image.rpartition("/")[2]
+    if image and "@" not in name and (":" not in name or name.endswith(":latest")):
+        yield error(
+            "The image must have a tag that does not move: replicas must be of one release",
+            image,
+            "Name the release (26.08-py3) or a digest",
+        )
+
+
+def startup_probe(server: Server) -> Iterator[Flaw]:
+    container = server.container
+    if "livenessProbe" in container and "startupProbe" not in container:
+        yield error(
+            "A server that loads models must have a startup probe: until it is over, no liveness "
+            "probe ends it",
+            "livenessProbe and no startupProbe",
+            "Add a startupProbe that lasts longer than the models were measured to load",
+        )
+
+
+def readiness_probe(server: Server) -> Iterator[Flaw]:
+    probe = mapping(server.container.get("readinessProbe"))
+    path = _path(probe)
+    if not probe:
+        added = " but KServe's look at a port" if server.owner.kind in _KSERVE else ""
+        yield error(
+            "A readiness probe must ask for the models: without one requests come before they load",
+            f"no readinessProbe{added}",
+            f"Ask /v2/health/ready, or better `python3 -m {_HEALTH}`",
+        )
+    elif "tcpSocket" in probe:
+        yield error(
+            "A readiness probe must ask for the models: the port is open while they load",
+            "a readinessProbe of tcpSocket",
+            f"Ask /v2/health/ready, or better `python3 -m {_HEALTH}`",
+        )
+    elif path.endswith("/health/live"):
+        yield error(
+            "A readiness probe must ask for the models, not whether the process lives",
+            path,
+            "Ask /v2/health/ready",
+        )
+
+
+def liveness_probe(server: Server) -> Iterator[Flaw]:
+    path = _path(mapping(server.container.get("livenessProbe")))
+    if path.endswith("/ready"):
+        yield error(
+            "A liveness probe must not ask for readiness: a model that is not ready would end the "
+            "server and all other models, again and again",
+            path,
+            "Ask /v2/health/live; readiness takes the replica out of the Service",
+        )
+
+
+def probe_timeout(server: Server) -> Iterator[Flaw]:
+    for kind in PROBES:
+        probe = mapping(server.container.get(kind))
+        seconds = _number(probe.get("timeoutSeconds"), 1)
+        if _HEALTH in str(probe.get("exec")) and seconds < _ANSWER_S:
+            yield error(
+                "The health check waits 3 s for an answer, and needs to start: a shorter timeout "
+                "says unhealthy of a server that is busy",
+                f"timeoutSeconds of {kind}: {seconds:g}",
+                "Give 5",
+            )
+
+
+def shared_memory(server: Server) -> Iterator[Flaw]:
+    mounts = {
+        str(mount.get("name"))
+        for mount in sequence(server.container.get("volumeMounts"))
+        if isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == "/dev/shm"
+    }
+    volumes = [
+        mapping(volume)
+        for volume in sequence(server.pod.get("volumes"))
+        if mapping(volume).get("name") in mounts
+    ]
+    held = [mapping(volume.get("emptyDir")) for volume in volumes]
+    if not held or held[0].get("medium") != "Memory":
+        yield error(
+            "Python steps need shared memory, 64 MiB each: with the usual 64 MiB in all they die "
+            'of "No space left on device"',
+            "no emptyDir of medium Memory at /dev/shm",
+            "Mount one there, with a sizeLimit of 64 MiB and the largest request for each process",
+        )
+    elif "sizeLimit" not in held[0]:
+        yield warning(
+            "Shared memory must have a limit: what lies there counts as the container's memory",
+            "an emptyDir of medium Memory without sizeLimit",
+            "Set 64 MiB and the largest request for each Python process",
+        )
+
+
+def pre_stop(server: Server) -> Iterator[Flaw]:
+    handler = mapping(mapping(server.container.get("lifecycle")).get("preStop"))
+    command = [str(word) for word in sequence(mapping(handler.get("exec")).get("command"))]
+    fault = _shell_fault(command)
+    if fault:
+        yield error(
+            "preStop must do what it says: where it fails, SIGTERM comes at once",
+            f"{shlex.join(command)}: {fault}",
+            'Write one word after -c: ["sh", "-c", "touch /tmp/stop; sleep 10"]',
+        )
+    elif not handler and not _is_knative(server):
+        yield warning(
+            "A replica must wait before SIGTERM until nobody sends to it any more",
+            "no preStop",
+            'Add preStop: {exec: {command: ["sleep", "10"]}}',
+        )
+
+
+def grace(server: Server) -> Iterator[Flaw]:
+    if _is_knative(server):
+        return
+    sleep_s = pre_stop_s(server)
+    exit_s = exit_timeout_s(server)
+    needed = sleep_s + exit_s + EXIT_S
+    given = _number(server.pod.get("terminationGracePeriodSeconds"), USUAL_GRACE_S)
+    if given < needed:
+        yield error(
+            "terminationGracePeriodSeconds must be longer than a replica takes to end: SIGKILL "
+            "loses what is under way",
+            f"{given:g} s; preStop {sleep_s:g} s, requests under way {exit_s:g} s and {EXIT_S:g} s "
+            "for the server to end",
+            f"Give {needed:g} or more",
+        )
+
+
+def restricted(server: Server) -> Iterator[Flaw]:
+    own = mapping(server.container.get("securityContext"))
+    both = {**mapping(server.pod.get("securityContext")), **own}
+    missing = []
+    if both.get("runAsNonRoot") is not True and not _number(both.get("runAsUser"), 0):
+        missing.append("runAsNonRoot: true")
+    if own.get("allowPrivilegeEscalation") is not False:
+        missing.append("allowPrivilegeEscalation: false")
+    if "ALL" not in sequence(mapping(own.get("capabilities")).get("drop")):
+        missing.append("capabilities: {drop: [ALL]}")
+    if missing:
+        yield warning(
+            "A server that takes requests should have no rights",
+            f"not in securityContext: {', '.join(missing)}",
+            "Set them; Triton's images have a user 1000",
+        )
+
+
+def memory_limit(server: Server) -> Iterator[Flaw]:
+    resources = mapping(server.container.get("resources"))
+    if "memory" not in mapping(resources.get("limits")):
+        yield warning(
+            "Memory must be limited: large requests of strangers stay in the server's memory, and "
+            "would take the node's",
+            "no limit of memory",
+            "Set request and limit to what bench measured and shared memory",
+        )
+
+
+def model_control(server: Server) -> Iterator[Flaw]:
+    mode = server.flag("model-control-mode") or "none"
+    if mode != "none":
+        yield warning(
+            "Replicas should serve what they started with: others change at other times, and "
+            "nothing can be rolled back",
+            f"--model-control-mode={mode}",
+            "Leave it out; roll out an image or a volume with another name",
+        )
+
+
+def pre_stop_s(server: Server) -> float:
+    """Seconds that preStop sleeps, as far as it can be read."""
+    handler = mapping(mapping(server.container.get("lifecycle")).get("preStop"))
+    native = mapping(handler.get("sleep")).get("seconds")
+    if native is not None:
+        return _number(native, 0)
+    command = [str(word) for word in sequence(mapping(handler.get("exec")).get("command"))]
+    if _shell_fault(command):
+        return 0.0
+    return sum(float(found) for found in re.findall(r"\bsleep (\d+)", " ".join(command)))
+
+
+def exit_timeout_s(server: Server) -> float:
+    """Seconds that Triton waits for requests under way."""
+    flag = server.flag("exit-timeout-secs")
+    given = server.variables.get("TRIPTYCH_EXIT_TIMEOUT_S") if flag is None else flag
+    return _number(given, ServerOptions.exit_timeout_s)
+
+
+def bytes_of(quantity: object) -> float:
+    """A quantity of Kubernetes in bytes; 0 where it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]{0,2})", str(quantity))
+    return float(found[1]) * _SIZES.get(found[2], 1) if found else 0.0
+
+
+def _shell_fault(command: list[str]) -> str:
+    """What a shell makes of words after its script; empty where there are none."""
+    if len(command) < 2 or command[0].rpartition("/")[2] not in _SHELLS or command[1] != "-c":
+        return ""
+    script, rest = command[2] if len(command) > 2 else "", command[3:]
+    if rest:
+        return f"the shell runs `{script}` alone; {', '.join(rest)} are its parameters"
+    return "nothing to run" if not script.strip() else ""
+
+
+def _is_knative(server: Server) -> bool:
+    mode = str(server.owner.annotations.get("serving.kserve.io/deploymentMode", ""))
+    return mode in ("Serverless", "Knative")
+
+
+def _path(probe: dict[str, Any]) -> str:
+    """What an HTTP probe asks, in words of its own or of curl."""
+    path = mapping(probe.get("httpGet")).get("path")
+    found = re.search(
+        r"/v2/[\w./-]*", " ".join(map(str, mapping(probe.get("exec")).get("command") or []))
+    )
+    return str(path or (found[0] if found else "")).rstrip("/")
+
+
+def _number(value: object, usual: float) -> float:
+    try:
+        return usual if value is None else float(str(value))
+    except ValueError:
+        return usual

@@ -1,0 +1,206 @@
+"""`triptych deploy --target compose`: replicas behind Envoy on one host with Docker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from triptych.container.health import COMMAND
+from triptych.container.settings import read_settings
+from triptych.deploy import envoy
+from triptych.deploy.basis import Basis, Manifests, basis_of
+from triptych.deploy.devices import overlay_of
+from triptych.deploy.options import Options
+from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, TMP_MIB
+from triptych.deploy.workload import PORTS, USER
+from triptych.fleet.reasons import Because
+
+SERVERS, PROXY = "triton", "envoy"
+"""Names of the services; the first is the host name behind which Docker's DNS has all replicas."""
+_FILE = "compose.yaml"
+_PUBLISHED = {"grpc": "TRIPTYCH_GRPC", "http": "TRIPTYCH_HTTP", "metrics": "TRIPTYCH_METRICS"}
+_PROXY_SHARES = 2048
+
+
+def compose_manifests(
+    repository: Path, pipeline: str, options: Options, reports: Path
+) -> Manifests:
+    """The files of a built pipeline, from what `basis_of` takes.
+
+    Raises:
+        UserError: something is missing or cannot work; says what and what to do.
+    """
+    basis = basis_of(repository, pipeline, options, reports)
+    overlay_of(basis.lock, options)  # an engine that is not built, or of another GPU
+    document = {
+        "name": options.name,
+        "services": {**_servers(basis), PROXY: _proxy(basis)},
+        "configs": {PROXY: {"file": "./envoy.yaml"}},
+    }
+    files = {_FILE: document, "envoy.yaml": envoy.configuration(basis, SERVERS)}
+    return Manifests(files, basis.version, _FILE, "docker compose --file {} up --detach")
+
+
+def _servers(basis: Basis) -> dict[str, Any]:
+    """One service of many containers; on GPUs one service for each, since each has its own."""
+    count = _replicas(basis)
+    gpus = len(basis.lock.spec.serving.gpus) if basis.lock.spec.core.device == "gpu" else 0
+    if not gpus:
+        server = _server(basis)
+        server["deploy"] = {"replicas": count, **server["deploy"]}
+        return {SERVERS: server}
+    services = {}
+    for number in range(count.value):
+        server = _server(basis)
+        own = [str(number * gpus + index) for index in range(gpus)]
+        device = {"driver": "nvidia", "device_ids": own, "capabilities": ["gpu"]}
+        server["deploy"]["resources"]["reservations"] = {
+            "devices": Because([device], count.reason if number == 0 else "a GPU of its own")
+        }
+        server["networks"] = {
+            "default": {
+                "aliases": Because([SERVERS], "Envoy finds all replicas behind this one name")
+            }
+        }
+        services[f"{SERVERS}-{number}"] = server
+    return services
+
+
+def _server(basis: Basis) -> dict[str, Any]:
+    options, sizes = basis.options, basis.sizes
+    return {
+        "image": options.image,
+        "user": f"{USER}:{USER}",
+        "environment": {
+            "TRIPTYCH_EXIT_TIMEOUT_S": sizes.exit_timeout_s,
+            "TRIPTYCH_CONNECTION_AGE_S": Because(
+                str(sizes.connection_age_s.value), sizes.connection_age_s.reason
+            ),
+        },
+        "labels": {
+            "triptych.version": Because(
+                basis.version,
+                "the start of the lock's SHA-256: with a new build `up` makes new containers",
+            )
+        },
+        "volumes": [_models(basis)],
+        "shm_size": Because(f"{sizes.shm_mib.value}m", sizes.shm_mib.reason),
+        "read_only": True,
+        "tmpfs": [f"/tmp:size={TMP_MIB}m,uid={USER},gid={USER},mode=0700"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        **_locked_memory(basis),
+        "init": Because(False, "the server itself is process 1 and heeds SIGTERM"),
+        "restart": "unless-stopped",
+        "stop_grace_period": Because(f"{sizes.grace_s.value}s", sizes.grace_s.reason),
+        "healthcheck": Because(
+            {
+                "test": ["CMD", *COMMAND],
+                "start_period": Because(f"{sizes.start_s.value}s", sizes.start_s.reason),
+                "interval": f"{PROBE_S}s",
+                "timeout": f"{PROBE_TIMEOUT_S}s",
+                "retries": PROBE_FAILURES,
+            },
+            "as in the image; Docker shows it, and takes nothing out for it: Envoy's own checks do",
+        ),
+        "deploy": {
+            "resources": {
+                "limits": {
+                    "memory": Because(
+                        f"{_mebibytes(sizes.memory_mib.value)}M", sizes.memory_mib.reason
+                    )
+                }
+            }
+        },
+    }
+
+
+def _proxy(basis: Basis) -> dict[str, Any]:
+    options, exit_s = basis.options, int(basis.sizes.exit_timeout_s.value)
+    script = envoy.drain_script(1, exit_s)
+    ready = envoy.ready_script()
+    return {
+        "image": options.envoy_image,
+        "command": envoy.arguments(workers=2),
+        "user": f"{envoy.USER}:{envoy.USER}",
+        "configs": [{"source": PROXY, "target": f"{envoy.CONFIG_FOLDER}/envoy.yaml"}],
+        "ports": Because(
+            [f"127.0.0.1:${{{_PUBLISHED[name]}:-{PORTS[name]}}}:{PORTS[name]}" for name in PORTS],
+            "this machine only: put a gateway that knows who may ask in front",
+        ),
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "restart": "unless-stopped",
+        "pre_stop": [
+            {
+                "command": Because(
+                    ["bash", "-c", _escaped(script)],
+                    f"until nothing is under way, {exit_s} s at most: on SIGTERM it ends at once",
+                )
+            }
+        ],
+        "stop_grace_period": "5s",
+        "healthcheck": {
+            "test": ["CMD", "bash", "-c", _escaped(ready)],
+            "interval": f"{PROBE_S}s",
+            "timeout": f"{PROBE_TIMEOUT_S}s",
+            "retries": PROBE_FAILURES,
+        },
+        "cpu_shares": Because(
+            _PROXY_SHARES, "twice a server's, which take all cores there are: it must not wait"
+        ),
+        "deploy": {"resources": {"limits": {"memory": envoy.memory_limit(basis, "M")}}},
+    }
+
+
+def _models(basis: Basis) -> dict[str, Any]:
+    target = str(read_settings({}).repository)
+    if basis.options.models is not None:
+        reference = f"{basis.options.models}:{basis.version}"
+        return {
+            "type": "image",
+            "source": Because(reference, "wants Docker 28 and Compose 2.35 or later"),
+            "target": target,
+        }
+    folder = _escaped(os.fspath(basis.repository.resolve()))
+    return {
+        "type": "bind",
+        "source": Because(
+            f"${{TRIPTYCH_REPOSITORY:-{folder}}}", "the repository of this build, on the host"
+        ),
+        "target": target,
+        "read_only": True,
+        "bind": {"create_host_path": Because(False, "a folder that is not there is a mistake")},
+    }
+
+
+def _locked_memory(basis: Basis) -> dict[str, Any]:
+    if basis.lock.spec.core.device != "gpu":
+        return {}
+    return {"ulimits": {"memlock": Because(-1, "pinned pools are locked memory")}}
+
+
+def _replicas(basis: Basis) -> Because:
+    given = basis.options.replicas
+    cores = basis.measured.cpu_cores
+    count, why = (
+        (basis.sizes.fewest.value, basis.sizes.fewest.reason)
+        if given is None
+        else (given, "given by hand (--replicas)")
+    )
+    return Because(
+        count,
+        f"{why}. All on one host: at capacity each keeps {cores.value:.2g} cores busy, "
+        f"{count * cores.value:.2g} in all, and has no limit of them: containers share alike",
+    )
+
+
+def _mebibytes(quantity: str) -> int:
+    return int(quantity.removesuffix("Mi"))
+
+
+def _escaped(text: str) -> str:
+    """As Compose takes it: what follows a dollar sign would be a variable."""
+    return text.replace("$", "$$")

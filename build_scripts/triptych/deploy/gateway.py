@@ -1,0 +1,73 @@
+"""A Gateway of the cluster in front of the replicas: GRPCRoute, in place of a proxy of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triptych.deploy.options import Options
+from triptych.deploy.workload import (
+    PORTS,
+    gateway_askers,
+    labels,
+    metadata,
+    servers_policy,
+    service,
+)
+from triptych.fleet.reasons import Because
+
+STABLE, CANARY = "stable", "canary"
+
+
+def behind_gateway(options: Options) -> dict[str, Any]:
+    """Route, Services and network: file to document."""
+    namespace, _ = _gateway(options)
+    files = {
+        "route.yaml": _route(options),
+        "service.yaml": service(options, labels(options)),
+        "network-policy.yaml": servers_policy(options, gateway_askers(options, namespace)),
+    }
+    if options.rollout is not None:
+        canary = service(options, labels(options))
+        canary["metadata"] = {**canary["metadata"], "name": canary_name(options)}
+        files["canary-service.yaml"] = canary
+    return files
+
+
+def canary_name(options: Options) -> str:
+    """Of the Service of the new build's pods, which Argo Rollouts selects."""
+    return f"{options.name}-{CANARY}"
+
+
+def _gateway(options: Options) -> tuple[str, str]:
+    """Namespace and name."""
+    namespace, _, name = (options.gateway or "").rpartition("/")
+    return namespace or options.namespace, name
+
+
+def _route(options: Options) -> dict[str, Any]:
+    namespace, name = _gateway(options)
+    backends: list[dict[str, Any]] = [_backend(options.name)]
+    rule: dict[str, Any] = {"backendRefs": backends}
+    if options.rollout is not None:
+        backends[0]["weight"] = Because(
+            100, "of the old build; Argo Rollouts moves both, and an apply amid that resets them"
+        )
+        backends.append({**_backend(canary_name(options)), "weight": 0})
+    return {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "GRPCRoute",
+        "metadata": metadata(options),
+        "spec": {
+            "parentRefs": [{"name": name, "namespace": namespace}],
+            "rules": Because(
+                [rule],
+                "every host name and method of the gateway's listener: add hostnames where it has "
+                "other routes. To mirror a share to another build: filters with a requestMirror "
+                "of percent and backendRef; its answers are thrown away",
+            ),
+        },
+    }
+
+
+def _backend(name: str) -> dict[str, Any]:
+    return {"name": name, "port": PORTS["grpc"]}

@@ -1,0 +1,154 @@
+"""Argo Rollouts: a new build gets requests step by step, as long as the promise is kept.
+
+It takes the Deployment as its template and moves the weights of the route. Each step is judged by
+the recording rules that the alerts compare, in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from triptych.deploy.basis import Basis
+from triptych.deploy.gateway import canary_name
+from triptych.deploy.metrics import Metrics
+from triptych.deploy.monitoring import BURNS, objectives
+from triptych.deploy.workload import labels, metadata
+from triptych.fleet.reasons import Because
+
+PLUGIN = "argoproj-labs/gatewayAPI"
+_BURN = BURNS[1]
+_WINDOW = "5m"
+_STEP_PERCENT = 5
+_LOOKS = 3
+_REVISIONS = 5
+
+
+def progressive(basis: Basis, base: dict[str, Any]) -> dict[str, Any]:
+    """The files of `base` with a Rollout in charge of the Deployment's pods."""
+    options = basis.options
+    scaled = base["scaled-object.yaml"]
+    scaled["spec"]["scaleTargetRef"] = {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Rollout",
+        "name": options.name,
+    }
+    for group in base["prometheus-rule.yaml"]["spec"]["groups"]:
+        for rule in group["rules"]:
+            if rule.get("alert", "").endswith("ReplicaNotReady"):
+                rule["expr"] = Because(
+                    f'rollout_info_replicas_unavailable{{name="{options.name}"}} > 0',
+                    "of Argo Rollouts' controller, whose own namespace a scraper may write there: "
+                    "the Deployment's pods are gone",
+                )
+    return {
+        **base,
+        "rollout.yaml": _rollout(basis),
+        "analysis-template.yaml": _analysis(basis),
+    }
+
+
+def _rollout(basis: Basis) -> dict[str, Any]:
+    options = basis.options
+    judged = {
+        "analysis": {"templates": [{"templateName": options.name}]},
+    }
+    steps = [
+        step
+        for weight in _weights(basis)
+        for step in ({"setWeight": weight}, {"pause": {"duration": _pause()}}, judged)
+    ]
+    return {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Rollout",
+        "metadata": metadata(options),
+        "spec": {
+            "selector": {"matchLabels": labels(options)},
+            "workloadRef": {
+                "apiVersion": "apps/v1",
+                "kind": "Deployment",
+                "name": options.name,
+                "scaleDown": Because(
+                    "onsuccess", "the Deployment's own pods go once the Rollout's answer"
+                ),
+            },
+            "revisionHistoryLimit": Because(
+                _REVISIONS, "builds that `kubectl argo rollouts undo` can go back to"
+            ),
+            "progressDeadlineSeconds": Because(
+                2 * basis.sizes.start_s.value, "as the Deployment's: twice what a start may take"
+            ),
+            "strategy": {
+                "canary": {
+                    "stableService": options.name,
+                    "canaryService": canary_name(options),
+                    "trafficRouting": {
+                        "plugins": {
+                            PLUGIN: {
+                                "grpcRoutes": [{"name": options.name}],
+                                "namespace": options.namespace,
+                            }
+                        }
+                    },
+                    "maxSurge": 1,
+                    "maxUnavailable": 0,
+                    "steps": steps,
+                }
+            },
+        },
+    }
+
+
+def _analysis(basis: Basis) -> dict[str, Any]:
+    lock, options = basis.lock, basis.options
+    metrics = Metrics(lock.spec.name, options.namespace)
+    series = f'{{pipeline="{lock.spec.name}",namespace="{options.namespace}"}}'
+    judged = []
+    for one in objectives(lock, options, metrics):
+        threshold = _BURN.threshold(one.budget)
+        judged.append(
+            {
+                "name": one.name.lower(),
+                "count": _LOOKS,
+                "interval": "1m",
+                "failureLimit": 0,
+                "successCondition": Because(
+                    f"len(result) > 0 && result[0] <= {threshold:.6g}",
+                    f"the budget of {one.budget:.4g} may burn {_BURN.times:g} times as fast for a "
+                    "while, as in the alerts; a canary of which all requests fail is over that. "
+                    "Without data or requests it is neither good nor bad: the rollout waits for "
+                    "a person",
+                ),
+                "failureCondition": f"len(result) > 0 && result[0] > {threshold:.6g}",
+                "provider": {
+                    "prometheus": {
+                        "address": options.prometheus,
+                        "query": f"{one.record}:{_WINDOW}{series}",
+                    }
+                },
+            }
+        )
+    return {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "AnalysisTemplate",
+        "metadata": metadata(options),
+        "spec": {"metrics": judged},
+    }
+
+
+def _weights(basis: Basis) -> list[Any]:
+    """Percent of the requests for the new build: the first that shows one that fails them all."""
+    lock, options = basis.lock, basis.options
+    metrics = Metrics(lock.spec.name, options.namespace)
+    thresholds = [_BURN.threshold(one.budget) for one in objectives(lock, options, metrics)]
+    least = _STEP_PERCENT * math.floor(100 * max(thresholds) / _STEP_PERCENT + 1)
+    first = Because(
+        least,
+        f"the rules see both builds together: with a smaller share not even a build that fails "
+        f"every request would burn the budget {_BURN.times:g} times too fast",
+    )
+    return [first, *[w for w in (50,) if w > least]]
+
+
+def _pause() -> Because:
+    return Because(_WINDOW, "the window that the rules look at must be of this weight alone")

@@ -1,0 +1,143 @@
+"""`triptych deploy --check`: each check finds its mistake, and nothing in what is fine."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from kubernetes_validate.utils import schema_contents
+from typer.testing import CliRunner
+
+from deploy_cases import ENGINE, KUBERNETES, options, write_bench, write_built
+from manifest_cases import BROKEN, CHARTS, fine, text_of
+from triptych.cli import app
+from triptych.deploy.checks import CHECKS, check_manifests
+from triptych.deploy.checks.known import Known, known_of
+from triptych.deploy.checks.pods import FIELDS
+from triptych.deploy.folder import write_manifests
+from triptych.deploy.targets import manifests_of
+from triptych.errors import Finding, UserError
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    """Of a pipeline with an engine of an H200 that used 701 MiB."""
+    folder = tmp_path_factory.mktemp("known")
+    repository = write_built(folder, engine=ENGINE, core={"backend": "tensorrt"})
+    return known_of(repository, "minilm", write_bench(folder / "reports"))
+
+
+def found_in(folder: Path, text: str, known: Known | None = None) -> list[Finding]:
+    folder.mkdir(exist_ok=True)
+    (folder / "all.yaml").write_text(text)
+    return check_manifests(folder, known=known)
+
+
+def test_each_check_finds_its_mistake_and_no_other_one(tmp_path: Path, known: Known) -> None:
+    assert found_in(tmp_path, text_of(fine()), known) == []
+    for check, spoil, said in BROKEN:
+        objects = fine()
+        spoil(objects)
+        found = found_in(tmp_path, text_of(objects), known)
+        (first,) = [one for one in found if one.id == check] or [None]
+        assert first is not None, (check, said, found)
+        assert said in f"{first.given} {first.remedy}", (check, first)
+        assert first.remedy, check
+        assert first.file.startswith("all.yaml") or check == "serves-triton", first
+        others = {one.id for one in found} - {check}
+        expected = {
+            "serves-triton": {"balanced"},
+            "recreated": set(),
+            "one-autoscaler": set(),
+            "field-known": {"readiness-probe"} if "readiness" in said else {"grace"},
+            "canary-percent": {"grpc-port"},
+            "pre-stop": set(),
+            "shared-memory": set(),
+            "value-metric": set(),
+        }.get(check, set())
+        assert others <= expected, (check, said, others)
+    assert {check for check, _, _ in BROKEN} | {"manifest-readable"} == {one.id for one in CHECKS}
+
+
+def test_the_mistakes_of_public_charts_are_found(tmp_path: Path) -> None:
+    for chart, (text, expected) in CHARTS.items():
+        found = {finding.id for finding in found_in(tmp_path, text)}
+        assert found == expected, (chart, found ^ expected)
+
+
+def test_what_deploy_writes_has_no_finding(tmp_path: Path, known: Known) -> None:
+    repository, reports = write_built(tmp_path), write_bench(tmp_path / "reports")
+    own = known_of(repository, "minilm", reports)
+    for name, changes in {
+        "kubernetes": {},
+        "gateway": {"gateway": "public"},
+        "rollout": {"gateway": "public", "rollout": "argo"},
+        "kserve": {"target": "kserve"},
+        "canary": {"target": "kserve", "canary_percent": 10},
+    }.items():
+        made = manifests_of(repository, "minilm", options(**changes), reports)
+        write_manifests(tmp_path / name, made.files)
+        assert check_manifests(tmp_path / name, known=own) == [], name
+
+
+def test_what_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
+    cases = {
+        "kind: {{ .Values.kind }}\n  x: [": "helm template",
+        "kind: [": "Mend the YAML",
+    }
+    for text, remedy in cases.items():
+        (finding,) = found_in(tmp_path, text)
+        assert finding.id == "manifest-readable"
+        assert remedy in finding.remedy
+    (tmp_path / "kustomization.yaml").write_text("resources: [none.yaml]\n")
+    (finding,) = check_manifests(tmp_path)
+    assert finding.id == "manifest-readable"
+    with pytest.raises(UserError, match="a folder of manifests"):
+        check_manifests(tmp_path / "none")
+    # Broken in every place: findings, no traceback.
+    for value in (None, 3, "text", [], [3]):
+        objects = fine()
+        for one in objects:
+            one["spec"] = value
+        found_in(tmp_path / "odd", text_of(objects))
+        objects = fine()
+        for key in list(objects[0]["spec"]["template"]["spec"]["containers"][0]):
+            if key != "image":
+                objects[0]["spec"]["template"]["spec"]["containers"][0][key] = value
+        found_in(tmp_path / "odd", text_of(objects))
+
+
+def test_fields_are_those_of_the_newest_kubernetes() -> None:
+    @cache
+    def definitions() -> dict[str, dict[str, object]]:
+        folder = f"kubernetes-json-schema/v{KUBERNETES[0]}.0-local-strict"
+        return dict(schema_contents(f"{folder}/_definitions.json", KUBERNETES[0]))
+
+    for kind, names in FIELDS.items():
+        schema = definitions()[f"io.k8s.api.core.v1.{kind}"]
+        assert sorted(names.split()) == sorted(schema["properties"]), kind  # type: ignore[call-overload]
+
+
+def test_the_command_line_tells_findings_and_ends_as_lint_does(tmp_path: Path) -> None:
+    found_in(tmp_path / "fine", text_of(fine()))
+    done = CliRunner().invoke(app, ["deploy", "--check", str(tmp_path / "fine")])
+    assert (done.exit_code, done.stdout) == (0, "0 errors, 0 other findings\n")
+    objects = fine()
+    objects[0]["spec"]["replicas"] = 3
+    found_in(tmp_path / "broken", text_of(objects))
+    words = ["deploy", "--check", str(tmp_path / "broken"), "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert [finding["id"] for finding in json.loads(done.stdout)] == ["replicas-autoscaled"]
+    # With a pipeline: what was measured of it counts.
+    repository = write_built(tmp_path)
+    write_bench(tmp_path / "reports/minilm")
+    words = ["deploy", "minilm", "--repository", str(repository), "--reports"]
+    words += [str(tmp_path / "reports"), "--check", str(tmp_path / "fine")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    for missing in (["deploy"], ["deploy", "minilm"]):
+        error = CliRunner().invoke(app, missing).exception
+        assert isinstance(error, UserError)
+        assert "must be given but for --check" in error.message
