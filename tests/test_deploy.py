@@ -92,7 +92,7 @@ def test_kubernetes_takes_what_is_written(tmp_path: Path) -> None:
         assert one.overlay == f"overlays/{overlay}"
         objects = {each["kind"]: each for each in kustomized(tmp_path / overlay / "out", one)}
         assert set(objects) == {
-            *("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"),
+            *("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "ConfigMap"),
             *("ScaledObject", "PodMonitor", "PrometheusRule"),
         }
         for each in objects.values():

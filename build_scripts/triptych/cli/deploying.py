@@ -49,6 +49,10 @@ def deploy(
     prometheus: Annotated[
         str, typer.Option(metavar="URL", help="Prometheus, as KEDA reaches it.")
     ] = Options.prometheus,
+    envoy: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Deployment of an Envoy in front; it tells latencies."),
+    ] = None,
     triton: Annotated[
         str | None,
         typer.Option(metavar="TAG", help="Release in the image; without it serving.triton."),
@@ -99,6 +103,7 @@ def deploy(
         namespace=namespace,
         prometheus=prometheus,
         models=models,
+        envoy=envoy,
         capacity_per_s=capacity,
         cpu_cores=cpu,
         memory_mib=mebibytes("--memory", memory),

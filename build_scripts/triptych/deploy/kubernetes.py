@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from triptych.container.locks import find_pipelines
+from triptych.deploy.alertmanager import alertmanager
+from triptych.deploy.dashboard import dashboard_map
 from triptych.deploy.devices import overlay_of, resources_patch
 from triptych.deploy.measured import measured_of
+from triptych.deploy.metrics import Metrics
 from triptych.deploy.monitoring import pod_monitor, prometheus_rule
 from triptych.deploy.options import Options, check
 from triptych.deploy.reasons import Because, reasons_of
@@ -72,14 +75,16 @@ def kubernetes_manifests(
     measured = measured_of(lock, options, reports)
     sizes = sizes_of(lock, options, measured, repository)
     version = build_id(repository, pipeline)[:_VERSION_DIGITS]
+    metrics = Metrics(lock.spec.name, options.namespace, options.name, options.envoy)
     base = {
         "deployment.yaml": deployment(options, sizes, version),
         "service.yaml": service(options),
         "disruption-budget.yaml": disruption_budget(options),
         "network-policy.yaml": network_policy(options),
-        "scaled-object.yaml": scaled_object(lock, options, sizes),
+        "scaled-object.yaml": scaled_object(lock, options, sizes, metrics),
         "pod-monitor.yaml": pod_monitor(options),
-        "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, measured),
+        "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, measured, metrics),
+        "dashboard.yaml": dashboard_map(lock, options, metrics, measured.capacity_per_s.value),
     }
     files = {
         "base/kustomization.yaml": {**_KUSTOMIZATION, "resources": list(base)},
@@ -93,6 +98,7 @@ def kubernetes_manifests(
             "patches": [{"path": "resources.yaml"}],
         },
         f"overlays/{overlay}/resources.yaml": resources_patch(lock, options, sizes, measured),
+        "alertmanager.example.yaml": alertmanager(),
     }
     return Manifests(files, f"overlays/{overlay}", version)
 

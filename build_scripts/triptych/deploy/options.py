@@ -32,6 +32,8 @@ class Options:
         name: of all objects.
         namespace: they live in it; queries and alerts select it.
         prometheus: address that KEDA asks.
+        envoy: the Deployment of an Envoy in front, set up as `serve --replicas` does; None where
+            clients reach the servers themselves.
         release: of Triton in the image.
         capacity_per_s: requests a second of one replica; None takes what bench found.
         cpu_cores: of one replica; None takes what bench saw it use.
@@ -52,6 +54,7 @@ class Options:
     namespace: str = "default"
     prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
     models: str | None = None
+    envoy: str | None = None
     capacity_per_s: float | None = None
     cpu_cores: float | None = None
     memory_mib: int | None = None
@@ -70,7 +73,12 @@ class Options:
 
 def check(options: Options) -> None:
     """Raises a `UserError` for the first option that no cluster could take."""
-    for field, name in (("--as", options.name), ("--namespace", options.namespace)):
+    names = (
+        ("--as", options.name),
+        ("--namespace", options.namespace),
+        ("--envoy", options.envoy or options.name),
+    )
+    for field, name in names:
         most = LONGEST_NAME if field == "--as" else 63
         if not _NAME.fullmatch(name) or len(name) > most:
             raise UserError(

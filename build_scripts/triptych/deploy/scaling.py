@@ -16,9 +16,8 @@ WAITING_SHARE = 0.5
 _FAILURES = 3
 
 
-def scaled_object(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any]:
+def scaled_object(lock: Lock, options: Options, sizes: Sizes, metrics: Metrics) -> dict[str, Any]:
     """The autoscaler of the Deployment."""
-    metrics = Metrics(lock.spec.name, options.namespace)
     window = f"{RATE_WINDOW_S}s"
     limit_us = WAITING_SHARE * min(lock.spec.serving.slo.limits_us.values())
     waits = f"({metrics.waiting_us(window)} > bool {limit_us:.0f})"
