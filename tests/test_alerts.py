@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -76,8 +77,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
 
 def promtool(*words: str | Path) -> str:
     done = subprocess.run(
-        [tool("promtool"), *map(str, words)], capture_output=True, text=True, timeout=120
-    )
+        [tool("promtool"), *map(str, words)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "GOGC": "400"},  # a third less work
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
