@@ -30,6 +30,7 @@ TOOLS = {
     "amtool": "amtool",
 }
 """Name to that of Debian's program."""
+_TEMPLATES = "usr/share/prometheus/alertmanager"
 FOLDER = ROOT / ".cache" / "prometheus" / "-".join(version.split("=")[1] for version in PACKAGES)
 
 
@@ -45,6 +46,11 @@ def tool(name: str) -> Path:
                 _unpack(_fetch(Path(scratch)), Path(scratch) / "ready")
                 (Path(scratch) / "ready").rename(FOLDER)
     return FOLDER / "usr/bin" / TOOLS[name]
+
+
+def home(name: str) -> Path:
+    """The working directory that a tool wants."""
+    return tool(name).parents[2] / _TEMPLATES if name == "alertmanager" else Path.cwd()
 
 
 def _fetch(folder: Path) -> list[Path]:
@@ -72,3 +78,7 @@ def _apt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def _unpack(packages: list[Path], target: Path) -> None:
     for package in packages:
         subprocess.run(["dpkg", "-x", package, target], check=True, timeout=120)
+    # Debian's build reads its templates from a folder that only an installation has.
+    program = target / "usr/bin" / TOOLS["alertmanager"]
+    here = b"/proc/self/cwd".ljust(len(_TEMPLATES) + 1, b"/")
+    program.write_bytes(program.read_bytes().replace(b"/" + _TEMPLATES.encode(), here))

@@ -21,7 +21,7 @@ import pytest
 
 from conftest import build_into, write_pipeline
 from envoy_front import front
-from prometheus_tools import tool
+from prometheus_tools import home, tool
 from triptych.client import Client, InferenceError
 from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.dashboard import rows_of
@@ -38,9 +38,9 @@ from triptych.server.ports import claim_ports
 from triptych.server.server import Server
 
 LOOPBACK = "127.0.0.1"
-LIMIT_MS, SLOW_S = 300.0, 0.6
-SCALE = 1 / 60
-"""Of the rules' windows: five minutes are five seconds."""
+LIMIT_MS, SLOW_S = 200.0, 0.3
+SCALE = 1 / 30
+"""Of the rules' windows: five minutes are ten seconds."""
 SCRAPE = "500ms"
 LOGIC = (">", "<", ">=", "and", "or")
 ELSEWHERE = ("kube_deployment_", "nv_gpu_")
@@ -66,7 +66,7 @@ class Load:
 
     def run(self, url: str) -> None:
         with Client("tiny", url) as client:
-            while not self.is_over.wait(0.1):
+            while not self.is_over.wait(0.3):
                 try:
                     client.embed([self.text])
                 except InferenceError:
@@ -108,9 +108,10 @@ def webhook(told: Told) -> Iterator[str]:
 
 
 @contextmanager
-def running(folder: Path, *words: str | Path) -> Iterator[None]:
-    with (folder / f"{Path(words[0]).name}.log").open("w") as log:
-        process = subprocess.Popen([*map(str, words)], cwd=folder, stdout=log, stderr=log)
+def running(folder: Path, name: str, *flags: str) -> Iterator[None]:
+    with (folder / f"{name}.log").open("w") as log:
+        words = [tool(name), *flags]
+        process = subprocess.Popen(words, cwd=home(name), stdout=log, stderr=log)
         try:
             yield
         finally:
@@ -220,12 +221,12 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
         ):
             (folder / name).write_text(json.dumps(content))
         for program, port, *flags in (
-            ("alertmanager", "alerts", "--storage.path=alerts", "--cluster.listen-address="),
-            ("prometheus", "prometheus", "--storage.tsdb.path=data"),
+            ("alertmanager", "alerts", f"--storage.path={folder}/a", "--cluster.listen-address="),
+            ("prometheus", "prometheus", f"--storage.tsdb.path={folder}/p"),
         ):
             listen = f"--web.listen-address={addresses[port]}"
-            config = f"--config.file={program}.json"
-            stack.enter_context(running(folder, tool(program), config, listen, *flags))
+            config = f"--config.file={folder}/{program}.json"
+            stack.enter_context(running(folder, program, config, listen, *flags))
         yield Watched(
             addresses["grpc"],
             f"http://{addresses['prometheus']}",
