@@ -54,7 +54,11 @@ ENGINE = EngineRecord(
 
 
 def write_built(
-    folder: Path, name: str = "minilm", engine: EngineRecord | None = None, **fields: Any
+    folder: Path,
+    name: str = "minilm",
+    engine: EngineRecord | None = None,
+    mean_tokens: float | None = None,
+    **fields: Any,
 ) -> Path:
     """A repository with one pipeline as `build` leaves it, as far as `deploy` reads it.
 
@@ -74,7 +78,7 @@ def write_built(
         source_key="source",
         plan=plan,
         engine=engine,
-        traffic={},
+        traffic={} if mean_tokens is None else {"mean_tokens": mean_tokens},
         gate=GateResult("fp32", 1, 0, True, (), ()),
         files={},
     )

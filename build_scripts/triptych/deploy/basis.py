@@ -9,6 +9,7 @@ from typing import Any
 
 from triptych.container.locks import find_pipelines
 from triptych.deploy.measured import Measured, measured_of
+from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import Options, check
 from triptych.deploy.sizing import Sizes, sizes_of
 from triptych.errors import UserError
@@ -33,6 +34,12 @@ class Basis:
     measured: Measured
     sizes: Sizes
     version: str
+
+    @property
+    def metrics(self) -> Metrics:
+        """Queries on the fleet."""
+        options = self.options
+        return Metrics(self.lock.spec.name, options.namespace, options.name, options.envoy)
 
 
 @dataclass(frozen=True)

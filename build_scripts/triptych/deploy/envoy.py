@@ -238,10 +238,3 @@ def behind_envoy(basis: Basis) -> dict[str, Any]:
         "envoy-network-policy.yaml": proxy_policy(options),
         "envoy-pod-monitor.yaml": proxy_monitor(options),
     }
-
-
-def offered_at_proxy(options: Options, window: str) -> str:
-    """Requests a second that clients sent, once each, however often they were sent on."""
-    where = f'namespace="{options.namespace}",pod=~"{proxy_name(options)}-.+"'
-    listeners = 'envoy_http_conn_manager_prefix=~"grpc|http"'
-    return f"sum(rate(envoy_http_downstream_rq_total{{{where},{listeners}}}[{window}]))"

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from triptych.deploy import envoy
+from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.basis import Basis, Manifests, basis_of
+from triptych.deploy.dashboard import dashboard_map
 from triptych.deploy.devices import overlay_of, resources_patch
 from triptych.deploy.gateway import behind_gateway
 from triptych.deploy.monitoring import pod_monitor, prometheus_rule
@@ -29,15 +31,18 @@ def kubernetes_manifests(
         UserError: something is missing or cannot work; says what and what to do.
     """
     basis = basis_of(repository, pipeline, options, reports)
-    lock, sizes = basis.lock, basis.sizes
+    lock, sizes, metrics = basis.lock, basis.sizes, basis.metrics
     overlay = overlay_of(lock, options)
     base = {
         "deployment.yaml": deployment(options, sizes, basis.version),
         "disruption-budget.yaml": disruption_budget(options),
         **_front(basis),
-        "scaled-object.yaml": scaled_object(lock, options, sizes),
+        "scaled-object.yaml": scaled_object(lock, options, sizes, metrics),
         "pod-monitor.yaml": pod_monitor(options),
-        "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, basis.measured),
+        "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, basis.measured, metrics),
+        "dashboard.yaml": dashboard_map(
+            lock, options, metrics, basis.measured.capacity_per_s.value
+        ),
     }
     if options.rollout is not None:
         base = progressive(basis, base)
@@ -64,6 +69,7 @@ def kubernetes_manifests(
             "patches": [{"path": "resources.yaml"}],
         },
         f"overlays/{overlay}/resources.yaml": resources_patch(lock, options, sizes, basis.measured),
+        "alertmanager.example.yaml": alertmanager(),
     }
     return Manifests(files, basis.version, f"overlays/{overlay}", APPLY)
 

@@ -13,15 +13,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from triptych.deploy.measured import Measured
-from triptych.deploy.metrics import Metrics
+from triptych.deploy.metrics import Metrics, quantile_of
 from triptych.deploy.options import Options
 from triptych.deploy.sizing import SCRAPE_S, Sizes
 from triptych.deploy.workload import labels, metadata
 from triptych.fleet.reasons import Because
 from triptych.repository.latencies import COUNTED_FROM, has_edge
 from triptych.repository.lock import Lock
+from triptych.tune.drift import WORTH_TUNING
 
 SHORTEST_FOR = "5m"
+DRIFT_WINDOW = "6h"
+FEWEST_ROWS = 1000
+"""Their mean is known to a few percent, whatever the lengths."""
 
 
 class Burn(NamedTuple):
@@ -49,11 +53,19 @@ class Objective(NamedTuple):
     """One promise over requests: the share that may break it, and the series that says who does."""
 
     name: str
+    kind: str
+    """Label of its alerts, by which they are routed and muted: ``failures`` or ``latency``."""
     budget: float
     record: str
     share: Callable[[str], str]
     """Of a window: the expression of the requests that break it."""
     says: str
+    where: str
+    """Labels that select the series."""
+
+    def recorded(self, window: str) -> str:
+        """The recorded share of a window of `WINDOWS`."""
+        return f"{self.record}:{window}{{{self.where}}}"
 
 
 def pod_monitor(options: Options) -> dict[str, Any]:
@@ -78,16 +90,15 @@ def pod_monitor(options: Options) -> dict[str, Any]:
 
 
 def prometheus_rule(
-    lock: Lock, options: Options, sizes: Sizes, measured: Measured
+    lock: Lock, options: Options, sizes: Sizes, measured: Measured, metrics: Metrics
 ) -> dict[str, Any]:
     """Recording rules and alerts of one pipeline."""
-    metrics = Metrics(lock.spec.name, options.namespace)
     found = list(objectives(lock, options, metrics))
     records = [
         {
             "record": f"{one.record}:{window}",
             "expr": one.share(window),
-            "labels": {"pipeline": lock.spec.name, "namespace": options.namespace},
+            "labels": _who(lock, options),
         }
         for one in found
         for window in WINDOWS
@@ -96,6 +107,7 @@ def prometheus_rule(
         *(_burn_alert(one, burn, lock, options, metrics) for one in found for burn in BURNS),
         *_percentile_alerts(lock, options, metrics),
         *_fleet_alerts(lock, options, sizes, measured, metrics),
+        *_row_alerts(lock, options, metrics),
     ]
     return {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -110,32 +122,71 @@ def prometheus_rule(
     }
 
 
-def _promised(lock: Lock) -> Iterator[tuple[str, float, float]]:
-    """Name, limit in ms and budget of each percentile."""
-    for name, limit_ms in lock.spec.serving.slo.limits_ms.items():
-        yield name, limit_ms, round(1 - float(name[1:].replace("_", ".")) / 100, 6)
-
-
 def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objective]:
-    """What is promised of requests, as far as the release can tell who breaks it."""
+    """What is promised of requests and can be counted: their answer, and each latency."""
     promised = list(_promised(lock))
-    budget = min(budget for _, _, budget in promised)
+    where = ",".join(f'{name}="{value}"' for name, value in _who(lock, options).items())
     yield Objective(
         "Failures",
-        budget,
+        "failures",
+        min(budget for _, _, budget in promised),
         "triptych:failed:ratio",
         metrics.failed_share,
         "requests fail or are refused",
+        where,
     )
     for name, limit_ms, budget in promised:
-        if has_edge(lock.spec, limit_ms, options.release):
+        share = _slow_share(lock, limit_ms, options, metrics)
+        if share is not None:
             yield Objective(
                 f"Slow{name.upper()}",
+                "latency",
                 budget,
                 f"triptych:slower_{name}:ratio",
-                partial(metrics.slow_share, limit_ms),
+                share,
                 f"requests are not answered within {limit_ms:g} ms",
+                where,
             )
+
+
+def _slow_share(
+    lock: Lock, limit_ms: float, options: Options, metrics: Metrics
+) -> Callable[[str], str] | None:
+    """Who broke a limit: as Envoy tells, whatever the server is, or as Triton's histogram does."""
+    if metrics.envoy is not None:
+        return partial(metrics.envoy_slow_share, limit_ms)
+    if has_edge(lock.spec, limit_ms, options.release):
+        return partial(metrics.slow_share, limit_ms)
+    return None
+
+
+def _promised(lock: Lock) -> Iterator[tuple[str, float, float]]:
+    """Name, limit in ms and budget of each percentile."""
+    for name, limit_ms in lock.spec.serving.slo.limits_ms.items():
+        yield name, limit_ms, round(1 - quantile_of(name), 6)
+
+
+def _who(lock: Lock, options: Options) -> dict[str, str]:
+    """Labels of all that is recorded or raised of a pipeline."""
+    return {"pipeline": lock.spec.name, "namespace": options.namespace}
+
+
+def _alert(
+    name: str,
+    labels: dict[str, str],
+    expression: str | Because,
+    summary: str,
+    description: str,
+    after: Any = None,
+) -> dict[str, Any]:
+    """An alert; `after` which time of being so."""
+    return {
+        "alert": name,
+        "expr": expression,
+        **({} if after is None else {"for": after}),
+        "labels": labels,
+        "annotations": {"summary": summary, "description": description},
+    }
 
 
 def _burn_alert(
@@ -148,106 +199,124 @@ def _burn_alert(
         else f", capped: {burn.times:g} times it is more than all"
     )
     fewest = math.ceil(2 / threshold)
-    series = f'{{pipeline="{lock.spec.name}",namespace="{options.namespace}"}}'
     expression = "\nand ".join(
         (
-            f"{one.record}:{burn.long}{series} > {threshold:.6g}",
-            f"{one.record}:{burn.short}{series} > {threshold:.6g}",
+            f"{one.recorded(burn.long)} > {threshold:.6g}",
+            f"{one.recorded(burn.short)} > {threshold:.6g}",
             f"on () {metrics.count_offered(burn.short)} >= {fewest}",
         )
     )
-    return {
-        "alert": f"{_camel(options.name)}{one.name}Burn{burn.long}",
-        "expr": Because(
+    return _alert(
+        f"{_camel(options.name)}{one.name}Burn{burn.long}",
+        {"severity": burn.severity, "kind": one.kind, **_who(lock, options)},
+        Because(
             expression,
             f"budget {one.budget:.4g} of the requests ({lock.spec.serving.slo}), burnt "
             f"{burn.times:g} times as fast as it may: {threshold:.4g}{capped}. With fewer than "
             f"{fewest} requests in {burn.short} a single one could raise it",
         ),
-        "labels": {"severity": burn.severity, "pipeline": lock.spec.name},
-        "annotations": {
-            "summary": f"{lock.spec.name}: {one.says}, {burn.times:g} times what may be",
-            "description": "See which replica and step (triptych bench, the metrics page), whether "
-            "replicas are missing, and what was rolled out last; roll that back first.",
-        },
-    }
+        f"{lock.spec.name}: {one.says}, {burn.times:g} times what may be",
+        "See which replica and step (triptych bench, the metrics page), whether replicas are "
+        "missing, and what was rolled out last; roll that back first.",
+    )
 
 
 def _percentile_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[str, Any]]:
     """For limits that no histogram has an edge at: what Triton's own summaries say."""
     for name, limit_ms, _ in _promised(lock):
-        if has_edge(lock.spec, limit_ms, options.release):
+        if _slow_share(lock, limit_ms, options, metrics) is not None:
             continue
         shown = name.replace("_", ".")
-        yield {
-            "alert": f"{_camel(options.name)}{name.upper()}Missed",
-            "expr": Because(
+        yield _alert(
+            f"{_camel(options.name)}{name.upper()}Missed",
+            {"severity": "page", "kind": "latency", **_who(lock, options)},
+            Because(
                 f"{metrics.percentile_us(name)} > {limit_ms * 1e3:.0f}",
                 f"{shown} <= {limit_ms:g} ms is promised. Triton {options.release} has no "
                 f"histogram with an edge there (serving.triton and --triton of {COUNTED_FROM} or "
-                "later have one): this is each replica's own "
+                "later have one, and so has an Envoy in front): this is each replica's own "
                 "percentile of the last minute, seen by the server, and cannot be added up; so it "
                 "says that the promise is missed now, not how much of a budget is left",
             ),
-            "for": SHORTEST_FOR,
-            "labels": {"severity": "page", "pipeline": lock.spec.name},
-            "annotations": {
-                "summary": f"{lock.spec.name}: {shown} of a replica is over {limit_ms:g} ms",
-                "description": "One replica alone: replace it. All of them: is the rate above the "
-                "capacity, are rows longer than those of the bench, was something rolled out?",
-            },
-        }
+            f"{lock.spec.name}: {shown} of a replica is over {limit_ms:g} ms",
+            "One replica alone: replace it. All of them: is the rate above the capacity, are rows "
+            "longer than those of the bench, was something rolled out?",
+            metrics.window(SHORTEST_FOR),
+        )
 
 
 def _fleet_alerts(
     lock: Lock, options: Options, sizes: Sizes, measured: Measured, metrics: Metrics
 ) -> Iterator[dict[str, Any]]:
-    who = _camel(options.name)
-    common = {"severity": "page", "pipeline": lock.spec.name}
+    who, name = _camel(options.name), lock.spec.name
+    labels = {"severity": "page", **_who(lock, options)}
     per_replica = measured.capacity_per_s.value
-    yield {
-        "alert": f"{who}Saturated",
-        "expr": Because(
+    yield _alert(
+        f"{who}Saturated",
+        {**labels, "kind": "saturation"},
+        Because(
             f"{metrics.offered('5m')} > {per_replica:.6g} * {metrics.replicas()}",
             f"more comes in than all replicas were measured to hold, {per_replica:.4g}/s each",
         ),
-        "for": SHORTEST_FOR,
-        "labels": common,
-        "annotations": {
-            "summary": f"{lock.spec.name}: the rate is above the capacity of all replicas",
-            "description": "Is maxReplicaCount reached, or has the cluster no room? Raise one of "
-            "them; until then requests are refused.",
-        },
-    }
+        f"{name}: the rate is above the capacity of all replicas",
+        "Is maxReplicaCount reached, or has the cluster no room? Raise one of them; until then "
+        "requests are refused.",
+        metrics.window(SHORTEST_FOR),
+    )
     waiting_s = sizes.start_s.value + sizes.stable_s.value
-    yield {
-        "alert": f"{who}ReplicaNotReady",
-        "expr": f'kube_deployment_status_replicas_unavailable{{namespace="{options.namespace}",'
-        f'deployment="{options.name}"}} > 0',
-        "for": Because(
-            f"{waiting_s}s", "longer than a start may take, and than the autoscaler needs to settle"
+    yield _alert(
+        f"{who}ReplicaNotReady",
+        {**labels, "kind": "replicas"},
+        f"{metrics.deployed('status_replicas_unavailable')} > 0",
+        f"{name}: a replica does not get ready",
+        "kubectl describe pod and kubectl logs --previous: the start-up check says in one line "
+        "what it refuses.",
+        Because(
+            metrics.window(f"{waiting_s}s"),
+            "longer than a start may take, and than the autoscaler needs to settle",
         ),
-        "labels": {**common, "severity": "ticket"},
-        "annotations": {
-            "summary": f"{lock.spec.name}: a replica does not get ready",
-            "description": "kubectl describe pod and kubectl logs --previous: the start-up check "
-            "says in one line what it refuses.",
-        },
-    }
-    yield {
-        "alert": f"{who}NoMetrics",
-        "expr": Because(
+    )
+    yield _alert(
+        f"{who}NoMetrics",
+        {**labels, "kind": "metrics"},
+        Because(
             f"absent({metrics.replicas()})",
             "no metrics: neither this page nor the autoscaler knows of any load",
         ),
-        "for": SHORTEST_FOR,
-        "labels": common,
-        "annotations": {
-            "summary": f"{lock.spec.name}: Prometheus sees no replica",
-            "description": "Are there pods? Does Prometheus select the PodMonitor, and does the "
-            "NetworkPolicy let it in?",
-        },
-    }
+        f"{name}: Prometheus sees no replica",
+        "Are there pods? Does Prometheus select the PodMonitor, and does the NetworkPolicy let it "
+        "in?",
+        metrics.window(SHORTEST_FOR),
+    )
+
+
+def _row_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[str, Any]]:
+    """For texts: their lengths decide batches, padded lengths and the capacity measured."""
+    built_for = lock.traffic.get("mean_tokens")
+    if not built_for:
+        return
+    mean = metrics.mean_tokens(DRIFT_WINDOW)
+    expression = "\n".join(
+        (
+            f"({mean} > {built_for * WORTH_TUNING:.6g}",
+            f"or {mean} < {built_for / WORTH_TUNING:.6g})",
+            f"and on () {metrics.count_rows(DRIFT_WINDOW)} >= {FEWEST_ROWS}",
+        )
+    )
+    yield _alert(
+        f"{_camel(options.name)}RowsDrifted",
+        {"severity": "ticket", "kind": "rows", **_who(lock, options)},
+        Because(
+            expression,
+            f"built for rows of {built_for:g} tokens in the mean; work of {WORTH_TUNING:g} times "
+            f"that, or the reverse, is worth tuning anew. Means of {FEWEST_ROWS} rows do not "
+            "differ so by chance",
+        ),
+        f"{lock.spec.name}: rows are longer or shorter than those it was built for",
+        f"Save a replica's metrics page; triptych tune {lock.spec.name} --check PAGE says what it "
+        "costs and what to do.",
+        metrics.window(SHORTEST_FOR),
+    )
 
 
 def _camel(name: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 from triptych.deploy.basis import Basis
 from triptych.deploy.gateway import canary_name
-from triptych.deploy.metrics import Metrics
 from triptych.deploy.monitoring import BURNS, objectives
 from triptych.deploy.workload import labels, metadata
 from triptych.fleet.reasons import Because
@@ -101,10 +100,8 @@ def _rollout(basis: Basis) -> dict[str, Any]:
 
 def _analysis(basis: Basis) -> dict[str, Any]:
     lock, options = basis.lock, basis.options
-    metrics = Metrics(lock.spec.name, options.namespace)
-    series = f'{{pipeline="{lock.spec.name}",namespace="{options.namespace}"}}'
     judged = []
-    for one in objectives(lock, options, metrics):
+    for one in objectives(lock, options, basis.metrics):
         threshold = _BURN.threshold(one.budget)
         judged.append(
             {
@@ -123,7 +120,7 @@ def _analysis(basis: Basis) -> dict[str, Any]:
                 "provider": {
                     "prometheus": {
                         "address": options.prometheus,
-                        "query": f"{one.record}:{_WINDOW}{series}",
+                        "query": one.recorded(_WINDOW),
                     }
                 },
             }
@@ -139,8 +136,7 @@ def _analysis(basis: Basis) -> dict[str, Any]:
 def _weights(basis: Basis) -> list[Any]:
     """Percent of the requests for the new build: the first that shows one that fails them all."""
     lock, options = basis.lock, basis.options
-    metrics = Metrics(lock.spec.name, options.namespace)
-    thresholds = [_BURN.threshold(one.budget) for one in objectives(lock, options, metrics)]
+    thresholds = [_BURN.threshold(one.budget) for one in objectives(lock, options, basis.metrics)]
     least = _STEP_PERCENT * math.floor(100 * max(thresholds) / _STEP_PERCENT + 1)
     first = Because(
         least,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.deploy.envoy import offered_at_proxy
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import Options
 from triptych.deploy.sizing import POLL_S, RATE_WINDOW_S, Sizes
@@ -17,16 +16,15 @@ WAITING_SHARE = 0.5
 _FAILURES = 3
 
 
-def scaled_object(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any]:
+def scaled_object(lock: Lock, options: Options, sizes: Sizes, metrics: Metrics) -> dict[str, Any]:
     """The autoscaler of the Deployment."""
-    metrics = Metrics(lock.spec.name, options.namespace)
     window = f"{RATE_WINDOW_S}s"
     limit_us = WAITING_SHARE * min(lock.spec.serving.slo.limits_us.values())
     waits = f"({metrics.waiting_us(window)} > bool {limit_us:.0f})"
     rate = _trigger(
         options,
         "rate",
-        _offered(options, metrics, window),
+        _offered(metrics, window),
         sizes.threshold_per_s,
     )
     guard = _trigger(
@@ -74,20 +72,16 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _offered(options: Options, metrics: Metrics, window: str) -> Because:
+def _offered(metrics: Metrics, window: str) -> Because:
     what = (
         "what came in, refused requests included: answers saturate just when replicas are missing"
     )
-    if options.envoy is not None:
-        return Because(
-            offered_at_proxy(options, window),
-            f"{what}. Of the proxy: were there no server to take it",
-        )
-    return Because(
-        metrics.offered(window),
-        f"{what}. What reaches no server is not in it: put the gateway's own rate here, if it "
-        "has one",
+    where = (
+        "What reaches no server is not in it: put the gateway's own rate here, if it has one"
+        if metrics.envoy is None
+        else "Of the proxy: were there no server to take it"
     )
+    return Because(metrics.offered(window), f"{what}. {where}")
 
 
 def _trigger(options: Options, name: str, query: Because, threshold: Any) -> dict[str, Any]:

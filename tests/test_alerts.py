@@ -1,0 +1,317 @@
+"""Rules and the dashboard of a deployment, held by promtool, amtool and Grafana's own types."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from conftest import ROOT
+from deploy_cases import ENGINE, options, write_built
+from prometheus_tools import tool
+from triptych.deploy.alertmanager import alertmanager
+from triptych.deploy.kubernetes import kubernetes_manifests
+from triptych.fleet.reasons import plain, yaml_of
+from triptych.releases import parse_release
+from triptych.repository.latencies import HISTOGRAM
+
+BY_HAND: dict[str, Any] = {"capacity_per_s": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
+PROMISES = ({"p50_ms": 5.0}, {"p99_ms": 80.0}, {"p99_9_ms": 30_000.0})
+WATCHED = ("summary", "histogram", "envoy")
+"""Who tells latencies: Triton 24.10, Triton 26.08, an Envoy in front."""
+STEP_MIN = 2
+"""Between two values of a series, and two looks at the rules."""
+USUAL = 600.0 * STEP_MIN
+"""Requests in a step: 10 a second, half of what is held."""
+
+
+class Case(NamedTuple):
+    """A deployment: its rules, and how its metrics look at a share of slow requests."""
+
+    name: str
+    promise: dict[str, float]
+    watched: str
+    documents: dict[str, Any]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.documents["base/prometheus-rule.yaml"]["spec"]["groups"]
+        return found
+
+    @property
+    def alerts(self) -> dict[str, dict[str, Any]]:
+        rules = [rule for group in self.groups for rule in group["rules"]]
+        return {rule["alert"]: rule for rule in rules if "alert" in rule}
+
+
+def deployed(folder: Path, promise: dict[str, float], watched: str, **built: Any) -> Case:
+    release = "24.10" if watched == "summary" else "26.08"
+    serving = {"slo": promise, "triton": release}
+    repository = write_built(folder, serving=serving, **built)
+    chosen = options(
+        release=parse_release(release),
+        gateway=None if watched == "envoy" else "edge",
+        **BY_HAND,
+    )
+    made = kubernetes_manifests(repository, "minilm", chosen, folder / "none")
+    documents = {file: plain(document) for file, document in made.files.items()}
+    return Case(f"{'-'.join(promise)}-{watched}", promise, watched, documents)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    base = tmp_path_factory.mktemp("deployed")
+    return [
+        deployed(base / f"{number}-{watched}", promise, watched)
+        for number, promise in enumerate(PROMISES)
+        for watched in WATCHED
+    ]
+
+
+def promtool(*words: str | Path) -> str:
+    done = subprocess.run(
+        [tool("promtool"), *map(str, words)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "GOGC": "400"},  # a third less work
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def write_rules(folder: Path, case: Case) -> Path:
+    file = folder / f"{case.name}.rules.yaml"
+    file.write_text(json.dumps({"groups": case.groups}))  # JSON is YAML
+    return file
+
+
+def counter(each: list[float]) -> str:
+    """Values of a counter, step by step, from its increases."""
+    total, values = 0.0, []
+    for increase in each:
+        total += increase
+        values.append(f"{total:g}")
+    return " ".join(values)
+
+
+def series(case: Case, steps: list[tuple[float, float]]) -> Iterator[dict[str, str]]:
+    """What Prometheus holds of one replica, from requests in each step and their slow share."""
+    where = 'namespace="default",pod="minilm-1"'
+    offered = [requests for requests, _ in steps]
+    good = [requests * (1 - slow) for requests, slow in steps]
+    for step in ("minilm_preprocess", "minilm"):
+        yield {
+            "series": f'nv_inference_request_success{{{where},model="{step}"}}',
+            "values": counter(offered),
+        }
+    yield {
+        "series": f'nv_inference_count{{{where},model="minilm_preprocess"}}',
+        "values": counter(offered),
+    }
+    ((name, limit_ms),) = case.promise.items()
+    if case.watched == "summary":
+        quantile = float(name[1:-3].replace("_", ".")) / 100
+        yield {
+            "series": f'nv_inference_request_summary_us{{{where},model="minilm",'
+            f'quantile="{quantile:g}"}}',
+            "values": " ".join(f"{limit_ms * (1500 if slow else 500):g}" for _, slow in steps),
+        }
+    elif case.watched == "histogram":
+        yield {
+            "series": f'{HISTOGRAM}_bucket{{{where},model="minilm",le="{limit_ms:g}"}}',
+            "values": counter(good),
+        }
+    else:
+        of = 'namespace="default",pod="minilm-envoy-1",envoy_cluster_name="triton_grpc"'
+        yield {
+            "series": f'envoy_cluster_upstream_rq_time_bucket{{{of},le="{limit_ms:.32g}"}}',
+            "values": counter(good),
+        }
+        yield {
+            "series": f"envoy_cluster_upstream_rq_time_count{{{of}}}",
+            "values": counter(offered),
+        }
+        yield {
+            "series": 'envoy_http_downstream_rq_total{namespace="default",'
+            'pod="minilm-envoy-1",envoy_http_conn_manager_prefix="grpc"}',
+            "values": counter(offered),
+        }
+
+
+def raised(case: Case, minute: int, name: str, *, is_raised: bool) -> dict[str, Any]:
+    """A check of promtool: an alert fires at a minute, or does not."""
+    rule = case.alerts[name]
+    one = {"exp_labels": rule["labels"], "exp_annotations": rule["annotations"]}
+    return {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": [one] if is_raised else []}
+
+
+def write_test(
+    folder: Path, name: str, case: Case, steps: list[tuple[float, float]],
+    checks: list[dict[str, Any]], more: tuple[dict[str, str], ...] = (),
+) -> Path:  # fmt: skip
+    file = folder / f"{name}.test.yaml"
+    one = {
+        "interval": f"{STEP_MIN}m",
+        "input_series": [*series(case, steps), *more],
+        "alert_rule_test": checks,
+    }
+    content = {
+        "rule_files": [write_rules(folder, case).name],
+        "evaluation_interval": f"{STEP_MIN}m",
+        "tests": [one],
+    }
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_alerts_rise_when_a_promise_breaks_and_clear_when_it_is_kept(
+    cases: list[Case], tmp_path: Path
+) -> None:
+    """An hour is well, then all is slow for an hour, then all is well again."""
+    steps = [(USUAL, 0.0)] * 30 + [(USUAL, 1.0)] * 30 + [(USUAL, 0.0)] * 15
+    few = [(1.0, 0.0)] * 30 + [(1.0, 1.0)] + [(1.0, 0.0)] * 10
+    files = []
+    for case in cases:
+        about = [name for name, rule in case.alerts.items() if rule["labels"]["kind"] == "latency"]
+        fast = [name for name in about if "Burn3d" not in name]
+        assert len(about) == (1 if case.watched == "summary" else 3), case.name
+        others = set(case.alerts) - set(about) - {"MinilmReplicaNotReady"}
+        checks = [
+            *(raised(case, 58, name, is_raised=False) for name in case.alerts),
+            *(raised(case, 118, name, is_raised=True) for name in fast if "6h" not in name),
+            *(raised(case, 136, name, is_raised=False) for name in fast if "6h" not in name),
+            *(
+                raised(case, minute, name, is_raised=False)
+                for name in others
+                for minute in (118, 136)
+            ),
+        ]
+        files.append(write_test(tmp_path, case.name, case, steps, checks))
+        if case.watched != "summary" and "p99_ms" in case.promise:
+            # One slow request among few is no reason to wake anybody.
+            lone = [raised(case, 62, name, is_raised=False) for name in fast]
+            files.append(write_test(tmp_path, f"{case.name}-few", case, few, lone))
+    promtool("check", "rules", *tmp_path.glob("*.rules.yaml"))
+    promtool("test", "rules", *files)
+
+
+def test_a_fleet_that_is_too_small_short_of_replicas_or_unseen_is_told(
+    cases: list[Case], tmp_path: Path
+) -> None:
+    (case,) = (each for each in cases if each.name == "p99_ms-envoy")
+    down = 'kube_deployment_status_replicas_unavailable{namespace="default",deployment="minilm"}'
+    # 20 a second are held; 30 come in for ten minutes; then a replica is missing; then all.
+    busy = [(USUAL, 0.0)] * 10 + [(3 * USUAL, 0.0)] * 8 + [(USUAL, 0.0)] * 14
+    missing = {"series": down, "values": "0x17 1x20"}
+    wait = int(case.alerts["MinilmReplicaNotReady"]["for"].removesuffix("s")) // 60
+    checks = [
+        raised(case, 34, "MinilmSaturated", is_raised=True),
+        raised(case, 46, "MinilmSaturated", is_raised=False),
+        raised(case, 36 + wait - 2, "MinilmReplicaNotReady", is_raised=False),
+        raised(case, 36 + wait + 2, "MinilmReplicaNotReady", is_raised=True),
+        raised(case, 60, "MinilmNoMetrics", is_raised=False),
+        raised(case, 80, "MinilmNoMetrics", is_raised=True),
+    ]
+    for check in checks:
+        if check["alertname"] == "MinilmReplicaNotReady":
+            for one in check["exp_alerts"]:
+                one["exp_labels"] = {**one["exp_labels"], "deployment": "minilm"}
+    promtool("test", "rules", write_test(tmp_path, "fleet", case, busy, checks, (missing,)))
+
+
+def test_rows_that_drifted_are_told(tmp_path: Path) -> None:
+    case = deployed(tmp_path / "built", {"p99_ms": 80.0}, "histogram", mean_tokens=20.0)
+    longer, shorter, near = ("minilm-longer", 30.0), ("minilm-shorter", 10.0), ("minilm-near", 22.0)
+    files = []
+    for name, mean in (longer, shorter, near):
+        rows = [200.0] * 30
+        where = 'namespace="default",pod="minilm-1",pipeline="minilm"'
+        more = (
+            {"series": f"triptych_row_tokens_count{{{where}}}", "values": counter(rows)},
+            {
+                "series": f"triptych_row_tokens_sum{{{where}}}",
+                "values": counter([each * mean for each in rows]),
+            },
+        )
+        alert = "MinilmRowsDrifted"
+        checks = [
+            raised(case, 8, alert, is_raised=False),  # too few rows to tell
+            raised(case, 50, alert, is_raised=mean != near[1]),
+        ]
+        files.append(write_test(tmp_path, name, case, [(USUAL, 0.0)] * 30, checks, more))
+    promtool("test", "rules", *files)
+
+
+def test_the_alertmanager_example_wakes_somebody_once(cases: list[Case], tmp_path: Path) -> None:
+    file = tmp_path / "alertmanager.yaml"
+    file.write_text(yaml_of(alertmanager()))
+    assert yaml.safe_load(file.read_text()) == cases[0].documents["alertmanager.example.yaml"]
+    check = [tool("amtool"), "check-config", file]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    labels = {rule["labels"]["severity"]: rule["labels"] for rule in cases[0].alerts.values()}
+    for severity, receiver in (("page", "on-call"), ("ticket", "tickets")):
+        words = [f"{name}={value}" for name, value in labels[severity].items()]
+        done = subprocess.run(
+            [tool("amtool"), "config", "routes", "test", f"--config.file={file}", *words],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stdout.strip() == receiver, done.stderr
+    kinds = {rule["labels"]["kind"] for case in cases for rule in case.alerts.values()}
+    assert kinds == {"failures", "latency", "saturation", "replicas", "metrics"}
+
+
+def test_the_dashboard_is_as_grafana_has_it(cases: list[Case], tmp_path: Path) -> None:
+    """Grafana's own types read it and lose nothing; each panel says what to do."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    gpu = deployed(
+        tmp_path, {"p99_ms": 80.0}, "envoy", engine=ENGINE, core={"backend": "tensorrt"},
+        mean_tokens=20.0,
+    )  # fmt: skip
+    for case in (*cases, gpu):
+        (text,) = case.documents["base/dashboard.yaml"]["data"].values()
+        made = json.loads(text)
+        read = json.loads(JSONEncoder().encode(Dashboard.from_json(made)))
+        assert within(made, read), case.name
+        panels = [panel for panel in made["panels"] if panel["type"] != "row"]
+        for panel in panels:
+            assert len(panel["description"].split(". ")) >= 2, panel["title"]
+        places = [(each["gridPos"]["x"], each["gridPos"]["y"]) for each in made["panels"]]
+        assert len(set(places)) == len(places)
+        records = {rule.get("record") for group in case.groups for rule in group["rules"]}
+        used = set(re.findall(r"triptych:\w+:ratio:\w+", text))
+        assert used
+        assert used <= records, case.name
+    titles = {panel["title"] for panel in made["panels"]}
+    assert titles >= {"Tokens of a row", "GPU busy", "Latency at Envoy", "Capacity used"}
+
+
+def within(part: Any, whole: Any) -> bool:
+    """Whether all that is in a document is also in another one, which may have defaults more."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(
+            value is None or (name in whole and within(value, whole[name]))
+            for name, value in part.items()
+        )
+    if isinstance(part, list):
+        return len(part) == len(whole) and all(map(within, part, whole))
+    return bool(part == whole)
+
+
+def test_the_runbook_has_an_entry_for_each_alert(cases: list[Case], tmp_path: Path) -> None:
+    drifting = deployed(tmp_path, {"p99_ms": 80.0}, "histogram", mean_tokens=20.0)
+    names = {name for case in (*cases, drifting) for name in case.alerts}
+    kinds = {
+        re.sub(r"P[\d_]+(?=Burn|Missed)|(?<=Burn)\w+$", "", name.removeprefix("Minilm"))
+        for name in names
+    }
+    guide = (ROOT / "docker/README.md").read_text()
+    runbook = guide.split("## Runbook")[1].split("\n## ")[0]
+    assert set(re.findall(r"(?m)^### (\w+)", runbook)) == kinds
