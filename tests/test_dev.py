@@ -19,6 +19,7 @@ from conftest import build_into, traffic_texts, write_pipeline
 from task_models import text_classifier
 from triptych.client import Client
 from triptych.dev.watch import Watch
+from triptych.repository.history import put_back
 from triptych.server.exchange import Exchange
 from triptych.server.server import Server
 
@@ -80,7 +81,7 @@ class Asker:
             time.sleep(0.05)
 
     def _ask(self) -> None:
-        with Client("tickets", self._url) as client:
+        with Client("tickets", self._url, retry=None) as client:
             while not self._stop.is_set():
                 try:
                     self.labels.append(client.classify(["where is it"])[0][0].label)
@@ -143,6 +144,12 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         steps = "tickets_postprocess, tickets_preprocess"
         assert told == [f"tickets was built anew and exchanged: {steps}"]
         asker.wait_for("SECOND")
+        for label in ("FIRST", "SECOND"):
+            put_back(repository, "tickets", None)
+            exchange.look()
+            assert told.pop() == told[0]
+            asker.wait_for(label)
+        assert build_into(folder, repository).changed == ()
         assert server.death(within_s=0.5) is None
 
         # It loads here, and not on the server.
