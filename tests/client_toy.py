@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,7 +254,7 @@ def serve_toy(folder: Path, models: tuple[str, ...] = ALONE) -> Iterator[Toy]:
 Call = Callable[..., Any]
 
 
-def caller(style: str, url: str) -> Call:
+def caller(style: str, url: str | Sequence[str]) -> Call:
     """A function that makes one call with a fresh client of either kind.
 
     Its arguments are the pipeline, the method, what the method takes, and the client's `options`.

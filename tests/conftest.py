@@ -63,6 +63,7 @@ PURE = (
     "deploy", "docker", "doctor", "engine_inspection", "engine_request", "engine_runner",
     "expected_cost",
     "fake_tensorrt", "fleet_envoy", "gate", "gate_remedy", "gate_result", "gpu_peer", "gpu_plan",
+    "history",
     "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict", "load_report",
     "load_report_terminal", "load_values", "make_engine", "metrics", "onnxruntime_pieces",
     "onnxruntime_runner", "pages", "plan", "probe", "rehearsal", "releases", "report", "rounding",

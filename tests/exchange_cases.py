@@ -65,7 +65,7 @@ class Asker:
             time.sleep(0.05)
 
     def _ask(self) -> None:
-        with Client("tickets", self._url) as client:
+        with Client("tickets", self._url, retry=None) as client:
             while not self._stop.is_set():
                 try:
                     self.labels.append(client.classify(["where is it"])[0][0].label)

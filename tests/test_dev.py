@@ -18,6 +18,7 @@ import pytest
 from conftest import build_into
 from exchange_cases import Asker, hooks, write_tickets
 from triptych.dev.watch import Watch
+from triptych.repository.history import put_back
 from triptych.server.exchange import Exchange
 from triptych.server.server import Server
 
@@ -88,6 +89,12 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         steps = "tickets_postprocess, tickets_preprocess"
         assert told == [f"tickets was built anew and exchanged: {steps}"]
         asker.wait_for("SECOND")
+        for label in ("FIRST", "SECOND"):
+            put_back(repository, "tickets", None)
+            exchange.look()
+            assert told.pop() == told[0]
+            asker.wait_for(label)
+        assert build_into(folder, repository).changed == ()
         assert server.death(within_s=0.5) is None
 
         # It loads here, and not on the server.

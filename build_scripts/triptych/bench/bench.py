@@ -30,6 +30,7 @@ from triptych.bench.points import (
 )
 from triptych.bench.rates import highest_rate
 from triptych.cache import versions_of
+from triptych.client.address import check_single
 from triptych.errors import Progress, UserError
 from triptych.pipeline.slo import Slo
 from triptych.repository.lock import build_id, find_lock
@@ -122,8 +123,11 @@ def bench_pipeline(
         metrics_url: of the metrics page of the server at `url`.
 
     Raises:
-        UserError: nothing is built, or the server does not serve this pipeline (any more).
+        UserError: nothing is built, `url` is several servers, or the server does not serve this
+            pipeline (any more).
     """
+    if url is not None:
+        check_single(url, "measure it")
     inputs = inputs.as_built(repository)
     name = inputs.plan.spec.name
     # What a server elsewhere has loaded may be of another build.

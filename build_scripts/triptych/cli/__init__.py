@@ -15,6 +15,7 @@ from triptych.cli import (  # noqa: F401  (their verbs)
     deploying,
     dev,
     engines,
+    history,
     pipelines,
     serving,
     tuning,
@@ -24,7 +25,7 @@ from triptych.cli.options import EXIT_MISTAKE, app, status
 from triptych.errors import UserError
 
 ORDER = [
-    *("new", "test", "inspect", "build", "dev", "engine", "lint"),
+    *("new", "test", "inspect", "build", "dev", "engine", "lint", "history", "rollback"),
     *("serve", "ui", "infer", "verify", "bench", "tune", "deploy", "doctor"),
 ]
 """Of the verbs in the help: as one comes to use them."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from triptych.cli.options import (
+    ENDPOINTS,
     Json,
     Name,
     app,
@@ -63,7 +64,7 @@ def infer(
     image_column: Annotated[
         str | None, typer.Option("--image-column", help="Its column of images: paths, or bytes.")
     ] = None,
-    url: Annotated[str, typer.Option(help="gRPC endpoint.")] = "127.0.0.1:8001",
+    url: Annotated[str, typer.Option(help=ENDPOINTS)] = "127.0.0.1:8001",
     parameters: Annotated[
         list[str] | None,
         typer.Option("--parameter", "-p", metavar="KEY=VALUE", help="For the request."),

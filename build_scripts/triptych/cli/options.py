@@ -63,6 +63,7 @@ Overrides = Annotated[
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")]
 LoadTimeout = Annotated[float, typer.Option(help="Time the models may take to load.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ENDPOINTS = "gRPC endpoint; or several IP addresses with commas, or dns:///NAME:PORT."
 PIPELINES = verbs.PIPELINES
 REPOSITORY = verbs.REPOSITORY
 REPORTS = Path("reports")

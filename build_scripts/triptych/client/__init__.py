@@ -20,10 +20,10 @@ from triptych.client.errors import (
     ServerUnreachable,
 )
 from triptych.client.results import Answer, Choice, Entity, Ranked
+from triptych.client.retry import Retry
 from triptych.client.statistics import StepStatistics
 from triptych.client.sync import Client
 from triptych.client.wire import PipelineConfig
-from triptych.client.work import Retry
 
 __all__ = [
     "AccessDenied",

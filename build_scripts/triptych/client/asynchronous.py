@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
-from tritonclient.grpc import service_pb2_grpc
 
 from triptych.client import flows, tasks
-from triptych.client.channel import open_channel
+from triptych.client.connection import Connection
 from triptych.client.errors import InferenceError, InvalidRequest
-from triptych.client.flows import Flow, PipelineClient, UnaryCall, make_method, task_flows
+from triptych.client.flows import (
+    Flow,
+    Pause,
+    PipelineClient,
+    UnaryCall,
+    make_method,
+    task_flows,
+)
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import Portion, Work
 
@@ -60,11 +67,22 @@ class AsyncClient(PipelineClient):
     infer, infer_each = _awaited(flows.infer), _awaited(flows.infer_each)
     interface, step_statistics = _awaited(flows.interface), _awaited(flows.step_statistics)
 
+    def _connect(self) -> Connection:
+        self._closing: set[asyncio.Task[None]] = set()
+        # A channel belongs to the loop that runs when it is made: the first call makes it.
+        return Connection(partial(self._open_channel, grpc.aio), self._close_soon, self._renew_s)
+
     async def close(self) -> None:
         """Close the connection; calls under way in other tasks raise `Cancelled`."""
         self._closed = True
-        if self._channel is not None:
-            await self._channel.close()
+        for channel in self._connection.drain():
+            await channel.close()
+        await asyncio.gather(*self._closing)
+
+    def _close_soon(self, channel: Any) -> None:
+        closing = asyncio.ensure_future(channel.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -91,7 +109,9 @@ class AsyncClient(PipelineClient):
             result: Result = end.value
             return result
 
-    async def _send(self, step: UnaryCall | Work) -> Any:
+    async def _send(self, step: UnaryCall | Work | Pause) -> Any:
+        if isinstance(step, Pause):
+            return await asyncio.sleep(step.s)
         if isinstance(step, UnaryCall):
             return await self._ask(step.method, step.request, step.left_s)
         if step.waiting > 1:
@@ -148,18 +168,19 @@ class AsyncClient(PipelineClient):
         self, method: str, request: Any, left_s: float | None, rows: Sequence[int] = ()
     ) -> Any:
         self._raise_if_closed()
-        if self._stub is None:
-            # The channel belongs to the loop that runs when it is made: the first call makes it.
-            self._channel = open_channel(grpc.aio, *self._connection)
-            self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        call = getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
+        opened = self._connection.take()
         try:
-            # Awaiting the call itself would raise CancelledError for a closed channel as well as
-            # for a cancelled task; the code tells them apart.
-            code = await call.code()
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        if code is grpc.StatusCode.OK:
-            return await call
-        raise self._error(code, await call.details(), rows)
+            call = getattr(opened.stub, method)(request, timeout=left_s, metadata=self._metadata)
+            try:
+                # Awaiting the call itself would raise CancelledError for a closed channel as well
+                # as for a cancelled task; the code tells them apart.
+                code = await call.code()
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            if code is grpc.StatusCode.OK:
+                return await call
+            details, debug = await call.details(), await call.debug_error_string()
+            raise self._error(code, details, debug, rows)
+        finally:
+            self._connection.give_back(opened)

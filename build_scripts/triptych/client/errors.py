@@ -12,7 +12,11 @@ class InferenceError(Exception):
     Attributes:
         message: what happened and what to do about it, without the row.
         row: index, in the list the caller gave, of the row at fault; None where no single row is.
+        address: of the server that said so, or that did not answer, as far as gRPC tells; else
+            that of the client.
     """
+
+    address: str = ""
 
     def __init__(self, message: str, row: int | None = None) -> None:
         # Both go to `args`, so that the error survives a trip between processes.
@@ -22,6 +26,14 @@ class InferenceError(Exception):
 
     def __str__(self) -> str:
         return self.message if self.row is None else f"row {self.row}: {self.message}"
+
+    def after(self, told: str) -> InferenceError:
+        """The same, and what had been tried before; itself where that is nothing."""
+        if not told:
+            return self
+        error = type(self)(f"{self.message} {told}", self.row)
+        error.address = self.address
+        return error
 
 
 class InvalidRequest(InferenceError):
@@ -113,17 +125,22 @@ _REMEDIES: dict[type[InferenceError], str] = {
     ServerUnreachable: "Check the address and `tls`, and that the server is running",
 }
 _AGAIN = re.compile(r"Try again in (\d+) ms")  # `runtime.admission`
+# An address in gRPC's own words.
+_PLACE = re.compile(r"\bipv[46]:(\[[0-9a-fA-F:%]+\]:\d+|[\d.]+:\d+)")
 # What Triton puts before a step's own message.
 _PREFIX = re.compile(r"(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*(?:row (\d+): )?")
 
 
-def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ()) -> InferenceError:
+def status_error(
+    code: str, details: str, *, url: str, rows: Sequence[int] = (), debug: str = ""
+) -> InferenceError:
     """The typed error for a gRPC status.
 
     Args:
         code: name of the status code, ``UNAVAILABLE``.
         details: the status' message.
-        url: where the request went, for the message.
+        url: where the client's requests go, for the message.
+        debug: gRPC's own words, which may tell where this one went.
         rows: the caller's index of each row of the request: a message that names a row of the
             request (``row 0: …``) becomes an error that names the caller's row.
     """
@@ -139,7 +156,10 @@ def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ())
         said = f"{said}. Lower `rows_per_request` or raise `max_message_bytes`"
     remedy = _REMEDIES.get(kind)
     message = said if remedy is None else f"{said.rstrip('.')}. {remedy}."
-    return kind(message, row)
+    error = kind(message, row)
+    place = _PLACE.search(debug) or _PLACE.search(details)
+    error.address = place[1] if place else url
+    return error
 
 
 def _kind(code: str, said: str) -> type[InferenceError]:

@@ -1,8 +1,8 @@
 """The calls of both clients without their I/O: what is sent, in which order, what comes of it.
 
 A flow is a generator. It yields what is to be sent, a `UnaryCall` (whose answer is sent back into
-it) or a `Work` (which collects its own answers), and returns the result of the call. `Client` and
-`AsyncClient` differ only in how they send.
+it) or a `Work` (which collects its own answers), or a `Pause` to make, and returns the result of
+the call. `Client` and `AsyncClient` differ only in how they send.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from numpy.typing import NDArray
 
-from triptych.client.channel import LARGEST_MESSAGE_BYTES, KeepAlive, Tls, check_url
+from triptych.client.address import read_target
+from triptych.client.channel import LARGEST_MESSAGE_BYTES, KeepAlive, Tls, open_channel
+from triptych.client.connection import Connection
 from triptych.client.errors import Cancelled, InferenceError, InvalidRequest, status_error
+from triptych.client.retry import Deadline, Retries, Retry
 from triptych.client.statistics import StepStatistics, read_statistics
 from triptych.client.tasks import Row, RowOutputs, TaskCall, Whole
 from triptych.client.wire import (
@@ -28,7 +31,7 @@ from triptych.client.wire import (
     read_config,
     statistics_request,
 )
-from triptych.client.work import Deadline, Retry, Work
+from triptych.client.work import Work
 from triptych.errors import UserError
 
 P = ParamSpec("P")
@@ -39,6 +42,7 @@ Result = TypeVar("Result")
 _MAX_IN_FLIGHT = 8
 _KEEP_ALIVE = KeepAlive()
 _RETRY = Retry()
+_RENEW_S = 30.0
 
 
 class UnaryCall(NamedTuple):
@@ -49,7 +53,13 @@ class UnaryCall(NamedTuple):
     left_s: float | None
 
 
-Flow = Generator[UnaryCall | Work, Any, Result]
+class Pause(NamedTuple):
+    """So long nothing is sent."""
+
+    s: float
+
+
+Flow = Generator[UnaryCall | Work | Pause, Any, Result]
 
 
 class PipelineClient:
@@ -58,7 +68,7 @@ class PipelineClient:
     def __init__(
         self,
         pipeline: str,
-        url: str = "127.0.0.1:8001",
+        url: str | Sequence[str] = "127.0.0.1:8001",
         *,
         tls: Tls | None = None,
         headers: Mapping[str, str] | None = None,
@@ -68,21 +78,27 @@ class PipelineClient:
         retry: Retry | None = _RETRY,
         keep_alive: KeepAlive | None = _KEEP_ALIVE,
         max_message_bytes: int = LARGEST_MESSAGE_BYTES,
+        renew_s: float | None = _RENEW_S,
     ) -> None:
         """Prepare a client of an ensemble; it connects at the first call.
 
         Args:
             pipeline: name of the ensemble.
-            url: ``host:port`` of the server's gRPC endpoint.
+            url: ``host:port`` of the server's gRPC endpoint. Of servers that serve the same, each
+                gets its turn: a name with several addresses (``dns:///name:port``), or IP addresses
+                in a list or with commas between them.
             tls: None talks in the clear.
             headers: sent with every request, such as ``triton-grpc-protocol-<key>`` for a server
                 with restricted protocols, or an authorization for a proxy.
             timeout_s: deadline of a call that gives none of its own; None waits for ever.
             rows_per_request: at most, never above the pipeline's limit; None: a quarter of that.
             max_in_flight: most requests that one call has under way at once.
-            retry: how to send a request again that met a full queue; None raises `Overloaded`.
+            retry: how to send a request again that met a full queue or lost its server; None raises
+                the error at once. A call's deadline covers all of it.
             keep_alive: None never pings.
             max_message_bytes: most that one request or one response may carry.
+            renew_s: how often a name is looked up again, for new servers to get their turn; None
+                leaves it to gRPC, which waits for a connection to break.
 
         Raises:
             UserError: a setting makes no sense.
@@ -93,24 +109,59 @@ class PipelineClient:
         ):
             if value is not None and value < 1:
                 raise UserError(name, "must be 1 or more", given=value)
+        if renew_s is not None and renew_s <= 0:
+            raise UserError("renew_s", "must be above 0", given=renew_s, remedy="Or None: never")
         self.pipeline = pipeline
-        self.url = url
-        check_url(url)
-        self._connection = (url, tls, keep_alive, max_message_bytes)
+        self._target = read_target(url)
+        self.url = self._target.shown
+        if tls is not None and tls.server_name is None and self._target.authority:
+            raise UserError(
+                "tls.server_name",
+                "must be given where `url` is several addresses",
+                given="nothing",
+                remedy="Say which name the servers' certificate has",
+            )
+        self._tls = tls
+        self._keep_alive = keep_alive
+        self._max_message_bytes = max_message_bytes
+        self._renew_s = renew_s if self._target.is_named else None
         # gRPC refuses capital letters in a name.
         self._metadata = tuple((name.lower(), value) for name, value in (headers or {}).items())
         self._timeout_s = timeout_s
         self._rows_per_request = rows_per_request
         self._max_in_flight = max_in_flight
-        self._retry = retry
+        self._retries = Retries(retry)
         self._config: PipelineConfig | None = None
         self._closed = False
-        self._channel: Any = None
-        self._stub: Any = None
-        self._open()
+        # Read once: channels of the same credentials share connections.
+        self._credentials = None if tls is None else tls.credentials()
+        self._connection = self._connect()
 
-    def _open(self) -> None:
-        """Open the channel, where that needs no running event loop."""
+    def _connect(self) -> Connection:
+        """How this kind of client opens and closes channels."""
+        raise NotImplementedError
+
+    def _open_channel(self, library: Any) -> Any:
+        return open_channel(
+            library,
+            self._target,
+            self._credentials,
+            None if self._tls is None else self._tls.server_name,
+            self._keep_alive,
+            self._max_message_bytes,
+        )
+
+    def _ask_for(self, method: str, request: Any, deadline: Deadline) -> Flow[Any]:
+        tried: tuple[str, ...] = ()
+        while True:
+            try:
+                answer = yield UnaryCall(method, request, deadline.left_s())
+            except InferenceError as error:
+                tried += (error.address,)
+                yield Pause(self._retries.pause_s(error, tried, deadline))
+            else:
+                self._retries.answered()
+                return answer
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
@@ -119,7 +170,7 @@ class PipelineClient:
         config = self._config
         if config is None:
             request = config_request(self.pipeline)
-            config = read_config((yield UnaryCall("ModelConfig", request, deadline.left_s())))
+            config = read_config((yield from self._ask_for("ModelConfig", request, deadline)))
             self._config = config
         return config
 
@@ -142,7 +193,7 @@ class PipelineClient:
             config=self._config,
             rows_per_request=self._rows_per_request,
             deadline=deadline,
-            retry=self._retry,
+            retries=self._retries,
             keep_going=keep_going,
         )
         yield work
@@ -164,8 +215,10 @@ class PipelineClient:
                 raise misfit from error
             raise
 
-    def _error(self, code: Any, details: str | None, rows: Sequence[int] = ()) -> InferenceError:
-        error = status_error(code.name, details or "", url=self.url, rows=rows)
+    def _error(
+        self, code: Any, details: str | None, debug: str | None, rows: Sequence[int] = ()
+    ) -> InferenceError:
+        error = status_error(code.name, details or "", url=self.url, rows=rows, debug=debug or "")
         if isinstance(error, InvalidRequest) and error.row is None:
             # Perhaps the pipeline was built anew with a lower batch limit; ask again next time.
             self._config = None
@@ -232,13 +285,19 @@ def step_statistics(
     Subtract an earlier value to see a span of time.
 
     Raises:
-        InferenceError: one of its kinds.
+        InvalidRequest: the client has several servers, each with counts of its own.
+        InferenceError: another of its kinds.
     """
+    if self._target.is_several:
+        raise InvalidRequest(
+            f"`url` must be one server's for its counts. Given: {self.url}. Open a client of one."
+        )
     deadline = self._deadline(timeout_s)
     found = []
     for step in (yield from self._known_config(deadline)).steps:
-        call = UnaryCall("ModelStatistics", statistics_request(step), deadline.left_s())
-        found.append(read_statistics(step, (yield call)))
+        request = statistics_request(step)
+        answer = yield from self._ask_for("ModelStatistics", request, deadline)
+        found.append(read_statistics(step, answer))
     return found
 
 

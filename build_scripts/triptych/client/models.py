@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from triptych.client.address import read_target
 from triptych.errors import UserError
 
 _TIMEOUT_S = 120.0
@@ -45,7 +46,7 @@ def read_settings(url: str, model: str) -> dict[str, Any]:
     from tritonclient.utils import InferenceServerException
 
     direct = [("grpc.enable_http_proxy", 0)]
-    with InferenceServerClient(url, channel_args=direct) as client:
+    with InferenceServerClient(read_target(url).uri, channel_args=direct) as client:
         try:
             config = client.get_model_config(model, client_timeout=_ANSWER_S).config
         except InferenceServerException as error:

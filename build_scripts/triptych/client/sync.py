@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc  # type: ignore[import-untyped]
-from tritonclient.grpc import service_pb2_grpc
 
 from triptych.client import flows, tasks
-from triptych.client.channel import open_channel
+from triptych.client.connection import Connection, Opened
 from triptych.client.errors import InferenceError, InvalidRequest
-from triptych.client.flows import Flow, PipelineClient, UnaryCall, make_method, task_flows
+from triptych.client.flows import (
+    Flow,
+    Pause,
+    PipelineClient,
+    UnaryCall,
+    make_method,
+    task_flows,
+)
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import Portion, Work
 
@@ -59,14 +67,16 @@ class Client(PipelineClient):
     infer, infer_each = _blocking(flows.infer), _blocking(flows.infer_each)
     interface, step_statistics = _blocking(flows.interface), _blocking(flows.step_statistics)
 
-    def _open(self) -> None:
-        self._channel = open_channel(grpc, *self._connection)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+    def _connect(self) -> Connection:
+        return Connection(
+            partial(self._open_channel, grpc), lambda channel: channel.close(), self._renew_s
+        )
 
     def close(self) -> None:
         """Close the connection; calls under way in other threads raise `Cancelled`."""
         self._closed = True
-        self._channel.close()
+        for channel in self._connection.drain():
+            channel.close()
 
     def __enter__(self) -> Client:
         return self
@@ -93,19 +103,37 @@ class Client(PipelineClient):
             result: Result = end.value
             return result
 
-    def _send(self, step: UnaryCall | Work) -> Any:
+    def _send(self, step: UnaryCall | Work | Pause) -> Any:
         try:
+            if isinstance(step, Pause):
+                return time.sleep(step.s)
             if isinstance(step, UnaryCall):
-                method = getattr(self._stub, step.method)
-                return method(step.request, timeout=step.left_s, metadata=self._metadata)
+                with self._stub() as stub:
+                    method = getattr(stub, step.method)
+                    return method(step.request, timeout=step.left_s, metadata=self._metadata)
             if step.waiting > 1:
                 return self._send_at_once(step)
             return self._send_in_turn(step)
         except grpc.RpcError as status:
-            raise self._error(status.code(), status.details()) from None
+            raise self._read_error(status) from None
         except ValueError:
             self._raise_if_closed()
             raise
+
+    @contextmanager
+    def _stub(self) -> Iterator[Any]:
+        opened = self._take()
+        try:
+            yield opened.stub
+        finally:
+            self._connection.give_back(opened)
+
+    def _take(self) -> Opened:
+        self._raise_if_closed()
+        return self._connection.take()
+
+    def _read_error(self, status: Any, rows: Sequence[int] = ()) -> InferenceError:
+        return self._error(status.code(), status.details(), status.debug_error_string(), rows)
 
     def _send_in_turn(self, work: Work) -> None:
         # A blocking call spares the two thread switches of a future: 15 % of a short request.
@@ -116,35 +144,38 @@ class Client(PipelineClient):
                 continue
             request, left_s = work.request(portion)
             try:
-                response = self._stub.ModelInfer(request, timeout=left_s, metadata=self._metadata)
+                with self._stub() as stub:
+                    response = stub.ModelInfer(request, timeout=left_s, metadata=self._metadata)
             except grpc.RpcError as status:
-                work.failed(portion, self._error(status.code(), status.details(), portion.rows))
+                work.failed(portion, self._read_error(status, portion.rows))
             else:
                 work.answered(portion, response)
 
     def _send_at_once(self, work: Work) -> None:
         ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        in_flight: dict[Any, Portion] = {}
+        in_flight: dict[Any, tuple[Portion, Opened]] = {}
         try:
             while work.waiting or in_flight:
                 while len(in_flight) < self._max_in_flight and (portion := work.take()):
                     request, left_s = work.request(portion)
-                    send = self._stub.ModelInfer.future
+                    opened = self._take()
+                    send = opened.stub.ModelInfer.future
                     call = send(request, timeout=left_s, metadata=self._metadata)
-                    in_flight[call] = portion
+                    in_flight[call] = portion, opened
                     call.add_done_callback(ended.put)
                 full = len(in_flight) == self._max_in_flight
                 try:
                     call = ended.get(timeout=None if full else work.pause_s())
                 except queue.Empty:
                     continue
-                portion = in_flight.pop(call)
-                code = call.code()
-                if code is grpc.StatusCode.OK:
+                portion, opened = in_flight.pop(call)
+                self._connection.give_back(opened)
+                if call.code() is grpc.StatusCode.OK:
                     work.answered(portion, call.result())
                 else:
-                    work.failed(portion, self._error(code, call.details(), portion.rows))
+                    work.failed(portion, self._read_error(call, portion.rows))
         finally:
             # Whatever ended the call, an interrupt too, leaves no request behind.
-            for call in in_flight:
+            for call, (_, opened) in in_flight.items():
                 call.cancel()
+                self._connection.give_back(opened)

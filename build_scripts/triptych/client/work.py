@@ -7,7 +7,6 @@ Both clients drive the same `Work`: they send what `take` hands out and report e
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from triptych.client.errors import (
     Overloaded,
     PipelineFailed,
 )
+from triptych.client.retry import LATE_REMEDY, Deadline, Retries
 from triptych.client.wire import (
     EncodedRows,
     Parameter,
@@ -32,9 +32,6 @@ from triptych.client.wire import (
     infer_request,
     read_outputs,
 )
-from triptych.errors import UserError
-
-LATE_REMEDY = "Raise `timeout_s`, or send fewer rows a call."
 
 _QUEUE_GRACE_S = 0.25
 _MOST_SENDINGS = 20
@@ -46,65 +43,15 @@ _LIKE_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Retry:
-    """How often, and after what pause, a request is sent again that met a full queue.
-
-    The pause is what the server asked for, and a time drawn at random between 0 and a limit that
-    doubles with every attempt, up to `longest_pause_s`, so that many clients do not come back at
-    the same moment. A pause that would outlast the deadline is not begun. The first sending is one
-    of the `attempts`.
-    """
-
-    attempts: int = 5
-    first_pause_s: float = 0.05
-    longest_pause_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise UserError("retry.attempts", "must be 1 or more", given=self.attempts)
-
-    def pause_s(self, attempt: int) -> float:
-        """A random pause after `attempt` sendings."""
-        limit = min(self.longest_pause_s, self.first_pause_s * 2 ** (attempt - 1))
-        return random.uniform(0, limit)
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """The moment (on the clock of `time.monotonic`) a call must be over by; may be infinity."""
-
-    timeout_s: float
-    at_s: float
-
-    @classmethod
-    def after(cls, timeout_s: float | None) -> Deadline:
-        limit = math.inf if timeout_s is None else timeout_s
-        return cls(limit, time.monotonic() + limit)
-
-    def left_s(self) -> float | None:
-        """Time left, in the form gRPC takes: None waits for ever.
-
-        Raises:
-            DeadlineExceeded: none is left.
-        """
-        if math.isinf(self.at_s):
-            return None
-        left = self.at_s - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded(f"The deadline of {self.timeout_s:g} s passed. {LATE_REMEDY}")
-        return left
-
-
-@dataclass(frozen=True)
 class Portion:
     """Some of a call's rows (indexes in the caller's list), sent as one request.
 
-    `attempt` counts how often it will have been sent; it is not sent before `due_s` on the clock of
-    `time.monotonic`.
+    `tried` has the address of each sending that failed; it is not sent before `due_s` on the clock
+    of `time.monotonic`.
     """
 
     rows: tuple[int, ...]
-    attempt: int = 1
+    tried: tuple[str, ...] = ()
     due_s: float = 0.0
 
 
@@ -149,7 +96,7 @@ class Work:
         config: PipelineConfig | None,
         rows_per_request: int | None,
         deadline: Deadline,
-        retry: Retry | None,
+        retries: Retries,
         keep_going: bool,
     ) -> None:
         """Split the rows into requests; with `keep_going` a refused row does not end the call.
@@ -164,7 +111,7 @@ class Work:
         self._encoded = encoded
         self._parameters = parameters
         self._deadline = deadline
-        self._retry = retry
+        self._retries = retries
         self._keep_going = keep_going
         self._outputs = config.no_rows() if config and not encoded.count else {}
         self._rows_answered = 0
@@ -221,6 +168,7 @@ class Work:
         Raises:
             PipelineFailed: the answer does not have one result a row.
         """
+        self._retries.answered()
         rows = list(portion.rows)
         for name, array in read_outputs(response).items():
             if array.shape[:1] != (len(rows),):
@@ -260,16 +208,20 @@ class Work:
             halves = portion.rows[middle:], portion.rows[:middle]
             self._waiting.extendleft(Portion(half) for half in halves)
             return
-        if isinstance(error, NeighbourFailed) and portion.attempt < _MOST_SENDINGS:
-            self._waiting.appendleft(replace(portion, attempt=portion.attempt + 1))
+        tried = (*portion.tried, error.address)
+        if isinstance(error, NeighbourFailed) and len(tried) < _MOST_SENDINGS:
+            self._waiting.appendleft(replace(portion, tried=tried))
             return
-        if isinstance(error, Overloaded):
-            if not self._try_again(portion, error.again_s):
-                self._overload = error
-                self._waiting.clear()
+        if isinstance(error, DeadlineExceeded):
+            # `from None`: the status this error was made of says nothing more.
+            raise self._too_late() from None
+        try:
+            pause_s = self._retries.pause_s(error, tried, self._deadline)
+        except Overloaded as overload:
+            self._overload = overload
+            self._waiting.clear()
             return
-        # `from None`: the status this error was made of says nothing more.
-        raise (self._too_late() if isinstance(error, DeadlineExceeded) else error) from None
+        self._put_off(replace(portion, tried=tried, due_s=time.monotonic() + pause_s))
 
     def outputs(self) -> dict[str, NDArray[Any]]:
         """Every output, [rows, …]; the entries of refused rows are arbitrary.
@@ -302,18 +254,10 @@ class Work:
             f"{LATE_REMEDY}"
         )
 
-    def _try_again(self, portion: Portion, again_s: float) -> bool:
-        """Put `portion` off by `again_s` and a pause, if its attempts and the deadline allow it."""
-        if self._retry is None or portion.attempt >= self._retry.attempts:
-            return False
-        due_s = time.monotonic() + again_s + self._retry.pause_s(portion.attempt)
-        if due_s >= self._deadline.at_s:
-            return False
-        portion = replace(portion, attempt=portion.attempt + 1, due_s=due_s)
+    def _put_off(self, portion: Portion) -> None:
         # Behind those due earlier: what has no pause must not wait for what has one.
         place = next(
             (at for at, other in enumerate(self._waiting) if other.due_s > portion.due_s),
             len(self._waiting),
         )
         self._waiting.insert(place, portion)
-        return True

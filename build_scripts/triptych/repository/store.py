@@ -24,6 +24,7 @@ from typing import Literal, get_args
 from triptych.cache import sha256_of
 from triptych.errors import UserError
 from triptych.files import clear_scratch, scratch_folder, sync, sync_folder, told_to_user
+from triptych.repository.kept import keep_build, link
 from triptych.repository.lock import FIGURES_FILE
 from triptych.repository.render import Content
 
@@ -37,16 +38,22 @@ SMALLEST_LINK_BYTES = 64 << 10
 
 
 def write_models(
-    repository: Path, files: Mapping[str, Content], *, retired: Sequence[str] = ()
+    repository: Path,
+    files: Mapping[str, Content],
+    *,
+    retired: Sequence[str] = (),
+    linked: bool = False,
 ) -> list[str]:
     """Write `files` (``<model>/...`` -> content); models whose files are equal are left untouched.
 
-    A large file that another model already has is linked to, not copied.
+    A large file that another model already has is linked to, not copied. Builds that are replaced
+    are kept, see `kept`.
 
     Args:
         repository: folder of the models.
         files: path relative to the repository -> content.
         retired: models to remove.
+        linked: files on the disk are linked to, for nobody will write them in place.
 
     Returns:
         Names of the models that changed or went, sorted.
@@ -66,10 +73,16 @@ def write_models(
             try:
                 for model, contents in changed.items():
                     for inner, content in contents.items():
-                        _stage(staging / "new" / model / inner, content, repository)
+                        target = staging / "new" / model / inner
+                        if linked and isinstance(content, Path):
+                            link(content, target)
+                        else:
+                            _stage(target, content, repository)
                 for model in gone:
                     (staging / "gone" / model).mkdir(parents=True)
                 sync_folder(staging)
+                for model in (*changed, *gone):  # last: it may let go of what was just linked to
+                    keep_build(repository, model)
             except BaseException:
                 shutil.rmtree(staging, ignore_errors=True)  # else a full disk would stay full
                 raise

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from triptych.client import InferenceError
-from triptych.client.channel import is_loopback
+from triptych.client.address import is_loopback
 from triptych.errors import UserError
 from triptych.pipeline.spec import PipelineSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, TrafficRow, read_traffic

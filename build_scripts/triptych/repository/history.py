@@ -1,0 +1,146 @@
+"""A kept build put back into the repository, with the pipelines that share its core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from triptych.errors import UserError
+from triptych.repository.kept import KeptBuild, kept_builds
+from triptych.repository.lock import LOCK_FILE, Lock, build_id, find_lock, read_lock
+from triptych.repository.render import Content
+from triptych.repository.store import write_models
+
+_FEWEST_DIGITS = 4
+
+
+@dataclass(frozen=True)
+class PutBack:
+    """What a rollback did.
+
+    Attributes:
+        builds: pipeline to the build that is in place again: more than one where they share a core.
+        replaced: pipeline to the build that was in place; empty where there was none.
+        changed: models written or removed.
+    """
+
+    builds: Mapping[str, str]
+    replaced: Mapping[str, str]
+    changed: tuple[str, ...]
+
+
+def put_back(repository: Path, pipeline: str, build: str | None) -> PutBack:
+    """Put a kept build in place again, at once and whole; the one in place is kept in turn.
+
+    Pipelines that share its core and do not fit it as they are go back with it.
+
+    Args:
+        repository: folder of the models.
+        pipeline: its name.
+        build: the first digits of its id; None takes what was replaced last.
+
+    Raises:
+        UserError: there is no such build, it is damaged, or shared cores would not fit.
+    """
+    chosen = _choose(kept_builds(repository, pipeline), repository, pipeline, build)
+    files: dict[str, Content] = dict(chosen.files())
+    lock = read_lock(chosen.folder, pipeline)
+    _check_owner(repository, lock)
+    group = {pipeline: chosen}
+    for name, sharer in _sharers(repository, pipeline):
+        if not _fits(sharer, lock):
+            group[name] = _fitting(repository, name, lock)
+            files |= group[name].files()
+    before = {path for name in group for path in _files_in_place(repository, name)}
+    models = {path.partition("/")[0] for path in files}
+    retired = {path.partition("/")[0] for path in before} - models
+    replaced = {name: build_id(repository, name) for name in group}
+    changed = write_models(repository, files, retired=sorted(retired), linked=True)
+    builds = {name: kept.build for name, kept in group.items()}
+    return PutBack(builds, replaced, tuple(changed))
+
+
+def _choose(kept: list[KeptBuild], repository: Path, pipeline: str, build: str | None) -> KeptBuild:
+    if build is None:
+        if kept:
+            return kept[0]
+        raise UserError(
+            pipeline,
+            f"must have a build to go back to, kept beside {repository}",
+            given="none: nothing has been replaced here",
+            remedy=f"Builds are kept from now on; `triptych build {pipeline}` makes one",
+        )
+    fitting = [one for one in kept if one.build.startswith(build)]
+    if len(fitting) == 1 and len(build) >= _FEWEST_DIGITS:
+        return fitting[0]
+    in_place = build_id(repository, pipeline)
+    if in_place and in_place.startswith(build) and not fitting:
+        raise UserError(
+            "BUILD", "must be another than the one in place", given=build, remedy="Nothing to do"
+        )
+    known = ", ".join(one.build[:12] for one in kept) or "none"
+    raise UserError(
+        "BUILD",
+        f"must be {_FEWEST_DIGITS} or more of the first digits of one build that is kept",
+        given=build,
+        remedy=f"Kept are: {known} (`triptych history {pipeline}`)",
+    )
+
+
+def _check_owner(repository: Path, lock: Lock) -> None:
+    """The core that a build shares is still there.
+
+    Raises:
+        UserError: it is not.
+    """
+    owner = lock.spec.core.share
+    if owner is None:
+        return
+    theirs = find_lock(repository, owner)
+    if theirs is None or theirs.spec.core.share is not None or not _fits(lock, theirs):
+        raise UserError(
+            lock.spec.name,
+            f"must find the core of {owner} that it was built with",
+            given=f"{owner} has another core now" if theirs else f"{owner} is not built",
+            remedy=f"Put {owner} back: `triptych history {owner}`; it takes {lock.spec.name} along",
+        )
+
+
+def _sharers(repository: Path, owner: str) -> list[tuple[str, Lock]]:
+    locks = {
+        path.parent.name: find_lock(repository, path.parent.name)
+        for path in sorted(repository.glob(f"*/{LOCK_FILE}"))
+    }
+    return [(name, lock) for name, lock in locks.items() if lock and lock.spec.core.share == owner]
+
+
+def _fits(sharer: Lock, owner: Lock) -> bool:
+    return (
+        owner.spec.core.share is None
+        and sharer.core_key == owner.core_key
+        and sharer.spec.core.max_batch_size <= owner.spec.core.max_batch_size
+    )
+
+
+def _fitting(repository: Path, name: str, owner: Lock) -> KeptBuild:
+    """The build of a sharer that was replaced last and fits the core.
+
+    Raises:
+        UserError: there is none.
+    """
+    for kept in kept_builds(repository, name):
+        lock = find_lock(kept.folder, name)
+        if lock is not None and lock.spec.core.share == owner.spec.name and _fits(lock, owner):
+            return kept
+    raise UserError(
+        owner.spec.name,
+        "must keep the core that another pipeline shares",
+        given=f"{name} uses it, and no kept build of {name} fits that core",
+        remedy=f"Take core.share out of {name} and build it first",
+    )
+
+
+def _files_in_place(repository: Path, pipeline: str) -> list[str]:
+    lock = find_lock(repository, pipeline)
+    return [] if lock is None else list(lock.files)

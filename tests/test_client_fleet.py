@@ -1,0 +1,142 @@
+"""The client with several servers: even turns, servers that leave and join, bounded retries."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from client_fleet import HOSTS, FakeNameServer, Load, Replica, serve_fleet, wait_until
+from client_toy import caller, expected, expected_all
+from triptych.client import (
+    Client,
+    DeadlineExceeded,
+    InvalidRequest,
+    Retry,
+    ServerUnreachable,
+    Tls,
+)
+from triptych.client.address import read_target
+from triptych.errors import UserError
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Replica]]:
+    with serve_fleet(tmp_path_factory.mktemp("fleet")) as replicas:
+        yield replicas
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port of every loopback address that nobody listens on."""
+    with socket.socket() as unused:
+        unused.bind(("0.0.0.0", 0))
+        yield unused.getsockname()[1]
+
+
+@pytest.mark.parametrize("style", ["sync", "async"])
+def test_servers_get_even_turns(fleet: list[Replica], style: str) -> None:
+    texts = [f"{style} turn {number}" for number in range(120)]
+    before = [replica.executed() for replica in fleet]
+    urls = [replica.url for replica in fleet]
+    vectors = caller(style, urls)("toy", "embed", texts, options={"rows_per_request": 1})
+    np.testing.assert_array_equal(vectors, expected_all(texts))
+    shares = [replica.executed() - old for replica, old in zip(fleet, before, strict=True)]
+    assert sum(shares) == 120
+    assert max(shares) <= 1.15 * 40, shares
+
+
+def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
+    port = fleet[0].url.rpartition(":")[2]
+    with FakeNameServer() as names, ExitStack() as opened:
+        url = f"dns://127.0.0.1:{names.port}/toy.test:{port}"
+        names.addresses = HOSTS[:2]
+        newest = fleet[2].executed()
+        renewed, first = (
+            opened.enter_context(Client("toy", url, renew_s=renew_s)) for renew_s in (0.3, None)
+        )
+        for number in range(10):
+            for client in (renewed, first):
+                client.embed([f"before it joined {number}"])
+        assert fleet[2].executed() == newest
+        names.addresses = HOSTS
+        with Load(renewed, 2, "joined") as load:
+            wait_until(lambda: fleet[2].executed() > newest + 10, "traffic for the new server")
+            newest = fleet[2].executed()
+        assert (load.errors, load.wrong) == ([], 0)
+        newest = fleet[2].executed()
+        for number in range(10):
+            first.embed([f"after it joined {number}"])
+        # The contrast: gRPC alone does not look again while nothing breaks.
+        assert fleet[2].executed() == newest
+        with pytest.raises(InvalidRequest, match="one server's for its counts"):
+            first.step_statistics()
+
+
+def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
+    """Goes last: of the fleet one server is left."""
+    urls = ",".join(replica.url for replica in fleet)
+    with Client("toy", urls) as client, Client("toy", urls, retry=None) as without:
+        for leaving, how in ((fleet[2], signal.SIGTERM), (fleet[1], signal.SIGKILL)):
+            with Load(client, 6, f"retried {how.name}") as load:
+                with Load(without, 3, f"plain {how.name}") as plain:
+                    wait_until(lambda: load.answers > 50, "load")
+                    os.kill(leaving.pid, how)
+                    wait_until(lambda: plain.errors, "a request that failed")
+                    leaving.server.stop()
+                after = load.answers
+                wait_until(lambda: load.answers > after + 50, "answers of the others")  # noqa: B023
+            print(f"{how.name}: {load.answers} answers, {len(load.errors)} errors; without retries")
+            print(f"  {plain.answers} answers, {len(plain.errors)} errors")
+            assert (load.errors, load.wrong, plain.wrong) == ([], 0, 0)
+        np.testing.assert_array_equal(client.embed(["left"]), [expected("left")])
+
+
+@pytest.mark.parametrize("style", ["sync", "async"])
+def test_tries_end_with_their_number_the_budget_or_the_deadline(
+    style: str, closed_port: int
+) -> None:
+    urls = f"127.0.0.1:{closed_port},127.0.0.2:{closed_port}"
+    call, quick = caller(style, urls), Retry(first_pause_s=0.001, longest_pause_s=0.05)
+    for rows, method in ((1, "embed"), (2, "embed"), (1, "interface")):
+        texts = [["a"] * rows] if method == "embed" else []
+        few = {"retry": replace(quick, attempts=3)}
+        with pytest.raises(ServerUnreachable, match=r"Tried 3 times, at .*`retry` allows 3\."):
+            call("toy", method, *texts, options=few)
+        poor = {"retry": replace(quick, attempts=10_000, budget=4)}
+        with pytest.raises(ServerUnreachable, match=r"Tried 5 times.*budget for more is spent\."):
+            call("toy", method, *texts, options=poor)
+        endless = {"retry": replace(quick, attempts=10_000, budget=10_000)}
+        start = time.monotonic()
+        with pytest.raises((ServerUnreachable, DeadlineExceeded), match=r"deadline of 0\.2 s"):
+            call("toy", method, *texts, options=endless, timeout_s=0.2)
+        assert time.monotonic() - start < 5
+
+
+def test_addresses_are_read_or_refused() -> None:
+    assert read_target(["127.0.0.1:1", " localhost:2"]).uri == "ipv4:127.0.0.1:1,127.0.0.1:2"
+    assert read_target("[::1]:1,[fe80::1]:2").uri == "ipv6:[::1]:1,[fe80::1]:2"
+    several = read_target("dns:///triton.models:8001")
+    assert (several.is_several, several.is_named) == (True, True)
+    one = read_target("triton:8001")
+    assert (one.uri, one.is_several, one.is_named) == ("triton:8001", False, True)
+    assert not read_target("unix:/run/triton.sock").is_named
+    for url in ("triton-1:8001,triton-2:8001", "127.0.0.1:1,[::1]:1"):
+        with pytest.raises(UserError, match=r"IP addresses of one version.*dns:///name:port"):
+            Client("toy", url)
+    for wrong in ("", [], "a:1,", "http://a:1", ["127.0.0.1:1", "https://b"]):
+        with pytest.raises(UserError, match="must be the host and port"):
+            Client("toy", wrong)
+    with pytest.raises(UserError, match="renew_s"):
+        Client("toy", renew_s=0)
+    with pytest.raises(UserError, match="server_name"):
+        Client("toy", "127.0.0.1:1,127.0.0.2:1", tls=Tls())

@@ -1,0 +1,176 @@
+"""Builds that were replaced: kept, listed, put back as they were; shared cores; bad input."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from conftest import lock_data
+from deploy_cases import write_built
+from triptych.cli import app
+from triptych.errors import UserError
+from triptych.repository.history import put_back
+from triptych.repository.kept import KEPT, history_folder, kept_builds, kept_bytes
+from triptych.repository.lock import build_id
+from triptych.repository.render import Content
+from triptych.repository.store import write_models
+
+CORE = "tiny_core/1/model.onnx"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Pipelines `tiny` and `guest`, which shares its core; nothing has been replaced."""
+    for name, core in (("tiny", {}), ("guest", {"share": "tiny"})):
+        repository = write_built(tmp_path, name, core=core)
+        write_next(repository, name, 1)
+    shutil.rmtree(history_folder(repository))
+    return repository
+
+
+def files_of(repository: Path, name: str) -> dict[str, bytes]:
+    """What a server reads of a pipeline, and its lock."""
+    lock = f"{name}/triptych.lock.json"
+    paths = [*lock_data(repository, name)["files"], lock]
+    return {path: (repository / path).read_bytes() for path in paths}
+
+
+def write_next(repository: Path, name: str, number: int, **fields: Any) -> str:
+    """Write another build of a pipeline, with `fields` of its lock; its id."""
+    lock = {**lock_data(repository, name), **fields, "built_at": f"2026-01-01T00:00:{number:02d}"}
+    labels = f"{name}_postprocess/1/labels.txt"
+    content = {path: text for path, text in files_of(repository, name).items() if path != labels}
+    content[f"{name}/config.pbtxt"] = (repository / name / "config.pbtxt").read_bytes()
+    if number > 1:
+        content[labels] = f"labels {number}".encode()
+    if name == "tiny":
+        content[CORE] = lock["core_key"].encode() * 30_000
+    content.pop(f"{name}/triptych.lock.json")
+    lock["files"] = {path: hashlib.sha256(text).hexdigest() for path, text in content.items()}
+    lock["files"][f"{name}/README.md"] = hashlib.sha256(b"").hexdigest()
+    files: dict[str, Content] = {**content, f"{name}/README.md": b""}
+    gone = {path.partition("/")[0] for path in lock_data(repository, name)["files"]}
+    gone -= {path.partition("/")[0] for path in files}
+    files[f"{name}/triptych.lock.json"] = json.dumps(lock).encode()
+    write_models(repository, files, retired=sorted(gone))
+    return build_id(repository, name)
+
+
+def test_what_was_replaced_comes_back_as_it_was(repository: Path) -> None:
+    first, old = build_id(repository, "tiny"), files_of(repository, "tiny")
+    (repository / "tiny/BENCH.md").write_text("# Speed of tiny\n\nBest: 9/s at 1 client.\n")
+    inode = (repository / CORE).stat().st_ino
+    second = write_next(repository, "tiny", 2)
+    new = files_of(repository, "tiny")
+    assert [kept.build for kept in kept_builds(repository, "tiny")] == [first]
+    assert kept_builds(repository, "guest") == []
+    # The core has not changed: the kept build shares its bytes.
+    assert kept_bytes(repository, "tiny") < len(old[CORE])
+
+    done = put_back(repository, "tiny", None)
+    assert (done.builds, done.replaced) == ({"tiny": first}, {"tiny": second})
+    assert done.changed == ("tiny", "tiny_postprocess")
+    assert files_of(repository, "tiny") == old
+    assert not (repository / "tiny_postprocess").exists()
+    assert "9/s" in (repository / "tiny/BENCH.md").read_text()
+    assert (repository / CORE).stat().st_ino == inode
+
+    put_back(repository, "tiny", second[:6])
+    assert files_of(repository, "tiny") == new
+    assert put_back(repository, "tiny", None).builds == {"tiny": first}
+
+
+def test_the_command_lists_and_puts_back(repository: Path) -> None:
+    first = build_id(repository, "tiny")
+    (repository / "tiny/BENCH.md").write_text("# Speed of tiny\n\nBest: 9/s at 1 client.\n")
+    second = write_next(repository, "tiny", 2)
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(app, [*words, "-r", str(repository)])
+        return done.output if done.exception is None else str(done.exception)
+
+    listed = json.loads(run("history", "tiny", "--json"))
+    assert [build["build"] for build in listed["builds"]] == [second, first]
+    assert [build["gate"] for build in listed["builds"]] == ["passed", "passed"]
+    assert [bool(build["replaced_at"]) for build in listed["builds"]] == [False, True]
+    shown = run("history", "tiny")
+    assert f"{first[:12]}  built 2026-01-01T00:00:01, replaced " in shown
+    assert "fp32, passed\n  bench: 9/s at 1 client.\n" in shown
+    assert "1 kept in " in shown
+    assert f"build {first[:12]} is in place again" in run("rollback", "tiny")
+    assert "must be another than the one in place" in run("rollback", "tiny", first[:12])
+    assert "0 kept, 0.0 MB" in run("history", "tiny", "--keep", "0")
+    assert "nothing has been replaced here" in run("rollback", "tiny")
+    assert "Given: neither" in run("history", "nothing")
+
+
+def test_the_last_builds_are_kept_and_no_more(repository: Path) -> None:
+    builds = [write_next(repository, "tiny", number) for number in range(2, KEPT + 4)]
+    kept = [one.build for one in kept_builds(repository, "tiny")]
+    assert kept == builds[-2 : -KEPT - 2 : -1]
+    assert put_back(repository, "tiny", kept[-1]).builds == {"tiny": kept[-1]}
+    assert len(kept_builds(repository, "tiny")) == KEPT
+    assert builds[-1] in [one.build for one in kept_builds(repository, "tiny")]
+    assert sorted(path.name for path in history_folder(repository).iterdir()) == ["tiny"]
+
+
+def test_pipelines_that_share_a_core_go_back_together(repository: Path) -> None:
+    old = {name: files_of(repository, name) for name in ("tiny", "guest")}
+    first = {name: build_id(repository, name) for name in old}
+    write_next(repository, "tiny", 2, core_key="other")
+    write_next(repository, "guest", 2, core_key="other")
+    with pytest.raises(UserError, match=r"tiny has another core now.*it takes guest along"):
+        put_back(repository, "guest", first["guest"])
+    assert put_back(repository, "tiny", None).builds == first
+    assert {name: files_of(repository, name) for name in old} == old
+    # Nothing of the guest fits the other core any more.
+    shutil.rmtree(history_folder(repository) / "guest")
+    with pytest.raises(UserError, match="no kept build of guest fits that core"):
+        put_back(repository, "tiny", None)
+    assert {name: files_of(repository, name) for name in old} == old
+
+
+def test_what_cannot_be_put_back_is_refused(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing has been replaced here"):
+        put_back(repository, "tiny", None)
+    first = build_id(repository, "tiny")
+    write_next(repository, "tiny", 2)
+    now = files_of(repository, "tiny")
+    for wrong in ("0123456789", first[:3], "", "../tiny"):
+        with pytest.raises(UserError, match=rf"first digits of one build.*{first[:12]}"):
+            put_back(repository, "tiny", wrong)
+    folder = history_folder(repository) / "tiny" / first
+    for path, damage in (
+        ("tiny/config.pbtxt", "other bytes"),
+        ("tiny_core/1/model.onnx", "missing"),
+        ("tiny/triptych.lock.json", "other bytes"),
+    ):
+        kept = folder / path
+        content = kept.read_bytes()
+        kept.unlink()  # a link: the repository keeps its own
+        if damage == "other bytes":
+            kept.write_bytes(content + b" ")
+        with pytest.raises(UserError, match=rf"{path}.*as it was kept.*{damage}"):
+            put_back(repository, "tiny", None)
+        assert files_of(repository, "tiny") == now
+        kept.unlink(missing_ok=True)
+        kept.write_bytes(content)
+    # A copy elsewhere has its own history, and needs none to serve or to be built.
+    copy = Path(shutil.copytree(repository, tmp_path / "elsewhere/repository"))
+    assert kept_builds(copy, "tiny") == []
+    put_back(repository, "tiny", None)
+    assert files_of(copy, "tiny") == now
+
+
+def test_a_build_whose_engine_was_never_built_is_not_kept(repository: Path) -> None:
+    first, plan = build_id(repository, "tiny"), lock_data(repository, "tiny")["plan"]
+    engine = {"precision": "fp32", "profiles": [], "graph_specs": [], "options": {}}
+    write_next(repository, "tiny", 2, plan={**plan, "engine": engine})
+    write_next(repository, "tiny", 3)
+    assert [kept.build for kept in kept_builds(repository, "tiny")] == [first]
