@@ -66,6 +66,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 PIPELINES = verbs.PIPELINES
 REPOSITORY = verbs.REPOSITORY
 REPORTS = Path("reports")
+SAMPLES = Path("samples")
+"""Beside the reports, and not in the repository: that is shipped, and its folders are models."""
 
 
 def progress(stage: str, line: str) -> None:

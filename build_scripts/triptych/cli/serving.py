@@ -12,6 +12,7 @@ from triptych.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
     REPOSITORY,
+    SAMPLES,
     Json,
     LoadTimeout,
     Name,
@@ -28,6 +29,7 @@ from triptych.cli.options import (
 from triptych.cli.running import run, warn
 from triptych.cli.shown import print_finding
 from triptych.errors import UserError
+from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 
 @app.command()
@@ -45,6 +47,12 @@ def serve(
         Literal["development", "production"],
         typer.Option(help="production takes the serving image's flags, check and TRIPTYCH_*."),
     ] = "development",
+    samples: Annotated[
+        Path,
+        typer.Option(
+            envvar=FOLDER_VARIABLE, help="Where rows are kept of pipelines that sample them."
+        ),
+    ] = SAMPLES,
     as_json: Json = False,
 ) -> None:
     """Run a real tritonserver on what is built, until interrupted."""
@@ -69,6 +77,7 @@ def serve(
         http_port=http_port,
         metrics_port=metrics_port,
         log_file=log_file,
+        environment={FOLDER_VARIABLE: str(samples.absolute())},
         exchanges=profile == "development",
         production_flags=check_and_make_flags(repository, production=profile == "production"),
     )
