@@ -6,6 +6,8 @@ import base64
 import json
 import random
 import stat
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,6 +41,8 @@ def redact(inputs, answer):
         raise KeyError(inputs["text"])
     return {"text": re.sub("[0-9]{4}-[0-9]{4}-SECRET", "#", inputs["text"])}, answer
 """
+TEXTS = traffic_texts()[:100]
+TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
 
 
@@ -67,7 +71,8 @@ def test_a_passenger_travels_behind_the_numbers_of_the_ticket() -> None:
     ticket = np.arange(4, dtype=np.int64)[None].repeat(3, 0)
     passenger = Drawing(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}")
     together = with_passenger(ticket, passenger)
-    assert (together.dtype, together[:, :4].tolist()) == (np.int64, ticket.tolist())
+    assert together.dtype == ticket.dtype
+    assert together[:, :4].tolist() == ticket.tolist()
     assert unpack(passenger_of(together)) == unpack(passenger)
     assert passenger_of(ticket) == b""
 
@@ -114,9 +119,14 @@ def model(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """A folder with `pipelines/` and `repository/`."""
+    """A folder with `pipelines/` and `repository/`: `sampled`, and `stale` with old labels."""
     folder = tmp_path_factory.mktemp("sampling")
-    build_into(write_sampling(folder / "pipelines/sampled", model), folder / "repository")
+    for name in ("sampled", "stale"):
+        build_into(write_sampling(folder / "pipelines" / name, model), folder / "repository")
+    config = folder / "repository/stale_postprocess/config.pbtxt"
+    text = config.read_text(encoding="utf-8")
+    config.unlink()  # it may be one file with others
+    config.write_text(text.replace(*("billing", "invoices")), encoding="utf-8")
     return folder
 
 
@@ -199,6 +209,75 @@ def test_a_folder_that_is_gone_costs_samples_and_no_answers(server: Server, buil
         folder.unlink()
         (built / "away").rename(folder)
     assert counts(server)["kept"] == before["kept"]
+
+
+def triptych(built: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command, in the folder of `built`."""
+    return subprocess.run(
+        [TRIPTYCH, *map(str, words), "--repository", "repository"],
+        cwd=built,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.server
+def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built: Path) -> None:
+    asked = [f"{text} {SECRET}" if row % 20 == 0 else text for row, text in enumerate(TEXTS)]
+    for name in ("sampled", "stale"):
+        with Client(name, server.grpc_url) as client:
+            client.classify(asked)
+        folder = built / "samples" / name
+        wait_for(lambda: sum(f.rows for f in list_files(folder, name)) >= len(asked), "files")  # noqa: B023
+    gauges = built / "gauges.prom"
+    done = triptych(built, "watch", "sampled", "--json", "--textfile", gauges)
+    assert done.returncode == 0, done.stdout + done.stderr
+    look = json.loads(done.stdout)
+    assert (look["alarms"], look["drifts"]) == ([], [])
+    assert (look["rows"], look["redacted"]) >= (len(asked) * 9 // 10, 5)
+    assert {test["name"] for test in look["tests"]} == {"label_agreement", "rows_beyond_the_gate"}
+    assert {test["mean"] for test in look["tests"]} == {0.0}
+    assert 'triptych_watch_alarms{pipeline="sampled"} 0.0' in gauges.read_text()
+    done = triptych(built, "watch", "sampled")  # nothing new
+    assert done.returncode == 0
+    assert "0 new rows compared" in done.stdout
+
+    done = triptych(built, "watch", "stale")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "alarm: label_agreement" in done.stdout
+    assert "not as it was built: stale_postprocess/config.pbtxt" in done.stdout
+    assert "labels go by other names: billing is invoices" in done.stdout
+    page = (built / "reports/stale/watch/report.html").read_text(encoding="utf-8")
+    assert "labels go by other names" in page
+    for path in (built / "reports").rglob("*"):
+        if path.is_file():
+            content = path.read_text(encoding="utf-8")
+            assert not any(text in content for text in (*TEXTS, SECRET)), path
+    timeline = json.loads((built / "reports/sampled/watch/timeline.json").read_text())
+    assert len(timeline["looks"]) == 2
+
+
+@pytest.mark.server
+def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
+    file = built / "pipelines/sampled/traffic.jsonl"
+    before = file.read_text(encoding="utf-8").splitlines()
+    with Client("sampled", server.grpc_url) as client:
+        client.classify([*(f"a new request, number {row}" for row in range(40)), TEXTS[0]])
+    folder = built / "samples/sampled"
+    wait_for(lambda: "number 39" in str(records(folder)), "the new rows")
+    done = triptych(built, "traffic", "sampled", "--from-sample", "--json")
+    assert done.returncode == 0, done.stderr
+    change = json.loads(done.stdout)
+    after = file.read_text(encoding="utf-8").splitlines()
+    assert after[: len(before)] == before  # each row stays where it was
+    assert change["added"] == len(after) - len(before) >= 40
+    assert change["gate"][0] > change["gate"][1]
+    texts = [json.loads(line)["text"] for line in after]
+    assert len(set(texts[len(before) :])) == change["added"]
+    assert SECRET not in str(texts)
+    again = json.loads(triptych(built, "traffic", "sampled", "--from-sample", "--json").stdout)
+    assert (again["added"], again["before"]) == (0, len(after))
 
 
 def test_redact_must_be_there(tmp_path: Path, model: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from .hooking import REDACT, RowForm, find_hook
+from .hooking import REDACT, RowForm, load_hooks
 from .sample_files import FOLDER_VARIABLE, remove_old, write_file
 from .sampling import SampledRows, passenger_of, unpack
 
@@ -77,7 +77,9 @@ class SampleWriter:
         self._max_rows, self._max_bytes = own["max_rows"], own["max_bytes"]
         self._keep_hours, self._window_s = own["keep_hours"], own["window_s"]
         self._form = form
-        self._redact: Redact | None = find_hook(step, REDACT) if own["redact"] else None
+        self._redact: Redact | None = None
+        if own["redact"]:
+            self._redact = getattr(load_hooks(step), REDACT, None)
         if own["redact"] and self._redact is None:
             raise RuntimeError(f"hooks.py must have the function `{REDACT}`, which samples need")
         self._lock_file = step.parents[1] / self._pipeline / LOCK_FILE

@@ -63,7 +63,7 @@ class Worst:
 
 
 @dataclass(frozen=True)
-class Test:
+class MeanTest:
     """What all looks at this build tell of one mean.
 
     Attributes:
@@ -117,7 +117,7 @@ class Look:
     refused: int
     damaged: int
     figures: tuple[Figure, ...]
-    tests: tuple[Test, ...]
+    tests: tuple[MeanTest, ...]
     groups: tuple[Group, ...]
     worst: tuple[Worst, ...]
     drift: Drift | None

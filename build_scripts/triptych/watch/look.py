@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from triptych.tasks.metrics.outputs import Outputs
 from triptych.tune.drift import Drift, check_drift
 from triptych.tune.new_traffic import NewTraffic
 from triptych.watch.alarms import alarms_in, changed_files, drifts_in, notes_on
-from triptych.watch.found import Group, Held, Look, Test, Worst
+from triptych.watch.found import Group, Held, Look, MeanTest, Worst
 from triptych.watch.mixes import Mix, compare_mixes, label_of, script_of
 from triptych.watch.sample import Sample, SampledRow
 from triptych.watch.scores import (
@@ -172,8 +173,8 @@ def _hold(
     return held, len(comparable) - len(held)
 
 
-def _result(name: str, evidence: Evidence) -> Test:
-    return Test(
+def _result(name: str, evidence: Evidence) -> MeanTest:
+    return MeanTest(
         name=name,
         allowed=evidence.allowed,
         mean=evidence.mean,
@@ -188,18 +189,19 @@ def _groups(
     inputs: PipelineInputs, tests: Tests, held: Sequence[Held], scores: Sequence[RowScore]
 ) -> Iterator[Group]:
     test = next(iter(tests.allowed))
-    groups: dict[tuple[str, str], list[float]] = {}
+    groups: dict[tuple[str, int, str], list[float]] = {}
     lengths = inputs.plan.lengths
     ends = [] if lengths is None else sorted({lengths.quantile(q) for q in QUANTILES})
     for one, score in zip(held, scores, strict=True):
         loss = score.losses[test]
         if ends:
-            end = next((f"up to {end}" for end in ends if one.tokens <= end), f"over {ends[-1]}")
-            groups.setdefault(("tokens", end), []).append(loss)
+            place = bisect_left(ends, one.tokens)
+            name = f"up to {ends[place]}" if place < len(ends) else f"over {ends[-1]}"
+            groups.setdefault(("tokens", place, name), []).append(loss)
         label = label_of(one.wanted)
         if label is not None:
-            groups.setdefault(("label", label), []).append(loss)
-    for (kind, name), losses in sorted(groups.items()):
+            groups.setdefault(("label", 0, label), []).append(loss)
+    for (kind, _, name), losses in sorted(groups.items()):
         if len(losses) >= LEAST_GROUP:
             yield Group(kind, name, len(losses), float(np.mean(losses)), *mean_interval(losses))
 

@@ -9,7 +9,6 @@ of bounded random variables by betting", J. R. Stat. Soc. B 86, 2024, section 4)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -59,7 +58,8 @@ class Evidence:
         stakes = stakes_for(self.allowed)
         steps = np.log1p(stakes[None] * (values[:, None] - self.allowed)).cumsum(axis=0)
         every = before + steps
-        logs = np.logaddexp.reduce(every, axis=1) - math.log(BETTORS)
+        most = every.max(axis=1)
+        logs = most + np.log(np.exp(every - most[:, None]).mean(axis=1))
         reached = np.flatnonzero(logs >= self.needed)
         alarm_row = self.alarm_row
         if alarm_row is None and len(reached):

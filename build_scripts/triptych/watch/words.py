@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from triptych.tune.drift import describe_drift
-from triptych.watch.found import Look, Test
+from triptych.watch.found import Look, MeanTest
 from triptych.watch.scores import Figure, is_worse
 
 
@@ -65,7 +65,7 @@ def describe_figure(figure: Figure) -> str:
     return f"  {figure.metric:28} {figure.value:>10.6g} {interval:24} {limit:14} {built}".rstrip()
 
 
-def describe_test(test: Test) -> str:
+def describe_test(test: MeanTest) -> str:
     """A test in a line."""
     mean = "-" if test.mean is None else f"{test.mean:.4g}"
     evidence = f"evidence 10^{test.evidence:.1f} of 10^{test.needed:.1f}"
