@@ -68,7 +68,7 @@ PURE = (
     "load_report_terminal", "load_values", "make_engine", "metrics", "onnxruntime_pieces",
     "onnxruntime_runner", "pages", "plan", "probe", "rehearsal", "releases", "report", "rounding",
     "samples_file", "scaffold", "scratch", "server_mistakes", "shown", "spec", "store",
-    "tensorrt_settings", "terminal", "tune_report", "tune_search", "tuned", "widths",
+    "tensorrt_settings", "terminal", "tune_report", "tune_search", "tuned", "watch", "widths",
 )
 # fmt: on
 """Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""

@@ -19,6 +19,7 @@ ROOMS = (
     "report",
     "dev",
     "deploy",
+    "watch",
     "tune",
     "building",
     "precision",

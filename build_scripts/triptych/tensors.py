@@ -50,6 +50,9 @@ CARRY = Tensor("carry", "BYTES", (1,))
 TICKET = Tensor("ticket", "INT64", (4,))
 """Goes past the core from preprocess to postprocess: see `runtime.in_flight`."""
 
+SAMPLED_TICKET = Tensor("ticket", "INT64", ("numbers",))
+"""The same where requests are sampled: see `runtime.sampling`."""
+
 ROW_STRIDE = Tensor("row_stride", "INT32", ())
 """Packed only, made by the server: places each row occupies in `input_ids`, pads included."""
 

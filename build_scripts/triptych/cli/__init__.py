@@ -20,13 +20,14 @@ from triptych.cli import (  # noqa: F401  (their verbs)
     serving,
     tuning,
     ui,
+    watching,
 )
 from triptych.cli.options import EXIT_MISTAKE, app, status
 from triptych.errors import UserError
 
 ORDER = [
     *("new", "test", "inspect", "build", "dev", "engine", "lint", "history", "rollback"),
-    *("serve", "ui", "infer", "verify", "bench", "tune", "deploy", "doctor"),
+    *("serve", "ui", "infer", "verify", "bench", "tune", "watch", "traffic", "deploy", "doctor"),
 ]
 """Of the verbs in the help: as one comes to use them."""
 app.registered_commands.sort(key=lambda verb: ORDER.index(verb.callback.__name__))  # type: ignore[union-attr]

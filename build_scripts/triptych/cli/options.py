@@ -67,6 +67,8 @@ ENDPOINTS = "gRPC endpoint; or several IP addresses with commas, or dns:///NAME:
 PIPELINES = verbs.PIPELINES
 REPOSITORY = verbs.REPOSITORY
 REPORTS = Path("reports")
+SAMPLES = Path("samples")
+"""Beside the reports, and not in the repository: that is shipped, and its folders are models."""
 
 
 def progress(stage: str, line: str) -> None:

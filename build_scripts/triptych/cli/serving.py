@@ -12,6 +12,7 @@ from triptych.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
     REPOSITORY,
+    SAMPLES,
     Json,
     LoadTimeout,
     Name,
@@ -28,6 +29,7 @@ from triptych.cli.options import (
 from triptych.cli.running import run, warn
 from triptych.cli.shown import print_finding
 from triptych.errors import UserError
+from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 
 @app.command()
@@ -51,6 +53,12 @@ def serve(
     gpus: Annotated[
         str | None, typer.Option(help="One replica on each, such as 0,1: numbers or UUIDs.")
     ] = None,
+    samples: Annotated[
+        Path,
+        typer.Option(
+            envvar=FOLDER_VARIABLE, help="Where rows are kept of pipelines that sample them."
+        ),
+    ] = SAMPLES,
     as_json: Json = False,
 ) -> None:
     """Run a real tritonserver on what is built, or several behind Envoy, until interrupted."""
@@ -84,6 +92,7 @@ def serve(
         timeout_s,
         production,
         named,
+        {FOLDER_VARIABLE: str(samples.absolute())},
         as_json,
     )
     if count == 1:
@@ -106,6 +115,7 @@ class _Order(NamedTuple):
     timeout_s: float
     production: bool
     gpus: list[str]
+    environment: dict[str, str]
     as_json: bool
 
 
@@ -124,7 +134,7 @@ def _serve_one(order: _Order) -> None:
         log_file=order.log_file,
         exchanges=not order.production,
         production_flags=order.flags,
-        environment=variables_of(order.gpus, 0),
+        environment={**order.environment, **variables_of(order.gpus, 0)},
     )
     exchange = Exchange(server, on_exchange=_tell, on_problem=warn, production=order.production)
 
@@ -152,6 +162,7 @@ def _serve_fleet(order: _Order, replicas: int) -> None:
         metrics_port=order.metrics_port,
         models=order.models,
         production_flags=order.flags,
+        environment=order.environment,
         exchanges=not order.production,
         log_file=order.log_file,
         load_s=order.timeout_s,

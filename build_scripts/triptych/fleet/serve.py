@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +33,7 @@ def new_fleet(
     metrics_port: int = 0,
     models: Sequence[str] = (),
     production_flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
     exchanges: bool = True,
     log_file: Path | None = None,
     load_s: float = 120.0,
@@ -55,7 +56,7 @@ def new_fleet(
             build,
             models=models,
             production_flags=production_flags,
-            environment=variables_of(gpus, number),
+            environment={**(environment or {}), **variables_of(gpus, number)},
             log_file=_beside(log_file, str(number + 1)),
         )
 

@@ -34,13 +34,17 @@ class Answer(NamedTuple):
     refusal: str = ""
 
 
-def reference_answers(inputs: PipelineInputs, progress: Progress) -> list[Answer]:
+def reference_answers(
+    inputs: PipelineInputs, progress: Progress, *, keep: bool = True
+) -> list[Answer]:
     """What the ensemble should answer to each request of the gate, by PyTorch fp32.
+
+    Without `keep` nothing of the requests gets into the cache.
 
     Raises:
         UserError: a function of the pipeline's fails on what the reference made of a row.
     """
-    decoded = _decode(inputs, progress)
+    decoded = _decode(inputs, progress, keep=keep)
     after = find_hook(inputs.plan.spec.folder, "after")
     return decoded if after is None else _call_after(after, inputs, decoded)
 
@@ -62,9 +66,9 @@ def check_hooks(inputs: PipelineInputs, progress: Progress) -> None:
     progress("hooks", f"{len(decoded)} answers of the model taken, as the outputs are declared")
 
 
-def _decode(inputs: PipelineInputs, progress: Progress) -> list[Answer]:
+def _decode(inputs: PipelineInputs, progress: Progress, *, keep: bool = True) -> list[Answer]:
     plan, requests = inputs.plan, inputs.requests
-    expected = reference_of(inputs, rows_of(requests), progress)
+    expected = reference_of(inputs, rows_of(requests), progress, keep=keep)
     outputs = reference_row_outputs(plan.core, expected)
     decoding = decoding_of(inputs)
     try:

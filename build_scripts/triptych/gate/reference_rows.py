@@ -25,8 +25,11 @@ def reference_of(
     progress: Progress,
     *,
     double: bool = False,
+    keep: bool = True,
 ) -> list[Expected]:
     """What the core should return for each of `samples`, by the model in PyTorch fp32 (or fp64).
+
+    Without `keep` it is neither looked for in the cache nor left there.
 
     Raises:
         UserError: transformers cannot load the model.
@@ -34,6 +37,14 @@ def reference_of(
     if not samples:
         return []
     plan = inputs.plan
+
+    def run() -> list[Expected]:
+        from triptych.gate.reference import reference_outputs
+
+        return reference_outputs(inputs.model_folder, plan.facts, plan.core, samples, double=double)
+
+    if not keep:
+        return run()
     key: dict[str, object] = {
         "facts": plan.facts.of_core,
         "core": asdict(plan.core),
@@ -44,12 +55,7 @@ def reference_of(
     }
 
     def work(target: Path) -> None:
-        from triptych.gate.reference import reference_outputs
-
-        save(
-            target / FILE,
-            reference_outputs(inputs.model_folder, plan.facts, plan.core, samples, double=double),
-        )
+        save(target / FILE, run())
 
     return load(cached_stage("reference", key, work, progress).folder / FILE)
 

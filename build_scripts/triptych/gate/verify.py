@@ -99,7 +99,7 @@ def verify_pipeline(
     plan = inputs.plan
     lock = find_lock(repository, plan.spec.name)
     precision = _precision(plan, repository, lock)
-    rules = _rules(inputs, precision, None if lock is None else lock.gate.rounding)
+    rules = rules_of(inputs, precision, None if lock is None else lock.gate.rounding)
     sent = live_requests(plan, inputs.requests)
     progress("verify", f"{len(inputs.requests)} requests in PyTorch fp32 ...")
     wanted = reference_answers(inputs, progress)
@@ -137,7 +137,14 @@ def verify_pipeline(
     )
 
 
-def _rules(inputs: PipelineInputs, precision: Precision, rounding: float | None) -> Rules:
+def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | None) -> Rules:
+    """What the answers of a build are held to.
+
+    Args:
+        inputs: of the pipeline.
+        precision: of the core that was built.
+        rounding: see `GateResult`; None where it is not known.
+    """
     plan = inputs.plan
     return Rules(
         task=plan.task,

@@ -220,6 +220,29 @@ class RateLimiter(Frozen):
     priority: Annotated[int, Field(ge=1, le=1000)] = 1
 
 
+class Sample(Frozen):
+    """Which rows the server keeps with their answers, for `watch` and `traffic`.
+
+    They lie where the server's environment says (``TRIPTYCH_SAMPLES``), in files of its own user.
+
+    Attributes:
+        rate: share of the rows.
+        max_rows: in the folder; the oldest make room.
+        max_bytes: of the folder, likewise; a window of time holds a tenth of either, at most.
+        keep_hours: after which a row is deleted.
+        window_s: seconds that a file is of.
+        redact: ``hooks.redact`` for a function of the pipeline's own, called on each row before it
+            is written: it returns inputs and answer, or None to drop the row.
+    """
+
+    rate: Share = 0.001
+    max_rows: Positive = 20_000
+    max_bytes: Positive = 256 << 20
+    keep_hours: Annotated[float, Field(gt=0, le=8760)] = 72.0
+    window_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    redact: Literal["hooks.redact"] | None = None
+
+
 class Serving(Frozen):
     """How Triton runs the steps.
 
@@ -232,6 +255,7 @@ class Serving(Frozen):
         max_inflight: requests that each step works on at a time; None for no limit. Needs a server
             of 25.11 or later.
         slo: what `bench` and `tune` hold the pipeline to, where their options say nothing else.
+        sample: rows that are kept for `watch`; None for none.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
@@ -242,6 +266,7 @@ class Serving(Frozen):
     rate_limiter: RateLimiter | None = None
     max_inflight: Positive | None = None
     slo: Slo = Slo()
+    sample: Sample | None = None
 
     @property
     def longest_wait_ms(self) -> float:

@@ -18,7 +18,15 @@ from triptych.plan.engine_spec import EnginePlan
 from triptych.plan.profiles import LARGEST_SCORES_BYTES, engine_plan, packed_rows
 from triptych.runtime.given import PREFIX
 from triptych.tasks import Core, Task
-from triptych.tensors import CARRY, FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, TICKET, Tensor
+from triptych.tensors import (
+    CARRY,
+    FIRST_SEGMENT,
+    INPUT_IDS,
+    ROW_LENGTH,
+    SAMPLED_TICKET,
+    TICKET,
+    Tensor,
+)
 
 TENSOR_CORE_MULTIPLE = 8
 """Padded lengths on a GPU are multiples of this: tensor cores work on blocks of 8."""
@@ -85,7 +93,8 @@ class Plan:
         """What goes from preprocess to postprocess without passing through the core."""
         carry = (CARRY,) if self.task.carries else ()
         inputs = self.task.inputs if self.gives_inputs else ()
-        return (TICKET, *carry, *(replace(t, name=PREFIX + t.name) for t in inputs))
+        ticket = TICKET if self.spec.serving.sample is None else SAMPLED_TICKET
+        return (ticket, *carry, *(replace(t, name=PREFIX + t.name) for t in inputs))
 
     def step(self, name: str) -> str:
         """Triton's name of the model that is this pipeline's step `name`."""

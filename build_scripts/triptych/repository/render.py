@@ -21,6 +21,8 @@ RUNTIME = Path(__file__).parents[1] / "runtime"
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
 """What a batch of the core costs by itself, in tokens more of another batch. On a processor next to
 nothing; for BERT-base on an A100, 0.55 ms beside 0.95 us a token (NVIDIA's TensorRT demo/BERT)."""
+SAMPLING = {"preprocess": "sampling.py", "postprocess": "sample_writer.py"}
+"""What the steps need of the runtime besides, where rows are sampled."""
 Content = bytes | Path
 """What a file holds: its bytes, or the file they are copied from."""
 
@@ -82,6 +84,9 @@ def render(
         "preprocess": {"model.py": "preprocess.py", "rows.py": task.rows},
         "postprocess": {"model.py": "postprocess.py", "decode.py": task.decode},
     }
+    if plan.spec.serving.sample is not None:
+        for step, source in SAMPLING.items():
+            pieces[step][source] = source
     with_tokenizer = {"preprocess": tokenizer_file is not None, "postprocess": task.decodes_tokens}
     for step, modules in pieces.items():
         folder = f"{plan.step(step)}/1"
@@ -178,6 +183,13 @@ def _ensemble(plan: Plan) -> Any:
     )
 
 
+def _sample_settings(plan: Plan, contents: Mapping[str, str]) -> dict[str, object]:
+    sample = plan.spec.serving.sample
+    if sample is None:
+        return {}
+    return {"sample": sample.model_dump(mode="json"), "sample_inputs": contents}
+
+
 def _python_step(
     plan: Plan,
     step: str,
@@ -191,6 +203,7 @@ def _python_step(
         **plan.task.settings(plan.facts),
         **own,
         **({"given_inputs": given} if plan.gives_inputs else {}),
+        **_sample_settings(plan, given),
         "carries": plan.task.carries,
         "parameters": dict(plan.parameters),
         "pipeline": plan.spec.name,

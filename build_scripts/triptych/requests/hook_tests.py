@@ -26,6 +26,7 @@ from triptych.runtime.hooking import (
     FUNCTIONS,
     HOOKS_FILE,
     MODULE_NAME,
+    REDACT,
     Hook,
     Row,
     RowForm,
@@ -162,7 +163,11 @@ def _check_functions(module: ModuleType, known: Sequence[str], needed: Sequence[
     problems = [f"`{name}` is missing" for name in needed if not hasattr(module, name)]
     found = []
     for name, value in vars(module).items():
-        if name in known and value is not None:
+        if name == REDACT:
+            found.append(name)
+            if not _is_called_with(value, {}, {}):
+                problems.append(f"`{name}` must be an ordinary function of inputs and answer")
+        elif name in known and value is not None:
             found.append(name)
             if not _takes_rows(value, *(["inputs"] if name == "after" else [])):
                 also = " (and may take `inputs`)" if name == "after" else ""
@@ -187,13 +192,18 @@ def _is_own_function(name: str, value: object) -> bool:
 
 
 def _takes_rows(value: Any, *optional: str) -> bool:
+    return _is_called_with(value, [], **{name: [] for name in optional})
+
+
+def _is_called_with(value: Any, *arguments: object, **optional: object) -> bool:
     if not callable(value) or inspect.isclass(value):
         return False
     if inspect.iscoroutinefunction(value) or inspect.isgeneratorfunction(value):
         return False
     try:
         signature = inspect.signature(value)
-        signature.bind([], **{name: [] for name in optional if name in signature.parameters})
+        named = {name: it for name, it in optional.items() if name in signature.parameters}
+        signature.bind(*arguments, **named)
     except (TypeError, ValueError):
         return False
     return True

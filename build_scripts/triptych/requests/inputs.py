@@ -21,7 +21,7 @@ from triptych.requests.feeds import Sample
 from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
 from triptych.requests.reader import RequestReader
 from triptych.requests.samples import GateRequest
-from triptych.runtime.hooking import HOOKS_FILE, load_hooks, takes_inputs
+from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
 from triptych.tasks import Task, find_task
 from triptych.tasks.custom import custom_task
 from triptych.tasks.eval_file import EVAL_FILE, first_rows, read_labels
@@ -210,6 +210,14 @@ def _load_hooks(spec: PipelineSpec, task: Task) -> ModuleType | None:
         raise UserError(
             str(path), "must load", given=f"{type(error).__name__}: {error}", remedy="Mend it"
         ) from error
+    sample = spec.serving.sample
+    if sample is not None and sample.redact and not callable(getattr(hooks, REDACT, None)):
+        raise UserError(
+            str(path),
+            f"must have the function `{REDACT}`, which serving.sample.redact names",
+            given="none",
+            remedy="Write `def redact(inputs, answer)`; see pipelines/reference.md",
+        )
     if spec.custom is not None and not hasattr(hooks, "decode"):
         raise UserError(
             str(path),

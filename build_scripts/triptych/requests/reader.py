@@ -129,6 +129,16 @@ class RequestReader:
         except Exception:  # what made-up inputs do to the user's own function is no mistake
             return None
 
+    def read_sent(
+        self, sent: Mapping[str, str | bytes], parameters: Mapping[str, Any], shown: str
+    ) -> GateRequest | None:
+        """A request as a server got it, without core rows; None where the pipeline refuses it."""
+        try:
+            checked = _checked(shown, parameters, self._rules, self.parameters)
+            return GateRequest(sent, self._after_hook(sent), checked, (), (), False, shown)
+        except Exception:  # the user's own function may raise anything
+            return None
+
     def accepted(self, requests: Sequence[GateRequest]) -> list[GateRequest]:
         """Those of `requests` that the row maker takes, with their core rows, none empty."""
         made = self._with_rows(requests)

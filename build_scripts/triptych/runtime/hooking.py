@@ -19,6 +19,9 @@ from .faults import RequestError
 HOOKS_FILE = "hooks.py"
 MODULE_NAME = "triptych_hooks"
 FUNCTIONS = ("before", "after", "decode")
+REDACT = "redact"
+"""Called on what is sampled, not on requests."""
+
 Row = dict[str, Any]
 Hook = Callable[..., list[Row]]
 NUMPY_TYPES: dict[str, type[np.generic]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ class TritonPythonModel:
         self._form = RowForm(settings["outputs"])
         self._in_flight = InFlight(settings["pipeline"])
         make_private()
+        self._samples: Any = None
+        if "sample" in settings:  # else the module is not even there
+            writing = import_module(".sample_writer", __package__)
+            self._samples = writing.SampleWriter(settings, folder, self._form)
+
+    def finalize(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request; a request at fault gets its own error."""
@@ -44,11 +53,12 @@ class TritonPythonModel:
         try:
             inputs = inputs_of(request)
             ticket = inputs["ticket"].as_numpy()
-            if not self._in_flight.settle(Ticket(*ticket[0].tolist())):
+            numbers = ticket[0, : len(Ticket._fields)].tolist()
+            if not self._in_flight.settle(Ticket(*numbers)):
                 raise RequestError(
                     "ticket",
                     "must be one that this server's preprocess step gave out",
-                    ticket[0].tolist(),
+                    numbers,
                     "Send the request to the ensemble, not to its steps",
                 )
             parameters = check_parameters(request.parameters(), self._rules, self._defaults)
@@ -61,6 +71,8 @@ class TritonPythonModel:
                 given = self._read_given(inputs, len(rows))
                 rows = call_hook("after", self._after, rows, self._form.names, given)
                 result = self._form.tensors(rows)
+            if self._samples is not None and ticket.shape[1] > len(Ticket._fields):
+                self._samples.put(ticket, result)
             return pb_utils.InferenceResponse(
                 [pb_utils.Tensor(name, result[name]) for name in self._form.names]
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +58,25 @@ class TritonPythonModel:
             longest_wait_s=longest_wait_s,
         )
         make_private()
+        self._drawing: Any = None
+        if "sample" in settings:  # else the module is not even there
+            sampling = import_module(".sampling", __package__)
+            self._drawing = sampling.Drawing(settings["sample"]["rate"])
+            self._with_passenger = sampling.with_passenger
         self._row_tokens = RowTokens(settings)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request; a request at fault gets its own error."""
         responses: list[Any] = [None] * len(requests)
         row_inputs: dict[int, RowInputs] = {}
+        drawn: dict[int, bytes] = {}
         # Triton's own field of a request, in microseconds; 0 where there is none.
         left_s = [request.timeout() / 1e6 or None for request in requests]
         self._admission.begin()
         for index, request in enumerate(requests):
             try:
                 self._admission.check(left_s[index])
-                row_inputs[index] = self._read(request)
+                row_inputs[index], drawn[index] = self._read(request)
             except Exception as error:
                 responses[index] = error_response(error)
         made = self._maker.make(list(row_inputs.values())) if row_inputs else []
@@ -85,7 +92,7 @@ class TritonPythonModel:
                 requests[i],
                 answered[i].row_count,
                 left_s[i],
-                partial(self._respond, answered[i], row_inputs[i]),
+                partial(self._respond, answered[i], row_inputs[i], drawn[i]),
             )
             for i in order
         ]
@@ -117,7 +124,8 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._row_tokens.flush()
 
-    def _read(self, request: Any) -> RowInputs:
+    def _read(self, request: Any) -> tuple[RowInputs, bytes]:
+        """The request for the row maker, and what of it is sampled; empty for nothing."""
         parameters = check_parameters(request.parameters(), self._rules, self._defaults)
         inputs = inputs_of(request)
         columns: dict[str, list[Any]] = {
@@ -126,6 +134,9 @@ class TritonPythonModel:
             else read_texts(inputs, field, self._max_text_bytes)
             for field in self._fields
         }
+        drawn = b""
+        if self._drawing is not None:
+            drawn = self._drawing.draw(columns, request.parameters())
         if self._before is not None:
             rows = [
                 dict(zip(columns, values, strict=True))
@@ -133,9 +144,9 @@ class TritonPythonModel:
             ]
             rows = call_before(self._before, rows, self._fields, encoded=self._encoded)
             columns = {field: [row[field] for row in rows] for field in self._fields}
-        return RowInputs(columns, parameters)
+        return RowInputs(columns, parameters), drawn
 
-    def _respond(self, core_rows: CoreRows, inputs: RowInputs) -> Any:
+    def _respond(self, core_rows: CoreRows, inputs: RowInputs, drawn: bytes) -> Any:
         count = core_rows.row_count
         tensors = [pb_utils.Tensor(name, value) for name, value in core_rows.tensors.items()]
         if self._carries:
@@ -146,5 +157,7 @@ class TritonPythonModel:
             tensors += [pb_utils.Tensor(name, value) for name, value in given.items()]
         ticket = np.empty((count, len(Ticket._fields)), np.int64)
         ticket[:] = self._admission.admit(count)
+        if drawn:
+            ticket = self._with_passenger(ticket, drawn)
         tensors.append(pb_utils.Tensor("ticket", ticket))
         return pb_utils.InferenceResponse(tensors)

@@ -29,7 +29,7 @@ ALIKE = "answers_alike"
 """The share of requests answered like the reference in everything: where the task's own metrics
 say nothing of the outputs, as those of a custom task's functions."""
 
-_LEAST_ALIKE: Mapping[Tolerance, float] = {"exact": 0.99, "close": 0.95, "quantized": 0.5}
+LEAST_ALIKE: Mapping[Tolerance, float] = {"exact": 0.99, "close": 0.95, "quantized": 0.5}
 # A function that prints digits prints other ones for every rounding, so little can be asked there.
 _LOOSE = 0.05
 """Largest difference of answers that are alike where the precision sets no limit of its own."""
@@ -194,7 +194,7 @@ def _verdicts(
     verdicts = judge_metrics(values, limits, complete=False)
     if readable:
         return verdicts
-    value, limit = values.get(ALIKE, math.nan), _LEAST_ALIKE[rules.tolerance]
+    value, limit = values.get(ALIKE, math.nan), LEAST_ALIKE[rules.tolerance]
     return (Verdict(ALIKE, value, limit, value >= limit), *verdicts)
 
 

@@ -1,0 +1,188 @@
+"""Verbs that read what servers sampled: watch, traffic."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from triptych.cli.options import (
+    EXIT_FINDINGS,
+    PIPELINES,
+    REPORTS,
+    REPOSITORY,
+    SAMPLES,
+    Json,
+    Name,
+    Pipelines,
+    Repository,
+    app,
+    output,
+    print_json,
+    progress,
+    report_into,
+)
+from triptych.cli.tuning import seconds_of
+from triptych.errors import UserError
+from triptych.runtime.sample_files import FOLDER_VARIABLE
+
+if TYPE_CHECKING:
+    from triptych.pipeline.spec import PipelineSpec
+    from triptych.watch.found import Look
+
+Samples = Annotated[
+    Path,
+    typer.Option("--samples", envvar=FOLDER_VARIABLE, help="Folder of what servers sampled."),
+]
+
+
+@app.command()
+def watch(
+    name: Name,
+    samples: Samples = SAMPLES,
+    every: Annotated[
+        str | None, typer.Option("--every", help="Look again and again: 15m, 1h; until stopped.")
+    ] = None,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    rows: Annotated[
+        int, typer.Option("--rows", min=1, help="Most rows of a look that are compared.")
+    ] = 2000,
+    reports: Annotated[
+        Path, typer.Option("--reports", help="Folder of the reports, one for each pipeline.")
+    ] = REPORTS,
+    textfile: Annotated[
+        Path | None, typer.Option("--textfile", help="File of gauges for Prometheus, *.prom.")
+    ] = None,
+    show_texts: Annotated[
+        bool, typer.Option("--show-texts", help="Show texts and answers of the worst rows.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Hold live answers, as the server sampled them, to the gate's limits.
+
+    Rows are compared with the original model once; what all looks at a build tell is one test,
+    which may be looked at as often as one likes. Drift of the requests is told, too.
+    """
+    pause_s = None if every is None else seconds_of("--every", every)
+    while True:
+        look = _look(name, samples, pipelines, repository, rows, reports, show_texts=show_texts)
+        if textfile is not None:
+            _write_gauges(look, textfile)
+        if as_json:
+            print_json(look.as_dict())
+        else:
+            _print(look)
+        if pause_s is None:
+            raise typer.Exit(0 if look.passed else EXIT_FINDINGS)
+        time.sleep(pause_s)
+
+
+def _look(
+    name: str,
+    samples: Path,
+    pipelines: Path,
+    repository: Path,
+    rows: int,
+    reports: Path,
+    *,
+    show_texts: bool,
+) -> Look:
+    from triptych.pipeline.spec import load_spec
+    from triptych.report.watch_page import write_watch_report
+    from triptych.repository.lock import build_id
+    from triptych.requests.inputs import read_inputs
+    from triptych.watch.look import look_at
+    from triptych.watch.sample import read_sample
+    from triptych.watch.timeline import read_timeline
+
+    spec = load_spec(pipelines / name)
+    inputs = read_inputs(spec, progress).as_built(repository)
+    folder = reports / name / "watch"
+    timeline = read_timeline(folder)
+    sample = read_sample(
+        samples, name, keep_hours=_keep_hours(spec), known=frozenset(timeline.files)
+    )
+    look = look_at(
+        inputs,
+        repository,
+        sample,
+        progress,
+        evidence=timeline.of_build(build_id(repository, name)),
+        most=rows,
+        show_texts=show_texts,
+    )
+    timeline = timeline.after(look, sample.known)
+    report_into(lambda target: write_watch_report(look, timeline, target), folder)
+    return look
+
+
+def _keep_hours(spec: PipelineSpec) -> float:
+    """How long the pipeline's samples may be kept.
+
+    Raises:
+        UserError: it samples nothing.
+    """
+    if spec.serving.sample is None:
+        raise UserError(
+            "serving.sample",
+            "must be given, so that the server keeps what it answers",
+            given="nothing",
+            remedy="Write `sample: {rate: 0.001}` below serving, build and serve",
+        )
+    return spec.serving.sample.keep_hours
+
+
+def _write_gauges(look: Look, path: Path) -> None:
+    from triptych.files import told_to_user, write_files
+    from triptych.watch.gauges import gauges_text
+
+    with told_to_user(path.parent):
+        write_files(path.parent, {path.name: gauges_text(look)})
+
+
+def _print(look: Look) -> None:
+    from triptych.watch.words import describe_look
+
+    for line, style in describe_look(look):
+        output.print(line, style=style, markup=False)
+
+
+@app.command()
+def traffic(
+    name: Name,
+    from_sample: Annotated[
+        bool, typer.Option("--from-sample", help="Take rows that the server sampled.")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Leave the rows out that are there now.")
+    ] = False,
+    most: Annotated[int, typer.Option("--rows", min=1, help="Most rows of the file.")] = 2000,
+    samples: Samples = SAMPLES,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    as_json: Json = False,
+) -> None:
+    """Put sampled requests into traffic.jsonl, and say what a build would make of them."""
+    from triptych.pipeline.spec import load_spec
+    from triptych.requests.inputs import read_inputs
+    from triptych.tune.drift import describe_drift
+    from triptych.watch.new_rows import describe_change, take_rows
+    from triptych.watch.sample import read_sample
+
+    if not from_sample:
+        raise UserError("--from-sample", "must be given: there is no other source of rows")
+    spec = load_spec(pipelines / name)
+    inputs = read_inputs(spec, progress).as_built(repository)
+    sample = read_sample(samples, name, keep_hours=_keep_hours(spec))
+    change = take_rows(inputs, sample, replace=replace, most=most)
+    if as_json:
+        print_json(change.as_dict())
+        return
+    for line in describe_change(change):
+        output.print(line, markup=False)
+    if change.drift is not None:
+        for line, style in describe_drift(change.drift):
+            output.print(line, style=style, markup=False)

@@ -1,0 +1,322 @@
+"""Writes what was sampled, in one thread beside the requests: a reservoir for each window of time.
+
+Nothing here may hold up or fail a request: what cannot be taken, redacted or written is counted.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
+from .hooking import REDACT, RowForm, load_hooks
+from .sample_files import FOLDER_VARIABLE, remove_old, write_file
+from .sampling import SampledRows, passenger_of, unpack
+
+LOCK_FILE = "triptych.lock.json"
+SCHEMA = 1
+MOST_WAITING = 1024
+MOST_WAITING_BYTES = 64 << 20
+"""Requests, and their bytes, that wait for the writer: more are dropped."""
+
+WINDOWS = 10
+"""A window of time holds this part of the folder's rows and bytes, at most: no burst fills it."""
+
+TICK_S = 0.5
+SETTLING_S = 60.0
+"""After the files of the repository changed, until the new ones surely answer."""
+
+DROPPED = ("waiting", "large", "redact", "disk", "exchange")
+Redact = Callable[[dict[str, Any], dict[str, Any]], "tuple[Any, Any] | None"]
+
+
+class Taken(NamedTuple):
+    """One row: its inputs as they were sent, and its answer, ``[1, …]`` each."""
+
+    at: float
+    inputs: Mapping[str, bytes]
+    parameters: str
+    answer: Mapping[str, NDArray[Any]]
+
+    @property
+    def size(self) -> int:
+        """Roughly, in bytes."""
+        return sum(map(len, self.inputs.values())) + sum(
+            sum(map(len, array.flat)) if array.dtype == object else array.nbytes
+            for array in self.answer.values()
+        )
+
+
+class SampleWriter:
+    """Takes sampled answers of one postprocess instance.
+
+    Args:
+        settings: of the step; ``sample`` has rate, max_rows, max_bytes, keep_hours, window_s and
+            redact of the pipeline.
+        step: the step's folder, in ``REPOSITORY/STEP/VERSION``.
+        form: of the answers, for `redact`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], step: Path, form: RowForm) -> None:
+        own = settings["sample"]
+        self._pipeline: str = settings["pipeline"]
+        self._contents: Mapping[str, str] = settings["sample_inputs"]
+        self._max_rows, self._max_bytes = own["max_rows"], own["max_bytes"]
+        self._keep_hours, self._window_s = own["keep_hours"], own["window_s"]
+        self._form = form
+        self._redact: Redact | None = None
+        if own["redact"]:
+            self._redact = getattr(load_hooks(step), REDACT, None)
+        if own["redact"] and self._redact is None:
+            raise RuntimeError(f"hooks.py must have the function `{REDACT}`, which samples need")
+        self._lock_file = step.parents[1] / self._pipeline / LOCK_FILE
+        self._lock_facts, self._build = _build_of(self._lock_file)
+        self._random = random.Random()
+        self._condition = threading.Condition()
+        self._waiting: list[tuple[bytes, Mapping[str, NDArray[Any]]]] = []
+        self._waiting_bytes = 0
+        self._refused = 0
+        self._ending = False
+        self._reservoir: list[Taken] = []
+        self._reservoir_bytes = self._seen = 0
+        self._settled_at = 0.0
+        self._counts: Counter[str] = Counter()
+        self._counters = _open_counters(self._pipeline)
+        folder = os.environ.get(FOLDER_VARIABLE)
+        self._folder = Path(folder) / self._pipeline if folder else None
+        if self._folder is None:
+            pb_utils.Logger.log_warn(
+                f"{self._pipeline} samples nothing: {FOLDER_VARIABLE} names no folder"
+            )
+        self._thread = threading.Thread(target=self._run, name="sample-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, ticket: NDArray[np.int64], outputs: Mapping[str, NDArray[Any]]) -> None:
+        """Take the answer of a request with a passenger, or drop it."""
+        if self._folder is None:
+            return
+        passenger = passenger_of(ticket)
+        with self._condition:
+            room = self._waiting_bytes + len(passenger) <= MOST_WAITING_BYTES
+            if not room or len(self._waiting) >= MOST_WAITING:
+                self._refused += 1
+                return
+            # The arrays may lie in memory that Triton takes back after the answer.
+            self._waiting.append((passenger, {name: a.copy() for name, a in outputs.items()}))
+            self._waiting_bytes += len(passenger)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is there."""
+        with self._condition:
+            self._ending = True
+            self._condition.notify()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        ends_at = time.monotonic() + self._window_s
+        while True:
+            with self._condition:
+                if not self._ending:
+                    self._condition.wait(TICK_S)
+                waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+                refused, self._refused = self._refused, 0
+                ending = self._ending
+            self._counts["waiting"] += refused
+            try:
+                self._note_exchange()
+                for passenger, outputs in waiting:
+                    self._take(passenger, outputs)
+                if ending or time.monotonic() >= ends_at:
+                    ends_at = time.monotonic() + self._window_s
+                    self._flush()
+            except Exception as error:  # of a kind that nobody foresaw: its words may be a text
+                self._counts["disk"] += len(self._reservoir)
+                self._reservoir, self._reservoir_bytes, self._seen = [], 0, 0
+                pb_utils.Logger.log_warn(f"samples of {self._pipeline}: {type(error).__name__}")
+            if ending or refused or waiting:
+                self._tell()
+            if ending:
+                return
+
+    def _note_exchange(self) -> None:
+        """What was answered before the files changed is of the build before."""
+        facts, build = _build_of(self._lock_file, known=(self._lock_facts, self._build))
+        if build != self._build:
+            self._flush()
+            self._build, self._settled_at = build, time.monotonic() + SETTLING_S
+        self._lock_facts = facts
+
+    def _take(self, passenger: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
+        sampled = unpack(passenger)
+        if time.monotonic() < self._settled_at:
+            self._counts["exchange"] += len(sampled.rows)
+        elif not sampled.columns:
+            self._counts["large"] += len(sampled.rows)
+        else:
+            for row in _rows_of(sampled, outputs):
+                self._keep(row)
+
+    def _keep(self, row: Taken) -> None:
+        """Vitter's algorithm R: each row that is seen in a window has the same chance to stay."""
+        most = max(self._max_rows // WINDOWS, 1)
+        self._seen += 1
+        place = len(self._reservoir)
+        if place < most:
+            self._reservoir.append(row)
+        else:
+            place = self._random.randrange(self._seen)
+            if place >= most:
+                return
+            self._reservoir_bytes -= self._reservoir[place].size
+            self._reservoir[place] = row
+        self._reservoir_bytes += row.size
+        while self._reservoir_bytes > self._max_bytes // WINDOWS and self._reservoir:
+            gone = self._reservoir.pop(self._random.randrange(len(self._reservoir)))
+            self._reservoir_bytes -= gone.size
+
+    def _flush(self) -> None:
+        rows, seen = self._reservoir, self._seen
+        self._reservoir, self._reservoir_bytes, self._seen = [], 0, 0
+        if self._folder is None:
+            return
+        with suppress(OSError):  # what cannot be deleted there can hardly be written: see below
+            remove_old(self._folder, self._pipeline, self._keep_hours)
+        lines = [line for line in map(self._line, rows) if line]
+        if not lines:
+            return
+        head = {"schema": SCHEMA, "pipeline": self._pipeline, "build": self._build, "drawn": seen}
+        try:
+            size = write_file(
+                self._folder,
+                self._pipeline,
+                [json.dumps(head).encode() + b"\n", *lines],
+                rows=len(lines),
+                most_rows=self._max_rows,
+                most=self._max_bytes,
+            )
+        except OSError:
+            self._counts["disk"] += len(lines)
+            return
+        self._counts["kept"] += len(lines)
+        self._counts["bytes"] += size
+
+    def _line(self, row: Taken) -> bytes:
+        """A row as JSON; empty where it is not to be kept."""
+        inputs: dict[str, Any] = {
+            name: value if self._contents[name] == "image" else value.decode()
+            for name, value in row.inputs.items()
+        }
+        answer, changed = row.answer, False
+        if self._redact is not None:
+            try:
+                (plain,) = self._form.rows(row.answer)
+                before = _fingerprint(inputs, self._form.tensors([plain]))
+                redacted = self._redact(inputs, plain)
+                if redacted is None:
+                    self._counts["redact"] += 1
+                    return b""
+                inputs, plain = redacted
+                rewritten = self._form.tensors([plain])
+                changed = _fingerprint(inputs, rewritten) != before
+                answer = rewritten if changed else answer
+            except BaseException:  # the user's own function; its words may be a text
+                self._counts["redact"] += 1
+                return b""
+        record = {
+            "at": round(row.at, 3),
+            "inputs": {name: _plain(value) for name, value in inputs.items()},
+            "parameters": json.loads(row.parameters or "{}"),
+            "answer": {name: _plain_array(array) for name, array in answer.items()},
+            "redacted": changed,
+        }
+        return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+    def _tell(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        try:
+            for name, value in counts.items():
+                if value and name in self._counters:
+                    self._counters[name].increment(value)
+        except Exception:  # counts are no reason to stop sampling
+            self._counters = {}
+
+
+def _rows_of(sampled: SampledRows, outputs: Mapping[str, NDArray[Any]]) -> list[Taken]:
+    return [
+        Taken(
+            sampled.at,
+            {name: values[place] for name, values in sampled.columns.items()},
+            sampled.parameters,
+            {name: array[row : row + 1] for name, array in outputs.items()},
+        )
+        for place, row in enumerate(sampled.rows)
+    ]
+
+
+def _build_of(lock: Path, known: tuple[Any, str] = (None, "")) -> tuple[Any, str]:
+    """Facts of the lock's file and its SHA-256 in hex; `known` where they are the same."""
+    try:
+        found = lock.stat()
+        facts = found.st_mtime_ns, found.st_size, found.st_ino
+        if facts == known[0]:
+            return known
+        return facts, hashlib.sha256(lock.read_bytes()).hexdigest()
+    except OSError:
+        return known
+
+
+def _fingerprint(inputs: Mapping[str, Any], answer: Mapping[str, NDArray[Any]]) -> str:
+    plain = {name: _plain(value) for name, value in inputs.items()}
+    return json.dumps([plain, {name: _plain_array(array) for name, array in answer.items()}])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if not isinstance(value, str):
+        raise TypeError("an input must be str or bytes")
+    return value
+
+
+def _plain_array(array: NDArray[Any]) -> dict[str, Any]:
+    shape = list(array.shape)
+    if array.dtype == object:
+        return {"shape": shape, "texts": [item.decode() for item in array.flat]}
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"shape": shape, "dtype": array.dtype.name, "base64": data}
+
+
+def _open_counters(pipeline: str) -> dict[str, Any]:
+    """The counters by what they count; none where the server has no such metrics."""
+    words = {
+        "triptych_sample_kept": "Sampled rows that were written",
+        "triptych_sample_dropped": "Sampled rows that were lost, by reason; requests for `waiting`",
+        "triptych_sample_bytes": "Bytes of samples that were written",
+    }
+    try:
+        kept, dropped, size = (
+            pb_utils.MetricFamily(name=name, description=text, kind=pb_utils.MetricFamily.COUNTER)
+            for name, text in words.items()
+        )
+        labels = {"pipeline": pipeline}
+        return {
+            "kept": kept.Metric(labels=labels),
+            "bytes": size.Metric(labels=labels),
+            **{why: dropped.Metric(labels={**labels, "reason": why}) for why in DROPPED},
+            "families": (kept, dropped, size),  # a counter dies with its family
+        }
+    except Exception:  # a server without such metrics serves all the same
+        return {}

@@ -1,0 +1,90 @@
+"""What a look calls for: alarms, drifts and notes, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from triptych.cache import sha256_of
+from triptych.repository.lock import Lock
+from triptych.requests.inputs import PipelineInputs
+from triptych.runtime.hooking import HOOKS_FILE
+from triptych.tune.drift import Drift
+from triptych.watch.found import Held, Look
+from triptych.watch.mixes import Mix, label_of
+from triptych.watch.sample import Sample, SampledRow
+
+CLEAR = math.sqrt(math.log(2 / 1e-6) / math.log(2 / 0.01))
+"""Distance of lengths over what `tune --check` calls chance (1 in 100), for one in a million."""
+
+
+def drifts_in(drift: Drift | None, mixes: Sequence[Mix]) -> Iterator[str]:
+    if drift is not None and drift.distance > CLEAR * drift.noise:
+        yield (
+            f"lengths: {drift.now.mean_tokens:.1f} tokens on average, built for"
+            f" {drift.before.mean_tokens:.1f}; {drift.action}: {drift.reason}"
+        )
+    for mix in mixes:
+        if mix.moved:
+            yield f"{mix.kind}: {mix.largest}"
+
+
+def notes_on(
+    inputs: PipelineInputs,
+    lock: Lock,
+    sample: Sample,
+    mine: Sequence[SampledRow],
+    chosen: int,
+) -> Iterator[str]:
+    name = inputs.plan.spec.name
+    if not sample.rows:
+        yield "no new rows: nothing is said of the answers since the last look"
+    elif not mine:
+        yield "all rows were answered by other builds than the one in the repository"
+    if chosen < len(mine):
+        yield f"of {len(mine)} rows, {chosen} evenly spread ones were compared"
+    if lock.model_sha256 != inputs.plan.facts.sha256:
+        yield "the model's files are not those that were built: the reference is of the new ones"
+    hooks = lock.files.get(f"{name}_preprocess/1/{HOOKS_FILE}")
+    own = inputs.plan.spec.folder / HOOKS_FILE
+    if (sha256_of(own) if own.is_file() else None) != hooks:
+        yield f"{HOOKS_FILE} is not the one that was built: the reference is of the new one"
+
+
+def changed_files(repository: Path, lock: Lock) -> list[str]:
+    """Files of the repository that are not as they were built."""
+    return [
+        name
+        for name, digest in lock.files.items()
+        if not (repository / name).is_file() or sha256_of(repository / name) != digest
+    ]
+
+
+def alarms_in(look: Look, changed: Sequence[str], held: Sequence[Held]) -> Iterator[str]:
+    for test in look.tests:
+        if test.alarmed and test.mean is not None:
+            yield (
+                f"{test.name}: the mean loss is {test.mean:.4g} over {test.rows} rows,"
+                f" {test.allowed:.2g} is allowed (evidence 10^{test.evidence:.1f},"
+                f" needed 10^{test.needed:.1f}, since row {test.alarm_row})"
+            )
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        yield f"not as it was built: {', '.join(changed[:3])}{more}"
+    if any(test.alarmed for test in look.tests) and (renamed := _renamed(held)):
+        yield f"labels go by other names: {renamed}"
+
+
+def _renamed(held: Sequence[Held]) -> str:
+    """Labels that are always called otherwise, in words; empty where that does not explain it."""
+    names: dict[str, set[str]] = {}
+    for one in held:
+        right, mine = label_of(one.wanted), label_of(one.row.answer)
+        if right is not None and mine is not None:
+            names.setdefault(right, set()).add(mine)
+    other = {right: next(iter(mine)) for right, mine in names.items() if len(mine) == 1}
+    moved = {right: mine for right, mine in other.items() if right != mine}
+    if len(other) < len(names) or not moved or len(set(other.values())) < len(other):
+        return ""
+    return ", ".join(f"{right} is {mine}" for right, mine in sorted(moved.items())[:4])

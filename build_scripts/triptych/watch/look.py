@@ -1,0 +1,248 @@
+"""One look at a served pipeline: the new rows of its sample, held against the original model."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from triptych.errors import Progress, UserError
+from triptych.gate.answers import Answer, reference_answers
+from triptych.gate.live.closeness import show_answer
+from triptych.gate.verify import rules_of
+from triptych.repository.lock import build_id, read_lock
+from triptych.requests.inputs import PipelineInputs
+from triptych.requests.reader import RequestReader
+from triptych.requests.samples import GateRequest, shown_text
+from triptych.runtime.hooking import HOOKS_FILE, find_hook
+from triptych.tasks.metrics.outputs import Outputs
+from triptych.tune.drift import Drift, check_drift
+from triptych.tune.new_traffic import NewTraffic
+from triptych.watch.alarms import alarms_in, changed_files, drifts_in, notes_on
+from triptych.watch.found import Group, Held, Look, MeanTest, Worst
+from triptych.watch.mixes import Mix, compare_mixes, label_of, script_of
+from triptych.watch.sample import Sample, SampledRow
+from triptych.watch.scores import (
+    RowScore,
+    Tests,
+    figures_of,
+    lost,
+    mean_interval,
+    score_rows,
+    tests_for,
+)
+from triptych.watch.sequential import Evidence
+
+ALPHA = 1e-3
+"""How often a pipeline that is right may ever be called wrong, over all looks at one build."""
+
+WORST = 10
+LEAST_GROUP = 5
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+def look_at(
+    inputs: PipelineInputs,
+    repository: Path,
+    sample: Sample,
+    progress: Progress,
+    *,
+    evidence: Mapping[str, Evidence],
+    most: int,
+    show_texts: bool = False,
+) -> Look:
+    """Hold the rows of a sample that the present build answered against the original model.
+
+    Args:
+        inputs: of the pipeline, in the layout that it was built in.
+        repository: with its lock.
+        sample: rows that no look has seen.
+        progress: told each stage.
+        evidence: of the looks before at this build.
+        most: rows that are compared: of more, as many evenly spread ones.
+        show_texts: whether the worst rows have their texts and answers.
+
+    Raises:
+        UserError: there is no build, or a function of the pipeline's fails.
+    """
+    name = inputs.plan.spec.name
+    lock, build = read_lock(repository, name), build_id(repository, name)
+    rules = rules_of(inputs, lock.gate.precision, lock.gate.rounding)
+    mine = [row for row in sample.rows if row.build == build]
+    places = np.linspace(0, len(mine) - 1, min(most, len(mine))).astype(int)
+    chosen = [mine[place] for place in places]
+    reader = _reader(inputs)
+    requests = _requests(reader, chosen)
+    comparable = [place for place, row in enumerate(chosen) if not row.redacted]
+    held, refused = _hold(inputs, chosen, requests, comparable, progress)
+    traffic = reference_answers(inputs, progress)
+    usual = [
+        (request, answer.outputs)
+        for request, answer in zip(inputs.requests, traffic, strict=True)
+        if not request.edge and not answer.refusal
+    ]
+    tests = tests_for(rules, [outputs for _, outputs in usual], lock.gate)
+    got, wanted = [one.row.answer for one in held], [one.wanted for one in held]
+    scores = score_rows(rules, tests, got, wanted)
+    queries = [one.request.query for one in held]
+    figures = tuple(figures_of(rules, lock.gate, scores, got, wanted, queries)) if held else ()
+    losses = [score.losses for score in [*scores, *[lost(tests)] * refused]]
+    needed = math.log(len(tests.allowed) / ALPHA)
+    now = {
+        test: evidence.get(test, Evidence(allowed, needed)).add([loss[test] for loss in losses])
+        for test, allowed in tests.allowed.items()
+    }
+    results = tuple(_result(test, one) for test, one in now.items())
+    accepted = [request for request in requests if request is not None]
+    drift = _length_drift(inputs, reader, accepted)
+    mixes = tuple(_mixes(usual, accepted, held))
+    found = Look(
+        pipeline=name,
+        at=time.time(),
+        build=build,
+        precision=lock.gate.precision,
+        rows=len(held) + refused,
+        redacted=len(chosen) - len(comparable),
+        others=len(sample.rows) - len(mine),
+        refused=refused,
+        damaged=sample.damaged,
+        figures=figures,
+        tests=results,
+        groups=tuple(_groups(inputs, tests, held, scores)),
+        worst=tuple(_worst(held, scores, show_texts=show_texts)),
+        drift=drift,
+        mixes=mixes,
+        alarms=(),
+        drifts=tuple(drifts_in(drift, mixes)),
+        notes=tuple(notes_on(inputs, lock, sample, mine, len(chosen))),
+        evidence=now,
+    )
+    changed = changed_files(repository, lock)
+    return replace(found, alarms=tuple(alarms_in(found, changed, held)))
+
+
+def _reader(inputs: PipelineInputs) -> RequestReader:
+    plan = inputs.plan
+    before = find_hook(plan.spec.folder, "before")
+    return RequestReader(plan.spec, plan.task, plan.facts, inputs.tokenizer_folder, before)
+
+
+def _requests(reader: RequestReader, rows: Sequence[SampledRow]) -> list[GateRequest | None]:
+    """The request of each row with its core rows; None where the pipeline refuses it."""
+    read = [reader.read_sent(row.inputs, row.parameters, row.place) for row in rows]
+    taken = reader.accepted([request for request in read if request is not None])
+    by_place = {request.shown: request for request in taken}
+    return [by_place.get(row.place) for row in rows]
+
+
+def _hold(
+    inputs: PipelineInputs,
+    rows: Sequence[SampledRow],
+    requests: Sequence[GateRequest | None],
+    comparable: Sequence[int],
+    progress: Progress,
+) -> tuple[list[Held], int]:
+    """The comparable rows with the reference's answers; and how many that refuses."""
+    asked = [(rows[place], requests[place]) for place in comparable]
+    pairs = [(row, request) for row, request in asked if request is not None]
+    if pairs:
+        progress("watch", f"{len(pairs)} rows in PyTorch fp32 ...")
+    # As made-up ones, what `after` refuses is told, not raised.
+    edges = tuple(replace(request, edge=True) for _, request in pairs)
+    answers: Sequence[Answer] = ()
+    if edges:
+        try:
+            answers = reference_answers(replace(inputs, requests=edges), progress, keep=False)
+        except UserError:  # whose words may be a text
+            raise UserError(
+                str(inputs.plan.spec.folder / HOOKS_FILE),
+                "must take what the model makes of the sampled rows",
+                given="a row that it fails on",
+                remedy="Try `triptych build`: it says on what kind of row",
+            ) from None
+    held = [
+        Held(row, request, answer.outputs)
+        for (row, request), answer in zip(pairs, answers, strict=True)
+        if not answer.refusal
+    ]
+    return held, len(comparable) - len(held)
+
+
+def _result(name: str, evidence: Evidence) -> MeanTest:
+    return MeanTest(
+        name=name,
+        allowed=evidence.allowed,
+        mean=evidence.mean,
+        rows=evidence.rows,
+        evidence=evidence.highest / math.log(10),
+        needed=evidence.needed / math.log(10),
+        alarm_row=evidence.alarm_row,
+    )
+
+
+def _groups(
+    inputs: PipelineInputs, tests: Tests, held: Sequence[Held], scores: Sequence[RowScore]
+) -> Iterator[Group]:
+    test = next(iter(tests.allowed))
+    groups: dict[tuple[str, int, str], list[float]] = {}
+    lengths = inputs.plan.lengths
+    ends = [] if lengths is None else sorted({lengths.quantile(q) for q in QUANTILES})
+    for one, score in zip(held, scores, strict=True):
+        loss = score.losses[test]
+        if ends:
+            place = bisect_left(ends, one.tokens)
+            name = f"up to {ends[place]}" if place < len(ends) else f"over {ends[-1]}"
+            groups.setdefault(("tokens", place, name), []).append(loss)
+        label = label_of(one.wanted)
+        if label is not None:
+            groups.setdefault(("label", 0, label), []).append(loss)
+    for (kind, _, name), losses in sorted(groups.items()):
+        if len(losses) >= LEAST_GROUP:
+            yield Group(kind, name, len(losses), float(np.mean(losses)), *mean_interval(losses))
+
+
+def _worst(
+    held: Sequence[Held], scores: Sequence[RowScore], *, show_texts: bool
+) -> Iterator[Worst]:
+    pairs = sorted(
+        zip(held, scores, strict=True),
+        key=lambda pair: (sum(pair[1].losses.values()), pair[1].badness),
+        reverse=True,
+    )
+    for one, score in pairs[:WORST]:
+        row = Worst(one.row.place, one.tokens, score.badness, score.difference)
+        if show_texts:
+            shown, right = shown_text(one.row.inputs), show_answer(one.wanted)
+            row = replace(row, shown=shown, wanted=right, got=show_answer(one.row.answer))
+        yield row
+
+
+def _length_drift(
+    inputs: PipelineInputs, reader: RequestReader, requests: Sequence[GateRequest]
+) -> Drift | None:
+    if inputs.plan.lengths is None or not requests:
+        return None
+    lengths = reader.lengths(requests)
+    new = NewTraffic(f"{len(requests)} sampled rows", lengths, lengths.mean)
+    return check_drift(inputs, new)
+
+
+def _mixes(
+    usual: Sequence[tuple[GateRequest, Outputs]],
+    requests: Sequence[GateRequest],
+    held: Sequence[Held],
+) -> Iterator[Mix]:
+    before = [label for _, outputs in usual if (label := label_of(outputs)) is not None]
+    now = [label for one in held if (label := label_of(one.wanted)) is not None]
+    scripts = (
+        [script_of(request.sent) for request, _ in usual],
+        [script_of(request.sent) for request in requests],
+    )
+    for mix in (compare_mixes("labels", before, now), compare_mixes("scripts", *scripts)):
+        if mix is not None:
+            yield mix

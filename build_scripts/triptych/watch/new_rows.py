@@ -1,0 +1,125 @@
+"""Sampled requests as the pipeline's traffic: without doubles, and what that changes of a build."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from triptych.errors import UserError
+from triptych.files import told_to_user, write_files
+from triptych.pipeline.traffic import PARAMETERS, TRAFFIC_FILE, read_traffic
+from triptych.repository.plain import plain_data
+from triptych.requests.gate_rows import CALIBRATION_ROWS, split_traffic
+from triptych.requests.inputs import PipelineInputs
+from triptych.requests.samples import hash_inputs
+from triptych.tune.drift import Drift, check_drift
+from triptych.tune.new_traffic import tokenize_sample
+from triptych.watch.sample import Sample
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of the traffic.
+
+    Attributes:
+        file: that was written.
+        before: rows that it had.
+        kept: of those.
+        added: rows of the sample.
+        doubles: of the sample's rows, those that were there already or came before.
+        gate: rows that the gate has now, and before.
+        calibration: rows for calibration, likewise.
+        drift: of the lengths, and what a build or `tune` would do.
+    """
+
+    file: str
+    before: int
+    kept: int
+    added: int
+    doubles: int
+    gate: tuple[int, int]
+    calibration: tuple[int, int]
+    drift: Drift | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        fields = asdict(self) | {"drift": self.drift.as_dict() if self.drift else None}
+        plain: dict[str, Any] = plain_data(fields)
+        return plain
+
+
+def take_rows(inputs: PipelineInputs, sample: Sample, *, replace: bool, most: int) -> Change:
+    """Write the sample's rows behind those of ``traffic.jsonl``, or in their place.
+
+    Which rows are the gate's and which calibrate is decided by a hash of each row: those that were
+    there before stay on their side. Of too many, those with the lowest hashes stay, old and new
+    alike, so that a file of mixed ages stays mixed.
+
+    Raises:
+        UserError: there is no row to take, the inputs are images, or the file cannot be written.
+    """
+    plan = inputs.plan
+    folder, names = plan.spec.folder, [tensor.name for tensor in plan.task.inputs]
+    if plan.lengths is None:
+        raise UserError(
+            plan.spec.name, "must have texts: traffic names files of images", given="images"
+        )
+    old = [
+        row.inputs | ({PARAMETERS: row.parameters} if row.parameters else {})
+        for row in read_traffic(folder, names)
+    ]
+    sampled = [
+        {name: row.inputs[name] for name in names}
+        | ({PARAMETERS: dict(row.parameters)} if row.parameters else {})
+        for row in sample.rows
+    ]
+    if not sampled:
+        raise UserError(plan.spec.name, "must have sampled rows", given="none")
+    first = {} if replace else {_key(row, names): row for row in old}
+    new: dict[str, Line] = {}
+    for row in sampled:
+        key = _key(row, names)
+        if key not in first:
+            new.setdefault(key, row)
+    stay = set(sorted({**first, **new})[:most])
+    kept = [row for row in (() if replace else old) if _key(row, names) in stay]
+    added = [row for key, row in new.items() if key in stay]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*kept, *added))
+    with told_to_user(folder):
+        write_files(folder, {TRAFFIC_FILE: text})
+    new_lengths = tokenize_sample(inputs, folder / TRAFFIC_FILE)
+    gate, rest = _split(old, names), _split([*kept, *added], names)
+    return Change(
+        file=str(folder / TRAFFIC_FILE),
+        before=len(old),
+        kept=len(kept),
+        added=len(added),
+        doubles=len(sampled) - len(new),
+        gate=(rest[0], gate[0]),
+        calibration=(rest[1], gate[1]),
+        drift=check_drift(inputs, new_lengths),
+    )
+
+
+def _key(row: Mapping[str, Any], names: list[str]) -> str:
+    return hash_inputs({name: row[name] for name in names})
+
+
+def _split(rows: list[Line], names: list[str]) -> tuple[int, int]:
+    """Rows of gate and calibration, before what `hooks.before` makes of them."""
+    gate, rest = split_traffic([{name: row[name] for name in names} for row in rows])
+    return len(gate), min(len(rest), CALIBRATION_ROWS)
+
+
+def describe_change(change: Change) -> Iterator[str]:
+    """The lines that show it, but for those of the drift."""
+    yield (
+        f"{change.file}: {change.kept} of {change.before} rows kept, {change.added} added,"
+        f" {change.doubles} sampled rows were there already"
+    )
+    for words, (now, before) in (("gate", change.gate), ("calibration", change.calibration)):
+        yield f"  rows for the {words}: {now}, before {before}"

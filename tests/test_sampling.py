@@ -1,0 +1,287 @@
+"""What a server keeps of its requests: uniform, bounded, private, and never in the way."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import stat
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import build_into, traffic_texts, write_pipeline
+from task_models import text_classifier
+from triptych.bench.metrics_page import fetch_metrics
+from triptych.client import Client
+from triptych.errors import UserError
+from triptych.pipeline.spec import load_spec
+from triptych.repository.lock import build_id
+from triptych.requests.inputs import read_inputs
+from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files, remove_old, write_file
+from triptych.runtime.sampling import LARGEST, Drawing, passenger_of, unpack, with_passenger
+from triptych.server.server import Server
+
+SECRET = "4711-0815-SECRET"
+HOOKS = """
+import re
+
+
+def redact(inputs, answer):
+    if "drop me" in inputs["text"]:
+        return None
+    if "break" in inputs["text"]:
+        raise KeyError(inputs["text"])
+    return {"text": re.sub("[0-9]{4}-[0-9]{4}-SECRET", "#", inputs["text"])}, answer
+"""
+TEXTS = traffic_texts()[:100]
+TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
+SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
+
+
+def test_rows_are_drawn_alike_whatever_request_they_are_in() -> None:
+    drawing = Drawing(0.1, random.Random(5))
+    found: Counter[int] = Counter()
+    for request in range(4000):
+        texts = [f"{request} {row}" for row in range(1 + request % 5)]
+        passenger = drawing.draw({"text": texts}, "{}")
+        if passenger:
+            sampled = unpack(passenger)
+            assert sampled.columns["text"] == [texts[row].encode() for row in sampled.rows]
+            found.update(sampled.rows)
+    sent = {row: 4000 - 800 * row for row in range(5)}
+    for row, count in sent.items():  # five standard deviations
+        assert abs(found[row] - 0.1 * count) < 5 * (0.09 * count) ** 0.5, (row, found)
+    every = Drawing(1.0).draw({"text": ["a", "b"], "image": [b"\0", b""]}, '{"top_k": 1}')
+    sampled = unpack(every)
+    assert (sampled.rows, sampled.parameters) == ([0, 1], '{"top_k": 1}')
+    assert sampled.columns == {"text": [b"a", b"b"], "image": [b"\0", b""]}
+    large = unpack(Drawing(1.0).draw({"text": ["x" * (LARGEST + 1)]}, "{}"))
+    assert (large.rows, large.columns) == ([0], {})
+
+
+def test_a_passenger_travels_behind_the_numbers_of_the_ticket() -> None:
+    ticket = np.arange(4, dtype=np.int64)[None].repeat(3, 0)
+    passenger = Drawing(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}")
+    together = with_passenger(ticket, passenger)
+    assert together.dtype == ticket.dtype
+    assert together[:, :4].tolist() == ticket.tolist()
+    assert unpack(passenger_of(together)) == unpack(passenger)
+    assert passenger_of(ticket) == b""
+
+
+def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
+    folder = tmp_path / "samples" / "p"
+
+    def write(lines: int, **limits: int) -> None:
+        bounds = {"most_rows": 10, "most": 1000, **limits}
+        write_file(folder, "p", [b"x" * 9 + b"\n"] * lines, rows=lines, **bounds)
+
+    for _ in range(6):
+        write(3)
+    files = list_files(folder, "p")
+    assert [file.rows for file in files] == [3, 3, 3]
+    assert {stat.S_IMODE(file.path.stat().st_mode) for file in files} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    write(3, most=65)
+    assert sum(file.size for file in list_files(folder, "p")) == 60
+    (folder / "another.1.1.aa.jsonl").write_text("not ours")
+    now = time.time()
+    remove_old(folder, "p", 1.0, now + 3590)
+    assert len(list_files(folder, "p")) == 2
+    remove_old(folder, "p", 1.0, now + 3610)
+    assert not list_files(folder, "p")
+    write(1)
+    remove_old(folder, "p", 1.0, now - 7200)  # the clock went back: nobody knows its age
+    assert [path.name for path in folder.iterdir()] == ["another.1.1.aa.jsonl"]
+
+
+def write_sampling(folder: Path, model: Path, **sample: Any) -> Path:
+    """A pipeline of the tiny classifier that samples every row."""
+    serving = {"sample": {**SAMPLE, **sample}}
+    fields = {"task": "text-classification", "model": {"source": str(model)}, "serving": serving}
+    made = write_pipeline(folder, **fields)
+    (made / "hooks.py").write_text(HOOKS, encoding="utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    return text_classifier(tmp_path_factory.mktemp("model"), minilm_folder, traffic_texts())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A folder with `pipelines/` and `repository/`: `sampled`, and `stale` with old labels."""
+    folder = tmp_path_factory.mktemp("sampling")
+    for name in ("sampled", "stale"):
+        build_into(write_sampling(folder / "pipelines" / name, model), folder / "repository")
+    config = folder / "repository/stale_postprocess/config.pbtxt"
+    text = config.read_text(encoding="utf-8")
+    config.unlink()  # it may be one file with others
+    config.write_text(text.replace(*("billing", "invoices")), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(built: Path) -> Iterator[Server]:
+    environment = {FOLDER_VARIABLE: str(built / "samples")}
+    with Server(built / "repository", environment=environment) as server:
+        yield server
+
+
+def counts(server: Server) -> Counter[str]:
+    """``kept``, ``bytes`` and reasons of dropped rows to their counts on the metrics page."""
+    return Counter(
+        {
+            labels.get("reason", name.removeprefix("triptych_sample_")): int(value)
+            for name, labels, value in fetch_metrics(server.metrics_url)
+            if name.startswith("triptych_sample_") and labels["pipeline"] == "sampled"
+        }
+    )
+
+
+def wait_for(done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Every row in the folder."""
+    return [
+        json.loads(line)
+        for file in list_files(folder, "sampled")
+        for line in file.path.read_text(encoding="utf-8").split("\n")[1:-1]
+    ]
+
+
+@pytest.mark.server
+def test_rows_and_answers_are_kept_and_nothing_of_them_elsewhere(
+    server: Server, built: Path
+) -> None:
+    folder = built / "samples" / "sampled"
+    before = counts(server)
+    with Client("sampled", server.grpc_url) as client:
+        asked = [f"hello {SECRET}", "drop me", "break", "plain"]
+        answers = client.classify(asked, top_k=2)
+    wait_for(lambda: counts(server)["kept"] - before["kept"] == 2, "two rows kept")
+    found = {row["inputs"]["text"]: row for row in records(folder)}
+    assert found.keys() == {"hello #", "plain"}
+    assert (found["hello #"]["redacted"], found["plain"]["redacted"]) == (True, False)
+    assert found["plain"]["parameters"] == {"top_k": 2}
+    answer = found["plain"]["answer"]
+    assert answer["label"]["texts"] == [label.label for label in answers[3]]
+    scores = np.frombuffer(base64.b64decode(answer["score"]["base64"]), answer["score"]["dtype"])
+    assert scores.tolist() == [label.score for label in answers[3]]
+    (file,) = list_files(folder, "sampled")
+    head = file.path.read_text(encoding="utf-8").partition("\n")[0]
+    assert json.loads(head)["build"] == build_id(built / "repository", "sampled")
+    now = counts(server)
+    assert now["redact"] - before["redact"] == 2
+    assert now["bytes"] == file.size
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert server.log_file is not None
+    seen = [path for path in built.rglob("*") if path.is_file()]
+    for path in (*seen, server.log_file):
+        assert SECRET.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.server
+def test_a_folder_that_is_gone_costs_samples_and_no_answers(server: Server, built: Path) -> None:
+    folder = built / "samples" / "sampled"
+    before = counts(server)
+    folder.rename(built / "away")
+    folder.write_text("in the way", encoding="utf-8")
+    try:
+        with Client("sampled", server.grpc_url) as client:
+            assert len(client.classify(["one", "two"])) == 2
+        wait_for(lambda: counts(server)["disk"] - before["disk"] == 2, "two rows lost")
+    finally:
+        folder.unlink()
+        (built / "away").rename(folder)
+    assert counts(server)["kept"] == before["kept"]
+
+
+def triptych(built: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command, in the folder of `built`."""
+    return subprocess.run(
+        [TRIPTYCH, *map(str, words), "--repository", "repository"],
+        cwd=built,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.server
+def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built: Path) -> None:
+    asked = [f"{text} {SECRET}" if row % 20 == 0 else text for row, text in enumerate(TEXTS)]
+    for name in ("sampled", "stale"):
+        with Client(name, server.grpc_url) as client:
+            client.classify(asked)
+        folder = built / "samples" / name
+        wait_for(lambda: sum(f.rows for f in list_files(folder, name)) >= len(asked), "files")  # noqa: B023
+    gauges = built / "gauges.prom"
+    done = triptych(built, "watch", "sampled", "--json", "--textfile", gauges)
+    assert done.returncode == 0, done.stdout + done.stderr
+    look = json.loads(done.stdout)
+    assert (look["alarms"], look["drifts"]) == ([], [])
+    assert (look["rows"], look["redacted"]) >= (len(asked) * 9 // 10, 5)
+    assert {test["name"] for test in look["tests"]} == {"label_agreement", "rows_beyond_the_gate"}
+    assert {test["mean"] for test in look["tests"]} == {0.0}
+    assert 'triptych_watch_alarms{pipeline="sampled"} 0.0' in gauges.read_text()
+    done = triptych(built, "watch", "sampled")  # nothing new
+    assert done.returncode == 0
+    assert "0 new rows compared" in done.stdout
+
+    done = triptych(built, "watch", "stale")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "alarm: label_agreement" in done.stdout
+    assert "not as it was built: stale_postprocess/config.pbtxt" in done.stdout
+    assert "labels go by other names: billing is invoices" in done.stdout
+    page = (built / "reports/stale/watch/report.html").read_text(encoding="utf-8")
+    assert "labels go by other names" in page
+    for path in (built / "reports").rglob("*"):
+        if path.is_file():
+            content = path.read_text(encoding="utf-8")
+            assert not any(text in content for text in (*TEXTS, SECRET)), path
+    timeline = json.loads((built / "reports/sampled/watch/timeline.json").read_text())
+    assert len(timeline["looks"]) == 2
+
+
+@pytest.mark.server
+def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
+    file = built / "pipelines/sampled/traffic.jsonl"
+    before = file.read_text(encoding="utf-8").splitlines()
+    with Client("sampled", server.grpc_url) as client:
+        client.classify([*(f"a new request, number {row}" for row in range(40)), TEXTS[0]])
+    folder = built / "samples/sampled"
+    wait_for(lambda: "number 39" in str(records(folder)), "the new rows")
+    done = triptych(built, "traffic", "sampled", "--from-sample", "--json")
+    assert done.returncode == 0, done.stderr
+    change = json.loads(done.stdout)
+    after = file.read_text(encoding="utf-8").splitlines()
+    assert after[: len(before)] == before  # each row stays where it was
+    assert change["added"] == len(after) - len(before) >= 40
+    assert change["gate"][0] > change["gate"][1]
+    texts = [json.loads(line)["text"] for line in after]
+    assert len(set(texts[len(before) :])) == change["added"]
+    assert SECRET not in str(texts)
+    again = json.loads(triptych(built, "traffic", "sampled", "--from-sample", "--json").stdout)
+    assert (again["added"], again["before"]) == (0, len(after))
+
+
+def test_redact_must_be_there(tmp_path: Path, model: Path) -> None:
+    made = write_sampling(tmp_path / "sampled", model)
+    (made / "hooks.py").write_text("def before(rows):\n    return rows\n", encoding="utf-8")
+    with pytest.raises(UserError, match="must have the function `redact`"):
+        read_inputs(load_spec(made), lambda *_: None)

@@ -1,0 +1,182 @@
+"""The watch without a server: evidence that may be looked at, mixes, timelines, what is read."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from triptych.errors import UserError
+from triptych.runtime.sample_files import write_file
+from triptych.watch.found import Look, MeanTest
+from triptych.watch.gauges import gauges_text
+from triptych.watch.mixes import compare_mixes, script_of
+from triptych.watch.sample import read_sample
+from triptych.watch.scores import Figure
+from triptych.watch.sequential import Evidence
+from triptych.watch.timeline import TIMELINE_FILE, Timeline, read_timeline
+
+NEEDED = math.log(1000)
+SECRET = "4711-SECRET"
+
+
+def test_looks_at_what_is_right_raise_no_alarm() -> None:
+    """200 builds with as much loss as is allowed: 0.2 alarms are expected at most."""
+    rng = np.random.default_rng(11)
+    draws = {
+        "rare": (0.02, lambda: (rng.random(2000) < 0.02).astype(float)),
+        "small": (0.002, lambda: np.clip(rng.gamma(2.0, 0.001, 2000), 0, 1)),
+    }
+    for name, (allowed, draw) in draws.items():
+        alarms = 0
+        for _ in range(100):
+            evidence = Evidence(allowed, NEEDED)
+            for look in np.split(draw(), 20):
+                evidence = evidence.add(look)
+            alarms += evidence.alarm_row is not None
+        assert alarms <= 1, name
+
+
+def test_what_is_wrong_is_found_in_few_rows_whatever_its_kind() -> None:
+    rng = np.random.default_rng(12)
+    for allowed, losses, most in (
+        (0.02, np.ones(50), 4),
+        (0.02, (rng.random(2000) < 0.1).astype(float), 400),
+        (0.002, rng.gamma(2.0, 0.004, 2000), 60),
+        (1e-5, np.full(2000, 1e-4), 60),
+        (0.02, (rng.random(2000) < 0.05).astype(float), 2000),
+    ):
+        once = Evidence(allowed, NEEDED).add(losses)
+        assert once.alarm_row is not None
+        assert once.alarm_row <= most, (allowed, once.alarm_row)
+        parts = Evidence(allowed, NEEDED)
+        for part in np.array_split(losses, 7):
+            parts = parts.add(part)
+        assert (parts.alarm_row, parts.rows) == (once.alarm_row, len(losses))
+        assert parts.log_capitals == pytest.approx(once.log_capitals)
+        assert parts.mean == pytest.approx(losses.mean())
+    with pytest.raises(ValueError, match="0 to 1"):
+        Evidence(0.1, NEEDED).add([math.nan])
+
+
+def test_a_mix_has_moved_where_chance_cannot_explain_it() -> None:
+    rng = np.random.default_rng(13)
+    names = ["a", "b", "c", "rare"]
+    usual, other = [0.5, 0.3, 0.19, 0.01], [0.3, 0.5, 0.19, 0.01]
+
+    def draw(shares: list[float], rows: int) -> list[str]:
+        return [names[place] for place in rng.choice(4, size=rows, p=shares)]
+
+    for _ in range(300):
+        mix = compare_mixes("labels", draw(usual, 300), draw(usual, 60))
+        assert mix is not None
+        assert not mix.moved
+    mix = compare_mixes("labels", draw(usual, 400), draw(other, 1000))
+    assert mix is not None
+    assert mix.moved
+    assert mix.largest.split()[0] in ("a", "b")
+    assert compare_mixes("labels", [], ["a"]) is None
+    assert compare_mixes("labels", ["a"] * 9, ["a"]) is not None
+    for text, script in (("wo ist es", "LATIN"), ("где это", "CYRILLIC"), ("12", "(none)")):
+        assert script_of({"text": text}) == script
+
+
+def record(**fields: Any) -> bytes:
+    scores = np.array([[0.75, 0.25]], np.float32)
+    row = {
+        "at": 1.5,
+        "inputs": {"text": SECRET, "image": {"base64": base64.b64encode(b"\0\1").decode()}},
+        "parameters": {"top_k": 2, "triton_header": 1, "x-forwarded": "y"},
+        "answer": {
+            "label": {"shape": [1, 2], "texts": ["ä", "b"]},
+            "score": {
+                "shape": [1, 2],
+                "dtype": "float32",
+                "base64": base64.b64encode(scores.tobytes()).decode(),
+            },
+        },
+        "redacted": False,
+        **fields,
+    }
+    return json.dumps(row).encode() + b"\n"
+
+
+def test_rows_come_back_as_they_were_and_damage_is_counted(tmp_path: Path) -> None:
+    head = json.dumps({"build": "b1"}).encode() + b"\n"
+    lines = [head, record(), b"{not JSON\n", record(answer=5)]
+    write_file(tmp_path / "p", "p", lines, rows=3, most_rows=99, most=9999)
+    write_file(tmp_path / "p", "p", [b"nothing\n"], rows=1, most_rows=99, most=9999)
+    sample = read_sample(tmp_path, "p", keep_hours=1)
+    (row,) = sample.rows
+    assert (sample.damaged, len(sample.known)) == (3, 2)
+    assert (row.build, row.inputs) == ("b1", {"text": SECRET, "image": b"\0\1"})
+    assert row.parameters == {"top_k": 2}
+    assert row.answer["label"].tolist() == [["ä".encode(), b"b"]]
+    assert row.answer["score"].tolist() == [[0.75, 0.25]]
+    again = read_sample(tmp_path, "p", keep_hours=1, known=frozenset(sample.known))
+    assert (again.rows, again.known) == ((), sample.known)
+    with pytest.raises(UserError, match="must be a folder with samples"):
+        read_sample(tmp_path, "q", keep_hours=1)
+    time.sleep(0.002)
+    assert not read_sample(tmp_path, "p", keep_hours=1e-7).known
+    assert not list((tmp_path / "p").iterdir())
+
+
+def look(build: str = "b1") -> Look:
+    evidence = Evidence(0.02, NEEDED).add([1.0, 1.0, 1.0, 1.0])
+    test = MeanTest("label_agreement", 0.02, 1.0, 4, 3.5, 3.0, evidence.alarm_row)
+    figure = Figure("label_agreement", 0.0, 0.0, 0.4, 0.98, 1.0)
+    return Look(
+        pipeline="p",
+        at=time.time(),
+        build=build,
+        precision="fp32",
+        rows=4,
+        redacted=0,
+        others=0,
+        refused=0,
+        damaged=0,
+        figures=(figure,),
+        tests=(test,),
+        groups=(),
+        worst=(),
+        drift=None,
+        mixes=(),
+        alarms=("wrong",),
+        drifts=(),
+        notes=(),
+        evidence={"label_agreement": evidence},
+    )
+
+
+def test_a_timeline_outlives_its_process_and_a_build_begins_anew(tmp_path: Path) -> None:
+    timeline = Timeline().after(look(), ["f1"]).after(look(), ["f2"])
+    (tmp_path / TIMELINE_FILE).write_text(timeline.as_text(), encoding="utf-8")
+    found = read_timeline(tmp_path)
+    assert found == timeline
+    assert (len(found.looks), found.files) == (2, ("f2",))
+    assert found.of_build("b1") == look().evidence
+    assert found.of_build("b2") == {}
+    assert read_timeline(tmp_path / "nothing") == Timeline()
+    (tmp_path / TIMELINE_FILE).write_text("{}{")
+    with pytest.raises(UserError, match="must be a timeline"):
+        read_timeline(tmp_path)
+
+
+def test_gauges_are_what_prometheus_reads() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(gauges_text(look()))
+        for sample in family.samples
+    }
+    assert samples["triptych_watch_alarms", "p"] == 1
+    assert samples["triptych_watch_evidence", "label_agreement", "p"] == pytest.approx(3.5 / 3)
+    assert samples["triptych_watch_value", "label_agreement", "p"] == 0
