@@ -10,6 +10,10 @@ SHELL := bash
 COMPOSE = TRIPTYCH_USER="$$(id -u):$$(id -g)" docker compose --env-file docker/versions.env \
   --file docker/compose.yaml
 export TRITON_IMAGE
+# Hundreds of processes import the same libraries: they are compiled once, whatever the shell says,
+# and the bytecode lies where no repository or package is written.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
 .PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-path compare-tasks grid precisions gpu-test soak fuzz clean
 help:  ## Show this list
@@ -27,7 +31,7 @@ demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, sto
 	$(BIN)/triptych build minilm
 	$(BIN)/python -m triptych.cli.demo model_repository minilm
 
-# The lanes of tests. `make test` has all but the long ones; .ci/run runs both.
+# The lanes of tests. `make test` has all but the long ones; .ci/run runs both in one.
 PYTEST := $(BIN)/python -m pytest
 # A file's tests stay on one worker, since they share its server; the biggest files come first.
 # Three workers for two cores: many tests wait, for a server to start or for a deadline.
@@ -35,14 +39,14 @@ PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check: lint types pure  ## Lint, types and the pure tests: no server, no build, no torch
 
-test: lint types unit  ## Lint, types and the tests, against a real server
+test: lint types unit  ## Lint, types and the tests, against a real server (LONG=1: the long ones, too)
 
 test-long: setup  ## What takes minutes each: trainings, compilers, races, whole runs
 	$(PYTEST) $(PARALLEL) -m long
 
 .PHONY: unit pure lint types format
 unit: setup
-	$(PYTEST) $(PARALLEL) -m "not long"
+	$(PYTEST) $(PARALLEL) $(if $(LONG),,-m "not long")
 
 pure: setup
 	$(PYTEST) --pure --numprocesses 2

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 _IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception"}
+_HOLDS_IMPORTS = (ast.stmt, ast.excepthandler, ast.match_case)
+_remembered = lru_cache(maxsize=128)
+"""Steps share most of their files, and so do the builds of one process."""
 
 
 class Source:
@@ -15,7 +19,7 @@ class Source:
 
     Attributes:
         file: its path relative to the repository; `folder` likewise.
-        tree: an empty module when it does not parse.
+        tree: an empty module when it does not parse; shared by files of the same content.
         problem: why it does not parse, with the line; empty when it does.
     """
 
@@ -24,13 +28,18 @@ class Source:
         self.folder = self.file.rpartition("/")[0]
         self.tree, self.problem = ast.Module(body=[], type_ignores=[]), ""
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what Python merely doubts is not lint's concern
-                self.tree = ast.parse(path.read_bytes())
+            self.tree = _parsed(path.read_bytes())
         except SyntaxError as broken:
             self.problem = f"line {broken.lineno}: {broken.msg}"
         except (OSError, ValueError, RecursionError, MemoryError) as broken:
             self.problem = f"{type(broken).__name__}: {broken}"
+
+
+@_remembered
+def _parsed(content: bytes) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Python merely doubts is not lint's concern
+        return ast.parse(content)
 
 
 def read_sources(folders: Iterable[Path], root: Path) -> list[Source]:
@@ -38,7 +47,8 @@ def read_sources(folders: Iterable[Path], root: Path) -> list[Source]:
     return [Source(path, root) for folder in folders for path in sorted(folder.rglob("*.py"))]
 
 
-def imports_of(tree: ast.Module, level: int) -> set[str]:
+@_remembered
+def imports_of(tree: ast.Module, level: int) -> frozenset[str]:
     """The top-level modules a file needs: absolute at level 0, siblings at level 1.
 
     Imports that may fail (under ``try``/``except ImportError``) or that only a type checker runs
@@ -52,21 +62,22 @@ def imports_of(tree: ast.Module, level: int) -> set[str]:
             found.update([node.module] if node.module else (alias.name for alias in node.names))
         elif isinstance(node, ast.Import) and level == 0:
             found.update(alias.name for alias in node.names)
-        pending += _needed_children(node)
-    return {name.partition(".")[0] for name in found}
+        pending += [child for child in _needed_children(node) if isinstance(child, _HOLDS_IMPORTS)]
+    return frozenset(name.partition(".")[0] for name in found)
 
 
-def _needed_children(node: ast.AST) -> list[ast.AST]:
+def _needed_children(node: ast.AST) -> Iterable[ast.AST]:
     if isinstance(node, ast.Try) and any(
         handler.type is None or _mentions(handler.type, _IMPORT_ERRORS) for handler in node.handlers
     ):
         return [*node.orelse, *node.finalbody]
     if isinstance(node, ast.If) and _mentions(node.test, {"TYPE_CHECKING"}):
-        return list(node.orelse)
-    return list(ast.iter_child_nodes(node))
+        return node.orelse
+    return ast.iter_child_nodes(node)
 
 
-def files_beside(tree: ast.Module) -> set[str]:
+@_remembered
+def files_beside(tree: ast.Module) -> frozenset[str]:
     """Names of the files that a source looks for in its own folder.
 
     It knows ``Path(__file__).with_name("x")`` and ``Path(__file__).parent / "x"``.
@@ -79,7 +90,7 @@ def files_beside(tree: ast.Module) -> set[str]:
             ) | ast.BinOp(ast.Attribute(place, "parent"), ast.Div(), ast.Constant(str(name))):
                 if _mentions(place, {"__file__"}):
                     found.add(name)
-    return found
+    return frozenset(found)
 
 
 def _mentions(node: ast.AST, names: set[str]) -> bool:
@@ -89,6 +100,7 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
     )
 
 
+@_remembered
 def defines(tree: ast.Module, name: str) -> bool:
     """Whether a function or method `name` is defined anywhere in a source."""
     return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree))
