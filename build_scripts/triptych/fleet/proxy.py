@@ -30,7 +30,6 @@ from triptych.server.embedded import server_path
 from triptych.server.http_probe import answers
 from triptych.server.leftovers import new_mark
 from triptych.server.plain_folder import new_plain_folder
-from triptych.server.ports import claim_ports
 from triptych.server.process import ServerProcess
 from triptych.server.server import Server
 
@@ -50,10 +49,7 @@ class Proxy:
 
     Args:
         settings: its numbers.
-        host: address to listen on.
-        grpc_port: 0 picks a free one, as for the other two.
-        http_port: see `grpc_port`.
-        metrics_port: see `grpc_port`.
+        listen: ports that are free.
         log_file: where its log goes.
         orphan_paths: files and folders to remove where this process dies before it could `stop`.
     """
@@ -61,18 +57,13 @@ class Proxy:
     def __init__(
         self,
         settings: ProxySettings,
+        listen: Listen,
         *,
-        host: str = _LOOPBACK,
-        grpc_port: int = 0,
-        http_port: int = 0,
-        metrics_port: int = 0,
         log_file: Path,
         orphan_paths: Sequence[Path] = (),
     ) -> None:
         self._settings = settings
-        self._host = host
-        self._wanted = {"grpc_port": grpc_port, "http_port": http_port}
-        self._wanted |= {"metrics_port": metrics_port, "admin_port": 0}
+        self._listen = listen
         self._log_file = log_file
         self._orphan_paths = tuple(orphan_paths)
         self._folder = Path()
@@ -80,33 +71,20 @@ class Proxy:
 
     @property
     def grpc_url(self) -> str:
-        return self._url("grpc_port")
+        return self._url(self._listen.grpc_port)
 
     @property
     def http_url(self) -> str:
-        return self._url("http_port")
+        return self._url(self._listen.http_port)
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{self._url('metrics_port')}/metrics"
+        return f"http://{self._url(self._listen.metrics_port)}/metrics"
 
     @property
     def admin_url(self) -> str:
         """``host:port`` of Envoy's own pages, on loopback."""
-        return f"{_LOOPBACK}:{self._wanted['admin_port']}"
-
-    @property
-    def pid(self) -> int:
-        return self._started().pid
-
-    def claim(self) -> None:
-        """Check the wanted ports, and pick those that were not named.
-
-        Raises:
-            UserError: a port is busy or out of range, or Envoy is not installed.
-        """
-        find_envoy()
-        self._wanted = claim_ports(self._host, self._wanted)
+        return f"{_LOOPBACK}:{self._listen.admin_port}"
 
     def start(self, servers: Iterable[Server]) -> None:
         """Start it in front of `servers`, and return once it takes requests.
@@ -119,7 +97,7 @@ class Proxy:
             files = EndpointFiles(self._folder / "grpc.json", self._folder / "http.json")
             self.route_to(servers)
             config = self._folder / "envoy.yaml"
-            data = bootstrap(self._settings, Listen(self._host, **self._wanted), files)
+            data = bootstrap(self._settings, self._listen, files)
             write_files(self._folder, {config.name: yaml_of(data)})
             self._process = ServerProcess(
                 [*envoy_command(find_envoy(), config), "--concurrency", str(_WORKERS)],
@@ -207,18 +185,13 @@ class Proxy:
             with suppress(OSError, http.client.HTTPException):
                 if holds():
                     return True
-            if self.has_died() or time.monotonic() > deadline:
+            if self._process is None or self.has_died() or time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
 
-    def _started(self) -> ServerProcess:
-        if self._process is None:
-            raise RuntimeError("Envoy was not started")
-        return self._process
-
-    def _url(self, field: str) -> str:
-        host = _LOOPBACK if self._host == "0.0.0.0" else self._host
-        return f"{host}:{self._wanted[field]}"
+    def _url(self, port: int) -> str:
+        host = _LOOPBACK if self._listen.host == "0.0.0.0" else self._listen.host
+        return f"{host}:{port}"
 
 
 def find_envoy() -> Path:

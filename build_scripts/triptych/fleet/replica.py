@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from triptych.container.health import find_fault
 from triptych.container.locks import find_pipelines
 from triptych.errors import UserError
+from triptych.fleet.builds import Build
 from triptych.server.server import Server
 from triptych.server.wait import Pauses
 
@@ -24,13 +24,13 @@ class Replica:
 
     Attributes:
         name: as it is told to the user.
-        build: the folder that it serves, or is being started on.
+        build: what it serves, or is being started on.
         is_ready: whether it may get requests.
         work: its start or exchange under way; None where there is none.
         again_at: when it is to be started again, on the monotonic clock; None where it is not.
     """
 
-    def __init__(self, name: str, server: Server, models: Sequence[str], build: Path) -> None:
+    def __init__(self, name: str, server: Server, models: Sequence[str], build: Build) -> None:
         self.name = name
         self.server = server
         self.build = build
@@ -50,7 +50,7 @@ class Replica:
         """Whether it answers nothing and is not started again."""
         return not self.is_ready and self.work is None and self.again_at is None
 
-    def start(self, build: Path, timeout_s: float) -> None:
+    def start(self, build: Build, timeout_s: float) -> None:
         """Start it on `build`, and return once each of its pipelines has answered a question.
 
         Raises:
@@ -63,7 +63,7 @@ class Replica:
                 self.build = build
                 self._failed_starts = 0
             if self._was_started:
-                self.server.restart(build)
+                self.server.restart(build.folder)
             else:
                 self._was_started = True
                 self.server.start()
@@ -103,7 +103,7 @@ class Replica:
     def _answer(self, deadline: float) -> None:
         pipelines = [
             pipeline
-            for pipeline in find_pipelines(self.build)
+            for pipeline in find_pipelines(self.build.folder)
             if not self._models or pipeline.name in self._models
         ]
         url = f"http://{self.server.http_url}"
