@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -16,9 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from conftest import build_into
 from exchange_cases import Asker, hooks, write_tickets
@@ -190,6 +193,56 @@ def test_http_and_the_metrics_pass_envoy_and_its_own_page_does_not(watched: Watc
     for metric in ("grpc_ModelInfer_upstream_rq_time", "upstream_rq_time"):
         bucket = re.compile(rf'envoy_cluster_{metric}_bucket{{.*_name="triton_grpc",le="50"}} \d')
         watched.until(partial(has, endpoints["metrics"], bucket))
+
+
+def test_streams_deadlines_and_limits_are_as_of_one_server(watched: Watched) -> None:
+    import numpy as np
+    from tritonclient import grpc
+
+    def texts(text: bytes) -> list[grpc.InferInput]:
+        given = grpc.InferInput("text", [1, 1], "BYTES")
+        given.set_data_from_numpy(np.array([[text]], dtype=object))
+        return [given]
+
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with grpc.InferenceServerClient(watched.fleet.endpoints["grpc"]) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for _ in range(3):
+            client.async_stream_infer("tickets", texts(b"where is it"))
+        assert all(error is None for _, error in (answers.get(timeout=60) for _ in range(3)))
+        client.stop_stream()
+
+        refused = {
+            "DEADLINE_EXCEEDED": partial(
+                client.infer, "tickets", texts(b"where is it"), client_timeout=0.001
+            ),
+            "is not found": partial(client.infer, "nothing", texts(b"where is it")),
+            "larger than 7 MiB": partial(client.infer, "tickets", texts(b"x" * (7 << 20))),
+            "at most 131072 bytes": partial(client.infer, "tickets", texts(b"x" * (6 << 20))),
+            "ask one of them": partial(client.get_inference_statistics, "tickets"),
+        }
+        for said, ask in refused.items():
+            with pytest.raises(InferenceServerException, match=said):
+                ask()
+
+
+def test_a_replica_that_dies_at_each_start_is_given_up_and_a_new_build_tries_it_again(
+    watched: Watched, pipeline: Path
+) -> None:
+    fleet = watched.fleet
+    first = fleet.replicas[0]
+    with load(watched) as asker:
+        # What it serves is gone from the disk, so that it cannot start again.
+        shutil.rmtree(first.build.folder / "tickets_preprocess/1")
+        os.kill(first.server.pid, signal.SIGKILL)
+        watched.until(lambda: first.is_given_up)
+        assert len(fleet.ready) == 2
+        build(pipeline, "FIRST")
+        watched.until(lambda: first.is_ready)
+        watched.until(lambda: fleet.is_settled)
+    assert "failed 4 times in a row and is not started again" in watched.problems[-1]
+    assert set(asker.labels) <= {"FIRST", "SECOND"}
+    watched.problems.clear()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
