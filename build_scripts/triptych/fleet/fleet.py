@@ -13,7 +13,7 @@ from typing import Any
 from triptych.errors import UserError
 from triptych.fleet.builds import Build, keep_build
 from triptych.fleet.proxy import Proxy
-from triptych.fleet.replica import MOST_FAILED_STARTS, Replica
+from triptych.fleet.replica import Replica
 from triptych.server.builds import Builds
 from triptych.server.exchange import wrong_pipelines
 from triptych.server.server import Server
@@ -124,7 +124,7 @@ class Fleet:
             raise UserError(
                 "replicas",
                 "must not all fail",
-                given=f"each of {len(self.replicas)} failed {MOST_FAILED_STARTS} times in a row",
+                given=f"each of {len(self.replicas)} failed too often to be started again",
                 remedy="The lines above say why",
             )
         if self.proxy.has_died():
@@ -215,7 +215,7 @@ class Fleet:
         if was_ready:
             self._route()
         if pause_s is None:
-            again = f"failed {MOST_FAILED_STARTS} times in a row and is not started again"
+            again = f"failed {replica.most_failed_starts} times in a row and is not started again"
         else:
             again = f"is started again {f'in {pause_s:g} s' if pause_s else 'now'}"
         self._on_problem(f"{error.message} {replica.name.capitalize()} {again}.")

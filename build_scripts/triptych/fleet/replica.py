@@ -15,8 +15,6 @@ from triptych.server.server import Server
 from triptych.server.wait import Pauses
 
 _ASK_POLL_S = 0.2
-MOST_FAILED_STARTS = 4
-"""In a row: what fails so often at its start fails for a reason that stays."""
 
 
 class Replica:
@@ -28,7 +26,10 @@ class Replica:
         is_ready: whether it may get requests.
         work: its start or exchange under way; None where there is none.
         again_at: when it is to be started again, on the monotonic clock; None where it is not.
+        most_failed_starts: in a row: what fails so often will fail again.
     """
+
+    most_failed_starts = 6
 
     def __init__(self, name: str, server: Server, models: Sequence[str], build: Build) -> None:
         self.name = name
@@ -94,7 +95,7 @@ class Replica:
         self._failed_starts += not self.is_ready
         pause_s = self._pauses.take_s(now - self._ready_at if self.is_ready else 0.0)
         self.is_ready = False
-        if self._failed_starts >= MOST_FAILED_STARTS:
+        if self._failed_starts >= self.most_failed_starts:
             self.again_at = None
             return None
         self.again_at = now + pause_s
