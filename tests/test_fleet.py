@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -16,9 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from conftest import build_into
 from exchange_cases import Asker, hooks, write_tickets
@@ -106,9 +109,9 @@ def build(pipeline: Path, label: str, *, at_load: bool = False) -> None:
 
 
 @contextmanager
-def load(watched: Watched) -> Iterator[Asker]:
+def load(watched: Watched, clients: int = CLIENTS) -> Iterator[Asker]:
     """Many clients at once, none of which may fail."""
-    with Asker(watched.fleet.endpoints["grpc"], CLIENTS, pause_s=0.0) as asker:
+    with Asker(watched.fleet.endpoints["grpc"], clients, pause_s=0.0) as asker:
         yield asker
     assert asker.failures == []
 
@@ -125,6 +128,35 @@ def has(url: str, line: re.Pattern[str]) -> bool:
 def page_of(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10) as page:
         return str(page.read().decode())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_serve_leaves_nothing_behind(
+    pipeline: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    repository = Path(shutil.copytree(pipeline.parents[1] / "first", tmp_path / "repository"))
+    serve = subprocess.Popen(
+        [TRIPTYCH, "serve", str(repository), "--replicas", "2", "--json", *FREE_PORTS],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert serve.stdout is not None
+        said = json.loads(serve.stdout.readline())
+        with Client("tickets", said["grpc"]) as client:
+            assert client.classify(["where is it"])[0][0].label == "FIRST"
+        family = psutil.Process(serve.pid).children(recursive=True)
+        assert {replica["pid"] for replica in said["replicas"]} < {p.pid for p in family}
+    finally:
+        serve.send_signal(number)
+        serve.communicate(timeout=60)
+    assert serve.returncode == (0 if number == signal.SIGTERM else -number)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    deadline = time.monotonic() + 30
+    while list(tmp_path.glob(".serve-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_load_is_even(watched: Watched) -> None:
@@ -159,12 +191,12 @@ def test_what_is_built_is_put_in_one_at_a_time_and_what_does_not_load_never(
 ) -> None:
     fleet = watched.fleet
     old = fleet.replicas[0].build
-    with load(watched) as asker:
+    with load(watched, clients=2) as asker:
         watched.until(lambda: len(asker.labels) > 0)
         build(pipeline, "SECOND")
         watched.until(lambda: fleet.is_settled and all(r.build != old for r in fleet.replicas))
         since = len(asker.labels) + CLIENTS  # each may have had an answer of before on its way
-        assert not old.exists()
+        assert not old.folder.exists()
         assert watched.problems == []
 
         build(pipeline, "THIRD", at_load=True)
@@ -192,30 +224,50 @@ def test_http_and_the_metrics_pass_envoy_and_its_own_page_does_not(watched: Watc
         watched.until(partial(has, endpoints["metrics"], bucket))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_serve_leaves_nothing_behind(
-    pipeline: Path, tmp_path: Path, number: signal.Signals
+def test_streams_deadlines_and_limits_are_as_of_one_server(watched: Watched) -> None:
+    import numpy as np
+    from tritonclient import grpc
+
+    def texts(text: bytes) -> list[grpc.InferInput]:
+        given = grpc.InferInput("text", [1, 1], "BYTES")
+        given.set_data_from_numpy(np.array([[text]], dtype=object))
+        return [given]
+
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with grpc.InferenceServerClient(watched.fleet.endpoints["grpc"]) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for _ in range(3):
+            client.async_stream_infer("tickets", texts(b"where is it"))
+        assert all(error is None for _, error in (answers.get(timeout=60) for _ in range(3)))
+        client.stop_stream()
+
+        refused = {
+            "DEADLINE_EXCEEDED": partial(
+                client.infer, "tickets", texts(b"where is it"), client_timeout=0.001
+            ),
+            "is not found": partial(client.infer, "nothing", texts(b"where is it")),
+            "larger than 7 MiB": partial(client.infer, "tickets", texts(b"x" * (7 << 20))),
+            "at most 131072 bytes": partial(client.infer, "tickets", texts(b"x" * (6 << 20))),
+            "ask one of them": partial(client.get_inference_statistics, "tickets"),
+        }
+        for said, ask in refused.items():
+            with pytest.raises(InferenceServerException, match=said):
+                ask()
+
+
+def test_a_replica_that_dies_at_each_start_is_given_up_and_a_new_build_tries_it_again(
+    watched: Watched, pipeline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repository = Path(shutil.copytree(pipeline.parents[1] / "first", tmp_path / "repository"))
-    serve = subprocess.Popen(
-        [TRIPTYCH, "serve", str(repository), "--replicas", "2", "--json", *FREE_PORTS],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert serve.stdout is not None
-        said = json.loads(serve.stdout.readline())
-        with Client("tickets", said["grpc"]) as client:
-            assert client.classify(["where is it"])[0][0].label == "FIRST"
-        family = psutil.Process(serve.pid).children(recursive=True)
-        assert {replica["pid"] for replica in said["replicas"]} < {p.pid for p in family}
-    finally:
-        serve.send_signal(number)
-        serve.communicate(timeout=60)
-    assert serve.returncode == (0 if number == signal.SIGTERM else -number)
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
-    deadline = time.monotonic() + 30
-    while list(tmp_path.glob(".serve-*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    monkeypatch.setattr(Replica, "most_failed_starts", 2)
+    fleet = watched.fleet
+    first = fleet.replicas[0]
+    with load(watched, clients=2) as asker:
+        # What it serves is gone from the disk, so that it cannot start again.
+        shutil.rmtree(first.build.folder / "tickets_preprocess/1")
+        os.kill(first.server.pid, signal.SIGKILL)
+        watched.until(lambda: first.is_given_up)
+        assert len(fleet.ready) == 2
+        build(pipeline, "FIRST")
+        watched.until(lambda: first.is_ready)
+    assert "failed 2 times in a row and is not started again" in watched.problems[-1]
+    assert set(asker.labels) <= {"FIRST", "SECOND"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from triptych.fleet.bootstrap import (
     assignment,
     bootstrap,
 )
-from triptych.fleet.builds import keep_build
+from triptych.fleet.builds import Build, keep_build
+from triptych.fleet.crowding import crowding, find_crowding
 from triptych.fleet.gpus import check_gpus, count_replicas
 from triptych.fleet.proxy import find_envoy, validate
 from triptych.fleet.reasons import plain, reasons_of, yaml_of
@@ -146,11 +148,20 @@ def test_what_cannot_be_is_refused_in_words(ask: Callable[[], object], message: 
     assert message in refused.value.message
 
 
+def test_replicas_without_room_are_warned_of_by_what_was_measured() -> None:
+    assert list(crowding([900.0, 800.0], 1000.0, 2)) == []
+    memory, cores = crowding([900.0, 800.0, 700.0], 850.0, 2)
+    assert memory.startswith("a replica uses 900 MiB and 850 MiB are left")
+    assert cores.startswith("3 replicas share 2 cores")
+    # This process, measured: some MiB, and fewer than the machine has.
+    assert not any(line.startswith("a replica uses 0 MiB") for line in find_crowding([os.getpid()]))
+
+
 def test_what_fails_at_each_start_is_given_up_and_what_dies_later_is_not(tmp_path: Path) -> None:
-    tried = Replica("replica 1", Server(tmp_path), (), tmp_path)
-    assert [tried.failed() for _ in range(4)] == [0, 0.5, 1, None]
+    tried = Replica("replica 1", Server(tmp_path), (), Build(1, tmp_path))
+    assert [tried.failed() for _ in range(6)] == [0, 0.5, 1, 2, 4, None]
     assert tried.is_given_up
-    lived = Replica("replica 2", Server(tmp_path), (), tmp_path)
+    lived = Replica("replica 2", Server(tmp_path), (), Build(1, tmp_path))
     for pause_s in (0, 0.5, 1, 2, 4, 8, 16, 30, 30):
         lived.ready()
         assert lived.failed() == pause_s
@@ -160,12 +171,12 @@ def test_what_fails_at_each_start_is_given_up_and_what_dies_later_is_not(tmp_pat
 def test_a_kept_build_stays_as_it_was(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     write_models(repository, {"one/config.pbtxt": b"old", "two/1/model.onnx": b"both"})
-    kept = keep_build(repository, tmp_path / "kept")
+    kept = keep_build(repository, tmp_path, 1).folder
     write_models(repository, {"one/config.pbtxt": b"new"})
     assert (kept / "one/config.pbtxt").read_bytes() == b"old"
     assert (kept / "two/1/model.onnx").samefile(repository / "two/1/model.onnx")
     with locked(repository), pytest.raises(UserError, match="two builds at a time"):
-        keep_build(repository, tmp_path / "another")
+        keep_build(repository, tmp_path, 2)
 
 
 def test_without_envoy_it_says_how_to_get_one(

@@ -150,6 +150,7 @@ def _serve_one(order: _Order) -> None:
 
 
 def _serve_fleet(order: _Order, replicas: int) -> None:
+    from triptych.fleet.crowding import find_crowding
     from triptych.fleet.serve import new_fleet, serve_until_asked
 
     with new_fleet(
@@ -169,12 +170,14 @@ def _serve_fleet(order: _Order, replicas: int) -> None:
         on_change=_tell,
         on_problem=warn,
     ) as fleet:
-        asked = serve_until_asked(
-            fleet,
-            lambda: _announce(
-                fleet.endpoints, {"replicas": fleet.described()}, as_json=order.as_json
-            ),
-        )
+
+        def announce() -> None:
+            replicas = fleet.described()
+            for line in find_crowding(replica["pid"] for replica in replicas):
+                warn(line)
+            _announce(fleet.endpoints, {"replicas": replicas}, as_json=order.as_json)
+
+        asked = serve_until_asked(fleet, announce)
     status.print(f"stopped ({asked})", markup=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import threading
 import time
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from triptych.errors import UserError
-from triptych.fleet.builds import keep_build
+from triptych.fleet.builds import Build, keep_build
 from triptych.fleet.proxy import Proxy
-from triptych.fleet.replica import MOST_FAILED_STARTS, Replica
+from triptych.fleet.replica import Replica
 from triptych.server.builds import Builds
 from triptych.server.exchange import wrong_pipelines
 from triptych.server.server import Server
@@ -65,10 +64,11 @@ class Fleet:
         self._on_problem = on_problem
         self._builds = Builds(repository)
         self._built: dict[str, list[str]] = {}
-        self._kept = itertools.count(1)
-        self._proven = self._wanted = self._keep()
+        self._proven = self._wanted = keep_build(repository, folder, 1)
         self.replicas = tuple(
-            Replica(f"replica {number + 1}", servers(self._wanted, number), models, self._wanted)
+            Replica(
+                f"replica {number + 1}", servers(self._wanted.folder, number), models, self._wanted
+            )
             for number in range(replicas)
         )
         self._pool = ThreadPoolExecutor(replicas, "fleet")
@@ -97,7 +97,6 @@ class Fleet:
         Raises:
             UserError: one does not become ready, a port is busy, or Envoy does not start.
         """
-        self.proxy.claim()
         work = [self._begin(replica, self._wanted) for replica in self.replicas]
         for replica, started in zip(self.replicas, work, strict=True):
             started.result()
@@ -125,7 +124,7 @@ class Fleet:
             raise UserError(
                 "replicas",
                 "must not all fail",
-                given=f"each of {len(self.replicas)} failed {MOST_FAILED_STARTS} times in a row",
+                given=f"each of {len(self.replicas)} failed too often to be started again",
                 remedy="The lines above say why",
             )
         if self.proxy.has_died():
@@ -175,7 +174,7 @@ class Fleet:
         elif replica.again_at is not None and time.monotonic() >= replica.again_at:
             self._begin(replica, self._proven)
 
-    def _begin(self, replica: Replica, build: Path, *, drains: bool = False) -> Future[None]:
+    def _begin(self, replica: Replica, build: Build, *, drains: bool = False) -> Future[None]:
         """Start a replica that gets no requests any more, in a thread of its own."""
 
         def work() -> None:
@@ -191,15 +190,18 @@ class Fleet:
     def _end_work(self, replica: Replica, error: BaseException | None) -> None:
         replica.work = None
         if error is None:
-            self._proven = replica.build
+            self._proven = max(self._proven, replica.build)
             self._remove_old_builds()
-            self._on_change(f"{replica.name} is ready ({replica.build.name})")
+            self._on_change(
+                f"{replica.name} is ready, on build {replica.build.number} since the start"
+            )
             replica.ready()
             self._route()
         elif not isinstance(error, UserError):
             raise error
-        elif replica.build != self._proven:
-            self._wanted = self._proven
+        elif replica.build > self._proven:
+            if self._wanted == replica.build:
+                self._wanted = self._proven
             self._on_problem(
                 f"{error.message} What was built gets no requests: the replicas go on with what "
                 "they served before."
@@ -213,7 +215,7 @@ class Fleet:
         if was_ready:
             self._route()
         if pause_s is None:
-            again = f"failed {MOST_FAILED_STARTS} times in a row and is not started again"
+            again = f"failed {replica.most_failed_starts} times in a row and is not started again"
         else:
             again = f"is started again {f'in {pause_s:g} s' if pause_s else 'now'}"
         self._on_problem(f"{error.message} {replica.name.capitalize()} {again}.")
@@ -229,9 +231,11 @@ class Fleet:
         refusal = self._refusal()
         if not refusal:
             try:
-                self._wanted = self._keep()
-            except UserError:
-                return  # a build writes just now: the next look finds it whole
+                self._wanted = keep_build(self._repository, self._folder, self._wanted.number + 1)
+            except UserError as error:
+                if change is not None:
+                    self._on_problem(f"{error.message} It is tried again.")
+                return
         self._built.clear()
         if refusal:
             self._on_problem(f"{refusal} The replicas go on with what they serve.")
@@ -261,11 +265,8 @@ class Fleet:
                 self._begin(replica, self._wanted, drains=True)
                 return
 
-    def _keep(self) -> Path:
-        return keep_build(self._repository, self._folder / f"build-{next(self._kept)}")
-
     def _remove_old_builds(self) -> None:
         used = {self._wanted, self._proven, *(replica.build for replica in self.replicas)}
-        for build in self._folder.glob("build-*"):
-            if build not in used:
-                shutil.rmtree(build, ignore_errors=True)
+        for folder in self._folder.glob("build-*"):
+            if folder not in {build.folder for build in used}:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
+from triptych.fleet.bootstrap import Listen
 from triptych.fleet.fleet import Fleet
 from triptych.fleet.gpus import variables_of
 from triptych.fleet.proxy import Proxy, find_envoy
 from triptych.fleet.settings import proxy_settings
 from triptych.repository.lock import find_lock
 from triptych.repository.store import work_beside
+from triptych.server.ports import claim_ports
 from triptych.server.server import Server
 from triptych.server.wait import until_asked
 
@@ -47,13 +49,21 @@ def new_fleet(
     `Fleet` and `Server` take besides is passed on.
 
     Raises:
-        UserError: Envoy is not installed, or there can be no folder beside the repository.
+        UserError: Envoy is not installed, a port is busy, or the folder beside the repository
+            cannot be made.
     """
     find_envoy()
+    wanted = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
+    own = [f"{name}_{number}" for number in range(replicas) for name in wanted]
+    # All at once, so that no two replicas pick the same.
+    ports = claim_ports(host, {**wanted, **dict.fromkeys(["admin_port", *own], 0)})
 
     def new_server(build: Path, number: int) -> Server:
         return Server(
             build,
+            grpc_port=ports[f"grpc_port_{number}"],
+            http_port=ports[f"http_port_{number}"],
+            metrics_port=ports[f"metrics_port_{number}"],
             models=models,
             production_flags=production_flags,
             environment={**(environment or {}), **variables_of(gpus, number)},
@@ -68,10 +78,7 @@ def new_fleet(
         )
         proxy = Proxy(
             settings,
-            host=host,
-            grpc_port=grpc_port,
-            http_port=http_port,
-            metrics_port=metrics_port,
+            Listen(host, **{name: ports[name] for name in (*wanted, "admin_port")}),
             log_file=_beside(log_file, "envoy") or folder / "envoy.log",
             orphan_paths=[folder],
         )
