@@ -33,9 +33,7 @@ FINE: Objects = [
                             "args": ["tritonserver", "--model-repository=/models"],
                             "startupProbe": {**PROBE, "failureThreshold": 30},
                             "readinessProbe": PROBE,
-                            "livenessProbe": {
-                                "httpGet": {"path": "/v2/health/live", "port": 8000}
-                            },
+                            "livenessProbe": {"httpGet": {"path": "/v2/health/live", "port": 8000}},
                             "lifecycle": {"preStop": {"exec": {"command": ["sleep", "10"]}}},
                             "resources": {"limits": {"memory": "4Gi"}},
                             "securityContext": {
@@ -185,7 +183,11 @@ def _rename(objects: Objects, old: str, new: str) -> None:
 
 BROKEN: list[tuple[str, Callable[[Objects], Any], str]] = [
     ("serves-triton", lambda o: o.__delitem__(0), "none with an image or command"),
-    ("api-version", lambda o: o[2].update(apiVersion="policy/v1beta1"), "removed in Kubernetes 1.25"),
+    (
+        "api-version",
+        lambda o: o[2].update(apiVersion="policy/v1beta1"),
+        "removed in Kubernetes 1.25",
+    ),
     ("field-known", lambda o: _rename(o, "readinessProbe", "readynessProbe"), "`readinessProbe`?"),
     ("field-known", _set(pod, terminationGracePeriod=90), "`terminationGracePeriodSeconds`?"),
     (
@@ -233,7 +235,9 @@ BROKEN: list[tuple[str, Callable[[Objects], Any], str]] = [
     ),
     (
         "shared-memory-measured",
-        _set(pod, volumes=[{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "128Mi"}}]),
+        _set(
+            pod, volumes=[{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "128Mi"}}]
+        ),
         "take 256 MiB",
     ),
     ("memory-limit", _without(container, "resources"), "no limit of memory"),
@@ -285,10 +289,16 @@ BROKEN: list[tuple[str, Callable[[Objects], Any], str]] = [
     ("scales-on-use", _query("avg(nv_gpu_utilization)"), "nv_gpu_utilization"),
     (
         "scales-on-ratio",
-        _query("rate(nv_inference_queue_duration_us[1m]) / rate(nv_inference_compute_infer_duration_us[1m])"),
+        _query(
+            "rate(nv_inference_queue_duration_us[1m]) / rate(nv_inference_compute_infer_duration_us[1m])"
+        ),
         "a queue time over",
     ),
-    ("metric-known", _rule("rate(nv_inference_request_sucess[5m]) > 1"), "nv_inference_request_sucess"),
+    (
+        "metric-known",
+        _rule("rate(nv_inference_request_sucess[5m]) > 1"),
+        "nv_inference_request_sucess",
+    ),
     ("metric-known", _rule("nv_inference_request_duration_us_bucket > 1"), "_bucket"),
     (
         "histogram-release",

@@ -28,7 +28,11 @@ METRICS = (
     *(f"nv_cache_num_{what}_per_model" for what in ("hits", "misses")),
     *(f"nv_cache_{what}_duration_per_model" for what in ("hit", "miss")),
 )
-_SUFFIXES = re.compile(r"_(count|sum|bucket)$")
+_SERIES = {
+    *METRICS,
+    *(f"{name}_{part}" for name in METRICS if "_summary_" in name for part in ("count", "sum")),
+    *(f"{HISTOGRAM}_{part}" for part in ("count", "sum", "bucket")),
+}
 _NAME = re.compile(r"\bnv_[a-z0-9_]+")
 _UTILIZATION = re.compile(
     r"DCGM_FI\w*|nv_gpu_utilization|nv_gpu_power_usage|duty_cycle|accelerator\w*", re.IGNORECASE
@@ -54,7 +58,7 @@ def queries(folder: Folder) -> list[Query]:
 
 def metric_known(query: Query) -> Iterator[Flaw]:
     for name in sorted(set(_NAME.findall(query.text))):
-        if name not in METRICS and _SUFFIXES.sub("", name) not in METRICS:
+        if name not in _SERIES:
             yield error(
                 "A metric must be one that Triton has: an unknown one is empty, and never fires",
                 name,
