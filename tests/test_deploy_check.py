@@ -67,6 +67,7 @@ def test_what_deploy_writes_has_no_finding(tmp_path: Path, known: Known) -> None
         "rollout": {"gateway": "public", "rollout": "argo"},
         "kserve": {"target": "kserve"},
         "canary": {"target": "kserve", "canary_percent": 10},
+        "compose": {"target": "compose"},
     }.items():
         made = manifests_of(repository, "minilm", options(**changes), reports)
         write_manifests(tmp_path / name, made.files)
