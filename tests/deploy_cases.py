@@ -116,7 +116,7 @@ def kustomized(folder: Path, made: Manifests) -> list[dict[str, Any]]:
         [kubectl, "kustomize", folder / made.start], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return list(yaml.load_all(done.stdout, Loader=yaml.CSafeLoader))
 
 
 def held_by_schema(resource: dict[str, Any]) -> None:

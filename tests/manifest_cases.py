@@ -290,7 +290,8 @@ BROKEN: list[tuple[str, Callable[[Objects], Any], str]] = [
     (
         "scales-on-ratio",
         _query(
-            "rate(nv_inference_queue_duration_us[1m]) / rate(nv_inference_compute_infer_duration_us[1m])"
+            "rate(nv_inference_queue_duration_us[1m])"
+            " / rate(nv_inference_compute_infer_duration_us[1m])"
         ),
         "a queue time over",
     ),

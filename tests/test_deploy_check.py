@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kubernetes_validate.utils import schema_contents
@@ -61,14 +62,15 @@ def test_the_mistakes_of_public_charts_are_found(tmp_path: Path) -> None:
 def test_what_deploy_writes_has_no_finding(tmp_path: Path, known: Known) -> None:
     repository, reports = write_built(tmp_path), write_bench(tmp_path / "reports")
     own = known_of(repository, "minilm", reports)
-    for name, changes in {
+    cases: dict[str, dict[str, Any]] = {
         "kubernetes": {},
         "gateway": {"gateway": "public"},
         "rollout": {"gateway": "public", "rollout": "argo"},
         "kserve": {"target": "kserve"},
         "canary": {"target": "kserve", "canary_percent": 10},
         "compose": {"target": "compose"},
-    }.items():
+    }
+    for name, changes in cases.items():
         made = manifests_of(repository, "minilm", options(**changes), reports)
         write_manifests(tmp_path / name, made.files)
         assert check_manifests(tmp_path / name, known=own) == [], name

@@ -110,6 +110,23 @@ def prometheus_rule(
     }
 
 
+def told_unready(rule: dict[str, Any], expression: Because) -> dict[str, Any]:
+    """The rules with another expression for replicas that do not get ready."""
+    groups = [
+        {
+            **group,
+            "rules": [
+                {**one, "expr": expression}
+                if one.get("alert", "").endswith("ReplicaNotReady")
+                else one
+                for one in group["rules"]
+            ],
+        }
+        for group in rule["spec"]["groups"]
+    ]
+    return {**rule, "spec": {"groups": groups}}
+
+
 def _promised(lock: Lock) -> Iterator[tuple[str, float, float]]:
     """Name, limit in ms and budget of each percentile."""
     for name, limit_ms in lock.spec.serving.slo.limits_ms.items():

@@ -199,7 +199,7 @@ def _read(
         unread.append(Unread(file, complaint, "Mend the kustomization"))
         return
     try:
-        documents = list(yaml.safe_load_all(text))
+        documents = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
     except yaml.YAMLError as error:
         remedy = "Render the chart: `helm template`" if "{{" in text else "Mend the YAML"
         unread.append(Unread(file, " ".join(str(error).split()), remedy))
