@@ -60,8 +60,8 @@ BIGGEST = (
 PURE = (
     "accuracy_thresholds", "admission", "bulk_formats", "capacity", "card", "command_line",
     "comparison", "container", "container_locks", "core_config", "cost", "decoders_spans",
-    "deploy", "docker", "doctor", "engine_inspection", "engine_request", "engine_runner",
-    "expected_cost",
+    "deploy", "deploy_check", "deploy_targets", "docker", "doctor", "engine_inspection",
+    "engine_request", "engine_runner", "expected_cost",
     "fake_tensorrt", "fleet_envoy", "gate", "gate_remedy", "gate_result", "gpu_peer", "gpu_plan",
     "history",
     "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict", "load_report",

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def kustomized(folder: Path, made: Manifests) -> list[dict[str, Any]]:
         [kubectl, "kustomize", folder / made.start], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return list(yaml.load_all(done.stdout, Loader=yaml.CSafeLoader))
 
 
 def held_by_schema(resource: dict[str, Any]) -> None:
@@ -129,13 +130,15 @@ def held_by_schema(resource: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(json.loads(file.read_text())).validate(resource)
 
 
-def taken(resources: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def taken(
+    resources: list[dict[str, Any]], versions: Sequence[str] = KUBERNETES[:1]
+) -> dict[str, dict[str, Any]]:
     """Kind and name (without the hash that Kustomize adds) to object; all as their schemas want."""
     for each in resources:
         assert each["metadata"]["namespace"] == "default"
         group = each["apiVersion"].partition("/")[0]
         if ("." not in group or group.endswith("k8s.io")) and "gateway" not in group:
-            for version in KUBERNETES:
+            for version in versions:
                 kubernetes_validate.validate(each, version, strict=True)
         else:
             held_by_schema(each)

@@ -290,7 +290,8 @@ BROKEN: list[tuple[str, Callable[[Objects], Any], str]] = [
     (
         "scales-on-ratio",
         _query(
-            "rate(nv_inference_queue_duration_us[1m]) / rate(nv_inference_compute_infer_duration_us[1m])"
+            "rate(nv_inference_queue_duration_us[1m])"
+            " / rate(nv_inference_compute_infer_duration_us[1m])"
         ),
         "a queue time over",
     ),
@@ -351,7 +352,8 @@ metadata: {name: triton-hpa}
 spec:
   scaleTargetRef: {apiVersion: apps/v1, kind: Deployment, name: triton}
   metrics:
-  - {type: Pods, pods: {metric: {name: avg_time_queue_us}, target: {type: AverageValue, averageValue: 50}}}
+  - type: Pods
+    pods: {metric: {name: avg_time_queue_us}, target: {type: AverageValue, averageValue: 50}}
 ---
 apiVersion: v1
 kind: Service
@@ -450,6 +452,14 @@ spec:
     canaryTrafficPercent: 10
     model: {modelFormat: {name: triton}, runtime: kserve-tritonserver}
 """
+COMPOSE = """
+# A server as many run it at first.
+services:
+  triton:
+    image: nvcr.example/nvidia/tritonserver
+    command: tritonserver --model-repository=/models --model-control-mode=poll
+    ports: [8000:8000, 8001:8001]
+"""
 CHARTS: dict[str, tuple[str, set[str]]] = {
     "k8s-onprem of 2021": (
         K8S_ONPREM_2021,
@@ -475,6 +485,13 @@ CHARTS: dict[str, tuple[str, set[str]]] = {
     "KServe": (
         KSERVE,
         {"readiness-probe", "shared-memory", "pre-stop", "grace", "canary-percent", "grpc-port"},
+    ),
+    "Compose": (
+        COMPOSE,
+        {
+            *("image-tag", "readiness-probe", "shared-memory", "memory-limit", "grace"),
+            *("restricted", "model-control"),
+        },
     ),
 }
 """Chart to its manifests and the checks that find its mistakes."""

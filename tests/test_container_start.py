@@ -101,6 +101,7 @@ def test_what_deploy_writes_runs_here(
         capacity_per_s=9.0,
         cpu_cores=1.0,
         memory_mib=2048,
+        gateway="public",  # the rate is the servers' own then
     )
     made = kubernetes_manifests(repository, "minilm_packed", options, tmp_path)
     write_manifests(tmp_path / "out", made.files)

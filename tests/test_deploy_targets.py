@@ -271,6 +271,7 @@ def test_kserve_gets_what_its_own_runtime_lacks(tmp_path: Path) -> None:
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
         assert {volume["name"] for volume in runtime["volumes"]} == {"shm", "tmp"}
         assert container["securityContext"]["runAsNonRoot"] is True
+        assert 'deployment=~"minilm-predictor.*"' in str(objects["PrometheusRule minilm"]["spec"])
         predictor = objects["InferenceService minilm"]["spec"]["predictor"]
         ports = [port["name"] for port in container["ports"]]
         uri = predictor["model"]["storageUri"]

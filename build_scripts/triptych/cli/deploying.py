@@ -101,9 +101,7 @@ def deploy(
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Write nothing: what will hurt in manifests, any for Triton."
-        ),
+        typer.Option(metavar="DIR", help="Write nothing: say what will hurt in manifests."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from triptych.deploy.basis import Basis, Manifests, basis_of
 from triptych.deploy.devices import placement
 from triptych.deploy.kubernetes import APPLY, KUSTOMIZATION
-from triptych.deploy.monitoring import pod_monitor, prometheus_rule
+from triptych.deploy.monitoring import pod_monitor, prometheus_rule, told_unready
 from triptych.deploy.options import Options
 from triptych.deploy.scaling import scaled_object
 from triptych.deploy.workload import (
@@ -50,12 +50,19 @@ def kserve_manifests(repository: Path, pipeline: str, options: Options, reports:
         UserError: something is missing or cannot work; says what and what to do.
     """
     basis = basis_of(repository, pipeline, options, reports)
+    unready = Because(
+        f'kube_deployment_status_replicas_unavailable{{namespace="{options.namespace}",'
+        f'deployment=~"{options.name}-predictor.*"}} > 0',
+        "the Deployments that KServe or Knative makes",
+    )
     base = {
         "serving-runtime.yaml": _runtime(basis),
         "inference-service.yaml": _inference_service(basis),
         "disruption-budget.yaml": disruption_budget(options),
         "pod-monitor.yaml": pod_monitor(options),
-        "prometheus-rule.yaml": prometheus_rule(basis.lock, options, basis.sizes, basis.measured),
+        "prometheus-rule.yaml": told_unready(
+            prometheus_rule(basis.lock, options, basis.sizes, basis.measured), unready
+        ),
     }
     files = {
         "base/kustomization.yaml": {**KUSTOMIZATION, "resources": list(base)},

@@ -122,6 +122,23 @@ def prometheus_rule(
     }
 
 
+def told_unready(rule: dict[str, Any], expression: Because) -> dict[str, Any]:
+    """The rules with another expression for replicas that do not get ready."""
+    groups = [
+        {
+            **group,
+            "rules": [
+                {**one, "expr": expression}
+                if one.get("alert", "").endswith("ReplicaNotReady")
+                else one
+                for one in group["rules"]
+            ],
+        }
+        for group in rule["spec"]["groups"]
+    ]
+    return {**rule, "spec": {"groups": groups}}
+
+
 def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objective]:
     """What is promised of requests and can be counted: their answer, and each latency."""
     promised = list(_promised(lock))

@@ -11,7 +11,7 @@ from typing import Any
 
 from triptych.deploy.basis import Basis
 from triptych.deploy.gateway import canary_name
-from triptych.deploy.monitoring import BURNS, objectives
+from triptych.deploy.monitoring import BURNS, objectives, told_unready
 from triptych.deploy.workload import labels, metadata
 from triptych.fleet.reasons import Because
 
@@ -32,16 +32,14 @@ def progressive(basis: Basis, base: dict[str, Any]) -> dict[str, Any]:
         "kind": "Rollout",
         "name": options.name,
     }
-    for group in base["prometheus-rule.yaml"]["spec"]["groups"]:
-        for rule in group["rules"]:
-            if rule.get("alert", "").endswith("ReplicaNotReady"):
-                rule["expr"] = Because(
-                    f'rollout_info_replicas_unavailable{{name="{options.name}"}} > 0',
-                    "of Argo Rollouts' controller, whose own namespace a scraper may write there: "
-                    "the Deployment's pods are gone",
-                )
+    unready = Because(
+        f'rollout_info_replicas_unavailable{{name="{options.name}"}} > 0',
+        "of Argo Rollouts' controller, whose own namespace a scraper may write there: the "
+        "Deployment's pods are gone",
+    )
     return {
         **base,
+        "prometheus-rule.yaml": told_unready(base["prometheus-rule.yaml"], unready),
         "rollout.yaml": _rollout(basis),
         "analysis-template.yaml": _analysis(basis),
     }

@@ -24,6 +24,7 @@ SCRAPE_S, POLL_S, SYNC_S, RATE_WINDOW_S = 15, 15, 15, 60
 FEWEST_REPLICAS = 2
 TMP_MIB = 64
 PRE_STOP_S = 10
+_DNS_S = 5
 
 _START_TIMES, _LEAST_START_S = 10, 60
 _STABLE_TIMES, _LEAST_STABLE_S, _MOST_STABLE_S = 3, 300, 3600
@@ -153,10 +154,16 @@ def _pre_stop(options: Options) -> Because:
         return Because(
             0, "Docker takes nothing out of its DNS before SIGTERM: a wait gains nothing"
         )
+    why = "a server that is told to stop at once fails what still comes to it"
+    if options.envoy is not None:
+        return Because(
+            PRE_STOP_S + _DNS_S,
+            f"before SIGTERM, so that the proxy has let go of this replica: {why}. {_DNS_S} s each "
+            "for endpoints, the time that DNS keeps an answer, and the proxy's own look",
+        )
     return Because(
         PRE_STOP_S,
-        "before SIGTERM, so that endpoints and clients' balancers have let go of this replica: "
-        "a server that is told to stop at once fails what still comes to it",
+        f"before SIGTERM, so that endpoints and balancers have let go of this replica: {why}",
     )
 
 

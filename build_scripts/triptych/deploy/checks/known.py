@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from triptych.deploy.checks.composed import KIND
 from triptych.deploy.checks.objects import Server, mapping, sequence
 from triptych.deploy.checks.pods import bytes_of
 from triptych.deploy.devices import PRODUCT
@@ -74,7 +75,7 @@ def shared_memory_measured(server: Server, known: Known | None) -> Iterator[Flaw
 
 
 def engine_gpu(server: Server, known: Known | None) -> Iterator[Flaw]:
-    if known is None or known.lock.engine is None:
+    if known is None or known.lock.engine is None or server.owner.kind == KIND:
         return
     engine = known.lock.engine
     own = engine.gpu.replace(" ", "-")

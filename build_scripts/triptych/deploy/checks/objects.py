@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from triptych.deploy.checks.composed import KIND, pod_of, services_of
 from triptych.errors import UserError
 
 _KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
@@ -198,12 +199,15 @@ def _read(
         unread.append(Unread(file, complaint, "Mend the kustomization"))
         return
     try:
-        documents = list(yaml.safe_load_all(text))
+        documents = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
     except yaml.YAMLError as error:
         remedy = "Render the chart: `helm template`" if "{{" in text else "Mend the YAML"
         unread.append(Unread(file, " ".join(str(error).split()), remedy))
         return
     for document in documents:
+        for name, service in services_of(mapping(document)).items():
+            made = {"kind": KIND, "metadata": {"name": name}, "spec": pod_of(service)}
+            objects.append(Object(file, made))
         listed = sequence(mapping(document).get("items")) or [document]
         objects += [Object(file, mapping(each)) for each in listed if mapping(each).get("kind")]
 
@@ -227,7 +231,7 @@ def _pods(one: Object, folder: Folder) -> Iterator[tuple[dict[str, Any], dict[st
             mapping(template.get("spec")),
             mapping(mapping(template.get("metadata")).get("labels")),
         )
-    elif one.kind == "Pod":
+    elif one.kind in ("Pod", KIND):
         yield one.spec, labels
     elif one.kind == "InferenceService":
         predictor = mapping(one.spec.get("predictor"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from triptych.container.flags import Options as ServerOptions
 from triptych.container.supervisor import EXIT_S
+from triptych.deploy.checks.composed import KIND
 from triptych.deploy.checks.objects import Server, mapping, sequence
 from triptych.errors import closest
 from triptych.lint.flaw import Flaw, error, warning
@@ -173,7 +174,7 @@ def pre_stop(server: Server) -> Iterator[Flaw]:
             f"{shlex.join(command)}: {fault}",
             'Write one word after -c: ["sh", "-c", "touch /tmp/stop; sleep 10"]',
         )
-    elif not handler and not _is_knative(server):
+    elif not handler and not _is_knative(server) and server.owner.kind != KIND:
         yield warning(
             "A replica must wait before SIGTERM until nobody sends to it any more",
             "no preStop",

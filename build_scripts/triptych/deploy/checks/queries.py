@@ -12,7 +12,7 @@ from triptych.lint.flaw import Flaw, error, warning
 from triptych.releases import Release
 from triptych.repository.latencies import COUNTED_FROM, HISTOGRAM
 
-# docs/user_guide/metrics.md of the server, and src/metrics.cc of its core.
+# docs/user_guide/metrics.md of the server.
 METRICS = (
     *("nv_inference_request_success", "nv_inference_request_failure", "nv_inference_count"),
     *("nv_inference_exec_count", "nv_inference_pending_request_count"),
@@ -21,15 +21,18 @@ METRICS = (
     *(f"nv_inference_{what}_summary_us" for what in ("request", "queue", "compute_input")),
     *(f"nv_inference_{what}_summary_us" for what in ("compute_infer", "compute_output")),
     HISTOGRAM,
-    *("nv_model_load_time", "nv_energy_consumption", "nv_pinned_memory_pool_total_bytes"),
+    *("nv_model_load_duration_secs", "nv_energy_consumption", "nv_pinned_memory_pool_total_bytes"),
     *("nv_pinned_memory_pool_used_bytes", "nv_gpu_utilization", "nv_gpu_power_usage"),
     *("nv_gpu_power_limit", "nv_gpu_memory_total_bytes", "nv_gpu_memory_used_bytes"),
     *("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"),
-    *(f"nv_cache_num_{what}_per_model" for what in ("hits", "misses")),
-    *(f"nv_cache_{what}_duration_per_model" for what in ("hit", "miss")),
 )
-_SUFFIXES = re.compile(r"_(count|sum|bucket)$")
-_NAME = re.compile(r"\bnv_[a-z0-9_]+")
+_SERIES = {
+    *METRICS,
+    *(f"{name}_{part}" for name in METRICS if "_summary_" in name for part in ("count", "sum")),
+    *(f"{HISTOGRAM}_{part}" for part in ("count", "sum", "bucket")),
+}
+# Backends and caches add names of their own: what is checked are Triton's own families.
+_NAME = re.compile(r"\bnv_(?:inference|gpu|cpu|energy|pinned|model)_[a-z0-9_]+")
 _UTILIZATION = re.compile(
     r"DCGM_FI\w*|nv_gpu_utilization|nv_gpu_power_usage|duty_cycle|accelerator\w*", re.IGNORECASE
 )
@@ -54,7 +57,7 @@ def queries(folder: Folder) -> list[Query]:
 
 def metric_known(query: Query) -> Iterator[Flaw]:
     for name in sorted(set(_NAME.findall(query.text))):
-        if name not in METRICS and _SUFFIXES.sub("", name) not in METRICS:
+        if name not in _SERIES:
             yield error(
                 "A metric must be one that Triton has: an unknown one is empty, and never fires",
                 name,
