@@ -11,7 +11,7 @@ COMPOSE = TRIPTYCH_USER="$$(id -u):$$(id -g)" docker compose --env-file docker/v
   --file docker/compose.yaml
 export TRITON_IMAGE
 
-.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-path compare-tasks grid precisions gpu-test soak fuzz clean
+.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-path compare-tasks grid scaling precisions gpu-test soak fuzz clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml build_scripts/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing pinned dependencies into $(VENV) (a minute or two) ..."
 	$(BIN)/python -m pip install --quiet --no-compile --constraint build_scripts/constraints.txt \
-	  --editable ".[build,local,parquet,tensorrt,demo,dev]"
+	  --editable ".[build,local,fleet,parquet,tensorrt,demo,dev]"
 	@touch $@
 
 demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, stop it
@@ -95,6 +95,9 @@ compare-tasks: setup  ## Measure every task against transformers' own pipelines
 
 grid: setup  ## Hold `triptych tune` against a whole grid of settings (about an hour)
 	$(BIN)/python build_scripts/peers/grid.py
+
+scaling: setup  ## Compare autoscalers: a simulation of KEDA, held against three real servers
+	$(BIN)/python build_scripts/peers/scaling.py $(ARGS)
 
 precisions: setup  ## The core in every precision: the gate, accuracy and speed (PROVIDER=...)
 	$(BIN)/python build_scripts/peers/precisions.py --provider $(PROVIDER)

@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from triptych.deploy.scaling import WAITING_SHARE
-from triptych.deploy.sizing import FEWEST_REPLICAS, RATE_WINDOW_S, headroom, stable_s
-
-TOLERANCE = 0.1
-"""Kubernetes' own: a fleet that is less far off is left alone."""
+from triptych.deploy.sizing import FEWEST_REPLICAS, RATE_WINDOW_S, TOLERANCE, headroom, stable_s
 
 
 @dataclass(frozen=True)

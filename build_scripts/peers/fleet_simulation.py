@@ -27,10 +27,11 @@ _BINS_A_S = 1000
 
 @dataclass(frozen=True)
 class Service:
-    """One replica: `batch_s[n]` seconds for a batch of n rows, as measured; 0 rows take none."""
+    """One replica, as measured: `batch_s[n]` seconds for a batch of n, `overhead_s` around it."""
 
     batch_s: tuple[float, ...]
     longest_wait_s: float
+    overhead_s: float = 0.0
 
     @property
     def most(self) -> int:
@@ -175,9 +176,9 @@ class Fleet:
 
     def _complete(self) -> None:
         now, _, replica, batch = heappop(self._events)
-        limit, bins = self._limit_s, self._bins
+        limit, bins, overhead = self._limit_s, self._bins, self._service.overhead_s
         for came in batch:
-            latency = now - came
+            latency = now - came + overhead
             if latency > limit:
                 self._missed += 1
             bins[min(len(bins) - 1, int(latency * _BINS_A_S))] += 1

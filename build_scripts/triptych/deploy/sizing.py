@@ -21,6 +21,8 @@ PROBE_S, PROBE_TIMEOUT_S, PROBE_FAILURES = 2, 5, 2
 """Interval, timeout and retries of the image's own health check."""
 SCRAPE_S, POLL_S, SYNC_S, RATE_WINDOW_S = 15, 15, 15, 60
 """Prometheus, KEDA and Kubernetes' autoscaler look so often; a rate is taken over four scrapes."""
+TOLERANCE = 0.1
+"""Kubernetes' autoscaler leaves a fleet alone that is less far off."""
 FEWEST_REPLICAS = 2
 PRE_STOP_S = 10
 
@@ -93,7 +95,8 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
             f"Headroom: the rate may grow by {options.growth:.0%} a minute (--growth), and "
             f"{delay_s:.0f} s pass until a new replica answers: {RATE_WINDOW_S / 2:.0f} s of the "
             f"rate's window, {SCRAPE_S} s to a scrape, {POLL_S} s to KEDA, {SYNC_S} s to the "
-            f"autoscaler, {ready_s:.0f} s to ready ({ready_reason})",
+            f"autoscaler, {ready_s:.0f} s to ready ({ready_reason}); and the autoscaler leaves a "
+            f"fleet alone that is less than {TOLERANCE:.0%} off",
         ),
         fewest=fewest,
         most=_most(options, fewest.value, threshold),
@@ -113,7 +116,7 @@ def delay(ready_s: float) -> float:
 
 def headroom(growth: float, ready_s: float) -> float:
     """Share of its capacity that a replica is given: the rest is for growth until another one."""
-    return 1 / (1 + growth * delay(ready_s) / 60)
+    return 1 / ((1 + growth * delay(ready_s) / 60) * (1 + TOLERANCE))
 
 
 def stable_s(ready_s: float) -> int:
