@@ -58,7 +58,7 @@ BIGGEST = (
 """Files that take longest: they come first, so that no worker is left alone with one at the end."""
 # fmt: off
 PURE = (
-    "accuracy_thresholds", "admission", "bulk_formats", "capacity", "card", "command_line",
+    "accuracy_thresholds", "admission", "alerts", "bulk_formats", "capacity", "card", "command_line",
     "comparison", "container", "container_locks", "core_config", "cost", "decoders_spans",
     "deploy", "docker", "doctor", "engine_inspection", "engine_request", "engine_runner",
     "expected_cost",
@@ -66,7 +66,7 @@ PURE = (
     "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict", "load_report",
     "load_report_terminal", "load_values", "make_engine", "metrics", "onnxruntime_pieces",
     "onnxruntime_runner", "pages", "plan", "probe", "rehearsal", "releases", "report", "rounding",
-    "samples_file", "scaffold", "scratch", "server_mistakes", "shown", "spec", "store",
+    "samples_file", "scaffold", "scaling", "scratch", "server_mistakes", "shown", "spec", "store",
     "tensorrt_settings", "terminal", "tune_report", "tune_search", "tuned", "widths",
 )
 # fmt: on

@@ -77,6 +77,4 @@ def test_a_fleet_grows_with_its_load_and_shrinks_again() -> None:
     constant = Fleet(SERVICE, fixed(found.most), 1.0, 0.0).run(arrivals(load, seed=2), found.most)
     assert found.most >= 60 / 25
     assert found.replica_s < 0.9 * constant.replica_s
-    again = Fleet(SERVICE, scaling, 1.0, 10.0).run(arrivals(load, seed=2), 2)
-    assert again == found
     assert np.isfinite(list(found.latency_s.values())).all()
