@@ -58,10 +58,10 @@ BIGGEST = (
 """Files that take longest: they come first, so that no worker is left alone with one at the end."""
 # fmt: off
 PURE = (
-    "accuracy_thresholds", "admission", "alerts", "bulk_formats", "capacity", "card", "command_line",
-    "comparison", "container", "container_locks", "core_config", "cost", "decoders_spans",
-    "deploy", "docker", "doctor", "engine_inspection", "engine_request", "engine_runner",
-    "expected_cost",
+    "accuracy_thresholds", "admission", "alerts", "bulk_formats", "capacity", "card",
+    "command_line", "comparison", "container", "container_locks", "core_config", "cost",
+    "decoders_spans", "deploy", "docker", "doctor", "engine_inspection", "engine_request",
+    "engine_runner", "expected_cost",
     "fake_tensorrt", "gate", "gate_remedy", "gate_result", "gpu_peer", "gpu_plan",
     "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict", "load_report",
     "load_report_terminal", "load_values", "make_engine", "metrics", "onnxruntime_pieces",
