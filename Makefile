@@ -15,7 +15,7 @@ export TRITON_IMAGE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
-.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-path compare-tasks grid precisions gpu-test soak fuzz clean
+.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-path compare-tasks grid scaling precisions gpu-test soak fuzz clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -99,6 +99,9 @@ compare-tasks: setup  ## Measure every task against transformers' own pipelines
 
 grid: setup  ## Hold `triptych tune` against a whole grid of settings (about an hour)
 	$(BIN)/python build_scripts/peers/grid.py
+
+scaling: setup  ## Compare autoscalers: a simulation of KEDA, held against three real servers
+	$(BIN)/python build_scripts/peers/scaling.py $(ARGS)
 
 precisions: setup  ## The core in every precision: the gate, accuracy and speed (PROVIDER=...)
 	$(BIN)/python build_scripts/peers/precisions.py --provider $(PROVIDER)

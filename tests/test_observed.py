@@ -38,7 +38,7 @@ from triptych.server.ports import claim_ports
 from triptych.server.server import Server
 
 LOOPBACK = "127.0.0.1"
-LIMIT_MS, SLOW_S = 200.0, 0.3
+LIMIT_MS, SLOW_S = 300.0, 0.4
 SCALE = 1 / 30
 """Of the rules' windows: five minutes are ten seconds."""
 SCRAPE = "500ms"
@@ -75,15 +75,16 @@ class Load:
 
 @dataclass
 class Told:
-    """What an Alertmanager sent: name of an alert to its states, in order."""
+    """What an Alertmanager sent: name of an alert to its last state, ``firing`` or ``resolved``."""
 
-    states: dict[str, list[str]] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
 
     def take(self, message: dict[str, Any]) -> None:
         for alert in message["alerts"]:
-            states = self.states.setdefault(alert["labels"]["alertname"], [])
-            if states[-1:] != [alert["status"]]:
-                states.append(alert["status"])
+            self.states[alert["labels"]["alertname"]] = alert["status"]
+
+    def last(self, alert: str) -> str | None:
+        return self.states.get(alert)
 
 
 @contextmanager
@@ -270,12 +271,12 @@ def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model
         loaded(watch.url) as load,
     ):
         assert not without_value(watch.prometheus, parts - missing)
-        states = watch.told.states
-        assert alert not in states, states
+        # A busy machine may have raised it for a while already.
+        assert until(lambda: watch.told.last(alert) != "firing", 60), watch.told
         load.text = "a slow one"
-        assert until(lambda: states.get(alert) == ["firing"], 60), states
+        assert until(lambda: watch.told.last(alert) == "firing", 60), watch.told
         load.text = Load.text
-        assert until(lambda: states[alert] == ["firing", "resolved"], 60), states
+        assert until(lambda: watch.told.last(alert) == "resolved", 60), watch.told
         assert_inhibited(watch.alertmanager)
 
 

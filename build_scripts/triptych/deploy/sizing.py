@@ -21,6 +21,8 @@ PROBE_S, PROBE_TIMEOUT_S, PROBE_FAILURES = 2, 5, 2
 """Interval, timeout and retries of the image's own health check."""
 SCRAPE_S, POLL_S, SYNC_S, RATE_WINDOW_S = 15, 15, 15, 60
 """Prometheus, KEDA and Kubernetes' autoscaler look so often; a rate is taken over four scrapes."""
+TOLERANCE = 0.1
+"""Kubernetes' autoscaler leaves a fleet alone that is less far off."""
 FEWEST_REPLICAS = 2
 TMP_MIB = 64
 PRE_STOP_S = 10
@@ -61,9 +63,9 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
         UserError: a replica could not end in the time that it is left.
     """
     ready_s, ready_reason = _ready(options, measured)
-    delay_s = ready_s + SCRAPE_S + POLL_S + SYNC_S + RATE_WINDOW_S / 2
-    headroom = 1 / (1 + options.growth * delay_s / 60)
-    threshold = headroom * measured.capacity_per_s.value
+    delay_s = delay(ready_s)
+    share = headroom(options.growth, ready_s)
+    threshold = share * measured.capacity_per_s.value
     fewest = _fewest(lock, threshold)
     exit_timeout = _exit_timeout(lock)
     pre_stop = _pre_stop(options)
@@ -87,22 +89,38 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
         ),
         threshold_per_s=Because(
             f"{threshold:.4g}",
-            f"{headroom:.3f} (headroom) x {measured.capacity_per_s.value:.4g}/s (capacity): "
+            f"{share:.3f} (headroom) x {measured.capacity_per_s.value:.4g}/s (capacity): "
             f"replicas = ceil(rate / {threshold:.4g}). Capacity: {measured.capacity_per_s.reason}. "
             f"Headroom: the rate may grow by {options.growth:.0%} a minute (--growth), and "
             f"{delay_s:.0f} s pass until a new replica answers: {RATE_WINDOW_S / 2:.0f} s of the "
             f"rate's window, {SCRAPE_S} s to a scrape, {POLL_S} s to KEDA, {SYNC_S} s to the "
-            f"autoscaler, {ready_s:.0f} s to ready ({ready_reason})",
+            f"autoscaler, {ready_s:.0f} s to ready ({ready_reason}); and the autoscaler leaves a "
+            f"fleet alone that is less than {TOLERANCE:.0%} off",
         ),
         fewest=fewest,
         most=_most(options, fewest.value, threshold),
         stable_s=Because(
-            min(_MOST_STABLE_S, max(_LEAST_STABLE_S, math.ceil(_STABLE_TIMES * ready_s))),
+            stable_s(ready_s),
             f"a replica that goes is missed for the {ready_s:.0f} s that a new one takes: the load "
             f"must have been lower for {_STABLE_TIMES} times that, and for Kubernetes' usual "
             f"{_LEAST_STABLE_S} s",
         ),
     )
+
+
+def delay(ready_s: float) -> float:
+    """Seconds from more load to a replica that takes its part."""
+    return ready_s + SCRAPE_S + POLL_S + SYNC_S + RATE_WINDOW_S / 2
+
+
+def headroom(growth: float, ready_s: float) -> float:
+    """Share of its capacity that a replica is given: the rest is for growth until another one."""
+    return 1 / ((1 + growth * delay(ready_s) / 60) * (1 + TOLERANCE))
+
+
+def stable_s(ready_s: float) -> int:
+    """Seconds for which the load must have been lower before a replica goes."""
+    return min(_MOST_STABLE_S, max(_LEAST_STABLE_S, math.ceil(_STABLE_TIMES * ready_s)))
 
 
 def _threads(lock: Lock) -> str:

@@ -1,0 +1,80 @@
+"""The simulation of a fleet: the autoscaler's formula, and replicas that batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from peers.autoscaler import Autoscaler, Observed, Pace, Scaling, Trigger, fixed, own
+from peers.fleet_simulation import Fleet, Service, arrivals, capacity
+from triptych.deploy.sizing import headroom, stable_s
+
+SEEN = Observed(0.0, 0.0, 0.0, 0.0, seen=4)
+RATE = Trigger(lambda seen: seen.offered_per_s, 10.0, "fleet", 60.0)
+SERVICE = Service((0.0, 0.1, 0.11, 0.12, 0.13), longest_wait_s=2.0)
+
+
+def steps(scaling: Scaling, values: list[float], first: int, seconds: float = 15.0) -> list[int]:
+    """Replicas after each look, at these rates."""
+    autoscaler, replicas, found = Autoscaler(scaling), first, []
+    for index, value in enumerate(values):
+        seen = replace(SEEN, offered_per_s=value, queue_by_compute=value, seen=replicas)
+        replicas = autoscaler.replicas(index * seconds, replicas, lambda _, seen=seen: seen)
+        found.append(replicas)
+    return found
+
+
+def test_the_formula_is_that_of_kubernetes() -> None:
+    fleet = Scaling("rate", (RATE,), fewest=2, most=40, down=Pace(0.0, replicas=0))
+    # ceil(value / target), within bounds; 10 % off is left alone; NaN too.
+    assert steps(fleet, [40.0], 4) == [4]
+    assert steps(fleet, [43.0], 4) == [4]
+    assert steps(fleet, [45.0], 4) == [5]
+    assert steps(fleet, [float("nan")], 4) == [4]
+    assert steps(fleet, [1.0], 4) == [2]
+    # Twice as many, or four more, in 15 s.
+    assert steps(fleet, [400.0] * 5, 2) == [6, 12, 24, 40, 40]
+    ratio = Trigger(lambda seen: seen.queue_by_compute, 1.0, "replica", 60.0)
+    assert steps(replace(fleet, triggers=(ratio,)), [1.5, 1.05, 0.5], 4) == [6, 6, 3]
+
+
+def test_replicas_go_when_the_load_was_lower_for_long_enough() -> None:
+    patient = Scaling("rate", (RATE,), fewest=1, most=40, down=Pace(60.0, replicas=0))
+    assert steps(patient, [80.0, 20.0, 20.0, 20.0, 20.0, 20.0, 20.0], 8) == [8] * 5 + [2] * 2
+    slow = Pace(60.0, period_s=30.0, replicas=1, share=0.0)
+    assert steps(replace(patient, up=slow), [80.0] * 9, 2) == [3, 3, 4, 4, 5, 5, 6, 6, 7]
+
+
+def test_the_own_autoscaler_is_as_deploy_has_it() -> None:
+    scaling = own(100.0, 1.0, 0.6, 25.0, 50)
+    rate, guard = scaling.triggers
+    assert rate.target == pytest.approx(50.0 / 1.1) == headroom(0.6, 25.0) * 100.0
+    assert scaling.down.window_s == stable_s(25.0) == 300
+    waits = replace(SEEN, waiting_s=0.6)
+    assert (guard.read(waits), guard.read(replace(waits, waiting_s=0.4))) == (5, 0)
+
+
+def test_a_fleet_answers_what_it_can() -> None:
+    came = arrivals([(50.0, 20.0)], seed=1)
+    found = Fleet(SERVICE, fixed(2), 1.0, 0.0).run(came, 2)
+    assert found.offered == len(came)
+    assert found.missed == 0
+    assert found.replica_s == pytest.approx(2 * came[-1])
+    assert 0.1 <= found.latency_s[50] < found.latency_s[99] < 0.5
+    # Four rows in 0.13 s are 30.8 a second: under twice that, half is refused or late.
+    flooded = Fleet(SERVICE, fixed(1), 1.0, 0.0).run(arrivals([(60.0, 62.0)], seed=1), 1)
+    assert flooded.mean_batch == pytest.approx(4.0, abs=0.05)
+    assert flooded.missed / flooded.offered > 0.5
+    assert 20 < capacity(SERVICE, 0.5, 0.01) < 31
+
+
+def test_a_fleet_grows_with_its_load_and_shrinks_again() -> None:
+    load = [(300.0, 20.0), (300.0, 60.0), (900.0, 20.0)]
+    scaling = own(25.0, 1.0, 0.5, 10.0, 20)
+    found = Fleet(SERVICE, scaling, 1.0, 10.0).run(arrivals(load, seed=2), 2)
+    constant = Fleet(SERVICE, fixed(found.most), 1.0, 0.0).run(arrivals(load, seed=2), found.most)
+    assert found.most >= 60 / 25
+    assert found.replica_s < 0.9 * constant.replica_s
+    assert np.isfinite(list(found.latency_s.values())).all()
