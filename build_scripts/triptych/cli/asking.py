@@ -79,7 +79,7 @@ def infer(
     timeout_s: Annotated[float, typer.Option(help="Deadline.")] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Ask a served pipeline: a few texts or images, a file of rows, a chat.
+    """Ask a served pipeline: texts, images, a file of rows, a chat.
 
     Of --text and --text-pair one may be given once: it then goes with each of the other.
     With --out the rows of --file are written again, with columns of answers; after a break the same
