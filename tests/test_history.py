@@ -174,3 +174,13 @@ def test_a_build_whose_engine_was_never_built_is_not_kept(repository: Path) -> N
     write_next(repository, "tiny", 2, plan={**plan, "engine": engine})
     write_next(repository, "tiny", 3)
     assert [kept.build for kept in kept_builds(repository, "tiny")] == [first]
+
+
+def test_a_lock_of_another_kind_will_do(repository: Path) -> None:
+    first = write_next(repository, "guest", 2, schema="other-1", gate=None, plan={"max_length": 9})
+    write_next(repository, "guest", 3)
+    shown = CliRunner().invoke(app, ["history", "guest", "-r", str(repository)]).output
+    assert f"{first[:12]}  built 2026-01-01T00:00:02, replaced " in shown
+    assert "no precision, not checked\n" in shown
+    assert put_back(repository, "guest", first).builds == {"guest": first}
+    assert lock_data(repository, "guest")["schema"] == "other-1"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,6 +65,12 @@ def infer(
     image_column: Annotated[
         str | None, typer.Option("--image-column", help="Its column of images: paths, or bytes.")
     ] = None,
+    chat: Annotated[
+        str | None, typer.Option("--chat", help="What a user says: the answer is streamed.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="A text to go on with, streamed.")
+    ] = None,
     url: Annotated[str, typer.Option(help=ENDPOINTS)] = "127.0.0.1:8001",
     parameters: Annotated[
         list[str] | None,
@@ -72,7 +79,7 @@ def infer(
     timeout_s: Annotated[float, typer.Option(help="Deadline.")] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Ask a served pipeline: a few texts or images, or a file of rows.
+    """Ask a served pipeline: texts, images, a file of rows, a chat.
 
     Of --text and --text-pair one may be given once: it then goes with each of the other.
     With --out the rows of --file are written again, with columns of answers; after a break the same
@@ -80,6 +87,14 @@ def infer(
     """
     from triptych.client.infer import ask, describe_answer, parse_parameters, read_questions
 
+    if chat is not None or prompt is not None:
+        others = (text, text_pair, image, file, out, text_column, text_pair_column, image_column)
+        if any(other is not None for other in (*others, chat and prompt)):
+            raise UserError(
+                "--chat, --prompt", "must be given alone", remedy="Leave the others out"
+            )
+        _generate(name, url, chat, prompt, parameters or (), timeout_s, as_json=as_json)
+        return
     columns = {"text": text_column, "text_pair": text_pair_column, "image": image_column}
     named = {name: column for name, column in columns.items() if column is not None}
     asked = parse_parameters(parameters or ())
@@ -108,6 +123,43 @@ def infer(
         output.print(f"{question.shown!r:.70}", style="bold", markup=False)
         for line in describe_answer(answer):
             output.print(f"  {line}", markup=False)
+
+
+def _generate(
+    name: str,
+    url: str,
+    chat: str | None,
+    prompt: str | None,
+    parameters: Sequence[str],
+    timeout_s: float,
+    *,
+    as_json: bool,
+) -> None:
+    """Print an answer as it comes, and its figures at the end."""
+    from triptych.client.converse import parse_sampling, stream_answer
+    from triptych.client.generation import Completion
+
+    began, first_s, last_s, chunks = time.monotonic(), 0.0, 0.0, []
+    asked = parse_sampling(parameters)
+    for chunk in stream_answer(name, url, chat, prompt, asked, timeout_s):
+        last_s = time.monotonic() - began
+        first_s = first_s or last_s
+        chunks.append(chunk)
+        if not as_json:
+            output.print(chunk.text, end="", markup=False)
+            output.file.flush()
+    whole = Completion.join(chunks)
+    if as_json:
+        print_json(asdict(whole))
+        return
+    output.print()
+    tokens = len(whole.token_ids)
+    rate = f", {(tokens - 1) / (last_s - first_s):.3g} a second after" if last_s > first_s else ""
+    given = f"{whole.usage.prompt_tokens} prompt tokens, " if whole.usage is not None else ""
+    status.print(
+        f"{given}{tokens} tokens ({whole.finish_reason}), first after {first_s:.3f} s{rate}",
+        markup=False,
+    )
 
 
 @contextmanager

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from triptych.cli.options import REPOSITORY, Json, Name, Repository, app, output, print_json
 from triptych.errors import UserError
-
-if TYPE_CHECKING:
-    from triptych.repository.lock import Lock
 
 _DIGITS = 12
 
@@ -56,7 +53,7 @@ def history(
         state = f"replaced {build['replaced_at'][:19]}" if build["replaced_at"] else "in place"
         line = f"{build['build'][:_DIGITS]}  built {build['built_at']}, {state}"
         output.print(line, style="" if build["replaced_at"] else "bold", markup=False)
-        output.print(f"  {build['precision']}, {build['gate']}", markup=False)
+        output.print(f"  {build['precision'] or 'no precision'}, {build['gate']}", markup=False)
         output.print(f"  bench: {build['bench'] or 'not measured'}", markup=False)
     where = f" in {history_folder(repository)}" if kept else ""
     output.print(f"{len(kept)} kept{where}, {taken / 1e6:.1f} MB of their own", markup=False)
@@ -93,27 +90,29 @@ def rollback(
 
 
 def _described(folder: Path, pipeline: str, build: str, replaced_at: str) -> dict[str, Any]:
-    from triptych.repository.lock import FIGURES_FILE, find_lock
+    from triptych.repository.kept import read_build
+    from triptych.repository.lock import FIGURES_FILE
 
-    lock = find_lock(folder, pipeline)
+    record = read_build(folder, pipeline)
+    gate = {} if record is None else record.gate
     figures = folder / pipeline / FIGURES_FILE
     text = figures.read_text(encoding="utf-8", errors="replace") if figures.is_file() else ""
     best = [line.removeprefix("Best: ") for line in text.splitlines() if line.startswith("Best: ")]
     return {
         "build": build,
-        "built_at": "" if lock is None else lock.built_at[:19],
+        "built_at": "" if record is None else record.built_at[:19],
         "replaced_at": replaced_at,
-        "precision": "" if lock is None else lock.gate.precision,
-        "gate": "its lock cannot be read" if lock is None else _gate(lock),
-        "verdicts": {}
-        if lock is None
-        else {v.metric: v.value if math.isfinite(v.value) else None for v in lock.gate.verdicts},
+        "precision": gate.get("precision", ""),
+        "gate": "its lock cannot be read" if record is None else _verdict(gate),
+        "verdicts": {verdict["metric"]: verdict["value"] for verdict in gate.get("verdicts", ())},
         "bench": "".join(best[:1]),
     }
 
 
-def _gate(lock: Lock) -> str:
-    if lock.gate.failures:
-        return f"failed, accepted: {lock.gate.accepted}"
-    limited = [v for v in lock.gate.verdicts if v.limit is not None and math.isfinite(v.value)]
-    return "passed" + "".join(f", {v.metric} {v.value:.4g}" for v in limited[:1])
+def _verdict(gate: Mapping[str, Any]) -> str:
+    if not gate:
+        return "not checked"
+    if gate["failures"]:
+        return f"failed, accepted: {gate.get('accepted', '')}"
+    limited = [v for v in gate["verdicts"] if None not in (v["limit"], v["value"])]
+    return "passed" + "".join(f", {v['metric']} {v['value']:.4g}" for v in limited[:1])

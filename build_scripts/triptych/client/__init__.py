@@ -19,9 +19,11 @@ from triptych.client.errors import (
     PipelineNotReady,
     ServerUnreachable,
 )
+from triptych.client.generation import Chunk, Completion, Sampling, Usage
 from triptych.client.results import Answer, Choice, Entity, Ranked
 from triptych.client.retry import Retry
 from triptych.client.statistics import StepStatistics
+from triptych.client.streams import AsyncGeneration, Generation
 from triptych.client.sync import Client
 from triptych.client.wire import PipelineConfig
 
@@ -29,11 +31,15 @@ __all__ = [
     "AccessDenied",
     "Answer",
     "AsyncClient",
+    "AsyncGeneration",
     "Cancelled",
     "Choice",
+    "Chunk",
     "Client",
+    "Completion",
     "DeadlineExceeded",
     "Entity",
+    "Generation",
     "InferenceError",
     "InvalidRequest",
     "KeepAlive",
@@ -45,7 +51,9 @@ __all__ = [
     "PipelineNotReady",
     "Ranked",
     "Retry",
+    "Sampling",
     "ServerUnreachable",
     "StepStatistics",
     "Tls",
+    "Usage",
 ]

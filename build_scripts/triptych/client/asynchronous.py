@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
@@ -22,6 +22,8 @@ from triptych.client.flows import (
     make_method,
     task_flows,
 )
+from triptych.client.generation import Sampling, encode_order
+from triptych.client.streams import AsyncGeneration
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import Portion, Work
 
@@ -66,6 +68,29 @@ class AsyncClient(PipelineClient):
     rerank, rerank_each = _awaited_task(tasks.rerank)
     infer, infer_each = _awaited(flows.infer), _awaited(flows.infer_each)
     interface, step_statistics = _awaited(flows.interface), _awaited(flows.step_statistics)
+
+    def generate(
+        self, prompt: str, *, timeout_s: float | None = None, **sampling: Unpack[Sampling]
+    ) -> AsyncGeneration:
+        """Continue a prompt.
+
+        Returns:
+            An iterator of chunks, which also has the `whole`; `timeout_s` is for all of it.
+
+        Raises:
+            InvalidRequest: what cannot be sent. What the server says is raised by the iterator.
+        """
+        return AsyncGeneration(self, encode_order(prompt, None, sampling), timeout_s)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncGeneration:
+        """Answer a conversation, of messages with `role` and `content`; else as `generate`."""
+        return AsyncGeneration(self, encode_order("", messages, sampling), timeout_s)
 
     def _connect(self) -> Connection:
         self._closing: set[asyncio.Task[None]] = set()
@@ -180,7 +205,6 @@ class AsyncClient(PipelineClient):
                 raise
             if code is grpc.StatusCode.OK:
                 return await call
-            details, debug = await call.details(), await call.debug_error_string()
-            raise self._error(code, details, debug, rows)
+            raise self._error(code, await call.details(), rows)
         finally:
             self._connection.give_back(opened)

@@ -12,8 +12,8 @@ class InferenceError(Exception):
     Attributes:
         message: what happened and what to do about it, without the row.
         row: index, in the list the caller gave, of the row at fault; None where no single row is.
-        address: of the server that said so, or that did not answer, as far as gRPC tells; else
-            that of the client.
+        address: of the server that could not be reached; else the client's, for gRPC does not tell
+            which server answered.
     """
 
     address: str = ""
@@ -104,6 +104,12 @@ _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
     ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequest),
     ("INVALID_ARGUMENT", "incomplete string data", NeighbourFailed),
 )
+_UNCODED = (
+    ("is not found", "NOT_FOUND"),
+    ("inputs but got", "INVALID_ARGUMENT"),
+    ("unexpected inference input", "INVALID_ARGUMENT"),
+)
+"""What Triton says of a stream's request before any model has seen it."""
 _CODES: dict[str, type[InferenceError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
     "OUT_OF_RANGE": InvalidRequest,
@@ -131,16 +137,13 @@ _PLACE = re.compile(r"\bipv[46]:(\[[0-9a-fA-F:%]+\]:\d+|[\d.]+:\d+)")
 _PREFIX = re.compile(r"(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*(?:row (\d+): )?")
 
 
-def status_error(
-    code: str, details: str, *, url: str, rows: Sequence[int] = (), debug: str = ""
-) -> InferenceError:
+def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ()) -> InferenceError:
     """The typed error for a gRPC status.
 
     Args:
         code: name of the status code, ``UNAVAILABLE``.
         details: the status' message.
         url: where the client's requests go, for the message.
-        debug: gRPC's own words, which may tell where this one went.
         rows: the caller's index of each row of the request: a message that names a row of the
             request (``row 0: …``) becomes an error that names the caller's row.
     """
@@ -157,9 +160,16 @@ def status_error(
     remedy = _REMEDIES.get(kind)
     message = said if remedy is None else f"{said.rstrip('.')}. {remedy}."
     error = kind(message, row)
-    place = _PLACE.search(debug) or _PLACE.search(details)
+    place = _PLACE.search(details)
     error.address = place[1] if place else url
     return error
+
+
+def stream_error(said: str, *, url: str) -> InferenceError:
+    """The typed error for the text of a stream's response, which Triton sends without a code."""
+    uncoded = ((text, code) for code, text, _ in _TEXTS)
+    codes = (code for text, code in (*_UNCODED, *uncoded) if text in said.lower())
+    return status_error(next(codes, "INTERNAL"), said, url=url)
 
 
 def _kind(code: str, said: str) -> type[InferenceError]:

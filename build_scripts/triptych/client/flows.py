@@ -215,10 +215,8 @@ class PipelineClient:
                 raise misfit from error
             raise
 
-    def _error(
-        self, code: Any, details: str | None, debug: str | None, rows: Sequence[int] = ()
-    ) -> InferenceError:
-        error = status_error(code.name, details or "", url=self.url, rows=rows, debug=debug or "")
+    def _error(self, code: Any, details: str | None, rows: Sequence[int] = ()) -> InferenceError:
+        error = status_error(code.name, details or "", url=self.url, rows=rows)
         if isinstance(error, InvalidRequest) and error.row is None:
             # Perhaps the pipeline was built anew with a lower batch limit; ask again next time.
             self._config = None

@@ -17,7 +17,7 @@ from triptych.pipeline.traffic import PARAMETERS
 from triptych.pipeline.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
-    from triptych.client import Client, PipelineConfig
+    from triptych.client import Client, InferenceError, PipelineConfig
 
 Parameter = bool | int | float | str
 PlainOutputs = Mapping[str, object]
@@ -158,7 +158,7 @@ def ask(
     Raises:
         UserError: inputs that are not the pipeline's, or the server refused or was not reached.
     """
-    from triptych.client import Client, InferenceError, ServerUnreachable
+    from triptych.client import Client, InferenceError
 
     try:
         with Client(pipeline, url, timeout_s=timeout_s) as client:
@@ -166,11 +166,16 @@ def ask(
             _check_inputs(pipeline, config.inputs, questions)
             return _send(client, config, questions, parameters)
     except InferenceError as error:
-        unreachable = isinstance(error, ServerUnreachable)
-        remedy = "Start one with `triptych serve`, or name it with --url" if unreachable else ""
-        raise UserError(
-            f"{pipeline} at {url}", "must answer the request", given=error, remedy=remedy
-        ) from error
+        raise unanswered(pipeline, url, error) from error
+
+
+def unanswered(pipeline: str, url: str, error: InferenceError) -> UserError:
+    """What the command line says where a server did not answer."""
+    from triptych.client import ServerUnreachable
+
+    unreachable = isinstance(error, ServerUnreachable)
+    remedy = "Start one with `triptych serve`, or name it with --url" if unreachable else ""
+    return UserError(f"{pipeline} at {url}", "must answer the request", given=error, remedy=remedy)
 
 
 def plain_outputs(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 import grpc  # type: ignore[import-untyped]
 
@@ -23,6 +23,8 @@ from triptych.client.flows import (
     make_method,
     task_flows,
 )
+from triptych.client.generation import Sampling, encode_order
+from triptych.client.streams import Generation
 from triptych.client.tasks import Row, TaskCall, Whole
 from triptych.client.work import Portion, Work
 
@@ -66,6 +68,29 @@ class Client(PipelineClient):
     rerank, rerank_each = _blocking_task(tasks.rerank)
     infer, infer_each = _blocking(flows.infer), _blocking(flows.infer_each)
     interface, step_statistics = _blocking(flows.interface), _blocking(flows.step_statistics)
+
+    def generate(
+        self, prompt: str, *, timeout_s: float | None = None, **sampling: Unpack[Sampling]
+    ) -> Generation:
+        """Continue a prompt.
+
+        Returns:
+            An iterator of chunks, which also has the `whole`; `timeout_s` is for all of it.
+
+        Raises:
+            InvalidRequest: what cannot be sent. What the server says is raised by the iterator.
+        """
+        return Generation(self, encode_order(prompt, None, sampling), timeout_s)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generation:
+        """Answer a conversation, of messages with `role` and `content`; else as `generate`."""
+        return Generation(self, encode_order("", messages, sampling), timeout_s)
 
     def _connect(self) -> Connection:
         return Connection(
@@ -115,7 +140,7 @@ class Client(PipelineClient):
                 return self._send_at_once(step)
             return self._send_in_turn(step)
         except grpc.RpcError as status:
-            raise self._read_error(status) from None
+            raise self._error(status.code(), status.details()) from None
         except ValueError:
             self._raise_if_closed()
             raise
@@ -132,9 +157,6 @@ class Client(PipelineClient):
         self._raise_if_closed()
         return self._connection.take()
 
-    def _read_error(self, status: Any, rows: Sequence[int] = ()) -> InferenceError:
-        return self._error(status.code(), status.details(), status.debug_error_string(), rows)
-
     def _send_in_turn(self, work: Work) -> None:
         # A blocking call spares the two thread switches of a future: 15 % of a short request.
         while work.waiting:
@@ -147,7 +169,7 @@ class Client(PipelineClient):
                 with self._stub() as stub:
                     response = stub.ModelInfer(request, timeout=left_s, metadata=self._metadata)
             except grpc.RpcError as status:
-                work.failed(portion, self._read_error(status, portion.rows))
+                work.failed(portion, self._error(status.code(), status.details(), portion.rows))
             else:
                 work.answered(portion, response)
 
@@ -173,7 +195,7 @@ class Client(PipelineClient):
                 if call.code() is grpc.StatusCode.OK:
                     work.answered(portion, call.result())
                 else:
-                    work.failed(portion, self._read_error(call, portion.rows))
+                    work.failed(portion, self._error(call.code(), call.details(), portion.rows))
         finally:
             # Whatever ended the call, an interrupt too, leaves no request behind.
             for call, (_, opened) in in_flight.items():

@@ -125,6 +125,17 @@ def infer_request(
     return request
 
 
+def generation_request(pipeline: str, texts: Mapping[str, bytes], *, stream: bool) -> Any:
+    """The ``ModelInferRequest`` of a generation: each text an input of shape [1], and `stream`."""
+    request = service_pb2.ModelInferRequest(model_name=pipeline)
+    for name, text in texts.items():
+        request.inputs.add(name=name, datatype="BYTES", shape=(1,))
+        request.raw_input_contents.append(_LENGTH.pack(len(text)) + text)
+    request.inputs.add(name="stream", datatype="BOOL", shape=(1,))
+    request.raw_input_contents.append(bytes([stream]))
+    return request
+
+
 def _set_parameter(target: Any, name: str, value: object) -> None:
     # bool before int: every bool is an int. numpy's scalars are Python's by way of `item`.
     if isinstance(value, np.generic):

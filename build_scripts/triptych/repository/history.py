@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.errors import UserError
-from triptych.repository.kept import KeptBuild, kept_builds
-from triptych.repository.lock import LOCK_FILE, Lock, build_id, find_lock, read_lock
+from triptych.repository.kept import BuildRecord, KeptBuild, kept_builds, read_build
+from triptych.repository.lock import LOCK_FILE, build_id
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
 
@@ -45,12 +45,12 @@ def put_back(repository: Path, pipeline: str, build: str | None) -> PutBack:
     """
     chosen = _choose(kept_builds(repository, pipeline), repository, pipeline, build)
     files: dict[str, Content] = dict(chosen.files())
-    lock = read_lock(chosen.folder, pipeline)
-    _check_owner(repository, lock)
+    record = chosen.record()
+    _check_owner(repository, pipeline, record)
     group = {pipeline: chosen}
     for name, sharer in _sharers(repository, pipeline):
-        if not _fits(sharer, lock):
-            group[name] = _fitting(repository, name, lock)
+        if not _fits(sharer, record):
+            group[name] = _fitting(repository, name, pipeline, record)
             files |= group[name].files()
     before = {path for name in group for path in _files_in_place(repository, name)}
     models = {path.partition("/")[0] for path in files}
@@ -88,53 +88,53 @@ def _choose(kept: list[KeptBuild], repository: Path, pipeline: str, build: str |
     )
 
 
-def _check_owner(repository: Path, lock: Lock) -> None:
+def _check_owner(repository: Path, pipeline: str, build: BuildRecord) -> None:
     """The core that a build shares is still there.
 
     Raises:
         UserError: it is not.
     """
-    owner = lock.spec.core.share
-    if owner is None:
+    owner = build.share
+    if not owner:
         return
-    theirs = find_lock(repository, owner)
-    if theirs is None or theirs.spec.core.share is not None or not _fits(lock, theirs):
+    theirs = read_build(repository, owner)
+    if theirs is None or not _fits(build, theirs):
         raise UserError(
-            lock.spec.name,
+            pipeline,
             f"must find the core of {owner} that it was built with",
             given=f"{owner} has another core now" if theirs else f"{owner} is not built",
-            remedy=f"Put {owner} back: `triptych history {owner}`; it takes {lock.spec.name} along",
+            remedy=f"Put {owner} back: `triptych history {owner}`; it takes {pipeline} along",
         )
 
 
-def _sharers(repository: Path, owner: str) -> list[tuple[str, Lock]]:
-    locks = {
-        path.parent.name: find_lock(repository, path.parent.name)
+def _sharers(repository: Path, owner: str) -> list[tuple[str, BuildRecord]]:
+    builds = {
+        path.parent.name: read_build(repository, path.parent.name)
         for path in sorted(repository.glob(f"*/{LOCK_FILE}"))
     }
-    return [(name, lock) for name, lock in locks.items() if lock and lock.spec.core.share == owner]
+    return [(name, build) for name, build in builds.items() if build and build.share == owner]
 
 
-def _fits(sharer: Lock, owner: Lock) -> bool:
+def _fits(sharer: BuildRecord, owner: BuildRecord) -> bool:
     return (
-        owner.spec.core.share is None
+        not owner.share
         and sharer.core_key == owner.core_key
-        and sharer.spec.core.max_batch_size <= owner.spec.core.max_batch_size
+        and sharer.max_batch_size <= owner.max_batch_size
     )
 
 
-def _fitting(repository: Path, name: str, owner: Lock) -> KeptBuild:
-    """The build of a sharer that was replaced last and fits the core.
+def _fitting(repository: Path, name: str, owner: str, core: BuildRecord) -> KeptBuild:
+    """The build of the sharer `name` that was replaced last and fits the core.
 
     Raises:
         UserError: there is none.
     """
     for kept in kept_builds(repository, name):
-        lock = find_lock(kept.folder, name)
-        if lock is not None and lock.spec.core.share == owner.spec.name and _fits(lock, owner):
+        build = read_build(kept.folder, name)
+        if build is not None and build.share == owner and _fits(build, core):
             return kept
     raise UserError(
-        owner.spec.name,
+        owner,
         "must keep the core that another pipeline shares",
         given=f"{name} uses it, and no kept build of {name} fits that core",
         remedy=f"Take core.share out of {name} and build it first",
@@ -142,5 +142,5 @@ def _fitting(repository: Path, name: str, owner: Lock) -> KeptBuild:
 
 
 def _files_in_place(repository: Path, pipeline: str) -> list[str]:
-    lock = find_lock(repository, pipeline)
-    return [] if lock is None else list(lock.files)
+    build = read_build(repository, pipeline)
+    return [] if build is None else list(build.files)

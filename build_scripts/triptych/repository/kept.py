@@ -11,18 +11,61 @@ import datetime
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from triptych.cache import sha256_of
 from triptych.errors import UserError
 from triptych.files import scratch_folder
-from triptych.repository.lock import FIGURES_FILE, LOCK_FILE, build_id, find_lock, read_lock
+from triptych.repository.lock import FIGURES_FILE, LOCK_FILE, build_id
 
 KEPT = 5
 """Replaced builds of each pipeline, unless `prune` leaves fewer."""
 
 _REPLACED_FILE = "replaced.json"
+
+
+@dataclass(frozen=True)
+class BuildRecord:
+    """What a lock of any kind and release says that matters here; see `Lock` and `GateResult`.
+
+    Attributes:
+        built_at: UTC, ISO 8601.
+        files: path relative to the repository -> SHA-256 in hex.
+        share: the pipeline whose core it uses; empty where it has its own.
+        core_key: empty where the lock has none.
+        max_batch_size: 0 where the lock has none.
+        lacks_engine: whether it cannot serve before `triptych engine`.
+        gate: as plain data; empty where the lock has none.
+    """
+
+    built_at: str
+    files: Mapping[str, str]
+    share: str
+    core_key: str
+    max_batch_size: int
+    lacks_engine: bool
+    gate: Mapping[str, Any]
+
+
+def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
+    """The record of the build in a folder of models; None where there is none to be read."""
+    try:
+        lock = json.loads((folder / pipeline / LOCK_FILE).read_bytes())
+        core = lock["spec"]["core"]
+        return BuildRecord(
+            built_at=str(lock["built_at"]),
+            files={str(path): str(digest) for path, digest in lock["files"].items()},
+            share=core.get("share") or "",
+            core_key=lock.get("core_key", ""),
+            max_batch_size=core.get("max_batch_size", 0),
+            lacks_engine=lock["plan"].get("engine") is not None and lock.get("engine") is None,
+            gate=lock.get("gate") or {},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -45,20 +88,31 @@ class KeptBuild:
         """All files as they go into a repository, each checked against the lock.
 
         Raises:
-            UserError: one is missing or not as it was built, or the lock is of another release.
+            UserError: one is missing or not as it was built.
         """
         lock_path = f"{self.pipeline}/{LOCK_FILE}"
         if build_id(self.folder, self.pipeline) != self.build:
             raise self._damaged(lock_path)
-        lock = read_lock(self.folder, self.pipeline)
-        for path, digest in lock.files.items():
+        files = self.record().files
+        for path, digest in files.items():
             file = self.folder / path
             if not file.is_file() or sha256_of(file) != digest:
                 raise self._damaged(path)
-        names = [*lock.files, lock_path]
+        names = [*files, lock_path]
         if (self.folder / self.pipeline / FIGURES_FILE).is_file():
             names.append(f"{self.pipeline}/{FIGURES_FILE}")
         return {name: self.folder / name for name in names}
+
+    def record(self) -> BuildRecord:
+        """What its lock says.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        record = read_build(self.folder, self.pipeline)
+        if record is None:
+            raise self._damaged(f"{self.pipeline}/{LOCK_FILE}")
+        return record
 
     def _damaged(self, path: str) -> UserError:
         return UserError(
@@ -82,11 +136,11 @@ def keep_build(repository: Path, pipeline: str) -> None:
     Raises:
         OSError: there is no room, or no leave to write.
     """
-    lock = find_lock(repository, pipeline)
-    if lock is None or (lock.plan.engine is not None and lock.engine is None):
+    record = read_build(repository, pipeline)
+    if record is None or record.lacks_engine:
         return
     build = build_id(repository, pipeline)
-    names = [*lock.files, f"{pipeline}/{LOCK_FILE}"]
+    names = [*record.files, f"{pipeline}/{LOCK_FILE}"]
     if not all((repository / name).is_file() for name in names):
         return
     names += [f"{pipeline}/{FIGURES_FILE}"] * (repository / pipeline / FIGURES_FILE).is_file()

@@ -1,0 +1,229 @@
+"""`Client.generate` and `Client.chat`: chunks and the whole, many at once, cancelled, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from client_toy_chat import ToyChat, serve_toy_chat
+from triptych.cli import app
+from triptych.client import (
+    AsyncClient,
+    AsyncGeneration,
+    Cancelled,
+    Chunk,
+    Client,
+    Completion,
+    DeadlineExceeded,
+    Generation,
+    InvalidRequest,
+    PipelineFailed,
+    PipelineNotFound,
+    Retry,
+    ServerUnreachable,
+    Usage,
+)
+
+pytestmark = pytest.mark.server
+
+SLOW = "slowly " + "word " * 400
+"""At 20 ms a word it takes much longer than a test waits."""
+
+Ask = Callable[..., tuple[list[Chunk], Completion]]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyChat]:
+    with serve_toy_chat(tmp_path_factory.mktemp("chat")) as toy:
+        yield toy
+
+
+@pytest.fixture(params=["sync", "async"])
+def ask(request: pytest.FixtureRequest, toy: ToyChat) -> Ask:
+    """What one call gives with a client of either kind: as chunks, and as the whole."""
+
+    def in_thread(method: str, *args: Any, **kwargs: Any) -> tuple[list[Chunk], Completion]:
+        with Client(kwargs.pop("pipeline", "chat"), kwargs.pop("url", toy.url)) as client:
+            call = getattr(client, method)
+            return list(call(*args, **kwargs)), call(*args, **kwargs).whole()
+
+    async def in_loop(method: str, *args: Any, **kwargs: Any) -> tuple[list[Chunk], Completion]:
+        url = kwargs.pop("url", toy.url)
+        async with AsyncClient(kwargs.pop("pipeline", "chat"), url) as client:
+            call = getattr(client, method)
+            chunks = [chunk async for chunk in call(*args, **kwargs)]
+            return chunks, await call(*args, **kwargs).whole()
+
+    def run(*args: Any, **kwargs: Any) -> tuple[list[Chunk], Completion]:
+        if request.param == "sync":
+            return in_thread(*args, **kwargs)
+        return asyncio.run(in_loop(*args, **kwargs))
+
+    return run
+
+
+def test_chunks_are_the_whole_in_pieces(ask: Ask, toy: ToyChat) -> None:
+    chunks, whole = ask("generate", "to be or não 😀", logprobs=0)
+    assert [chunk.text for chunk in chunks] == ["to ", "be ", "or ", "não ", "😀"]
+    assert [chunk.token_ids for chunk in chunks] == [(0,), (1,), (2,), (3,), (4,)]
+    assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "", "stop"]
+    assert [chunk.usage for chunk in chunks] == [None] * 4 + [Usage(5, 5)]
+    assert chunks[1].logprobs == ({"token_id": 1, "logprob": -1.0},)
+    assert whole == Completion.join(chunks)
+    assert toy.wait_seen("to be or")["stream"] is True
+
+
+def test_a_conversation_and_its_sampling_reach_the_pipeline(ask: Ask, toy: ToyChat) -> None:
+    mark = f"mark-{time.monotonic()}"
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": f"{mark} b c"}]
+    sampling = {"max_tokens": 2, "temperature": 0.5, "stop": ["x", "y"], "seed": 3}
+    _, whole = ask("chat", messages, **sampling)
+    assert (whole.text, whole.finish_reason) == (f"{mark} b", "length")
+    assert whole.usage == Usage(3, 2)
+    seen = toy.wait_seen(mark)
+    assert seen["text_input"] == ""
+    assert json.loads(seen["messages"]) == messages
+    assert json.loads(seen["sampling_parameters"]) == sampling
+
+
+def test_what_is_wrong_is_refused_in_words(ask: Ask) -> None:
+    with pytest.raises(InvalidRequest, match=r"`temperature` must be a number from 0 to 2\."):
+        ask("generate", "a", temperature=9.0)
+    with pytest.raises(InvalidRequest, match="must be given, and not both"):
+        ask("generate", "")
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        ask("generate", "\ud800")
+    with pytest.raises(InvalidRequest, match="`messages` must be plain data"):
+        ask("chat", [{"role": "user", "content": b"bytes"}])
+    with pytest.raises(PipelineNotFound):
+        ask("generate", "a", pipeline="nothing")
+    with pytest.raises(PipelineFailed, match="it broke"):
+        ask("generate", "a b break c")
+
+
+def test_closing_cancels_at_the_server(toy: ToyChat) -> None:
+    with Client("chat", toy.url) as client:
+        for how in ("close", "with", "drop", "thread"):
+            mark = f"{how}-{time.monotonic()}"
+            generation = client.generate(f"{mark} {SLOW}")
+            assert next(generation).text == f"{mark} "
+            if how == "close":
+                generation.close()
+                assert list(generation) == []
+                with pytest.raises(Cancelled, match="has ended"):
+                    generation.whole()
+            elif how == "with":
+                with generation:
+                    next(generation)
+            elif how == "drop":
+                del generation
+            else:
+                threading.Timer(0.1, generation.close).start()
+                assert len(list(generation)) < 300
+            seen = toy.wait_seen(mark)
+            assert seen["cancelled"], how
+            assert seen["sent"] < 300
+        assert client.generate("still open").whole().text == "still open"
+
+
+def test_a_task_that_is_cancelled_cancels_at_the_server(toy: ToyChat) -> None:
+    mark = f"task-{time.monotonic()}"
+
+    async def cancel() -> None:
+        async with AsyncClient("chat", toy.url) as client:
+
+            async def read(generation: AsyncGeneration) -> None:
+                async for chunk in generation:
+                    if chunk.text == "slowly ":
+                        begun.set()
+
+            begun = asyncio.Event()
+            task = asyncio.create_task(read(client.generate(f"{mark} {SLOW}")))
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            begun.clear()
+            closed = client.generate(f"closed-{mark} {SLOW}")
+            task = asyncio.create_task(read(closed))
+            await begun.wait()
+            await closed.close()
+            await task
+            assert (await client.generate("still open").whole()).text == "still open"
+
+    asyncio.run(cancel())
+    for name in (mark, f"closed-{mark}"):
+        assert toy.wait_seen(f'"{name} ')["cancelled"]
+
+
+def test_a_deadline_and_a_closed_client_end_a_generation(ask: Ask, toy: ToyChat) -> None:
+    mark = f"late-{time.monotonic()}"
+    with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.3 s passed after \d+ chunks"):
+        ask("generate", f"{mark} {SLOW}", timeout_s=0.3)
+    assert toy.wait_seen(mark)["cancelled"]
+    client = Client("chat", toy.url)
+    generation = client.generate(SLOW)
+    next(generation)
+    client.close()
+    with pytest.raises(Cancelled):
+        list(generation)
+    with pytest.raises(Cancelled, match="is closed"):
+        client.generate("a").whole()
+
+
+def test_many_run_at_once_from_one_client(toy: ToyChat) -> None:
+    prompts = [f"number {index} slowly " + "x " * 10 for index in range(24)]
+
+    async def many() -> list[Completion]:
+        async with AsyncClient("chat", toy.url) as client:
+            return await asyncio.gather(*(client.generate(one).whole() for one in prompts))
+
+    assert [whole.text for whole in asyncio.run(many())] == [one.strip() for one in prompts]
+    with Client("chat", toy.url) as client:
+        generations: list[Generation] = [client.generate(one) for one in prompts]
+        firsts = [next(generation) for generation in generations]
+        assert len(firsts) == 24  # all have begun before one has ended
+        texts = [
+            first.text + one.whole().text for first, one in zip(firsts, generations, strict=True)
+        ]
+    assert texts == [one.strip() for one in prompts]
+
+
+def test_what_has_not_begun_is_sent_again(ask: Ask) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ServerUnreachable, match=r"Tried 5 times.*`retry` allows 5"):
+            ask("generate", "a", url=url)
+        with (
+            Client("chat", url, retry=Retry(attempts=2)) as client,
+            pytest.raises(ServerUnreachable, match="Tried 2 times"),
+        ):
+            client.generate("a").whole()
+
+
+def test_the_command_streams_to_the_terminal(toy: ToyChat) -> None:
+    words = ["infer", "chat", "--chat", "one [bold]two\x1b three", "--url", toy.url]
+    done = CliRunner().invoke(app, words)
+    assert done.exception is None, done.output
+    assert "one [bold]two[U+001B] three\n" in done.stdout
+    assert "3 prompt tokens, 3 tokens (stop), first after " in done.output
+    done = CliRunner().invoke(app, [*words, "--parameter", "max_tokens=1", "--json"])
+    answer = json.loads(done.stdout)
+    assert (answer["text"], answer["finish_reason"]) == ("one", "length")
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 0}
+    for wrong, said in (
+        (["--parameter", "temperature=9"], "`temperature` must be a number"),
+        (["--text", "a"], "must be given alone"),
+        (["--parameter", "stop=[a, b]", "--url", "127.0.0.1:1"], "No Triton server answered"),
+    ):
+        done = CliRunner().invoke(app, [*words, *wrong])
+        assert said in str(done.exception), wrong
