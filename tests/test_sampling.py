@@ -24,6 +24,7 @@ from triptych.client import Client
 from triptych.errors import UserError
 from triptych.pipeline.spec import load_spec
 from triptych.repository.lock import build_id
+from triptych.repository.render import with_imports
 from triptych.requests.inputs import read_inputs
 from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files, remove_old, write_file
 from triptych.runtime.sampling import LARGEST, Drawing, passenger_of, unpack, with_passenger
@@ -109,6 +110,13 @@ def write_sampling(folder: Path, model: Path, **sample: Any) -> Path:
     made = write_pipeline(folder, **fields)
     (made / "hooks.py").write_text(HOOKS, encoding="utf-8")
     return made
+
+
+def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
+    for step in ("preprocess.py", "postprocess.py"):
+        assert not [file for file in with_imports({"model.py": step}) if "sampl" in file]
+    written = with_imports({"model.py": "postprocess.py", "sample_writer.py": "sample_writer.py"})
+    assert {"sampling.py", "sample_files.py", "sample_writer.py"} <= written.keys()
 
 
 @pytest.fixture(scope="module")
