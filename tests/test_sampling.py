@@ -6,8 +6,6 @@ import base64
 import json
 import random
 import stat
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,14 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
 from conftest import build_into, traffic_texts, write_pipeline
-from task_models import text_classifier
+from task_models import TOPICS, text_classifier
 from triptych.bench.metrics_page import fetch_metrics
+from triptych.cli import app
 from triptych.client import Client
 from triptych.errors import UserError
 from triptych.pipeline.spec import load_spec
 from triptych.repository.lock import build_id
+from triptych.repository.render import with_imports
 from triptych.requests.inputs import read_inputs
 from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files, remove_old, write_file
 from triptych.runtime.sampling import LARGEST, Drawing, passenger_of, unpack, with_passenger
@@ -41,8 +42,7 @@ def redact(inputs, answer):
         raise KeyError(inputs["text"])
     return {"text": re.sub("[0-9]{4}-[0-9]{4}-SECRET", "#", inputs["text"])}, answer
 """
-TEXTS = traffic_texts()[:100]
-TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
+TEXTS = traffic_texts()[:30]
 SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
 
 
@@ -112,6 +112,13 @@ def write_sampling(folder: Path, model: Path, **sample: Any) -> Path:
     return made
 
 
+def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
+    for step in ("preprocess.py", "postprocess.py"):
+        assert not [file for file in with_imports({"model.py": step}) if "sampl" in file]
+    written = with_imports({"model.py": "postprocess.py", "sample_writer.py": "sample_writer.py"})
+    assert {"sampling.py", "sample_files.py", "sample_writer.py"} <= written.keys()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
     return text_classifier(tmp_path_factory.mktemp("model"), minilm_folder, traffic_texts())
@@ -126,7 +133,9 @@ def built(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     config = folder / "repository/stale_postprocess/config.pbtxt"
     text = config.read_text(encoding="utf-8")
     config.unlink()  # it may be one file with others
-    config.write_text(text.replace(*("billing", "invoices")), encoding="utf-8")
+    for topic in TOPICS:
+        text = text.replace(topic, f"old {topic}")
+    config.write_text(text, encoding="utf-8")
     return folder
 
 
@@ -211,43 +220,41 @@ def test_a_folder_that_is_gone_costs_samples_and_no_answers(server: Server, buil
     assert counts(server)["kept"] == before["kept"]
 
 
-def triptych(built: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command, in the folder of `built`."""
-    return subprocess.run(
-        [TRIPTYCH, *map(str, words), "--repository", "repository"],
-        cwd=built,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def triptych(built: Path, *words: str | Path) -> Result:
+    """The command on the folder of `built`, in this process: torch is there already."""
+    folders = ("pipelines", "repository", "samples")
+    options = [part for name in folders for part in (f"--{name}", str(built / name))]
+    return CliRunner().invoke(app, [*map(str, words), *options])
 
 
 @pytest.mark.server
 def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built: Path) -> None:
-    asked = [f"{text} {SECRET}" if row % 20 == 0 else text for row, text in enumerate(TEXTS)]
+    asked = [f"{text} {SECRET}" if row % 10 == 0 else text for row, text in enumerate(TEXTS)]
     for name in ("sampled", "stale"):
         with Client(name, server.grpc_url) as client:
             client.classify(asked)
         folder = built / "samples" / name
         wait_for(lambda: sum(f.rows for f in list_files(folder, name)) >= len(asked), "files")  # noqa: B023
     gauges = built / "gauges.prom"
-    done = triptych(built, "watch", "sampled", "--json", "--textfile", gauges)
-    assert done.returncode == 0, done.stdout + done.stderr
+    reports = ("--reports", built / "reports")
+    done = triptych(built, "watch", "sampled", "--json", "--textfile", gauges, *reports)
+    assert done.exit_code == 0, done.output
     look = json.loads(done.stdout)
     assert (look["alarms"], look["drifts"]) == ([], [])
-    assert (look["rows"], look["redacted"]) >= (len(asked) * 9 // 10, 5)
+    assert look["rows"] >= len(asked) - 3
+    assert look["redacted"] >= 3
     assert {test["name"] for test in look["tests"]} == {"label_agreement", "rows_beyond_the_gate"}
     assert {test["mean"] for test in look["tests"]} == {0.0}
     assert 'triptych_watch_alarms{pipeline="sampled"} 0.0' in gauges.read_text()
-    done = triptych(built, "watch", "sampled")  # nothing new
-    assert done.returncode == 0
+    done = triptych(built, "watch", "sampled", *reports)  # nothing new
+    assert done.exit_code == 0
     assert "0 new rows compared" in done.stdout
 
-    done = triptych(built, "watch", "stale")
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = triptych(built, "watch", "stale", *reports)
+    assert done.exit_code == 1, done.output
     assert "alarm: label_agreement" in done.stdout
     assert "not as it was built: stale_postprocess/config.pbtxt" in done.stdout
-    assert "labels go by other names: billing is invoices" in done.stdout
+    assert "labels go by other names: account is old account" in done.stdout
     page = (built / "reports/stale/watch/report.html").read_text(encoding="utf-8")
     assert "labels go by other names" in page
     for path in (built / "reports").rglob("*"):
@@ -267,7 +274,7 @@ def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
     folder = built / "samples/sampled"
     wait_for(lambda: "number 39" in str(records(folder)), "the new rows")
     done = triptych(built, "traffic", "sampled", "--from-sample", "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     change = json.loads(done.stdout)
     after = file.read_text(encoding="utf-8").splitlines()
     assert after[: len(before)] == before  # each row stays where it was

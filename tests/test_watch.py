@@ -6,11 +6,13 @@ import base64
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from triptych.errors import UserError
 from triptych.runtime.sample_files import write_file
@@ -23,35 +25,37 @@ from triptych.watch.sequential import Evidence
 from triptych.watch.timeline import TIMELINE_FILE, Timeline, read_timeline
 
 NEEDED = math.log(1000)
+Losses = NDArray[np.float64]
 SECRET = "4711-SECRET"
 
 
 def test_looks_at_what_is_right_raise_no_alarm() -> None:
     """200 builds with as much loss as is allowed: 0.2 alarms are expected at most."""
     rng = np.random.default_rng(11)
-    draws = {
-        "rare": (0.02, lambda: (rng.random(2000) < 0.02).astype(float)),
+    draws: dict[str, tuple[float, Callable[[], Losses]]] = {
+        "rare": (0.02, lambda: (rng.random(2000) < 0.02).astype(np.float64)),
         "small": (0.002, lambda: np.clip(rng.gamma(2.0, 0.001, 2000), 0, 1)),
     }
     for name, (allowed, draw) in draws.items():
         alarms = 0
         for _ in range(100):
-            evidence = Evidence(allowed, NEEDED)
-            for look in np.split(draw(), 20):
-                evidence = evidence.add(look)
+            evidence, losses = Evidence(allowed, NEEDED), draw()
+            for start in range(0, len(losses), 100):
+                evidence = evidence.add(losses[start : start + 100])
             alarms += evidence.alarm_row is not None
         assert alarms <= 1, name
 
 
 def test_what_is_wrong_is_found_in_few_rows_whatever_its_kind() -> None:
     rng = np.random.default_rng(12)
-    for allowed, losses, most in (
+    cases: tuple[tuple[float, Losses, int], ...] = (
         (0.02, np.ones(50), 4),
-        (0.02, (rng.random(2000) < 0.1).astype(float), 400),
+        (0.02, (rng.random(2000) < 0.1).astype(np.float64), 400),
         (0.002, rng.gamma(2.0, 0.004, 2000), 60),
         (1e-5, np.full(2000, 1e-4), 60),
-        (0.02, (rng.random(2000) < 0.05).astype(float), 2000),
-    ):
+        (0.02, (rng.random(2000) < 0.05).astype(np.float64), 2000),
+    )
+    for allowed, losses, most in cases:
         once = Evidence(allowed, NEEDED).add(losses)
         assert once.alarm_row is not None
         assert once.alarm_row <= most, (allowed, once.alarm_row)

@@ -159,7 +159,7 @@ def traffic(
     replace: Annotated[
         bool, typer.Option("--replace", help="Leave the rows out that are there now.")
     ] = False,
-    most: Annotated[int, typer.Option("--rows", min=1, help="Most rows of the file.")] = 2000,
+    most: Annotated[int, typer.Option("--rows", min=1, help="Most rows that are added.")] = 2000,
     samples: Samples = SAMPLES,
     pipelines: Pipelines = PIPELINES,
     repository: Repository = REPOSITORY,

@@ -13,7 +13,7 @@ from triptych.runtime.hooking import HOOKS_FILE
 from triptych.tune.drift import Drift
 from triptych.watch.found import Held, Look
 from triptych.watch.mixes import Mix, label_of
-from triptych.watch.sample import Sample, SampledRow
+from triptych.watch.sample import Sample
 
 CLEAR = math.sqrt(math.log(2 / 1e-6) / math.log(2 / 0.01))
 """Distance of lengths over what `tune --check` calls chance (1 in 100), for one in a million."""
@@ -34,16 +34,19 @@ def notes_on(
     inputs: PipelineInputs,
     lock: Lock,
     sample: Sample,
-    mine: Sequence[SampledRow],
+    own: int,
+    mine: int,
     chosen: int,
 ) -> Iterator[str]:
     name = inputs.plan.spec.name
     if not sample.rows:
         yield "no new rows: nothing is said of the answers since the last look"
-    elif not mine:
+    elif not own:
         yield "all rows were answered by other builds than the one in the repository"
-    if chosen < len(mine):
-        yield f"of {len(mine)} rows, {chosen} evenly spread ones were compared"
+    if mine < own:
+        yield f"left out: {own - mine} rows that are the health check's question"
+    if chosen < mine:
+        yield f"of {mine} rows, {chosen} evenly spread ones were compared"
     if lock.model_sha256 != inputs.plan.facts.sha256:
         yield "the model's files are not those that were built: the reference is of the new ones"
     hooks = lock.files.get(f"{name}_preprocess/1/{HOOKS_FILE}")

@@ -56,8 +56,8 @@ def take_rows(inputs: PipelineInputs, sample: Sample, *, replace: bool, most: in
     """Write the sample's rows behind those of ``traffic.jsonl``, or in their place.
 
     Which rows are the gate's and which calibrate is decided by a hash of each row: those that were
-    there before stay on their side. Of too many, those with the lowest hashes stay, old and new
-    alike, so that a file of mixed ages stays mixed.
+    there before stay on their side. Of more than `most` new ones, those with the lowest hashes are
+    taken, which is as good as chance.
 
     Raises:
         UserError: there is no row to take, the inputs are images, or the file cannot be written.
@@ -85,8 +85,8 @@ def take_rows(inputs: PipelineInputs, sample: Sample, *, replace: bool, most: in
         key = _key(row, names)
         if key not in first:
             new.setdefault(key, row)
-    stay = set(sorted({**first, **new})[:most])
-    kept = [row for row in (() if replace else old) if _key(row, names) in stay]
+    stay = set(sorted(new)[:most])
+    kept = [] if replace else old
     added = [row for key, row in new.items() if key in stay]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*kept, *added))
     with told_to_user(folder):

@@ -47,7 +47,7 @@ class Evidence:
         """Of the losses; None before the first."""
         return self.total / self.rows if self.rows else None
 
-    def add(self, losses: Sequence[float]) -> Evidence:
+    def add(self, losses: Sequence[float] | NDArray[np.float64]) -> Evidence:
         """The evidence after more losses, each in [0, 1], in the order they came."""
         values = np.array(losses, dtype=np.float64)
         if not len(values):
