@@ -217,16 +217,6 @@ def test_what_takes_too_long_to_compile_is_left_out(tiny: PipelineInputs, core_f
         assert baselines.not_runnable == {"torch.compile": "no answer within 0.5 s"}
 
 
-@pytest.mark.long
-def test_without_a_compiler_the_reason_is_told(
-    tiny: PipelineInputs, core_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with Baselines(tiny, core_file, names=["torch.compile"], progress=quiet) as baselines:
-        assert baselines.names == ()
-        assert "compiler" in baselines.not_runnable["torch.compile"].lower()
-
-
 def test_an_unknown_name_is_refused(tiny: PipelineInputs, core_file: Path) -> None:
     with pytest.raises(UserError, match="must be one of torch eager"):
         Baselines(tiny, core_file, names=["jax"], progress=quiet)

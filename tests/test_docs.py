@@ -59,7 +59,8 @@ def served() -> Iterator[None]:
 
 def test_the_two_commands_come_first() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]
-    assert "make test" in (ROOT / ".ci/run").read_text()  # what runs this very test
+    # What runs this very test.
+    assert "make --jobs 2 test LONG=1" in (ROOT / ".ci/run").read_text()
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,53 @@ from triptych.server.server import Server
 ENGINE = "core.backend=tensorrt"
 
 
+def write_tiny(folder: Path, model: Path) -> Path:
+    core = {"precision": "fp16", "max_batch_size": 8}
+    return write_pipeline(folder / "tiny", model={"source": str(model)}, core=core)
+
+
 @pytest.fixture
 def pipeline(tiny_model: Path, tmp_path: Path) -> Path:
-    core = {"precision": "fp16", "max_batch_size": 8}
-    return write_pipeline(tmp_path / "tiny", model={"source": str(tiny_model)}, core=core)
+    return write_tiny(tmp_path, tiny_model)
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds all of the packed pipeline but its engine."""
+    base = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIPTYCH_CACHE", str(base / "cache"))
+        build_into(write_tiny(base, tiny_model), base / "repository", ENGINE)
+    return base / "cache"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """TensorRT 10.16 and one H200, as far as a fake can be one."""
-    return machine(monkeypatch, tmp_path, "10")
+def on_gpu(exported: Path, tmp_path: Path) -> Callable[[pytest.MonkeyPatch], Any]:
+    """Makes this a machine with TensorRT 10.16 and one H200, as far as a fake can be one."""
+
+    def begin(patch: pytest.MonkeyPatch) -> Any:
+        shutil.copytree(exported, tmp_path / "cache")
+        return machine(patch, tmp_path, "10")
+
+    return begin
 
 
 @pytest.fixture
-def built_elsewhere(pipeline: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def gpu(monkeypatch: pytest.MonkeyPatch, on_gpu: Callable[[pytest.MonkeyPatch], Any]) -> Any:
+    """The module ``tensorrt`` there."""
+    return on_gpu(monkeypatch)
+
+
+@pytest.fixture
+def built_elsewhere(
+    pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_gpu: Callable[[pytest.MonkeyPatch], Any],
+) -> Path:
     """The pipeline with its engine, on a machine that has no GPU any more."""
     with monkeypatch.context() as here:
-        machine(here, tmp_path, "10")
+        on_gpu(here)
         build_into(pipeline, tmp_path / "repository", ENGINE)
     return tmp_path / "repository"
 

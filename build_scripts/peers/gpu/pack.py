@@ -45,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{given.folder} is there already: name a folder that is not, or remove it")
     if not (given.home / "expected").is_dir():
         parser.error(f"{given.home} has no graphs: run the GPU test with --build-only first")
+    prefix = prefix_of(given.python)
     wheels = [*download(given.wheels, "3.10"), *download(given.wheels, "3.12")]
     with tempfile.TemporaryDirectory() as scratch:
         archives = [
-            pack_python(given.python, Path(scratch) / "python310.tar"),
+            pack_python(prefix, Path(scratch) / "python310.tar"),
             pack_placeholders(wheels, Path(scratch)),
             pack_project(given.home, Path(scratch) / "project.tar"),
         ]
@@ -77,13 +78,28 @@ def download(folder: Path, version: str) -> list[Path]:
     return sorted(target.glob("*.whl"))
 
 
-def pack_python(python: str, target: Path) -> Path:
-    """A Python that runs from any folder, without the packages that are installed in it."""
-    asked = "import sys; print(sys.base_prefix, '%d.%d' % sys.version_info[:2])"
-    said = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True)
-    prefix, version = said.stdout.split()
+def prefix_of(python: str) -> Path:
+    """Where a Python 3.10 is installed.
+
+    Raises:
+        SystemExit: it is another one, or none.
+    """
+    asked = "import sys; print('%d.%d' % sys.version_info[:2], sys.base_prefix)"
+    try:
+        said = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(
+            f"a Python 3.10 must be here to travel along: {python} does not run ({error}). "
+            "Name another: python -m peers.gpu.pack FOLDER --python PATH"
+        ) from None
+    version, prefix = said.stdout.strip().split(" ", 1)
     if version != "3.10":
         raise SystemExit(f"{python} is Python {version}: TensorRT 8.6.0 has wheels up to 3.10")
+    return Path(prefix)
+
+
+def pack_python(prefix: Path, target: Path) -> Path:
+    """A Python that runs from any folder, without the packages that are installed in it."""
 
     def wanted(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         parts = Path(entry.name).parts
@@ -92,10 +108,10 @@ def pack_python(python: str, target: Path) -> Path:
 
     with tarfile.open(target, "w") as archive:
         names = ["bin/python3.10", "lib/python3.10"]
-        names += [f"lib/{path.name}" for path in Path(prefix, "lib").glob("libpython3.10.so*")]
+        names += [f"lib/{path.name}" for path in (prefix / "lib").glob("libpython3.10.so*")]
         for name in names:
-            archive.add(Path(prefix, name), f"python310/{name}", filter=wanted)
-        (pip,) = Path(prefix, "lib/python3.10/ensurepip/_bundled").glob("pip-*.whl")
+            archive.add(prefix / name, f"python310/{name}", filter=wanted)
+        (pip,) = (prefix / "lib/python3.10/ensurepip/_bundled").glob("pip-*.whl")
         archive.add(pip, "python310/pip.whl")
     return target
 
