@@ -15,78 +15,23 @@ from typing import Any
 
 import pytest
 
-from conftest import build_into, traffic_texts, write_pipeline
-from task_models import text_classifier
-from triptych.client import Client
+from conftest import build_into
+from exchange_cases import Asker, hooks, write_tickets
 from triptych.dev.watch import Watch
 from triptych.server.exchange import Exchange
 from triptych.server.server import Server
 
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
-HOOKS = """
-import sys
-
-def after(rows):
-    if {here} and "triton_python_backend_utils" in sys.modules:
-        raise KeyError("not on a server")
-    return [{{**row, "label": ["{label}"] * len(row["label"])}} for row in rows]
-
-if {at_load} and "triton_python_backend_utils" in sys.modules:
-    raise KeyError("not on a server")
-"""
-
-
-def hooks(label: str, *, at_load: bool = False) -> str:
-    return HOOKS.format(label=label, here=False, at_load=at_load)
 
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
-    """A small classifier whose hook names every label."""
-    base = tmp_path_factory.mktemp("dev")
-    model = text_classifier(base / "model", minilm_folder, traffic_texts())
-    folder = write_pipeline(
-        base / "pipelines/tickets", task="text-classification", model={"source": str(model)}
-    )
-    (folder / "hooks.py").write_text(hooks("FIRST"))
+    """The folder of pipelines, with one whose hook names every label."""
+    folder = write_tickets(tmp_path_factory.mktemp("dev"), minilm_folder)
     (folder / "test_hooks.py").write_text(
         "from hooks import after\n\ndef test_after():\n    assert after([]) == []\n"
     )
     return folder.parent
-
-
-class Asker:
-    """Asks all the time, from the start of the context to its end."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._stop = threading.Event()
-        self.failures: list[str] = []
-        self.labels: list[str] = []
-        self._thread = threading.Thread(target=self._ask)
-
-    def __enter__(self) -> Asker:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(30)
-
-    def wait_for(self, label: str, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not self.labels or self.labels[-1] != label:
-            assert time.monotonic() < deadline, (label, self.labels[-3:], self.failures[-3:])
-            time.sleep(0.05)
-
-    def _ask(self) -> None:
-        with Client("tickets", self._url) as client:
-            while not self._stop.is_set():
-                try:
-                    self.labels.append(client.classify(["where is it"])[0][0].label)
-                except Exception as error:
-                    self.failures.append(str(error))
-                time.sleep(0.01)
 
 
 def test_a_watch_tells_what_changed_once_it_is_written(tmp_path: Path) -> None:

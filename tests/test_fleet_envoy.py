@@ -1,9 +1,11 @@
-"""The configuration of the Envoy in front of replicas, judged by Envoy and by its numbers."""
+"""Envoy's configuration, judged by Envoy itself; what a fleet decides without servers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,16 @@ from triptych.fleet.bootstrap import (
     assignment,
     bootstrap,
 )
+from triptych.fleet.builds import Build, keep_build
+from triptych.fleet.crowding import crowding, find_crowding
+from triptych.fleet.gpus import check_gpus, count_replicas
 from triptych.fleet.proxy import find_envoy, validate
 from triptych.fleet.reasons import plain, reasons_of, yaml_of
+from triptych.fleet.replica import Replica
+from triptych.fleet.serve import new_fleet
 from triptych.fleet.settings import ProxySettings, proxy_settings
+from triptych.repository.store import locked, write_models
+from triptych.server.server import Server
 
 LISTEN = Listen("127.0.0.1", 8001, 8000, 8002, 9901)
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
@@ -104,6 +113,86 @@ def test_streams_are_neither_held_nor_sent_again_and_no_time_is_cut() -> None:
     # Envoy's own page can end it: only these two of it are shown.
     assert values(data, "prefix_rewrite") == ["/stats/prometheus", "/ready"]
     assert data["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
+
+
+def test_each_replica_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    assert count_replicas(None, []) == 1
+    assert count_replicas(3, []) == 3
+    assert count_replicas(None, ["0", "1"]) == count_replicas(2, ["0", "1"]) == 2
+    check_gpus(["0", "1"], 2)
+    check_gpus(["GPU-5a1c", "MIG-77f0"], 1)
+    repository = tmp_path / "repository"
+    (repository / "model").mkdir(parents=True)
+    # Without a GPU there is nothing to see on one: what a server is given is all that can be told.
+    with new_fleet(
+        repository, replicas=2, gpus=["1", "GPU-5a1c"], on_change=print, on_problem=print
+    ) as fleet:
+        given = [replica.server.environment for replica in fleet.replicas]
+    assert given == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("1", "GPU-5a1c")]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: count_replicas(0, []), "`--replicas` must be at least 1. Given: 0"),
+        (lambda: count_replicas(-1, ["0"]), "`--replicas` must be at least 1. Given: -1"),
+        (lambda: count_replicas(None, ["0", "0"]), "must name each GPU once"),
+        (lambda: count_replicas(None, ["0", ""]), "must name each GPU once"),
+        (lambda: count_replicas(3, ["0", "1"]), "must be as many as GPUs"),
+        (lambda: check_gpus(["0", "2"], 2), "must name GPUs of this machine. Given: 2, and there"),
+        (lambda: check_gpus(["GPU-5a1c"], 0), "there are none. Leave --gpus out"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(ask: Callable[[], object], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        ask()
+    assert message in refused.value.message
+
+
+def test_replicas_without_room_are_warned_of_by_what_was_measured() -> None:
+    assert list(crowding([900.0, 800.0], 1000.0, 2)) == []
+    memory, cores = crowding([900.0, 800.0, 700.0], 850.0, 2)
+    assert memory.startswith("a replica uses 900 MiB and 850 MiB are left")
+    assert cores.startswith("3 replicas share 2 cores")
+    # This process, measured: some MiB, and fewer than the machine has.
+    assert not any(line.startswith("a replica uses 0 MiB") for line in find_crowding([os.getpid()]))
+
+
+def test_what_fails_at_each_start_is_given_up_and_what_dies_later_is_not(tmp_path: Path) -> None:
+    tried = Replica("replica 1", Server(tmp_path), (), Build(1, tmp_path))
+    assert [tried.failed() for _ in range(6)] == [0, 0.5, 1, 2, 4, None]
+    assert tried.is_given_up
+    lived = Replica("replica 2", Server(tmp_path), (), Build(1, tmp_path))
+    for pause_s in (0, 0.5, 1, 2, 4, 8, 16, 30, 30):
+        lived.ready()
+        assert lived.failed() == pause_s
+    assert not lived.is_given_up
+
+
+def test_a_kept_build_stays_as_it_was(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    write_models(repository, {"one/config.pbtxt": b"old", "two/1/model.onnx": b"both"})
+    kept = keep_build(repository, tmp_path, 1).folder
+    write_models(repository, {"one/config.pbtxt": b"new"})
+    assert (kept / "one/config.pbtxt").read_bytes() == b"old"
+    assert (kept / "two/1/model.onnx").samefile(repository / "two/1/model.onnx")
+    with locked(repository), pytest.raises(UserError, match="two builds at a time"):
+        keep_build(repository, tmp_path, 2)
+
+
+def test_what_replicas_need_and_is_not_there_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ask(repository: Path, port: int = 0) -> None:
+        with new_fleet(repository, replicas=2, http_port=port, on_change=print, on_problem=print):
+            raise AssertionError("nothing may start")
+
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(UserError, match="`http_port` must be a free port"):
+        ask(tmp_path, taken.getsockname()[1])
+    with pytest.raises(UserError, match="can be written to"):
+        ask(Path("/sys/repository"))
+    assert not list(tmp_path.parent.glob(".serve-*"))
 
 
 def test_without_envoy_it_says_how_to_get_one(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -45,39 +45,88 @@ def serve(
         Literal["development", "production"],
         typer.Option(help="production takes the serving image's flags, check and TRIPTYCH_*."),
     ] = "development",
+    replicas: Annotated[
+        int | None, typer.Option(help="So many servers, behind Envoy; 1 unless there are --gpus.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="One replica on each, such as 0,1: numbers or UUIDs.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a real tritonserver on what is built, until interrupted."""
+    """Run a real tritonserver on what is built, or several behind Envoy, until interrupted."""
+    from triptych.container.machine import find_gpus
+    from triptych.fleet.gpus import check_gpus, count_replicas
     from triptych.repository.store import complete
-    from triptych.server.exchange import Exchange
     from triptych.server.ports import is_loopback
     from triptych.server.production import check_and_make_flags
-    from triptych.server.server import Server
 
     repository, models = _what_to_serve(repository)
+    named = gpus.split(",") if gpus is not None else []
+    count = count_replicas(replicas, named)
+    if named:
+        check_gpus(named, len(find_gpus()))
     if not is_loopback(host):
         warn(
             f"{host} is reached from other machines, and Triton asks nobody who they are: "
             "keep it behind a gateway that does (docker/README.md)"
         )
     complete(repository)
-    server = Server(
+    production = profile == "production"
+    order = _Order(
         repository,
-        models=models,
-        host=host,
-        grpc_port=grpc_port,
-        http_port=http_port,
-        metrics_port=metrics_port,
-        log_file=log_file,
-        exchanges=profile == "development",
-        production_flags=check_and_make_flags(repository, production=profile == "production"),
+        models,
+        host,
+        grpc_port,
+        http_port,
+        metrics_port,
+        log_file,
+        check_and_make_flags(repository, production=production, one_gpu=bool(named)),
+        timeout_s,
+        production,
+        named,
+        as_json,
     )
-    exchange = Exchange(
-        server,
-        on_exchange=lambda line: status.print(line, style="green", markup=False),
-        on_problem=warn,
-        production=profile == "production",
+    if count == 1:
+        _serve_one(order)
+    else:
+        _serve_fleet(order, count)
+
+
+class _Order(NamedTuple):
+    """What `serve` was asked for, checked."""
+
+    repository: Path
+    models: list[str]
+    host: str
+    grpc_port: int
+    http_port: int
+    metrics_port: int
+    log_file: Path | None
+    flags: list[str]
+    timeout_s: float
+    production: bool
+    gpus: list[str]
+    as_json: bool
+
+
+def _serve_one(order: _Order) -> None:
+    from triptych.fleet.gpus import variables_of
+    from triptych.server.exchange import Exchange
+    from triptych.server.server import Server
+
+    server = Server(
+        order.repository,
+        models=order.models,
+        host=order.host,
+        grpc_port=order.grpc_port,
+        http_port=order.http_port,
+        metrics_port=order.metrics_port,
+        log_file=order.log_file,
+        exchanges=not order.production,
+        production_flags=order.flags,
+        environment=variables_of(order.gpus, 0),
     )
+    exchange = Exchange(server, on_exchange=_tell, on_problem=warn, production=order.production)
 
     def announce() -> None:
         endpoints = {
@@ -85,14 +134,53 @@ def serve(
             "http": server.http_url,
             "metrics": server.metrics_url,
         }
-        if as_json:
-            print(json.dumps({**endpoints, "pid": server.pid}), flush=True)
-            return
-        output.print("ready; stop with Ctrl-C", style="green")
-        for kind, endpoint in endpoints.items():
-            output.print(f"  {kind:8} {endpoint}", markup=False)
+        _announce(endpoints, {"pid": server.pid}, as_json=order.as_json)
 
-    run(server, announce, timeout_s=timeout_s, meanwhile=exchange.look)
+    run(server, announce, timeout_s=order.timeout_s, meanwhile=exchange.look)
+
+
+def _serve_fleet(order: _Order, replicas: int) -> None:
+    from triptych.fleet.crowding import find_crowding
+    from triptych.fleet.serve import new_fleet, serve_until_asked
+
+    with new_fleet(
+        order.repository,
+        replicas=replicas,
+        gpus=order.gpus,
+        host=order.host,
+        grpc_port=order.grpc_port,
+        http_port=order.http_port,
+        metrics_port=order.metrics_port,
+        models=order.models,
+        production_flags=order.flags,
+        exchanges=not order.production,
+        log_file=order.log_file,
+        load_s=order.timeout_s,
+        on_change=_tell,
+        on_problem=warn,
+    ) as fleet:
+
+        def announce() -> None:
+            replicas = fleet.described()
+            for line in find_crowding(replica["pid"] for replica in replicas):
+                warn(line)
+            _announce(fleet.endpoints, {"replicas": replicas}, as_json=order.as_json)
+
+        asked = serve_until_asked(fleet, announce)
+    status.print(f"stopped ({asked})", markup=False)
+
+
+def _tell(line: str) -> None:
+    status.print(line, style="green", markup=False)
+
+
+def _announce(endpoints: dict[str, str], more: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**endpoints, **more}), flush=True)
+        return
+    output.print("ready; stop with Ctrl-C", style="green")
+    for kind, endpoint in endpoints.items():
+        output.print(f"  {kind:8} {endpoint}", markup=False)
 
 
 def _what_to_serve(named: Path) -> tuple[Path, list[str]]:

@@ -211,6 +211,7 @@ def _manager(
         "stream_idle_timeout": Because(
             "0s", "a client's own deadline counts, and a stream may pause for as long as it likes"
         ),
+        "local_reply_config": {"mappers": _refusals(settings)},
         "route_config": _route_config(routes),
         "http_filters": [
             *filters,
@@ -222,6 +223,29 @@ def _manager(
             _router(),
         ],
     }
+
+
+def _refusals(settings: ProxySettings) -> list[dict[str, Any]]:
+    """What Envoy says where it refuses a request itself."""
+    said = {
+        413: f"The request is larger than {settings.max_request_mib.value} MiB, the most that any "
+        "pipeline here takes",
+        404: "Not to be asked of several servers: ask one of them by its own address",
+    }
+    return [
+        {
+            "filter": {
+                "status_code_filter": {
+                    "comparison": {
+                        "op": "EQ",
+                        "value": {"default_value": status, "runtime_key": f"refused_{status}"},
+                    }
+                }
+            },
+            "body": {"inline_string": text},
+        }
+        for status, text in said.items()
+    ]
 
 
 def _route_config(routes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -273,7 +297,7 @@ def _route(
 
 
 def _replicas(service: Service, settings: ProxySettings, endpoints: Endpoints) -> dict[str, Any]:
-    options = {"http2_protocol_options": {}} if service.is_grpc else {"http_protocol_options": {}}
+    protocol = "http2_protocol_options" if service.is_grpc else "http_protocol_options"
     kind = "extensions.upstreams.http.v3.HttpProtocolOptions"
     most = settings.most_at_once
     return {
@@ -287,7 +311,7 @@ def _replicas(service: Service, settings: ProxySettings, endpoints: Endpoints) -
             }
         },
         "typed_extension_protocol_options": {
-            f"envoy.{kind}": _typed(kind, explicit_http_config=options)
+            f"envoy.{kind}": _typed(kind, explicit_http_config={protocol: {}})
         },
         "ignore_health_on_host_removal": Because(
             True, "a replica that was taken out gets nothing more, also while it is healthy"
@@ -329,11 +353,14 @@ def _discovery(service: Service, settings: ProxySettings, endpoints: Endpoints) 
 
 
 def _health_check(service: Service, settings: ProxySettings) -> dict[str, Any]:
-    how: dict[str, Any] = (
-        {"grpc_health_check": {}}
-        if service.is_grpc
-        else {"http_health_check": {"path": "/v2/health/ready"}}
-    )
+    how: dict[str, Any] = {"grpc_health_check": {}}
+    if not service.is_grpc:
+        how = {
+            "http_health_check": {"path": "/v2/health/ready"},
+            "reuse_connection": Because(
+                False, "a server that is told to stop waits for open connections before it does"
+            ),
+        }
     return {
         "interval": _seconds(settings.check_interval_s),
         "no_traffic_interval": _seconds(settings.check_interval_s, explained=False),

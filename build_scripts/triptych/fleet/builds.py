@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.files import told_to_user
@@ -17,12 +18,21 @@ from triptych.repository.store import locked
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
 
 
-def keep_build(repository: Path, folder: Path) -> Path:
-    """Keep what the repository holds now in `folder`, which is made; the folder.
+@dataclass(frozen=True, order=True)
+class Build:
+    """One of them: a later one has a higher number."""
+
+    number: int
+    folder: Path
+
+
+def keep_build(repository: Path, home: Path, number: int) -> Build:
+    """Keep what the repository holds now, in a folder that is made in `home`.
 
     Raises:
         UserError: a build writes into the repository just now, or there is no room.
     """
+    folder = home / f"build-{number}"
     with told_to_user(folder), locked(repository):
         shutil.copytree(
             repository,
@@ -30,7 +40,7 @@ def keep_build(repository: Path, folder: Path) -> Path:
             copy_function=_link,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-    return folder
+    return Build(number, folder)
 
 
 def _link(source: str, target: str) -> str:

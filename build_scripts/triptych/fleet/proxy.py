@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from triptych.container.entrypoint import server_variables
 from triptych.errors import UserError
 from triptych.files import write_files
 from triptych.fleet.bootstrap import (
@@ -30,12 +30,12 @@ from triptych.server.embedded import server_path
 from triptych.server.http_probe import answers
 from triptych.server.leftovers import new_mark
 from triptych.server.plain_folder import new_plain_folder
-from triptych.server.ports import claim_ports
 from triptych.server.process import ServerProcess
 from triptych.server.server import Server
 
 INSTALL_FLEET = "pip install -e .[fleet]"
 _LOOPBACK = "127.0.0.1"
+_GRPC_FILE, _HTTP_FILE = "grpc.json", "http.json"
 _POLL_S = 0.02
 _START_S = 30.0
 _END_S = 5.0
@@ -50,10 +50,7 @@ class Proxy:
 
     Args:
         settings: its numbers.
-        host: address to listen on.
-        grpc_port: 0 picks a free one, as for the other two.
-        http_port: see `grpc_port`.
-        metrics_port: see `grpc_port`.
+        listen: ports that are free.
         log_file: where its log goes.
         orphan_paths: files and folders to remove where this process dies before it could `stop`.
     """
@@ -61,18 +58,13 @@ class Proxy:
     def __init__(
         self,
         settings: ProxySettings,
+        listen: Listen,
         *,
-        host: str = _LOOPBACK,
-        grpc_port: int = 0,
-        http_port: int = 0,
-        metrics_port: int = 0,
         log_file: Path,
         orphan_paths: Sequence[Path] = (),
     ) -> None:
         self._settings = settings
-        self._host = host
-        self._wanted = {"grpc_port": grpc_port, "http_port": http_port}
-        self._wanted |= {"metrics_port": metrics_port, "admin_port": 0}
+        self._listen = listen
         self._log_file = log_file
         self._orphan_paths = tuple(orphan_paths)
         self._folder = Path()
@@ -80,33 +72,20 @@ class Proxy:
 
     @property
     def grpc_url(self) -> str:
-        return self._url("grpc_port")
+        return self._url(self._listen.grpc_port)
 
     @property
     def http_url(self) -> str:
-        return self._url("http_port")
+        return self._url(self._listen.http_port)
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{self._url('metrics_port')}/metrics"
+        return f"http://{self._url(self._listen.metrics_port)}/metrics"
 
     @property
     def admin_url(self) -> str:
         """``host:port`` of Envoy's own pages, on loopback."""
-        return f"{_LOOPBACK}:{self._wanted['admin_port']}"
-
-    @property
-    def pid(self) -> int:
-        return self._started().pid
-
-    def claim(self) -> None:
-        """Check the wanted ports, and pick those that were not named.
-
-        Raises:
-            UserError: a port is busy or out of range, or Envoy is not installed.
-        """
-        find_envoy()
-        self._wanted = claim_ports(self._host, self._wanted)
+        return f"{_LOOPBACK}:{self._listen.admin_port}"
 
     def start(self, servers: Iterable[Server]) -> None:
         """Start it in front of `servers`, and return once it takes requests.
@@ -116,14 +95,14 @@ class Proxy:
         """
         self._folder = new_plain_folder()
         try:
-            files = EndpointFiles(self._folder / "grpc.json", self._folder / "http.json")
+            files = EndpointFiles(self._folder / _GRPC_FILE, self._folder / _HTTP_FILE)
             self.route_to(servers)
             config = self._folder / "envoy.yaml"
-            data = bootstrap(self._settings, Listen(self._host, **self._wanted), files)
+            data = bootstrap(self._settings, self._listen, files)
             write_files(self._folder, {config.name: yaml_of(data)})
             self._process = ServerProcess(
                 [*envoy_command(find_envoy(), config), "--concurrency", str(_WORKERS)],
-                dict(os.environ),
+                server_variables(os.environ),
                 mark=new_mark(),
                 log_file=self._log_file,
                 own_paths=[self._folder],
@@ -137,41 +116,25 @@ class Proxy:
 
     def route_to(self, servers: Iterable[Server]) -> None:
         """Name the servers that get requests from now on; Envoy takes it in within milliseconds."""
-        urls = {GRPC: "grpc_url", HTTP: "http_url"}
         there = list(servers)
-        files = {}
-        for service, url in urls.items():
-            addresses = [_address(getattr(server, url)) for server in there]
-            name = "grpc.json" if service is GRPC else "http.json"
-            files[name] = json.dumps(assignment(service, addresses))
-        write_files(self._folder, files)
+        by_grpc = assignment(GRPC, [_address(server.grpc_url) for server in there])
+        by_http = assignment(HTTP, [_address(server.http_url) for server in there])
+        write_files(
+            self._folder, {_GRPC_FILE: json.dumps(by_grpc), _HTTP_FILE: json.dumps(by_http)}
+        )
 
     def wait_out(self, server: Server, timeout_s: float) -> bool:
         """Wait until Envoy gives this server nothing more; whether that is so."""
         gone = [(GRPC, _address(server.grpc_url)), (HTTP, _address(server.http_url))]
         return self._comes_true(
-            lambda: not any(address in self.healthy(service) for service, address in gone),
+            lambda: not any(address in self._healthy(service) for service, address in gone),
             timeout_s,
         )
 
     def wait_in(self, servers: Sequence[Server], timeout_s: float) -> bool:
         """Wait until Envoy has found all of these servers healthy; whether that is so."""
         wanted = {_address(server.grpc_url) for server in servers}
-        return self._comes_true(lambda: wanted <= self.healthy(GRPC).keys(), timeout_s)
-
-    def healthy(self, service: Service) -> dict[tuple[str, int], int]:
-        """Address of each replica that gets requests of a service -> how many are under way."""
-        found = {}
-        for cluster in self._clusters():
-            if cluster["name"] != service.cluster:
-                continue
-            for host in cluster.get("host_statuses", ()):
-                at = host["address"]["socket_address"]
-                said = host["health_status"]
-                if said.get("eds_health_status") == "HEALTHY" and len(said) == 1:
-                    counts = {c["name"]: int(c.get("value", 0)) for c in host.get("stats", ())}
-                    found[at["address"], at["port_value"]] = counts.get("rq_active", 0)
-        return found
+        return self._comes_true(lambda: wanted <= self._healthy(GRPC), timeout_s)
 
     def has_died(self) -> bool:
         """Whether it was started and runs no more."""
@@ -182,9 +145,7 @@ class Proxy:
         log = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
         said = next((line for line in reversed(log) if line.strip()), "nothing")
         status = self._process.exit_status if self._process is not None else "not started"
-        return UserError(
-            "envoy", rule, given=f"{status}; it said: {said}", remedy=f"Its log: {self._log_file}"
-        )
+        return UserError("envoy", rule, given=f"{status}; it said: {said}")
 
     def stop(self) -> None:
         """End it; may be called at any time and more than once."""
@@ -192,8 +153,8 @@ class Proxy:
             self._process.end(_END_S)
             self._process = None
 
-    def _clusters(self) -> list[dict[str, Any]]:
-        """What its admin page says of the replicas; raises what HTTP does where it is silent."""
+    def _healthy(self, service: Service) -> set[tuple[str, int]]:
+        """Addresses of the replicas that get requests; raises what HTTP does without an answer."""
         host, port = _address(self.admin_url)
         connection = http.client.HTTPConnection(host, port, timeout=_ADMIN_S)
         try:
@@ -201,7 +162,14 @@ class Proxy:
             page = json.loads(connection.getresponse().read())
         finally:
             connection.close()
-        return list(page["cluster_statuses"])
+        found = set()
+        for cluster in page["cluster_statuses"]:
+            hosts = cluster.get("host_statuses", ()) if cluster["name"] == service.cluster else ()
+            for said in hosts:
+                if said["health_status"] == {"eds_health_status": "HEALTHY"}:
+                    at = said["address"]["socket_address"]
+                    found.add((at["address"], at["port_value"]))
+        return found
 
     def _comes_true(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -209,18 +177,13 @@ class Proxy:
             with suppress(OSError, http.client.HTTPException):
                 if holds():
                     return True
-            if self.has_died() or time.monotonic() > deadline:
+            if self._process is None or self.has_died() or time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
 
-    def _started(self) -> ServerProcess:
-        if self._process is None:
-            raise RuntimeError("Envoy was not started")
-        return self._process
-
-    def _url(self, field: str) -> str:
-        host = _LOOPBACK if self._host == "0.0.0.0" else self._host
-        return f"{host}:{self._wanted[field]}"
+    def _url(self, port: int) -> str:
+        host = _LOOPBACK if self._listen.host == "0.0.0.0" else self._listen.host
+        return f"{host}:{port}"
 
 
 def find_envoy() -> Path:

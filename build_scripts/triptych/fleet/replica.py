@@ -6,17 +6,15 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from triptych.container.health import find_fault
 from triptych.container.locks import find_pipelines
 from triptych.errors import UserError
+from triptych.fleet.builds import Build
 from triptych.server.server import Server
 from triptych.server.wait import Pauses
 
 _ASK_POLL_S = 0.2
-MOST_FAILED_STARTS = 4
-"""In a row: what fails so often at its start fails for a reason that stays."""
 
 
 class Replica:
@@ -24,13 +22,16 @@ class Replica:
 
     Attributes:
         name: as it is told to the user.
-        build: the folder that it serves, or is being started on.
+        build: what it serves, or is being started on.
         is_ready: whether it may get requests.
         work: its start or exchange under way; None where there is none.
         again_at: when it is to be started again, on the monotonic clock; None where it is not.
+        most_failed_starts: in a row: what fails so often will fail again.
     """
 
-    def __init__(self, name: str, server: Server, models: Sequence[str], build: Path) -> None:
+    most_failed_starts = 6
+
+    def __init__(self, name: str, server: Server, models: Sequence[str], build: Build) -> None:
         self.name = name
         self.server = server
         self.build = build
@@ -45,7 +46,12 @@ class Replica:
         self._ended = False
         self._was_started = False
 
-    def start(self, build: Path, timeout_s: float) -> None:
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it answers nothing and is not started again."""
+        return not self.is_ready and self.work is None and self.again_at is None
+
+    def start(self, build: Build, timeout_s: float) -> None:
         """Start it on `build`, and return once each of its pipelines has answered a question.
 
         Raises:
@@ -54,9 +60,11 @@ class Replica:
         with self._ending:
             if self._ended:
                 raise RuntimeError("the fleet is being stopped")
-            self.build = build
+            if build != self.build:
+                self.build = build
+                self._failed_starts = 0
             if self._was_started:
-                self.server.restart(build)
+                self.server.restart(build.folder)
             else:
                 self._was_started = True
                 self.server.start()
@@ -87,20 +95,16 @@ class Replica:
         self._failed_starts += not self.is_ready
         pause_s = self._pauses.take_s(now - self._ready_at if self.is_ready else 0.0)
         self.is_ready = False
-        if self._failed_starts >= MOST_FAILED_STARTS:
+        if self._failed_starts >= self.most_failed_starts:
             self.again_at = None
             return None
         self.again_at = now + pause_s
         return pause_s
 
-    def forgive(self) -> None:
-        """Forget failed starts: it is to be tried on another build."""
-        self._failed_starts = 0
-
     def _answer(self, deadline: float) -> None:
         pipelines = [
             pipeline
-            for pipeline in find_pipelines(self.build)
+            for pipeline in find_pipelines(self.build.folder)
             if not self._models or pipeline.name in self._models
         ]
         url = f"http://{self.server.http_url}"

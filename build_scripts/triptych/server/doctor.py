@@ -19,6 +19,11 @@ _SHM_ERROR_BYTES = 16 * _MIB * _PYTHON_STEPS
 # What TensorRT 11 and the NGC containers that carry it ask for.
 _DRIVER_MIN = 590
 _COMPUTE_CAPABILITY_MIN = (7, 5)
+_EXTRAS: tuple[tuple[str, str, Severity], ...] = (
+    ("build", "`triptych build`", "warning"),
+    ("local", "serving without a container", "warning"),
+    ("fleet", "`triptych serve --replicas`", "info"),
+)
 
 
 def examine(
@@ -146,7 +151,7 @@ def _packages(machine: MachineFacts) -> Iterable[Finding]:
         "error",
         "Run `pip install -e .` in the project's folder",
     )
-    for extra, purpose in (("build", "`triptych build`"), ("local", "serving without a container")):
+    for extra, purpose, severity in _EXTRAS:
         packages = machine.extras.get(extra, {})
         missing = [name for name, version in packages.items() if version is None]
         there = [f"{name} {version}" for name, version in packages.items() if version]
@@ -155,8 +160,8 @@ def _packages(machine: MachineFacts) -> Iterable[Finding]:
             packages and not missing,
             f"{purpose} needs the packages of the extra `{extra}`",
             f"missing: {', '.join(missing)}" if missing else ", ".join(there) or "unknown",
-            "warning",
-            "Run `pip install -e .[build,local]`",
+            severity,
+            f"Run `pip install -e .[{extra}]`",
         )
     torch = machine.extras.get("build", {}).get("torch")
     if torch is None or machine.torch_pin is None:

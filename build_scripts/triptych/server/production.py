@@ -13,11 +13,11 @@ from triptych.errors import UserError
 from triptych.server.embedded import find_release
 
 
-def check_and_make_flags(repository: Path, *, production: bool) -> list[str]:
+def check_and_make_flags(repository: Path, *, production: bool, one_gpu: bool = False) -> list[str]:
     """The flags of the image's entry point for the server that is here; files are checked before.
 
     The image's variables count, but for host, ports, server and repository. Without `production`
-    there are no flags, and engines are left to the server.
+    there are no flags, and engines are left to the server. `one_gpu`: it will see but one of them.
 
     Raises:
         UserError: a setting is wrong, or a pipeline cannot be served here; which ones, and why,
@@ -25,6 +25,8 @@ def check_and_make_flags(repository: Path, *, production: bool) -> list[str]:
     """
     settings = read_settings(os.environ, repository=str(repository))
     machine = read_machine(os.environ) if production else None
+    if machine is not None and one_gpu:
+        machine = machine._replace(gpus=machine.gpus[:1])
     if not enforce(settings, machine):
         raise UserError(
             "repository",

@@ -108,7 +108,7 @@ class Server:
             *restricted_flags(CLOSED, self._key),
         )
         self._extra_args = tuple(extra_args)
-        self._environment = dict(environment or {})
+        self.environment = dict(environment or {})
         self._own_backends = backend_directory
         self._process: ServerProcess | None = None
         self._own_log = log_file is not None
@@ -177,7 +177,7 @@ class Server:
                 {
                     **server_variables(os.environ),
                     **installation.environment,
-                    **self._environment,
+                    **self.environment,
                 },
                 mark=mark,
                 log_file=log_file,

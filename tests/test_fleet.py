@@ -1,0 +1,273 @@
+"""Three real servers behind a real Envoy, under load: who goes costs nobody an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from conftest import build_into
+from exchange_cases import Asker, hooks, write_tickets
+from triptych.client import Client
+from triptych.fleet.fleet import Fleet
+from triptych.fleet.replica import Replica
+from triptych.fleet.serve import new_fleet
+from triptych.server.http_probe import answers
+
+pytestmark = [pytest.mark.server, pytest.mark.long]
+
+TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
+FREE_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
+CLIENTS = 12
+REQUESTS = 2000
+LATEST_S = 240
+
+
+class Watched:
+    """A fleet that a thread looks after, and what it told."""
+
+    def __init__(self, fleet: Fleet, problems: list[str]) -> None:
+        self.fleet = fleet
+        self.problems = problems
+        self._ends = threading.Event()
+        self._failure: list[BaseException] = []
+        self._looker = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Watched:
+        try:
+            self.fleet.start()
+        except BaseException:
+            self.fleet.stop()
+            raise
+        self._looker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._looker.join()
+        self.fleet.stop()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LATEST_S
+        while not holds():
+            assert not self._failure, self._failure
+            assert time.monotonic() < deadline, self.problems
+            time.sleep(0.05)
+
+    def _look(self) -> None:
+        try:
+            while not self._ends.wait(0.1):
+                self.fleet.look()
+        except BaseException as error:
+            self._failure.append(error)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
+    folder = write_tickets(tmp_path_factory.mktemp("fleet"), minilm_folder)
+    build(folder, "FIRST")
+    shutil.copytree(repository_of(folder), folder.parents[1] / "first")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def watched(pipeline: Path) -> Iterator[Watched]:
+    problems: list[str] = []
+    with (
+        new_fleet(
+            repository_of(pipeline), replicas=3, on_change=print, on_problem=problems.append
+        ) as fleet,
+        Watched(fleet, problems) as watched,
+    ):
+        yield watched
+
+
+def repository_of(pipeline: Path) -> Path:
+    return pipeline.parents[1] / "repository"
+
+
+def build(pipeline: Path, label: str, *, at_load: bool = False) -> None:
+    (pipeline / "hooks.py").write_text(hooks(label, at_load=at_load))
+    build_into(pipeline, repository_of(pipeline))
+
+
+@contextmanager
+def load(watched: Watched, clients: int = CLIENTS) -> Iterator[Asker]:
+    """Many clients at once, none of which may fail."""
+    with Asker(watched.fleet.endpoints["grpc"], clients, pause_s=0.0) as asker:
+        yield asker
+    assert asker.failures == []
+
+
+def answered(replica: Replica) -> int:
+    counter = r'nv_inference_request_success\{model="tickets",.*\} (\d+)'
+    return int(re.findall(counter, page_of(replica.server.metrics_url))[0])
+
+
+def has(url: str, line: re.Pattern[str]) -> bool:
+    return line.search(page_of(url)) is not None
+
+
+def page_of(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as page:
+        return str(page.read().decode())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_serve_leaves_nothing_behind(
+    pipeline: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    repository = Path(shutil.copytree(pipeline.parents[1] / "first", tmp_path / "repository"))
+    serve = subprocess.Popen(
+        [TRIPTYCH, "serve", str(repository), "--replicas", "2", "--json", *FREE_PORTS],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert serve.stdout is not None
+        said = json.loads(serve.stdout.readline())
+        with Client("tickets", said["grpc"]) as client:
+            assert client.classify(["where is it"])[0][0].label == "FIRST"
+        family = psutil.Process(serve.pid).children(recursive=True)
+        assert {replica["pid"] for replica in said["replicas"]} < {p.pid for p in family}
+    finally:
+        serve.send_signal(number)
+        serve.communicate(timeout=60)
+    assert serve.returncode == (0 if number == signal.SIGTERM else -number)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    deadline = time.monotonic() + 30
+    while list(tmp_path.glob(".serve-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_load_is_even(watched: Watched) -> None:
+    before = [answered(replica) for replica in watched.fleet.replicas]
+    with load(watched) as asker:
+        watched.until(lambda: len(asker.labels) >= REQUESTS)
+    shares = [answered(r) - n for r, n in zip(watched.fleet.replicas, before, strict=True)]
+    assert sum(shares) >= REQUESTS
+    assert max(shares) <= 1.15 * sum(shares) / len(shares), shares
+
+
+def test_a_replica_that_ends_politely_and_one_that_is_killed_fail_nobody(watched: Watched) -> None:
+    first, second, _ = watched.fleet.replicas
+    with load(watched) as asker:
+        watched.until(lambda: len(asker.labels) >= REQUESTS // 4)
+        watched.fleet.take_out(first)
+        assert watched.fleet.proxy.wait_out(first.server, 30)
+        first.drain()
+        watched.until(lambda: len(asker.labels) >= REQUESTS)
+        first.again_at = time.monotonic()  # as after a pause
+
+        os.kill(second.server.pid, signal.SIGKILL)
+        watched.until(lambda: not second.is_ready)
+        watched.until(lambda: watched.fleet.is_settled)
+    assert "signal SIGKILL" in watched.problems.pop()
+    assert watched.problems == []
+    assert set(asker.labels) == {"FIRST"}
+
+
+def test_what_is_built_is_put_in_one_at_a_time_and_what_does_not_load_never(
+    watched: Watched, pipeline: Path
+) -> None:
+    fleet = watched.fleet
+    old = fleet.replicas[0].build
+    with load(watched, clients=2) as asker:
+        watched.until(lambda: len(asker.labels) > 0)
+        build(pipeline, "SECOND")
+        watched.until(lambda: fleet.is_settled and all(r.build != old for r in fleet.replicas))
+        since = len(asker.labels) + CLIENTS  # each may have had an answer of before on its way
+        assert not old.folder.exists()
+        assert watched.problems == []
+
+        build(pipeline, "THIRD", at_load=True)
+        watched.until(lambda: bool(watched.problems) and fleet.is_settled)
+        watched.until(lambda: len(asker.labels) > since + CLIENTS)
+    assert "KeyError: 'not on a server'" in watched.problems[0]
+    assert "What was built gets no requests" in watched.problems.pop()
+    assert watched.problems == []
+    assert set(asker.labels) == {"FIRST", "SECOND"}
+    assert set(asker.labels[since:]) == {"SECOND"}
+
+
+def test_http_and_the_metrics_pass_envoy_and_its_own_page_does_not(watched: Watched) -> None:
+    endpoints = watched.fleet.endpoints
+    assert answers(endpoints["http"], "/v2/models/tickets/ready")
+    for path in ("/v2/models/tickets/stats", "/v2/repository/index", "/quitquitquit"):
+        assert not answers(endpoints["http"], path)
+    host = endpoints["metrics"].removeprefix("http://").removesuffix("/metrics")
+    assert answers(host, "/ready")
+    assert not answers(host, "/config_dump")
+    with Client("tickets", endpoints["grpc"]) as client:
+        client.classify(["where is it"])
+    for metric in ("grpc_ModelInfer_upstream_rq_time", "upstream_rq_time"):
+        bucket = re.compile(rf'envoy_cluster_{metric}_bucket{{.*_name="triton_grpc",le="50"}} \d')
+        watched.until(partial(has, endpoints["metrics"], bucket))
+
+
+def test_streams_deadlines_and_limits_are_as_of_one_server(watched: Watched) -> None:
+    import numpy as np
+    from tritonclient import grpc
+
+    def texts(text: bytes) -> list[grpc.InferInput]:
+        given = grpc.InferInput("text", [1, 1], "BYTES")
+        given.set_data_from_numpy(np.array([[text]], dtype=object))
+        return [given]
+
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with grpc.InferenceServerClient(watched.fleet.endpoints["grpc"]) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for _ in range(3):
+            client.async_stream_infer("tickets", texts(b"where is it"))
+        assert all(error is None for _, error in (answers.get(timeout=60) for _ in range(3)))
+        client.stop_stream()
+
+        refused = {
+            "DEADLINE_EXCEEDED": partial(
+                client.infer, "tickets", texts(b"where is it"), client_timeout=0.001
+            ),
+            "is not found": partial(client.infer, "nothing", texts(b"where is it")),
+            "larger than 7 MiB": partial(client.infer, "tickets", texts(b"x" * (7 << 20))),
+            "at most 131072 bytes": partial(client.infer, "tickets", texts(b"x" * (6 << 20))),
+            "ask one of them": partial(client.get_inference_statistics, "tickets"),
+        }
+        for said, ask in refused.items():
+            with pytest.raises(InferenceServerException, match=said):
+                ask()
+
+
+def test_a_replica_that_dies_at_each_start_is_given_up_and_a_new_build_tries_it_again(
+    watched: Watched, pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replica, "most_failed_starts", 2)
+    fleet = watched.fleet
+    first = fleet.replicas[0]
+    with load(watched, clients=2) as asker:
+        # What it serves is gone from the disk, so that it cannot start again.
+        shutil.rmtree(first.build.folder / "tickets_preprocess/1")
+        os.kill(first.server.pid, signal.SIGKILL)
+        watched.until(lambda: first.is_given_up)
+        assert len(fleet.ready) == 2
+        build(pipeline, "FIRST")
+        watched.until(lambda: first.is_ready)
+    assert "failed 2 times in a row and is not started again" in watched.problems[-1]
+    assert set(asker.labels) <= {"FIRST", "SECOND"}
