@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,21 @@ def test_a_kept_build_stays_as_it_was(tmp_path: Path) -> None:
     assert (kept / "two/1/model.onnx").samefile(repository / "two/1/model.onnx")
     with locked(repository), pytest.raises(UserError, match="two builds at a time"):
         keep_build(repository, tmp_path, 2)
+
+
+def test_what_replicas_need_and_is_not_there_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ask(repository: Path, port: int = 0) -> None:
+        with new_fleet(repository, replicas=2, http_port=port, on_change=print, on_problem=print):
+            raise AssertionError("nothing may start")
+
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(UserError, match="`http_port` must be a free port"):
+        ask(tmp_path, taken.getsockname()[1])
+    with pytest.raises(UserError, match="can be written to"):
+        ask(Path("/sys/repository"))
+    assert not list(tmp_path.parent.glob(".serve-*"))
 
 
 def test_without_envoy_it_says_how_to_get_one(

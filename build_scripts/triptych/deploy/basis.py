@@ -39,7 +39,8 @@ class Basis:
     def metrics(self) -> Metrics:
         """Queries on the fleet."""
         options = self.options
-        return Metrics(self.lock.spec.name, options.namespace, options.name, options.envoy)
+        workload = f"{options.name}-predictor" if options.target == "kserve" else options.name
+        return Metrics(self.lock.spec.name, options.namespace, workload, options.envoy)
 
 
 @dataclass(frozen=True)

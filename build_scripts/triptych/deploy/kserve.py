@@ -61,7 +61,8 @@ def kserve_manifests(repository: Path, pipeline: str, options: Options, reports:
         "disruption-budget.yaml": disruption_budget(options),
         "pod-monitor.yaml": pod_monitor(options),
         "prometheus-rule.yaml": told_unready(
-            prometheus_rule(basis.lock, options, basis.sizes, basis.measured), unready
+            prometheus_rule(basis.lock, options, basis.sizes, basis.measured, basis.metrics),
+            unready,
         ),
     }
     files = {
@@ -202,7 +203,7 @@ def _standard(basis: Basis) -> dict[str, Any]:
         },
         "spec": {"predictor": {**pod, "deploymentStrategy": {"type": "RollingUpdate", **strategy}}},
     }
-    scaled = scaled_object(basis.lock, options, basis.sizes)
+    scaled = scaled_object(basis.lock, options, basis.sizes, basis.metrics)
     scaled["spec"]["scaleTargetRef"] = {
         "name": Because(f"{options.name}-predictor", "the Deployment that KServe makes")
     }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
+from triptych.files import told_to_user
 from triptych.fleet.bootstrap import Listen
 from triptych.fleet.fleet import Fleet
 from triptych.fleet.gpus import variables_of
@@ -70,7 +71,9 @@ def new_fleet(
             log_file=_beside(log_file, str(number + 1)),
         )
 
-    with work_beside(repository, "serve") as folder:
+    with ExitStack() as opened:
+        with told_to_user(repository.resolve().parent):
+            folder = opened.enter_context(work_beside(repository, "serve"))
         settings = proxy_settings(
             replicas=replicas,
             max_request_mib=largest_request_mib(repository),
