@@ -23,7 +23,7 @@ from triptych.client import (
     ServerUnreachable,
     Tls,
 )
-from triptych.client.address import read_target
+from triptych.client.address import check_single, read_target
 from triptych.errors import UserError
 
 pytestmark = pytest.mark.server
@@ -95,8 +95,6 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
                     leaving.server.stop()
                 after = load.answers
                 wait_until(lambda: load.answers > after + 50, "answers of the others")  # noqa: B023
-            print(f"{how.name}: {load.answers} answers, {len(load.errors)} errors; without retries")
-            print(f"  {plain.answers} answers, {len(plain.errors)} errors")
             assert (load.errors, load.wrong, plain.wrong) == ([], 0, 0)
         np.testing.assert_array_equal(client.embed(["left"]), [expected("left")])
 
@@ -136,6 +134,8 @@ def test_addresses_are_read_or_refused() -> None:
     for wrong in ("", [], "a:1,", "http://a:1", ["127.0.0.1:1", "https://b"]):
         with pytest.raises(UserError, match="must be the host and port"):
             Client("toy", wrong)
+    with pytest.raises(UserError, match="must be one server's host:port to measure it"):
+        check_single("127.0.0.1:1,127.0.0.2:1", "measure it")
     with pytest.raises(UserError, match="renew_s"):
         Client("toy", renew_s=0)
     with pytest.raises(UserError, match="server_name"):

@@ -109,9 +109,13 @@ def test_the_name_in_the_certificate_may_differ_from_the_host(
     guarded: Toy, certificates: Certificates, tls: Tls
 ) -> None:
     port = guarded.url.rpartition(":")[2]
-    for name, reaches in (("triton.example", True), ("elsewhere.example", False)):
+    one, several = f"localhost:{port}", f"localhost:{port},127.0.0.1:{port}"
+    for url, name, reaches in (
+        (one, "triton.example", True),
+        (several, "triton.example", True),
+        (one, "elsewhere.example", False),
+    ):
         named = Tls(tls.root_certificates, tls.certificate, tls.key, server_name=name)
-        url = f"localhost:{port}"
         with Client("toy", url, tls=named, headers=INFER_HEADER, keep_alive=None) as client:
             if reaches:
                 np.testing.assert_array_equal(client.embed(["named"]), [expected("named")])

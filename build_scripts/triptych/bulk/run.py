@@ -35,7 +35,7 @@ _PART_ROWS = 5_000
 _PART_S = 15.0
 """The most that a break costs: rows, or time, of one part."""
 _RETRY = Retry(attempts=1_000_000)
-"""A full queue is waited for as long as the deadline allows."""
+"""A full queue is waited for as long as the deadline allows, a lost server as its budget lasts."""
 
 
 @dataclass(frozen=True)

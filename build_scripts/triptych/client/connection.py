@@ -9,6 +9,8 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2_grpc
 
+from triptych.client.errors import Cancelled
+
 
 class Opened:
     """A channel, its stub, and how many calls use it."""
@@ -42,12 +44,20 @@ class Connection:
         self._open_channel = open_channel
         self._close = close
         self._renew_s = renew_s
-        self._turn = threading.Lock()
+        # A generation that nobody holds any more gives its channel back from wherever it is freed.
+        self._turn = threading.RLock()
         self._opened: list[Opened] = []
+        self._drained = False
 
     def take(self) -> Opened:
-        """The channel for a call; to be given back at its end."""
+        """The channel for a call; to be given back at its end.
+
+        Raises:
+            Cancelled: it was drained.
+        """
         with self._turn:
+            if self._drained:
+                raise Cancelled("The client is closed. Open another.")
             newest = self._opened[-1] if self._opened else None
             if newest is None or (
                 self._renew_s is not None and time.monotonic() - newest.opened_s > self._renew_s
@@ -65,13 +75,15 @@ class Connection:
             self._retire()
 
     def drain(self) -> list[Any]:
-        """All channels, for the caller to close; a call after that opens another."""
+        """All channels, for the caller to close; there are no others after that."""
         with self._turn:
+            self._drained = True
             channels = [opened.channel for opened in self._opened]
             self._opened.clear()
             return channels
 
     def _retire(self) -> None:
-        for old in [opened for opened in self._opened[:-1] if not opened.calls]:
-            self._opened.remove(old)
-            self._close(old.channel)
+        old = [opened for opened in self._opened[:-1] if not opened.calls]
+        self._opened = [opened for opened in self._opened if opened not in old]
+        for opened in old:
+            self._close(opened.channel)

@@ -29,13 +29,13 @@ class _Stream:
         self, client: PipelineClient, order: Mapping[str, bytes], timeout_s: float | None
     ) -> None:
         """A generation that `client` was asked for; the inputs of its request are in `order`."""
-        deadline = client._deadline(timeout_s)
-        self._client = client
-        self._progress = Progress(client.pipeline, order, deadline, client._retries)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._opened: Opened | None = None
         self._call: Any = None
         self._ended = False
+        self._client = client
+        deadline = client._deadline(timeout_s)
+        self._progress = Progress(client.pipeline, order, deadline, client._retries)
 
     def _begin(self, *, stream: bool) -> Any:
         if self._call is None:
