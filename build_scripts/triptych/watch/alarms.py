@@ -50,8 +50,8 @@ def notes_on(
     if lock.model_sha256 != inputs.plan.facts.sha256:
         yield "the model's files are not those that were built: the reference is of the new ones"
     hooks = lock.files.get(f"{name}_preprocess/1/{HOOKS_FILE}")
-    own = inputs.plan.spec.folder / HOOKS_FILE
-    if (sha256_of(own) if own.is_file() else None) != hooks:
+    file = inputs.plan.spec.folder / HOOKS_FILE
+    if (sha256_of(file) if file.is_file() else None) != hooks:
         yield f"{HOOKS_FILE} is not the one that was built: the reference is of the new one"
 
 
