@@ -61,7 +61,10 @@ def serve(
     ] = SAMPLES,
     as_json: Json = False,
 ) -> None:
-    """Run a real tritonserver on what is built, or several behind Envoy, until interrupted."""
+    """Run a real tritonserver on what is built, until interrupted.
+
+    With --replicas or --gpus several of them, behind Envoy, which takes their ports.
+    """
     from triptych.container.machine import find_gpus
     from triptych.fleet.gpus import check_gpus, count_replicas
     from triptych.repository.store import complete
