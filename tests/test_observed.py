@@ -166,7 +166,7 @@ class Deployed:
     def __init__(self, repository: Path, folder: Path) -> None:
         lock = read_lock(repository, "tiny")
         options = Options(
-            "triptych-serve:24.10", "tiny", Release(24, 10), envoy="tiny-envoy",
+            "triptych-serve:24.10", "tiny", Release(24, 10),
             capacity_per_s=50.0, cpu_cores=1.0, memory_mib=2048,
         )  # fmt: skip
         measured = measured_of(lock, options, folder)
