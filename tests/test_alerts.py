@@ -251,7 +251,7 @@ def test_the_alertmanager_example_wakes_somebody_once(cases: list[Case], tmp_pat
     file = tmp_path / "alertmanager.yaml"
     file.write_text(yaml_of(alertmanager()))
     assert yaml.safe_load(file.read_text()) == cases[0].documents["alertmanager.example.yaml"]
-    check = [tool("amtool"), "check-config", file]
+    check = [str(tool("amtool")), "check-config", str(file)]
     done = subprocess.run(check, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     labels = {rule["labels"]["severity"]: rule["labels"] for rule in cases[0].alerts.values()}

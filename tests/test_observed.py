@@ -111,7 +111,7 @@ def webhook(told: Told) -> Iterator[str]:
 @contextmanager
 def running(folder: Path, name: str, *flags: str) -> Iterator[None]:
     with (folder / f"{name}.log").open("w") as log:
-        words = [tool(name), *flags]
+        words = [str(tool(name)), *flags]
         process = subprocess.Popen(words, cwd=home(name), stdout=log, stderr=log)
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,12 +17,16 @@ RATE = Trigger(lambda seen: seen.offered_per_s, 10.0, "fleet", 60.0)
 SERVICE = Service((0.0, 0.1, 0.11, 0.12, 0.13), longest_wait_s=2.0)
 
 
+def always(seen: Observed, _window_s: float) -> Observed:
+    return seen
+
+
 def steps(scaling: Scaling, values: list[float], first: int, seconds: float = 15.0) -> list[int]:
     """Replicas after each look, at these rates."""
     autoscaler, replicas, found = Autoscaler(scaling), first, []
     for index, value in enumerate(values):
         seen = replace(SEEN, offered_per_s=value, queue_by_compute=value, seen=replicas)
-        replicas = autoscaler.replicas(index * seconds, replicas, lambda _, seen=seen: seen)
+        replicas = autoscaler.replicas(index * seconds, replicas, partial(always, seen))
         found.append(replicas)
     return found
 

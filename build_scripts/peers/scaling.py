@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -117,7 +118,7 @@ def main() -> None:
           + ", ".join(f"{1e3 * took:.0f}" for took in service.batch_s[1:])
           + f"; {1e3 * service.overhead_s:.1f} ms around them")  # fmt: skip
     show("The same load on real servers and simulated", [seen, same])
-    results = {"real": asdict(seen), "simulated": asdict(same)}
+    results: dict[str, Any] = {"real": asdict(seen), "simulated": asdict(same)}
     for title, steps in (
         ("Steps, for 4 replicas at the peak", stepped(4 * holds)),
         (f"A day in {args.hours:g} h, {args.replicas} at the peak",
