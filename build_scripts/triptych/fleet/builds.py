@@ -6,16 +6,13 @@ they hold.
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.files import told_to_user
+from triptych.repository.kept import link
 from triptych.repository.store import locked
-
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
 
 
 @dataclass(frozen=True, order=True)
@@ -44,10 +41,5 @@ def keep_build(repository: Path, home: Path, number: int) -> Build:
 
 
 def _link(source: str, target: str) -> str:
-    try:
-        os.link(Path(source).resolve(), target)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        shutil.copyfile(source, target)
+    link(Path(source).resolve(), Path(target))
     return target
