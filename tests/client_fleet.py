@@ -68,7 +68,7 @@ def serve_fleet(folder: Path) -> Iterator[list[Replica]]:
         yield sorted(replicas, key=lambda replica: replica.url)
     finally:
         for replica in replicas:
-            with suppress(RuntimeError):  # a test has stopped it
+            with suppress(RuntimeError, ProcessLookupError):  # a test has ended it
                 os.kill(replica.pid, signal.SIGKILL)  # to go politely takes Triton two seconds
             replica.server.stop()
 

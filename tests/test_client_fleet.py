@@ -91,7 +91,8 @@ def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
                 with Load(without, 3, f"plain {how.name}") as plain:
                     wait_until(lambda: load.answers > 50, "load")
                     os.kill(leaving.pid, how)
-                    wait_until(lambda: plain.errors, "a request that failed")
+                    if how is signal.SIGTERM:  # one that is killed may have had none of them
+                        wait_until(lambda: plain.errors, "a request that failed")
                     leaving.server.stop()
                 after = load.answers
                 wait_until(lambda: load.answers > after + 50, "answers of the others")  # noqa: B023
