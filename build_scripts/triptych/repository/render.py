@@ -85,7 +85,7 @@ def render(
     with_tokenizer = {"preprocess": tokenizer_file is not None, "postprocess": task.decodes_tokens}
     for step, modules in pieces.items():
         folder = f"{plan.step(step)}/1"
-        for target, source in _with_imports(modules).items():
+        for target, source in with_imports(modules).items():
             files[f"{folder}/{target}"] = (RUNTIME / source).read_bytes()
         if hooks is not None:
             files[f"{folder}/hooks.py"] = hooks
@@ -133,7 +133,7 @@ def _request(values: Mapping[str, str | bytes]) -> bytes:
     return json.dumps({"inputs": inputs}).encode() + b"\n" + b"".join(parts)
 
 
-def _with_imports(modules: dict[str, str]) -> dict[str, str]:
+def with_imports(modules: Mapping[str, str]) -> dict[str, str]:
     """`modules` (file in the repository -> file of the runtime) and all they import."""
     found, waiting = dict(modules), list(modules.values())
     while waiting:
