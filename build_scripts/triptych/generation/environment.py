@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 
@@ -24,6 +25,16 @@ def environment_python() -> Path:
             remedy="Run `make setup-generation`, or name one with TRIPTYCH_GENERATION_ENV",
         )
     return environment / "bin" / "python"
+
+
+def packages_versions(*distributions: str) -> dict[str, str]:
+    """Version of each distribution that the environment has."""
+    places = [str(path) for path in vllm_packages()]
+    found: dict[str, str] = {}
+    for name in distributions:
+        for one in importlib.metadata.distributions(name=name, path=places):
+            found.setdefault(name, one.version)
+    return found
 
 
 def vllm_packages() -> list[Path]:

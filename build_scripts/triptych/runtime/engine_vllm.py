@@ -37,6 +37,10 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         settings = self._settings
+        if current_platform.is_cpu():
+            # Compiling takes minutes on a processor, and a compiler; a small model never wins it
+            # back. What vLLM compiles besides its graphs, its processes learn from the environment.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         arguments = AsyncEngineArgs(
             model=str(self._folder),
             dtype=DTYPES[settings["precision"]],
@@ -48,7 +52,6 @@ class Engine:
             skip_tokenizer_init=True,
             # The pipeline's parameters are the defaults, not the model's file.
             generation_config="vllm",
-            # On processors a graph is compiled for minutes, which a small model never wins back.
             enforce_eager=current_platform.is_cpu(),
             enable_log_requests=False,
         )
@@ -82,6 +85,22 @@ class Engine:
                 )
         finally:
             await outputs.aclose()
+
+    async def score(self, key: str, ids: Sequence[int]) -> list[float]:
+        """The logarithm of probability of each token but the first, given those before it."""
+        from vllm import SamplingParams, TokensPrompt
+
+        parameters = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
+        )
+        found: Any = None
+        async for output in self._engine.generate(
+            TokensPrompt(prompt_token_ids=list(ids)), parameters, key
+        ):
+            found = output.prompt_logprobs or found
+        return [
+            float(one[token].logprob) for token, one in zip(ids[1:], found[1:], strict=True)
+        ]
 
     def close(self) -> None:
         if self._engine is not None:
