@@ -153,9 +153,7 @@ def judge(
     ]
     every = sorted(value for row in differences for value in row)
     finite = all(map(math.isfinite, every))
-    prefixes = [
-        _common(one["ids"], got) for one, got in zip(answers, engine["alone"], strict=True)
-    ]
+    prefixes = [_common(one["ids"], got) for one, got in zip(answers, engine["alone"], strict=True)]
     margins = [
         one["margins"][length]
         for one, length in zip(answers, prefixes, strict=True)
@@ -231,7 +229,9 @@ def _streamed(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -
 def _common(wanted: Sequence[int], got: Sequence[int]) -> int:
     """Tokens at the beginning that are the same."""
     same = (a == b for a, b in zip(wanted, got, strict=False))
-    return next((place for place, equal in enumerate(same) if not equal), min(len(wanted), len(got)))
+    return next(
+        (place for place, equal in enumerate(same) if not equal), min(len(wanted), len(got))
+    )
 
 
 def _cut(prompt: Prompt, max_length: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from triptych.pipeline.spec import load_as
-from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive
+from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive, check_release
 from triptych.releases import OLDEST
 from triptych.runtime.sampling import find_fault
 
@@ -84,6 +84,11 @@ class GenerationServing(Frozen):
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
     queue: GenerationQueue = GenerationQueue()
     preprocess_instances: Annotated[int, Field(ge=1, le=64)] = 1
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> GenerationServing:
+        check_release(self.triton)
+        return self
 
 
 class GenerationSpec(Frozen):

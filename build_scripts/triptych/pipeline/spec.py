@@ -131,9 +131,7 @@ def load_as(
                 remedy=f"Remove `{reserved}`; rename the folder to rename the pipeline",
             )
     try:
-        return model.model_validate(
-            {**document, "name": folder.name, "folder": folder, **given}
-        )
+        return model.model_validate({**document, "name": folder.name, "folder": folder, **given})
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         source = f"{folder / TUNED_FILE if where in measured else path}: "

@@ -98,9 +98,7 @@ class Engine:
             TokensPrompt(prompt_token_ids=list(ids)), parameters, key
         ):
             found = output.prompt_logprobs or found
-        return [
-            float(one[token].logprob) for token, one in zip(ids[1:], found[1:], strict=True)
-        ]
+        return [float(one[token].logprob) for token, one in zip(ids[1:], found[1:], strict=True)]
 
     def close(self) -> None:
         if self._engine is not None:
@@ -119,9 +117,7 @@ def _find_packages() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
 
 
-def _plain(
-    ids: Sequence[int], logprobs: Any, count: int | None
-) -> Sequence[Sequence[Any]] | None:
+def _plain(ids: Sequence[int], logprobs: Any, count: int | None) -> Sequence[Sequence[Any]] | None:
     """vLLM's log-probabilities of new tokens as `generation_wire.Chunk` has them."""
     if logprobs is None or count is None:
         return None

@@ -65,9 +65,7 @@ DEFAULTS: Mapping[str, Any] = {
 """`logprobs` None: none are returned. `n`, which OpenAI's clients send: one answer a request. `top_k` 0: every token counts. `temperature` 0: greedy."""
 
 
-def check_sampling(
-    text: str, defaults: Mapping[str, Any], *, room: int
-) -> dict[str, Any]:
+def check_sampling(text: str, defaults: Mapping[str, Any], *, room: int) -> dict[str, Any]:
     """The parameters of a request, all of them, over the `defaults`.
 
     Args:
