@@ -62,7 +62,7 @@ PURE = (
     "comparison", "container", "container_locks", "core_config", "cost", "decoders_spans",
     "deploy", "docker", "doctor", "engine_inspection", "engine_request", "engine_runner",
     "expected_cost",
-    "fake_tensorrt", "gate", "gate_remedy", "gate_result", "gpu_peer", "gpu_plan",
+    "fake_tensorrt", "gate", "generation_pieces", "gate_remedy", "gate_result", "gpu_peer", "gpu_plan",
     "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict", "load_report",
     "load_report_terminal", "load_values", "make_engine", "metrics", "onnxruntime_pieces",
     "onnxruntime_runner", "pages", "plan", "probe", "rehearsal", "releases", "report", "rounding",

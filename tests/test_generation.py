@@ -181,25 +181,21 @@ def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams)
     wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
 
 
-def test_a_full_queue_refuses_and_a_stopping_server_answers(
-    repository: Path, tmp_path: Path
-) -> None:
-    with Server(repository, models=["slow"]) as server:
-        slow = Streams(server.grpc_url, "slow")
-        with ThreadPoolExecutor(16) as pool:
-            asked = [pool.submit(slow.ask, text_input=TEXTS[0]) for _ in range(16)]
-            answers = [one.result() for one in asked]
-            refused = [one.error for one in answers if one.error]
-            assert len(refused) == 4
-            assert all("must have at most 12 requests under way" in error for error in refused)
-            assert all(one.text == TEXTS[0] for one in answers if not one.error)
-            last = pool.submit(slow.ask, text_input=TEXTS[0])
-            wait_until(server, "slow", running=1)
-            server.stop()
-            assert last.result().text == TEXTS[0]
-        slow.close()
-
-
 def test_the_example_is_one(tmp_path: Path) -> None:
     spec = load_generation_spec(ROOT / "pipelines/chat")
     assert (spec.core.backend, spec.core.precision) == ("vllm", "fp32")
+
+
+def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow: Streams) -> None:
+    """The last one: its server ends here."""
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(slow.ask, text_input=TEXTS[0]) for _ in range(16)]
+        answers = [one.result() for one in asked]
+        refused = [one.error for one in answers if one.error]
+        assert len(refused) == 4
+        assert all("must have at most 12 requests under way" in error for error in refused)
+        assert all(one.text == TEXTS[0] for one in answers if not one.error)
+        last = pool.submit(slow.ask, text_input=TEXTS[0])
+        wait_until(server, "slow", running=1)
+        server.stop()
+        assert last.result().text == TEXTS[0]
