@@ -22,8 +22,8 @@ from conftest import ROOT
 from scaffolding import triptych, write
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
-from triptych.pipeline.scaffold import TEMPLATES, Scaffold, scaffold, tasks
 from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.pipeline.scaffold import TEMPLATES, Scaffold, scaffold, tasks
 from triptych.pipeline.spec import GENERATION, load_spec
 from triptych.pipeline.traffic import read_traffic
 from triptych.requests.hook_tests import check_pipeline
@@ -66,7 +66,9 @@ def test_the_template_for_text_generation_is_a_pipeline(tmp_path: Path) -> None:
     spec = load_generation_spec(tmp_path / "talk", ["core.max_sequences=8"])
     assert spec.core.max_sequences == 8
     commented = (tmp_path / "talk/pipeline.yaml").read_text().replace("\n#   ", "\n  ")
-    (tmp_path / "talk/pipeline.yaml").write_text(commented.replace("\n# parameters", "\nparameters"))
+    (tmp_path / "talk/pipeline.yaml").write_text(
+        commented.replace("\n# parameters", "\nparameters")
+    )
     assert load_generation_spec(tmp_path / "talk").parameters["max_tokens"] == 256
 
 

@@ -105,7 +105,7 @@ class GenerationSpec(Frozen):
     folder: Path = Path()
     task: Literal["text-generation"]
     model: ModelSource
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field(default_factory=dict)
     max_text_bytes: Positive = 1_048_576
     core: GenerationCore = GenerationCore()
     serving: GenerationServing = GenerationServing()

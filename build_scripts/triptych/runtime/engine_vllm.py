@@ -118,7 +118,7 @@ def _find_packages() -> None:
 
 
 def _plain(ids: Sequence[int], logprobs: Any, count: int | None) -> Sequence[Sequence[Any]] | None:
-    """vLLM's log-probabilities of new tokens as `generation_wire.Chunk` has them."""
+    """VLLM's log-probabilities of new tokens as `generation_wire.Chunk` has them."""
     if logprobs is None or count is None:
         return None
     plain = []

@@ -62,7 +62,8 @@ DEFAULTS: Mapping[str, Any] = {
     "logprobs": None,
     "n": 1,
 }
-"""`logprobs` None: none are returned. `n`, which OpenAI's clients send: one answer a request. `top_k` 0: every token counts. `temperature` 0: greedy."""
+"""`logprobs` None: none are returned. `n`, which OpenAI's clients send: one answer a request.
+`top_k` 0: every token counts. `temperature` 0: greedy."""
 
 
 def check_sampling(text: str, defaults: Mapping[str, Any], *, room: int) -> dict[str, Any]:
