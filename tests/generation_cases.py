@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tritonclient.grpc import InferInput, service_pb2_grpc
@@ -179,7 +179,7 @@ def _take(answer: Answer, response: Any) -> None:
     }
 
     def text(name: str) -> str:
-        return raw[name][4:].decode()
+        return str(raw[name][4:], "utf-8")
 
     answer.chunks.append(text("text_output"))
     answer.ids += np.frombuffer(raw["token_ids"], np.int32).tolist()

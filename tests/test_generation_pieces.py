@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conftest import ROOT
 from generation_cases import TEMPLATE, TEXTS, byte_pairs, metaspace, write_pipeline
 from triptych.errors import UserError
-from triptych.generation.gate import judge
+from triptych.generation.gate import EVERY, LIMITS, METRICS, judge
 from triptych.generation.inputs import Prompt
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.spec import load_spec
@@ -185,6 +187,15 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_spec(folder)
     assert "Given: text-generation. Pipelines that generate text can be" in caught.value.message
+
+
+def test_the_reference_states_the_limits() -> None:
+    text = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+    for metric in METRICS:
+        (row,) = re.findall(rf"(?m)^\| `{metric.name}` \|.*$", text)
+        stated = [cell.strip() for cell in row.split("|")[3:6]]
+        limits = [{**EVERY, **LIMITS[name]}.get(metric.name) for name in ("fp32", "fp16", "bf16")]
+        assert [float(cell) if cell else None for cell in stated] == limits, metric.name
 
 
 def verdict_of(result: Any, precision: str = "fp32") -> Any:

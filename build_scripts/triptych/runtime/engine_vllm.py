@@ -133,7 +133,7 @@ def _load_teller(on_load: OnLoad) -> Any:
     """What vLLM makes a logger of: it hands on what the scheduler tells of each step."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class LoadTeller(StatLoggerBase):
+    class LoadTeller(StatLoggerBase):  # type: ignore[misc]  # vLLM has its own environment
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
