@@ -25,7 +25,7 @@ from triptych.runtime.faults import RequestError
 from triptych.runtime.generation_engine import Delta, Load
 from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Order
 from triptych.runtime.prompts import Prompts
-from triptych.runtime.sampling import DEFAULTS, NUMBERS, check_sampling
+from triptych.runtime.sampling_parameters import DEFAULTS, NUMBERS, check_sampling
 from triptych.runtime.text_stream import MOST_WAITING, StopStrings, TextStream
 
 

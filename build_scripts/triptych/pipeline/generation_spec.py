@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from triptych.pipeline.spec import load_as
 from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive, check_release
 from triptych.releases import OLDEST
-from triptych.runtime.sampling import find_fault
+from triptych.runtime.sampling_parameters import find_fault
 
 MiB = Annotated[int, Field(ge=1, le=1 << 20)]
 

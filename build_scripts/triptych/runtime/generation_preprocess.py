@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 from .faults import RequestError
 from .generation_wire import Order
 from .prompts import Prompts
-from .sampling import DEFAULTS, FIELD, check_sampling
+from .sampling_parameters import DEFAULTS, FIELD, check_sampling
 from .shared_memory import make_private
 from .stub_io import Inputs, error_response, inputs_of, read_texts, settings_of
 
