@@ -15,7 +15,7 @@ export TRITON_IMAGE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
-.PHONY: help setup demo test test-long check serve image engine-in-container examples compare compare-path compare-tasks grid scaling precisions gpu-test soak fuzz clean
+.PHONY: help setup setup-generation demo demo-chat test test-long check serve image engine-in-container examples compare compare-path compare-tasks grid scaling precisions gpu-test soak fuzz clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -27,9 +27,25 @@ $(INSTALLED): pyproject.toml build_scripts/constraints.txt
 	  --editable ".[build,local,fleet,parquet,tensorrt,demo,dev]"
 	@touch $@
 
+# Beside .venv, whose packages it sees but for those it has itself: torch is not installed twice.
+GENERATION := .venv-generation
+setup-generation: $(GENERATION)/.installed  ## Make .venv-generation: vLLM for text generation (1.1 GB)
+$(GENERATION)/.installed: $(INSTALLED) build_scripts/generation.txt
+	$(BIN)/python -m venv --without-pip $(GENERATION)
+	@$(BIN)/python -c "import numpy, pathlib; print(pathlib.Path(numpy.__file__).parents[1])" \
+	  > $(GENERATION)/lib/python3.11/site-packages/main.pth
+	@echo "installing vLLM into $(GENERATION) (minutes) ..."
+	$(GENERATION)/bin/python -m pip install --quiet --no-compile --no-deps --ignore-installed \
+	  --requirement build_scripts/generation.txt
+	@touch $@
+
 demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, stop it
 	$(BIN)/triptych build minilm
 	$(BIN)/python -m triptych.cli.demo model_repository minilm
+
+demo-chat: setup setup-generation  ## Build SmolLM2 on vLLM, serve it, stream an answer, stop it
+	$(BIN)/triptych build chat
+	$(BIN)/python -m triptych.cli.demo_chat model_repository chat
 
 # The lanes of tests. `make test` has all but the long ones; .ci/run runs both in one.
 PYTEST := $(BIN)/python -m pytest
@@ -41,11 +57,11 @@ check: lint types pure  ## Lint, types and the pure tests: no server, no build, 
 
 test: lint types unit  ## Lint, types and the tests, against a real server (LONG=1: the long ones, too)
 
-test-long: setup  ## What takes minutes each: trainings, compilers, races, whole runs
+test-long: setup setup-generation  ## What takes minutes each: trainings, compilers, races, whole runs
 	$(PYTEST) $(PARALLEL) -m long
 
 .PHONY: unit pure lint types format
-unit: setup
+unit: setup $(if $(LONG),setup-generation)
 	$(PYTEST) $(PARALLEL) $(if $(LONG),,-m "not long")
 
 pure: setup

@@ -22,6 +22,7 @@ ROOMS = (
     "watch",
     "tune",
     "building",
+    "generation",
     "precision",
     "bench",
     "fleet",
@@ -58,14 +59,20 @@ HEAVY = {
         "export/proof.py",
         "export/to_onnx.py",
         "gate/reference.py",
+        "generation/worker_gate.py",
+        "generation/worker_gguf.py",
         "model/image_core.py",
     },
     "transformers": {
         "export/heads.py",
         "export/to_onnx.py",
+        "generation/facts.py",
+        "generation/worker_gate.py",
+        "generation/worker_gguf.py",
         "model/image_source.py",
         "model/source.py",
     },
+    "vllm": {"runtime/engine_vllm.py"},
     "PIL": {"model/image_source.py", "runtime/rows_image.py"},
     "tensorrt": {"engine/", "server/backends"},
     "cuda": {"engine/", "server/backends"},
@@ -75,7 +82,10 @@ HEAVY = {
     "pyarrow": {"bulk/parquet.py"},
     "sentence_transformers": set(),
 }
-RUNTIME_MAY_IMPORT = {"numpy", "tokenizers", "triton_python_backend_utils", "PIL"}
+RUNTIME_MAY_IMPORT = {
+    *("numpy", "tokenizers", "triton_python_backend_utils", "PIL"),
+    *("jinja2", "vllm"),  # steps that generate text, which need NVIDIA's image with vLLM
+}
 GONE_IN_312 = {"asynchat", "asyncore", "distutils", "imp", "smtpd"}
 TOP_LEVEL = 7
 

@@ -22,8 +22,9 @@ from conftest import ROOT
 from scaffolding import triptych, write
 from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
-from triptych.pipeline.scaffold import TEMPLATES, Scaffold, tasks
-from triptych.pipeline.spec import load_spec
+from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.pipeline.scaffold import TEMPLATES, Scaffold, scaffold, tasks
+from triptych.pipeline.spec import GENERATION, load_spec
 from triptych.pipeline.traffic import read_traffic
 from triptych.requests.hook_tests import check_pipeline
 from triptych.requests.inputs import task_of
@@ -32,6 +33,7 @@ from triptych.runtime.rows_image import Limits, open_image
 from triptych.tasks import TASKS
 from triptych.tensors import Tensor
 
+ENCODERS = [task for task in tasks() if task != GENERATION]
 README = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
 FACTS = ModelFacts(
     sha256="",
@@ -55,10 +57,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_there_is_a_template_for_every_task() -> None:
-    assert tasks() == sorted([*TASKS, "custom"])
+    assert tasks() == sorted([*TASKS, "custom", GENERATION])
 
 
-@pytest.mark.parametrize("task", tasks())
+def test_the_template_for_text_generation_is_a_pipeline(tmp_path: Path) -> None:
+    made = scaffold("talk", task=GENERATION, model=None, with_hooks=False, pipelines=tmp_path)
+    assert made.commands[0].startswith("triptych build talk")
+    spec = load_generation_spec(tmp_path / "talk", ["core.max_sequences=8"])
+    assert spec.core.max_sequences == 8
+    commented = (tmp_path / "talk/pipeline.yaml").read_text().replace("\n#   ", "\n  ")
+    (tmp_path / "talk/pipeline.yaml").write_text(
+        commented.replace("\n# parameters", "\nparameters")
+    )
+    assert load_generation_spec(tmp_path / "talk").parameters["max_tokens"] == 256
+
+
+@pytest.mark.parametrize("task", ENCODERS)
 def test_a_template_is_a_pipeline_as_it_stands(tmp_path: Path, task: str) -> None:
     folder = write(tmp_path, task)
     spec = load_spec(folder)
@@ -71,7 +85,7 @@ def test_a_template_is_a_pipeline_as_it_stands(tmp_path: Path, task: str) -> Non
         assert path.endswith(".png") or not re.search(rb"@\w+@", content), path
 
 
-@pytest.mark.parametrize("task", tasks())
+@pytest.mark.parametrize("task", ENCODERS)
 def test_each_request_parameter_is_explained(tmp_path: Path, task: str) -> None:
     text = (write(tmp_path, task) / "pipeline.yaml").read_text(encoding="utf-8")
     (section,) = re.findall(rf"(?ms)^##+ (?:{task}|Outputs of your own)\n(.*?)^##", README)[:1]
@@ -83,7 +97,7 @@ def test_each_request_parameter_is_explained(tmp_path: Path, task: str) -> None:
             assert f"{name}: {json.dumps(rule.default).strip(chr(34))}" in text
 
 
-@pytest.mark.parametrize("task", tasks())
+@pytest.mark.parametrize("task", ENCODERS)
 def test_the_readme_shows_each_task_from_new_to_infer(tmp_path: Path, task: str) -> None:
     news = re.findall(rf"(?m)^triptych new (\w+) --task {task}\n(triptych infer .*)$", README)
     ((name, infer),) = news
@@ -222,7 +236,7 @@ def test_the_commands_it_prints_are_the_next_ones(tmp_path: Path) -> None:
     assert triptych(*test[1:], cwd=tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("task", tasks())
+@pytest.mark.parametrize("task", ENCODERS)
 def test_scaffolded_hooks_pass_every_check_and_leave_nothing(tmp_path: Path, task: str) -> None:
     folder = write(tmp_path, task, with_hooks=True)
     before = contents(tmp_path)
@@ -247,7 +261,7 @@ def some_outputs(outputs: Sequence[Tensor]) -> dict[str, NDArray[Any]]:
     return made
 
 
-@pytest.mark.parametrize("task", tasks())
+@pytest.mark.parametrize("task", ENCODERS)
 def test_scaffolded_hooks_take_what_the_server_gives_them(tmp_path: Path, task: str) -> None:
     folder = write(tmp_path, task, with_hooks=True)
     outputs = task_of(load_spec(folder)).outputs

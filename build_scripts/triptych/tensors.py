@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-DType = Literal["BYTES", "BOOL", "UINT8", "INT8", "INT32", "INT64", "FP32"]
+DType = Literal["BYTES", "BOOL", "UINT8", "UINT32", "INT8", "INT32", "INT64", "FP32"]
 
 
 @dataclass(frozen=True)

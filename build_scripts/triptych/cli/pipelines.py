@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from triptych.cli.generating import build_and_show, load_any_spec
 from triptych.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
@@ -151,7 +152,7 @@ def build(
     from triptych.engine.stage import EngineFailure
     from triptych.gate.cached import GateFailure
     from triptych.lint.rendered import LintFailure
-    from triptych.pipeline.spec import load_spec
+    from triptych.pipeline.spec import PipelineSpec
     from triptych.requests.inputs import read_inputs
 
     if accept is not None and not accept.strip():
@@ -159,10 +160,14 @@ def build(
             "--accept-failed-gate", "must give a reason", remedy="Say why the model may ship"
         )
     # Every spec is read before the first build: a typo in the last one costs no time.
-    specs = [load_spec(pipelines / name, overrides or ()) for name in names]
+    specs = [load_any_spec(pipelines / name, overrides or ()) for name in names]
+    reason = (accept or "").strip()
     results = []
     for number, spec in enumerate(specs):
         status.print(f"{spec.name}", style="bold", markup=False)
+        if not isinstance(spec, PipelineSpec):
+            results.append(build_and_show(spec, repository, accept=reason, as_json=as_json))
+            continue
         following = [later.name for later in specs[number + 1 :]]
         try:
             built = build_pipeline(
@@ -170,7 +175,7 @@ def build(
                 repository,
                 progress,
                 together=following,
-                accept=(accept or "").strip(),
+                accept=reason,
                 rehearsal=not no_rehearsal,
             )
         except GateFailure as failure:

@@ -13,6 +13,9 @@ from triptych.lint.snapshot import Model, enum_name, exists
 
 _CLASS = "TritonPythonModel"
 _IN_CONTAINER = {"numpy", "tokenizers", "triton_python_backend_utils", "c_python_backend_utils"}
+_GENERATION_MARK = "generation_wire.py"
+# Beside the file above: such steps need NVIDIA's image with vLLM, which brings these.
+_IN_VLLM_CONTAINER = {"jinja2", "vllm"}
 _GPU_MODULES = {"torch", "cupy", "tensorrt", "onnxruntime", "jax", "vllm", "numba", "pycuda"}
 
 
@@ -57,6 +60,8 @@ def python_import(model: Model) -> Iterator[Flaw]:
     places = [model.folder, *model.served_folders]
     for source in model.sources if "EXECUTION_ENV_PATH" not in model.config.parameters else ():
         imported = imports_of(source.tree, 0) - _IN_CONTAINER - sys.stdlib_module_names
+        if exists(source.path.with_name(_GENERATION_MARK)):
+            imported -= _IN_VLLM_CONTAINER
         foreign = [n for n in imported if not any(_is_module(place / n) for place in places)]
         if foreign:
             yield warning(

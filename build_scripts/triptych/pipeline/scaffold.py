@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from triptych.errors import UserError, closest
-from triptych.pipeline.spec import SPEC_FILE, check_folder
+from triptych.pipeline.spec import GENERATION, SPEC_FILE, check_folder
 from triptych.pipeline.yaml_text import parse_yaml
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -102,7 +102,9 @@ def scaffold(
     _write_whole(folder, contents)
     where = "" if pipelines == Path("pipelines") else f" --pipelines {shlex.quote(str(pipelines))}"
     example = re.findall(r"(?m)^# Try it: (.+)$", spec)
-    commands = [f"triptych test {name}{where}", f"triptych build {name}{where}", "triptych serve"]
+    commands = [f"triptych build {name}{where}", "triptych serve"]
+    if task != GENERATION:
+        commands.insert(0, f"triptych test {name}{where}")
     return Scaffold(str(folder), sorted(contents), commands + example[:1])
 
 

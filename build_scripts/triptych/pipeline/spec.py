@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,8 +27,12 @@ from triptych.pipeline.tuned import TUNED_FILE, read_tuned
 from triptych.pipeline.yaml_text import parse_yaml
 
 SPEC_FILE = "pipeline.yaml"
+GENERATION = "text-generation"
+"""The task whose spec is a `pipeline.generation_spec.GenerationSpec`."""
+
 RESERVED = ("name", "folder", "tuned")
 """Fields that no file sets by name."""
+Spec = TypeVar("Spec", bound=BaseModel)
 
 
 class PipelineSpec(BaseModel):
@@ -69,23 +73,51 @@ def load_spec(
         untuned: leave ``tuned.yaml`` out.
 
     Raises:
-        UserError: a missing file, bad YAML, an unknown key or a value out of range.
+        UserError: a missing file, bad YAML, an unknown key or a value out of range; a pipeline that
+            generates text, which not every verb knows.
     """
-    path = folder / SPEC_FILE
-    check_folder(folder, path)
-    try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
-        raise UserError(str(path), "must be YAML", given=error, remedy="Mend the line") from error
-    if not isinstance(document, dict):
+    if is_generation(folder):
         raise UserError(
-            str(path),
-            "must be a mapping of `task` and `model` at least",
-            given=type(document).__name__,
-            remedy="See pipelines/README.md, or start with `triptych new`",
+            f"{folder / SPEC_FILE}: task",
+            "must be one that this verb knows",
+            given=GENERATION,
+            remedy="Pipelines that generate text can be built, linted, served and asked",
         )
     tuned = None if untuned else read_tuned(folder)
     measured = tuned.overrides if tuned is not None else {}
+    return load_as(PipelineSpec, folder, overrides, measured, {"tuned": measured})
+
+
+def is_generation(folder: Path) -> bool:
+    """Whether the pipeline in `folder` generates text: its spec is another one.
+
+    Raises:
+        UserError: a missing file, or bad YAML.
+    """
+    return bool(_read_document(folder).get("task") == GENERATION)
+
+
+def load_as(
+    model: type[Spec],
+    folder: Path,
+    overrides: Sequence[str],
+    measured: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> Spec:
+    """Read ``folder/pipeline.yaml`` as one kind of spec.
+
+    Args:
+        model: the kind.
+        folder: the pipeline's.
+        overrides: as `load_spec`.
+        measured: values of ``tuned.yaml``, by dotted key.
+        given: fields that no file sets, beside `name` and `folder`.
+
+    Raises:
+        UserError: as `load_spec`.
+    """
+    path = folder / SPEC_FILE
+    document = _read_document(folder)
     for key, value in measured.items():
         _set(document, key, value, source=f"{folder / TUNED_FILE}: ")
     for override in overrides:
@@ -99,14 +131,30 @@ def load_spec(
                 remedy=f"Remove `{reserved}`; rename the folder to rename the pipeline",
             )
     try:
-        given = {"name": folder.name, "folder": folder, "tuned": measured}
-        return PipelineSpec.model_validate({**document, **given})
+        return model.model_validate({**document, "name": folder.name, "folder": folder, **given})
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         source = f"{folder / TUNED_FILE if where in measured else path}: "
         if where in {override.partition("=")[0] for override in overrides}:
             source = "--set "
-        raise _as_user_error(source, error) from error
+        raise _as_user_error(model, source, error) from error
+
+
+def _read_document(folder: Path) -> dict[str, Any]:
+    path = folder / SPEC_FILE
+    check_folder(folder, path)
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
+        raise UserError(str(path), "must be YAML", given=error, remedy="Mend the line") from error
+    if not isinstance(document, dict):
+        raise UserError(
+            str(path),
+            "must be a mapping of `task` and `model` at least",
+            given=type(document).__name__,
+            remedy="See pipelines/README.md, or start with `triptych new`",
+        )
+    return document
 
 
 def check_folder(folder: Path, path: Path) -> None:
@@ -174,7 +222,7 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
     node[last] = value
 
 
-def _as_user_error(source: str, error: ValidationError) -> UserError:
+def _as_user_error(model: type[BaseModel], source: str, error: ValidationError) -> UserError:
     """The first problem as field, rule, given, remedy; the others are counted."""
     problems = error.errors(include_url=False)
     first = problems[0]
@@ -183,8 +231,8 @@ def _as_user_error(source: str, error: ValidationError) -> UserError:
     kind = first["type"]
     if kind == "extra_forbidden":
         rule, given = "is not a field of the spec", first["loc"][-1]
-        known = _fields_at(first["loc"][:-1])
-        remedy = f"{_meant(first['loc'], known)}Fields here: {', '.join(known)}"
+        known = _fields_at(model, first["loc"][:-1])
+        remedy = f"{_meant(model, first['loc'], known)}Fields here: {', '.join(known)}"
     elif kind == "missing":
         rule, given, remedy = "is required", "nothing", "Add it; see pipelines/README.md"
     else:
@@ -194,12 +242,12 @@ def _as_user_error(source: str, error: ValidationError) -> UserError:
     return UserError(f"{source}{location}", rule, given=given, remedy=remedy + more)
 
 
-def _meant(location: Sequence[int | str], known: Sequence[str]) -> str:
+def _meant(model: type[BaseModel], location: Sequence[int | str], known: Sequence[str]) -> str:
     """``Did you mean `…`? ``: a field beside it, or one of the same name elsewhere."""
     wrong = str(location[-1])
     if said := closest(wrong, known):
         return said
-    everywhere = _dotted_fields(PipelineSpec)
+    everywhere = _dotted_fields(model)
     same = [field for field in everywhere if field.rpartition(".")[2] == wrong]
     if len(same) == 1:
         return f"Did you mean `{same[0]}`? "
@@ -217,8 +265,7 @@ def _dotted_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
     return found
 
 
-def _fields_at(location: Sequence[int | str]) -> list[str]:
-    model: type[BaseModel] = PipelineSpec
+def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     for part in location:
         annotation = model.model_fields[str(part)].annotation
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):

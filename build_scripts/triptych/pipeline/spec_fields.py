@@ -24,6 +24,12 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+def check_release(triton: str) -> None:
+    """Raises a `ValueError` where a release (``YY.MM``) is older than any that is supported."""
+    if triton < str(OLDEST):  # two digits each: texts are ordered as releases are
+        raise ValueError(f"serving.triton must be {OLDEST} or later")
+
+
 class ModelSource(Frozen):
     """Where the model's files come from.
 
@@ -277,8 +283,7 @@ class Serving(Frozen):
 
     @model_validator(mode="after")
     def _is_supported(self) -> Serving:
-        if self.triton < str(OLDEST):  # two digits each: texts are ordered as releases are
-            raise ValueError(f"serving.triton must be {OLDEST} or later")
+        check_release(self.triton)
         return self
 
 

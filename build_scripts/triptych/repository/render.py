@@ -138,7 +138,7 @@ def _request(values: Mapping[str, str | bytes]) -> bytes:
     return json.dumps({"inputs": inputs}).encode() + b"\n" + b"".join(parts)
 
 
-def with_imports(modules: dict[str, str]) -> dict[str, str]:
+def with_imports(modules: Mapping[str, str]) -> dict[str, str]:
     """`modules` (file in the repository -> file of the runtime) and all they import."""
     found, waiting = dict(modules), list(modules.values())
     while waiting:

@@ -18,6 +18,7 @@ from triptych.container.entrypoint import find_release as find_image_release
 from triptych.container.steps import STUB
 from triptych.errors import UserError
 from triptych.releases import Release
+from triptych.server.generation_environment import step_variables
 
 INSTALL_LOCAL = "pip install -e .[local]"
 # Of the server in the `nvidia-pytriton` wheel.
@@ -201,6 +202,7 @@ def _assemble(wheel: Wheel, here: Platform, directory: Path, backends: list[Path
         environment={
             "LD_LIBRARY_PATH": os.pathsep.join(str(folder) for folder in libraries if folder),
             "PATH": server_path(),
+            **step_variables(),
         },
     )
 

@@ -1,0 +1,57 @@
+"""Pipelines that generate text, as `build` makes them and shows what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triptych.cli.options import fail, progress, status
+from triptych.cli.shown import print_failed_gate, print_finding
+
+if TYPE_CHECKING:
+    from triptych.pipeline.generation_spec import GenerationSpec
+    from triptych.pipeline.spec import PipelineSpec
+
+
+def load_any_spec(folder: Path, overrides: Sequence[str]) -> PipelineSpec | GenerationSpec:
+    """The spec of a pipeline of either kind.
+
+    Raises:
+        UserError: see `load_spec`.
+    """
+    from triptych.pipeline.generation_spec import load_generation_spec
+    from triptych.pipeline.spec import is_generation, load_spec
+
+    return (load_generation_spec if is_generation(folder) else load_spec)(folder, overrides)
+
+
+def build_and_show(
+    spec: GenerationSpec, repository: Path, *, accept: str, as_json: bool
+) -> dict[str, Any]:
+    """Build a pipeline and print what a user should know of it; the result as plain data.
+
+    Raises:
+        UserError: see `build_generation`.
+    """
+    from triptych.generation.build import build_generation
+    from triptych.generation.gate import GenerationGateFailure
+    from triptych.generation.inputs import read_generation
+    from triptych.lint.rendered import LintFailure
+
+    try:
+        built = build_generation(
+            read_generation(spec, progress), repository, progress, accept=accept
+        )
+    except GenerationGateFailure as failure:
+        print_failed_gate(status, failure.gate)
+        fail(as_json, {"pipeline": spec.name, "gate": failure.gate.as_dict()}, str(failure))
+    except LintFailure as failure:
+        findings = [finding.as_dict() for finding in failure.findings]
+        fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
+    if built.gate is not None and built.gate.accepted:
+        print_failed_gate(status, built.gate)
+    for finding in built.findings:
+        if finding.severity == "warning":
+            print_finding(status, finding.as_dict())
+    return {**built.as_dict(), "repository": str(repository)}

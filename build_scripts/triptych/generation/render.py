@@ -1,0 +1,197 @@
+"""A pipeline that generates text -> the files of its models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from triptych.generation.inputs import GenerationInputs
+from triptych.model.hub import WEIGHTS
+from triptych.repository.config import CONFIG_FILE, new_config, print_config
+from triptych.repository.core_config import declare
+from triptych.repository.render import RUNTIME, Content, with_imports
+from triptych.runtime.generation_engine import MODEL_FOLDER
+from triptych.runtime.generation_wire import TOKENIZER_FILE
+from triptych.runtime.prompts import TEMPLATE_FILE
+from triptych.tensors import Tensor
+
+ENGINES = {"vllm": "engine_vllm.py", "scripted": "engine_scripted.py"}
+
+INPUTS = (
+    Tensor("text_input", "BYTES", (1,)),
+    Tensor("messages", "BYTES", (1,), content="json"),
+    Tensor("sampling_parameters", "BYTES", (1,), content="json"),
+    Tensor("stream", "BOOL", (1,)),
+)
+OPENAI_INPUTS = tuple(
+    Tensor(name, "BOOL", (1,))
+    for name in (
+        "exclude_input_in_output",
+        "return_logprobs",
+        "return_num_input_tokens",
+        "return_num_output_tokens",
+    )
+)
+"""What Triton's OpenAI frontend sends besides (``--backend vllm``, python/openai of the server)."""
+
+OUTPUTS = (
+    Tensor("text_output", "BYTES", (1,)),
+    Tensor("token_ids", "INT32", ("new_tokens",)),
+    Tensor("finish_reason", "BYTES", (1,)),
+    Tensor("usage", "BYTES", (1,), content="json"),
+    Tensor("logprobs", "BYTES", (1,), content="json"),
+    # What Triton's OpenAI frontend counts: the prompt's, and those new in a response.
+    Tensor("num_input_tokens", "UINT32", (1,)),
+    Tensor("num_output_tokens", "UINT32", (1,)),
+)
+TO_CORE = (Tensor("prompt_ids", "INT32", ("tokens",)), Tensor("order", "BYTES", (1,)))
+FROM_CORE = (Tensor("token_ids", "INT32", ("new_tokens",)), Tensor("chunk", "BYTES", (1,)))
+MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", *WEIGHTS)
+_DECOUPLED = {"decoupled": True}
+
+
+def render_generation(inputs: GenerationInputs) -> dict[str, Content]:
+    """Every file of the pipeline but its lock: path relative to the repository -> content."""
+    spec = inputs.spec
+    name, step = spec.name, f"{spec.name}_{{}}".format
+    configs = {
+        name: _ensemble(name),
+        step("preprocess"): _python_step(
+            step("preprocess"),
+            [*INPUTS, *OPENAI_INPUTS],
+            TO_CORE,
+            {
+                **inputs.prompt_settings,
+                "parameters": spec.parameters,
+                "max_text_bytes": spec.max_text_bytes,
+            },
+            optional=True,
+            count=spec.serving.preprocess_instances,
+        ),
+        step("core"): _python_step(
+            step("core"),
+            TO_CORE,
+            FROM_CORE,
+            _core_settings(inputs),
+            model_transaction_policy=_DECOUPLED,
+        ),
+        step("postprocess"): _python_step(
+            step("postprocess"), FROM_CORE, OUTPUTS, {}, model_transaction_policy=_DECOUPLED
+        ),
+    }
+    files: dict[str, Content] = {
+        f"{model}/{CONFIG_FILE}": print_config(config).encode() for model, config in configs.items()
+    }
+    # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
+    files[f"{name}/1/.keep"] = b""
+    engine = {"model.py": "generation_core.py", "engine.py": ENGINES[spec.core.backend]}
+    files |= _step_files(step("preprocess"), {"model.py": "generation_preprocess.py"})
+    files |= _step_files(step("core"), engine)
+    files |= _step_files(step("postprocess"), {"model.py": "generation_postprocess.py"})
+    for own in (step("preprocess"), step("postprocess")):
+        files[f"{own}/1/{TOKENIZER_FILE}"] = inputs.model.tokenizer
+    if inputs.model.chat_template is not None:
+        files[f"{step('preprocess')}/1/{TEMPLATE_FILE}"] = inputs.model.chat_template
+    if spec.core.backend != "scripted":
+        for path in model_files(inputs.weights):
+            files[f"{step('core')}/1/{MODEL_FOLDER}/{path.name}"] = path
+    return files
+
+
+def model_files(folder: Path) -> list[Path]:
+    """What an engine reads of a model's folder."""
+    found = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
+    if any(path.suffix == ".safetensors" for path in found):  # the same weights are not read twice
+        found = {path for path in found if path.suffix != ".bin"}
+    return sorted(found)
+
+
+def _core_settings(inputs: GenerationInputs) -> dict[str, object]:
+    spec, core = inputs.spec, inputs.spec.core
+    settings: dict[str, object] = {
+        "pipeline": spec.name,
+        "max_requests": spec.serving.queue.max_size,
+        "max_length": inputs.max_length,
+        "max_sequences": core.max_sequences,
+    }
+    if core.backend == "scripted":
+        return {**settings, "token_delay_ms": core.token_delay_ms or 0.0}
+    return {**settings, **engine_settings(inputs)}
+
+
+def engine_settings(inputs: GenerationInputs) -> dict[str, object]:
+    """What the engine of a real model is told."""
+    core = inputs.spec.core
+    return {
+        "precision": core.precision,
+        "max_length": inputs.max_length,
+        "max_sequences": core.max_sequences,
+        "max_batched_tokens": core.max_batched_tokens,
+        "kv_cache_mib": core.kv_cache.memory_mib,
+        "prefix_caching": core.prefix_caching,
+        "stop_token_ids": list(inputs.model.facts.stop_token_ids),
+    }
+
+
+def _step_files(model: str, modules: Mapping[str, str]) -> dict[str, Content]:
+    return {
+        f"{model}/1/{target}": (RUNTIME / source).read_bytes()
+        for target, source in with_imports(modules).items()
+    }
+
+
+def _ensemble(name: str) -> Any:
+    steps = [
+        ("preprocess", [*INPUTS, *OPENAI_INPUTS], TO_CORE),
+        ("core", TO_CORE, FROM_CORE),
+        ("postprocess", FROM_CORE, OUTPUTS),
+    ]
+    # What the core writes goes by a name of its own where the ensemble has an output of that name.
+    inner = {tensor.name: f"core_{tensor.name}" for tensor in FROM_CORE}
+    return new_config(
+        name=name,
+        platform="ensemble",
+        input=[{**declare(tensor), "optional": True} for tensor in (*INPUTS, *OPENAI_INPUTS)],
+        output=[declare(tensor) for tensor in OUTPUTS],
+        ensemble_scheduling={
+            "step": [
+                {
+                    "model_name": f"{name}_{step}",
+                    "model_version": -1,
+                    "input_map": _wires(read, inner if step == "postprocess" else {}),
+                    "output_map": _wires(written, inner if step == "core" else {}),
+                }
+                for step, read, written in steps
+            ]
+        },
+    )
+
+
+def _wires(tensors: Sequence[Tensor], renamed: Mapping[str, str]) -> dict[str, str]:
+    return {tensor.name: renamed.get(tensor.name, tensor.name) for tensor in tensors}
+
+
+def _python_step(
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    settings: Mapping[str, object],
+    *,
+    optional: bool = False,
+    count: int = 1,
+    **fields: Any,
+) -> Any:
+    texts = {key: json.dumps(value, sort_keys=True) for key, value in settings.items()}
+    return new_config(
+        name=name,
+        backend="python",
+        input=[{**declare(tensor), "optional": optional} for tensor in inputs],
+        output=[declare(tensor) for tensor in outputs],
+        # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build; the engine
+        # finds its devices itself.
+        instance_group=[{"kind": "KIND_CPU", "count": count}],
+        parameters={key: {"string_value": value} for key, value in texts.items()},
+        **fields,
+    )

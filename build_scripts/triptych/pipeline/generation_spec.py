@@ -1,0 +1,128 @@
+"""What a user may write in ``pipeline.yaml`` of a pipeline that generates text.
+
+>>> spec = load_generation_spec(Path("pipelines/chat"), overrides=["core.max_sequences=8"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from triptych.pipeline.spec import load_as
+from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive, check_release
+from triptych.releases import OLDEST
+from triptych.runtime.sampling_parameters import find_fault
+
+MiB = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class KvCache(Frozen):
+    """Keys and values of the tokens that are under way.
+
+    Attributes:
+        memory_mib: that it may take; what running requests hold together must fit into it.
+    """
+
+    memory_mib: MiB = 1024
+
+
+class GenerationCore(Frozen):
+    """The engine.
+
+    Attributes:
+        backend: ``vllm``; or ``scripted``, which has no model and repeats the prompt, for tests.
+        precision: of weights, activations and the KV cache.
+        max_sequences: requests that share a batch; others wait.
+        max_batched_tokens: that the engine computes at a time: a longer prompt takes several turns,
+            between which running answers go on.
+        max_length: tokens of a prompt and its answer together; None takes the model's own limit.
+        kv_cache: its memory.
+        prefix_caching: whether prompts that begin alike share what was computed of it.
+        token_delay_ms: that the scripted engine takes for a token.
+    """
+
+    backend: Literal["vllm", "scripted"] = "vllm"
+    precision: Literal["fp32", "fp16", "bf16"] = "bf16"
+    max_sequences: Annotated[int, Field(ge=1, le=4096)] = 32
+    max_batched_tokens: Annotated[int, Field(ge=16, le=1_000_000)] = 2048
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    kv_cache: KvCache = KvCache()
+    prefix_caching: bool = True
+    token_delay_ms: Annotated[float, Field(ge=0, le=1000)] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> GenerationCore:
+        if self.max_batched_tokens < self.max_sequences:
+            raise ValueError("core.max_batched_tokens must be at least core.max_sequences")
+        if self.token_delay_ms is not None and self.backend != "scripted":
+            raise ValueError("core.token_delay_ms is for the scripted backend")
+        return self
+
+
+class GenerationQueue(Frozen):
+    """How requests wait.
+
+    Attributes:
+        max_size: requests that may be under way; one more is refused at once (Unavailable).
+    """
+
+    max_size: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+
+
+class GenerationServing(Frozen):
+    """How Triton runs the steps.
+
+    Attributes:
+        triton: the oldest release (``YY.MM``) the repository must load on.
+        queue: how requests wait.
+        preprocess_instances: processes that make token ids of prompts.
+    """
+
+    triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
+    queue: GenerationQueue = GenerationQueue()
+    preprocess_instances: Annotated[int, Field(ge=1, le=64)] = 1
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> GenerationServing:
+        check_release(self.triton)
+        return self
+
+
+class GenerationSpec(Frozen):
+    """One pipeline that generates text, as declared.
+
+    Attributes:
+        name: of its folder.
+        folder: where it was read; a lock does not keep it.
+        parameters: sampling parameters of a request that does not give them itself.
+        max_text_bytes: a longer prompt is refused unread.
+    """
+
+    name: str
+    folder: Path = Path()
+    task: Literal["text-generation"]
+    model: ModelSource
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    max_text_bytes: Positive = 1_048_576
+    core: GenerationCore = GenerationCore()
+    serving: GenerationServing = GenerationServing()
+
+    @field_validator("parameters")
+    @classmethod
+    def _known(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name, value in given.items():
+            if fault := find_fault(name, value):
+                raise ValueError(f"parameters.{name} {fault}")
+        return given
+
+
+def load_generation_spec(folder: Path, overrides: Sequence[str] = ()) -> GenerationSpec:
+    """Read ``folder/pipeline.yaml``, then the overrides.
+
+    Raises:
+        UserError: a missing file, bad YAML, an unknown key or a value out of range.
+    """
+    return load_as(GenerationSpec, folder, overrides, {}, {})

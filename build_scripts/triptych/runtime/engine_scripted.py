@@ -1,0 +1,72 @@
+"""A scripted engine, for tests and for writing clients: no model, it repeats the prompt's tokens.
+
+It admits, batches, reports and cancels as a real one does, and takes a set time for each token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .generation_engine import Delta, Load, OnLoad
+
+
+class Engine:
+    """The prompt again, once; then it stops.
+
+    A logarithm of probability is minus the token's place in the answer.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None:
+        self._token_s: float = settings["token_delay_ms"] / 1e3
+        self._places = asyncio.Semaphore(settings["max_sequences"])
+        self._capacity: int = settings["max_sequences"] * settings["max_length"]
+        self._on_load = on_load
+        self._waiting = 0
+        self._held: dict[str, int] = {}
+
+    async def start(self) -> None:
+        self._tell()
+
+    async def generate(
+        self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[Delta, None]:
+        self._waiting += 1
+        self._tell()
+        try:
+            await self._places.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            async for delta in self._repeat(key, prompt, sampling):
+                yield delta
+        finally:
+            self._places.release()
+            self._held.pop(key, None)
+            self._tell()
+
+    async def _repeat(
+        self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[Delta, None]:
+        most = min(len(prompt), sampling["max_tokens"])
+        for place, token in enumerate(prompt[:most]):
+            self._held[key] = len(prompt) + place + 1
+            self._tell()
+            await asyncio.sleep(self._token_s)
+            finish = ""
+            if place + 1 == most:
+                finish = "stop" if most == len(prompt) else "length"
+            likeliest = [[token, -float(place)]]
+            logprobs = [[token, -float(place), likeliest[: sampling["logprobs"]]]]
+            yield Delta(
+                [token], finish, logprobs=None if sampling["logprobs"] is None else logprobs
+            )
+
+    def close(self) -> None:
+        """Nothing runs but what its callers await."""
+
+    def _tell(self) -> None:
+        share = sum(self._held.values()) / self._capacity
+        self._on_load(Load(len(self._held), self._waiting, share))

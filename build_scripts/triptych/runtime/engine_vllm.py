@@ -1,0 +1,153 @@
+"""vLLM as the engine: continuous batching, paged KV cache, prefix cache."""
+
+from __future__ import annotations
+
+import locale
+import os
+import sys
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .generation_engine import Delta, Load, OnLoad
+
+PACKAGES_VARIABLE = "TRIPTYCH_GENERATION_PACKAGES"
+"""A folder with vLLM and what it needs, where the step's own Python does not have it."""
+
+PRIVATE = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
+"""vLLM's processes talk to each other on one machine, and to nobody else."""
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+class Engine:
+    """vLLM's `AsyncLLM` on token ids: text is neither read nor made here."""
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._on_load = on_load
+        self._engine: Any = None
+        self._stop_ids: list[int] = list(settings["stop_token_ids"])
+
+    async def start(self) -> None:
+        _find_packages()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        settings = self._settings
+        if current_platform.is_cpu():
+            # Compiling takes minutes on a processor, and a compiler; a small model never wins it
+            # back. What vLLM compiles besides its graphs, its processes learn from the environment.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        arguments = AsyncEngineArgs(
+            model=str(self._folder),
+            dtype=DTYPES[settings["precision"]],
+            max_model_len=settings["max_length"],
+            max_num_seqs=settings["max_sequences"],
+            max_num_batched_tokens=settings["max_batched_tokens"],
+            kv_cache_memory_bytes=settings["kv_cache_mib"] << 20,
+            enable_prefix_caching=settings["prefix_caching"],
+            skip_tokenizer_init=True,
+            # The pipeline's parameters are the defaults, not the model's file.
+            generation_config="vllm",
+            enforce_eager=current_platform.is_cpu(),
+            enable_log_requests=False,
+        )
+        self._engine = AsyncLLM.from_engine_args(
+            arguments, stat_loggers=[_load_teller(self._on_load)]
+        )
+
+    async def generate(
+        self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[Delta, None]:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        given = {name: value for name, value in sampling.items() if name != "stop"}
+        parameters = SamplingParams(
+            **given,
+            stop_token_ids=self._stop_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        tokens = TokensPrompt(prompt_token_ids=list(prompt))
+        outputs = self._engine.generate(tokens, parameters, key)
+        try:
+            async for output in outputs:
+                answer = output.outputs[0]
+                yield Delta(
+                    list(answer.token_ids),
+                    answer.finish_reason or "",
+                    output.num_cached_tokens or 0,
+                    _plain(answer.token_ids, answer.logprobs, sampling["logprobs"]),
+                )
+        finally:
+            await outputs.aclose()
+
+    async def score(self, key: str, ids: Sequence[int]) -> list[float]:
+        """The logarithm of probability of each token but the first, given those before it."""
+        from vllm import SamplingParams, TokensPrompt
+
+        parameters = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
+        )
+        found: Any = None
+        async for output in self._engine.generate(
+            TokensPrompt(prompt_token_ids=list(ids)), parameters, key
+        ):
+            found = output.prompt_logprobs or found
+        return [float(one[token].logprob) for token, one in zip(ids[1:], found[1:], strict=True)]
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+def _find_packages() -> None:
+    """Let this process, and those that vLLM starts, import it; and read UTF-8, which it writes."""
+    for name, value in PRIVATE.items():
+        os.environ.setdefault(name, value)
+    locale.setlocale(locale.LC_ALL, "C.UTF-8")
+    folder = os.environ.get(PACKAGES_VARIABLE)
+    if folder:
+        sys.path.insert(0, folder)
+        paths = [folder, os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+
+
+def _plain(ids: Sequence[int], logprobs: Any, count: int | None) -> Sequence[Sequence[Any]] | None:
+    """VLLM's log-probabilities of new tokens as `generation_wire.Chunk` has them."""
+    if logprobs is None or count is None:
+        return None
+    plain = []
+    for token, found in zip(ids, logprobs, strict=True):
+        ranked = sorted(found.items(), key=lambda item: item[1].rank or 0)
+        likeliest = [[other, one.logprob] for other, one in ranked[:count]]
+        plain.append([token, found[token].logprob, likeliest])
+    return plain
+
+
+def _load_teller(on_load: OnLoad) -> Any:
+    """What vLLM makes a logger of: it hands on what the scheduler tells of each step."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class LoadTeller(StatLoggerBase):  # type: ignore[misc]  # vLLM has its own environment
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, *_others: Any, **_named: Any) -> None:
+            if scheduler_stats is not None:
+                on_load(
+                    Load(
+                        scheduler_stats.num_running_reqs,
+                        scheduler_stats.num_waiting_reqs,
+                        scheduler_stats.kv_cache_usage,
+                    )
+                )
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return LoadTeller

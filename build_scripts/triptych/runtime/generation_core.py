@@ -1,0 +1,227 @@
+"""The core of a generation: token ids in, new token ids out while the engine makes them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from .cancelling import CancelInbox
+from .engine import Engine
+from .faults import Overloaded, RequestError, Stopping
+from .generation_engine import MODEL_FOLDER, Delta, Load
+from .generation_wire import CANCELLED, CONTEXT_TOKENS, Chunk, Opening, Order
+from .in_flight import InFlight
+from .shared_memory import make_private
+from .stub_io import error_response, inputs_of, settings_of
+
+QUIET_S = 0.5
+"""A request without a new token for so long sends an empty chunk: postprocess can see only then
+whether anybody still waits for it."""
+TICK_S = 0.1
+GAUGES = {
+    "running": "Requests in the engine's batch",
+    "waiting": "Requests that have no place in the batch yet",
+    "kv_cache_share": "Of the KV cache that running requests hold, 0 to 1",
+}
+
+
+class _Stream:
+    """One request on its way.
+
+    Attributes:
+        told_at: when its last chunk was sent, on the clock of `time.monotonic`.
+    """
+
+    def __init__(self, sender: Any, opening: Opening, cancel_at: str) -> None:
+        self.key = secrets.token_hex(16)
+        self.sender = sender
+        self.told_at = time.monotonic()
+        self._opening: Opening | None = opening
+        self._cancel_at = cancel_at
+
+    def chunk(self, delta: Delta | None = None, *, finish: str = "", error: str = "") -> Any:
+        """The next response."""
+        self.told_at = time.monotonic()
+        delta = delta or Delta([])
+        chunk = Chunk(
+            self.key,
+            self._cancel_at,
+            self._opening,
+            finish or delta.finish,
+            delta.cached_tokens,
+            delta.logprobs,
+            error,
+        )
+        self._opening = None
+        return pb_utils.InferenceResponse(
+            [
+                pb_utils.Tensor("token_ids", np.array(delta.token_ids, np.int32)),
+                pb_utils.Tensor("chunk", np.array([chunk.pack()], np.object_)),
+            ]
+        )
+
+
+class TritonPythonModel:
+    """``prompt_ids`` INT32 ``[tokens]``, ``order`` BYTES ``[1]`` to any number of responses.
+
+    Each has ``token_ids`` INT32 ``[new tokens]`` and ``chunk`` BYTES ``[1]``.
+    """
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        settings = settings_of(args)
+        self._most_requests: int = settings["max_requests"]
+        self._in_flight = InFlight(settings["pipeline"])
+        self._slot = self._in_flight.take_slot(0.0)
+        self._load = self._told = Load()
+        self._families, self._gauges = _new_gauges(settings["pipeline"])
+        self._streams: dict[str, _Stream] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._outbox: SimpleQueue[tuple[Any, Any] | None] = SimpleQueue()
+        self._inbox = CancelInbox(self._cancel)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
+        # Sending waits for the server each time: the engine's loop must not.
+        self._deliverer = threading.Thread(target=self._deliver, name="deliver", daemon=True)
+        self._deliverer.start()
+        self._engine = self._on_loop(self._start(settings))
+        make_private()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Hand every request to the engine; a request at fault gets its own error."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._check_room()
+                inputs = inputs_of(request)
+                prompt = inputs["prompt_ids"].as_numpy().ravel().tolist()
+                order = Order.unpack(inputs["order"].as_numpy().ravel()[0])
+                opening = Opening(
+                    order.stream,
+                    order.sampling["stop"],
+                    prompt[-CONTEXT_TOKENS:],
+                    len(prompt),
+                )
+                stream = _Stream(sender, opening, self._inbox.name)
+                self._streams[stream.key] = stream
+                self._in_flight.wait(self._slot, 1, 1)
+                self._loop.call_soon_threadsafe(self._begin, stream, prompt, order)
+            except Exception as error:
+                self._outbox.put((sender, error_response(error)))
+                self._outbox.put((sender, None))
+
+    def finalize(self) -> None:
+        async def end() -> None:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            self._engine.close()
+
+        self._on_loop(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._outbox.put(None)
+        self._deliverer.join()
+        self._inbox.close()
+
+    async def _start(self, settings: Mapping[str, Any]) -> Engine:
+        engine = Engine(settings, Path(__file__).parent / MODEL_FOLDER, self._note)
+        await engine.start()
+        loop = asyncio.get_running_loop()
+        self._inbox.listen(loop)
+        self._ticker = loop.create_task(self._tick())
+        return engine
+
+    def _check_room(self) -> None:
+        if self._in_flight.closed_at:
+            raise Stopping("The server is stopping. Send the request to another one, or later.")
+        if len(self._streams) >= self._most_requests:
+            raise Overloaded(
+                f"`queue` must have at most {self._most_requests} requests under way. Given: one "
+                "more. Try again later, or raise serving.queue.max_size in the pipeline."
+            )
+
+    def _begin(self, stream: _Stream, prompt: list[int], order: Order) -> None:
+        work = self._generate(stream, prompt, order)
+        self._tasks[stream.key] = self._loop.create_task(work)
+
+    async def _generate(self, stream: _Stream, prompt: list[int], order: Order) -> None:
+        answer = self._engine.generate(stream.key, prompt, order.sampling)
+        finished = False
+        try:
+            async for delta in answer:
+                finished = bool(delta.finish)
+                self._send(stream, stream.chunk(delta))
+            if not finished:
+                raise RuntimeError("the engine ended an answer without a reason")
+        except asyncio.CancelledError:
+            await answer.aclose()
+            self._send(stream, stream.chunk(finish=CANCELLED))
+        except ValueError as error:
+            refusal = RequestError("request", "must be one that the engine takes", error, "Mend it")
+            self._send(stream, stream.chunk(finish="error", error=str(refusal)))
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}. The engine failed."
+            self._send(stream, stream.chunk(finish="error", error=words))
+        finally:
+            self._outbox.put((stream.sender, None))
+            del self._streams[stream.key], self._tasks[stream.key]
+            self._in_flight.wait(self._slot, -1, -1)
+
+    def _cancel(self, key: str) -> None:
+        task = self._tasks.get(key)
+        if task is not None:
+            task.cancel()
+
+    def _send(self, stream: _Stream, response: Any) -> None:
+        self._outbox.put((stream.sender, response))
+
+    def _deliver(self) -> None:
+        """Send what is in the outbox; None as a response tells that the last one was sent."""
+        while (item := self._outbox.get()) is not None:
+            sender, response = item
+            if response is None:
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            else:
+                sender.send(response)
+
+    def _note(self, load: Load) -> None:
+        self._load = load
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            for stream in list(self._streams.values()):
+                if now - stream.told_at > QUIET_S and stream.key in self._tasks:
+                    self._send(stream, stream.chunk())
+            # An engine that nothing is asked of takes no steps, and tells of none.
+            load = self._load if self._streams else Load()
+            if load != self._told:
+                self._told = load
+                for name, gauge in self._gauges.items():
+                    gauge.set(getattr(load, name))
+
+    def _on_loop(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _new_gauges(pipeline: str) -> tuple[list[Any], dict[str, Any]]:
+    """Families, which must be kept as long as their metrics count, and a metric for each gauge."""
+    families = [
+        pb_utils.MetricFamily(
+            name=f"triptych_generation_{name}",
+            description=words,
+            kind=pb_utils.MetricFamily.GAUGE,
+        )
+        for name, words in GAUGES.items()
+    ]
+    metrics = [family.Metric(labels={"pipeline": pipeline}) for family in families]
+    return families, dict(zip(GAUGES, metrics, strict=True))

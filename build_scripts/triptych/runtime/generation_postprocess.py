@@ -1,0 +1,163 @@
+"""The postprocess step of a generation: token ids to text, piece by piece.
+
+One instance alone, without batching: the chunks of a request must come here, and in their order.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from tokenizers import Tokenizer
+
+from .cancelling import CancelSender
+from .generation_wire import CANCELLED, TOKENIZER_FILE, Chunk, Opening
+from .shared_memory import make_private
+from .stub_io import error_response, inputs_of
+from .text_stream import StopStrings, TextStream
+
+LOOK_S = 0.1
+"""How often a stream is looked at whether its client has left."""
+
+
+class _Answer:
+    """One answer so far.
+
+    Attributes:
+        looked_at: see `LOOK_S`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, opening: Opening) -> None:
+        self._tokenizer = tokenizer
+        self._opening = opening
+        self._text = TextStream(tokenizer, opening.context)
+        self._stops = StopStrings(opening.stops)
+        self._tokens = self._cached_tokens = 0
+        self._unsent_text = ""
+        self._unsent_ids: list[int] = []
+        self._unsent_logprobs: list[dict[str, Any]] = []
+        self.looked_at = time.monotonic()
+
+    def add(self, ids: list[int], chunk: Chunk) -> str:
+        """Take a chunk; why the answer ends with it, empty where it goes on."""
+        self._tokens += len(ids)
+        self._cached_tokens = max(self._cached_tokens, chunk.cached_tokens)
+        self._unsent_ids += ids
+        self._unsent_logprobs += [self._logprob(*one) for one in chunk.logprobs or ()]
+        text = self._text.add(ids)
+        if chunk.finish:
+            text += self._text.finish()
+        self._unsent_text += self._stops.add(text)
+        if self._stops.stopped:
+            return "stop"
+        if chunk.finish:
+            self._unsent_text += self._stops.finish()
+        return chunk.finish
+
+    def response(self, finish: str) -> Any | None:
+        """What there is to send; None for nothing yet."""
+        if not finish and (not self._opening.stream or not self._unsent_ids):
+            return None
+        usage = logprobs = ""
+        if finish:
+            usage = json.dumps(
+                {
+                    "prompt_tokens": self._opening.prompt_tokens,
+                    "completion_tokens": self._tokens,
+                    "cached_tokens": self._cached_tokens,
+                }
+            )
+        if self._unsent_logprobs:
+            logprobs = json.dumps(self._unsent_logprobs)
+        # A lone surrogate cannot be here: decoding makes U+FFFD of what is no text.
+        texts = {
+            "text_output": self._unsent_text,
+            "finish_reason": finish,
+            "usage": usage,
+            "logprobs": logprobs,
+        }
+        ids = np.array(self._unsent_ids, np.int32)
+        counts = {"num_input_tokens": self._opening.prompt_tokens, "num_output_tokens": len(ids)}
+        self._unsent_text, self._unsent_ids, self._unsent_logprobs = "", [], []
+        return pb_utils.InferenceResponse(
+            [
+                *(
+                    pb_utils.Tensor(name, np.array([value.encode()], np.object_))
+                    for name, value in texts.items()
+                ),
+                *(
+                    pb_utils.Tensor(name, np.array([count], np.uint32))
+                    for name, count in counts.items()
+                ),
+                pb_utils.Tensor("token_ids", ids),
+            ]
+        )
+
+    def _logprob(
+        self, token: int, value: float, likeliest: Sequence[tuple[int, float]]
+    ) -> dict[str, Any]:
+        top = [self._one_logprob(*one) for one in likeliest]
+        return {**self._one_logprob(token, value), "top_logprobs": top}
+
+    def _one_logprob(self, token: int, value: float) -> dict[str, Any]:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return {"token_id": token, "token": text, "logprob": value}
+
+
+class TritonPythonModel:
+    """The core's chunks to the ensemble's; most give one response, some none."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        self._tokenizer = Tokenizer.from_file(str(Path(__file__).parent / TOKENIZER_FILE))
+        self._answers: dict[str, _Answer] = {}
+        self._cancels = CancelSender()
+        make_private()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take every chunk; one at fault ends its own request."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                response = self._take(request, sender)
+            except Exception as error:
+                response = error_response(error)
+            if response is None:
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            else:
+                sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _take(self, request: Any, sender: Any) -> Any | None:
+        inputs = inputs_of(request)
+        chunk = Chunk.unpack(inputs["chunk"].as_numpy().ravel()[0])
+        if chunk.opening is not None:
+            self._answers[chunk.key] = _Answer(self._tokenizer, chunk.opening)
+        answer = self._answers.get(chunk.key)
+        if answer is None:  # it was ended here, and the core goes on until it has heard of it
+            if not chunk.finish:
+                self._cancels.send(chunk.cancel_at, chunk.key)
+            return None
+        if chunk.error:
+            del self._answers[chunk.key]
+            return pb_utils.InferenceResponse(
+                [], error=pb_utils.TritonError(chunk.error, pb_utils.TritonError.INTERNAL)
+            )
+        finish = answer.add(inputs["token_ids"].as_numpy().ravel().tolist(), chunk)
+        if not finish and self._was_left(answer, sender):
+            finish = CANCELLED
+        if finish:
+            del self._answers[chunk.key]
+            if not chunk.finish:
+                self._cancels.send(chunk.cancel_at, chunk.key)
+        return answer.response(finish)
+
+    def _was_left(self, answer: _Answer, sender: Any) -> bool:
+        now = time.monotonic()
+        if now - answer.looked_at < LOOK_S:
+            return False
+        answer.looked_at = now
+        return bool(sender.is_cancelled())

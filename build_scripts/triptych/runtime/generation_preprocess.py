@@ -1,0 +1,84 @@
+"""The preprocess step of a generation: text or messages in, token ids and an order out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from .faults import RequestError
+from .generation_wire import Order
+from .prompts import Prompts
+from .sampling_parameters import DEFAULTS, FIELD, check_sampling
+from .shared_memory import make_private
+from .stub_io import Inputs, error_response, inputs_of, read_texts, settings_of
+
+ECHO = "exclude_input_in_output"
+
+
+class TritonPythonModel:
+    """``prompt_ids`` INT32 ``[tokens]`` and ``order`` BYTES ``[1]`` for the core.
+
+    An input that is missing is as one that is empty.
+    """
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        settings = settings_of(args)
+        self._prompts = Prompts(settings, Path(__file__).parent)
+        self._defaults = {**DEFAULTS, **settings["parameters"]}
+        self._max_length: int = settings["max_length"]
+        self._max_text_bytes: int = settings["max_text_bytes"]
+        make_private()
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer every request; a request at fault gets its own error."""
+        return [self._respond(request) for request in requests]
+
+    def _respond(self, request: Any) -> Any:
+        try:
+            inputs = inputs_of(request)
+            ids = self._prompt(self._text(inputs, "text_input"), self._text(inputs, "messages"))
+            room = self._max_length - len(ids)
+            sampling = check_sampling(self._text(inputs, FIELD), self._defaults, room=room)
+            if not _flag(inputs, ECHO, True):
+                raise RequestError(
+                    ECHO, "must be true: an answer has no prompt in it", "false", "Leave it out"
+                )
+            if not _flag(inputs, "return_logprobs", True):
+                sampling["logprobs"] = None
+            order = Order(sampling, _flag(inputs, "stream", True))
+            return pb_utils.InferenceResponse(
+                [
+                    pb_utils.Tensor("prompt_ids", np.array(ids, np.int32)),
+                    pb_utils.Tensor("order", np.array([order.pack()], np.object_)),
+                ]
+            )
+        except Exception as error:
+            return error_response(error)
+
+    def _prompt(self, text: str, messages: str) -> list[int]:
+        if bool(text) == bool(messages):
+            raise RequestError(
+                "text_input",
+                "or `messages` must be given, and not both",
+                "both" if text else "neither",
+                "Send one of them",
+            )
+        return self._prompts.of_text(text) if text else self._prompts.of_messages(messages)
+
+    def _text(self, inputs: Inputs, field: str) -> str:
+        if field not in inputs:
+            return ""
+        texts = read_texts(inputs, field, self._max_text_bytes)
+        if len(texts) != 1:
+            raise RequestError(
+                field, "must be one text", f"{len(texts)}", "Send a request for each"
+            )
+        return texts[0]
+
+
+def _flag(inputs: Inputs, field: str, default: bool) -> bool:
+    return bool(inputs[field].as_numpy().ravel()[0]) if field in inputs else default

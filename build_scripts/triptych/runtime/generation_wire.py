@@ -1,0 +1,90 @@
+"""What travels between the steps of a generation beside token ids, as JSON.
+
+A step after a decoupled model may read tensors of that model only: what postprocess needs of a
+request goes through the core, with its first chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+TOKENIZER_FILE = "tokenizer.json"
+CONTEXT_TOKENS = 6
+"""Of the prompt, that an answer is decoded behind: see `text_stream`."""
+
+CANCELLED = "cancelled"
+"""Finish reason of an answer that nobody waits for any more; else ``stop`` or ``length``."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What preprocess asks the core for, beside the prompt's ids.
+
+    Attributes:
+        sampling: every parameter, checked.
+        stream: whether the answer is sent piece by piece.
+    """
+
+    sampling: Mapping[str, Any]
+    stream: bool
+
+    def pack(self) -> str:
+        """As one string."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> Order:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What postprocess must know of a request, once.
+
+    Attributes:
+        stops: strings that end the answer.
+        context: the last ids of the prompt, see `text_stream`.
+    """
+
+    stream: bool
+    stops: Sequence[str]
+    context: Sequence[int]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What the core sends of one request at a time, beside new token ids.
+
+    Attributes:
+        key: names the request between the steps; nobody else can guess it.
+        cancel_at: where the core listens for keys of requests to give up, see `cancelling`.
+        opening: with the first chunk.
+        finish: why the answer ends here; empty before.
+        cached_tokens: of the prompt, that the engine need not compute.
+        logprobs: for each new token its logarithm of probability and those of the likeliest:
+            ``[id, value, [[id, value], …]]``; None where they were not asked for.
+        error: why the engine gives the request up; empty where it does not.
+    """
+
+    key: str
+    cancel_at: str
+    opening: Opening | None = None
+    finish: str = ""
+    cached_tokens: int = 0
+    logprobs: Sequence[Sequence[Any]] | None = None
+    error: str = ""
+
+    def pack(self) -> str:
+        """As one string."""
+        fields = asdict(self)
+        return json.dumps({name: value for name, value in fields.items() if value})
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> Chunk:
+        fields = json.loads(text)
+        opening = fields.pop("opening", None)
+        return cls(opening=None if opening is None else Opening(**opening), **fields)

@@ -1,0 +1,90 @@
+"""What a request asks to go on from: a text or messages, as the model's token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from .chat_template import ChatTemplate, Message
+from .faults import RequestError
+from .generation_wire import TOKENIZER_FILE
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+class Prompts:
+    """Makes prompts of one model.
+
+    Args:
+        settings: ``special_tokens``, name to text; ``max_length``, tokens of a prompt and its
+            answer together.
+        folder: with `TOKENIZER_FILE` and, where the model has a template, `TEMPLATE_FILE`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        template = folder / TEMPLATE_FILE
+        source = template.read_text(encoding="utf-8") if template.is_file() else None
+        self._template = ChatTemplate(source, settings["special_tokens"])
+        self._bos: str = settings["special_tokens"].get("bos_token", "")
+        self._max_length: int = settings["max_length"]
+
+    def of_text(self, text: str) -> list[int]:
+        """The ids of a text, with the tokens that the tokenizer adds.
+
+        A text that begins with the first of these (a chat template was applied before) gets no
+        second one.
+        """
+        rendered = bool(self._bos) and text.startswith(self._bos)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not rendered).ids
+        return self._checked(ids, "text_input")
+
+    def of_messages(self, text: str) -> list[int]:
+        """The ids of a conversation: a JSON list of objects with `role` and `content`."""
+        rendered = self._template.render(_messages(text))
+        # The template writes the special tokens itself.
+        ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
+        return self._checked(ids, "messages")
+
+    def _checked(self, ids: list[int], field: str) -> list[int]:
+        if not 0 < len(ids) < self._max_length:
+            raise RequestError(
+                field,
+                f"must have 1 to {self._max_length - 1} tokens, so that one of the "
+                f"{self._max_length} that fit is left for an answer",
+                f"{len(ids)} tokens",
+                "Shorten it, or raise core.max_length in the pipeline",
+            )
+        return ids
+
+
+def _messages(text: str) -> list[Message]:
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            "messages", "must be JSON", str(error), 'Send [{"role": "user", "content": "…"}]'
+        ) from error
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(
+            "messages",
+            "must be a list with at least one message",
+            repr(text)[:80],
+            'Send [{"role": "user", "content": "…"}]',
+        )
+    for number, message in enumerate(messages):
+        fields = ("role", "content")
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(field), str) for field in fields
+        ):
+            raise RequestError(
+                f"messages[{number}]",
+                "must be an object with strings for `role` and `content`",
+                repr(message)[:80],
+                "Correct it",
+            )
+    return messages

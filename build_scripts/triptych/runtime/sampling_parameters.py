@@ -1,0 +1,130 @@
+"""Sampling parameters of a request: known names, right types, values in range."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .faults import RequestError
+
+FIELD = "sampling_parameters"
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 256
+
+
+class Number(NamedTuple):
+    """What a number may be; `above` where `least` itself is too little."""
+
+    least: int
+    most: int
+    whole: bool = False
+    above: bool = False
+
+    @property
+    def words(self) -> str:
+        kind = "an integer" if self.whole else "a number"
+        start = "above" if self.above else "from"
+        return f"{kind} {start} {self.least} to {self.most}"
+
+    def takes(self, value: object) -> bool:
+        """Whether `value` is such a number."""
+        kinds = (int,) if self.whole else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return False
+        return self.least <= value <= self.most and not (self.above and value == self.least)
+
+
+NUMBERS = {
+    "max_tokens": Number(1, 1_000_000, whole=True),
+    "temperature": Number(0, 2),
+    "top_p": Number(0, 1, above=True),
+    "top_k": Number(0, 1_000_000, whole=True),
+    "min_p": Number(0, 1),
+    "seed": Number(0, 2**63 - 1, whole=True),
+    "repetition_penalty": Number(0, 10, above=True),
+    "presence_penalty": Number(-2, 2),
+    "frequency_penalty": Number(-2, 2),
+    "logprobs": Number(0, 20, whole=True),
+    "n": Number(1, 1, whole=True),
+}
+DEFAULTS: Mapping[str, Any] = {
+    "max_tokens": 256,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": [],
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logprobs": None,
+    "n": 1,
+}
+"""`logprobs` None: none are returned. `n`, which OpenAI's clients send: one answer a request.
+`top_k` 0: every token counts. `temperature` 0: greedy."""
+
+
+def check_sampling(text: str, defaults: Mapping[str, Any], *, room: int) -> dict[str, Any]:
+    """The parameters of a request, all of them, over the `defaults`.
+
+    Args:
+        text: a JSON object; empty for none.
+        defaults: a value for each parameter, as `DEFAULTS`.
+        room: tokens that the prompt leaves for an answer.
+
+    Raises:
+        RequestError: no JSON object, an unknown name, a value that will not do.
+    """
+    given = _read(text)
+    for name, value in given.items():
+        fault = find_fault(name, value)
+        if fault:
+            raise RequestError(
+                f"{FIELD}: {name}", fault, repr(value)[:80], "Correct it, or leave it out"
+            )
+    if given.get("max_tokens", 0) > room:
+        raise RequestError(
+            f"{FIELD}: max_tokens",
+            f"must be at most the {room} tokens that the prompt leaves",
+            given["max_tokens"],
+            "Lower it, shorten the prompt, or raise core.max_length in the pipeline",
+        )
+    sampling = {**defaults, **given}
+    sampling["max_tokens"] = min(sampling["max_tokens"], room)
+    if isinstance(sampling["stop"], str):
+        sampling["stop"] = [sampling["stop"]]
+    return sampling
+
+
+def find_fault(name: str, value: object) -> str:
+    """What a parameter must be where `value` will not do; empty where it will."""
+    if name == "stop":
+        stops = [value] if isinstance(value, str) else value
+        if (
+            isinstance(stops, list)
+            and len(stops) <= MOST_STOPS
+            and all(isinstance(s, str) and 0 < len(s) <= MOST_STOP_CHARACTERS for s in stops)
+        ):
+            return ""
+        return (
+            f"must be a string or a list of at most {MOST_STOPS}, of 1 to "
+            f"{MOST_STOP_CHARACTERS} characters each"
+        )
+    rule = NUMBERS.get(name)
+    if rule is None:
+        return f"is not known; known are: {', '.join(sorted(DEFAULTS))}"
+    return "" if rule.takes(value) else f"must be {rule.words}"
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise RequestError(FIELD, "must be JSON", str(error), 'Send {"max_tokens": 64}') from error
+    if not isinstance(given, dict):
+        raise RequestError(
+            FIELD, "must be a JSON object", repr(text)[:80], 'Send {"max_tokens": 64}'
+        )
+    return {name: value for name, value in given.items() if value is not None}

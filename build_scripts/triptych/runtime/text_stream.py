@@ -1,0 +1,87 @@
+"""Token ids to text while they come: no broken character, no lost space, nothing after a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+BROKEN = "\ufffd"
+"""What decoding makes of bytes that are no character yet."""
+
+MOST_WAITING = 64
+"""So many tokens that end in no character are no text at all: they are shown as they are."""
+
+
+class TextStream:
+    """Decodes one answer.
+
+    A token is decoded behind those before it, since alone it may lose its space or be a part of a
+    character. Text that ends in such a part waits for the next token.
+
+    Args:
+        tokenizer: of the model.
+        context: the last ids of the prompt: decoders drop the space of a text's first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(context)
+        self._shown = len(self._ids)
+        self._text = self._decode()
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that has become certain with these ids."""
+        self._ids += ids
+        return self._take(whole=False)
+
+    def finish(self) -> str:
+        """The text that is left, broken characters included."""
+        return self._take(whole=True)
+
+    def _take(self, *, whole: bool) -> str:
+        text = self._decode()
+        waits = text.endswith(BROKEN) and len(self._ids) - self._shown < MOST_WAITING
+        if len(text) <= len(self._text) or (waits and not whole):
+            return ""
+        new = text[len(self._text) :]
+        # What was shown now becomes the context of what comes next.
+        self._ids = self._ids[self._shown :]
+        self._shown = len(self._ids)
+        self._text = self._decode()
+        return new
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return text
+
+
+class StopStrings:
+    """Holds back what may be the beginning of a stop string, and ends the text before one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def add(self, text: str) -> str:
+        """The text that may be shown; `stopped` tells whether a stop string has come."""
+        held = self._held + text
+        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return held[: min(found)]
+        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def finish(self) -> str:
+        """What was held back and turned out to be no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that `stop` begins with."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

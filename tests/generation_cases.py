@@ -1,0 +1,197 @@
+"""A tiny model that generates text, and raw streams to a server: a call each, as many as wanted."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tritonclient.grpc import InferInput, service_pb2_grpc
+from tritonclient.grpc._utils import _get_inference_request
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
+    "Über den Wolken muß die Freiheit wohl grenzenlos sein.",
+    "日本語の文字 🙂 👩‍👩‍👧 é",
+)
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('no such role: ' + message['role']) }}{% endif %}"
+    "<{{ message['role'] }}> {{ message['content'] | trim }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def byte_pairs() -> Tokenizer:
+    """A byte-level BPE that adds a token at the beginning: few merges, so characters are split."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS[:2], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """A tokenizer in the manner of sentencepiece: its decoder drops the space of a first token."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always"), decoders.Fuse()]
+    )
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=pieces, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS[:2], trainer)
+    return tokenizer
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """A folder as `save_pretrained` writes it, with weights that nothing reads."""
+    folder.mkdir(parents=True)
+    byte_pairs().save(str(folder / "tokenizer.json"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": TEMPLATE,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    header = b"{}      "
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return folder
+
+
+def write_pipeline(folder: Path, model: Path, **core: object) -> Path:
+    """A pipeline of the scripted engine."""
+    folder.mkdir(parents=True)
+    spec = {
+        "task": "text-generation",
+        "model": {"source": str(model)},
+        "core": {"backend": "scripted", "kv_cache": {"memory_mib": 1}, **core},
+        "serving": {"queue": {"max_size": 12}},
+    }
+    (folder / "pipeline.yaml").write_text(json.dumps(spec))
+    lines = [{"text_input": text} for text in TEXTS]
+    (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+@dataclass
+class Answer:
+    """What came back of one request; `error` is empty where nothing failed."""
+
+    chunks: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    finish: str = ""
+    usage: Mapping[str, int] = field(default_factory=dict)
+    logprobs: list[Any] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.chunks)
+
+
+class Streams:
+    """Streams to one pipeline of a server."""
+
+    def __init__(self, url: str, pipeline: str) -> None:
+        self._channel = grpc.insecure_channel(url)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._pipeline = pipeline
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def open(self, values: Mapping[str, object]) -> Any:
+        """The call of one request; strings, booleans, and plain data as JSON."""
+        request = _get_inference_request(
+            model_name=self._pipeline,
+            inputs=[_tensor(name, value) for name, value in values.items()],
+            model_version="",
+            request_id="",
+            outputs=None,
+            sequence_id=0,
+            sequence_start=False,
+            sequence_end=False,
+            priority=0,
+            timeout=None,
+            parameters=None,
+        )
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+        return self._stub.ModelStreamInfer(iter([request]), timeout=120)
+
+    def ask(self, **values: object) -> Answer:
+        """All that one request gets."""
+        answer = Answer()
+        for response in responses_of(self.open(values)):
+            _take(answer, response)
+        return answer
+
+
+def responses_of(call: Any) -> Iterator[Any]:
+    """Its responses up to the final one."""
+    for response in call:
+        yield response
+        if response.error_message:
+            return
+        if response.infer_response.parameters["triton_final_response"].bool_param:
+            return
+
+
+def _take(answer: Answer, response: Any) -> None:
+    answer.error = response.error_message
+    result = response.infer_response
+    if not result.outputs:
+        return
+    raw = {
+        output.name: data
+        for output, data in zip(result.outputs, result.raw_output_contents, strict=True)
+    }
+
+    def text(name: str) -> str:
+        return str(raw[name][4:], "utf-8")
+
+    answer.chunks.append(text("text_output"))
+    answer.ids += np.frombuffer(raw["token_ids"], np.int32).tolist()
+    answer.counted += np.frombuffer(raw["num_output_tokens"], np.uint32).tolist()
+    answer.finish = text("finish_reason")
+    answer.usage = json.loads(text("usage") or "{}")
+    answer.logprobs += json.loads(text("logprobs") or "[]")
+
+
+def _tensor(name: str, value: object) -> InferInput:
+    if isinstance(value, bool):
+        return InferInput(name, [1], "BOOL").set_data_from_numpy(np.array([value]))
+    text = value if isinstance(value, str | bytes) else json.dumps(value)
+    data = text.encode() if isinstance(text, str) else text
+    return InferInput(name, [1], "BYTES").set_data_from_numpy(np.array([data], np.object_))

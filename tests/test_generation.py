@@ -1,0 +1,201 @@
+"""Text generation on a real server: streams, refusals and cancelling, with the scripted engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+from generation_cases import (
+    TEXTS,
+    Streams,
+    byte_pairs,
+    responses_of,
+    write_pipeline,
+    write_tiny_model,
+)
+from triptych.container.lock_check import check_repository
+from triptych.generation.build import build_generation
+from triptych.generation.inputs import read_generation
+from triptych.lint.checks import run_checks
+from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.server.server import Server
+
+pytestmark = pytest.mark.server
+LONG = TEXTS[0] * 4
+DEADLINE_S = 30.0
+
+
+def silent(_stage: str, _line: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("generation")
+    model = write_tiny_model(base / "model")
+    for name, core in (("quick", {}), ("slow", {"token_delay_ms": 20.0, "max_sequences": 2})):
+        folder = write_pipeline(base / name, model, **core)
+        inputs = read_generation(load_generation_spec(folder), silent)
+        build_generation(inputs, base / "repository", silent)
+        assert not build_generation(inputs, base / "repository", silent).changed
+    return base / "repository"
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Server]:
+    with Server(repository) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def quick(server: Server) -> Iterator[Streams]:
+    streams = Streams(server.grpc_url, "quick")
+    yield streams
+    streams.close()
+
+
+@pytest.fixture(scope="module")
+def slow(server: Server) -> Iterator[Streams]:
+    streams = Streams(server.grpc_url, "slow")
+    yield streams
+    streams.close()
+
+
+def gauges(server: Server, pipeline: str) -> dict[str, float]:
+    with urllib.request.urlopen(server.metrics_url) as page:
+        text = page.read().decode()
+    form = rf'triptych_generation_(\w+)\{{pipeline="{pipeline}"\}} (\S+)'
+    return {name: float(value) for name, value in re.findall(form, text)}
+
+
+def wait_until(server: Server, pipeline: str, **wanted: float) -> float:
+    """Seconds until the gauges have these values."""
+    began = time.monotonic()
+    while True:
+        found = gauges(server, pipeline)
+        if all(found.get(name) == value for name, value in wanted.items()):
+            return time.monotonic() - began
+        assert time.monotonic() < began + DEADLINE_S, (wanted, found)
+        time.sleep(0.02)
+
+
+def test_what_was_built_is_in_order(repository: Path) -> None:
+    assert run_checks(repository) == []
+    assert check_repository(repository, None) == []
+    lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
+    assert lock["spec"]["core"]["backend"] == "scripted"
+    assert lock["gate"] is None
+
+
+def test_a_streamed_answer_is_the_whole_one(quick: Streams) -> None:
+    ids = {text: byte_pairs().encode(text).ids for text in TEXTS}
+    for text in TEXTS:
+        streamed, whole = quick.ask(text_input=text), quick.ask(text_input=text, stream=False)
+        assert streamed.text == whole.text == text
+        assert streamed.ids == whole.ids == ids[text]
+        assert (len(whole.chunks), whole.finish) == (1, "stop")
+        assert len(streamed.chunks) == len(ids[text])
+        assert not any("\ufffd" in chunk for chunk in streamed.chunks)
+        count = len(ids[text])
+        assert streamed.usage == whole.usage
+        assert streamed.usage == {
+            "prompt_tokens": count,
+            "completion_tokens": count,
+            "cached_tokens": 0,
+        }
+
+
+def test_answers_end_where_the_request_says(quick: Streams) -> None:
+    short = quick.ask(text_input=TEXTS[0], sampling_parameters={"max_tokens": 3, "logprobs": 1})
+    assert (len(short.ids), short.finish) == (3, "length")
+    assert [one["logprob"] for one in short.logprobs] == [0.0, -1.0, -2.0]
+    assert short.logprobs[1]["token_id"] == short.ids[1]
+    for stream in (True, False):
+        stopped = quick.ask(
+            text_input=TEXTS[0], stream=stream, sampling_parameters={"stop": ["fox j", "zzz"]}
+        )
+        assert (stopped.text, stopped.finish) == ("The quick brown ", "stop")
+        assert stopped.usage["completion_tokens"] == len(stopped.ids)
+
+
+def test_a_conversation_is_as_the_template_has_it(quick: Streams) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    answer = quick.ask(messages=messages)
+    assert answer.text == "<user> Hi\n<assistant> Ho\n<assistant> "
+    assert answer.ids == byte_pairs().encode("<s>" + answer.text, add_special_tokens=False).ids
+
+
+def test_a_request_at_fault_is_refused_alone(quick: Streams) -> None:
+    bad: tuple[tuple[dict[str, object], str], ...] = (
+        ({"stream": True}, "Given: neither"),
+        ({"text_input": "a", "messages": [{"role": "user", "content": "b"}]}, "Given: both"),
+        ({"text_input": b"\xff"}, "must be valid UTF-8"),
+        ({"text_input": "a", "sampling_parameters": {"max_tokens": -1}}, "from 1 to 1000000"),
+        ({"text_input": "a", "sampling_parameters": "{"}, "must be JSON"),
+        ({"text_input": "dog " * 600}, "must have 1 to 511 tokens"),
+        ({"messages": [{"role": "robot", "content": "b"}]}, "no such role: robot"),
+        ({"text_input": "a", "exclude_input_in_output": False}, "must be true"),
+    )
+    with ThreadPoolExecutor(4) as pool:
+        good = [pool.submit(quick.ask, text_input=text) for text in TEXTS * 2]
+        for values, said in bad:
+            assert said in quick.ask(**values).error
+        assert [one.result().text for one in good] == [*TEXTS * 2]
+
+
+def test_it_takes_what_tritons_openai_frontend_sends(quick: Streams) -> None:
+    """Its `--backend vllm`: names and types of `_create_vllm_generate_request`, python/openai."""
+    parameters = {"n": 1, "temperature": 0.7, "max_tokens": 4, "frequency_penalty": 0.0}
+    for stream in (True, False):
+        answer = quick.ask(
+            text_input="<s>" + TEXTS[0],
+            stream=stream,
+            exclude_input_in_output=True,
+            return_logprobs=False,
+            sampling_parameters=parameters,
+            return_num_input_tokens=True,
+            return_num_output_tokens=True,
+        )
+        assert not answer.error
+        assert sum(answer.counted) == 4
+
+
+def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams) -> None:
+    """Running and waiting ones, streamed or not: three calls for two places."""
+    calls = [slow.open({"text_input": LONG, "stream": stream}) for stream in (True, False, True)]
+    next(responses_of(calls[0]))
+    wait_until(server, "slow", running=2, waiting=1)
+    assert gauges(server, "slow")["kv_cache_share"] > 0
+    calls[2].cancel()  # it has no token yet
+    wait_until(server, "slow", running=2, waiting=0)
+    calls[0].cancel()
+    calls[1].cancel()
+    wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
+
+
+def test_the_example_is_one(tmp_path: Path) -> None:
+    spec = load_generation_spec(ROOT / "pipelines/chat")
+    assert (spec.core.backend, spec.core.precision) == ("vllm", "fp32")
+
+
+def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow: Streams) -> None:
+    """The last one: its server ends here."""
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(slow.ask, text_input=TEXTS[0]) for _ in range(16)]
+        answers = [one.result() for one in asked]
+        refused = [one.error for one in answers if one.error]
+        assert len(refused) in range(1, 5)
+        assert all("must have at most 12 requests under way" in error for error in refused)
+        assert all(one.text == TEXTS[0] for one in answers if not one.error)
+        last = pool.submit(slow.ask, text_input=TEXTS[0])
+        wait_until(server, "slow", running=1)
+        server.stop()
+        assert last.result().text == TEXTS[0]

@@ -1,0 +1,257 @@
+"""The pieces of text generation without a server: prompts, sampling, streamed text, the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import ROOT
+from generation_cases import TEMPLATE, TEXTS, byte_pairs, metaspace, write_pipeline
+from triptych.errors import UserError
+from triptych.generation.gate import EVERY, LIMITS, METRICS, judge
+from triptych.generation.inputs import Prompt
+from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.pipeline.spec import load_spec
+from triptych.runtime.chat_template import ChatTemplate
+from triptych.runtime.engine_scripted import Engine
+from triptych.runtime.faults import RequestError
+from triptych.runtime.generation_engine import Delta, Load
+from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Order
+from triptych.runtime.prompts import Prompts
+from triptych.runtime.sampling_parameters import DEFAULTS, NUMBERS, check_sampling
+from triptych.runtime.text_stream import MOST_WAITING, StopStrings, TextStream
+
+
+def streamed(stream: TextStream, ids: list[int], pieces: random.Random) -> list[str]:
+    shown = []
+    while ids:
+        count = pieces.randint(1, 3)
+        shown.append(stream.add(ids[:count]))
+        ids = ids[count:]
+    return [*shown, stream.finish()]
+
+
+def test_streamed_text_is_the_whole_text_without_broken_characters() -> None:
+    pieces = random.Random(7)
+    for tokenizer in (byte_pairs(), metaspace()):
+        for text in (*TEXTS, "  two  spaces ", "a\n\n b", "🙂🙂🙂", "x"):
+            prompt = tokenizer.encode("The dog").ids
+            answer = tokenizer.encode(text, add_special_tokens=False).ids
+            # What comes behind the prompt, in one piece: here a first token keeps its space.
+            before = tokenizer.decode(prompt)
+            whole = tokenizer.decode([*prompt, *answer])[len(before) :]
+            for _ in range(5):
+                shown = streamed(TextStream(tokenizer, prompt[-CONTEXT_TOKENS:]), answer, pieces)
+                assert "".join(shown) == whole, text
+                assert not any("\ufffd" in piece for piece in shown), text
+
+
+def test_bytes_that_are_no_text_are_shown_in_the_end_and_hold_nothing_up() -> None:
+    tokenizer = byte_pairs()
+    broken = tokenizer.encode("é", add_special_tokens=False).ids[0]
+    stream = TextStream(tokenizer, [])
+    assert stream.add([broken]) == ""
+    assert stream.finish() == "\ufffd"
+    stream = TextStream(tokenizer, [])
+    assert "".join(stream.add([broken]) for _ in range(MOST_WAITING)) != ""
+
+
+def test_text_ends_before_a_stop_string_wherever_it_is_split() -> None:
+    for text, stops, whole in (
+        ("one two three", ["two"], "one "),
+        ("one two three", ["wo t", "three"], "one t"),
+        ("one two", ["two!"], "one two"),
+        ("ababac", ["abac"], "ab"),
+        ("aaa", ["b", "aaaa"], "aaa"),
+    ):
+        for size in (1, 2, 3, 50):
+            stop = StopStrings(stops)
+            shown = ""
+            for start in range(0, len(text), size):
+                shown += stop.add(text[start : start + size])
+                assert not any(one in shown for one in stops)
+                if stop.stopped:
+                    break
+            shown += "" if stop.stopped else stop.finish()
+            assert shown == whole, (text, stops, size)
+
+
+def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
+    assert check_sampling("", DEFAULTS, room=10) == {**DEFAULTS, "max_tokens": 10}
+    given = check_sampling('{"stop": "a", "seed": null}', {**DEFAULTS, "seed": 3}, room=500)
+    assert (given["stop"], given["seed"], given["max_tokens"]) == (["a"], 3, 256)
+    assert set(DEFAULTS) == {*NUMBERS, "stop"}
+    for text, said in (
+        ("[1]", "must be a JSON object"),
+        ("{", "must be JSON"),
+        ('{"max_tokens": 0}', "must be an integer from 1 to 1000000. Given: 0"),
+        ('{"max_tokens": true}', "Given: True"),
+        ('{"max_tokens": 11}', "at most the 10 tokens that the prompt leaves"),
+        ('{"top_p": 0}', "must be a number above 0 to 1"),
+        ('{"temperature": "hot"}', "must be a number from 0 to 2"),
+        ('{"n": 2}', "must be an integer from 1 to 1. Given: 2"),
+        ('{"stop": [""]}', "of 1 to 256 characters"),
+        ('{"max_token": 3}', "is not known; known are: frequency_penalty"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            check_sampling(text, DEFAULTS, room=10)
+        assert said in str(caught.value), text
+
+
+def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> None:
+    tokenizer = byte_pairs()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    prompts = Prompts({"special_tokens": special, "max_length": 64}, tmp_path)
+    plain = prompts.of_text("The dog")
+    assert plain[0] == 0
+    # A template that was rendered elsewhere begins like that already.
+    assert prompts.of_text("<s>The dog") == plain
+    chat = json.dumps([{"role": "user", "content": " Hi "}])
+    assert prompts.of_messages(chat) == prompts.of_text("<s><user> Hi\n<assistant> ")
+    for messages, said in (
+        ("{", "must be JSON"),
+        ("[]", "at least one message"),
+        ('[{"role": "user"}]', "`messages[0]` must be an object with strings"),
+        ('[{"role": "tool", "content": ""}]', "no such role: tool"),
+        (json.dumps([{"role": "user", "content": "dog " * 99}]), "must have 1 to 63 tokens"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            prompts.of_messages(messages)
+        assert said in str(caught.value), messages
+    with pytest.raises(RequestError, match="the model has no chat template"):
+        ChatTemplate(None, {}).render([{"role": "user", "content": "Hi"}])
+
+
+def test_what_travels_between_the_steps_arrives() -> None:
+    order = Order({**DEFAULTS, "stop": ["a"]}, False)
+    assert Order.unpack(order.pack()) == order
+    opening = Opening(True, ["ü"], [1, 2], 3)
+    for chunk in (Chunk("k", "i", opening), Chunk("k", "i", None, "stop", 2, [[1, -0.5, []]])):
+        assert Chunk.unpack(chunk.pack().encode()) == chunk
+
+
+def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
+    loads: list[Load] = []
+    settings = {"token_delay_ms": 1.0, "max_sequences": 1, "max_length": 10}
+    sampling = {"max_tokens": 3, "logprobs": 1}
+
+    async def whole(answer: AsyncGenerator[Delta, None]) -> list[Delta]:
+        return [delta async for delta in answer]
+
+    async def run() -> list[Delta]:
+        engine = Engine(settings, Path(), loads.append)
+        await engine.start()
+        first = engine.generate("a", [7, 8, 9, 10], sampling)
+        begun = [await anext(first)]
+        second = asyncio.ensure_future(whole(engine.generate("b", [5], sampling)))
+        while not loads[-1].waiting:
+            await asyncio.sleep(0)
+        assert loads[-1].running == 1
+        begun += await whole(first)
+        assert (await second)[-1].finish == "stop"
+        third = engine.generate("c", [1, 2, 3], sampling)
+        await anext(third)
+        await third.aclose()
+        return begun
+
+    deltas = asyncio.run(run())
+    assert [delta.token_ids for delta in deltas] == [[7], [8], [9]]
+    assert deltas[-1].finish == "length"
+    assert deltas[1].logprobs == [[8, -1.0, [[8, -1.0]]]]
+    assert loads[-1] == Load()
+
+
+def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
+    for override, said in (
+        ("core.backend=onnxruntime", "'vllm' or 'scripted'"),
+        ("core.max_sequence=3", "Did you mean `max_sequences`?"),
+        ("core.max_batched_tokens=16", "must be at least core.max_sequences"),
+        ("core.token_delay_ms=-1", "greater than or equal to 0"),
+        ("parameters.max_tokens=0", "parameters.max_tokens must be an integer from 1"),
+        ("parameters.stops=a", "parameters.stops is not known"),
+        ("serving.triton='24.01'", "serving.triton must be 24.10 or later"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_generation_spec(folder, [override])
+        assert said in caught.value.message, override
+    with pytest.raises(UserError) as caught:
+        load_spec(folder)
+    assert "Given: text-generation. Pipelines that generate text can be" in caught.value.message
+
+
+def test_the_reference_states_the_limits() -> None:
+    text = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+    for metric in METRICS:
+        (row,) = re.findall(rf"(?m)^\| `{metric.name}` \|.*$", text)
+        stated = [cell.strip() for cell in row.split("|")[3:6]]
+        limits = [{**EVERY, **LIMITS[name]}.get(metric.name) for name in ("fp32", "fp16", "bf16")]
+        assert [float(cell) if cell else None for cell in stated] == limits, metric.name
+
+
+def verdict_of(result: Any, precision: str = "fp32") -> Any:
+    tokenizer = byte_pairs()
+    prompt = Prompt({"messages": '[{"role": "user", "content": "Hi"}]'}, (0, 40, 41))
+    return judge(precision, [prompt], result, tokenizer)
+
+
+def good_result() -> Any:
+    ids = byte_pairs().encode("The dog", add_special_tokens=False).ids
+    answer = {
+        "ids": ids,
+        "text": "The dog",
+        "margins": [2.0] * len(ids),
+        "logprobs": [-0.5] * len(ids),
+    }
+    engine = {"alone": [ids], "together": [ids], "forced": [[-0.5] * len(ids)]}
+    return {"reference": {"answers": [answer], "chats": [[0, 40, 41]]}, "engine": engine}
+
+
+def test_the_verdict_passes_what_is_right_and_names_each_fault() -> None:
+    assert verdict_of(good_result()).passed
+    other = [*good_result()["engine"]["alone"][0][:-1], 5]
+
+    def broken(where: str, value: Any, answer: str = "") -> Any:
+        result = good_result()
+        part = result["reference"]["answers"][0] if answer else result["engine"]
+        if where == "chats":
+            part = result["reference"]
+        part[answer or where] = value
+        return result
+
+    count = len(other)
+    for result, metrics in (
+        (broken("chats", [[0, 0, 40, 41]]), {"prompt_agreement"}),
+        (broken("", "The  dog", "text"), {"stream_agreement"}),
+        (broken("together", [other]), {"invariance"}),
+        (
+            broken("alone", [other]),
+            {"exact_prefix", "margin_at_difference", "invariance"},
+        ),
+        (
+            broken("forced", [[-0.52] * count]),
+            {"logprob_difference", "p99_logprob_difference", "perplexity_ratio"},
+        ),
+        (
+            broken("forced", [[float("nan")] * count]),
+            {"logprob_difference", "p99_logprob_difference", "perplexity_ratio"},
+        ),
+    ):
+        gate = verdict_of(result)
+        assert {one.metric for one in gate.verdicts if not one.passed} == metrics
+        assert not gate.passed
+        assert len(gate.failures) == len(metrics)
+    # Rounding may change a token where the reference was not sure, and only there.
+    close = broken("alone", [other])
+    close["reference"]["answers"][0]["margins"] = [0.04] * count
+    assert verdict_of(close, "bf16").passed
+    assert not verdict_of(broken("alone", [other]), "bf16").passed
