@@ -105,7 +105,7 @@ def deploy(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write manifests for a cluster, each number with its reason; or check some.
+    """Write manifests for a fleet, numbers with reasons; or check some.
 
     They come from the lock, the promise (serving.slo) and what bench measured.
     """

@@ -61,7 +61,7 @@ def watch(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Hold live answers, as the server sampled them, to the gate's limits.
+    """Hold live answers, as sampled, to the gate's limits.
 
     Rows are compared with the original model once; what all looks at a build tell is one test,
     which may be looked at as often as one likes. Drift of the requests is told, too.
@@ -165,7 +165,7 @@ def traffic(
     repository: Repository = REPOSITORY,
     as_json: Json = False,
 ) -> None:
-    """Put sampled requests into traffic.jsonl, and say what a build would make of them."""
+    """Put sampled requests into traffic.jsonl; says what follows."""
     from triptych.pipeline.spec import load_spec
     from triptych.requests.inputs import read_inputs
     from triptych.tune.drift import describe_drift
