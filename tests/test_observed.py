@@ -20,7 +20,6 @@ import promql_parser
 import pytest
 
 from conftest import build_into, write_pipeline
-from envoy_front import front
 from prometheus_tools import home, tool
 from triptych.client import Client, InferenceError
 from triptych.deploy.alertmanager import alertmanager
@@ -31,7 +30,9 @@ from triptych.deploy.monitoring import prometheus_rule
 from triptych.deploy.options import Options
 from triptych.deploy.scaling import scaled_object
 from triptych.deploy.sizing import sizes_of
+from triptych.fleet.proxy import Proxy
 from triptych.fleet.reasons import plain
+from triptych.fleet.settings import proxy_settings
 from triptych.releases import Release
 from triptych.repository.lock import read_lock
 from triptych.server.ports import claim_ports
@@ -204,15 +205,18 @@ class Watched:
 def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watched]:
     """An Envoy in front of the server, a Prometheus that scrapes both, an Alertmanager."""
     told = Told()
-    ports = claim_ports(LOOPBACK, dict.fromkeys(("grpc", "admin", "prometheus", "alerts"), 0))
+    ports = claim_ports(LOOPBACK, dict.fromkeys(("prometheus", "alerts"), 0))
     addresses = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
-    pages = {
-        "tiny-1": (server.metrics_url.split("/")[2], "/metrics"),
-        "tiny-envoy-1": (addresses["admin"], "/stats/prometheus"),
-    }
     with ExitStack() as stack:
-        edges = (10.0, LIMIT_MS, 1000.0)
-        stack.enter_context(front(folder, server.grpc_url, ports["grpc"], ports["admin"], edges))
+        settings = proxy_settings(replicas=1, max_request_mib=1, limits_ms=[LIMIT_MS])
+        proxy = Proxy(settings, log_file=folder / "envoy.log")
+        proxy.claim()
+        stack.callback(proxy.stop)
+        proxy.start([server])
+        pages = {
+            pod: url.split("/")[2]
+            for pod, url in (("tiny-1", server.metrics_url), ("tiny-envoy-1", proxy.metrics_url))
+        }
         hook = stack.enter_context(webhook(told))
         routes = alertmanager(on_call=hook, tickets=hook, wait="1s", interval="1s")
         for name, content in (
@@ -229,7 +233,7 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
             config = f"--config.file={folder}/{program}.json"
             stack.enter_context(running(folder, program, config, listen, *flags))
         yield Watched(
-            addresses["grpc"],
+            proxy.grpc_url,
             f"http://{addresses['prometheus']}",
             f"http://{addresses['alerts']}",
             told,
@@ -294,7 +298,7 @@ def without_value(prometheus: str, parts: set[str]) -> set[str]:
     return left
 
 
-def watching(pages: dict[str, tuple[str, str]], alertmanager: str) -> dict[str, Any]:
+def watching(pages: dict[str, str], alertmanager: str) -> dict[str, Any]:
     """A Prometheus's configuration: pods' pages, each with the labels that a PodMonitor gives."""
     return {
         "global": dict.fromkeys(
@@ -305,12 +309,11 @@ def watching(pages: dict[str, tuple[str, str]], alertmanager: str) -> dict[str, 
         "scrape_configs": [
             {
                 "job_name": pod,
-                "metrics_path": path,
                 "static_configs": [
                     {"targets": [target], "labels": {"namespace": "default", "pod": pod}}
                 ],
             }
-            for pod, (target, path) in pages.items()
+            for pod, target in pages.items()
         ],
     }
 

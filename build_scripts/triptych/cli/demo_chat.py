@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import queue
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from triptych.cli.tables import Terminal
+from triptych.client import Client
 from triptych.server.server import Server
 
 QUESTION = "Explain in two sentences why bread rises."
@@ -41,27 +37,15 @@ def main(repository: Path, pipeline: str) -> None:
 
 def _ask(url: str, pipeline: str, *, show: bool = False) -> tuple[int, float, float]:
     """Tokens of the answer, seconds to the first, seconds to the last."""
-    from tritonclient.grpc import InferenceServerClient, InferInput
-
-    responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    messages = json.dumps([{"role": "user", "content": QUESTION}])
-    tensor = InferInput("messages", [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([messages.encode()], np.object_))
     tokens, first_s = 0, 0.0
-    with InferenceServerClient(url) as client:
-        client.start_stream(lambda result, error: responses.put((result, error)))
+    with Client(pipeline, url, timeout_s=LOAD_S) as client:
         began = time.monotonic()
-        client.async_stream_infer(pipeline, [tensor])
-        while True:
-            result, error = responses.get(timeout=LOAD_S)
-            if error is not None:
-                raise error
-            tokens += len(result.as_numpy("token_ids"))
+        for chunk in client.chat([{"role": "user", "content": QUESTION}]):
+            tokens += len(chunk.token_ids)
             first_s = first_s or time.monotonic() - began
             if show:
-                print(result.as_numpy("text_output")[0].decode(), end="", flush=True)
-            if result.as_numpy("finish_reason")[0]:
-                return tokens, first_s, time.monotonic() - began
+                print(chunk.text, end="", flush=True)
+    return tokens, first_s, time.monotonic() - began
 
 
 if __name__ == "__main__":

@@ -181,6 +181,7 @@ class PipelineClient:
         deadline: Deadline,
         *,
         keep_going: bool,
+        only: Sequence[str] = (),
     ) -> Flow[Work]:
         # One row cannot break the batch limit, so it costs no second round trip. Without rows only
         # `infer`, which does not keep going, has something to tell: the outputs' shapes.
@@ -195,6 +196,7 @@ class PipelineClient:
             deadline=deadline,
             retries=self._retries,
             keep_going=keep_going,
+            only=only,
         )
         yield work
         return work
@@ -203,7 +205,9 @@ class PipelineClient:
         encoded, deadline = encode_rows(call.inputs), self._deadline(call.timeout_s)
         try:
             return (
-                yield from self._perform(encoded, call.parameters, deadline, keep_going=keep_going)
+                yield from self._perform(
+                    encoded, call.parameters, deadline, keep_going=keep_going, only=call.only
+                )
             )
         except InvalidRequest as error:
             misfit = None

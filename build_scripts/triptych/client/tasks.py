@@ -40,6 +40,7 @@ class TaskCall(Generic[Whole, Row]):
         read: all outputs, [rows, …] each, to the result of the call.
         read_row: index and outputs of one row to that row's result.
         stand_in: the only row of `inputs` is not the caller's, who gave none.
+        only: outputs to ask for, since each costs time; empty asks for all.
     """
 
     inputs: Rows
@@ -49,6 +50,7 @@ class TaskCall(Generic[Whole, Row]):
     read_row: Callable[[int, RowOutputs], Row]
     timeout_s: float | None
     stand_in: bool = False
+    only: tuple[str, ...] = ()
 
     def whole(self, outputs: Outputs) -> Whole:
         """The result of the call.
@@ -104,8 +106,8 @@ def embed(
     """Embed `texts`.
 
     `dimensions` keeps that many leading numbers of a vector and normalises it again; `encoding` is
-    float, int8 or binary (one bit a number, eight to a byte); `prompt_name` is the model's prompt
-    to put before each text.
+    float, int8 or binary (one bit a number, eight to a byte), and to name it saves the server the
+    empty output of the other kind; `prompt_name` is the model's prompt to put before each text.
 
     Returns:
         float32 [texts, dimensions], in the order of `texts`; of the right width without any. int8
@@ -114,26 +116,27 @@ def embed(
     # The width of a vector varies with the request's parameters, so no config tells it; an answer
     # does.
     none = not isinstance(texts, str | bytes) and not len(texts)
-    packed = encoding not in (None, "float")
+    outputs = ("embedding",) if encoding in (None, "float") else ("embedding_int8",)
 
-    def read(outputs: Outputs) -> Vectors:
-        vectors = outputs["embedding_int8" if packed else "embedding"]
+    def read(found: Outputs) -> Vectors:
+        vectors = found[outputs[0]]
         if encoding is None and not vectors.shape[-1]:
             # The pipeline's own parameters say another encoding.
-            vectors = outputs.get("embedding_int8", vectors)
+            vectors = found.get("embedding_int8", vectors)
         return vectors[:0] if none else vectors
 
-    def read_row(_: int, outputs: RowOutputs) -> Vectors:
-        return read(outputs)
+    def read_row(_: int, found: RowOutputs) -> Vectors:
+        return read(found)
 
     return TaskCall(
         {"text": ["a"] if none else texts},
         _given(dimensions=dimensions, encoding=encoding, prompt_name=prompt_name),
-        ("embedding", "embedding_int8") if packed else ("embedding",),
+        outputs,
         read,
         read_row,
         timeout_s,
         stand_in=none,
+        only=() if encoding is None else outputs,
     )
 
 

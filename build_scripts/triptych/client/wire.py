@@ -109,8 +109,12 @@ def infer_request(
     columns: Mapping[str, Sequence[bytes]],
     rows: Sequence[int],
     parameters: Mapping[str, Parameter],
+    only: Sequence[str] = (),
 ) -> Any:
-    """The ``ModelInferRequest`` with these rows of `columns`, each input of shape [rows, 1]."""
+    """The ``ModelInferRequest`` with these rows of `columns`, each input of shape [rows, 1].
+
+    It asks for the outputs in `only`, or for all.
+    """
     request = service_pb2.ModelInferRequest(model_name=pipeline)
     for name, value in parameters.items():
         _set_parameter(request.parameters[name], name, value)
@@ -122,6 +126,8 @@ def infer_request(
             element = column[row]
             parts += (_LENGTH.pack(len(element)), element)
         request.raw_input_contents.append(b"".join(parts))
+    for name in only:
+        request.outputs.add(name=name)
     return request
 
 

@@ -98,8 +98,11 @@ class Work:
         deadline: Deadline,
         retries: Retries,
         keep_going: bool,
+        only: Sequence[str] = (),
     ) -> None:
         """Split the rows into requests; with `keep_going` a refused row does not end the call.
+
+        `only` are the outputs to ask for; empty asks for all.
 
         Raises:
             InvalidRequest: a row cannot be sent, unless `keep_going`.
@@ -113,6 +116,7 @@ class Work:
         self._deadline = deadline
         self._retries = retries
         self._keep_going = keep_going
+        self._only = only
         self._outputs = config.no_rows() if config and not encoded.count else {}
         self._rows_answered = 0
         self._overload: Overloaded | None = None
@@ -160,7 +164,8 @@ class Work:
             # it is the caller's own deadline that shall end the call.
             parameters.setdefault("timeout", int((left_s + _QUEUE_GRACE_S) * 1e6))
         columns = self._encoded.columns
-        return infer_request(self._pipeline, columns, portion.rows, parameters), left_s
+        request = infer_request(self._pipeline, columns, portion.rows, parameters, self._only)
+        return request, left_s
 
     def answered(self, portion: Portion, response: Any) -> None:
         """Put the answer of `portion` where its rows belong.
