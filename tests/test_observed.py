@@ -30,6 +30,7 @@ from triptych.deploy.monitoring import prometheus_rule
 from triptych.deploy.options import Options
 from triptych.deploy.scaling import scaled_object
 from triptych.deploy.sizing import sizes_of
+from triptych.fleet.bootstrap import Listen
 from triptych.fleet.proxy import Proxy
 from triptych.fleet.reasons import plain
 from triptych.fleet.settings import proxy_settings
@@ -205,12 +206,15 @@ class Watched:
 def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watched]:
     """An Envoy in front of the server, a Prometheus that scrapes both, an Alertmanager."""
     told = Told()
-    ports = claim_ports(LOOPBACK, dict.fromkeys(("prometheus", "alerts"), 0))
+    own = ("grpc_port", "http_port", "metrics_port", "admin_port")
+    ports = claim_ports(LOOPBACK, dict.fromkeys((*own, "prometheus", "alerts"), 0))
     addresses = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
     with ExitStack() as stack:
-        settings = proxy_settings(replicas=1, max_request_mib=1, limits_ms=[LIMIT_MS])
-        proxy = Proxy(settings, log_file=folder / "envoy.log")
-        proxy.claim()
+        proxy = Proxy(
+            proxy_settings(replicas=1, max_request_mib=1, limits_ms=[LIMIT_MS]),
+            Listen(LOOPBACK, **{name: ports[name] for name in own}),
+            log_file=folder / "envoy.log",
+        )
         stack.callback(proxy.stop)
         proxy.start([server])
         pages = {
