@@ -36,8 +36,8 @@ TRAFFIC_ROWS = 150
 BIGGEST = (
     "docs", "tasks", "container_start", "served_architectures", "engine_graphs", "examples", "cli",
     "precision_tasks", "ensemble", "container_stop", "engine", "gpu_peer_run", "verify", "choose",
-    "gate_broken", "tune", "engine_path", "architectures", "baselines", "build", "bench", "precise",
-    "hostile", "export", "hooks", "client_errors", "golden",
+    "gate_broken", "tune", "generation_vllm", "fleet", "engine_path", "architectures", "baselines",
+    "build", "bench", "precise", "hostile", "export", "hooks", "client_errors", "golden",
 )
 # fmt: on
 """Files that take longest: they come first, so that no worker is left alone with one at the end.
