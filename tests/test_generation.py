@@ -22,10 +22,12 @@ from generation_cases import (
     write_tiny_model,
 )
 from triptych.container.lock_check import check_repository
+from triptych.errors import UserError
 from triptych.generation.build import build_generation
 from triptych.generation.inputs import read_generation
 from triptych.lint.checks import run_checks
 from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.repository.lock import read_lock
 from triptych.server.server import Server
 
 pytestmark = pytest.mark.server
@@ -91,6 +93,8 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     assert run_checks(repository) == []
     assert check_repository(repository, None) == []
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
+    with pytest.raises(UserError, match="can be built, linted, served and asked"):
+        read_lock(repository, "quick")
     assert lock["spec"]["core"]["backend"] == "scripted"
     assert lock["gate"] is None
 

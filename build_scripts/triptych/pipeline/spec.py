@@ -77,15 +77,20 @@ def load_spec(
             generates text, which not every verb knows.
     """
     if is_generation(folder):
-        raise UserError(
-            f"{folder / SPEC_FILE}: task",
-            "must be one that this verb knows",
-            given=GENERATION,
-            remedy="Pipelines that generate text can be built, linted, served and asked",
-        )
+        raise not_known_here(f"{folder / SPEC_FILE}: task")
     tuned = None if untuned else read_tuned(folder)
     measured = tuned.overrides if tuned is not None else {}
     return load_as(PipelineSpec, folder, overrides, measured, {"tuned": measured})
+
+
+def not_known_here(field: str) -> UserError:
+    """What a verb says that does not know pipelines that generate text."""
+    return UserError(
+        field,
+        "must be one that this verb knows",
+        given=GENERATION,
+        remedy="Pipelines that generate text can be built, linted, served and asked",
+    )
 
 
 def is_generation(folder: Path) -> bool:
