@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import shutil
 import stat
 import time
 from collections import Counter
@@ -281,7 +282,11 @@ def after(rows):
 def test_a_candidate_is_taken_where_it_answers_as_well(
     server: Server, built: Path, model: Path, tmp_path: Path
 ) -> None:
-    build_into(built / "pipelines/sampled", built / "alike", "serving.queue.max_wait_ms=5000")
+    shutil.copytree(built / "repository", built / "alike")
+    lock = lock_data(built / "alike", "sampled")
+    lock["versions"]["numpy"] = "0.0"  # the same files, as if built with another library
+    (built / "alike/sampled/triptych.lock.json").unlink()  # it may be one file with others
+    write_lock(built / "alike", "sampled", lock)
     swapped = write_sampling(built / "swapped/sampled", model)
     (swapped / "hooks.py").write_text(HOOKS + AFTER, encoding="utf-8")
     build_into(swapped, built / "other")
@@ -314,7 +319,6 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
     assert not any(text in json.dumps(found) for text in (*TEXTS, SECRET))
     assert len(records(folder)) == before  # what is replayed is not sampled
 
-    lock = lock_data(built / "alike", "sampled")
     lock["spec"]["task"] = "token-classification"
     (tmp_path / "tags/sampled").mkdir(parents=True)
     write_lock(tmp_path / "tags", "sampled", lock)

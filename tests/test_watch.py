@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,17 +191,16 @@ def test_gauges_are_what_prometheus_reads() -> None:
 
 
 def test_a_candidate_is_judged_by_what_is_clear() -> None:
-    def answers(
-        rows: int = 500, *, reference: bool = True, lost: int = 0, **test: float
-    ) -> Answers:
-        fields = {"allowed": 0.02, "in_place": 0.0, "candidate": 0.0, "low": 0.0, "high": 0.0}
-        fields |= {"more_low": 0.0, "more_high": 0.0, **test}
-        tests = (PairTest("label_agreement", rows, **fields),)
-        return Answers(rows, 0, (0, lost), reference, (), tests)
+    right = PairTest("label_agreement", 500, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    wrong = replace(right, candidate=0.1, low=0.07, high=0.13, more_low=0.05, more_high=0.12)
+    better = replace(wrong, in_place=0.3, more_low=-0.3, more_high=-0.1)
+    near = replace(wrong, candidate=0.02, low=0.01, high=0.03, more_low=0.01, more_high=0.03)
 
-    wrong = {"candidate": 0.1, "low": 0.07, "high": 0.13, "more_low": 0.05, "more_high": 0.12}
-    better = {**wrong, "in_place": 0.3, "more_low": -0.3, "more_high": -0.1}
-    near = {"candidate": 0.02, "low": 0.01, "high": 0.03, "more_low": 0.01, "more_high": 0.03}
+    def answers(
+        test: PairTest = right, rows: int = 500, *, reference: bool = True, lost: int = 0
+    ) -> Answers:
+        return Answers(rows, 0, (0, lost), reference, (), (replace(test, rows=rows),))
+
     same = [measurement(8, drift=drift) for drift in (0.99, 1.0, 1.01)]
     slow = [measurement(8, drift=drift) for drift in (0.79, 0.8, 0.81)]
     little = [measurement(8, drift=drift) for drift in (0.979, 0.98, 0.981)]
@@ -209,17 +209,17 @@ def test_a_candidate_is_judged_by_what_is_clear() -> None:
     for found, rounds, word, reason in (
         (answers(), (same, same), "take it", "no difference in the answers"),
         (answers(), (slow, same), "take it", "p50 ms"),
-        (answers(**better), (same, same), "take it", "are better"),
+        (answers(better), (same, same), "take it", "are better"),
         (answers(), (same, slow), "keep the old one", "more than the rounds are apart"),
         (answers(), (steady, little), "take it", "no latency or cost is clearly higher by 5.0"),
-        (answers(**wrong), ([], []), "keep the old one", "worse than the one in place"),
-        (answers(9, **wrong), ([], []), "keep the old one", "worse than the one in place"),
-        (answers(**{**wrong, "more_low": -0.01}), ([], []), "keep the old one", "no better"),
+        (answers(wrong), ([], []), "keep the old one", "worse than the one in place"),
+        (answers(wrong, 9), ([], []), "keep the old one", "worse than the one in place"),
+        (answers(replace(wrong, more_low=-0.01)), ([], []), "keep the old one", "no better"),
         (answers(lost=3), ([], []), "keep the old one", "3 of 500 requests got no answer"),
         (answers(), (same, refused), "keep the old one", "queue is full"),
-        (answers(199), (same, same), "cannot tell", "199 rows are too few"),
-        (answers(**near), (same, same), "cannot tell", "more rows would tell"),
-        (answers(**wrong, reference=False), (same, same), "cannot tell", "another model"),
+        (answers(right, 199), (same, same), "cannot tell", "199 rows are too few"),
+        (answers(near), (same, same), "cannot tell", "more rows would tell"),
+        (answers(wrong, reference=False), (same, same), "cannot tell", "another model"),
         (answers(reference=False), (same, same), "take it", "held to the one in place"),
         (answers(), (same[:1], same[:1]), "cannot tell", "one round"),
     ):

@@ -188,8 +188,8 @@ def shadow(
     from triptych.watch.shadow import Replay, shadow_candidate
     from triptych.watch.verdict import describe_shadow
 
-    loads = ((clients,), ()) if rate is None else ((), (rate,))
-    (load,) = parse_loads(*loads, "poisson", 1)
+    closed, rates = ([clients], []) if rate is None else ([], [rate])
+    (load,) = parse_loads(closed, rates, "poisson", 1)
     spec = load_spec(pipelines / name)
     inputs = read_inputs(spec, progress).as_built(repository)
     sample = None

@@ -33,7 +33,7 @@ class PairFigure:
     metric: str
     in_place: float | None
     candidate: float | None
-    between: float | None
+    between: float
     limit: float | None
 
 
@@ -133,7 +133,6 @@ def _figures(
     both = [place for place in range(len(old)) if old[place] and new[place]]
     if not both:
         return ()
-
     named = [queries[place] for place in both]
 
     def compare(one: Sequence[Outputs], other: Sequence[Outputs] | None) -> Mapping[str, float]:
@@ -142,10 +141,10 @@ def _figures(
         mine, right = [one[place] for place in both], [other[place] for place in both]
         return rules.task.compare(mine, right, named).values
 
-    found = [compare(old, wanted), compare(new, wanted), compare(new, old)]
+    first, second, between = compare(old, wanted), compare(new, wanted), compare(new, old)
     return tuple(
-        PairFigure(name, *(values.get(name) for values in found), rules.limits.get(name))
-        for name in found[2]
+        PairFigure(name, first.get(name), second.get(name), value, rules.limits.get(name))
+        for name, value in between.items()
     )
 
 
