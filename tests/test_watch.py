@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +22,12 @@ from triptych.runtime.sample_files import write_file
 from triptych.watch.found import Look, MeanTest
 from triptych.watch.gauges import gauges_text
 from triptych.watch.mixes import compare_mixes, script_of
-from triptych.watch.pairs import Answers, PairTest
+from triptych.watch.pairs import Answers, PairFigure, PairTest
 from triptych.watch.sample import read_sample
 from triptych.watch.scores import Figure
 from triptych.watch.sequential import Evidence
 from triptych.watch.timeline import TIMELINE_FILE, Timeline, read_timeline
-from triptych.watch.verdict import judge, speeds_of
+from triptych.watch.verdict import Shadow, describe_shadow, judge, speeds_of
 
 NEEDED = math.log(1000)
 Losses = NDArray[np.float64]
@@ -229,3 +230,22 @@ def test_a_candidate_is_judged_by_what_is_clear() -> None:
         assert reason in "; ".join(reasons)
     cost = next(one for one in speeds_of(same, slow) if one.name == "core ms a request")
     assert cost.medians[0] == pytest.approx(1e3 * 1.82 / same[1].throughput_per_s)
+    told = Shadow(
+        pipeline="p",
+        builds=("b1", "b2"),
+        precisions=("fp32", "int8"),
+        source="sample",
+        load="8 clients",
+        verdict="keep the old one",
+        reasons=("of what was seen",),
+        answers=replace(answers(wrong), figures=(PairFigure("mean_cosine", 1, None, 0.5, 0.9),)),
+        speeds=speeds_of(same, slow),
+        errors=(("queue is full",), ()),
+        notes=("a note",),
+    )
+    text = "\n".join(line for line, _ in describe_shadow(told))
+    for part in ("b2 (int8) beside b1 (fp32), 500 rows", "queue is full", "a note", ", worse"):
+        assert part in text
+    assert re.search(r"mean_cosine +1 +- +0.5 +0.9\n", text)
+    assert text.endswith("keep the old one: of what was seen")
+    assert told.as_dict()["answers"]["tests"][0]["state"] == "worse"
