@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import shutil
 import stat
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from conftest import build_into, traffic_texts, write_pipeline
+from conftest import build_into, lock_data, traffic_texts, write_lock, write_pipeline
 from task_models import TOPICS, text_classifier
 from triptych.bench.metrics_page import fetch_metrics
 from triptych.cli import app
@@ -222,11 +223,12 @@ def test_a_folder_that_is_gone_costs_samples_and_no_answers(server: Server, buil
     assert counts(server)["kept"] == before["kept"]
 
 
-def triptych(built: Path, *words: str | Path) -> Result:
+def triptych(built: Path, *words: str | Path, samples: Path | None = None) -> Result:
     """The command on the folder of `built`, in this process: torch is there already."""
-    folders = ("pipelines", "repository", "samples")
-    options = [part for name in folders for part in (f"--{name}", str(built / name))]
-    return CliRunner().invoke(app, [*map(str, words), *options])
+    folders = {name: built / name for name in ("pipelines", "repository")}
+    variables = {FOLDER_VARIABLE: str(samples or built / "samples")}
+    options = [part for name, folder in folders.items() for part in (f"--{name}", str(folder))]
+    return CliRunner().invoke(app, [*map(str, words), *options], env=variables)
 
 
 @pytest.mark.server
@@ -265,6 +267,71 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
             assert not any(text in content for text in (*TEXTS, SECRET)), path
     timeline = json.loads((built / "reports/sampled/watch/timeline.json").read_text())
     assert len(timeline["looks"]) == 2
+
+
+AFTER = """
+
+def after(rows):
+    names = ["billing", "delivery", "returns", "technical", "account"]
+    following = dict(zip(names, names[1:] + names[:1]))
+    return [{**row, "label": [following[label] for label in row["label"]]} for row in rows]
+"""
+
+
+@pytest.mark.server
+def test_a_candidate_is_taken_where_it_answers_as_well(
+    server: Server, built: Path, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(built / "repository", built / "alike")
+    lock = lock_data(built / "alike", "sampled")
+    lock["versions"]["numpy"] = "0.0"  # the same files, as if built with another library
+    (built / "alike/sampled/triptych.lock.json").unlink()  # it may be one file with others
+    write_lock(built / "alike", "sampled", lock)
+    swapped = write_sampling(built / "swapped/sampled", model)
+    (swapped / "hooks.py").write_text(HOOKS + AFTER, encoding="utf-8")
+    build_into(swapped, built / "other")
+    with Client("sampled", server.grpc_url) as client:
+        client.classify(traffic_texts()[:250])
+    folder = built / "samples/sampled"
+    wait_for(lambda: len(records(folder)) >= 230, "enough rows")
+    before = len(records(folder))
+
+    def shadow(candidate: Path, *words: str) -> dict[str, Any]:
+        done = triptych(built, "shadow", "sampled", "--candidate", candidate, "--json", *words)
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert done.exit_code == (0 if found["verdict"] == "take it" else 1), done.output
+        return found
+
+    found = shadow(built / "alike", "--rounds", "0")
+    assert found["verdict"] == "take it", found
+    assert "no difference in the answers" in found["reasons"][0]
+    assert {test["state"] for test in found["answers"]["tests"]} == {"right"}
+    assert (found["source"], found["speeds"], found["notes"]) == ("sample", [], [])
+
+    found = shadow(built / "other", "--rounds", "1", "--seconds", "0.6")
+    assert found["verdict"] == "keep the old one", found
+    assert "label_agreement" in found["reasons"][0]
+    agreement = next(one for one in found["answers"]["figures"] if "agreement" in one["metric"])
+    assert (agreement["in_place"], agreement["candidate"], agreement["between"]) == (1, 0, 0)
+    assert {"p50 ms", "p99 ms", "core ms a request"} <= {one["name"] for one in found["speeds"]}
+    assert all(min(one["in_place"] + one["candidate"]) > 0 for one in found["speeds"])
+    assert "built with another hooks.py" in str(found["notes"])
+    assert not any(text in json.dumps(found) for text in (*TEXTS, SECRET))
+    assert len(records(folder)) == before  # what is replayed is not sampled
+
+    lock["spec"]["task"] = "token-classification"
+    (tmp_path / "tags/sampled").mkdir(parents=True)
+    write_lock(tmp_path / "tags", "sampled", lock)
+    (tmp_path / "samples/sampled").mkdir(parents=True)
+    for candidate, samples, said in (
+        (built / "repository", built / "samples", "must be another build than the one in place"),
+        (built / "nowhere", built / "samples", "must be a pipeline built into"),
+        (tmp_path / "tags", built / "samples", "must have the task of the build in place"),
+        (built / "alike", tmp_path / "samples", "must have sampled requests"),
+    ):
+        error = triptych(built, "shadow", "sampled", "--candidate", candidate, samples=samples)
+        assert isinstance(error.exception, UserError), error.output
+        assert said in error.exception.message
 
 
 @pytest.mark.server

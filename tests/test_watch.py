@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from load_samples import measurement
 from triptych.errors import UserError
 from triptych.runtime.sample_files import write_file
 from triptych.watch.found import Look, MeanTest
 from triptych.watch.gauges import gauges_text
 from triptych.watch.mixes import compare_mixes, script_of
+from triptych.watch.pairs import Answers, PairFigure, PairTest
 from triptych.watch.sample import read_sample
 from triptych.watch.scores import Figure
 from triptych.watch.sequential import Evidence
 from triptych.watch.timeline import TIMELINE_FILE, Timeline, read_timeline
+from triptych.watch.verdict import Shadow, describe_shadow, judge, speeds_of
 
 NEEDED = math.log(1000)
 Losses = NDArray[np.float64]
@@ -184,3 +189,63 @@ def test_gauges_are_what_prometheus_reads() -> None:
     assert samples["triptych_watch_alarms", "p"] == 1
     assert samples["triptych_watch_evidence", "label_agreement", "p"] == pytest.approx(3.5 / 3)
     assert samples["triptych_watch_value", "label_agreement", "p"] == 0
+
+
+def test_a_candidate_is_judged_by_what_is_clear() -> None:
+    right = PairTest("label_agreement", 500, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    wrong = replace(right, candidate=0.1, low=0.07, high=0.13, more_low=0.05, more_high=0.12)
+    better = replace(wrong, in_place=0.3, more_low=-0.3, more_high=-0.1)
+    near = replace(wrong, candidate=0.02, low=0.01, high=0.03, more_low=0.01, more_high=0.03)
+
+    def answers(
+        test: PairTest = right, rows: int = 500, *, reference: bool = True, lost: int = 0
+    ) -> Answers:
+        return Answers(rows, 0, (0, lost), reference, (), (replace(test, rows=rows),))
+
+    same = [measurement(8, drift=drift) for drift in (0.99, 1.0, 1.01)]
+    slow = [measurement(8, drift=drift) for drift in (0.79, 0.8, 0.81)]
+    little = [measurement(8, drift=drift) for drift in (0.979, 0.98, 0.981)]
+    steady = [measurement(8, drift=drift) for drift in (0.999, 1.0, 1.001)]
+    refused = [measurement(8, errors={"queue is full": 2})]
+    for found, rounds, word, reason in (
+        (answers(), (same, same), "take it", "no difference in the answers"),
+        (answers(), (slow, same), "take it", "p50 ms"),
+        (answers(better), (same, same), "take it", "are better"),
+        (answers(), (same, slow), "keep the old one", "more than the rounds are apart"),
+        (answers(), (steady, little), "take it", "no latency or cost is clearly higher by 5.0"),
+        (answers(wrong), ([], []), "keep the old one", "worse than the one in place"),
+        (answers(wrong, 9), ([], []), "keep the old one", "worse than the one in place"),
+        (answers(replace(wrong, more_low=-0.01)), ([], []), "keep the old one", "no better"),
+        (answers(lost=3), ([], []), "keep the old one", "3 of 500 requests got no answer"),
+        (answers(), (same, refused), "keep the old one", "queue is full"),
+        (answers(right, 199), (same, same), "cannot tell", "199 rows are too few"),
+        (answers(near), (same, same), "cannot tell", "more rows would tell"),
+        (answers(wrong, reference=False), (same, same), "cannot tell", "another model"),
+        (answers(reference=False), (same, same), "take it", "held to the one in place"),
+        (answers(), (same[:1], same[:1]), "cannot tell", "one round"),
+    ):
+        errors = [kind for one in rounds[1] for kind in one.errors]
+        said, reasons = judge(found, speeds_of(*rounds), errors)
+        assert said == word, (reasons, word)
+        assert reason in "; ".join(reasons)
+    cost = next(one for one in speeds_of(same, slow) if one.name == "core ms a request")
+    assert cost.medians[0] == pytest.approx(1e3 * 1.82 / same[1].throughput_per_s)
+    told = Shadow(
+        pipeline="p",
+        builds=("b1", "b2"),
+        precisions=("fp32", "int8"),
+        source="sample",
+        load="8 clients",
+        verdict="keep the old one",
+        reasons=("of what was seen",),
+        answers=replace(answers(wrong), figures=(PairFigure("mean_cosine", 1, None, 0.5, 0.9),)),
+        speeds=speeds_of(same, slow),
+        errors=(("queue is full",), ()),
+        notes=("a note",),
+    )
+    text = "\n".join(line for line, _ in describe_shadow(told))
+    for part in ("b2 (int8) beside b1 (fp32), 500 rows", "queue is full", "a note", ", worse"):
+        assert part in text
+    assert re.search(r"mean_cosine +1 +- +0.5 +0.9\n", text)
+    assert text.endswith("keep the old one: of what was seen")
+    assert told.as_dict()["answers"]["tests"][0]["state"] == "worse"

@@ -118,7 +118,7 @@ def _changes(before: Point, after: Point) -> tuple[Change, ...]:
     if before.errors or after.errors:
         figures.append(("errors %", _failed, "lower"))
     found = [
-        _change(name, [read(one) for one in before.rounds], [read(one) for one in after.rounds], up)
+        change_between(name, [*map(read, before.rounds)], [*map(read, after.rounds)], up)
         for name, read, up in figures
     ]
     for step in dict.fromkeys(use.step for one in before.rounds for use in one.steps):
@@ -127,7 +127,7 @@ def _changes(before: Point, after: Point) -> tuple[Change, ...]:
             for point in (before, after)
         )
         for name, of, up in _STEP_FIGURES if theirs else ():
-            change = _change(f"{step} {name}", [*map(of, ours)], [*map(of, theirs)], up)
+            change = change_between(f"{step} {name}", [*map(of, ours)], [*map(of, theirs)], up)
             found.append(replace(change, of_step=True))
     return tuple(found)
 
@@ -145,7 +145,10 @@ def _failed(one: Measurement) -> float:
     return 100 * failed / (failed + one.requests) if failed else 0.0
 
 
-def _change(name: str, before: Sequence[float], after: Sequence[float], better: Better) -> Change:
+def change_between(
+    name: str, before: Sequence[float], after: Sequence[float], better: Better
+) -> Change:
+    """One figure of all rounds before, and of all after."""
     old, new = float(median(before)), float(median(after))
     relative = new / old - 1 if old else None
     return Change(name, old, new, relative, _weight(before, after, better))

@@ -1,10 +1,10 @@
-"""What inferences cost on a device, and how many devices a load needs."""
+"""What inferences cost: money on a device, devices for a load, time of cores and GPUs."""
 
 from __future__ import annotations
 
 from math import ceil, isfinite
 
-from triptych.bench.points import Cost
+from triptych.bench.points import Cost, Measurement
 from triptych.errors import UserError
 
 HOURS_A_MONTH = 365 / 12 * 24  # 730
@@ -73,6 +73,25 @@ def cost_of(
         peak_per_s=peak_per_s,
         headroom=headroom,
     )
+
+
+def core_ms(one: Measurement) -> float | None:
+    """Processor time of the server for a request, in ms of a core; None where nobody watched it."""
+    used = one.resources
+    if used is None or not used.processes or not one.throughput_per_s:
+        return None
+    return 1e3 * sum(process.cpu_cores for process in used.processes) / one.throughput_per_s
+
+
+def gpu_ms(one: Measurement) -> float | None:
+    """Time that GPUs were busy for a request, in ms; None where the server tells of none.
+
+    The GPUs are the machine's: what others do on them counts, too.
+    """
+    used = one.resources
+    if used is None or not used.gpus or not one.throughput_per_s:
+        return None
+    return 1e3 * sum(gpu.utilization for gpu in used.gpus) / one.throughput_per_s
 
 
 def _machines(per_s: float, usable_per_s: float) -> int:

@@ -27,7 +27,8 @@ from triptych.errors import UserError
 
 ORDER = [
     *("new", "test", "inspect", "build", "dev", "engine", "lint", "history", "rollback"),
-    *("serve", "ui", "infer", "verify", "bench", "tune", "watch", "traffic", "deploy", "doctor"),
+    *("serve", "ui", "infer", "verify", "bench", "tune", "watch", "shadow", "traffic", "deploy"),
+    "doctor",
 ]
 """Of the verbs in the help: as one comes to use them."""
 app.registered_commands.sort(key=lambda verb: ORDER.index(verb.callback.__name__))  # type: ignore[union-attr]

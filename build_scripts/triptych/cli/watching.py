@@ -1,4 +1,4 @@
-"""Verbs that read what servers sampled: watch, traffic."""
+"""Verbs that read what servers sampled: watch, shadow, traffic."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from triptych.cli.options import (
     progress,
     report_into,
 )
+from triptych.cli.running import stoppable
 from triptych.cli.tuning import seconds_of
 from triptych.errors import UserError
 from triptych.runtime.sample_files import FOLDER_VARIABLE
@@ -148,6 +149,61 @@ def _print(look: Look) -> None:
 
     for line, style in describe_look(look):
         output.print(line, style=style, markup=False)
+
+
+@app.command()
+def shadow(
+    name: Name,
+    candidate: Annotated[
+        Path, typer.Option("--candidate", help="Repository with the build that may take over.")
+    ],
+    repository: Repository = REPOSITORY,
+    pipelines: Pipelines = PIPELINES,
+    samples: Samples = SAMPLES,
+    from_traffic: Annotated[
+        bool, typer.Option("--traffic", help="Replay traffic.jsonl, not the sample.")
+    ] = False,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Most rows that are replayed.")] = 2000,
+    clients: Annotated[
+        int, typer.Option("--clients", min=1, max=128, help="Requests under way at once.")
+    ] = 8,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Load of requests a second, not of clients.")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=0, max=100, help="Of load, in turns; 0 compares answers alone.")
+    ] = 5,
+    seconds: Annotated[float, typer.Option(min=0.3, help="Of each measurement.")] = 3.0,
+    as_json: Json = False,
+) -> None:
+    """Replay live requests on two builds: is the other better?
+
+    Rows of the sample, or of traffic.jsonl where nothing is sampled, go to the build in place and
+    to the candidate, each on a server of its own: answers, latency and cost, and one verdict.
+    """
+    from triptych.bench.bench import parse_loads
+    from triptych.pipeline.spec import load_spec
+    from triptych.requests.inputs import read_inputs
+    from triptych.watch.sample import read_sample
+    from triptych.watch.shadow import Replay, shadow_candidate
+    from triptych.watch.verdict import describe_shadow
+
+    closed, rates = ([clients], []) if rate is None else ([], [rate])
+    (load,) = parse_loads(closed, rates, "poisson", 1)
+    spec = load_spec(pipelines / name)
+    inputs = read_inputs(spec, progress).as_built(repository)
+    sample = None
+    if not from_traffic and spec.serving.sample is not None:
+        sample = read_sample(samples, name, keep_hours=spec.serving.sample.keep_hours)
+    how = Replay(most=rows, clients=clients, load=load, rounds=rounds, seconds=seconds)
+    with stoppable():
+        found = shadow_candidate(inputs, repository, candidate, sample, how, progress)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        for line, style in describe_shadow(found):
+            output.print(line, style=style, markup=False)
+    raise typer.Exit(0 if found.passed else EXIT_FINDINGS)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from pathlib import Path
 from triptych.errors import UserError
 from triptych.repository.config import CONFIG_FILE
 from triptych.repository.store import complete
+from triptych.runtime.sample_files import FOLDER_VARIABLE
 from triptych.server.server import Server
 
 _DEATH_S = 3.0
@@ -62,7 +63,8 @@ def served(
     complete(repository)
     progress("serve", f"tritonserver on {repository} ...")
     began = time.monotonic()
-    with Server(repository, models=[pipeline]) as server:
+    # What is asked here is no user's: nothing of it is sampled, whatever this process has set.
+    with Server(repository, models=[pipeline], environment={FOLDER_VARIABLE: ""}) as server:
         load_s = time.monotonic() - began
         try:
             yield Endpoint(server.grpc_url, server.metrics_url, server.pid, load_s)

@@ -38,7 +38,6 @@ def notes_on(
     mine: int,
     chosen: int,
 ) -> Iterator[str]:
-    name = inputs.plan.spec.name
     if not sample.rows:
         yield "no new rows: nothing is said of the answers since the last look"
     elif not own:
@@ -49,10 +48,15 @@ def notes_on(
         yield f"of {mine} rows, {chosen} evenly spread ones were compared"
     if lock.model_sha256 != inputs.plan.facts.sha256:
         yield "the model's files are not those that were built: the reference is of the new ones"
-    hooks = lock.files.get(f"{name}_preprocess/1/{HOOKS_FILE}")
-    file = inputs.plan.spec.folder / HOOKS_FILE
-    if (sha256_of(file) if file.is_file() else None) != hooks:
+    if hooks_differ(inputs, lock):
         yield f"{HOOKS_FILE} is not the one that was built: the reference is of the new one"
+
+
+def hooks_differ(inputs: PipelineInputs, lock: Lock) -> bool:
+    """Whether a build has other functions of the pipeline's own than the pipeline has now."""
+    built = lock.files.get(f"{inputs.plan.spec.name}_preprocess/1/{HOOKS_FILE}")
+    file = inputs.plan.spec.folder / HOOKS_FILE
+    return (sha256_of(file) if file.is_file() else None) != built
 
 
 def changed_files(repository: Path, lock: Lock) -> list[str]:

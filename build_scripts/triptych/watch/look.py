@@ -11,21 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
-from triptych.errors import Progress, UserError
-from triptych.gate.answers import Answer, reference_answers
+from triptych.errors import Progress
+from triptych.gate.answers import reference_answers
 from triptych.gate.live.closeness import show_answer
 from triptych.gate.verify import rules_of
 from triptych.repository.lock import build_id, read_lock
 from triptych.requests.inputs import PipelineInputs
 from triptych.requests.reader import RequestReader
 from triptych.requests.samples import GateRequest, shown_text
-from triptych.runtime.hooking import HOOKS_FILE, find_hook
 from triptych.tasks.metrics.outputs import Outputs
 from triptych.tune.drift import Drift, check_drift
 from triptych.tune.new_traffic import NewTraffic
 from triptych.watch.alarms import alarms_in, changed_files, drifts_in, notes_on
 from triptych.watch.found import Group, Held, Look, MeanTest, Worst
 from triptych.watch.mixes import Mix, compare_mixes, label_of, script_of
+from triptych.watch.reference import answers_to, reader_of, requests_of
 from triptych.watch.sample import Sample, SampledRow
 from triptych.watch.scores import (
     RowScore,
@@ -78,8 +78,8 @@ def look_at(
     mine = [row for row in own if row.inputs != question]
     places = np.linspace(0, len(mine) - 1, min(most, len(mine))).astype(int)
     chosen = [mine[place] for place in places]
-    reader = _reader(inputs)
-    requests = _requests(reader, chosen)
+    reader = reader_of(inputs)
+    requests = requests_of(reader, chosen)
     comparable = [place for place, row in enumerate(chosen) if not row.redacted]
     held, refused = _hold(inputs, chosen, requests, comparable, progress)
     traffic = reference_answers(inputs, progress)
@@ -128,20 +128,6 @@ def look_at(
     return replace(found, alarms=tuple(alarms_in(found, changed, held)))
 
 
-def _reader(inputs: PipelineInputs) -> RequestReader:
-    plan = inputs.plan
-    before = find_hook(plan.spec.folder, "before")
-    return RequestReader(plan.spec, plan.task, plan.facts, inputs.tokenizer_folder, before)
-
-
-def _requests(reader: RequestReader, rows: Sequence[SampledRow]) -> list[GateRequest | None]:
-    """The request of each row with its core rows; None where the pipeline refuses it."""
-    read = [reader.read_sent(row.inputs, row.parameters, row.place) for row in rows]
-    taken = reader.accepted([request for request in read if request is not None])
-    by_place = {request.shown: request for request in taken}
-    return [by_place.get(row.place) for row in rows]
-
-
 def _hold(
     inputs: PipelineInputs,
     rows: Sequence[SampledRow],
@@ -154,19 +140,7 @@ def _hold(
     pairs = [(row, request) for row, request in asked if request is not None]
     if pairs:
         progress("watch", f"{len(pairs)} rows in PyTorch fp32 ...")
-    # As made-up ones, what `after` refuses is told, not raised.
-    edges = tuple(replace(request, edge=True) for _, request in pairs)
-    answers: Sequence[Answer] = ()
-    if edges:
-        try:
-            answers = reference_answers(replace(inputs, requests=edges), progress, keep=False)
-        except UserError:  # whose words may be a text
-            raise UserError(
-                str(inputs.plan.spec.folder / HOOKS_FILE),
-                "must take what the model makes of the sampled rows",
-                given="a row that it fails on",
-                remedy="Try `triptych build`: it says on what kind of row",
-            ) from None
+    answers = answers_to(inputs, [request for _, request in pairs], progress)
     held = [
         Held(row, request, answer.outputs)
         for (row, request), answer in zip(pairs, answers, strict=True)

@@ -132,8 +132,9 @@ def run_live(
     clients: int,
     timeout_s: float,
     progress: Callable[[str], None],
+    ways: Sequence[str] = WAYS,
 ) -> LiveRuns:
-    """Send every request in each of `WAYS`.
+    """Send every request in each of `ways`.
 
     Args:
         plan: what the server should serve.
@@ -142,6 +143,7 @@ def run_live(
         clients: requests under way at once where they are sent together.
         timeout_s: deadline of each request, in seconds.
         progress: told what is being done.
+        ways: of `WAYS`, at least one.
 
     Raises:
         UserError: no server answers there (any more), it does not serve the pipeline, the
@@ -152,7 +154,7 @@ def run_live(
         with Client(name, url, timeout_s=timeout_s, retry=Retry()) as client:
             check_interface(plan, client.interface(), url)
             replies = {}
-            for way in WAYS:
+            for way in ways:
                 progress(f"{len(requests)} requests, {_words(way, clients)} ...")
                 before = _core_statistics(client, plan)
                 order = range(len(requests))[:: -1 if way == REVERSED else 1]
