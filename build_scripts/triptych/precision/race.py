@@ -11,6 +11,7 @@ from statistics import median
 from triptych.bench import perf_analyzer
 from triptych.errors import Progress
 from triptych.pipeline.precisions import Precision
+from triptych.server.endpoint import UNSAMPLED
 from triptych.server.server import Server
 
 ROUNDS = 3
@@ -67,7 +68,7 @@ def race(
     results: dict[Precision, list[perf_analyzer.LoadResult]] = {name: [] for name in repositories}
     with ExitStack() as stack:
         servers = {
-            name: stack.enter_context(Server(path, models=[pipeline]))
+            name: stack.enter_context(Server(path, models=[pipeline], environment=UNSAMPLED))
             for name, path in repositories.items()
         }
         running = list(servers)

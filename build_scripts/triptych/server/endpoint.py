@@ -17,6 +17,9 @@ from triptych.server.server import Server
 _DEATH_S = 3.0
 """How long a server that stopped answering may take to be seen dead."""
 
+UNSAMPLED = {FOLDER_VARIABLE: ""}
+"""Environment of a server that no user asks: nothing is sampled, whatever this process has set."""
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -63,8 +66,7 @@ def served(
     complete(repository)
     progress("serve", f"tritonserver on {repository} ...")
     began = time.monotonic()
-    # What is asked here is no user's: nothing of it is sampled, whatever this process has set.
-    with Server(repository, models=[pipeline], environment={FOLDER_VARIABLE: ""}) as server:
+    with Server(repository, models=[pipeline], environment=UNSAMPLED) as server:
         load_s = time.monotonic() - began
         try:
             yield Endpoint(server.grpc_url, server.metrics_url, server.pid, load_s)

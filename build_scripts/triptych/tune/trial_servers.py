@@ -22,6 +22,7 @@ from triptych.pipeline.spec import load_spec
 from triptych.plan.plan import Plan
 from triptych.repository.store import work_beside
 from triptych.requests.inputs import PipelineInputs, read_inputs
+from triptych.server.endpoint import UNSAMPLED
 from triptych.server.reload import reload
 from triptych.server.server import Server
 from triptych.tune.objective import Objective, Scored
@@ -70,7 +71,7 @@ class Slot:
         built = assemble.build(inputs, self.repository, building)
         name = inputs.plan.spec.name
         if self._server is None:
-            server = Server(self.repository, models=[name])
+            server = Server(self.repository, models=[name], environment=UNSAMPLED)
             server.__enter__()
             self._server = server
         elif built.changed:
