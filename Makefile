@@ -116,7 +116,7 @@ compare-tasks: setup  ## Measure every task against transformers' own pipelines
 grid: setup  ## Hold `triptych tune` against a whole grid of settings (about an hour)
 	$(BIN)/python build_scripts/peers/grid.py
 
-scaling: setup  ## Compare autoscalers: a simulation of KEDA, held against three real servers
+scaling: setup  ## Compare autoscalers: a simulation of KEDA, held against three real servers; ARGS=--live moves real ones
 	$(BIN)/python build_scripts/peers/scaling.py $(ARGS)
 
 precisions: setup  ## The core in every precision: the gate, accuracy and speed (PROVIDER=...)

@@ -15,7 +15,7 @@ import yaml
 
 from conftest import ROOT
 from deploy_cases import ENGINE, options, write_built
-from prometheus_tools import tool
+from peers.prometheus_tools import tool
 from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.kubernetes import kubernetes_manifests
 from triptych.fleet.reasons import plain, yaml_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import threading
 import time
 import urllib.parse
@@ -20,7 +19,7 @@ import promql_parser
 import pytest
 
 from conftest import build_into, write_pipeline
-from prometheus_tools import home, tool
+from peers.prometheus_tools import running
 from triptych.client import Client, InferenceError
 from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.dashboard import rows_of
@@ -108,18 +107,6 @@ def webhook(told: Told) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-@contextmanager
-def running(folder: Path, name: str, *flags: str) -> Iterator[None]:
-    with (folder / f"{name}.log").open("w") as log:
-        words = [str(tool(name)), *flags]
-        process = subprocess.Popen(words, cwd=home(name), stdout=log, stderr=log)
-        try:
-            yield
-        finally:
-            process.terminate()
-            process.wait(30)
 
 
 def get(url: str, data: Any = None) -> Any:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from peers.autoscaler import Autoscaler, Observed, Pace, Scaling, Trigger, fixed, own
+from deploy_cases import options, write_built
+from peers.autoscaler import Autoscaler, Observed, Pace, Scaling, Trigger, deployed, fixed, own
 from peers.fleet_simulation import Fleet, Service, arrivals, capacity
+from triptych.deploy.basis import basis_of
+from triptych.deploy.scaling import scaled_object
 from triptych.deploy.sizing import headroom, stable_s
+from triptych.fleet.reasons import plain
 
 SEEN = Observed(0.0, 0.0, 0.0, 0.0, seen=4)
 RATE = Trigger(lambda seen: seen.offered_per_s, 10.0, "fleet", 60.0)
@@ -59,6 +64,24 @@ def test_the_own_autoscaler_is_as_deploy_has_it() -> None:
     assert scaling.down.window_s == stable_s(25.0) == 300
     waits = replace(SEEN, waiting_s=0.6)
     assert (guard.read(waits), guard.read(replace(waits, waiting_s=0.4))) == (5, 0)
+
+
+def test_a_scaled_object_scales_as_the_own_autoscaler_does(tmp_path: Path) -> None:
+    given = options(capacity_per_s=100.0, cpu_cores=1.0, memory_mib=4096, growth=0.6, ready_s=25.0)
+    basis = basis_of(write_built(tmp_path), "minilm", given, tmp_path)
+    spec = plain(scaled_object(basis.lock, given, basis.sizes, basis.metrics))["spec"]
+    rate, guard = (trigger["metadata"]["query"] for trigger in spec["triggers"])
+    for offered, wish in ((400.0, 0.0), (100.0, 0.0), (100.0, 3.0), (float("nan"), 0.0)):
+        read = deployed(spec, {rate: offered, guard: wish}.__getitem__, 8)
+        simulated = own(100.0, 1.0, 0.6, 25.0, 8)
+        assert (read.fewest, read.most, read.down) == (2, 8, simulated.down)
+        seen = replace(SEEN, offered_per_s=offered, waiting_s=0.6 if wish else 0.0, seen=2)
+        found, expected = (
+            Autoscaler(scaling).replicas(0.0, 2, partial(always, seen))
+            for scaling in (read, simulated)
+        )
+        assert found == expected, (offered, wish)
+    assert deployed(spec, float, 4).most == 4
 
 
 def test_a_fleet_answers_what_it_can() -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from triptych.deploy.scaling import WAITING_SHARE
 from triptych.deploy.sizing import FEWEST_REPLICAS, RATE_WINDOW_S, TOLERANCE, headroom, stable_s
@@ -151,6 +151,31 @@ def own(capacity_per_s: float, limit_s: float, growth: float, ready_s: float, mo
         fewest=FEWEST_REPLICAS,
         most=most,
         down=Pace(stable_s(ready_s), replicas=0),
+    )
+
+
+def deployed(spec: Mapping[str, Any], ask: Callable[[str], float], most: int) -> Scaling:
+    """What the ``spec`` of a ScaledObject says, at most so many replicas.
+
+    Args:
+        spec: plain data, as `triptych deploy` writes it: each trigger is an AverageValue.
+        ask: the value of a query now.
+        most: that there is room for.
+    """
+
+    def trigger(of: Mapping[str, Any]) -> Trigger:
+        query, target = of["metadata"]["query"], float(of["metadata"]["threshold"])
+        return Trigger(lambda _: ask(query), target, "fleet", RATE_WINDOW_S)
+
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    up, down = (behavior[way]["stabilizationWindowSeconds"] for way in ("scaleUp", "scaleDown"))
+    return Scaling(
+        "triptych deploy",
+        tuple(map(trigger, spec["triggers"])),
+        fewest=spec["minReplicaCount"],
+        most=min(most, spec["maxReplicaCount"]),
+        up=Pace(up),
+        down=Pace(down, replicas=0),
     )
 
 

@@ -3,7 +3,9 @@
 First three real servers and the simulation of them get the same load, which tells how far the
 simulation is off; what a batch takes is measured there. Then the simulation compares.
 
-Usage: ``.venv/bin/python build_scripts/peers/scaling.py [--replicas 1000]``.
+With ``--live`` the autoscalers read a real Prometheus and move up to four real servers instead.
+
+Usage: ``.venv/bin/python build_scripts/peers/scaling.py [--replicas 1000 | --live]``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from peers import real_fleet
+from peers import live_scaling, real_fleet
 from peers.autoscaler import Scaling, fixed, own, queue_by_compute, supersonic
 from peers.fleet_simulation import Fleet, Outcome, Service, arrivals, capacity
 from peers.model import CACHE
@@ -102,9 +104,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, default=12, help="of the large fleet, at its peak")
     parser.add_argument("--hours", type=float, default=4.0, help="that its day takes")
+    parser.add_argument("--live", action="store_true", help="on real servers, by live PromQL")
+    parser.add_argument("--step-seconds", type=float, default=15.0, help="of a step, with --live")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=CACHE / "scaling.json")
+    parser.add_argument("--out", type=Path, help="the results as JSON")
     args = parser.parse_args()
+    results = live(args.step_seconds, args.seed) if args.live else simulate(args)
+    out = args.out or CACHE / ("scaling-live.json" if args.live else "scaling.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1))
+
+
+def live(step_s: float, seed: int) -> dict[str, Any]:
+    """Compare on real servers, and print."""
+    facts, outcomes = live_scaling.compare(step_s, LIMIT_S, SHARE, seed)
+    for name, value in facts.items():
+        print(f"{name}: {value}")
+    show("Real servers behind Envoy, scaled by live PromQL", outcomes)
+    return {**facts, "outcomes": [asdict(one) for one in outcomes]}
+
+
+def simulate(args: argparse.Namespace) -> dict[str, Any]:
+    """Hold the simulation against real servers, then compare by it, and print."""
     service, real = measure(args.seed)
     holds = capacity(service, LIMIT_S, SHARE)
     patient = replace(service, longest_wait_s=math.inf)  # the real servers here refuse nobody
@@ -132,8 +153,7 @@ def main() -> None:
             outcomes,
         )
         results[title] = [asdict(one) for one in outcomes]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1))
+    return results
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Real Prometheus and Alertmanager for tests: Debian's packages, unpacked and not installed.
+"""A real Prometheus and Alertmanager: Debian's packages, unpacked and not installed.
 
 They are fetched once, and must be the very files that are named here. On another distribution
 install both; what is on the path is taken.
@@ -6,13 +6,16 @@ install both; what is on the path is taken.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from conftest import ROOT, one_at_a_time
+from peers.model import ROOT
 
 PACKAGES = {
     "prometheus=2.42.0+ds-5+deb12u1": (
@@ -39,9 +42,10 @@ def tool(name: str) -> Path:
     for each in (name, TOOLS[name]):
         if found := shutil.which(each):
             return Path(found)
-    with one_at_a_time("prometheus"):
+    FOLDER.parent.mkdir(parents=True, exist_ok=True)
+    with (FOLDER.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # who waits here finds what the other fetched
         if not FOLDER.is_dir():
-            FOLDER.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=FOLDER.parent) as scratch:
                 _unpack(_fetch(Path(scratch)), Path(scratch) / "ready")
                 (Path(scratch) / "ready").rename(FOLDER)
@@ -51,6 +55,19 @@ def tool(name: str) -> Path:
 def home(name: str) -> Path:
     """The working directory that a tool wants."""
     return tool(name).parents[2] / _TEMPLATES if name == "alertmanager" else Path.cwd()
+
+
+@contextmanager
+def running(folder: Path, name: str, *flags: str) -> Iterator[None]:
+    """The program of this name for as long as the context lasts, its log in `folder`."""
+    with (folder / f"{name}.log").open("w") as log:
+        words = [str(tool(name)), *flags]
+        process = subprocess.Popen(words, cwd=home(name), stdout=log, stderr=log)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 def _fetch(folder: Path) -> list[Path]:
