@@ -15,7 +15,7 @@ export TRITON_IMAGE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
-.PHONY: help setup setup-generation demo demo-chat test test-long check serve image engine-in-container examples compare compare-path compare-tasks grid scaling precisions gpu-test soak fuzz clean
+.PHONY: help setup setup-generation demo demo-chat test test-long check serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -109,6 +109,9 @@ compare: setup  ## Measure fp32 and auto precision against infinity-emb, LitServ
 
 compare-path: setup  ## What tokenizing, hops and decoding cost around a core like a GPU's (ARGS=--full)
 	$(BIN)/python build_scripts/peers/path.py $(ARGS)
+
+compare-generation: setup setup-generation  ## Text generation beside vLLM's own OpenAI server (ARGS="--clients 8")
+	$(BIN)/python build_scripts/peers/generation.py $(ARGS)
 
 compare-tasks: setup  ## Measure every task against transformers' own pipelines
 	$(BIN)/python build_scripts/peers/tasks.py
