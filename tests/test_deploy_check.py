@@ -11,7 +11,8 @@ from kubernetes_validate.utils import schema_contents
 from typer.testing import CliRunner
 
 from deploy_cases import ENGINE, KUBERNETES, options, write_bench, write_built
-from manifest_cases import BROKEN, CHARTS, fine, text_of
+from manifest_cases import BROKEN, fine, text_of
+from manifest_charts import CHARTS
 from triptych.cli import app
 from triptych.deploy.checks import CHECKS, check_manifests
 from triptych.deploy.checks.known import Known, known_of

@@ -29,10 +29,10 @@ from peers.model import CACHE
 from triptych.bench.child_process import ChildProcess
 from triptych.client import AsyncClient
 from triptych.generation.build import build_generation
+from triptych.generation.environment import environment_python
 from triptych.generation.inputs import GenerationInputs, read_generation
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.runtime.engine_vllm import DTYPES, PRIVATE
-from triptych.server.generation_environment import find_environment
 from triptych.server.http_probe import answers
 from triptych.server.ports import claim_ports
 from triptych.server.server import Server
@@ -126,13 +126,10 @@ def _ensemble(repository: Path) -> Iterator[str]:
 @contextmanager
 def _vllm_server(inputs: GenerationInputs) -> Iterator[str]:
     """VLLM's OpenAI server with what the pipeline's core asks of its engine; its address."""
-    environment = find_environment()
-    if environment is None:
-        raise SystemExit("vLLM is not installed: run `make setup-generation`")
     core = inputs.spec.core
     port = claim_ports(_HOST, {"port": 0})["port"]
     command = [
-        str(environment / "bin/python"), "-m", "vllm.entrypoints.openai.api_server",
+        str(environment_python()), "-m", "vllm.entrypoints.openai.api_server",
         *("--model", str(inputs.weights), "--served-model-name", inputs.spec.name),
         *("--host", _HOST, "--port", str(port), "--dtype", DTYPES[core.precision]),
         *("--max-model-len", str(inputs.max_length), "--max-num-seqs", str(core.max_sequences)),

@@ -27,7 +27,7 @@ from triptych.cli.options import (
     status,
 )
 from triptych.cli.running import run, warn
-from triptych.cli.shown import print_finding
+from triptych.cli.shown import print_finding, tell_verdict
 from triptych.errors import UserError
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 
@@ -246,12 +246,8 @@ def verify(
         clients=clients,
         timeout_s=timeout_s,
     )
-    if as_json:
-        print_json(result.as_dict())
-    else:
-        for line, style in describe_verification(result):
-            output.print(line, style=style, markup=False)
-    raise typer.Exit(0 if result.passed else EXIT_FINDINGS)
+    lines = describe_verification(result)
+    tell_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, NoReturn
 
@@ -39,6 +39,18 @@ def tell_findings(found: Sequence[Finding], as_json: bool) -> NoReturn:
             print_finding(output, finding)
         output.print(f"{errors} errors, {len(findings) - errors} other findings", markup=False)
     raise typer.Exit(EXIT_FINDINGS if errors else 0)
+
+
+def tell_verdict(
+    data: object, lines: Iterable[tuple[str, str]], *, passed: bool, as_json: bool
+) -> NoReturn:
+    """Print a verdict, as plain data or in lines with their styles, and end with its exit code."""
+    if as_json:
+        print_json(data)
+    else:
+        for line, style in lines:
+            output.print(line, style=style, markup=False)
+    raise typer.Exit(0 if passed else EXIT_FINDINGS)
 
 
 def print_tree(console: Console, value: Mapping[str, object], indent: int = 0) -> None:

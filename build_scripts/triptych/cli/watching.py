@@ -25,6 +25,7 @@ from triptych.cli.options import (
     report_into,
 )
 from triptych.cli.running import stoppable
+from triptych.cli.shown import tell_verdict
 from triptych.cli.tuning import seconds_of
 from triptych.errors import UserError
 from triptych.runtime.sample_files import FOLDER_VARIABLE
@@ -198,12 +199,8 @@ def shadow(
     how = Replay(most=rows, clients=clients, load=load, rounds=rounds, seconds=seconds)
     with stoppable():
         found = shadow_candidate(inputs, repository, candidate, sample, how, progress)
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        for line, style in describe_shadow(found):
-            output.print(line, style=style, markup=False)
-    raise typer.Exit(0 if found.passed else EXIT_FINDINGS)
+    lines = describe_shadow(found)
+    tell_verdict(found.as_dict(), lines, passed=found.passed, as_json=as_json)
 
 
 @app.command()

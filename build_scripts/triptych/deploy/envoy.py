@@ -17,13 +17,13 @@ from triptych.deploy.workload import (
     PORTS,
     disruption_budget,
     headless_service,
+    isolated,
     labels,
     metadata,
     network_policy,
     restricted,
     servers_policy,
     service,
-    spread,
 )
 from triptych.fleet.bootstrap import EndpointNames, Listen, bootstrap
 from triptych.fleet.reasons import Because
@@ -166,21 +166,10 @@ def deployment(basis: Basis) -> dict[str, Any]:
         "volumeMounts": [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}],
     }
     pod = {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
+        **isolated(proxy_labels(options), USER),
         "terminationGracePeriodSeconds": Because(
             PRE_STOP_S + exit_s * (1 + _SETTLE_S) + _MARGIN_S, "what preStop may take, and a margin"
         ),
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "topologySpreadConstraints": [
-            spread(proxy_labels(options), "kubernetes.io/hostname"),
-            spread(proxy_labels(options), "topology.kubernetes.io/zone"),
-        ],
         "containers": [container],
         "volumes": [{"name": "config", "configMap": {"name": proxy_name(options)}}],
     }

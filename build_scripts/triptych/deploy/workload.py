@@ -38,20 +38,8 @@ def deployment(options: Options, sizes: Sizes, version: str) -> dict[str, Any]:
     pod = {
         "metadata": {"labels": {**labels(options), "app.kubernetes.io/version": version}},
         "spec": {
-            # Nothing in the pod talks to the cluster.
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
+            **isolated(labels(options), USER),
             "terminationGracePeriodSeconds": sizes.grace_s,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "topologySpreadConstraints": [
-                spread(labels(options), "kubernetes.io/hostname"),
-                spread(labels(options), "topology.kubernetes.io/zone"),
-            ],
             "containers": [_container(options, sizes)],
             "volumes": _volumes(options, sizes, version),
         },
@@ -278,7 +266,25 @@ def pods_of(namespace: str) -> dict[str, Any]:
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
 
 
-def spread(selected: dict[str, str], key: str) -> dict[str, Any]:
+def isolated(selected: dict[str, str], user: int) -> dict[str, Any]:
+    """Of a pod with these labels: a user without rights, no access to the cluster, spread out."""
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": user,
+            "runAsGroup": user,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "topologySpreadConstraints": [
+            _spread(selected, "kubernetes.io/hostname"),
+            _spread(selected, "topology.kubernetes.io/zone"),
+        ],
+    }
+
+
+def _spread(selected: dict[str, str], key: str) -> dict[str, Any]:
     """Pods of these labels on different nodes or zones, where there is room."""
     return {
         "maxSkew": 1,
