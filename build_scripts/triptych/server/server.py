@@ -35,6 +35,7 @@ _EXIT_TIMEOUT_S = 3600
 _LOADING_GRACE_S = 2.0
 _POLL_S = 0.05
 _WATCH_S = 0.2
+_DYING_S = 1.0
 
 
 class ServerError(UserError):
@@ -222,7 +223,8 @@ class Server:
         deadline = time.monotonic() + within_s
         while not self._started().wait(min(_WATCH_S, max(deadline - time.monotonic(), 0.0))):
             dead = dead_steps(self.pid, self._steps)
-            if dead and self._started().is_running:
+            # Steps end with their server, and may be seen dead before it is.
+            if dead and not self._started().wait(_DYING_S):
                 self._keep_log = True
                 pid, model = next(iter(dead.items()))
                 reason = f"its process {pid} is gone"
