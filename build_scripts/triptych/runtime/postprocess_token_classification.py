@@ -99,6 +99,8 @@ class Decoder:
 
 def _stack_kinds(carries: Carries) -> NDArray[np.uint8]:
     """The kinds of all rows, ``[n, widest]``, filled up with OUTSIDE."""
+    if len(carries) == 1:
+        return carries[0].kinds[None]
     lengths = np.array([len(carry.kinds) for carry in carries])
     kinds = np.full((len(carries), lengths.max(initial=0)), OUTSIDE, dtype=np.uint8)
     if len(carries):
@@ -109,15 +111,25 @@ def _stack_kinds(carries: Carries) -> NDArray[np.uint8]:
 
 def _starts(row: NDArray[np.intp], begins: NDArray[np.bool_]) -> NDArray[np.intp]:
     """Where pieces begin, of at least one: at `begins`, and at the first of each row."""
-    later = begins[1:] | (row[1:] != row[:-1])
-    return np.append(0, np.flatnonzero(later) + 1)
+    first = begins.copy()
+    first[0] = True
+    first[1:] |= row[1:] != row[:-1]
+    return first.nonzero()[0]
+
+
+def _lengths(first: NDArray[np.intp], count: int) -> NDArray[np.intp]:
+    """Pieces from each of `first` to before the next, of so many in all."""
+    lengths = np.empty_like(first)
+    lengths[:-1] = first[1:] - first[:-1]
+    lengths[-1] = count - first[-1]
+    return lengths
 
 
 def _join(
     pieces: Pieces, first: NDArray[np.intp], label: NDArray[np.intp], score: NDArray[np.float32]
 ) -> Pieces:
     """One piece from each of `first` to before the next, with the label and score given."""
-    last = np.append(first[1:], len(pieces.row)) - 1
+    last = first + _lengths(first, len(pieces.row)) - 1
     return Pieces(pieces.row[first], pieces.start[first], pieces.end[last], label, score)
 
 
@@ -129,6 +141,10 @@ def _best(scores: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.flo
 def _mean(scores: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.float32]:
     """Mean over the pieces from each of `first` to before the next, leaving out NaN."""
     known = ~np.isnan(scores)
+    if known.all():
+        length = _lengths(first, len(scores)).astype(np.float32)
+        sums: NDArray[np.float32] = np.add.reduceat(scores, first, axis=0)
+        return sums / length.reshape(-1, *[1] * (scores.ndim - 1))
     count = np.add.reduceat(known, first, axis=0, dtype=np.int32)
     total = np.add.reduceat(np.where(known, scores, np.float32(0)), first, axis=0)
     mean = np.full(total.shape, np.nan, dtype=np.float32)
@@ -139,7 +155,7 @@ def _surest(score: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.i
     """Index of the highest score from each of `first` to before the next; of equals, the first."""
     order = np.arange(len(score))
     highest = np.fmax.reduceat(score, first)
-    length = np.diff(first, append=len(score))
+    length = _lengths(first, len(score))
     # Where no score is a number, none equals the highest: the first then stands for all.
     found = np.minimum.reduceat(
         np.where(score == np.repeat(highest, length), order, len(score)), first
