@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
-import random
+import os
+import resource
 import shutil
+import signal
 import stat
+import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -22,18 +27,24 @@ from task_models import TOPICS, text_classifier
 from triptych.bench.metrics_page import fetch_metrics
 from triptych.cli import app
 from triptych.client import Client
+from triptych.container.steps import step_processes
 from triptych.errors import UserError
 from triptych.pipeline.spec import load_spec
 from triptych.repository.lock import build_id
-from triptych.repository.render import with_imports
 from triptych.requests.inputs import read_inputs
-from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files, remove_old, write_file
-from triptych.runtime.sampling import LARGEST, Drawing, passenger_of, unpack, with_passenger
+from triptych.runtime.sample_files import FOLDER_VARIABLE, PARTIAL, list_files
 from triptych.server.server import Server
 
 SECRET = "4711-0815-SECRET"
 HOOKS = """
+import os
 import re
+import time
+
+if "CLOCK" in os.environ and not hasattr(time, "right"):
+    # A fake: the clock of this step is wrong by the file's seconds.
+    time.right = time.time_ns
+    time.time_ns = lambda: time.right() + 10**9 * int(open(os.environ["CLOCK"]).read() or 0)
 
 
 def redact(inputs, answer):
@@ -41,67 +52,15 @@ def redact(inputs, answer):
         return None
     if "break" in inputs["text"]:
         raise KeyError(inputs["text"])
+    if "end the writer" in inputs["text"]:
+        raise SystemExit(inputs["text"])
     return {"text": re.sub("[0-9]{4}-[0-9]{4}-SECRET", "#", inputs["text"])}, answer
 """
 TEXTS = traffic_texts()[:30]
+PLANTED = "planted by nobody else 2718281828"  # which `redact` leaves as it is
+SAID: list[str] = []
+"""All that the command said in this module: output, errors, what was raised."""
 SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
-
-
-def test_rows_are_drawn_alike_whatever_request_they_are_in() -> None:
-    drawing = Drawing(0.1, random.Random(5))
-    found: Counter[int] = Counter()
-    for request in range(4000):
-        texts = [f"{request} {row}" for row in range(1 + request % 5)]
-        passenger = drawing.draw({"text": texts}, "{}")
-        if passenger:
-            sampled = unpack(passenger)
-            assert sampled.columns["text"] == [texts[row].encode() for row in sampled.rows]
-            found.update(sampled.rows)
-    sent = {row: 4000 - 800 * row for row in range(5)}
-    for row, count in sent.items():  # five standard deviations
-        assert abs(found[row] - 0.1 * count) < 5 * (0.09 * count) ** 0.5, (row, found)
-    every = Drawing(1.0).draw({"text": ["a", "b"], "image": [b"\0", b""]}, '{"top_k": 1}')
-    sampled = unpack(every)
-    assert (sampled.rows, sampled.parameters) == ([0, 1], '{"top_k": 1}')
-    assert sampled.columns == {"text": [b"a", b"b"], "image": [b"\0", b""]}
-    large = unpack(Drawing(1.0).draw({"text": ["x" * (LARGEST + 1)]}, "{}"))
-    assert (large.rows, large.columns) == ([0], {})
-
-
-def test_a_passenger_travels_behind_the_numbers_of_the_ticket() -> None:
-    ticket = np.arange(4, dtype=np.int64)[None].repeat(3, 0)
-    passenger = Drawing(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}")
-    together = with_passenger(ticket, passenger)
-    assert together.dtype == ticket.dtype
-    assert together[:, :4].tolist() == ticket.tolist()
-    assert unpack(passenger_of(together)) == unpack(passenger)
-    assert passenger_of(ticket) == b""
-
-
-def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
-    folder = tmp_path / "samples" / "p"
-
-    def write(lines: int, **limits: int) -> None:
-        bounds = {"most_rows": 10, "most": 1000, **limits}
-        write_file(folder, "p", [b"x" * 9 + b"\n"] * lines, rows=lines, **bounds)
-
-    for _ in range(6):
-        write(3)
-    files = list_files(folder, "p")
-    assert [file.rows for file in files] == [3, 3, 3]
-    assert {stat.S_IMODE(file.path.stat().st_mode) for file in files} == {0o600}
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    write(3, most=65)
-    assert sum(file.size for file in list_files(folder, "p")) == 60
-    (folder / "another.1.1.aa.jsonl").write_text("not ours")
-    now = time.time()
-    remove_old(folder, "p", 1.0, now + 3590)
-    assert len(list_files(folder, "p")) == 2
-    remove_old(folder, "p", 1.0, now + 3610)
-    assert not list_files(folder, "p")
-    write(1)
-    remove_old(folder, "p", 1.0, now - 7200)  # the clock went back: nobody knows its age
-    assert [path.name for path in folder.iterdir()] == ["another.1.1.aa.jsonl"]
 
 
 def write_sampling(folder: Path, model: Path, **sample: Any) -> Path:
@@ -111,15 +70,6 @@ def write_sampling(folder: Path, model: Path, **sample: Any) -> Path:
     made = write_pipeline(folder, **fields)
     (made / "hooks.py").write_text(HOOKS, encoding="utf-8")
     return made
-
-
-def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
-    decode = "postprocess_classification.py"
-    steps = {"preprocess.py": {"rows.py": "rows_text.py"}, "postprocess.py": {"decode.py": decode}}
-    for step, own in steps.items():
-        assert not [file for file in with_imports({"model.py": step, **own}) if "sampl" in file]
-    written = with_imports({"sample_writer.py": "sample_writer.py"})
-    assert {"sampling.py", "sample_files.py", "sample_writer.py"} <= written.keys()
 
 
 @pytest.fixture(scope="module")
@@ -223,17 +173,79 @@ def test_a_folder_that_is_gone_costs_samples_and_no_answers(server: Server, buil
     assert counts(server)["kept"] == before["kept"]
 
 
+@pytest.mark.server
+def test_what_goes_wrong_costs_samples_and_no_answers(server: Server, built: Path) -> None:
+    """Two servers in one folder; of one: a full disk, wrong clocks, what ends a thread, SIGKILL."""
+    folder, clock = built / "samples/sampled", built / "clock"
+    clock.write_text("0")
+    environment = {FOLDER_VARIABLE: str(built / "samples"), "CLOCK": str(clock)}
+
+    def ask(asked: Server, texts: list[str], dropped: str = "") -> int:
+        """Rows in the folder after all are kept, or dropped for that reason; all are answered."""
+        before = counts(asked)
+        with Client("sampled", asked.grpc_url) as client:
+            assert len(client.classify(texts)) == len(texts)
+        wait_for(lambda: (counts(asked) - before)[dropped or "kept"] == len(texts), str(texts[:3]))
+        assert (counts(asked) - before).keys() <= {dropped} if dropped else {"kept", "bytes"}
+        return len(records(folder))
+
+    with Server(built / "repository", environment=environment) as other:
+        rows = [len(records(folder)), *(counts(each)["kept"] for each in (server, other))]
+        threads = [
+            threading.Thread(target=lambda each=each: [ask(each, TEXTS[:3]) for _ in range(5)])
+            for each in (server, other)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(records(folder)) - rows[0] == 30
+        assert [counts(each)["kept"] for each in (server, other)] == [rows[1] + 15, rows[2] + 15]
+
+        (pid,) = (
+            process
+            for process, step in step_processes(other.pid).items()
+            if step == "sampled_postprocess"
+        )
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+        now = ask(other, TEXTS[:9], dropped="disk")  # a write stops amid, as on a full disk
+        assert not list(folder.glob(f"{PARTIAL}*"))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+        assert ask(other, TEXTS[:9]) == now + 9
+        for seconds, found in ((1700, now + 18), (-1700, now + 27)):  # files stay whole and known
+            clock.write_text(str(seconds))
+            assert ask(other, TEXTS[:9]) == found
+        day = 24 * 3600
+        for seconds in (100 * day, -100 * day):  # the servers take each other's files for too old
+            clock.write_text(str(seconds))
+            assert ask(other, TEXTS[:9]) <= 9
+        clock.write_text("0")
+        assert ask(server, TEXTS[:9]) == 9
+        ask(other, ["end the writer"] * 2, dropped="redact")
+        assert ask(other, TEXTS[:9]) == 18
+
+        os.kill(pid, signal.SIGKILL)
+        assert ask(server, TEXTS[:9]) == 27
+    assert not [path for path in folder.iterdir() if path.suffix != ".jsonl"]
+
+
 def triptych(built: Path, *words: str | Path, samples: Path | None = None) -> Result:
     """The command on the folder of `built`, in this process: torch is there already."""
     folders = {name: built / name for name in ("pipelines", "repository")}
     variables = {FOLDER_VARIABLE: str(samples or built / "samples")}
     options = [part for name, folder in folders.items() for part in (f"--{name}", str(folder))]
-    return CliRunner().invoke(app, [*map(str, words), *options], env=variables)
+    done = CliRunner().invoke(app, [*map(str, words), *options], env=variables)
+    SAID.extend((done.output, done.stderr, repr(done.exception)))
+    if done.exc_info is not None:
+        SAID.extend(traceback.format_exception(*done.exc_info))
+    return done
 
 
 @pytest.mark.server
 def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built: Path) -> None:
     asked = [f"{text} {SECRET}" if row % 10 == 0 else text for row, text in enumerate(TEXTS)]
+    asked.append(PLANTED)
     for name in ("sampled", "stale"):
         with Client(name, server.grpc_url) as client:
             client.classify(asked)
@@ -264,7 +276,7 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
     for path in (built / "reports").rglob("*"):
         if path.is_file():
             content = path.read_text(encoding="utf-8")
-            assert not any(text in content for text in (*TEXTS, SECRET)), path
+            assert not any(text in content for text in (*TEXTS, SECRET, PLANTED)), path
     timeline = json.loads((built / "reports/sampled/watch/timeline.json").read_text())
     assert len(timeline["looks"]) == 2
 
@@ -354,6 +366,39 @@ def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
     assert SECRET not in str(texts)
     again = json.loads(triptych(built, "traffic", "sampled", "--from-sample", "--json").stdout)
     assert (again["added"], again["before"]) == (0, len(after))
+
+
+FAILS = """
+
+def {name}(rows, inputs=None):
+    if "{planted}" in str([rows, inputs]):
+        raise {error}(str([rows, inputs]))
+    return rows
+"""
+
+
+@pytest.mark.server
+def test_a_planted_text_is_in_the_sample_and_nowhere_else(server: Server, built: Path) -> None:
+    """After all that the tests above did with it, and hooks that fail on it in their own words."""
+    for name, error in (("before", "KeyError"), ("before", "ValueError"), ("after", "KeyError")):
+        hooks = HOOKS + FAILS.format(name=name, planted=PLANTED[:9], error=error)
+        (built / "pipelines/stale/hooks.py").write_text(hooks, encoding="utf-8")
+        reports = built / f"reports {name} {error}"  # to which all rows are new
+        done = triptych(built, "watch", "stale", "--reports", reports, "--textfile", built / "a")
+        assert done.exit_code == 1, done.output
+    triptych(built, "history", "sampled", "--json")
+    with urlopen(server.metrics_url) as page:
+        SAID.append(page.read().decode())
+    files = [path for path in built.rglob("*") if path.is_file()]
+    started = (built / "pipelines/sampled/pipeline.yaml").stat().st_mtime
+    cache = Path(os.environ["TRIPTYCH_CACHE"]).rglob("*")
+    files += [path for path in cache if path.is_file() and path.stat().st_mtime >= started]
+    assert server.log_file is not None
+    holding = [path for path in (*files, server.log_file) if PLANTED.encode() in path.read_bytes()]
+    wanted = {built / "samples/sampled", built / "samples/stale", built / "pipelines/sampled"}
+    assert {path.parent for path in holding} == wanted  # traffic grew by it, as was asked for
+    assert len(SAID) > 20
+    assert not [said for said in SAID if PLANTED in said]
 
 
 def test_redact_must_be_there(tmp_path: Path, model: Path) -> None:
