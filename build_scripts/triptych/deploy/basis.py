@@ -26,6 +26,7 @@ class Basis:
     Attributes:
         repository: holds the pipeline, and no other.
         version: the start of the lock's hash, which names the repository's image or volume.
+        candidate: likewise of a build that gets copies of requests; None without one.
     """
 
     repository: Path
@@ -34,6 +35,7 @@ class Basis:
     measured: Measured
     sizes: Sizes
     version: str
+    candidate: str | None = None
 
     @property
     def metrics(self) -> Metrics:
@@ -93,10 +95,26 @@ def basis_of(repository: Path, pipeline: str, options: Options, reports: Path) -
     lock = read_lock(repository, pipeline)
     _check_alone(repository, lock)
     _check_promise(lock)
+    _check_sampling(lock, options)
     measured = measured_of(lock, options, reports)
     sizes = sizes_of(lock, options, measured, repository)
     version = build_id(repository, pipeline)[:_VERSION_DIGITS]
-    return Basis(repository, lock, options, measured, sizes, version)
+    candidate = None
+    if options.mirrored is not None:
+        candidate = _other_build(options.mirrored.repository, pipeline, version, "--mirror")
+    return Basis(repository, lock, options, measured, sizes, version, candidate)
+
+
+def _other_build(repository: Path, pipeline: str, version: str, option: str) -> str:
+    """The start of the hash of the build that an option names."""
+    found = build_id(repository, pipeline)[:_VERSION_DIGITS]
+    if found == version:
+        raise UserError(
+            option,
+            "must name another build than the one that is deployed",
+            given=f"{repository}, which holds {found}, too",
+        )
+    return found
 
 
 def _check_alone(repository: Path, lock: Lock) -> None:
@@ -128,3 +146,17 @@ def _check_promise(lock: Lock) -> None:
             remedy=f"Set for example serving.slo.p99_ms: 50, and run `triptych build "
             f"{lock.spec.name}`",
         )
+
+
+def _check_sampling(lock: Lock, options: Options) -> None:
+    if lock.spec.serving.sample is not None:
+        return
+    for option, given in (("--watch-image", options.watch_image), ("--mirror", options.mirrored)):
+        if given is not None:
+            raise UserError(
+                option,
+                "must come with a build that samples",
+                given="no serving.sample",
+                remedy="Write `sample: {rate: 0.001}` below serving, and run `triptych build "
+                f"{lock.spec.name}`",
+            )
