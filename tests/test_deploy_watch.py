@@ -5,11 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from deploy_cases import ENGINE, document, kustomized, options, taken, write_bench, write_built
+from conftest import lock_data, write_lock
+from deploy_cases import (
+    ENGINE,
+    KUBERNETES,
+    document,
+    kustomized,
+    options,
+    taken,
+    write_bench,
+    write_built,
+)
 from test_deploy_targets import compose_schema
 from triptych.cli import app
 from triptych.deploy.basis import Manifests
@@ -17,6 +28,7 @@ from triptych.deploy.checks import check_manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.targets import manifests_of
 from triptych.errors import UserError
+from triptych.pipeline.slo import Slo
 
 SAMPLING: dict[str, Any] = {"serving": {"slo": {"p99_ms": 80.0}, "sample": {"rate": 0.01}}}
 
@@ -87,6 +99,59 @@ def test_without_sampling_or_an_image_there_is_nothing_to_look_at(tmp_path: Path
     for image, said in (("watch:1", "a build that samples"), ("watch", "tag that does not move")):
         with pytest.raises(UserError, match=said):
             manifests_of(repository, "minilm", options(watch_image=image), reports)
+
+
+def test_a_canary_waits_for_the_verdict_on_both_builds(tmp_path: Path) -> None:
+    sampling = {"slo": {"p99_ms": 80.0}, "triton": "26.08", "sample": {"rate": 0.01}}
+    new, old = (write_built(tmp_path / name, serving=sampling) for name in ("new", "old"))
+    lock = lock_data(old, "minilm")
+    (old / "minilm/triptych.lock.json").unlink()
+    write_lock(old, "minilm", {**lock, "built_at": "2025-01-01T00:00:00+00:00"})
+    reports = write_bench(tmp_path / "reports", slo=Slo(p99_ms=80.0))
+    usual: dict[str, Any] = {"watch_image": "watch:1", "replaces": old}
+    argo = options(**usual, gateway="public", rollout="argo")
+    made = manifests_of(new, "minilm", argo, reports)
+    objects = taken(kustomized(tmp_path / "argo", made))
+    assert check_manifests(tmp_path / "argo") == []
+    steps = objects["Rollout minilm"]["spec"]["strategy"]["canary"]["steps"]
+    assert steps[0] == {"analysis": {"templates": [{"templateName": "minilm-verdict"}]}}
+    assert "setWeight" in steps[1]
+    (metric,) = objects["AnalysisTemplate minilm-verdict"]["spec"]["metrics"]
+    job = metric["provider"]["job"]
+    canary = options(**usual, target="kserve", canary_percent=10)
+    made = manifests_of(new, "minilm", canary, reports)
+    objects = taken(kustomized(tmp_path / "kserve", made))
+    assert check_manifests(tmp_path / "kserve") == []
+    alone = document(made, "verdict-job.yaml")
+    kubernetes_validate.validate(alone, KUBERNETES[0], strict=True)
+    assert alone["spec"] == job["spec"]
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (job["spec"]["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
+    assert parses(container["command"])
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert claims["models"] == f"minilm-{made.version}" != claims["in-place"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    words = container["command"]
+    for option, volume in (
+        ("--repository", "in-place"), ("--candidate", "models"), ("--samples", "samples"),
+    ):  # fmt: skip
+        assert words[words.index(option) + 1] == mounts[volume]
+    # Nobody reaches a pod that holds what users sent.
+    policy = objects["NetworkPolicy minilm-verdict"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == job["metadata"]["labels"]
+    assert not {"ingress", "egress"} & set(policy)
+    for changes, said in (
+        ({"watch_image": "watch:1"}, "--watch-image, and --rollout or --canary"),
+        ({"gateway": "public", "rollout": "argo"}, "--watch-image, and --rollout or --canary"),
+        ({**usual, "gateway": "public", "rollout": "argo", "replaces": new}, "another build"),
+    ):
+        with pytest.raises(UserError, match=said):
+            manifests_of(new, "minilm", options(**{"replaces": old, **changes}), reports)
 
 
 def test_kserve_and_compose_sample_too(tmp_path: Path) -> None:

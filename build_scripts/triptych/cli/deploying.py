@@ -107,6 +107,10 @@ def deploy(
         str | None,
         typer.Option(metavar="REPOSITORY:SHARE", help="Build that gets copies of requests."),
     ] = None,
+    replaces: Annotated[
+        Path | None,
+        typer.Option(metavar="REPOSITORY", help="Build in place: a canary must answer as well."),
+    ] = None,
     check: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write nothing: say what will hurt in manifests."),
@@ -155,6 +159,7 @@ def deploy(
         replicas=replicas,
         watch_image=watch_image,
         mirrored=None if mirror is None else mirrored_of(mirror),
+        replaces=replaces,
     )
     manifests = manifests_of(repository, name, options, reports / name)
     folder = out if out is not None else OUT / name

@@ -27,6 +27,7 @@ class Basis:
         repository: holds the pipeline, and no other.
         version: the start of the lock's hash, which names the repository's image or volume.
         candidate: likewise of a build that gets copies of requests; None without one.
+        in_place: likewise of the build that is replaced; None where it is not told.
     """
 
     repository: Path
@@ -36,6 +37,7 @@ class Basis:
     sizes: Sizes
     version: str
     candidate: str | None = None
+    in_place: str | None = None
 
     @property
     def metrics(self) -> Metrics:
@@ -99,10 +101,12 @@ def basis_of(repository: Path, pipeline: str, options: Options, reports: Path) -
     measured = measured_of(lock, options, reports)
     sizes = sizes_of(lock, options, measured, repository)
     version = build_id(repository, pipeline)[:_VERSION_DIGITS]
-    candidate = None
+    candidate = in_place = None
     if options.mirrored is not None:
         candidate = _other_build(options.mirrored.repository, pipeline, version, "--mirror")
-    return Basis(repository, lock, options, measured, sizes, version, candidate)
+    if options.replaces is not None:
+        in_place = _other_build(options.replaces, pipeline, version, "--replaces")
+    return Basis(repository, lock, options, measured, sizes, version, candidate, in_place)
 
 
 def _other_build(repository: Path, pipeline: str, version: str, option: str) -> str:

@@ -19,6 +19,7 @@ from triptych.deploy.monitoring import pod_monitor, prometheus_rule, told_unread
 from triptych.deploy.options import Options
 from triptych.deploy.samples import group, watching
 from triptych.deploy.scaling import scaled_object
+from triptych.deploy.verdict import verdict_job, verdict_policy
 from triptych.deploy.workload import (
     PORTS,
     disruption_budget,
@@ -60,6 +61,7 @@ def kserve_manifests(repository: Path, pipeline: str, options: Options, reports:
         "serving-runtime.yaml": _runtime(basis),
         "inference-service.yaml": _inference_service(basis),
         **({} if sample is None else watching(basis, sample)),
+        **({} if basis.in_place is None else {"verdict-policy.yaml": verdict_policy(options)}),
         "disruption-budget.yaml": disruption_budget(options),
         "pod-monitor.yaml": pod_monitor(options),
         "prometheus-rule.yaml": told_unready(
@@ -73,6 +75,8 @@ def kserve_manifests(repository: Path, pipeline: str, options: Options, reports:
         **{f"overlays/standard/{name}": document for name, document in _standard(basis).items()},
         **{f"overlays/knative/{name}": document for name, document in _knative(basis).items()},
     }
+    if basis.in_place is not None:
+        files["verdict-job.yaml"] = verdict_job(basis)
     mode = "standard" if options.canary_percent is None else "knative"
     return Manifests(files, basis.version, f"overlays/{mode}", APPLY)
 

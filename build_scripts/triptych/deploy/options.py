@@ -67,6 +67,8 @@ class Options:
         watch_image: holds this package, PyTorch and the pipeline, and looks at what is sampled;
             None writes no watch.
         mirrored: a build that gets copies of some requests; None for none.
+        replaces: repository of the build in place, which `shadow` holds the new one against; None
+            asks it nothing.
     """
 
     image: str
@@ -91,6 +93,7 @@ class Options:
     replicas: int | None = None
     watch_image: str | None = None
     mirrored: Mirrored | None = None
+    replaces: Path | None = None
 
     @property
     def envoy(self) -> str | None:
@@ -209,6 +212,14 @@ def _check_target(options: Options) -> None:
             "must come with --gateway: a weighted route is what moves requests step by step",
             given="no gateway",
             remedy="Name the Gateway of your cluster, or leave --rollout out",
+        )
+    is_gradual = options.rollout is not None or options.canary_percent is not None
+    if options.replaces is not None and not (is_gradual and options.watch_image is not None):
+        raise UserError(
+            "--replaces",
+            "must come with --watch-image, and --rollout or --canary: the first runs the "
+            "comparison, the others wait for it",
+            given="only some of them",
         )
     if options.canary_percent is not None and options.canary_percent > 100:
         raise UserError("--canary", "must be a percentage, 1 to 100", given=options.canary_percent)
