@@ -52,7 +52,7 @@ def test_all_replicas_write_where_the_watch_reads(tmp_path: Path) -> None:
     assert check_manifests(tmp_path / "out") == []
     claim = objects["PersistentVolumeClaim minilm-samples"]["spec"]
     assert claim["accessModes"] == ["ReadWriteMany"]
-    assert claim["resources"]["requests"]["storage"] == "512Mi"
+    assert claim["resources"]["requests"]["storage"] == "768Mi"
     pods = [
         objects[f"Deployment {name}"]["spec"]["template"]["spec"]
         for name in ("minilm", "minilm-watch")

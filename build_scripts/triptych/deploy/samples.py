@@ -15,7 +15,6 @@ from triptych.container.settings import read_settings
 from triptych.deploy.basis import Basis
 from triptych.deploy.monitoring import pod_monitor
 from triptych.deploy.options import WATCH_EVERY, Options
-from triptych.deploy.sizing import TMP_MIB
 from triptych.deploy.workload import (
     PORTS,
     USER,
@@ -38,8 +37,10 @@ CONTAINER = "watch"
 _MIB, _STEP_MIB = 2**20, 64
 _BASE_MIB = 1024
 _OF_CORE = 4
-_WINDOWS_OVER = 2
+_FOLDERS = 2
 _CPU_MILLI = 500
+_CACHE_MIB = 256
+_TMP_MIB = 1024
 
 
 def claim_name(options: Options) -> str:
@@ -54,7 +55,8 @@ def watch_name(options: Options) -> str:
 
 def claim(options: Options, sample: Sample) -> dict[str, Any]:
     """The volume that all replicas write to and the watch reads."""
-    mib = math.ceil(_WINDOWS_OVER * sample.max_bytes / _MIB / _STEP_MIB) * _STEP_MIB
+    kept_mib = _FOLDERS * sample.max_bytes / _MIB
+    mib = math.ceil((kept_mib + _CACHE_MIB) / _STEP_MIB) * _STEP_MIB
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -70,8 +72,9 @@ def claim(options: Options, sample: Sample) -> dict[str, Any]:
                 "requests": {
                     "storage": Because(
                         f"{mib}Mi",
-                        f"{_WINDOWS_OVER} x serving.sample.max_bytes ({sample.max_bytes} bytes): "
-                        "each replica may be over it by one file, and the looks lie there, too",
+                        f"{_FOLDERS} x serving.sample.max_bytes ({sample.max_bytes} bytes): each "
+                        "replica may be over it by a file of a tenth, and a candidate has a folder "
+                        f"of its own; {_CACHE_MIB} MiB for the looks and what they computed once",
                     )
                 }
             },
@@ -191,7 +194,12 @@ def watch_pod(basis: Basis, container: dict[str, Any], *, version: str) -> dict[
         "volumes": [
             models_volume(options, version),
             volume(options),
-            {"name": "tmp", "emptyDir": {"sizeLimit": f"{TMP_MIB}Mi"}},
+            {
+                "name": "tmp",
+                "emptyDir": {
+                    "sizeLimit": Because(f"{_TMP_MIB}Mi", "scratch, also of servers for `shadow`")
+                },
+            },
         ],
     }
 
