@@ -27,6 +27,9 @@ COPY build_scripts/triptych/container /opt/triptych/triptych/container
 COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/in_flight.py \
      /opt/triptych/triptych/runtime/
 
+# For samples: a new volume that is mounted there gets this owner.
+RUN install --directory --owner=1000 --group=1000 --mode=0700 /samples
+
 # NVIDIA's images call this user triton-server.
 USER 1000
 WORKDIR /opt/triptych

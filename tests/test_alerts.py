@@ -51,13 +51,19 @@ class Case(NamedTuple):
         return {rule["alert"]: rule for rule in rules if "alert" in rule}
 
 
-def deployed(folder: Path, promise: dict[str, float], watched: str, **built: Any) -> Case:
+def deployed(
+    folder: Path, promise: dict[str, float], watched: str, *, samples: bool = False, **built: Any
+) -> Case:
+    """`samples`: with servers that sample, and somebody who looks at it."""
     release = "24.10" if watched == "summary" else "26.08"
-    serving = {"slo": promise, "triton": release}
+    serving: dict[str, Any] = {"slo": promise, "triton": release}
+    if samples:
+        serving["sample"] = {"rate": 0.01}
     repository = write_built(folder, serving=serving, **built)
     chosen = options(
         release=parse_release(release),
         gateway=None if watched == "envoy" else "edge",
+        watch_image="watch:1" if samples else None,
         **BY_HAND,
     )
     made = kubernetes_manifests(repository, "minilm", chosen, folder / "none")
@@ -247,6 +253,42 @@ def test_rows_that_drifted_are_told(tmp_path: Path) -> None:
     promtool("test", "rules", *files)
 
 
+def test_what_the_watch_finds_is_told_and_that_it_does_not_look(tmp_path: Path) -> None:
+    """Values every two minutes; a look at once, a second one that alarms, then none any more."""
+    case = deployed(tmp_path / "built", {"p99_ms": 80.0}, "histogram", samples=True)
+    where = 'namespace="default",pod="minilm-watch-1",pipeline="minilm"'
+    looks = {"alarms": "0x30 1x90", "drifts": "0x30 1x29 0x60", "at_seconds": "0x30 3600x180"}
+    pod = 'namespace="default",pod="minilm-1",pipeline="minilm"'
+    lost = {"disk": "0x60 0+2x120", "redact": "0+50x180", "exchange": "0+50x180"}
+    more = (
+        *({"series": f"triptych_watch_{n}{{{where}}}", "values": v} for n, v in looks.items()),
+        {"series": f"triptych_sample_kept{{{pod}}}", "values": "0+4x180"},
+        *(
+            {"series": f'triptych_sample_dropped{{{pod},reason="{why}"}}', "values": values}
+            for why, values in lost.items()
+        ),
+    )
+    checks = [
+        raised(case, minute, f"Minilm{name}", is_raised=is_raised)
+        for name, minute, is_raised in (
+            ("AnswersWrong", 58, False),
+            ("AnswersWrong", 64, True),
+            ("AnswersWrong", 240, True),
+            ("RequestsDrifted", 64, True),
+            ("RequestsDrifted", 130, False),
+            ("WatchSilent", 230, False),
+            ("WatchSilent", 310, True),  # three hours and the hour of `for`
+            ("SamplesDropped", 118, False),
+            ("SamplesDropped", 210, True),
+        )
+    ]
+    promtool(
+        "test", "rules", write_test(tmp_path, "watch", case, [(USUAL, 0.0)] * 160, checks, more)
+    )
+    gone = [raised(case, minute, "MinilmWatchSilent", is_raised=minute > 60) for minute in (50, 70)]
+    promtool("test", "rules", write_test(tmp_path, "gone", case, [(USUAL, 0.0)] * 40, gone))
+
+
 def test_the_alertmanager_example_wakes_somebody_once(cases: list[Case], tmp_path: Path) -> None:
     file = tmp_path / "alertmanager.yaml"
     file.write_text(yaml_of(alertmanager()))
@@ -273,7 +315,7 @@ def test_the_dashboard_is_as_grafana_has_it(cases: list[Case], tmp_path: Path) -
 
     gpu = deployed(
         tmp_path, {"p99_ms": 80.0}, "envoy", engine=ENGINE, core={"backend": "tensorrt"},
-        mean_tokens=20.0,
+        mean_tokens=20.0, samples=True,
     )  # fmt: skip
     for case in (*cases, gpu):
         (text,) = case.documents["base/dashboard.yaml"]["data"].values()
@@ -291,6 +333,7 @@ def test_the_dashboard_is_as_grafana_has_it(cases: list[Case], tmp_path: Path) -
         assert used <= records, case.name
     titles = {panel["title"] for panel in made["panels"]}
     assert titles >= {"Tokens of a row", "GPU busy", "Latency at Envoy", "Capacity used"}
+    assert titles >= {"Samples", "Evidence of wrong answers", "Looks"}
 
 
 def within(part: Any, whole: Any) -> bool:
@@ -306,7 +349,7 @@ def within(part: Any, whole: Any) -> bool:
 
 
 def test_the_runbook_has_an_entry_for_each_alert(cases: list[Case], tmp_path: Path) -> None:
-    drifting = deployed(tmp_path, {"p99_ms": 80.0}, "histogram", mean_tokens=20.0)
+    drifting = deployed(tmp_path, {"p99_ms": 80.0}, "histogram", samples=True, mean_tokens=20.0)
     names = {name for case in (*cases, drifting) for name in case.alerts}
     kinds = {
         re.sub(r"P[\d_]+(?=Burn|Missed)|(?<=Burn)\w+$", "", name.removeprefix("Minilm"))

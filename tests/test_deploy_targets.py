@@ -30,7 +30,7 @@ from triptych.deploy.targets import manifests_of
 from triptych.deploy.workload import PORTS
 from triptych.errors import UserError
 from triptych.fleet.proxy import envoy_command, find_envoy, validate
-from triptych.fleet.reasons import plain, yaml_of
+from triptych.fleet.reasons import plain
 from triptych.server.ports import claim_ports
 
 TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
@@ -211,7 +211,6 @@ def test_a_gateway_takes_the_place_of_envoy(tmp_path: Path) -> None:
     assert [next(iter(peer)) for peer in policy] == ["podSelector", "namespaceSelector"]
     query = objects["ScaledObject minilm"]["spec"]["triggers"][0]["metadata"]["query"]
     assert "nv_inference_request_success" in query
-    assert "requestMirror" in yaml_of(made.files["base/route.yaml"])
 
 
 def test_a_rollout_goes_by_the_rules_of_the_alerts(tmp_path: Path) -> None:

@@ -108,6 +108,17 @@ def build(pipeline: Path, label: str, *, at_load: bool = False) -> None:
     build_into(pipeline, repository_of(pipeline))
 
 
+def build_candidate(pipeline: Path, folder: Path) -> Path:
+    """A repository with another build, which samples all and labels it as OTHER."""
+    made = Path(shutil.copytree(pipeline, folder / "pipelines/tickets"))
+    spec = json.loads((made / "pipeline.yaml").read_text())
+    spec["serving"] = {"sample": {"rate": 1.0, "window_s": 0.2}}
+    (made / "pipeline.yaml").write_text(json.dumps(spec))
+    (made / "hooks.py").write_text(hooks("OTHER"))
+    build_into(made, folder / "candidate")
+    return folder / "candidate"
+
+
 @contextmanager
 def load(watched: Watched, clients: int = CLIENTS) -> Iterator[Asker]:
     """Many clients at once, none of which may fail."""
@@ -135,8 +146,14 @@ def test_serve_leaves_nothing_behind(
     pipeline: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     repository = Path(shutil.copytree(pipeline.parents[1] / "first", tmp_path / "repository"))
+    has_candidate = number == signal.SIGTERM
+    mirror = ("--mirror", f"{build_candidate(pipeline, tmp_path)}:1") if has_candidate else ()
+    samples = tmp_path / "samples"
     serve = subprocess.Popen(
-        [TRIPTYCH, "serve", str(repository), "--replicas", "2", "--json", *FREE_PORTS],
+        [
+            *(TRIPTYCH, "serve", str(repository), "--replicas", "2", "--json", *FREE_PORTS),
+            *("--samples", str(samples), *mirror),
+        ],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -145,6 +162,16 @@ def test_serve_leaves_nothing_behind(
         said = json.loads(serve.stdout.readline())
         with Client("tickets", said["grpc"]) as client:
             assert client.classify(["where is it"])[0][0].label == "FIRST"
+            # What the candidate answers is sampled, and nobody gets it.
+            deadline = time.monotonic() + 60
+            while has_candidate and not (kept := list(samples.glob(".candidate/tickets/*.jsonl"))):
+                assert time.monotonic() < deadline
+                assert client.classify(["where is it"])[0][0].label == "FIRST"
+                time.sleep(0.2)
+        if has_candidate:
+            assert json.loads(kept[0].read_text().splitlines()[1])["answer"]["label"]["texts"] == [
+                "OTHER"
+            ]
         family = psutil.Process(serve.pid).children(recursive=True)
         assert {replica["pid"] for replica in said["replicas"]} < {p.pid for p in family}
     finally:

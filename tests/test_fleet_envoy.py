@@ -13,17 +13,17 @@ import pytest
 import yaml
 
 from triptych.errors import UserError
-from triptych.fleet.bootstrap import (
+from triptych.fleet.bootstrap import Listen, bootstrap
+from triptych.fleet.builds import Build, keep_build
+from triptych.fleet.clusters import (
     GRPC,
     HTTP,
     EndpointFiles,
     EndpointNames,
     Endpoints,
-    Listen,
+    Mirror,
     assignment,
-    bootstrap,
 )
-from triptych.fleet.builds import Build, keep_build
 from triptych.fleet.crowding import crowding, find_crowding
 from triptych.fleet.gpus import check_gpus, count_replicas
 from triptych.fleet.proxy import find_envoy, validate
@@ -36,6 +36,7 @@ from triptych.server.server import Server
 
 LISTEN = Listen("127.0.0.1", 8001, 8000, 8002, 9901)
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
+MIRROR = Mirror(0.05, EndpointNames("candidate.default.svc", 8001, 8000))
 
 
 def settings(replicas: int = 3, *limits_ms: float) -> ProxySettings:
@@ -62,9 +63,10 @@ def values(data: Any, key: str) -> list[Any]:
 
 
 def test_envoy_itself_takes_the_configuration_with_files_and_with_names(tmp_path: Path) -> None:
-    for endpoints in (write_files(tmp_path), NAMES):
+    for endpoints, mirror in ((write_files(tmp_path), MIRROR), (NAMES, None), (NAMES, MIRROR)):
         config = tmp_path / "envoy.yaml"
-        config.write_text(yaml_of(bootstrap(settings(), LISTEN, endpoints)), encoding="utf-8")
+        data = bootstrap(settings(), LISTEN, endpoints, mirror)
+        config.write_text(yaml_of(data), encoding="utf-8")
         assert validate(config) == ""
     text = config.read_text(encoding="utf-8")
     config.write_text(text.replace("outlier_detection:", "outlier_detections:"), encoding="utf-8")
@@ -75,14 +77,35 @@ def test_envoy_itself_takes_the_configuration_with_files_and_with_names(tmp_path
 def test_what_the_yaml_says_is_the_data_and_each_setting_tells_its_reason(
     endpoints: Endpoints,
 ) -> None:
-    data = bootstrap(settings(3, 37.5), LISTEN, endpoints)
+    data = bootstrap(settings(3, 37.5), LISTEN, endpoints, MIRROR)
     text = yaml_of(data)
     assert yaml.safe_load(text) == plain(data)
     told = {reason for _, _, reason in reasons_of(data)}
     own = vars(settings(3, 37.5))
     used = {name: value for name, value in own.items() if value.reason in told}
-    assert own.keys() - used.keys() <= {"dns_refresh_s"}
-    assert ("dns_refresh_s" in used) == isinstance(endpoints, EndpointNames)
+    assert own.keys() == used.keys()
+
+
+def test_inference_alone_is_mirrored_and_little_at_once() -> None:
+    data = plain(bootstrap(settings(), LISTEN, NAMES, MIRROR))
+    routes = [route for found in values(data, "routes") for route in found if "v3" not in route]
+    mirrored = {
+        json.dumps(route["match"]): policy
+        for route in routes
+        for policy in route["route"].get("request_mirror_policies", ())
+    }
+    assert len(mirrored) == 2
+    for match, policy in mirrored.items():
+        assert "nfer" in match
+        assert "tream" not in match
+        share = policy["runtime_fraction"]["default_value"]
+        assert share == {"numerator": 50_000, "denominator": "MILLION"}
+    clusters = {one["name"]: one for one in data["static_resources"]["clusters"]}
+    assert {policy["cluster"] for policy in mirrored.values()} < clusters.keys()
+    for policy in mirrored.values():
+        (threshold,) = clusters[policy["cluster"]]["circuit_breakers"]["thresholds"]
+        assert threshold["max_requests"] == 16
+    assert "mirror" not in json.dumps(plain(bootstrap(settings(), LISTEN, NAMES)))
 
 
 def test_the_promise_is_an_edge_of_the_histogram() -> None:
@@ -101,7 +124,7 @@ def test_streams_are_neither_held_nor_sent_again_and_no_time_is_cut() -> None:
     data = plain(bootstrap(settings(), LISTEN, NAMES))
     routes = [route for found in values(data, "routes") for route in found if "v3" not in route]
     asked = [route for route in routes if route["route"]["cluster"] != "admin"]
-    assert len(asked) == 5
+    assert len(asked) == 7
     for route in asked:
         is_stream = "tream" in json.dumps(route["match"])
         assert is_stream == ("retry_policy" not in route["route"])

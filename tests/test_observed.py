@@ -1,4 +1,7 @@
-"""A served pipeline that slows and recovers, watched by a real Prometheus and Alertmanager."""
+"""A served pipeline that slows and recovers, watched by a real Prometheus and Alertmanager.
+
+Its answers are looked at by nobody here: the gauges of the watch are of made-up looks.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ import pytest
 
 from conftest import build_into, write_pipeline
 from peers.prometheus_tools import running
+from test_watch import look
 from triptych.client import Client, InferenceError
 from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.dashboard import rows_of
@@ -35,8 +39,11 @@ from triptych.fleet.reasons import plain
 from triptych.fleet.settings import proxy_settings
 from triptych.releases import Release
 from triptych.repository.lock import read_lock
+from triptych.runtime.sample_files import FOLDER_VARIABLE
 from triptych.server.ports import claim_ports
 from triptych.server.server import Server
+from triptych.watch.gauges import gauges_text
+from triptych.watch.page import GaugesPage, gauges_page
 
 LOOPBACK = "127.0.0.1"
 LIMIT_MS, SLOW_S = 300.0, 0.4
@@ -139,6 +146,8 @@ def operands(node: Any) -> Iterator[str]:
         yield from operands(node.rhs)
     elif isinstance(node, promql_parser.Call) and node.func.name == "absent":
         yield from operands(node.args[0])
+    elif isinstance(node, promql_parser.Call) and node.func.name == "absent_over_time":
+        yield from operands(node.args[0].vector_selector)
     elif not isinstance(node, promql_parser.NumberLiteral):
         yield node.prettify()
 
@@ -156,7 +165,7 @@ class Deployed:
         lock = read_lock(repository, "tiny")
         options = Options(
             "triptych-serve:24.10", "tiny", Release(24, 10),
-            capacity_per_s=50.0, cpu_cores=1.0, memory_mib=2048,
+            capacity_per_s=50.0, cpu_cores=1.0, memory_mib=2048, watch_image="watch:1",
         )  # fmt: skip
         measured = measured_of(lock, options, folder)
         sizes = sizes_of(lock, options, measured, repository)
@@ -181,9 +190,13 @@ class Deployed:
 
 @dataclass(frozen=True)
 class Watched:
-    """Addresses: of the pipeline's Envoy, and of who watches it; and what was told of it."""
+    """Addresses: of the pipeline's Envoy, and of who watches it; and what was told of it.
+
+    `gauges` are those of the watch.
+    """
 
     url: str
+    gauges: GaugesPage
     prometheus: str
     alertmanager: str
     told: Told
@@ -204,10 +217,12 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
         )
         stack.callback(proxy.stop)
         proxy.start([server])
+        gauges = stack.enter_context(gauges_page(LOOPBACK, 0))
+        gauges.text = gauges_text(replace(look(), pipeline="tiny", alarms=()))
         pages = {
             pod: url.split("/")[2]
             for pod, url in (("tiny-1", server.metrics_url), ("tiny-envoy-1", proxy.metrics_url))
-        }
+        } | {"tiny-watch-1": f"{LOOPBACK}:{gauges.server_port}"}
         hook = stack.enter_context(webhook(told))
         routes = alertmanager(on_call=hook, tickets=hook, wait="1s", interval="1s")
         for name, content in (
@@ -225,6 +240,7 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
             stack.enter_context(running(folder, program, config, listen, *flags))
         yield Watched(
             proxy.grpc_url,
+            gauges,
             f"http://{addresses['prometheus']}",
             f"http://{addresses['alerts']}",
             told,
@@ -250,7 +266,7 @@ def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model
     folder = write_pipeline(
         tmp_path / "tiny",
         model={"source": str(tiny_model)},
-        serving={"slo": {"p99_ms": LIMIT_MS}},
+        serving={"slo": {"p99_ms": LIMIT_MS}, "sample": {"rate": 1.0, "window_s": 0.5}},
     )
     (folder / "hooks.py").write_text(HOOKS)
     repository = tmp_path / "repository"
@@ -259,9 +275,9 @@ def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model
     parts = deployed.parts()
     missing = {part for part in parts if any(name in part for name in ELSEWHERE)}
     assert len(missing) == 3  # replicas wanted, ready, and not available
-    alert = "TinySlowP99Burn1h"
+    alert, wrong = "TinySlowP99Burn1h", "TinyAnswersWrong"
     with (
-        Server(repository) as server,
+        Server(repository, environment={FOLDER_VARIABLE: str(tmp_path / "samples")}) as server,
         watched(server, deployed, tmp_path) as watch,
         loaded(watch.url) as load,
     ):
@@ -269,9 +285,14 @@ def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model
         # A busy machine may have raised it for a while already.
         assert until(lambda: watch.told.last(alert) != "firing", 60), watch.told
         load.text = "a slow one"
-        assert until(lambda: watch.told.last(alert) == "firing", 60), watch.told
+        right = watch.gauges.text
+        watch.gauges.text = gauges_text(replace(look(), pipeline="tiny"))
+        for raised in (alert, wrong):
+            assert until(lambda: watch.told.last(raised) == "firing", 60), watch.told  # noqa: B023
         load.text = Load.text
-        assert until(lambda: watch.told.last(alert) == "resolved", 60), watch.told
+        watch.gauges.text = right
+        for raised in (alert, wrong):
+            assert until(lambda: watch.told.last(raised) == "resolved", 60), watch.told  # noqa: B023
         assert_inhibited(watch.alertmanager)
 
 

@@ -99,6 +99,18 @@ def deploy(
     replicas: Annotated[
         int | None, typer.Option(help="On the host (compose); else as many as are promised.")
     ] = None,
+    watch_image: Annotated[
+        str | None,
+        typer.Option("--watch-image", metavar="IMAGE", help="Looks at what the servers sample."),
+    ] = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option(metavar="REPOSITORY:SHARE", help="Build that gets copies of requests."),
+    ] = None,
+    replaces: Annotated[
+        Path | None,
+        typer.Option(metavar="REPOSITORY", help="Build in place: a canary must answer as well."),
+    ] = None,
     check: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write nothing: say what will hurt in manifests."),
@@ -119,6 +131,7 @@ def deploy(
         )
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.targets import manifests_of
+    from triptych.fleet.candidate import mirrored_of
     from triptych.releases import parse_release
     from triptych.repository.lock import read_lock
 
@@ -144,6 +157,9 @@ def deploy(
         rollout=rollout,
         canary_percent=canary,
         replicas=replicas,
+        watch_image=watch_image,
+        mirrored=None if mirror is None else mirrored_of(mirror),
+        replaces=replaces,
     )
     manifests = manifests_of(repository, name, options, reports / name)
     folder = out if out is not None else OUT / name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -31,6 +31,9 @@ from triptych.cli.shown import print_finding, tell_verdict
 from triptych.errors import UserError
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 
+if TYPE_CHECKING:
+    from triptych.fleet.candidate import Mirrored
+
 
 @app.command()
 def serve(
@@ -53,6 +56,12 @@ def serve(
     gpus: Annotated[
         str | None, typer.Option(help="One replica on each, such as 0,1: numbers or UUIDs.")
     ] = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPOSITORY:SHARE", help="Build beside them that gets copies of requests."
+        ),
+    ] = None,
     samples: Annotated[
         Path,
         typer.Option(
@@ -63,9 +72,11 @@ def serve(
 ) -> None:
     """Run a real tritonserver on what is built, until interrupted.
 
-    With --replicas or --gpus several of them, behind Envoy, which takes their ports.
+    With --replicas or --gpus several of them, behind Envoy, which takes their ports. What a build
+    of --mirror answers nobody gets: it is sampled, in .candidate of the samples.
     """
     from triptych.container.machine import find_gpus
+    from triptych.fleet.candidate import FOLDER, check_alike, mirrored_of
     from triptych.fleet.gpus import check_gpus, count_replicas
     from triptych.repository.store import complete
     from triptych.server.ports import is_loopback
@@ -74,6 +85,12 @@ def serve(
     repository, models = _what_to_serve(repository)
     named = gpus.split(",") if gpus is not None else []
     count = count_replicas(replicas, named)
+    mirrored = None if mirror is None else mirrored_of(mirror)
+    if mirrored is not None:
+        if count == 1:
+            raise UserError("--mirror", "must come with --replicas of 2 or more: Envoy mirrors")
+        check_alike(repository, mirrored.repository)
+        complete(mirrored.repository)
     if named:
         check_gpus(named, len(find_gpus()))
     if not is_loopback(host):
@@ -96,6 +113,8 @@ def serve(
         production,
         named,
         {FOLDER_VARIABLE: str(samples.absolute())},
+        mirrored,
+        {FOLDER_VARIABLE: str(samples.absolute() / FOLDER)},
         as_json,
     )
     if count == 1:
@@ -119,6 +138,8 @@ class _Order(NamedTuple):
     production: bool
     gpus: list[str]
     environment: dict[str, str]
+    mirrored: Mirrored | None
+    candidate_environment: dict[str, str]
     as_json: bool
 
 
@@ -167,6 +188,8 @@ def _serve_fleet(order: _Order, replicas: int) -> None:
         models=order.models,
         production_flags=order.flags,
         environment=order.environment,
+        mirrored=order.mirrored,
+        candidate_environment=order.candidate_environment,
         exchanges=not order.production,
         log_file=order.log_file,
         load_s=order.timeout_s,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +26,7 @@ from triptych.cli.options import (
     progress,
     report_into,
 )
-from triptych.cli.running import stoppable
+from triptych.cli.running import stoppable, warn
 from triptych.cli.shown import tell_verdict
 from triptych.cli.tuning import seconds_of
 from triptych.errors import UserError
@@ -33,6 +35,7 @@ from triptych.runtime.sample_files import FOLDER_VARIABLE
 if TYPE_CHECKING:
     from triptych.pipeline.spec import PipelineSpec
     from triptych.watch.found import Look
+    from triptych.watch.page import GaugesPage
 
 Samples = Annotated[
     Path,
@@ -58,6 +61,11 @@ def watch(
     textfile: Annotated[
         Path | None, typer.Option("--textfile", help="File of gauges for Prometheus, *.prom.")
     ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Page of gauges, with --every; 0 takes any."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address of that page.")] = "127.0.0.1",
     show_texts: Annotated[
         bool, typer.Option("--show-texts", help="Show texts and answers of the worst rows.")
     ] = False,
@@ -69,17 +77,44 @@ def watch(
     which may be looked at as often as one likes. Drift of the requests is told, too.
     """
     pause_s = None if every is None else seconds_of("--every", every)
-    while True:
-        look = _look(name, samples, pipelines, repository, rows, reports, show_texts=show_texts)
+    if port is not None and pause_s is None:
+        raise UserError("--port", "must come with --every: a page needs somebody who stays")
+
+    def look(page: GaugesPage | None) -> Look:
+        found = _look(name, samples, pipelines, repository, rows, reports, show_texts=show_texts)
         if textfile is not None:
-            _write_gauges(look, textfile)
+            _write_gauges(found, textfile)
+        if page is not None:
+            _show_gauges(found, page)
         if as_json:
-            print_json(look.as_dict())
+            print_json(found.as_dict())
         else:
-            _print(look)
-        if pause_s is None:
-            raise typer.Exit(0 if look.passed else EXIT_FINDINGS)
-        time.sleep(pause_s)
+            _print(found)
+        return found
+
+    if pause_s is None:
+        raise typer.Exit(0 if look(None).passed else EXIT_FINDINGS)
+    with stoppable(), _page(host, port) as page:
+        (samples / name).mkdir(0o700, parents=True, exist_ok=True)  # servers may come later
+        look(page)
+        while True:
+            time.sleep(pause_s)
+            try:
+                look(page)
+            except UserError as error:  # may be over by the next look
+                warn(error.message)
+
+
+@contextmanager
+def _page(host: str, port: int | None) -> Iterator[GaugesPage | None]:
+    if port is None:
+        yield None
+        return
+    from triptych.watch.page import PATH, gauges_page
+
+    with gauges_page(host, port) as page:
+        progress("watch", f"gauges at http://{host}:{page.server_port}{PATH}")
+        yield page
 
 
 def _look(
@@ -143,6 +178,12 @@ def _write_gauges(look: Look, path: Path) -> None:
 
     with told_to_user(path.parent):
         write_files(path.parent, {path.name: gauges_text(look)})
+
+
+def _show_gauges(look: Look, page: GaugesPage) -> None:
+    from triptych.watch.gauges import gauges_text
+
+    page.text = gauges_text(look)
 
 
 def _print(look: Look) -> None:

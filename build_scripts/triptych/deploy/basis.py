@@ -26,6 +26,8 @@ class Basis:
     Attributes:
         repository: holds the pipeline, and no other.
         version: the start of the lock's hash, which names the repository's image or volume.
+        candidate: likewise of a build that gets copies of requests; None without one.
+        in_place: likewise of the build that is replaced; None where it is not told.
     """
 
     repository: Path
@@ -34,6 +36,8 @@ class Basis:
     measured: Measured
     sizes: Sizes
     version: str
+    candidate: str | None = None
+    in_place: str | None = None
 
     @property
     def metrics(self) -> Metrics:
@@ -93,10 +97,28 @@ def basis_of(repository: Path, pipeline: str, options: Options, reports: Path) -
     lock = read_lock(repository, pipeline)
     _check_alone(repository, lock)
     _check_promise(lock)
+    _check_sampling(lock, options)
     measured = measured_of(lock, options, reports)
     sizes = sizes_of(lock, options, measured, repository)
     version = build_id(repository, pipeline)[:_VERSION_DIGITS]
-    return Basis(repository, lock, options, measured, sizes, version)
+    candidate = in_place = None
+    if options.mirrored is not None:
+        candidate = _other_build(options.mirrored.repository, pipeline, version, "--mirror")
+    if options.replaces is not None:
+        in_place = _other_build(options.replaces, pipeline, version, "--replaces")
+    return Basis(repository, lock, options, measured, sizes, version, candidate, in_place)
+
+
+def _other_build(repository: Path, pipeline: str, version: str, option: str) -> str:
+    """The start of the hash of the build that an option names."""
+    found = build_id(repository, pipeline)[:_VERSION_DIGITS]
+    if found == version:
+        raise UserError(
+            option,
+            "must name another build than the one that is deployed",
+            given=f"{repository}, which holds {found}, too",
+        )
+    return found
 
 
 def _check_alone(repository: Path, lock: Lock) -> None:
@@ -128,3 +150,17 @@ def _check_promise(lock: Lock) -> None:
             remedy=f"Set for example serving.slo.p99_ms: 50, and run `triptych build "
             f"{lock.spec.name}`",
         )
+
+
+def _check_sampling(lock: Lock, options: Options) -> None:
+    if lock.spec.serving.sample is not None:
+        return
+    for option, given in (("--watch-image", options.watch_image), ("--mirror", options.mirrored)):
+        if given is not None:
+            raise UserError(
+                option,
+                "must come with a build that samples",
+                given="no serving.sample",
+                remedy="Write `sample: {rate: 0.001}` below serving, and run `triptych build "
+                f"{lock.spec.name}`",
+            )

@@ -12,15 +12,26 @@ from triptych.deploy import envoy
 from triptych.deploy.basis import Basis, Manifests, basis_of
 from triptych.deploy.devices import overlay_of
 from triptych.deploy.options import Options
+from triptych.deploy.samples import (
+    CONTAINER,
+    MOUNT,
+    watch_command,
+    watch_environment,
+    watch_memory_mib,
+)
 from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, TMP_MIB
 from triptych.deploy.workload import PORTS, USER
 from triptych.fleet.reasons import Because
+from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 SERVERS, PROXY = "triton", "envoy"
 """Names of the services; the first is the host name behind which Docker's DNS has all replicas."""
+SAMPLES = "samples"
+"""The volume of what they sample, whose owner is that of the folder in the image."""
 _FILE = "compose.yaml"
 _PUBLISHED = {"grpc": "TRIPTYCH_GRPC", "http": "TRIPTYCH_HTTP", "metrics": "TRIPTYCH_METRICS"}
 _PROXY_SHARES = 2048
+_WATCH_PORT = 8003
 
 
 def compose_manifests(
@@ -33,11 +44,16 @@ def compose_manifests(
     """
     basis = basis_of(repository, pipeline, options, reports)
     overlay_of(basis.lock, options)  # an engine that is not built, or of another GPU
+    services = {**_servers(basis), PROXY: _proxy(basis)}
     document = {
         "name": options.name,
-        "services": {**_servers(basis), PROXY: _proxy(basis)},
+        "services": services,
         "configs": {PROXY: {"file": "./envoy.yaml"}},
     }
+    if basis.lock.spec.serving.sample is not None:
+        document["volumes"] = {SAMPLES: {}}
+        if options.watch_image is not None:
+            services[CONTAINER] = _watch(basis)
     files = {_FILE: document, "envoy.yaml": envoy.configuration(basis, SERVERS)}
     return Manifests(files, basis.version, _FILE, "docker compose --file {} up --detach")
 
@@ -69,6 +85,7 @@ def _servers(basis: Basis) -> dict[str, Any]:
 
 def _server(basis: Basis) -> dict[str, Any]:
     options, sizes = basis.options, basis.sizes
+    samples = [] if basis.lock.spec.serving.sample is None else [_samples()]
     return {
         "image": options.image,
         "user": f"{USER}:{USER}",
@@ -77,6 +94,7 @@ def _server(basis: Basis) -> dict[str, Any]:
             "TRIPTYCH_CONNECTION_AGE_S": Because(
                 str(sizes.connection_age_s.value), sizes.connection_age_s.reason
             ),
+            **({FOLDER_VARIABLE: MOUNT} if samples else {}),
         },
         "labels": {
             "triptych.version": Because(
@@ -84,7 +102,7 @@ def _server(basis: Basis) -> dict[str, Any]:
                 "the start of the lock's SHA-256: with a new build `up` makes new containers",
             )
         },
-        "volumes": [_models(basis)],
+        "volumes": [_models(basis), *samples],
         "shm_size": Because(f"{sizes.shm_mib.value}m", sizes.shm_mib.reason),
         "read_only": True,
         "tmpfs": [f"/tmp:size={TMP_MIB}m,uid={USER},gid={USER},mode=0700"],
@@ -153,6 +171,31 @@ def _proxy(basis: Basis) -> dict[str, Any]:
         ),
         "deploy": {"resources": {"limits": {"memory": envoy.memory_limit(basis, "M")}}},
     }
+
+
+def _watch(basis: Basis) -> dict[str, Any]:
+    memory = watch_memory_mib(basis)
+    return {
+        "image": basis.options.watch_image,
+        "user": f"{USER}:{USER}",
+        "entrypoint": watch_command(basis.lock.spec.name),
+        "environment": watch_environment(),
+        "volumes": [_models(basis), _samples()],
+        "ports": Because(
+            [f"127.0.0.1:${{TRIPTYCH_WATCH:-{_WATCH_PORT}}}:{PORTS['metrics']}"],
+            "gauges for Prometheus; this machine only",
+        ),
+        "read_only": True,
+        "tmpfs": [f"/tmp:size={TMP_MIB}m,uid={USER},gid={USER},mode=0700"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "restart": "unless-stopped",
+        "deploy": {"resources": {"limits": {"memory": Because(f"{memory.value}M", memory.reason)}}},
+    }
+
+
+def _samples() -> dict[str, Any]:
+    return {"type": "volume", "source": SAMPLES, "target": MOUNT}
 
 
 def _models(basis: Basis) -> dict[str, Any]:

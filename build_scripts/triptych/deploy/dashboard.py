@@ -113,6 +113,8 @@ def rows_of(
     }
     if "mean_tokens" in lock.traffic:
         rows["Rows"] = list(_rows(lock, metrics))
+    if lock.spec.serving.sample is not None:
+        rows["Watch"] = list(_watch(options, metrics))
     if lock.spec.core.device == "gpu":
         rows["GPU"] = list(_gpu(metrics))
     return rows
@@ -239,6 +241,47 @@ def _rows(lock: Lock, metrics: Metrics) -> Iterator[Panel]:
             "p99": metrics.tokens_quantile(0.99, _WINDOW),
         },
         limit=mean,
+    )
+
+
+def _watch(options: Options, metrics: Metrics) -> Iterator[Panel]:
+    yield Panel(
+        "Samples",
+        "Rows a second that are kept, and lost by reason. Lost to disk: the volume is full or not "
+        "writable. Waiting: more at once than the writer takes, so lower serving.sample.rate.",
+        "none",
+        metrics.samples_by_end(_WINDOW),
+    )
+    if options.watch_image is None:
+        return
+    yield Panel(
+        "Evidence of wrong answers",
+        "Of each test since the build, over what an alarm needs. It passes 1: roll back. It climbs "
+        "for days: something is slightly off, see the watch's report.",
+        "none",
+        {"{{test}}": f"max by (test) ({metrics.watch('evidence')})"},
+        limit=1,
+    )
+    yield Panel(
+        "Loss against the original model",
+        "Mean of all rows since the build, over what is still right. Above 1 with little evidence: "
+        "few rows so far. Wait for more looks.",
+        "none",
+        {
+            "{{test}}": f"max by (test) ({metrics.watch('mean_loss')})"
+            f" / max by (test) ({metrics.watch('allowed_loss')} > 0)"
+        },
+        limit=1,
+    )
+    yield Panel(
+        "Looks",
+        "Rows of the last look, and hours since it. No rows for long: nothing is asked or sampled. "
+        "Hours climb: kubectl logs of the watch.",
+        "none",
+        {
+            "rows": f"max({metrics.watch('rows')})",
+            "hours since": f"(time() - max({metrics.watch('at_seconds')})) / 3600",
+        },
     )
 
 

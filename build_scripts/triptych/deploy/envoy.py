@@ -10,6 +10,7 @@ from typing import Any
 
 from triptych.container.sizes import largest_request_mib
 from triptych.deploy.basis import Basis
+from triptych.deploy.candidate import beside, candidate_name, mirror
 from triptych.deploy.monitoring import pod_monitor
 from triptych.deploy.options import Options
 from triptych.deploy.sizing import PRE_STOP_S
@@ -25,7 +26,8 @@ from triptych.deploy.workload import (
     servers_policy,
     service,
 )
-from triptych.fleet.bootstrap import EndpointNames, Listen, bootstrap
+from triptych.fleet.bootstrap import Listen, bootstrap
+from triptych.fleet.clusters import EndpointNames
 from triptych.fleet.reasons import Because
 from triptych.fleet.settings import proxy_settings
 
@@ -68,7 +70,8 @@ def configuration(basis: Basis, host: str) -> dict[str, Any]:
         limits_ms=slo.limits_ms.values(),
     )
     listen = Listen("0.0.0.0", PORTS["grpc"], PORTS["http"], PORTS["metrics"], ADMIN_PORT)
-    return bootstrap(settings, listen, EndpointNames(host, PORTS["grpc"], PORTS["http"]))
+    replicas = EndpointNames(host, PORTS["grpc"], PORTS["http"])
+    return bootstrap(settings, listen, replicas, mirror(basis.options))
 
 
 def arguments(workers: int) -> list[str]:
@@ -194,8 +197,9 @@ def proxy_policy(options: Options) -> dict[str, Any]:
         [{"podSelector": {}}],
         "nobody's identity is checked: only this namespace may ask, where a gateway belongs",
     )
+    asked = [None, *([] if options.mirrored is None else [candidate_name(options)])]
     servers = {
-        "to": [{"podSelector": {"matchLabels": labels(options)}}],
+        "to": [{"podSelector": {"matchLabels": labels(options, one)}} for one in asked],
         "ports": [{"port": PORTS["http"]}, {"port": PORTS["grpc"]}],
     }
     names = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
@@ -226,4 +230,5 @@ def behind_envoy(basis: Basis) -> dict[str, Any]:
         "envoy-disruption-budget.yaml": disruption_budget(options, proxy_name(options)),
         "envoy-network-policy.yaml": proxy_policy(options),
         "envoy-pod-monitor.yaml": proxy_monitor(options),
+        **beside(basis, askers),
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.deploy.basis import Basis
+from triptych.deploy.candidate import beside, candidate_name
 from triptych.deploy.options import Options
 from triptych.deploy.workload import (
     PORTS,
@@ -16,15 +18,18 @@ from triptych.deploy.workload import (
 from triptych.fleet.reasons import Because
 
 STABLE, CANARY = "stable", "canary"
+_MILLION = 10**6
 
 
-def behind_gateway(options: Options) -> dict[str, Any]:
+def behind_gateway(basis: Basis) -> dict[str, Any]:
     """Route, Services and network: file to document."""
+    options = basis.options
     namespace, _ = _gateway(options)
     files = {
         "route.yaml": _route(options),
         "service.yaml": service(options, labels(options)),
         "network-policy.yaml": servers_policy(options, gateway_askers(options, namespace)),
+        **beside(basis, gateway_askers(options, namespace)),
     }
     if options.rollout is not None:
         canary = service(options, labels(options))
@@ -53,6 +58,16 @@ def _route(options: Options) -> dict[str, Any]:
             100, "of the old build; Argo Rollouts moves both, and an apply amid that resets them"
         )
         backends.append({**_backend(canary_name(options)), "weight": 0})
+    if options.mirrored is not None:
+        share = options.mirrored.share
+        copies = {
+            "backendRef": _backend(candidate_name(options)),
+            "fraction": Because(
+                {"numerator": round(share * _MILLION), "denominator": _MILLION},
+                f"--mirror: {share:g} of the requests; what the candidate answers is thrown away",
+            ),
+        }
+        rule["filters"] = [{"type": "RequestMirror", "requestMirror": copies}]
     return {
         "apiVersion": "gateway.networking.k8s.io/v1",
         "kind": "GRPCRoute",
@@ -62,8 +77,7 @@ def _route(options: Options) -> dict[str, Any]:
             "rules": Because(
                 [rule],
                 "every host name and method of the gateway's listener: add hostnames where it has "
-                "other routes. To mirror a share to another build: filters with a requestMirror "
-                "of percent and backendRef; its answers are thrown away",
+                "other routes",
             ),
         },
     }

@@ -14,13 +14,14 @@ from typing import Any
 
 from triptych.deploy.basis import Basis, Manifests, basis_of
 from triptych.deploy.devices import placement
-from triptych.deploy.kubernetes import APPLY, KUSTOMIZATION
+from triptych.deploy.kubernetes import APPLY, KUSTOMIZATION, servers
 from triptych.deploy.monitoring import pod_monitor, prometheus_rule, told_unready
 from triptych.deploy.options import Options
+from triptych.deploy.samples import group, watching
 from triptych.deploy.scaling import scaled_object
+from triptych.deploy.verdict import verdict_job, verdict_policy
 from triptych.deploy.workload import (
     PORTS,
-    deployment,
     disruption_budget,
     gateway_askers,
     metadata,
@@ -55,9 +56,12 @@ def kserve_manifests(repository: Path, pipeline: str, options: Options, reports:
         f'deployment=~"{options.name}-predictor.*"}} > 0',
         "the Deployments that KServe or Knative makes",
     )
+    sample = basis.lock.spec.serving.sample
     base = {
         "serving-runtime.yaml": _runtime(basis),
         "inference-service.yaml": _inference_service(basis),
+        **({} if sample is None else watching(basis, sample)),
+        **({} if basis.in_place is None else {"verdict-policy.yaml": verdict_policy(options)}),
         "disruption-budget.yaml": disruption_budget(options),
         "pod-monitor.yaml": pod_monitor(options),
         "prometheus-rule.yaml": told_unready(
@@ -71,13 +75,15 @@ def kserve_manifests(repository: Path, pipeline: str, options: Options, reports:
         **{f"overlays/standard/{name}": document for name, document in _standard(basis).items()},
         **{f"overlays/knative/{name}": document for name, document in _knative(basis).items()},
     }
+    if basis.in_place is not None:
+        files["verdict-job.yaml"] = verdict_job(basis)
     mode = "standard" if options.canary_percent is None else "knative"
     return Manifests(files, basis.version, f"overlays/{mode}", APPLY)
 
 
 def _pod(basis: Basis) -> dict[str, Any]:
     """Of the Deployment that stands without KServe: one source for both."""
-    pod: dict[str, Any] = deployment(basis.options, basis.sizes, basis.version)["spec"]["template"]
+    pod: dict[str, Any] = servers(basis)["spec"]["template"]
     return pod
 
 
@@ -85,7 +91,11 @@ def _container(basis: Basis) -> dict[str, Any]:
     (container,) = _pod(basis)["spec"]["containers"]
     resources, _ = placement(basis.lock, basis.options, basis.sizes, basis.measured)
     kept = {key: value for key, value in container.items() if key not in ("ports", "lifecycle")}
-    security = _pod(basis)["spec"]["securityContext"]
+    security = {
+        key: value
+        for key, value in _pod(basis)["spec"]["securityContext"].items()
+        if key not in group()
+    }
     return {
         **kept,
         "name": KSERVE_CONTAINER,
@@ -172,7 +182,9 @@ def _standard(basis: Basis) -> dict[str, Any]:
     """KServe makes a Deployment: everything of the target kubernetes holds."""
     options, (container,) = basis.options, _pod(basis)["spec"]["containers"]
     pod = {key: value for key, value in _pod(basis)["spec"].items() if key in _POD_OF_STANDARD}
-    strategy = deployment(options, basis.sizes, basis.version)["spec"]["strategy"]
+    if basis.lock.spec.serving.sample is not None:
+        pod["securityContext"] = group()
+    strategy = servers(basis)["spec"]["strategy"]
     runtime = [
         _add("/spec/containers/0/lifecycle", container["lifecycle"]),
         _add(
@@ -243,6 +255,16 @@ def _knative(basis: Basis) -> dict[str, Any]:
             f"and no spread. {basis.sizes.grace_s.reason}",
         ),
     }
+    if basis.lock.spec.serving.sample is not None:
+        fs_group = group()["fsGroup"]
+        predictor["securityContext"] = {
+            "fsGroup": Because(
+                fs_group.value,
+                f"{fs_group.reason}. Knative takes no fsGroupChangePolicy, and this and a volume "
+                "that is written to only where its config-features have "
+                "kubernetes.podspec-securitycontext and -persistent-volume-write",
+            )
+        }
     if rate >= 1:
         predictor["scaleMetric"] = "rps"
         predictor["scaleTarget"] = Because(rate, basis.sizes.threshold_per_s.reason)

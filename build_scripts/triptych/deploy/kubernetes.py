@@ -14,6 +14,7 @@ from triptych.deploy.gateway import behind_gateway
 from triptych.deploy.monitoring import pod_monitor, prometheus_rule
 from triptych.deploy.options import Options
 from triptych.deploy.rollout import progressive
+from triptych.deploy.samples import sampling, watching
 from triptych.deploy.scaling import scaled_object
 from triptych.deploy.workload import deployment, disruption_budget
 from triptych.fleet.reasons import Because
@@ -33,10 +34,12 @@ def kubernetes_manifests(
     basis = basis_of(repository, pipeline, options, reports)
     lock, sizes, metrics = basis.lock, basis.sizes, basis.metrics
     overlay = overlay_of(lock, options)
+    sample = lock.spec.serving.sample
     base = {
-        "deployment.yaml": deployment(options, sizes, basis.version),
+        "deployment.yaml": servers(basis),
         "disruption-budget.yaml": disruption_budget(options),
         **_front(basis),
+        **({} if sample is None else watching(basis, sample)),
         "scaled-object.yaml": scaled_object(lock, options, sizes, metrics),
         "pod-monitor.yaml": pod_monitor(options),
         "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, basis.measured, metrics),
@@ -74,8 +77,16 @@ def kubernetes_manifests(
     return Manifests(files, basis.version, f"overlays/{overlay}", APPLY)
 
 
+def servers(basis: Basis) -> dict[str, Any]:
+    """The Deployment of the servers, with the samples' volume where they sample."""
+    made = deployment(basis.options, basis.sizes, basis.version)
+    pod = made["spec"]["template"]
+    template = sampling(pod, basis.options, basis.lock.spec.serving.sample)
+    return {**made, "spec": {**made["spec"], "template": template}}
+
+
 def _front(basis: Basis) -> dict[str, Any]:
     """What takes requests for the servers."""
     if basis.options.gateway is None:
         return envoy.behind_envoy(basis)
-    return behind_gateway(basis.options)
+    return behind_gateway(basis)

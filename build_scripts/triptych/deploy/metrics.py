@@ -17,6 +17,7 @@ STEPS = ("preprocess", "core", "postprocess")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LISTENERS = 'envoy_http_conn_manager_prefix=~"grpc|http"'
 _CLUSTERS = 'envoy_cluster_name=~"triton_grpc|triton_http"'
+_LOST = "disk|large|waiting"
 _COMPUTING = ("input", "infer", "output")
 
 
@@ -43,7 +44,11 @@ class Metrics:
         """A duration, such as ``5m``, as it stands in rules."""
         if self.time_scale == 1:
             return text
-        return f"{int(text[:-1]) * _SECONDS[text[-1]] * self.time_scale * 1e3:.0f}ms"
+        return f"{self.seconds(text) * 1e3:.0f}ms"
+
+    def seconds(self, text: str) -> float:
+        """The same duration."""
+        return int(text[:-1]) * _SECONDS[text[-1]] * self.time_scale
 
     # Of the whole pipeline
 
@@ -106,6 +111,30 @@ class Metrics:
             "nv_inference_request_summary_us", f'quantile="{quantile_of(percentile):g}"'
         )
         return f"max{f' by ({by}) ' if by else ''}({series})"
+
+    # Of the watch, and of what it looks at
+
+    def watch(self, name: str) -> str:
+        """One of the gauges of `triptych watch`."""
+        return self._of_pipeline(f"triptych_watch_{name}")
+
+    def samples_dropped(self, window: str) -> str:
+        """Sampled rows that were lost, but for those that nobody wanted."""
+        lost = self._of_pipeline("triptych_sample_dropped", f'reason=~"{_LOST}"')
+        return f"sum(increase({lost}[{self.window(window)}]))"
+
+    def samples_drawn(self, window: str) -> str:
+        """Sampled rows that were lost or kept."""
+        kept = self._of_pipeline("triptych_sample_kept")
+        return f"({self.samples_dropped(window)} + sum(increase({kept}[{self.window(window)}])))"
+
+    def samples_by_end(self, window: str) -> dict[str, str]:
+        """Rows a second that were kept, and lost by reason; name to expression."""
+        kept, lost = (
+            f"rate({self._of_pipeline(f'triptych_sample_{end}')}[{self.window(window)}])"
+            for end in ("kept", "dropped")
+        )
+        return {"kept": f"sum({kept})", "{{reason}}": f"sum by (reason) ({lost})"}
 
     # Of each step
 
@@ -194,7 +223,10 @@ class Metrics:
         return self._select(name, f'model=~"{models}"')
 
     def _rows(self, part: str) -> str:
-        return self._select(f"{ROW_TOKENS}_{part}", f'pipeline="{self.pipeline}"')
+        return self._of_pipeline(f"{ROW_TOKENS}_{part}")
+
+    def _of_pipeline(self, name: str, *more: str) -> str:
+        return self._select(name, f'pipeline="{self.pipeline}"', *more)
 
     def _of_envoy(self, name: str, *where: str) -> str:
         return self._select(f"envoy_{name}", f'pod=~"{self.envoy}-.+"', *where)

@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+from triptych.deploy.alerting import SHORTEST_FOR, alert, camel, who
 from triptych.deploy.measured import Measured
 from triptych.deploy.metrics import Metrics, quantile_of
 from triptych.deploy.options import Options
 from triptych.deploy.sizing import SCRAPE_S, Sizes
+from triptych.deploy.watch_alerts import watch_alerts
 from triptych.deploy.workload import labels, metadata
 from triptych.fleet.reasons import Because
 from triptych.repository.latencies import COUNTED_FROM, has_edge
 from triptych.repository.lock import Lock
 from triptych.tune.drift import WORTH_TUNING
 
-SHORTEST_FOR = "5m"
 DRIFT_WINDOW = "6h"
 FEWEST_ROWS = 1000
 """Their mean is known to a few percent, whatever the lengths."""
@@ -98,7 +99,7 @@ def prometheus_rule(
         {
             "record": f"{one.record}:{window}",
             "expr": one.share(window),
-            "labels": _who(lock, options),
+            "labels": who(lock, options),
         }
         for one in found
         for window in WINDOWS
@@ -108,6 +109,7 @@ def prometheus_rule(
         *_percentile_alerts(lock, options, metrics),
         *_fleet_alerts(lock, options, sizes, measured, metrics),
         *_row_alerts(lock, options, metrics),
+        *watch_alerts(lock, options, metrics),
     ]
     return {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -142,7 +144,7 @@ def told_unready(rule: dict[str, Any], expression: Because) -> dict[str, Any]:
 def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objective]:
     """What is promised of requests and can be counted: their answer, and each latency."""
     promised = list(_promised(lock))
-    where = ",".join(f'{name}="{value}"' for name, value in _who(lock, options).items())
+    where = ",".join(f'{name}="{value}"' for name, value in who(lock, options).items())
     yield Objective(
         "Failures",
         "failures",
@@ -183,29 +185,6 @@ def _promised(lock: Lock) -> Iterator[tuple[str, float, float]]:
         yield name, limit_ms, round(1 - quantile_of(name), 6)
 
 
-def _who(lock: Lock, options: Options) -> dict[str, str]:
-    """Labels of all that is recorded or raised of a pipeline."""
-    return {"pipeline": lock.spec.name, "namespace": options.namespace}
-
-
-def _alert(
-    name: str,
-    labels: dict[str, str],
-    expression: str | Because,
-    summary: str,
-    description: str,
-    after: Any = None,
-) -> dict[str, Any]:
-    """An alert; `after` which time of being so."""
-    return {
-        "alert": name,
-        "expr": expression,
-        **({} if after is None else {"for": after}),
-        "labels": labels,
-        "annotations": {"summary": summary, "description": description},
-    }
-
-
 def _burn_alert(
     one: Objective, burn: Burn, lock: Lock, options: Options, metrics: Metrics
 ) -> dict[str, Any]:
@@ -223,9 +202,9 @@ def _burn_alert(
             f"on () {metrics.count_offered(burn.short)} >= {fewest}",
         )
     )
-    return _alert(
-        f"{_camel(options.name)}{one.name}Burn{burn.long}",
-        {"severity": burn.severity, "kind": one.kind, **_who(lock, options)},
+    return alert(
+        f"{camel(options.name)}{one.name}Burn{burn.long}",
+        {"severity": burn.severity, "kind": one.kind, **who(lock, options)},
         Because(
             expression,
             f"budget {one.budget:.4g} of the requests ({lock.spec.serving.slo}), burnt "
@@ -244,9 +223,9 @@ def _percentile_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterat
         if _slow_share(lock, limit_ms, options, metrics) is not None:
             continue
         shown = name.replace("_", ".")
-        yield _alert(
-            f"{_camel(options.name)}{name.upper()}Missed",
-            {"severity": "page", "kind": "latency", **_who(lock, options)},
+        yield alert(
+            f"{camel(options.name)}{name.upper()}Missed",
+            {"severity": "page", "kind": "latency", **who(lock, options)},
             Because(
                 f"{metrics.percentile_us(name)} > {limit_ms * 1e3:.0f}",
                 f"{shown} <= {limit_ms:g} ms is promised. Triton {options.release} has no "
@@ -265,11 +244,11 @@ def _percentile_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterat
 def _fleet_alerts(
     lock: Lock, options: Options, sizes: Sizes, measured: Measured, metrics: Metrics
 ) -> Iterator[dict[str, Any]]:
-    who, name = _camel(options.name), lock.spec.name
-    labels = {"severity": "page", **_who(lock, options)}
+    start, name = camel(options.name), lock.spec.name
+    labels = {"severity": "page", **who(lock, options)}
     per_replica = measured.capacity_per_s.value
-    yield _alert(
-        f"{who}Saturated",
+    yield alert(
+        f"{start}Saturated",
         {**labels, "kind": "saturation"},
         Because(
             f"{metrics.offered('5m')} > {per_replica:.6g} * {metrics.replicas()}",
@@ -281,8 +260,8 @@ def _fleet_alerts(
         metrics.window(SHORTEST_FOR),
     )
     waiting_s = sizes.start_s.value + sizes.stable_s.value
-    yield _alert(
-        f"{who}ReplicaNotReady",
+    yield alert(
+        f"{start}ReplicaNotReady",
         {**labels, "kind": "replicas"},
         f"{metrics.deployed('status_replicas_unavailable')} > 0",
         f"{name}: a replica does not get ready",
@@ -293,8 +272,8 @@ def _fleet_alerts(
             "longer than a start may take, and than the autoscaler needs to settle",
         ),
     )
-    yield _alert(
-        f"{who}NoMetrics",
+    yield alert(
+        f"{start}NoMetrics",
         {**labels, "kind": "metrics"},
         Because(
             f"absent({metrics.replicas()})",
@@ -320,9 +299,9 @@ def _row_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict
             f"and on () {metrics.count_rows(DRIFT_WINDOW)} >= {FEWEST_ROWS}",
         )
     )
-    yield _alert(
-        f"{_camel(options.name)}RowsDrifted",
-        {"severity": "ticket", "kind": "rows", **_who(lock, options)},
+    yield alert(
+        f"{camel(options.name)}RowsDrifted",
+        {"severity": "ticket", "kind": "rows", **who(lock, options)},
         Because(
             expression,
             f"built for rows of {built_for:g} tokens in the mean; work of {WORTH_TUNING:g} times "
@@ -334,7 +313,3 @@ def _row_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict
         "costs and what to do.",
         metrics.window(SHORTEST_FOR),
     )
-
-
-def _camel(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("-"))

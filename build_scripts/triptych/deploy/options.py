@@ -10,12 +10,15 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from triptych.errors import UserError
+from triptych.fleet.candidate import Mirrored
 from triptych.releases import Release
 
 Target = Literal["kubernetes", "kserve", "compose"]
 TARGETS: tuple[Target, ...] = ("kubernetes", "kserve", "compose")
 ROLLOUTS = ("argo",)
 ENVOY_IMAGE = "envoyproxy/envoy:v1.40.0"
+WATCH_EVERY = "1h"
+"""Between two looks at what the servers sample."""
 LONGEST_NAME = 54
 """KEDA names its autoscaler ``keda-hpa-NAME``, and a label holds 63 characters."""
 
@@ -24,6 +27,7 @@ _OF_TARGET: dict[str, Target] = {
     "--rollout": "kubernetes",
     "--canary": "kserve",
     "--replicas": "compose",
+    "--mirror": "kubernetes",
 }
 """Options that one target alone knows."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
@@ -60,6 +64,11 @@ class Options:
         rollout: what exchanges an old build by the new one, if not the Deployment itself.
         canary_percent: of the requests for the new build, for a start.
         replicas: on a host; None for as many as the promised throughput takes.
+        watch_image: holds this package, PyTorch and the pipeline, and looks at what is sampled;
+            None writes no watch.
+        mirrored: a build that gets copies of some requests; None for none.
+        replaces: repository of the build in place, which `shadow` holds the new one against; None
+            asks it nothing.
     """
 
     image: str
@@ -82,6 +91,9 @@ class Options:
     rollout: str | None = None
     canary_percent: int | None = None
     replicas: int | None = None
+    watch_image: str | None = None
+    mirrored: Mirrored | None = None
+    replaces: Path | None = None
 
     @property
     def envoy(self) -> str | None:
@@ -110,6 +122,8 @@ def check(options: Options) -> None:
             )
     _check_image("--image", options.image, "Push what `make image` built, and name it with its tag")
     _check_image("--envoy-image", options.envoy_image, f"The usual one is {ENVOY_IMAGE}")
+    if options.watch_image is not None:
+        _check_image("--watch-image", options.watch_image, "docker/README.md says what it holds")
     _check_target(options)
     if options.models is not None and (
         not _REFERENCE.fullmatch(options.models) or _has_tag(options.models)
@@ -176,6 +190,7 @@ def _check_target(options: Options) -> None:
         "--rollout": options.rollout,
         "--canary": options.canary_percent,
         "--replicas": options.replicas,
+        "--mirror": options.mirrored,
     }
     for field, target in _OF_TARGET.items():
         if given[field] is not None and options.target != target:
@@ -197,6 +212,14 @@ def _check_target(options: Options) -> None:
             "must come with --gateway: a weighted route is what moves requests step by step",
             given="no gateway",
             remedy="Name the Gateway of your cluster, or leave --rollout out",
+        )
+    is_gradual = options.rollout is not None or options.canary_percent is not None
+    if options.replaces is not None and not (is_gradual and options.watch_image is not None):
+        raise UserError(
+            "--replaces",
+            "must come with --watch-image, and --rollout or --canary: the first runs the "
+            "comparison, the others wait for it",
+            given="only some of them",
         )
     if options.canary_percent is not None and options.canary_percent > 100:
         raise UserError("--canary", "must be a percentage, 1 to 100", given=options.canary_percent)

@@ -12,6 +12,7 @@ from typing import Any
 from triptych.deploy.basis import Basis
 from triptych.deploy.gateway import canary_name
 from triptych.deploy.monitoring import BURNS, objectives, told_unready
+from triptych.deploy.verdict import verdict_name, verdict_policy, verdict_spec
 from triptych.deploy.workload import labels, metadata
 from triptych.fleet.reasons import Because
 
@@ -42,6 +43,25 @@ def progressive(basis: Basis, base: dict[str, Any]) -> dict[str, Any]:
         "prometheus-rule.yaml": told_unready(base["prometheus-rule.yaml"], unready),
         "rollout.yaml": _rollout(basis),
         "analysis-template.yaml": _analysis(basis),
+        **_compared(basis),
+    }
+
+
+def _compared(basis: Basis) -> dict[str, Any]:
+    """The verdict of `triptych shadow` as an analysis, where the build in place is known."""
+    options = basis.options
+    if basis.in_place is None:
+        return {}
+    name = verdict_name(options)
+    job = {"metadata": {"labels": labels(options, name)}, "spec": verdict_spec(basis)}
+    return {
+        "verdict-analysis-template.yaml": {
+            "apiVersion": "argoproj.io/v1alpha1",
+            "kind": "AnalysisTemplate",
+            "metadata": metadata(options, name),
+            "spec": {"metrics": [{"name": "answers", "provider": {"job": job}}]},
+        },
+        "verdict-network-policy.yaml": verdict_policy(options),
     }
 
 
@@ -55,6 +75,18 @@ def _rollout(basis: Basis) -> dict[str, Any]:
         for weight in _weights(basis)
         for step in ({"setWeight": weight}, {"pause": {"duration": _pause()}}, judged)
     ]
+    if basis.in_place is not None:
+        compared = {"templates": [{"templateName": verdict_name(options)}]}
+        steps.insert(
+            0,
+            {
+                "analysis": Because(
+                    compared,
+                    "what users asked of late, asked of both builds, before the new one gets a "
+                    "single request. Too few sampled rows tell nothing, and end the rollout",
+                )
+            },
+        )
     return {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Rollout",

@@ -117,8 +117,6 @@ def network_policy(
     options: Options, askers: Because, egress: Because, name: str | None = None
 ) -> dict[str, Any]:
     """Who may ask the servers, or pods of `name`, and whom they ask; Prometheus sees metrics."""
-    namespace = options.monitoring_namespace
-    scraper = {"namespaceSelector": {}} if namespace is None else pods_of(namespace)
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -128,17 +126,24 @@ def network_policy(
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {"from": askers, "ports": [{"port": PORTS["http"]}, {"port": PORTS["grpc"]}]},
-                {
-                    "from": Because(
-                        [scraper],
-                        "the metrics page has no key: for Prometheus only, where its namespace is "
-                        "known by its address",
-                    ),
-                    "ports": [{"port": PORTS["metrics"]}],
-                },
+                metrics_ingress(options),
             ],
             "egress": egress,
         },
+    }
+
+
+def metrics_ingress(options: Options) -> dict[str, Any]:
+    """The rule of a NetworkPolicy by which Prometheus sees the metrics."""
+    namespace = options.monitoring_namespace
+    scraper = {"namespaceSelector": {}} if namespace is None else pods_of(namespace)
+    return {
+        "from": Because(
+            [scraper],
+            "the metrics page has no key: for Prometheus only, where its namespace is "
+            "known by its address",
+        ),
+        "ports": [{"port": PORTS["metrics"]}],
     }
 
 
@@ -215,20 +220,22 @@ def _container(options: Options, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _volumes(options: Options, sizes: Sizes, version: str) -> list[dict[str, Any]]:
+def models_volume(options: Options, version: str, name: str = "models") -> dict[str, Any]:
+    """The repository of a build, by the start of its lock's hash."""
     reason = (
         f"{version} is the start of the lock's SHA-256: a new build has a new name and rolls out; "
         "the start-up check compares every file with the lock"
     )
-    models: dict[str, Any]
     if options.models is not None:
         reference = Because(f"{options.models}:{version}", reason)
-        models = {"image": {"reference": reference, "pullPolicy": "IfNotPresent"}}
-    else:
-        claim = Because(f"{options.name}-{version}", reason)
-        models = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        return {"name": name, "image": {"reference": reference, "pullPolicy": "IfNotPresent"}}
+    claim = Because(f"{options.name}-{version}", reason)
+    return {"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+
+
+def _volumes(options: Options, sizes: Sizes, version: str) -> list[dict[str, Any]]:
     return [
-        {"name": "models", **models},
+        models_volume(options, version),
         {
             "name": "shm",
             "emptyDir": {

@@ -8,38 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from triptych.fleet.clusters import (
+    CANDIDATES,
+    GRPC,
+    HTTP,
+    Endpoints,
+    Mirror,
+    Service,
+    address,
+    assigned,
+    candidate,
+    replicas,
+    seconds,
+    typed,
+)
 from triptych.fleet.reasons import Because
 from triptych.fleet.settings import ProxySettings
 
 _LOOPBACK = "127.0.0.1"
 _MIB = 2**20
-_TYPES = "type.googleapis.com/envoy"
+_MILLION = 10**6
 _SERVICE = "inference.GRPCInferenceService"
 _STREAM = "ModelStreamInfer"
 _INFER = "ModelInfer"
 _GRPC_ASKED = (
     "ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig",
-    _INFER,
 )  # fmt: skip
 _MODEL = "/v2/models/[^/]+(/versions/[^/]+)?"
-_HTTP_ASKED = f"/v2(/health/(live|ready))?|{_MODEL}(/(ready|config|infer|generate))?"
+_HTTP_ASKED = f"/v2(/health/(live|ready))?|{_MODEL}(/(ready|config))?"
+_HTTP_INFER = f"{_MODEL}/(infer|generate)"
 _HTTP_STREAM = f"{_MODEL}/generate_stream"
 # What 24.10 says over gRPC while it ends, as NOT_FOUND; an unknown name is told in other words.
 _ENDING = "has no available versions"
-
-
-class Service(NamedTuple):
-    """One of the two ways to ask a replica: its name in Envoy's statistics, and the protocol."""
-
-    cluster: str
-    is_grpc: bool
-
-
-GRPC = Service("triton_grpc", is_grpc=True)
-HTTP = Service("triton_http", is_grpc=False)
 
 
 @dataclass(frozen=True)
@@ -56,31 +58,13 @@ class Listen:
     admin_port: int
 
 
-@dataclass(frozen=True)
-class EndpointFiles:
-    """Replicas as files tell them, which are exchanged by rename; `assignment` makes them."""
-
-    grpc: Path
-    http: Path
-
-
-@dataclass(frozen=True)
-class EndpointNames:
-    """Replicas as DNS tells them: every address of a host, such as a headless Service's."""
-
-    host: str
-    grpc_port: int
-    http_port: int
-
-
-Endpoints = EndpointFiles | EndpointNames
-
-
-def bootstrap(settings: ProxySettings, listen: Listen, endpoints: Endpoints) -> dict[str, Any]:
+def bootstrap(
+    settings: ProxySettings, listen: Listen, endpoints: Endpoints, mirror: Mirror | None = None
+) -> dict[str, Any]:
     """The configuration, for `reasons.yaml_of`: numbers that somebody chose carry their reason."""
     return {
         "node": {"id": "triptych", "cluster": "triptych"},
-        "admin": {"address": _address(_LOOPBACK, listen.admin_port)},
+        "admin": {"address": address(_LOOPBACK, listen.admin_port)},
         "stats_config": {
             "histogram_bucket_settings": [
                 {"match": {"suffix": "_rq_time"}, "buckets": settings.latency_edges_ms}
@@ -88,44 +72,26 @@ def bootstrap(settings: ProxySettings, listen: Listen, endpoints: Endpoints) -> 
         },
         "static_resources": {
             "listeners": [
-                _listener("grpc", listen.host, listen.grpc_port, _grpc_manager(settings)),
-                _listener("http", listen.host, listen.http_port, _http_manager(settings)),
+                _listener("grpc", listen.host, listen.grpc_port, _grpc_manager(settings, mirror)),
+                _listener("http", listen.host, listen.http_port, _http_manager(settings, mirror)),
                 _listener("metrics", listen.host, listen.metrics_port, _metrics_manager()),
             ],
             "clusters": [
-                _replicas(GRPC, settings, endpoints),
-                _replicas(HTTP, settings, endpoints),
+                replicas(GRPC, settings, endpoints),
+                replicas(HTTP, settings, endpoints),
+                *(candidate(service, settings, mirror) for service in CANDIDATES if mirror),
                 {
                     "name": "admin",
                     "type": "STATIC",
-                    "load_assignment": _assignment("admin", [(_LOOPBACK, listen.admin_port)]),
+                    "load_assignment": assigned("admin", [(_LOOPBACK, listen.admin_port)]),
                 },
             ],
         },
     }
 
 
-def assignment(service: Service, addresses: Iterable[tuple[str, int]]) -> dict[str, Any]:
-    """What an endpoint file holds: the hosts and ports of the replicas that may be asked."""
-    found = _assignment(service.cluster, addresses)
-    return {"resources": [_typed("config.endpoint.v3.ClusterLoadAssignment", **found)]}
-
-
-def _assignment(cluster: str, addresses: Iterable[tuple[str, int]]) -> dict[str, Any]:
-    hosts = [{"endpoint": {"address": _address(host, port)}} for host, port in addresses]
-    return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": hosts}]}
-
-
-def _address(host: str, port: int) -> dict[str, Any]:
-    return {"socket_address": {"address": host, "port_value": port}}
-
-
-def _typed(name: str, **fields: Any) -> dict[str, Any]:
-    return {"@type": f"{_TYPES}.{name}", **fields}
-
-
 def _filter(name: str, kind: str, **fields: Any) -> dict[str, Any]:
-    return {"name": f"envoy.filters.{name}", "typed_config": _typed(kind, **fields)}
+    return {"name": f"envoy.filters.{name}", "typed_config": typed(kind, **fields)}
 
 
 def _listener(name: str, host: str, port: int, manager: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,12 +99,12 @@ def _listener(name: str, host: str, port: int, manager: Mapping[str, Any]) -> di
     connections = _filter("network.http_connection_manager", kind, stat_prefix=name, **manager)
     return {
         "name": name,
-        "address": _address(host, port),
+        "address": address(host, port),
         "filter_chains": [{"filters": [connections]}],
     }
 
 
-def _grpc_manager(settings: ProxySettings) -> dict[str, Any]:
+def _grpc_manager(settings: ProxySettings, mirror: Mirror | None) -> dict[str, Any]:
     path = f"/{_SERVICE}/"
     asked = "|".join(_GRPC_ASKED)
     retriable = {
@@ -160,6 +126,7 @@ def _grpc_manager(settings: ProxySettings) -> dict[str, Any]:
         **_manager(
             [
                 _route({"path": path + _STREAM}, GRPC, settings, None),
+                _route({"path": path + _INFER}, GRPC, settings, retriable, mirror),
                 _route({"safe_regex": {"regex": f"{path}({asked})"}}, GRPC, settings, retriable),
                 _route({"prefix": "/grpc.health.v1.Health/"}, GRPC, settings, retriable),
             ],
@@ -169,14 +136,14 @@ def _grpc_manager(settings: ProxySettings) -> dict[str, Any]:
         "codec_type": "HTTP2",
         "http2_protocol_options": {
             "connection_keepalive": {
-                "interval": _seconds(settings.keepalive_s),
-                "timeout": _seconds(settings.keepalive_timeout_s),
+                "interval": seconds(settings.keepalive_s),
+                "timeout": seconds(settings.keepalive_timeout_s),
             }
         },
     }
 
 
-def _http_manager(settings: ProxySettings) -> dict[str, Any]:
+def _http_manager(settings: ProxySettings, mirror: Mirror | None) -> dict[str, Any]:
     retriable = {
         "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
         "retriable_status_codes": [503],
@@ -184,6 +151,7 @@ def _http_manager(settings: ProxySettings) -> dict[str, Any]:
     return _manager(
         [
             _route({"safe_regex": {"regex": _HTTP_STREAM}}, HTTP, settings, None),
+            _route({"safe_regex": {"regex": _HTTP_INFER}}, HTTP, settings, retriable, mirror),
             _route({"safe_regex": {"regex": _HTTP_ASKED}}, HTTP, settings, retriable),
         ],
         settings,
@@ -261,6 +229,7 @@ def _route(
     service: Service,
     settings: ProxySettings,
     retriable: Mapping[str, Any] | None,
+    mirror: Mirror | None = None,
 ) -> dict[str, Any]:
     """One kind of request; what cannot be sent again passes without being held."""
     route: dict[str, Any] = {
@@ -271,18 +240,20 @@ def _route(
         route["max_stream_duration"] = {
             "grpc_timeout_header_max": Because("0s", "the client's deadline as it is, all tries")
         }
+    if mirror is not None:
+        route["request_mirror_policies"] = [_mirror_policy(service, mirror)]
     if retriable is None:
         kind = "extensions.filters.http.buffer.v3.BufferPerRoute"
-        streams = {"envoy.filters.http.buffer": _typed(kind, disabled=True)}
+        streams = {"envoy.filters.http.buffer": typed(kind, disabled=True)}
         return {"match": match, "route": route, "typed_per_filter_config": streams}
     route["retry_policy"] = {
         **retriable,
         "num_retries": settings.retries,
-        "retry_back_off": {"base_interval": _seconds(settings.least_backoff_s)},
+        "retry_back_off": {"base_interval": seconds(settings.least_backoff_s)},
         "retry_host_predicate": [
             {
                 "name": "envoy.retry_host_predicates.previous_hosts",
-                "typed_config": _typed(
+                "typed_config": typed(
                     "extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
                 ),
             }
@@ -296,98 +267,20 @@ def _route(
     }
 
 
-def _replicas(service: Service, settings: ProxySettings, endpoints: Endpoints) -> dict[str, Any]:
-    protocol = "http2_protocol_options" if service.is_grpc else "http_protocol_options"
-    kind = "extensions.upstreams.http.v3.HttpProtocolOptions"
-    most = settings.most_at_once
+def _mirror_policy(service: Service, mirror: Mirror) -> dict[str, Any]:
     return {
-        "name": service.cluster,
-        **_discovery(service, settings, endpoints),
-        "connect_timeout": _seconds(settings.connect_s),
-        "lb_policy": Because("LEAST_REQUEST", "requests take unequal time, by their length"),
-        "common_lb_config": {
-            "healthy_panic_threshold": {
-                "value": Because(0, "servers that are known not to be ready get no traffic")
-            }
+        "cluster": CANDIDATES[service].cluster,
+        "runtime_fraction": {
+            "default_value": Because(
+                {"numerator": round(mirror.share * _MILLION), "denominator": "MILLION"},
+                f"{mirror.share:g} of the requests are asked of the candidate, too; nobody waits "
+                "for it, and its answers are thrown away",
+            )
         },
-        "typed_extension_protocol_options": {
-            f"envoy.{kind}": _typed(kind, explicit_http_config={protocol: {}})
-        },
-        "ignore_health_on_host_removal": Because(
-            True, "a replica that was taken out gets nothing more, also while it is healthy"
+        "disable_shadow_host_suffix_append": Because(
+            True, "Envoy would ask for another host name than the client did"
         ),
-        "close_connections_on_host_health_failure": Because(
-            True, "what waits for a frozen replica is asked elsewhere"
-        ),
-        "health_checks": [_health_check(service, settings)],
-        "outlier_detection": _outliers(settings),
-        "circuit_breakers": {
-            "thresholds": [
-                {
-                    "max_connections": most,
-                    "max_pending_requests": most.value,
-                    "max_requests": most.value,
-                    "retry_budget": {
-                        "budget_percent": {"value": settings.retry_percent},
-                        "min_retry_concurrency": settings.retry_at_least,
-                    },
-                }
-            ]
-        },
     }
-
-
-def _discovery(service: Service, settings: ProxySettings, endpoints: Endpoints) -> dict[str, Any]:
-    if isinstance(endpoints, EndpointNames):
-        port = endpoints.grpc_port if service.is_grpc else endpoints.http_port
-        return {
-            "type": "STRICT_DNS",
-            "dns_refresh_rate": _seconds(settings.dns_refresh_s),
-            "load_assignment": _assignment(service.cluster, [(endpoints.host, port)]),
-        }
-    file = endpoints.grpc if service.is_grpc else endpoints.http
-    return {
-        "type": "EDS",
-        "eds_cluster_config": {"eds_config": {"path_config_source": {"path": str(file)}}},
-    }
-
-
-def _health_check(service: Service, settings: ProxySettings) -> dict[str, Any]:
-    how: dict[str, Any] = {"grpc_health_check": {}}
-    if not service.is_grpc:
-        how = {
-            "http_health_check": {"path": "/v2/health/ready"},
-            "reuse_connection": Because(
-                False, "a server that is told to stop waits for open connections before it does"
-            ),
-        }
-    return {
-        "interval": _seconds(settings.check_interval_s),
-        "no_traffic_interval": _seconds(settings.check_interval_s, explained=False),
-        "timeout": _seconds(settings.check_timeout_s),
-        "unhealthy_threshold": settings.check_failures,
-        "healthy_threshold": settings.check_passes,
-        **how,
-    }
-
-
-def _outliers(settings: ProxySettings) -> dict[str, Any]:
-    return {
-        "split_external_local_origin_errors": True,
-        "consecutive_local_origin_failure": settings.eject_after,
-        "enforcing_consecutive_local_origin_failure": 100,
-        "enforcing_local_origin_success_rate": 0,
-        "enforcing_consecutive_5xx": 0,
-        "enforcing_consecutive_gateway_failure": 0,
-        "enforcing_success_rate": 0,
-        "base_ejection_time": _seconds(settings.eject_s),
-        "max_ejection_percent": settings.eject_percent,
-    }
-
-
-def _seconds(setting: Because, *, explained: bool = True) -> Because | str:
-    text = f"{setting.value:g}s"
-    return Because(text, setting.reason) if explained else text
 
 
 def _bytes(setting: Because) -> Because:

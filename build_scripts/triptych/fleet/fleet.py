@@ -12,6 +12,7 @@ from typing import Any
 
 from triptych.errors import UserError
 from triptych.fleet.builds import Build, keep_build
+from triptych.fleet.candidate import Candidate
 from triptych.fleet.proxy import Proxy
 from triptych.fleet.replica import Replica
 from triptych.server.builds import Builds
@@ -35,6 +36,7 @@ class Fleet:
         replicas: how many of them.
         proxy: in front of them, not started.
         models: serve these only; empty serves all.
+        candidate: beside them, not started; None for none.
         exchanges: whether what is built anew is put in.
         load_s: that the models of a replica may take to load.
         on_change: told in a line what went well.
@@ -50,6 +52,7 @@ class Fleet:
         replicas: int,
         proxy: Proxy,
         models: Sequence[str] = (),
+        candidate: Candidate | None = None,
         exchanges: bool = True,
         load_s: float = 120.0,
         on_change: Tell,
@@ -58,6 +61,7 @@ class Fleet:
         self._repository = repository
         self._folder = folder
         self.proxy = proxy
+        self._candidate = candidate
         self._exchanges = exchanges
         self._load_s = load_s
         self._on_change = on_change
@@ -104,6 +108,8 @@ class Fleet:
             replica.ready()
             self._on_change(f"{replica.name} is ready at {replica.server.grpc_url}")
         self._start_proxy()
+        if self._candidate is not None:
+            self._candidate.start()
 
     def described(self) -> list[dict[str, Any]]:
         """Each replica: where it can be asked itself, and its process."""
@@ -131,6 +137,8 @@ class Fleet:
             self._on_problem(f"{self.proxy.failure('must stay up').message} It is started again.")
             self.proxy.stop()
             self._start_proxy()
+        if self._candidate is not None:
+            self._candidate.look()
         self._look_for_builds()
         self._exchange_next()
 
@@ -146,6 +154,8 @@ class Fleet:
         """Answer what is under way, and end all servers and Envoy."""
         try:
             enders = [threading.Thread(target=replica.end) for replica in self.replicas]
+            if self._candidate is not None:
+                enders.append(threading.Thread(target=self._candidate.end))
             for ender in enders:
                 ender.start()
             for ender in enders:

@@ -15,15 +15,8 @@ from pathlib import Path
 from triptych.container.entrypoint import server_variables
 from triptych.errors import UserError
 from triptych.files import write_files
-from triptych.fleet.bootstrap import (
-    GRPC,
-    HTTP,
-    EndpointFiles,
-    Listen,
-    Service,
-    assignment,
-    bootstrap,
-)
+from triptych.fleet.bootstrap import Listen, bootstrap
+from triptych.fleet.clusters import GRPC, HTTP, EndpointFiles, Mirror, Service, assignment
 from triptych.fleet.reasons import yaml_of
 from triptych.fleet.settings import ProxySettings
 from triptych.server.embedded import server_path
@@ -52,6 +45,7 @@ class Proxy:
         settings: its numbers.
         listen: ports that are free.
         log_file: where its log goes.
+        mirror: who gets copies of requests; None for nobody.
         orphan_paths: files and folders to remove where this process dies before it could `stop`.
     """
 
@@ -61,11 +55,13 @@ class Proxy:
         listen: Listen,
         *,
         log_file: Path,
+        mirror: Mirror | None = None,
         orphan_paths: Sequence[Path] = (),
     ) -> None:
         self._settings = settings
         self._listen = listen
         self._log_file = log_file
+        self._mirror = mirror
         self._orphan_paths = tuple(orphan_paths)
         self._folder = Path()
         self._process: ServerProcess | None = None
@@ -98,7 +94,7 @@ class Proxy:
             files = EndpointFiles(self._folder / _GRPC_FILE, self._folder / _HTTP_FILE)
             self.route_to(servers)
             config = self._folder / "envoy.yaml"
-            data = bootstrap(self._settings, self._listen, files)
+            data = bootstrap(self._settings, self._listen, files, self._mirror)
             write_files(self._folder, {config.name: yaml_of(data)})
             self._process = ServerProcess(
                 [*envoy_command(find_envoy(), config), "--concurrency", str(_WORKERS)],

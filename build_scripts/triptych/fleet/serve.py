@@ -11,9 +11,13 @@ from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
 from triptych.files import told_to_user
 from triptych.fleet.bootstrap import Listen
+from triptych.fleet.builds import Build
+from triptych.fleet.candidate import Candidate, Mirrored
+from triptych.fleet.clusters import EndpointNames, Mirror
 from triptych.fleet.fleet import Fleet
 from triptych.fleet.gpus import variables_of
 from triptych.fleet.proxy import Proxy, find_envoy
+from triptych.fleet.replica import Replica
 from triptych.fleet.settings import proxy_settings
 from triptych.repository.lock import find_lock
 from triptych.repository.store import work_beside
@@ -21,6 +25,7 @@ from triptych.server.ports import claim_ports
 from triptych.server.server import Server
 from triptych.server.wait import until_asked
 
+_LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.3
 
 
@@ -37,6 +42,8 @@ def new_fleet(
     models: Sequence[str] = (),
     production_flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    mirrored: Mirrored | None = None,
+    candidate_environment: Mapping[str, str] | None = None,
     exchanges: bool = True,
     log_file: Path | None = None,
     load_s: float = 120.0,
@@ -46,8 +53,9 @@ def new_fleet(
     """A fleet of two replicas or more, not started; what it leaves on the disk goes at the end.
 
     Each of the `gpus`, written as in ``CUDA_VISIBLE_DEVICES``, is one replica's; without them each
-    sees all. Each replica and Envoy log into a file of their own beside the name `log_file`. What
-    `Fleet` and `Server` take besides is passed on.
+    sees all. `mirrored` is a candidate of the same flags, with variables of its own. Each server
+    and Envoy log into a file of their own beside the name `log_file`. What `Fleet` and `Server`
+    take besides is passed on.
 
     Raises:
         UserError: Envoy is not installed, a port is busy, or the folder beside the repository
@@ -55,11 +63,16 @@ def new_fleet(
     """
     find_envoy()
     wanted = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
-    own = [f"{name}_{number}" for number in range(replicas) for name in wanted]
+    servers = replicas + (mirrored is not None)
+    own = [f"{name}_{number}" for number in range(servers) for name in wanted]
     # All at once, so that no two replicas pick the same.
     ports = claim_ports(host, {**wanted, **dict.fromkeys(["admin_port", *own], 0)})
 
     def new_server(build: Path, number: int) -> Server:
+        variables = {**(environment or {}), **variables_of(gpus, number)}
+        return server_at(build, number, variables, str(number + 1))
+
+    def server_at(build: Path, number: int, variables: Mapping[str, str], name: str) -> Server:
         return Server(
             build,
             grpc_port=ports[f"grpc_port_{number}"],
@@ -67,8 +80,8 @@ def new_fleet(
             metrics_port=ports[f"metrics_port_{number}"],
             models=models,
             production_flags=production_flags,
-            environment={**(environment or {}), **variables_of(gpus, number)},
-            log_file=_beside(log_file, str(number + 1)),
+            environment=variables,
+            log_file=_beside(log_file, name),
         )
 
     with ExitStack() as opened:
@@ -79,10 +92,26 @@ def new_fleet(
             max_request_mib=largest_request_mib(repository),
             limits_ms=_promised_ms(repository),
         )
+        mirror = candidate = None
+        if mirrored is not None:
+            at = EndpointNames(
+                _LOOPBACK, ports[f"grpc_port_{replicas}"], ports[f"http_port_{replicas}"]
+            )
+            mirror = Mirror(mirrored.share, at)
+            server = server_at(
+                mirrored.repository, replicas, candidate_environment or {}, "candidate"
+            )
+            candidate = Candidate(
+                Replica("candidate", server, models, Build(1, mirrored.repository)),
+                load_s=load_s,
+                on_change=on_change,
+                on_problem=on_problem,
+            )
         proxy = Proxy(
             settings,
             Listen(host, **{name: ports[name] for name in (*wanted, "admin_port")}),
             log_file=_beside(log_file, "envoy") or folder / "envoy.log",
+            mirror=mirror,
             orphan_paths=[folder],
         )
         yield Fleet(
@@ -92,6 +121,7 @@ def new_fleet(
             replicas=replicas,
             proxy=proxy,
             models=models,
+            candidate=candidate,
             exchanges=exchanges,
             load_s=load_s,
             on_change=on_change,

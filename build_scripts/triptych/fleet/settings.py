@@ -61,6 +61,11 @@ class ProxySettings:
         "requests, pending ones and connections: the pipelines know what they can take and refuse "
         "the rest; Envoy's own 1024 would refuse before they do",
     )
+    mirrored_at_once: Because = Because(
+        16,
+        "mirrored requests under way: of more, none is mirrored. Each is held whole until the "
+        "candidate has answered, and a slow one must not fill this proxy's memory",
+    )
     dns_refresh_s: Because = Because(
         5,
         "a replica that got ready is found within that; one that goes sleeps longer before it does",

@@ -1,0 +1,265 @@
+"""What the replicas sample, and who looks at it: one volume for all, and one pod that watches.
+
+One place, and not one a pod with somebody beside it: the watch's test is of all rows since the
+build (N watches would raise N times the false alarms), rows outlive the pod that answered them, and
+the original model in PyTorch, larger than a replica, is loaded once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from triptych.cache import CACHE_VARIABLE
+from triptych.container.settings import read_settings
+from triptych.deploy.basis import Basis
+from triptych.deploy.monitoring import pod_monitor
+from triptych.deploy.options import WATCH_EVERY, Options
+from triptych.deploy.workload import (
+    PORTS,
+    USER,
+    isolated,
+    labels,
+    metadata,
+    metrics_ingress,
+    models_volume,
+    restricted,
+)
+from triptych.fleet.reasons import Because
+from triptych.pipeline.spec_fields import Sample
+from triptych.runtime.sample_files import FOLDER_VARIABLE
+
+MOUNT = "/samples"
+REPORTS = f"{MOUNT}/.watch"
+"""The looks so far lie beside the samples: without them each look would begin anew."""
+CONTAINER = "watch"
+
+_MIB, _STEP_MIB = 2**20, 64
+_BASE_MIB = 1024
+_OF_CORE = 4
+_FOLDERS = 2
+_CPU_MILLI = 500
+_CACHE_MIB = 256
+_TMP_MIB = 1024
+
+
+def claim_name(options: Options) -> str:
+    """Of the volume of all samples."""
+    return f"{options.name}-samples"
+
+
+def watch_name(options: Options) -> str:
+    """Of all objects of the watch."""
+    return f"{options.name}-watch"
+
+
+def claim(options: Options, sample: Sample) -> dict[str, Any]:
+    """The volume that all replicas write to and the watch reads."""
+    kept_mib = _FOLDERS * sample.max_bytes / _MIB
+    mib = math.ceil((kept_mib + _CACHE_MIB) / _STEP_MIB) * _STEP_MIB
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata(options, claim_name(options)),
+        "spec": {
+            "accessModes": Because(
+                ["ReadWriteMany"],
+                "replicas on all nodes write, and the watch reads what all of them answered: name "
+                "a storageClassName that can (NFS, CephFS, EFS, Filestore) where the cluster's "
+                "own cannot",
+            ),
+            "resources": {
+                "requests": {
+                    "storage": Because(
+                        f"{mib}Mi",
+                        f"{_FOLDERS} x serving.sample.max_bytes ({sample.max_bytes} bytes): each "
+                        "replica may be over it by a file of a tenth, and a candidate has a folder "
+                        f"of its own; {_CACHE_MIB} MiB for the looks and what they computed once",
+                    )
+                }
+            },
+        },
+    }
+
+
+def sampling(
+    pod: dict[str, Any], options: Options, sample: Sample | None, folder: str = MOUNT
+) -> dict[str, Any]:
+    """A pod template whose servers write samples into a folder, where they are to sample."""
+    if sample is None:
+        return pod
+    (container,) = pod["spec"]["containers"]
+    server = {
+        **container,
+        "env": [*container["env"], {"name": FOLDER_VARIABLE, "value": folder}],
+        "volumeMounts": [*container["volumeMounts"], {"name": "samples", "mountPath": MOUNT}],
+    }
+    spec = {
+        **pod["spec"],
+        "securityContext": {**pod["spec"]["securityContext"], **group()},
+        "containers": [server],
+        "volumes": [*pod["spec"]["volumes"], volume(options)],
+    }
+    return {**pod, "spec": spec}
+
+
+def volume(options: Options) -> dict[str, Any]:
+    return {"name": "samples", "persistentVolumeClaim": {"claimName": claim_name(options)}}
+
+
+def group() -> dict[str, Any]:
+    """Of a pod's securityContext: what lets its user write to a new volume."""
+    return {
+        "fsGroup": Because(
+            USER,
+            "the root of a new volume is root's. Files are for their user alone (0600), so the "
+            "servers and the watch are one user. A driver that does not set groups (NFS): make "
+            f"its root writable for {USER}",
+        ),
+        "fsGroupChangePolicy": Because(
+            "OnRootMismatch",
+            "Always would let the group read each file again whenever a pod starts",
+        ),
+    }
+
+
+def watch_command(pipeline: str) -> list[Any]:
+    """What the image of the watch runs, all as long as the pod lives."""
+    return [
+        *("triptych", "watch", pipeline),
+        *(
+            "--every",
+            Because(WATCH_EVERY, "all looks are one test: more of them cost no false alarm"),
+        ),
+        *("--port", str(PORTS["metrics"]), "--host", "0.0.0.0"),
+        *("--repository", str(read_settings({}).repository)),
+        *("--samples", MOUNT, "--reports", REPORTS),
+    ]
+
+
+def watch_environment() -> dict[str, str]:
+    """Of the image of the watch, whose file system is read-only and which reaches no network."""
+    return {"HOME": "/tmp", CACHE_VARIABLE: f"{MOUNT}/.cache", "HF_HUB_OFFLINE": "1"}
+
+
+def watch_memory_mib(basis: Basis) -> Because:
+    """Of one look."""
+    core = basis.repository / f"{basis.lock.spec.name}_core"
+    size_mib = sum(file.stat().st_size for file in core.rglob("*") if file.is_file()) / _MIB
+    mib = math.ceil((_BASE_MIB + _OF_CORE * size_mib) / _STEP_MIB) * _STEP_MIB
+    return Because(
+        mib,
+        f"{_BASE_MIB} MiB, and {_OF_CORE} times the core's files ({size_mib:.0f} MiB), whose "
+        "weights may be a fourth of the original's: MiniLM's 90 MiB took 570. Not measured for "
+        "this model: watch it",
+    )
+
+
+def watching(basis: Basis, sample: Sample) -> dict[str, Any]:
+    """The volume, and where there is an image for it the watch: file to document."""
+    options = basis.options
+    files = {"samples-claim.yaml": claim(options, sample)}
+    if options.watch_image is not None:
+        files["watch-deployment.yaml"] = _deployment(basis)
+        files["watch-network-policy.yaml"] = _policy(options)
+        files["watch-pod-monitor.yaml"] = _monitor(options)
+    return files
+
+
+def watch_pod(basis: Basis, container: dict[str, Any], *, version: str) -> dict[str, Any]:
+    """A pod with the image of the watch, the repository of a build and the samples."""
+    options = basis.options
+    isolation = isolated(labels(options, watch_name(options)), USER)
+    return {
+        **{key: value for key, value in isolation.items() if key != "topologySpreadConstraints"},
+        "securityContext": {**isolation["securityContext"], **group()},
+        "containers": [
+            {
+                "image": options.watch_image,
+                "env": [{"name": key, "value": text} for key, text in watch_environment().items()],
+                "securityContext": restricted(),
+                **container,
+                "volumeMounts": [
+                    {
+                        "name": "models",
+                        "mountPath": str(read_settings({}).repository),
+                        "readOnly": True,
+                    },
+                    {"name": "samples", "mountPath": MOUNT},
+                    {"name": "tmp", "mountPath": "/tmp"},
+                    *container.get("volumeMounts", ()),
+                ],
+            }
+        ],
+        "volumes": [
+            models_volume(options, version),
+            volume(options),
+            {
+                "name": "tmp",
+                "emptyDir": {
+                    "sizeLimit": Because(f"{_TMP_MIB}Mi", "scratch, also of servers for `shadow`")
+                },
+            },
+        ],
+    }
+
+
+def _deployment(basis: Basis) -> dict[str, Any]:
+    options = basis.options
+    own = labels(options, watch_name(options))
+    memory = watch_memory_mib(basis)
+    listens = {"tcpSocket": {"port": "metrics"}}
+    container = {
+        "name": CONTAINER,
+        "command": watch_command(basis.lock.spec.name),
+        "ports": [{"name": "metrics", "containerPort": PORTS["metrics"]}],
+        "startupProbe": {**listens, "periodSeconds": 5, "failureThreshold": 24},
+        "livenessProbe": {**listens, "periodSeconds": 30},
+        "resources": {
+            "requests": {
+                "cpu": Because(f"{_CPU_MILLI}m", "a look may take its time"),
+                "memory": Because(f"{memory.value}Mi", memory.reason),
+            },
+            "limits": {"memory": f"{memory.value}Mi"},
+        },
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(options, watch_name(options)),
+        "spec": {
+            "replicas": Because(
+                1,
+                "one that stays, and no CronJob: its gauges are scraped as the servers' are, while "
+                "a pod that has ended would need a Pushgateway; an alarm is no failed Job, and a "
+                "look that fails is told by the time of the last one",
+            ),
+            "strategy": {"type": Because("Recreate", "two would write one timeline")},
+            "selector": {"matchLabels": own},
+            "template": {
+                "metadata": {"labels": {**own, "app.kubernetes.io/version": basis.version}},
+                "spec": watch_pod(basis, container, version=basis.version),
+            },
+        },
+    }
+
+
+def _policy(options: Options) -> dict[str, Any]:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(options, watch_name(options)),
+        "spec": {
+            "podSelector": {"matchLabels": labels(options, watch_name(options))},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [metrics_ingress(options)],
+            "egress": Because([], "texts of users are in its samples: it calls nobody"),
+        },
+    }
+
+
+def _monitor(options: Options) -> dict[str, Any]:
+    name = watch_name(options)
+    monitor = pod_monitor(options)
+    spec = {**monitor["spec"], "selector": {"matchLabels": labels(options, name)}}
+    return {**monitor, "metadata": metadata(options, name), "spec": spec}

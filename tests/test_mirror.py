@@ -1,0 +1,216 @@
+"""Copies of requests for a candidate, by a real Envoy in front of stand-ins for servers."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy_cases import PROMISE, document, kustomized, options, taken, write_bench, write_built
+from test_deploy_targets import comes_true, page
+from triptych.deploy.targets import manifests_of
+from triptych.errors import UserError
+from triptych.fleet.bootstrap import Listen, bootstrap
+from triptych.fleet.candidate import Mirrored, check_alike, mirrored_of
+from triptych.fleet.clusters import EndpointNames, Mirror
+from triptych.fleet.proxy import envoy_command, find_envoy
+from triptych.fleet.reasons import plain
+from triptych.fleet.settings import ProxySettings, proxy_settings
+from triptych.server.ports import claim_ports
+
+LOOPBACK = "127.0.0.1"
+SHARE = 0.25
+REQUESTS = 400
+INFER = "/v2/models/minilm/infer"
+
+
+class Standin(http.server.ThreadingHTTPServer):
+    """Answers as a server's HTTP port does, after a while; remembers what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__((LOOPBACK, 0), _Answer)
+        self.asked: list[bytes] = []
+        self.sleeps_s = 0.0
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Standin
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path == INFER:
+            self.server.asked.append(body)
+            time.sleep(self.server.sleeps_s)
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def standin() -> Iterator[Standin]:
+    with Standin() as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@contextmanager
+def envoy(folder: Path, live: int, candidate: int) -> Iterator[Listen]:
+    """The proxy of a fleet, in front of the HTTP ports of a replica and of a candidate."""
+    names = ("grpc_port", "http_port", "metrics_port", "admin_port")
+    listen = Listen(LOOPBACK, **claim_ports(LOOPBACK, dict.fromkeys(names, 0)))
+    made = bootstrap(
+        settings(),
+        listen,
+        EndpointNames(LOOPBACK, 1, live),
+        Mirror(SHARE, EndpointNames(LOOPBACK, 1, candidate)),
+    )
+    config = folder / "envoy.json"
+    config.write_text(json.dumps(plain(made)))
+    running = subprocess.Popen(envoy_command(find_envoy(), config), stderr=subprocess.DEVNULL)
+    try:
+        healthy = 'envoy_cluster_membership_healthy{envoy_cluster_name="candidate_http"} 1'
+        ready = (listen.http_port, "/v2/health/ready")
+        assert comes_true(lambda: page(*ready)[0] == 200)
+        assert comes_true(lambda: healthy in page(listen.metrics_port, "/metrics")[1])
+        yield listen
+    finally:
+        running.terminate()
+        running.wait(30)
+
+
+def settings() -> ProxySettings:
+    return proxy_settings(replicas=1, max_request_mib=1)
+
+
+def ask(port: int, count: int) -> list[float]:
+    """Seconds of each of so many requests, one after the other, none of which may fail."""
+    took = []
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=30)
+    for number in range(count):
+        start = time.perf_counter()
+        connection.request("POST", INFER, json.dumps({"number": number}))
+        answer = connection.getresponse()
+        answer.read()
+        took.append(time.perf_counter() - start)
+        assert answer.status == 200
+    connection.close()
+    return sorted(took)
+
+
+def test_a_share_is_mirrored_and_a_slow_or_dead_candidate_costs_nobody_an_answer(
+    tmp_path: Path,
+) -> None:
+    with standin() as live, standin() as candidate:
+        ports = live.server_port, candidate.server_port
+        with envoy(tmp_path, *ports) as listen:
+            usual = ask(listen.http_port, REQUESTS)
+            assert comes_true(lambda: len(candidate.asked) > 0)
+            time.sleep(0.2)
+            # 400 draws at a quarter: five standard deviations.
+            assert abs(len(candidate.asked) - SHARE * REQUESTS) < 5 * (REQUESTS * 0.1875) ** 0.5
+            assert set(candidate.asked) <= set(live.asked)  # whole, and nothing else
+            assert len(live.asked) == REQUESTS
+            before = len(candidate.asked)
+            candidate.sleeps_s = 60.0  # as good as never
+            slow = ask(listen.http_port, REQUESTS)
+            # What is under way fills up, and no more is mirrored.
+            assert len(candidate.asked) - before <= settings().mirrored_at_once.value
+            candidate.shutdown()
+            candidate.server_close()
+            dead = ask(listen.http_port, REQUESTS)
+            assert len(live.asked) == 3 * REQUESTS
+    medians = [times[REQUESTS // 2] * 1e3 for times in (usual, slow, dead)]
+    print("median ms: usual, slow candidate, dead one:", [f"{one:.2f}" for one in medians])
+    # A busy machine's noise is far below the 60 s that a request would wait.
+    assert max(times[-1] for times in (slow, dead)) < 10
+
+
+def deployed(folder: Path, **changes: Any) -> Any:
+    """Of a pipeline that samples, and another build of it."""
+    sampling = {"slo": PROMISE, "sample": {"rate": 0.01}}
+    repository = write_built(folder, serving=sampling)
+    other = write_built(folder / "other", serving={**sampling, "sample": {"rate": 1.0}})
+    chosen = options(mirrored=Mirrored(other, 0.05), **changes)
+    return manifests_of(repository, "minilm", chosen, write_bench(folder / "reports"))
+
+
+def test_a_candidate_is_deployed_beside_the_replicas(tmp_path: Path) -> None:
+    for name, changes in {"envoy": {}, "gateway": {"gateway": "public"}}.items():
+        made = deployed(tmp_path / name, **changes)
+        objects = taken(kustomized(tmp_path / name / "out", made))
+        first, other = (
+            objects[f"Deployment {one}"]["spec"] for one in ("minilm", "minilm-candidate")
+        )
+        assert other["replicas"] == 1
+        claims, folders = [], []
+        for each in (first, other):
+            pod = each["template"]["spec"]
+            (container,) = pod["containers"]
+            volumes = {one["name"]: one for one in pod["volumes"]}
+            claims.append(volumes["models"]["persistentVolumeClaim"]["claimName"])
+            env = {one["name"]: one["value"] for one in container["env"]}
+            folders.append(env["TRIPTYCH_SAMPLES"])
+        assert claims[0] == f"minilm-{made.version}" != claims[1]
+        assert folders == ["/samples", "/samples/.candidate"]
+        labels = other["selector"]["matchLabels"]
+        assert labels == objects["Service minilm-candidate"]["spec"]["selector"]
+        # Nothing takes it for a replica.
+        for kind in ("PodMonitor", "PodDisruptionBudget"):
+            assert objects[f"{kind} minilm"]["spec"]["selector"]["matchLabels"] != labels
+        if name == "gateway":
+            (rule,) = objects["GRPCRoute minilm"]["spec"]["rules"]
+            (mirror,) = (one["requestMirror"] for one in rule["filters"])
+            assert mirror["backendRef"]["name"] == "minilm-candidate"
+            assert mirror["fraction"] == {"numerator": 50_000, "denominator": 1_000_000}
+        else:
+            clusters = document(made, "envoy.yaml")["static_resources"]["clusters"]
+            assert "minilm-candidate" in json.dumps(clusters)
+            egress = objects["NetworkPolicy minilm-envoy"]["spec"]["egress"][0]["to"]
+            assert {"podSelector": {"matchLabels": labels}} in egress
+
+
+def test_what_cannot_be_mirrored_is_refused(tmp_path: Path) -> None:
+    plain_build = write_built(tmp_path)
+    sampling = write_built(
+        tmp_path / "sampling", "other", serving={"slo": PROMISE, "sample": {"rate": 1.0}}
+    )
+    for text, said in (
+        ("candidate", "above 0 and up to 1"),
+        (f"{sampling}:0", "above 0 and up to 1"),
+        (f"{sampling}:nan", "above 0 and up to 1"),
+        (":0.5", "above 0 and up to 1"),
+        (f"{tmp_path / 'none'}:0.5", "a repository with a pipeline"),
+        (f"{plain_build}:0.5", "builds that sample"),
+    ):
+        with pytest.raises(UserError, match=said):
+            mirrored_of(text)
+    assert mirrored_of(f"{sampling}:0.5") == Mirrored(sampling, 0.5)
+    with pytest.raises(UserError, match="builds of pipelines that are served"):
+        check_alike(plain_build, sampling)
+    reports = write_bench(tmp_path / "reports")
+    for build, changes, said in (
+        (plain_build, {}, "a build that samples"),
+        (plain_build, {"target": "compose"}, "--target kubernetes only"),
+    ):
+        chosen = options(mirrored=Mirrored(sampling, 0.5), **changes)
+        with pytest.raises(UserError, match=said):
+            manifests_of(build, "minilm", chosen, reports)
