@@ -54,7 +54,8 @@ PURE = (
     "live_verdict", "load_report", "load_report_terminal", "load_values", "make_engine",
     "metrics", "onnxruntime_pieces", "onnxruntime_runner", "pages", "plan", "probe",
     "rehearsal", "releases", "report", "rounding", "samples_file", "scaffold", "scaling",
-    "scratch", "server_mistakes", "shown", "spec", "store", "tensorrt_settings", "terminal",
+    "scratch", "server_mistakes", "shown", "spec", "store", "tensorrt_llm",
+    "tensorrt_settings", "terminal",
     "tune_report", "tune_search", "tuned", "watch", "widths",
 )
 # fmt: on
