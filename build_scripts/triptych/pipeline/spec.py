@@ -95,7 +95,7 @@ def not_known_here(field: str, task: str) -> UserError:
         field,
         "must be one that this verb knows",
         given=task,
-        remedy="Pipelines that generate text can be built, linted, served and asked",
+        remedy="Pipelines that generate text can be built, linted, served, asked and deployed",
     )
 
 
