@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from triptych.fleet.balancing import balancing
 from triptych.fleet.reasons import Because
 from triptych.fleet.settings import ProxySettings
 
@@ -306,7 +307,7 @@ def _replicas(service: Service, settings: ProxySettings, endpoints: Endpoints) -
         "name": service.cluster,
         **_discovery(service, settings, endpoints),
         "connect_timeout": _seconds(settings.connect_s),
-        **_balancing(settings),
+        **balancing(settings),
         "typed_extension_protocol_options": {
             f"envoy.{kind}": _typed(kind, explicit_http_config={protocol: {}})
         },
@@ -332,35 +333,6 @@ def _replicas(service: Service, settings: ProxySettings, endpoints: Endpoints) -
             ]
         },
     }
-
-
-def _balancing(settings: ProxySettings) -> dict[str, Any]:
-    if settings.affinity is None:
-        return {
-            "lb_policy": Because("LEAST_REQUEST", "requests take unequal time, by their length"),
-            "common_lb_config": {"healthy_panic_threshold": _no_panic()},
-        }
-    return {
-        "lb_policy": Because(
-            "RING_HASH",
-            f"a replica for each value of {settings.affinity.value}, and few change it when "
-            "replicas come and go",
-        ),
-        "common_lb_config": {
-            "healthy_panic_threshold": _no_panic(),
-            "consistent_hashing_lb_config": {
-                "hash_balance_factor": Because(
-                    150,
-                    "percent of the mean that a replica may have under way: a value that "
-                    "many ask for overflows to its neighbours",
-                )
-            },
-        },
-    }
-
-
-def _no_panic() -> dict[str, Any]:
-    return {"value": Because(0, "servers that are known not to be ready get no traffic")}
 
 
 def _discovery(service: Service, settings: ProxySettings, endpoints: Endpoints) -> dict[str, Any]:
