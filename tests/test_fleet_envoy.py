@@ -81,7 +81,7 @@ def test_what_the_yaml_says_is_the_data_and_each_setting_tells_its_reason(
     text = yaml_of(data)
     assert yaml.safe_load(text) == plain(data)
     told = {reason for _, _, reason in reasons_of(data)}
-    own = vars(settings(3, 37.5))
+    own = {name: value for name, value in vars(settings(3, 37.5)).items() if value is not None}
     used = {name: value for name, value in own.items() if value.reason in told}
     assert own.keys() == used.keys()
 

@@ -93,7 +93,7 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     assert run_checks(repository) == []
     assert check_repository(repository, None) == []
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
-    with pytest.raises(UserError, match="can be built, linted, served and asked"):
+    with pytest.raises(UserError, match="can be built, linted, served, asked"):
         read_lock(repository, "quick")
     assert lock["spec"]["core"]["backend"] == "scripted"
     assert lock["gate"] is None

@@ -93,7 +93,7 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         ("{", "must be JSON"),
         ('{"max_tokens": 0}', "must be an integer from 1 to 1000000. Given: 0"),
         ('{"max_tokens": true}', "Given: True"),
-        ('{"max_tokens": 11}', "at most the 10 tokens that the prompt leaves"),
+        ('{"max_tokens": 11}', "at most the 10 tokens that there is room for"),
         ('{"top_p": 0}', "must be a number above 0 to 1"),
         ('{"temperature": "hot"}', "must be a number from 0 to 2"),
         ('{"n": 2}', "must be an integer from 1 to 1. Given: 2"),
@@ -110,7 +110,8 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    prompts = Prompts({"special_tokens": special, "max_length": 64}, tmp_path)
+    settings = {"special_tokens": special, "max_length": 64, "max_answer": None, "prefix": ""}
+    prompts = Prompts(settings, tmp_path)
     plain = prompts.of_text("The dog")
     assert plain[0] == 0
     # A template that was rendered elsewhere begins like that already.
@@ -193,8 +194,8 @@ def test_the_reference_states_the_limits() -> None:
     text = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
     for metric in METRICS:
         (row,) = re.findall(rf"(?m)^\| `{metric.name}` \|.*$", text)
-        stated = [cell.strip() for cell in row.split("|")[3:6]]
-        limits = [{**EVERY, **LIMITS[name]}.get(metric.name) for name in ("fp32", "fp16", "bf16")]
+        stated = [cell.strip() for cell in row.split("|")[3:7]]
+        limits = [{**EVERY, **limits}.get(metric.name) for limits in LIMITS.values()]
         assert [float(cell) if cell else None for cell in stated] == limits, metric.name
 
 

@@ -59,6 +59,7 @@ HEAVY = {
         "export/proof.py",
         "export/to_onnx.py",
         "gate/reference.py",
+        "generation/text2text_gate.py",
         "generation/worker_gate.py",
         "generation/worker_gguf.py",
         "model/image_core.py",
@@ -67,12 +68,16 @@ HEAVY = {
         "export/heads.py",
         "export/to_onnx.py",
         "generation/facts.py",
+        "generation/text2text.py",
+        "generation/text2text_gate.py",
         "generation/worker_gate.py",
         "generation/worker_gguf.py",
         "model/image_source.py",
         "model/source.py",
     },
     "vllm": {"runtime/engine_vllm.py"},
+    "tensorrt_llm": {"runtime/engine_tensorrt_llm.py"},
+    "ctranslate2": {"generation/converting.py", "runtime/engine_ctranslate2.py"},
     "PIL": {"model/image_source.py", "runtime/rows_image.py"},
     "tensorrt": {"engine/", "server/backends"},
     "cuda": {"engine/", "server/backends"},
@@ -85,6 +90,7 @@ HEAVY = {
 RUNTIME_MAY_IMPORT = {
     *("numpy", "tokenizers", "triton_python_backend_utils", "PIL"),
     *("jinja2", "vllm"),  # steps that generate text, which need NVIDIA's image with vLLM
+    *("ctranslate2", "tensorrt_llm"),  # the same of other engines
 }
 GONE_IN_312 = {"asynchat", "asyncore", "distutils", "imp", "smtpd"}
 TOP_LEVEL = 7

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lint_broken_engines import BROKEN_ENGINES
+from lint_broken_generation import BROKEN_GENERATION
 from lint_broken_models import BROKEN_MODELS
 from lint_broken_wires import BROKEN_WIRES
 from lint_cases import Broken, Fine
@@ -18,7 +19,7 @@ from triptych.errors import Finding, UserError
 from triptych.lint import CHECKS, run_checks
 from triptych.server.server import Server
 
-BROKEN = BROKEN_MODELS + BROKEN_WIRES + BROKEN_ENGINES
+BROKEN = BROKEN_MODELS + BROKEN_WIRES + BROKEN_ENGINES + BROKEN_GENERATION
 
 
 def serious(findings: list[Finding]) -> list[Finding]:

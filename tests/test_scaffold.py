@@ -24,7 +24,8 @@ from triptych.errors import UserError
 from triptych.model.facts import ModelFacts
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.scaffold import TEMPLATES, Scaffold, scaffold, tasks
-from triptych.pipeline.spec import GENERATION, load_spec
+from triptych.pipeline.spec import GENERATING, GENERATION, TEXT2TEXT, load_spec
+from triptych.pipeline.text2text_spec import load_text2text_spec
 from triptych.pipeline.traffic import read_traffic
 from triptych.requests.hook_tests import check_pipeline
 from triptych.requests.inputs import task_of
@@ -33,7 +34,7 @@ from triptych.runtime.rows_image import Limits, open_image
 from triptych.tasks import TASKS
 from triptych.tensors import Tensor
 
-ENCODERS = [task for task in tasks() if task != GENERATION]
+ENCODERS = [task for task in tasks() if task not in GENERATING]
 README = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
 FACTS = ModelFacts(
     sha256="",
@@ -57,7 +58,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_there_is_a_template_for_every_task() -> None:
-    assert tasks() == sorted([*TASKS, "custom", GENERATION])
+    assert tasks() == sorted([*TASKS, "custom", *GENERATING])
 
 
 def test_the_template_for_text_generation_is_a_pipeline(tmp_path: Path) -> None:
@@ -70,6 +71,14 @@ def test_the_template_for_text_generation_is_a_pipeline(tmp_path: Path) -> None:
         commented.replace("\n# parameters", "\nparameters")
     )
     assert load_generation_spec(tmp_path / "talk").parameters["max_tokens"] == 256
+
+
+def test_the_template_for_two_texts_is_a_pipeline(tmp_path: Path) -> None:
+    scaffold("brief", task=TEXT2TEXT, model="me/mine", with_hooks=False, pipelines=tmp_path)
+    path = tmp_path / "brief/pipeline.yaml"
+    path.write_text(re.sub(r"(?m)^  # (?=\w+: )(?!revision)", "  ", path.read_text()))
+    spec = load_text2text_spec(tmp_path / "brief")
+    assert (spec.model.source, spec.core.max_length, spec.core.beams) == ("me/mine", 512, 1)
 
 
 @pytest.mark.parametrize("task", ENCODERS)

@@ -92,6 +92,10 @@ def deploy(
         str | None,
         typer.Option(help=f"Who exchanges builds step by step: {', '.join(ROLLOUTS)}."),
     ] = None,
+    affinity: Annotated[
+        str | None,
+        typer.Option(metavar="HEADER", help="Of streams: equal values, the same replica."),
+    ] = None,
     canary: Annotated[
         int | None,
         typer.Option(metavar="PERCENT", help="Of the requests for a new build (KServe)."),
@@ -130,12 +134,19 @@ def deploy(
             remedy="As in `triptych deploy minilm --image triptych-serve:26.08`",
         )
     from triptych.deploy.folder import write_manifests
+    from triptych.deploy.generation import built_spec, generation_manifests
     from triptych.deploy.targets import manifests_of
     from triptych.fleet.candidate import mirrored_of
     from triptych.releases import parse_release
     from triptych.repository.lock import read_lock
 
-    release = triton or read_lock(repository, name).spec.serving.triton
+    generating = built_spec(repository, name)
+    if affinity is not None and generating is None:
+        raise UserError(
+            "--affinity", "must be given for a pipeline that generates text", remedy="Leave it out"
+        )
+    built = generating or read_lock(repository, name).spec
+    release = triton or built.serving.triton
     options = Options(
         image=image,
         name=name if object_name is None else object_name,
@@ -161,7 +172,10 @@ def deploy(
         mirrored=None if mirror is None else mirrored_of(mirror),
         replaces=replaces,
     )
-    manifests = manifests_of(repository, name, options, reports / name)
+    if generating is not None:
+        manifests = generation_manifests(repository, generating, options, affinity)
+    else:
+        manifests = manifests_of(repository, name, options, reports / name)
     folder = out if out is not None else OUT / name
     write_manifests(folder, manifests.files)
     if as_json:

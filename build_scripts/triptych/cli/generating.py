@@ -12,22 +12,31 @@ from triptych.cli.shown import print_failed_gate, print_finding
 if TYPE_CHECKING:
     from triptych.pipeline.generation_spec import GenerationSpec
     from triptych.pipeline.spec import PipelineSpec
+    from triptych.pipeline.text2text_spec import Text2TextSpec
 
 
-def load_any_spec(folder: Path, overrides: Sequence[str]) -> PipelineSpec | GenerationSpec:
-    """The spec of a pipeline of either kind.
+def load_any_spec(
+    folder: Path, overrides: Sequence[str]
+) -> PipelineSpec | GenerationSpec | Text2TextSpec:
+    """The spec of a pipeline of any kind.
 
     Raises:
         UserError: see `load_spec`.
     """
     from triptych.pipeline.generation_spec import load_generation_spec
-    from triptych.pipeline.spec import is_generation, load_spec
+    from triptych.pipeline.spec import GENERATION, TEXT2TEXT, load_spec, task_of
+    from triptych.pipeline.text2text_spec import load_text2text_spec
 
-    return (load_generation_spec if is_generation(folder) else load_spec)(folder, overrides)
+    task = task_of(folder)
+    if task == GENERATION:
+        return load_generation_spec(folder, overrides)
+    if task == TEXT2TEXT:
+        return load_text2text_spec(folder, overrides)
+    return load_spec(folder, overrides)
 
 
 def build_and_show(
-    spec: GenerationSpec, repository: Path, *, accept: str, as_json: bool
+    spec: GenerationSpec | Text2TextSpec, repository: Path, *, accept: str, as_json: bool
 ) -> dict[str, Any]:
     """Build a pipeline and print what a user should know of it; the result as plain data.
 
@@ -37,12 +46,17 @@ def build_and_show(
     from triptych.generation.build import build_generation
     from triptych.generation.gate import GenerationGateFailure
     from triptych.generation.inputs import read_generation
+    from triptych.generation.text2text import read_text2text
     from triptych.lint.rendered import LintFailure
+    from triptych.pipeline.text2text_spec import Text2TextSpec
 
     try:
-        built = build_generation(
-            read_generation(spec, progress), repository, progress, accept=accept
+        inputs = (
+            read_text2text(spec, progress)
+            if isinstance(spec, Text2TextSpec)
+            else read_generation(spec, progress)
         )
+        built = build_generation(inputs, repository, progress, accept=accept)
     except GenerationGateFailure as failure:
         print_failed_gate(status, failure.gate)
         fail(as_json, {"pipeline": spec.name, "gate": failure.gate.as_dict()}, str(failure))

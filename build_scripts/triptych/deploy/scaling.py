@@ -21,13 +21,13 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes, metrics: Metrics) 
     window = f"{RATE_WINDOW_S}s"
     limit_us = WAITING_SHARE * min(lock.spec.serving.slo.limits_us.values())
     waits = f"({metrics.waiting_us(window)} > bool {limit_us:.0f})"
-    rate = _trigger(
+    rate = trigger(
         options,
         "rate",
         _offered(metrics, window),
         sizes.threshold_per_s,
     )
-    guard = _trigger(
+    guard = trigger(
         options,
         "queue",
         Because(
@@ -38,6 +38,11 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes, metrics: Metrics) 
         ),
         "1",
     )
+    return scaled(options, sizes, [rate, guard])
+
+
+def scaled(options: Options, sizes: Sizes, triggers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The autoscaler of the Deployment, by some triggers: the one that wants most counts."""
     return {
         "apiVersion": "keda.sh/v1alpha1",
         "kind": "ScaledObject",
@@ -67,7 +72,7 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes, metrics: Metrics) 
                     }
                 }
             },
-            "triggers": [rate, guard],
+            "triggers": triggers,
         },
     }
 
@@ -84,7 +89,8 @@ def _offered(metrics: Metrics, window: str) -> Because:
     return Because(metrics.offered(window), f"{what}. {where}")
 
 
-def _trigger(options: Options, name: str, query: Because, threshold: Any) -> dict[str, Any]:
+def trigger(options: Options, name: str, query: Because, threshold: Any) -> dict[str, Any]:
+    """A query of Prometheus; as many replicas as `threshold` goes into it."""
     return {
         "type": "prometheus",
         "name": name,

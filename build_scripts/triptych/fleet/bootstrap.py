@@ -243,6 +243,8 @@ def _route(
     if mirror is not None:
         route["request_mirror_policies"] = [_mirror_policy(service, mirror)]
     if retriable is None:
+        if settings.affinity is not None:
+            route["hash_policy"] = [{"header": {"header_name": settings.affinity}}]
         kind = "extensions.filters.http.buffer.v3.BufferPerRoute"
         streams = {"envoy.filters.http.buffer": typed(kind, disabled=True)}
         return {"match": match, "route": route, "typed_per_filter_config": streams}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from triptych.fleet.balancing import balancing
 from triptych.fleet.reasons import Because
 from triptych.fleet.settings import ProxySettings
 
@@ -70,12 +71,7 @@ def replicas(service: Service, settings: ProxySettings, endpoints: Endpoints) ->
         "name": service.cluster,
         **_discovery(service, settings, endpoints),
         "connect_timeout": seconds(settings.connect_s),
-        "lb_policy": Because("LEAST_REQUEST", "requests take unequal time, by their length"),
-        "common_lb_config": {
-            "healthy_panic_threshold": {
-                "value": Because(0, "servers that are known not to be ready get no traffic")
-            }
-        },
+        **balancing(settings),
         "typed_extension_protocol_options": {
             f"envoy.{kind}": typed(kind, explicit_http_config={protocol: {}})
         },

@@ -13,11 +13,15 @@ _EDGES_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """Seconds, milliseconds, MiB and percent, as the names say; `proxy_settings` makes one."""
+    """Seconds, milliseconds, MiB and percent, as the names say; `proxy_settings` makes one.
+
+    `affinity`, where it is set, is a header of streams that decides on their replica.
+    """
 
     max_request_mib: Because
     retry_percent: Because
     latency_edges_ms: Because
+    affinity: Because | None = None
     retries: Because = Because(
         2,
         "two replicas may be going at once; a request that ends its server ends three at most",
@@ -73,7 +77,11 @@ class ProxySettings:
 
 
 def proxy_settings(
-    *, replicas: int, max_request_mib: int, limits_ms: Iterable[float] = ()
+    *,
+    replicas: int,
+    max_request_mib: int,
+    limits_ms: Iterable[float] = (),
+    affinity: str | None = None,
 ) -> ProxySettings:
     """The settings of a fleet.
 
@@ -81,10 +89,18 @@ def proxy_settings(
         replicas: fewest that are behind the proxy.
         max_request_mib: the largest request that its pipelines take (`largest_request_mib`).
         limits_ms: of the latency percentiles that are promised (`Slo.limits_ms`).
+        affinity: a header of streams: those with the same value go to the same replica.
     """
     limits = sorted(set(limits_ms))
     promised = ", ".join(f"{limit:g}" for limit in limits)
     return ProxySettings(
+        affinity=None
+        if affinity is None
+        else Because(
+            affinity,
+            "streams of one value begin alike: one replica keeps what it computed of that. Without "
+            "the header a stream goes anywhere",
+        ),
         max_request_mib=Because(
             max_request_mib,
             "MiB, as the servers' own limit: no pipeline here takes a larger request. A whole one "

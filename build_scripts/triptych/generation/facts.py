@@ -30,6 +30,7 @@ class GenerationFacts:
         stop_token_ids: tokens that end an answer.
         special_tokens: name to text, as chat templates use them.
         kv_values: numbers that the KV cache holds for a token.
+        kv_heads: that these are of: more GPUs than heads hold some of them twice.
     """
 
     sha256: str
@@ -38,6 +39,7 @@ class GenerationFacts:
     stop_token_ids: tuple[int, ...]
     special_tokens: Mapping[str, str]
     kv_values: int
+    kv_heads: int
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
         stop_token_ids=tuple([stops] if isinstance(stops, int) else stops or ()),
         special_tokens=_special_tokens(tokenizer),
         kv_values=2 * text_config.num_hidden_layers * kv_heads * head_size,
+        kv_heads=kv_heads,
     )
     return facts, _chat_template(tokenizer)
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
@@ -40,7 +41,7 @@ class GenerationMetric(NamedTuple):
 
 
 METRICS = (
-    GenerationMetric("prompt_agreement", "higher", "prompts whose ids are the chat template's"),
+    GenerationMetric("prompt_agreement", "higher", "prompts whose ids are the reference's"),
     GenerationMetric("stream_agreement", "higher", "streamed answers that are the whole text"),
     GenerationMetric("logprob_difference", "lower", "mean difference of log-probabilities"),
     GenerationMetric("p99_logprob_difference", "lower", "99th percentile of it"),
@@ -70,6 +71,12 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
         "perplexity_ratio": 1.05,
         "margin_at_difference": 1.0,
     },
+    "int8": {
+        "logprob_difference": 0.1,
+        "p99_logprob_difference": 1.0,
+        "perplexity_ratio": 1.1,
+        "margin_at_difference": 2.0,
+    },
 }
 """By precision of the core. A first difference where the reference was sure is a fault, not
 rounding."""
@@ -97,7 +104,7 @@ def check_generation(
     order = {
         "weights": str(inputs.weights),
         "settings": engine_settings(inputs),
-        "prompts": [list(_cut(prompt, inputs.max_length)) for prompt in prompts],
+        "prompts": [list(cut(prompt, inputs.max_length)) for prompt in prompts],
         "messages": [prompt.messages for prompt in prompts],
         "max_tokens": min(TOKENS, inputs.max_length // 2),
     }
@@ -119,11 +126,20 @@ def check_generation(
     result = json.loads((stage.folder / _RESULT).read_bytes())
     tokenizer = Tokenizer.from_file(str(inputs.model.tokenizer))
     gate = judge(inputs.spec.core.precision, prompts, result, tokenizer, accept=accept)
+    return told_and_held(inputs.spec.name, gate, progress)
+
+
+def told_and_held(pipeline: str, gate: GateResult, progress: Progress) -> GateResult:
+    """The verdicts, told.
+
+    Raises:
+        GenerationGateFailure: one is against it, and that is not accepted.
+    """
     for verdict in gate.verdicts:
         limit = "" if verdict.limit is None else f" (limit {verdict.limit:g})"
         progress("gate", f"{verdict.metric} {verdict.value:.4g}{limit}")
-    if gate.failures and not accept:
-        raise GenerationGateFailure(inputs.spec.name, gate)
+    if gate.failures and not gate.accepted:
+        raise GenerationGateFailure(pipeline, gate)
     return gate
 
 
@@ -133,9 +149,11 @@ def judge(
     result: Mapping[str, Any],
     tokenizer: Tokenizer,
     *,
+    context_tokens: int = CONTEXT_TOKENS,
+    other_limits: Mapping[str, float | None] = MappingProxyType({}),
     accept: str = "",
 ) -> GateResult:
-    """The verdict on what `worker_gate` found.
+    """The verdict on what `worker_gate` or `text2text_gate` found.
 
     Args:
         precision: of the core.
@@ -144,6 +162,8 @@ def judge(
             and ``chats`` (ids, or None); ``engine`` with ids ``alone`` and ``together`` and the
             ``forced`` log-probabilities of the reference's tokens.
         tokenizer: of the model.
+        context_tokens: of the prompt, that an answer is decoded behind.
+        other_limits: instead of those of the precision; None for no limit.
         accept: see `generation.build`.
     """
     answers, engine = result["reference"]["answers"], result["engine"]
@@ -169,7 +189,8 @@ def judge(
     values = {
         "prompt_agreement": fmean(chats) if chats else 1.0,
         "stream_agreement": fmean(
-            _streamed(tokenizer, prompt.ids, one["ids"]) == one["text"]
+            _streamed(tokenizer, prompt.ids[-context_tokens:] if context_tokens else (), one["ids"])
+            == one["text"]
             for prompt, one in zip(prompts, answers, strict=True)
         ),
         "logprob_difference": fmean(every),
@@ -181,7 +202,7 @@ def judge(
             a == b for a, b in zip(engine["alone"], engine["together"], strict=True)
         ),
     }
-    limits = {**EVERY, **LIMITS[precision]}
+    limits = {**EVERY, **LIMITS[precision], **other_limits}
     verdicts = tuple(_verdict(metric, values[metric.name], limits) for metric in METRICS)
     failures = tuple(
         f"{metric.words}: {verdict.value:.6g}, limit {verdict.limit:g}"
@@ -213,7 +234,7 @@ def judge(
     )
 
 
-def _verdict(metric: GenerationMetric, value: float, limits: Mapping[str, float]) -> Verdict:
+def _verdict(metric: GenerationMetric, value: float, limits: Mapping[str, float | None]) -> Verdict:
     limit = limits.get(metric.name)
     if limit is None:
         return Verdict(metric.name, value, None, True)
@@ -221,8 +242,8 @@ def _verdict(metric: GenerationMetric, value: float, limits: Mapping[str, float]
     return Verdict(metric.name, value, limit, passed)
 
 
-def _streamed(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    stream = TextStream(tokenizer, prompt[-CONTEXT_TOKENS:])
+def _streamed(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) -> str:
+    stream = TextStream(tokenizer, context)
     return "".join([*(stream.add([token]) for token in ids), stream.finish()])
 
 
@@ -234,7 +255,7 @@ def _common(wanted: Sequence[int], got: Sequence[int]) -> int:
     )
 
 
-def _cut(prompt: Prompt, max_length: int) -> tuple[int, ...]:
+def cut(prompt: Prompt, max_length: int) -> tuple[int, ...]:
     """The prompt, its beginning left out where an answer would not fit behind it."""
     return prompt.ids[-(max_length - max_length // 2) + 1 :]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
 from triptych.runtime.faults import RequestError
 from triptych.runtime.prompts import Prompts
+from triptych.runtime.sampling_parameters import DEFAULTS
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -55,11 +57,27 @@ class GenerationInputs:
     prompts: tuple[Prompt, ...]
 
     @property
+    def kv_token_bytes(self) -> int:
+        """Of the KV cache, that one token takes on each GPU."""
+        core, facts = self.spec.core, self.model.facts
+        shares = min(core.tensor_parallel, facts.kv_heads) * core.pipeline_parallel
+        return -(-facts.kv_values * BYTES[core.precision] // shares)
+
+    @property
+    def request_tokens(self) -> int:
+        """Of the traffic's mean prompt, and the longest answer to one that does not say."""
+        most = self.spec.parameters.get("max_tokens", DEFAULTS["max_tokens"])
+        mean = sum(len(prompt.ids) for prompt in self.prompts) / len(self.prompts)
+        return min(self.max_length, math.ceil(mean) + int(most))
+
+    @property
     def prompt_settings(self) -> dict[str, Any]:
         """What `runtime.prompts.Prompts` needs to know."""
         return {
             "special_tokens": dict(self.model.facts.special_tokens),
             "max_length": self.max_length,
+            "max_answer": None,
+            "prefix": "",
         }
 
 
@@ -69,22 +87,43 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     Raises:
         UserError: in the spec, the model or the traffic.
     """
-    lines = _read_traffic(spec.folder / TRAFFIC_FILE)
+    lines = read_prompts(spec.folder)
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
     max_length = _max_length(spec, model.facts)
-    _check_kv_cache(spec, model.facts, max_length)
     inputs = GenerationInputs(spec, model, weights, max_length, ())
-    maker = Prompts(inputs.prompt_settings, _folder_of_steps(model))
-    prompts = tuple(_prompt(maker, spec.folder / TRAFFIC_FILE, n, sent) for n, sent in lines)
-    mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
-    progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
+    _check_kv_cache(inputs)
+    prompts = make_prompts(
+        lines, inputs.prompt_settings, model.tokenizer.parent, spec.folder, progress
+    )
     return GenerationInputs(spec, model, weights, max_length, prompts)
 
 
-def _folder_of_steps(model: GenerationModel) -> Path:
-    return model.tokenizer.parent
+def make_prompts(
+    lines: Sequence[tuple[int, Mapping[str, str]]],
+    settings: Mapping[str, Any],
+    files: Path,
+    folder: Path,
+    progress: Progress,
+) -> tuple[Prompt, ...]:
+    """The prompts of a pipeline's traffic.
+
+    Args:
+        lines: as `read_prompts` gives them.
+        settings: of `runtime.prompts.Prompts`.
+        files: folder of what preprocess reads of the model.
+        folder: of the pipeline.
+        progress: told how many there are.
+
+    Raises:
+        UserError: a line that the pipeline would refuse.
+    """
+    maker = Prompts(settings, files)
+    prompts = tuple(_prompt(maker, folder / TRAFFIC_FILE, n, sent) for n, sent in lines)
+    mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
+    progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
+    return prompts
 
 
 def _max_length(spec: GenerationSpec, facts: GenerationFacts) -> int:
@@ -99,20 +138,26 @@ def _max_length(spec: GenerationSpec, facts: GenerationFacts) -> int:
     return wanted or facts.max_length
 
 
-def _check_kv_cache(spec: GenerationSpec, facts: GenerationFacts, max_length: int) -> None:
-    """One request of full length must fit, or the engine would never run it."""
-    token_bytes = facts.kv_values * BYTES[spec.core.precision]
-    needed = -(-token_bytes * max_length // 2**20)
-    if needed > spec.core.kv_cache.memory_mib:
+def _check_kv_cache(inputs: GenerationInputs) -> None:
+    """One request of full length must fit, or the engine would never run it: lint comes later."""
+    memory_mib = inputs.spec.core.kv_cache.memory_mib
+    needed = -(-inputs.kv_token_bytes * inputs.max_length // 2**20)
+    if needed > memory_mib:
         raise UserError(
             "core.kv_cache.memory_mib",
-            f"must hold one request of core.max_length {max_length}: {needed} MiB",
-            given=spec.core.kv_cache.memory_mib,
+            f"must hold one request of core.max_length {inputs.max_length}: {needed} MiB",
+            given=memory_mib,
             remedy="Raise it, or lower core.max_length",
         )
 
 
-def _read_traffic(path: Path) -> list[tuple[int, dict[str, str]]]:
+def read_prompts(folder: Path) -> list[tuple[int, dict[str, str]]]:
+    """Number and inputs of each line of a pipeline's traffic.
+
+    Raises:
+        UserError: there is none, or a line is no request.
+    """
+    path = folder / TRAFFIC_FILE
     form = '{"messages": [{"role": "user", "content": "…"}]} or {"text_input": "…"}'
     if not path.is_file():
         raise UserError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.generation.inputs import GenerationInputs
+from triptych.generation.text2text import Text2TextInputs
 from triptych.repository.lock import LOCK_FILE
 from triptych.repository.plain import plain_data
 from triptych.repository.records import GateResult
@@ -17,11 +18,12 @@ SCHEMA = "generation-1"
 
 
 def lock_bytes(
-    inputs: GenerationInputs,
+    inputs: GenerationInputs | Text2TextInputs,
     files: Mapping[str, str],
     *,
     versions: Mapping[str, str],
     gate: GateResult | None,
+    ungated: str,
     repository: Path,
 ) -> bytes:
     """The lock's content; the time of the one in `repository` is kept where all else is equal.
@@ -31,6 +33,7 @@ def lock_bytes(
         files: path relative to the repository -> SHA-256 in hex.
         versions: of what the gate was run with.
         gate: None where no model was checked.
+        ungated: why not, where somebody said so.
         repository: folder of the models.
     """
     spec, facts = inputs.spec, inputs.model.facts
@@ -48,6 +51,7 @@ def lock_bytes(
             "mean_tokens": round(sum(len(prompt.ids) for prompt in prompts) / len(prompts), 2),
         },
         "gate": None if gate is None else gate.as_dict(),
+        **({"ungated": ungated} if ungated else {}),
         "files": dict(sorted(files.items())),
     }
     previous = _read(repository / spec.name / LOCK_FILE)

@@ -8,16 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from triptych.generation.inputs import GenerationInputs
+from triptych.generation.text2text import Text2TextInputs
 from triptych.model.hub import WEIGHTS
+from triptych.pipeline.spec import TEXT2TEXT
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import declare
 from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_engine import MODEL_FOLDER
-from triptych.runtime.generation_wire import TOKENIZER_FILE
+from triptych.runtime.generation_wire import CONTEXT_TOKENS, TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
 from triptych.tensors import Tensor
 
-ENGINES = {"vllm": "engine_vllm.py", "scripted": "engine_scripted.py"}
+ENGINES = {
+    "vllm": "engine_vllm.py",
+    "tensorrt_llm": "engine_tensorrt_llm.py",
+    "scripted": "engine_scripted.py",
+    "ctranslate2": "engine_ctranslate2.py",
+}
 
 INPUTS = (
     Tensor("text_input", "BYTES", (1,)),
@@ -50,9 +57,11 @@ TO_CORE = (Tensor("prompt_ids", "INT32", ("tokens",)), Tensor("order", "BYTES", 
 FROM_CORE = (Tensor("token_ids", "INT32", ("new_tokens",)), Tensor("chunk", "BYTES", (1,)))
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", *WEIGHTS)
 _DECOUPLED = {"decoupled": True}
+_OWN_DEFAULTS: Mapping[str, Mapping[str, object]] = {TEXT2TEXT: {"temperature": 0.0}}
+"""Whose answer is a translation or a summary takes the likeliest one."""
 
 
-def render_generation(inputs: GenerationInputs) -> dict[str, Content]:
+def render_generation(inputs: GenerationInputs | Text2TextInputs) -> dict[str, Content]:
     """Every file of the pipeline but its lock: path relative to the repository -> content."""
     spec = inputs.spec
     name, step = spec.name, f"{spec.name}_{{}}".format
@@ -64,7 +73,7 @@ def render_generation(inputs: GenerationInputs) -> dict[str, Content]:
             TO_CORE,
             {
                 **inputs.prompt_settings,
-                "parameters": spec.parameters,
+                "parameters": {**_OWN_DEFAULTS.get(spec.task, {}), **spec.parameters},
                 "max_text_bytes": spec.max_text_bytes,
             },
             optional=True,
@@ -75,6 +84,7 @@ def render_generation(inputs: GenerationInputs) -> dict[str, Content]:
             TO_CORE,
             FROM_CORE,
             _core_settings(inputs),
+            kind=_kind(inputs),
             model_transaction_policy=_DECOUPLED,
         ),
         step("postprocess"): _python_step(
@@ -95,30 +105,53 @@ def render_generation(inputs: GenerationInputs) -> dict[str, Content]:
     if inputs.model.chat_template is not None:
         files[f"{step('preprocess')}/1/{TEMPLATE_FILE}"] = inputs.model.chat_template
     if spec.core.backend != "scripted":
-        for path in model_files(inputs.weights):
+        for path in engine_files(inputs):
             files[f"{step('core')}/1/{MODEL_FOLDER}/{path.name}"] = path
     return files
 
 
+def engine_files(inputs: GenerationInputs | Text2TextInputs) -> list[Path]:
+    """What the engine reads of its model."""
+    if isinstance(inputs, Text2TextInputs):
+        return sorted(inputs.weights.iterdir())
+    return model_files(inputs.weights)
+
+
 def model_files(folder: Path) -> list[Path]:
-    """What an engine reads of a model's folder."""
+    """What vLLM reads of a model's folder."""
     found = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
     if any(path.suffix == ".safetensors" for path in found):  # the same weights are not read twice
         found = {path for path in found if path.suffix != ".bin"}
     return sorted(found)
 
 
-def _core_settings(inputs: GenerationInputs) -> dict[str, object]:
-    spec, core = inputs.spec, inputs.spec.core
+def _kind(inputs: GenerationInputs | Text2TextInputs) -> str:
+    """How Triton places the core: a model on several GPUs chooses them itself."""
+    if isinstance(inputs, Text2TextInputs) or inputs.spec.core.parts == 1:
+        return "KIND_CPU"
+    return "KIND_MODEL"
+
+
+def _core_settings(inputs: GenerationInputs | Text2TextInputs) -> dict[str, object]:
+    spec = inputs.spec
     settings: dict[str, object] = {
         "pipeline": spec.name,
         "max_requests": spec.serving.queue.max_size,
         "max_length": inputs.max_length,
-        "max_sequences": core.max_sequences,
+        "max_sequences": spec.core.max_sequences,
     }
+    if isinstance(inputs, Text2TextInputs):
+        return {**settings, **inputs.engine_settings, "context_tokens": 0}
+    core, settings["context_tokens"] = inputs.spec.core, CONTEXT_TOKENS
     if core.backend == "scripted":
-        return {**settings, "token_delay_ms": core.token_delay_ms or 0.0}
-    return {**settings, **engine_settings(inputs)}
+        settings["token_delay_ms"] = core.token_delay_ms or 0.0
+    # `lint`, which knows no model, reads the last two.
+    return {
+        **settings,
+        **engine_settings(inputs),
+        "kv_token_bytes": inputs.kv_token_bytes,
+        "request_tokens": inputs.request_tokens,
+    }
 
 
 def engine_settings(inputs: GenerationInputs) -> dict[str, object]:
@@ -131,6 +164,9 @@ def engine_settings(inputs: GenerationInputs) -> dict[str, object]:
         "max_batched_tokens": core.max_batched_tokens,
         "kv_cache_mib": core.kv_cache.memory_mib,
         "prefix_caching": core.prefix_caching,
+        "tensor_parallel": core.tensor_parallel,
+        "pipeline_parallel": core.pipeline_parallel,
+        "gpus": inputs.spec.serving.gpus,
         "stop_token_ids": list(inputs.model.facts.stop_token_ids),
     }
 
@@ -181,6 +217,7 @@ def _python_step(
     *,
     optional: bool = False,
     count: int = 1,
+    kind: str = "KIND_CPU",
     **fields: Any,
 ) -> Any:
     texts = {key: json.dumps(value, sort_keys=True) for key, value in settings.items()}
@@ -191,7 +228,7 @@ def _python_step(
         output=[declare(tensor) for tensor in outputs],
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build; the engine
         # finds its devices itself.
-        instance_group=[{"kind": "KIND_CPU", "count": count}],
+        instance_group=[{"kind": kind, "count": count}],
         parameters={key: {"string_value": value} for key, value in texts.items()},
         **fields,
     )

@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 
 from triptych import releases
 from triptych.errors import Finding
-from triptych.lint import batching, config, core, ensemble, files, profiles, python_steps, warmup
+from triptych.lint import (
+    batching,
+    config,
+    core,
+    ensemble,
+    files,
+    generation,
+    profiles,
+    python_steps,
+    warmup,
+)
 from triptych.lint.engine import engine_built, engine_cores, engine_operators, engine_version
 from triptych.lint.ensemble import wirings
 from triptych.lint.flaw import Flaw
@@ -68,6 +78,9 @@ CHECKS = (
     Check("queue-limit", wirings, batching.queue_limit),
     Check("queue-wake-up", Repository.executed, batching.queue_wake_up),
     Check("instance-group", Repository.executed, config.instance_group),
+    Check("engine-gpus", Repository.executed, generation.engine_gpus),
+    Check("kv-cache", Repository.executed, generation.kv_cache),
+    Check("doubled-beginning", Repository.executed, generation.doubled_beginning),
     Check("response-cache", Repository.configured, config.response_cache),
     Check("warmup", Repository.executed, warmup.warmup),
     Check("graph-spec", Repository.executed, warmup.graph_spec),

@@ -14,9 +14,19 @@ from triptych.lint.snapshot import Model, enum_name, exists
 _CLASS = "TritonPythonModel"
 _IN_CONTAINER = {"numpy", "tokenizers", "triton_python_backend_utils", "c_python_backend_utils"}
 _GENERATION_MARK = "generation_wire.py"
-# Beside the file above: such steps need NVIDIA's image with vLLM, which brings these.
-_IN_VLLM_CONTAINER = {"jinja2", "vllm"}
-_GPU_MODULES = {"torch", "cupy", "tensorrt", "onnxruntime", "jax", "vllm", "numba", "pycuda"}
+# Beside the file above: such steps need NVIDIA's image with the engine, or CTranslate2.
+_FOR_GENERATION = {"jinja2", "vllm", "tensorrt_llm", "ctranslate2"}
+_GPU_MODULES = {
+    "torch",
+    "cupy",
+    "tensorrt",
+    "onnxruntime",
+    "jax",
+    "vllm",
+    "tensorrt_llm",
+    "numba",
+    "pycuda",
+}
 
 
 def python_model(model: Model) -> Iterator[Flaw]:
@@ -61,7 +71,7 @@ def python_import(model: Model) -> Iterator[Flaw]:
     for source in model.sources if "EXECUTION_ENV_PATH" not in model.config.parameters else ():
         imported = imports_of(source.tree, 0) - _IN_CONTAINER - sys.stdlib_module_names
         if exists(source.path.with_name(_GENERATION_MARK)):
-            imported -= _IN_VLLM_CONTAINER
+            imported -= _FOR_GENERATION
         foreign = [n for n in imported if not any(_is_module(place / n) for place in places)]
         if foreign:
             yield warning(

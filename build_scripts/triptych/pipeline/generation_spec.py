@@ -16,6 +16,9 @@ from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive, check_r
 from triptych.releases import OLDEST
 from triptych.runtime.sampling_parameters import find_fault
 
+Device = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
+"""A GPU's UUID, as ``nvidia-smi -L`` says it."""
+
 MiB = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
@@ -33,7 +36,8 @@ class GenerationCore(Frozen):
     """The engine.
 
     Attributes:
-        backend: ``vllm``; or ``scripted``, which has no model and repeats the prompt, for tests.
+        backend: ``vllm``, ``tensorrt_llm``; or ``scripted``, which has no model and repeats the
+            prompt, for tests.
         precision: of weights, activations and the KV cache.
         max_sequences: requests that share a batch; others wait.
         max_batched_tokens: that the engine computes at a time: a longer prompt takes several turns,
@@ -41,17 +45,26 @@ class GenerationCore(Frozen):
         max_length: tokens of a prompt and its answer together; None takes the model's own limit.
         kv_cache: its memory.
         prefix_caching: whether prompts that begin alike share what was computed of it.
+        tensor_parallel: GPUs that share each layer.
+        pipeline_parallel: groups of GPUs that have some of the layers each.
         token_delay_ms: that the scripted engine takes for a token.
     """
 
-    backend: Literal["vllm", "scripted"] = "vllm"
+    backend: Literal["vllm", "tensorrt_llm", "scripted"] = "vllm"
     precision: Literal["fp32", "fp16", "bf16"] = "bf16"
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 32
     max_batched_tokens: Annotated[int, Field(ge=16, le=1_000_000)] = 2048
     max_length: Annotated[int, Field(ge=2)] | None = None
     kv_cache: KvCache = KvCache()
     prefix_caching: bool = True
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     token_delay_ms: Annotated[float, Field(ge=0, le=1000)] | None = None
+
+    @property
+    def parts(self) -> int:
+        """GPUs that one copy of the model is on."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @model_validator(mode="after")
     def _fits(self) -> GenerationCore:
@@ -79,11 +92,13 @@ class GenerationServing(Frozen):
         triton: the oldest release (``YY.MM``) the repository must load on.
         queue: how requests wait.
         preprocess_instances: processes that make token ids of prompts.
+        gpus: of the engine, by number or UUID; None: those that the server sees.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
     queue: GenerationQueue = GenerationQueue()
     preprocess_instances: Annotated[int, Field(ge=1, le=64)] = 1
+    gpus: list[Annotated[int, Field(ge=0)] | Device] | None = None
 
     @model_validator(mode="after")
     def _is_supported(self) -> GenerationServing:
@@ -91,8 +106,8 @@ class GenerationServing(Frozen):
         return self
 
 
-class GenerationSpec(Frozen):
-    """One pipeline that generates text, as declared.
+class GeneratingSpec(Frozen):
+    """What pipelines that generate text have in common.
 
     Attributes:
         name: of its folder.
@@ -103,11 +118,9 @@ class GenerationSpec(Frozen):
 
     name: str
     folder: Path = Path()
-    task: Literal["text-generation"]
     model: ModelSource
     parameters: dict[str, Any] = Field(default_factory=dict)
     max_text_bytes: Positive = 1_048_576
-    core: GenerationCore = GenerationCore()
     serving: GenerationServing = GenerationServing()
 
     @field_validator("parameters")
@@ -117,6 +130,13 @@ class GenerationSpec(Frozen):
             if fault := find_fault(name, value):
                 raise ValueError(f"parameters.{name} {fault}")
         return given
+
+
+class GenerationSpec(GeneratingSpec):
+    """One pipeline that goes on with a text or a conversation, as declared."""
+
+    task: Literal["text-generation"]
+    core: GenerationCore = GenerationCore()
 
 
 def load_generation_spec(folder: Path, overrides: Sequence[str] = ()) -> GenerationSpec:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from triptych.errors import UserError, closest
-from triptych.pipeline.spec import GENERATION, SPEC_FILE, check_folder
+from triptych.pipeline.spec import GENERATING, SPEC_FILE, check_folder
 from triptych.pipeline.yaml_text import parse_yaml
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -103,7 +103,7 @@ def scaffold(
     where = "" if pipelines == Path("pipelines") else f" --pipelines {shlex.quote(str(pipelines))}"
     example = re.findall(r"(?m)^# Try it: (.+)$", spec)
     commands = [f"triptych build {name}{where}", "triptych serve"]
-    if task != GENERATION:
+    if task not in GENERATING:
         commands.insert(0, f"triptych test {name}{where}")
     return Scaffold(str(folder), sorted(contents), commands + example[:1])
 

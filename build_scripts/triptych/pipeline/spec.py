@@ -30,6 +30,11 @@ SPEC_FILE = "pipeline.yaml"
 GENERATION = "text-generation"
 """The task whose spec is a `pipeline.generation_spec.GenerationSpec`."""
 
+TEXT2TEXT = "text2text-generation"
+"""The task whose spec is a `pipeline.text2text_spec.Text2TextSpec`."""
+
+GENERATING = (GENERATION, TEXT2TEXT)
+
 RESERVED = ("name", "folder", "tuned")
 """Fields that no file sets by name."""
 Spec = TypeVar("Spec", bound=BaseModel)
@@ -76,30 +81,31 @@ def load_spec(
         UserError: a missing file, bad YAML, an unknown key or a value out of range; a pipeline that
             generates text, which not every verb knows.
     """
-    if is_generation(folder):
-        raise not_known_here(f"{folder / SPEC_FILE}: task")
+    task = task_of(folder)
+    if task in GENERATING:
+        raise not_known_here(f"{folder / SPEC_FILE}: task", task)
     tuned = None if untuned else read_tuned(folder)
     measured = tuned.overrides if tuned is not None else {}
     return load_as(PipelineSpec, folder, overrides, measured, {"tuned": measured})
 
 
-def not_known_here(field: str) -> UserError:
+def not_known_here(field: str, task: str) -> UserError:
     """What a verb says that does not know pipelines that generate text."""
     return UserError(
         field,
         "must be one that this verb knows",
-        given=GENERATION,
-        remedy="Pipelines that generate text can be built, linted, served and asked",
+        given=task,
+        remedy="Pipelines that generate text can be built, linted, served, asked and deployed",
     )
 
 
-def is_generation(folder: Path) -> bool:
-    """Whether the pipeline in `folder` generates text: its spec is another one.
+def task_of(folder: Path) -> str:
+    """The task that the pipeline in `folder` names; empty where it names none.
 
     Raises:
         UserError: a missing file, or bad YAML.
     """
-    return bool(_read_document(folder).get("task") == GENERATION)
+    return str(_read_document(folder).get("task", ""))
 
 
 def load_as(

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from triptych.errors import UserError
-from triptych.pipeline.spec import GENERATION, PipelineSpec, not_known_here
+from triptych.pipeline.spec import GENERATING, PipelineSpec, not_known_here
 from triptych.plan.engine_spec import EnginePlan
 from triptych.plan.plan import Layout, Plan
 from triptych.repository.plain import plain_data
@@ -178,8 +178,9 @@ def read_lock(repository: Path, pipeline: str) -> Lock:
     try:
         lock = TypeAdapter(Lock).validate_json(content)
     except ValidationError as error:
-        if _task_of(content) == GENERATION:
-            raise not_known_here(f"{pipeline}/{LOCK_FILE}: task") from error
+        task = _task_of(content)
+        if task in GENERATING:
+            raise not_known_here(f"{pipeline}/{LOCK_FILE}: task", task) from error
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
@@ -212,12 +213,12 @@ def build_id(repository: Path, pipeline: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def _task_of(content: bytes) -> object:
-    """The task in a lock of any kind; None where it cannot be read."""
+def _task_of(content: bytes) -> str:
+    """The task in a lock of any kind; empty where it cannot be read."""
     try:
-        return json.loads(content)["spec"]["task"]
+        return str(json.loads(content)["spec"]["task"])
     except (ValueError, KeyError, TypeError):
-        return None
+        return ""
 
 
 def _fields(record: Any) -> dict[str, Any]:

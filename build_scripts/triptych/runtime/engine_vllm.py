@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .generation_engine import Delta, Load, OnLoad
+from .token_logprobs import plain_logprobs
 
 PACKAGES_VARIABLE = "TRIPTYCH_GENERATION_PACKAGES"
 """A folder with vLLM and what it needs, where the step's own Python does not have it."""
@@ -32,6 +33,9 @@ class Engine:
 
     async def start(self) -> None:
         _find_packages()
+        if self._settings["gpus"] is not None:
+            # Before vLLM looks for devices; its processes inherit it.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._settings["gpus"]))
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -49,6 +53,8 @@ class Engine:
             max_num_batched_tokens=settings["max_batched_tokens"],
             kv_cache_memory_bytes=settings["kv_cache_mib"] << 20,
             enable_prefix_caching=settings["prefix_caching"],
+            tensor_parallel_size=settings["tensor_parallel"],
+            pipeline_parallel_size=settings["pipeline_parallel"],
             skip_tokenizer_init=True,
             # The pipeline's parameters are the defaults, not the model's file.
             generation_config="vllm",
@@ -81,7 +87,7 @@ class Engine:
                     list(answer.token_ids),
                     answer.finish_reason or "",
                     output.num_cached_tokens or 0,
-                    _plain(answer.token_ids, answer.logprobs, sampling["logprobs"]),
+                    plain_logprobs(answer.token_ids, answer.logprobs, sampling["logprobs"]),
                 )
         finally:
             await outputs.aclose()
@@ -115,18 +121,6 @@ def _find_packages() -> None:
         sys.path.insert(0, folder)
         paths = [folder, os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-
-
-def _plain(ids: Sequence[int], logprobs: Any, count: int | None) -> Sequence[Sequence[Any]] | None:
-    """VLLM's log-probabilities of new tokens as `generation_wire.Chunk` has them."""
-    if logprobs is None or count is None:
-        return None
-    plain = []
-    for token, found in zip(ids, logprobs, strict=True):
-        ranked = sorted(found.items(), key=lambda item: item[1].rank or 0)
-        likeliest = [[other, one.logprob] for other, one in ranked[:count]]
-        plain.append([token, found[token].logprob, likeliest])
-    return plain
 
 
 def _load_teller(on_load: OnLoad) -> Any:

@@ -18,7 +18,7 @@ from .cancelling import CancelInbox
 from .engine import Engine
 from .faults import Overloaded, RequestError, Stopping
 from .generation_engine import MODEL_FOLDER, Delta, Load
-from .generation_wire import CANCELLED, CONTEXT_TOKENS, Chunk, Opening, Order
+from .generation_wire import CANCELLED, Chunk, Opening, Order
 from .in_flight import InFlight
 from .shared_memory import make_private
 from .stub_io import error_response, inputs_of, settings_of
@@ -79,6 +79,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         settings = settings_of(args)
         self._most_requests: int = settings["max_requests"]
+        self._context_tokens: int = settings["context_tokens"]
         self._in_flight = InFlight(settings["pipeline"])
         self._slot = self._in_flight.take_slot()
         self._load = self._told = Load()
@@ -107,7 +108,7 @@ class TritonPythonModel:
                 opening = Opening(
                     order.stream,
                     order.sampling["stop"],
-                    prompt[-CONTEXT_TOKENS:],
+                    prompt[-self._context_tokens :] if self._context_tokens else [],
                     len(prompt),
                 )
                 stream = _Stream(sender, opening, self._inbox.name)

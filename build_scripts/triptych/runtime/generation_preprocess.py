@@ -30,6 +30,7 @@ class TritonPythonModel:
         self._prompts = Prompts(settings, Path(__file__).parent)
         self._defaults = {**DEFAULTS, **settings["parameters"]}
         self._max_length: int = settings["max_length"]
+        self._max_answer: int | None = settings["max_answer"]
         self._max_text_bytes: int = settings["max_text_bytes"]
         make_private()
 
@@ -41,7 +42,7 @@ class TritonPythonModel:
         try:
             inputs = inputs_of(request)
             ids = self._prompt(self._text(inputs, "text_input"), self._text(inputs, "messages"))
-            room = self._max_length - len(ids)
+            room = self._max_answer or self._max_length - len(ids)
             sampling = check_sampling(self._text(inputs, FIELD), self._defaults, room=room)
             if not _flag(inputs, ECHO, True):
                 raise RequestError(

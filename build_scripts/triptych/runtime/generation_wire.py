@@ -13,7 +13,7 @@ from typing import Any
 
 TOKENIZER_FILE = "tokenizer.json"
 CONTEXT_TOKENS = 6
-"""Of the prompt, that an answer is decoded behind: see `text_stream`."""
+"""Of the prompt, that an answer is decoded behind where it goes on with it: see `text_stream`."""
 
 CANCELLED = "cancelled"
 """Finish reason of an answer that nobody waits for any more; else ``stop`` or ``length``."""

@@ -21,7 +21,8 @@ class Prompts:
 
     Args:
         settings: ``special_tokens``, name to text; ``max_length``, tokens of a prompt and its
-            answer together.
+            answer together; ``max_answer``, where an answer has a limit of its own, else None;
+            ``prefix``, which is put before a text.
         folder: with `TOKENIZER_FILE` and, where the model has a template, `TEMPLATE_FILE`.
     """
 
@@ -32,6 +33,8 @@ class Prompts:
         self._template = ChatTemplate(source, settings["special_tokens"])
         self._bos: str = settings["special_tokens"].get("bos_token", "")
         self._max_length: int = settings["max_length"]
+        self._apart = settings["max_answer"] is not None
+        self._prefix: str = settings["prefix"]
 
     def of_text(self, text: str) -> list[int]:
         """The ids of a text, with the tokens that the tokenizer adds.
@@ -40,7 +43,8 @@ class Prompts:
         second one.
         """
         rendered = bool(self._bos) and text.startswith(self._bos)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not rendered).ids
+        whole = self._prefix + text
+        ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=not rendered).ids
         return self._checked(ids, "text_input")
 
     def of_messages(self, text: str) -> list[int]:
@@ -51,11 +55,12 @@ class Prompts:
         return self._checked(ids, "messages")
 
     def _checked(self, ids: list[int], field: str) -> list[int]:
-        if not 0 < len(ids) < self._max_length:
+        most = self._max_length if self._apart else self._max_length - 1
+        if not 0 < len(ids) <= most:
+            left = f", so that one of the {self._max_length} that fit is left for an answer"
             raise RequestError(
                 field,
-                f"must have 1 to {self._max_length - 1} tokens, so that one of the "
-                f"{self._max_length} that fit is left for an answer",
+                f"must have 1 to {most} tokens{'' if self._apart else left}",
                 f"{len(ids)} tokens",
                 "Shorten it, or raise core.max_length in the pipeline",
             )

@@ -72,7 +72,7 @@ def check_sampling(text: str, defaults: Mapping[str, Any], *, room: int) -> dict
     Args:
         text: a JSON object; empty for none.
         defaults: a value for each parameter, as `DEFAULTS`.
-        room: tokens that the prompt leaves for an answer.
+        room: tokens that there are for an answer.
 
     Raises:
         RequestError: no JSON object, an unknown name, a value that will not do.
@@ -87,9 +87,9 @@ def check_sampling(text: str, defaults: Mapping[str, Any], *, room: int) -> dict
     if given.get("max_tokens", 0) > room:
         raise RequestError(
             f"{FIELD}: max_tokens",
-            f"must be at most the {room} tokens that the prompt leaves",
+            f"must be at most the {room} tokens that there is room for",
             given["max_tokens"],
-            "Lower it, shorten the prompt, or raise core.max_length in the pipeline",
+            "Lower it, shorten the prompt, or raise the limit in the pipeline",
         )
     sampling = {**defaults, **given}
     sampling["max_tokens"] = min(sampling["max_tokens"], room)

@@ -1,0 +1,211 @@
+"""CTranslate2 as the engine: encoder-decoder models, in batches of prompts of like length."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from .generation_engine import Delta, Load, OnLoad
+from .sampling_parameters import DEFAULTS
+from .text2text_batches import next_batch
+
+VOCABULARY_FILE = "shared_vocabulary.json"
+"""Of a converted model: its tokens in the order of their ids. CTranslate2 itself speaks tokens."""
+
+COMPUTE_TYPES = {"fp32": "float32", "int8": "int8_float32"}
+UNKNOWN = ("min_p", "seed", "presence_penalty", "frequency_penalty")
+"""Sampling parameters that CTranslate2 has not, or not for a request."""
+
+SHARED = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""What the requests of one batch have in common."""
+
+
+class _Job:
+    """One request: `deltas` gets what its caller is waiting for, or what went wrong.
+
+    Attributes:
+        kind: requests of the same one may share a batch.
+        count: tokens that came one by one.
+        finished: whether its last delta is on the way.
+        given_up: nobody waits for it any more.
+    """
+
+    def __init__(
+        self, tokens: list[str], sampling: Mapping[str, Any], kind: tuple[object, ...]
+    ) -> None:
+        self.tokens = tokens
+        self.sampling = sampling
+        self.kind = kind
+        self.deltas: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self.count = 0
+        self.finished = self.given_up = False
+
+
+class Engine:
+    """CTranslate2's `Translator`. A batch runs to its end; who comes meanwhile waits for the next.
+
+    Tokens come one by one with one beam, all at once with several.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path, on_load: OnLoad) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._on_load = on_load
+        self._beams: int = settings["beams"]
+        self._end: int = settings["stop_token_ids"][0]
+        self._waiting: list[_Job] = []
+        self._running: list[_Job] = []
+        self._some_wait = asyncio.Event()
+        # CTranslate2 computes outside of the loop, one batch at a time with all its threads.
+        self._thread = ThreadPoolExecutor(1, "ctranslate2")
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._loop.run_in_executor(self._thread, self._load)
+        self._worker = self._loop.create_task(self._work())
+
+    async def generate(
+        self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[Delta, None]:
+        job = self._job(prompt, sampling)
+        self._waiting.append(job)
+        self._some_wait.set()
+        self._tell()
+        finished = False
+        try:
+            while not finished:
+                delta = await job.deltas.get()
+                if isinstance(delta, Exception):
+                    raise delta
+                finished = bool(delta.finish)
+                yield delta
+        finally:
+            job.given_up = True
+            if job in self._waiting:
+                self._waiting.remove(job)
+            self._tell()
+
+    async def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+        """The logarithm of probability of each token of `answer`, given the prompt."""
+
+        def run() -> list[float]:
+            ended = bool(answer) and answer[-1] == self._end
+            target = self._words(answer[: len(answer) - ended])
+            found = self._translator.score_batch(
+                [self._words(prompt)], [target], max_input_length=0
+            )
+            # The end is scored behind the target, whether or not the answer has it.
+            return list(found[0].log_probs[: len(answer)])
+
+        return await self._loop.run_in_executor(self._thread, run)
+
+    def close(self) -> None:
+        self._worker.cancel()
+        for job in self._running:
+            job.given_up = True
+        self._thread.shutdown()
+
+    def _load(self) -> None:
+        import ctranslate2
+
+        self._translator = ctranslate2.Translator(
+            str(self._folder),
+            compute_type=COMPUTE_TYPES[self._settings["precision"]],
+            intra_threads=self._settings["threads"],
+        )
+        vocabulary = (self._folder / VOCABULARY_FILE).read_text(encoding="utf-8")
+        self._vocabulary: list[str] = json.loads(vocabulary)
+        self._ids = {word: number for number, word in reversed(list(enumerate(self._vocabulary)))}
+
+    def _words(self, ids: Sequence[int]) -> list[str]:
+        return [self._vocabulary[token] for token in ids]
+
+    def _job(self, prompt: Sequence[int], sampling: Mapping[str, Any]) -> _Job:
+        refused = [name for name in UNKNOWN if sampling[name] != DEFAULTS[name]]
+        if sampling["logprobs"]:
+            refused.append("logprobs above 0")
+        if refused:
+            raise ValueError(f"{', '.join(refused)}: CTranslate2 has no such parameter")
+        kind: tuple[object, ...] = tuple(sampling[name] for name in SHARED)
+        # A search by several beams is one for its length: it cannot be cut afterwards.
+        if self._beams_of(sampling) > 1:
+            kind = (*kind, sampling["max_tokens"])
+        return _Job(self._words(prompt), sampling, kind)
+
+    def _beams_of(self, sampling: Mapping[str, Any]) -> int:
+        return 1 if sampling["temperature"] else self._beams
+
+    async def _work(self) -> None:
+        while True:
+            await self._some_wait.wait()
+            chosen = next_batch(
+                [len(job.tokens) for job in self._waiting],
+                [job.kind for job in self._waiting],
+                most=self._settings["max_sequences"],
+            )
+            batch = [self._waiting[place] for place in chosen]
+            self._waiting = [job for job in self._waiting if job not in batch]
+            if not self._waiting:
+                self._some_wait.clear()
+            self._running = batch
+            self._tell()
+            try:
+                if batch:
+                    await self._loop.run_in_executor(self._thread, self._translate, batch)
+            except Exception as error:
+                for job in batch:
+                    job.deltas.put_nowait(error)
+            self._running = []
+            self._tell()
+
+    def _translate(self, batch: Sequence[_Job]) -> None:
+        """Answer a batch; runs on the engine's thread."""
+        sampling, settings = batch[0].sampling, self._settings
+        beams = self._beams_of(sampling)
+        start = self._words(settings["answer_begins"])
+        options: dict[str, Any] = {
+            "target_prefix": [start] * len(batch) if start else None,
+            "beam_size": beams,
+            "length_penalty": settings["length_penalty"],
+            "no_repeat_ngram_size": settings["no_repeat_ngram"],
+            "min_decoding_length": settings["min_answer"],
+            "max_decoding_length": max(job.sampling["max_tokens"] for job in batch),
+            "max_input_length": 0,
+            "repetition_penalty": sampling["repetition_penalty"],
+            "return_end_token": True,
+        }
+        if sampling["temperature"]:
+            options["sampling_temperature"] = sampling["temperature"]
+            options["sampling_topk"] = sampling["top_k"]
+            options["sampling_topp"] = sampling["top_p"]
+        if beams == 1:
+            options["callback"] = lambda step: self._step(batch[step.batch_id], step)
+            options["return_scores"] = True
+        found = self._translator.translate_batch([job.tokens for job in batch], **options)
+        for job, result in zip(batch, found, strict=True):
+            if not job.finished:
+                ids = [self._ids[word] for word in result.hypotheses[0]][job.count :]
+                self._put(job, Delta(ids, "length" if ids and ids[-1] != self._end else "stop"))
+
+    def _step(self, job: _Job, step: Any) -> bool:
+        """Hand on one new token; true ends the row."""
+        job.count += 1
+        ended = step.token_id == self._end
+        job.finished = ended or job.count >= job.sampling["max_tokens"]
+        finish = "" if not job.finished else "stop" if ended else "length"
+        logprobs = None
+        if job.sampling["logprobs"] is not None:
+            logprobs = [[step.token_id, step.log_prob, []]]
+        self._put(job, Delta([step.token_id], finish, logprobs=logprobs))
+        return job.finished or job.given_up
+
+    def _put(self, job: _Job, delta: Delta) -> None:
+        self._loop.call_soon_threadsafe(job.deltas.put_nowait, delta)
+
+    def _tell(self) -> None:
+        running = sum(not job.given_up for job in self._running)
+        self._on_load(Load(running, len(self._waiting)))
