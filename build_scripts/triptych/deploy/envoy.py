@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from triptych.container.sizes import largest_request_mib
 from triptych.deploy.basis import Basis
-from triptych.deploy.candidate import beside, candidate_name, mirror
+from triptych.deploy.candidate import candidate_name, mirror
 from triptych.deploy.monitoring import pod_monitor
 from triptych.deploy.options import Options
 from triptych.deploy.sizing import PRE_STOP_S, Sizes
@@ -241,21 +241,24 @@ def proxy_monitor(options: Options) -> dict[str, Any]:
     return {**monitor, "metadata": metadata(options, proxy_name(options)), "spec": spec}
 
 
-def behind_envoy(basis: Fronted) -> dict[str, Any]:
-    """All that stands in front of the Deployment: file to document."""
-    options = basis.options
-    askers = Because(
+def proxy_askers(options: Options) -> Because:
+    """Who may reach the servers."""
+    return Because(
         [{"podSelector": {"matchLabels": proxy_labels(options)}}],
         "Triton checks nobody's identity, and what went past the proxy would not be counted: the "
         "proxy alone may ask",
     )
+
+
+def behind_envoy(basis: Fronted) -> dict[str, Any]:
+    """All that stands in front of the Deployment: file to document."""
+    options = basis.options
     return {
         "service.yaml": service(options, proxy_labels(options)),
         "replicas.yaml": headless_service(options, replicas_name(options)),
-        "network-policy.yaml": servers_policy(options, askers),
+        "network-policy.yaml": servers_policy(options, proxy_askers(options)),
         "envoy-deployment.yaml": deployment(basis),
         "envoy-disruption-budget.yaml": disruption_budget(options, proxy_name(options)),
         "envoy-network-policy.yaml": proxy_policy(options),
         "envoy-pod-monitor.yaml": proxy_monitor(options),
-        **beside(basis, askers),
     }

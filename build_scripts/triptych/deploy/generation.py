@@ -112,6 +112,17 @@ def generation_manifests(
                 given=value,
                 remedy="Set core.max_sequences, which says how many one replica takes",
             )
+    for field, other in (
+        ("--mirror", options.mirrored),
+        ("--replaces", options.replaces),
+        ("--watch-image", options.watch_image),
+    ):
+        if other is not None:
+            raise UserError(
+                field,
+                "must be left out for a pipeline that generates text: its answers are not sampled",
+                remedy="Leave it out",
+            )
     others = [one.name for one in find_pipelines(repository) if one.name != spec.name]
     if others:
         raise UserError(

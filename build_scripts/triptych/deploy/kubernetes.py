@@ -8,6 +8,7 @@ from typing import Any
 from triptych.deploy import envoy
 from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.basis import Basis, Manifests, basis_of
+from triptych.deploy.candidate import beside
 from triptych.deploy.dashboard import dashboard_map
 from triptych.deploy.devices import overlay_of, resources_patch
 from triptych.deploy.gateway import behind_gateway
@@ -88,5 +89,6 @@ def servers(basis: Basis) -> dict[str, Any]:
 def _front(basis: Basis) -> dict[str, Any]:
     """What takes requests for the servers."""
     if basis.options.gateway is None:
-        return envoy.behind_envoy(basis)
+        askers = envoy.proxy_askers(basis.options)
+        return {**envoy.behind_envoy(basis), **beside(basis, askers)}
     return behind_gateway(basis)
