@@ -33,9 +33,7 @@ from triptych.server.server_log import LoadState, last_words, read_load_state
 _EXIT_TIMEOUT_S = 3600
 # While models load no request can be in flight, and the server does not heed SIGTERM.
 _LOADING_GRACE_S = 2.0
-_POLL_S = 0.05
-_WATCH_S = 0.2
-_DYING_S = 1.0
+_POLL_S, _WATCH_S, _DYING_S = 0.05, 0.2, 1.0
 
 
 class ServerError(UserError):
