@@ -136,7 +136,7 @@ def deploy(
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.generation import built_spec, generation_manifests
     from triptych.deploy.targets import manifests_of
-    from triptych.fleet.candidate import mirrored_of
+    from triptych.fleet.mirrored import mirrored_of
     from triptych.releases import parse_release
     from triptych.repository.lock import read_lock
 

@@ -32,7 +32,7 @@ from triptych.errors import UserError
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from triptych.fleet.candidate import Mirrored
+    from triptych.fleet.mirrored import Mirrored
 
 
 @app.command()
@@ -76,8 +76,8 @@ def serve(
     of --mirror answers nobody gets: it is sampled, in .candidate of the samples.
     """
     from triptych.container.machine import find_gpus
-    from triptych.fleet.candidate import FOLDER, check_alike, mirrored_of
     from triptych.fleet.gpus import check_gpus, count_replicas
+    from triptych.fleet.mirrored import FOLDER, check_alike, mirrored_of
     from triptych.repository.store import complete
     from triptych.server.ports import is_loopback
     from triptych.server.production import check_and_make_flags

@@ -20,8 +20,8 @@ from triptych.deploy.workload import (
     network_policy,
     service,
 )
-from triptych.fleet.candidate import FOLDER
 from triptych.fleet.clusters import EndpointNames, Mirror
+from triptych.fleet.mirrored import FOLDER
 from triptych.fleet.reasons import Because
 from triptych.repository.lock import read_lock
 

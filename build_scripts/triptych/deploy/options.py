@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from triptych.errors import UserError
-from triptych.fleet.candidate import Mirrored
+from triptych.fleet.mirrored import Mirrored
 from triptych.releases import Release
 
 Target = Literal["kubernetes", "kserve", "compose"]

@@ -12,10 +12,11 @@ from triptych.container.sizes import largest_request_mib
 from triptych.files import told_to_user
 from triptych.fleet.bootstrap import Listen
 from triptych.fleet.builds import Build
-from triptych.fleet.candidate import Candidate, Mirrored
+from triptych.fleet.candidate import Candidate
 from triptych.fleet.clusters import EndpointNames, Mirror
 from triptych.fleet.fleet import Fleet
 from triptych.fleet.gpus import variables_of
+from triptych.fleet.mirrored import Mirrored
 from triptych.fleet.proxy import Proxy, find_envoy
 from triptych.fleet.replica import Replica
 from triptych.fleet.settings import proxy_settings
