@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 
@@ -138,8 +141,49 @@ def test_the_rate_of_an_idle_pipeline_limits_nothing(in_flight: InFlight, clock:
     for _ in range(50):
         serve(in_flight, clock, ask(admission), 0.01)  # one client alone: no batches
         clock.now += 10.0
-    assert in_flight.row_s == 0
+    assert in_flight.row_s == pytest.approx(0.01)
     assert len(ask(admission, 1000)) == 1000
+
+
+def answered(
+    counts: InFlight, clock: Clock, *, longest_wait_s: float, rate_per_s: float, requests: int
+) -> list[float]:
+    """Latencies of those let in, behind a core that takes 150 ms a batch and 20 ms a row."""
+    admission = Admission(counts, 1000, longest_wait_s)
+    draw = random.Random(7)
+    arrivals = deque(accumulate((draw.expovariate(rate_per_s) for _ in range(requests)), initial=0))
+    queue: deque[tuple[Ticket, float]] = deque()
+    batch: list[tuple[Ticket, float]] = []
+    start, done_s, latencies = clock.now, 0.0, []
+    while arrivals or queue or batch:
+        if arrivals and not (batch and done_s <= arrivals[0]):
+            clock.now = start + arrivals[0]
+            queue.extend((ticket, arrivals[0]) for ticket in ask(admission))
+            arrivals.popleft()
+        else:
+            clock.now = start + done_s
+            for ticket, arrived_s in batch:
+                counts.settle(ticket)
+                latencies.append(done_s - arrived_s)
+            batch.clear()
+        if not batch and queue:
+            batch = [queue.popleft() for _ in range(min(32, len(queue)))]
+            done_s = clock.now - start + 0.15 + 0.02 * len(batch)
+    return latencies
+
+
+def test_small_batches_tell_nothing_of_large_ones(in_flight: InFlight, clock: Clock) -> None:
+    """The core can answer 40 a second: at 16 nobody waits for long, and nobody is refused."""
+    latencies = answered(in_flight, clock, longest_wait_s=1.0, rate_per_s=16, requests=1000)
+    assert max(latencies) < 0.8
+    assert len(latencies) == 1001
+
+
+def test_more_than_the_core_can_do_is_refused(in_flight: InFlight, clock: Clock) -> None:
+    latencies = answered(in_flight, clock, longest_wait_s=1.0, rate_per_s=80, requests=2000)
+    assert len(latencies) == pytest.approx(25 * 38, rel=0.1)
+    settled = latencies[200:]  # before, the rate is being learnt
+    assert max(settled) < 1.3
 
 
 def test_a_pipeline_that_becomes_faster_is_believed(in_flight: InFlight, clock: Clock) -> None:
@@ -202,7 +246,7 @@ import os, sys
 os.getppid = lambda: int(sys.argv[2])  # as the stubs of one server have one parent
 from triptych.runtime.in_flight import InFlight
 in_flight = InFlight(sys.argv[1])
-slot = in_flight.take_slot(1.0)
+slot = in_flight.take_slot()
 for _ in range(1000):
     in_flight.admit(slot, 2)
 print(slot, flush=True)
@@ -229,7 +273,7 @@ def test_processes_share_one_count_and_leave_their_slots(in_flight: InFlight) ->
     for child in children:
         child.communicate(timeout=30)
     # A reloaded step takes a dead one's slot, and what that had under way.
-    assert in_flight.take_slot(1.0) == 0
+    assert in_flight.take_slot() == 0
     assert in_flight.under_way() == 2000
     assert in_flight.path.stat().st_mode & 0o777 == 0o600
 

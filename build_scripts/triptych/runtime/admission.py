@@ -14,8 +14,9 @@ from .in_flight import InFlight, Ticket
 LEAST_REQUESTS = 8
 """So many may be under way however slow the pipeline is: what one call of the client sends."""
 
-LONG_WAIT_SHARE = 0.05
-"""A request that takes this share of the longest wait tells that the pipeline is busy."""
+KNOWN_DEPTHS = 2.0
+"""The rate holds for up to so many times the rows that it was measured with. More of them may make
+larger batches, which take less time a row: they count as no time more until that is measured."""
 
 DEADLINE_SHARE = 0.7
 """Of the time until its sender gives up a request may spend so much behind others: the rate that
@@ -44,13 +45,14 @@ class Admission:
 
     def __init__(self, in_flight: InFlight, most_requests: int, longest_wait_s: float) -> None:
         self._in_flight = in_flight
-        self.slot = in_flight.take_slot(LONG_WAIT_SHARE * longest_wait_s)
+        self.slot = in_flight.take_slot()
         self._most = most_requests
         self._longest_s = longest_wait_s
         self._progress_at = time.monotonic()
         self._began_at = self._ended_at = 0.0
         self._requests = 0
-        self._wait_s = self._wait_a_request_s = 0.0
+        self._rows = self._rows_in_core = self._rows_a_request = 0.0
+        self._row_s = self._known_rows = 0.0
 
     def begin(self) -> None:
         """Look at the counts once for all requests that are decided on together."""
@@ -62,8 +64,9 @@ class Admission:
             waited = before <= closed_at < ended_at
             self._closed = not waited and self._began_at > closed_at + LAST_CALL_S
         self._requests = counts.under_way()
-        self._wait_a_request_s = counts.row_s * counts.rows_a_request()
-        self._wait_s = max(counts.rows_under_way() * counts.row_s, 0.0)
+        self._rows, self._rows_in_core = counts.rows_under_way(), counts.rows_in_core()
+        self._rows_a_request = counts.rows_a_request()
+        self._row_s, self._known_rows = counts.row_s, KNOWN_DEPTHS * counts.depth
         idle = self._requests <= 0
         self._progress_at = self._began_at if idle else max(self._progress_at, counts.departed_at)
 
@@ -81,16 +84,17 @@ class Admission:
             raise Stopping("The server is stopping. Send the request to another one, or later.")
         own_s = None if left_s is None else DEADLINE_SHARE * left_s
         limit_s = self._longest_s if own_s is None else min(self._longest_s, own_s)
-        late = self._requests >= LEAST_REQUESTS and self._wait_s > self._longest_s
-        late = late or (self._requests > 0 and own_s is not None and self._wait_s > own_s)
+        wait_s = self._wait_s()
+        late = self._requests >= LEAST_REQUESTS and wait_s > self._longest_s
+        late = late or (self._requests > 0 and own_s is not None and wait_s > own_s)
         if (late or self._requests >= self._most) and not self._lost_count():
-            hint_ms = max(1e3 * (self._wait_s - 0.5 * limit_s), SHORTEST_HINT_MS)
+            hint_ms = max(1e3 * (wait_s - 0.5 * limit_s), SHORTEST_HINT_MS)
             again = f"Try again in {hint_ms:.0f} ms"
             if late:
                 whose = "for its sender's deadline" if limit_s == own_s else "the limit"
                 raise Overloaded(
                     f"`queue` must answer requests under way within {1e3 * limit_s:.0f} ms, "
-                    f"{whose}. Given: work for {1e3 * self._wait_s:.0f} ms. {again}, or raise "
+                    f"{whose}. Given: work for {1e3 * wait_s:.0f} ms. {again}, or raise "
                     "serving.queue.max_wait_ms in the pipeline."
                 )
             raise Overloaded(
@@ -98,7 +102,8 @@ class Admission:
                 f"{again}, or raise serving.queue.max_size in the pipeline."
             )
         self._requests += 1
-        self._wait_s += self._wait_a_request_s
+        self._rows += self._rows_a_request
+        self._rows_in_core += self._rows_a_request
 
     def admit(self, rows: int) -> Ticket:
         """The ticket of a request that was let in, with so many rows of the core."""
@@ -108,9 +113,14 @@ class Admission:
         """All requests that were decided on together are on their way."""
         self._ended_at = time.monotonic()
 
+    def _wait_s(self) -> float:
+        """How long all rows under way take: those beyond what is known make batches larger."""
+        known = min(self._known_rows / max(self._rows_in_core, 1.0), 1.0)
+        return max(self._rows, 0.0) * self._row_s * known
+
     def _lost_count(self) -> bool:
         """Whether nothing has moved for so long that one may pass to find out."""
-        patience_s = max(PATIENCE_S, 3 * self._wait_a_request_s)
+        patience_s = max(PATIENCE_S, 3 * self._row_s * self._rows_a_request)
         lost = self._began_at - self._progress_at > patience_s
         if lost:
             self._progress_at = self._began_at

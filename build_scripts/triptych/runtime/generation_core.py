@@ -80,7 +80,7 @@ class TritonPythonModel:
         settings = settings_of(args)
         self._most_requests: int = settings["max_requests"]
         self._in_flight = InFlight(settings["pipeline"])
-        self._slot = self._in_flight.take_slot(0.0)
+        self._slot = self._in_flight.take_slot()
         self._load = self._told = Load()
         self._families, self._gauges = _new_gauges(settings["pipeline"])
         self._streams: dict[str, _Stream] = {}

@@ -35,11 +35,14 @@ BATCH_ROWS = 64
 which is told by a gap, or by so many rows."""
 NEWEST = 0.3
 """Weight of the newest sample in the rate."""
+COMPARABLE = 0.5
+"""A rate measured with fewer than this share of the rows under way tells nothing about the other:
+a core that computes batches takes longer for one row the fewer there are."""
 
-_HEADER = 8
+_HEADER = 9
 _FIELDS = 7
 _KEY = slice(0, 2)
-_CLOSED_AT, _DEPARTED_AT, _ROW_S, _WINDOW_S, _WINDOW_ROWS, _LONG_WAIT_S = range(2, 8)
+_CLOSED_AT, _DEPARTED_AT, _ROW_S, _DEPTH, _WINDOW_S, _WINDOW_ROWS, _WINDOW_WAIT_S = range(2, 9)
 _SIGNED = struct.Struct("<3q")
 
 
@@ -105,16 +108,12 @@ class InFlight:
         self._holders, self._requests, self._settled, self._rows, self._settled_rows = fields[:5]
         self._waiting, self._waiting_rows = fields[5:]
 
-    def take_slot(self, long_wait_s: float) -> int:
+    def take_slot(self) -> int:
         """A slot of the calling process's own, for `admit`; that of a dead one is used again.
-
-        A request that takes longer than `long_wait_s` tells that the pipeline has all the work it
-        can do, so that the rate is what it can do.
 
         Raises:
             RuntimeError: every slot is held by a living process.
         """
-        self._times[_LONG_WAIT_S] = long_wait_s
         with self.path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             for slot, holder in enumerate(self._holders):
@@ -177,8 +176,13 @@ class InFlight:
 
     @property
     def row_s(self) -> float:
-        """Seconds that the pipeline takes for one more row while it is busy; 0 while not known."""
+        """Seconds that the pipeline takes for a row with `depth` of them; 0 while not known."""
         return max(self._times[_ROW_S], 0.0)
+
+    @property
+    def depth(self) -> float:
+        """Rows with a ticket that were under way, on average, while `row_s` was measured."""
+        return self._times[_DEPTH]
 
     @property
     def departed_at(self) -> float:
@@ -202,26 +206,35 @@ class InFlight:
     def _measure(self, rows: int, admitted_at: float) -> None:
         """Take a departure into the rate: the time since the one before, idle time left out.
 
-        A pipeline that has little to do answers slower than it could: its rate counts only where
-        it is higher than the one known, which is believed at once.
+        A pipeline that has little to do answers slower than it could. So each sample comes with the
+        rows that were under way (Little's law: their waits together by the time taken), and one of
+        fewer rows than the rate known is of counts only where it is faster.
         """
         now, times = time.monotonic(), self._times
         gap_s = max(now - max(times[_DEPARTED_AT], admitted_at), 0.0)
         times[_DEPARTED_AT] = now
         taken_s, taken_rows = times[_WINDOW_S], self._words[_WINDOW_ROWS]
         if taken_s >= RATE_WINDOW_S and (gap_s > BATCH_GAP_S or taken_rows >= BATCH_ROWS):
-            times[_WINDOW_S], self._words[_WINDOW_ROWS] = 0.0, 0
-            sample, known = taken_s / taken_rows, times[_ROW_S]
-            busy = now - admitted_at >= times[_LONG_WAIT_S]
-            if not known:
-                # Not believed yet: it may be of a batch of one that came before the others.
-                times[_ROW_S] = -sample if busy else 0.0
-            elif known < 0 or sample < known:
-                times[_ROW_S] = min(abs(known), sample)
-            elif busy:
-                times[_ROW_S] = known + NEWEST * (sample - known)
+            self._believe(taken_s / taken_rows, times[_WINDOW_WAIT_S] / taken_s)
+            times[_WINDOW_S] = times[_WINDOW_WAIT_S] = 0.0
+            self._words[_WINDOW_ROWS] = 0
         times[_WINDOW_S] += gap_s
+        times[_WINDOW_WAIT_S] += rows * (now - admitted_at)
         self._words[_WINDOW_ROWS] += rows
+
+    def _believe(self, sample_s: float, depth: float) -> None:
+        times = self._times
+        known_s = times[_ROW_S]
+        if not known_s:
+            # Not believed yet: the first requests of a server may be slower than all others.
+            times[_ROW_S] = -sample_s
+        elif known_s < 0 or sample_s < known_s:
+            times[_ROW_S] = sample_s
+        elif depth >= COMPARABLE * times[_DEPTH]:
+            times[_ROW_S] = known_s + NEWEST * (sample_s - known_s)
+        else:
+            return
+        times[_DEPTH] = depth
 
 
 def _prefix() -> str:
