@@ -138,6 +138,22 @@ def test_windows_at_every_edge(repository: Path, question: int) -> None:
         assert rows_made(made) == 1 + -(-beyond // (room - STRIDE))
 
 
+@pytest.mark.parametrize("context", [1, 200, 900])
+def test_windows_are_those_that_the_tokenizer_makes(repository: Path, context: int) -> None:
+    """Question and context are tokenized once each, by themselves."""
+    from triptych.runtime.rows_windows import RowMaker
+
+    windows = maker(repository, "answers", RowMaker)
+    question, text = "Größe, or not?", "naïve words, and ﷺ " * context
+    made = windows.make([RowInputs({"text": [question], "text_pair": [text]}, {})])[0]
+    whole = windows.tokenizer.encode(question, text)
+    assert rows_made(made) == 1 + len(whole.overflowing)
+    for number, encoding in enumerate([whole, *whole.overflowing]):
+        length = made.tensors["row_length"][number, 0]
+        assert made.tensors["input_ids"][number, :length].tolist() == encoding.ids
+        assert made.tensors["first_segment"][number, 0] == length - sum(encoding.type_ids)
+
+
 def test_a_question_that_leaves_no_room_is_refused_before_it_is_cut(repository: Path) -> None:
     from triptych.runtime.rows_windows import RowMaker
 

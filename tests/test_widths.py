@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from triptych.repository.render import batch_tokens
 from triptych.runtime.row_types import CoreRows
 from triptych.runtime.widths import joined_widths, widened
 
@@ -46,3 +47,8 @@ def test_a_widened_request_keeps_its_tokens_and_lengths() -> None:
     assert (wide.width, wide.row_count) == (5, 2)
     assert wide.tensors["row_length"] is narrow.tensors["row_length"]
     assert widened(narrow, 3, 7) is narrow
+
+
+def test_what_a_batch_costs_goes_by_the_model() -> None:
+    assert [batch_tokens("gpu", hidden) for hidden in (384, 768, 1024, 0)] == [1024, 512, 384, 512]
+    assert batch_tokens("cpu", 384) == 0

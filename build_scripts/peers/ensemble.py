@@ -27,15 +27,17 @@ class Ensemble:
         repository: the model repository.
         model: the ensemble (or model) that gets the texts.
         output: the tensor that holds the vectors.
+        flags: of tritonserver, besides its own.
     """
 
     name: str
     repository: Path
     model: str
     output: str = "embedding"
+    flags: Sequence[str] = ()
 
     def __enter__(self) -> Ensemble:
-        self._server = Server(self.repository).__enter__()
+        self._server = Server(self.repository, extra_args=self.flags).__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:

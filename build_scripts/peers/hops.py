@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,19 +47,26 @@ CORES = {
 }
 
 
-def write_pipeline(built: Path, pipeline: str, target: Path, time: CoreTime) -> Path:
+def write_pipeline(
+    built: Path, pipeline: str, target: Path, time: CoreTime, *, preprocess: int = 1
+) -> Path:
     """Copy a built pipeline to `target` with a waiting core; returns `target`.
 
     Args:
         built: the repository that `triptych build` wrote.
-        pipeline: the pipeline's name in it; its task has one output of the core, a vector a row.
+        pipeline: the pipeline's name in it.
         target: the repository to write; what is there is replaced.
         time: of the core.
+        preprocess: instances of that step.
     """
     _clear(target)
     core = f"{pipeline}_core"
     for name in (pipeline, f"{pipeline}_preprocess", f"{pipeline}_postprocess"):
         shutil.copytree(built / name, target / name)
+    file = target / f"{pipeline}_preprocess" / "config.pbtxt"
+    config = read_config(file)
+    config.instance_group[0].count = preprocess
+    file.write_text(text_format.MessageToString(config), encoding="utf-8")
     write_core(built / core / "config.pbtxt", target / core, time)
     return target
 
@@ -75,8 +83,7 @@ def write_echo(target: Path) -> Path:
 
 def write_core(config_file: Path, folder: Path, time: CoreTime) -> None:
     """The model folder of a waiting core in place of the one that `config_file` is of."""
-    config = model_config_pb2.ModelConfig()
-    text_format.Parse(config_file.read_text(encoding="utf-8"), config)
+    config = read_config(config_file)
     config.backend = _BACKEND
     for field in ("batch_input", "batch_output", "model_warmup", "optimization", "parameters"):
         config.ClearField(field)
@@ -84,19 +91,27 @@ def write_core(config_file: Path, folder: Path, time: CoreTime) -> None:
     config.instance_group.add(kind="KIND_CPU", count=1)
     (folder / "1").mkdir(parents=True, exist_ok=True)
     (folder / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
-    _compile(folder / f"libtriton_{_BACKEND}.so", config.output[0], time)
+    _compile(folder / f"libtriton_{_BACKEND}.so", config.output, time)
 
 
-def _compile(library: Path, output: Any, time: CoreTime) -> None:
+def read_config(file: Path) -> Any:
+    """The ``ModelConfig`` in a ``config.pbtxt``."""
+    return text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+
+
+def _compile(library: Path, outputs: Sequence[Any], time: CoreTime) -> None:
+    produced = ",".join(
+        f'{{"{output.name}",'
+        f"{model_config_pb2.DataType.Name(output.data_type).removeprefix('TYPE_')},"
+        f"{{{','.join(map(str, output.dims))}}}}}"
+        for output in outputs
+    )
     values: dict[str, object] = {
         "BATCH_NS": round(1e3 * time.batch_us),
         "ROW_NS": 1e3 * time.row_us,
         "TOKEN_NS": 1e3 * time.token_us,
-        "OUTPUT": f'"{output.name}"',
-        "WIDTH": output.dims[-1],
+        "OUTPUTS": f"{{{produced}}}",
     }
-    if len(output.dims) > 1:
-        values["PER_TOKEN"] = 1
     defined = [f"-D{name}={value}" for name, value in values.items()]
     source = str(_FILES / "waiting_core.c")
     command = ["cc", "-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", *defined, source]

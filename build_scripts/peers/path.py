@@ -3,7 +3,8 @@
 The core only waits, as long as one on a GPU computes. All servers run from the beginning, and each
 load goes to one after the other, in rounds: what disturbs the machine disturbs them alike.
 
-Usage: ``.venv/bin/python build_scripts/peers/path.py [--full] [--beside OTHER/packed]``.
+Usage: ``.venv/bin/python build_scripts/peers/path.py [--full] [--beside OTHER/packed]``; every task
+with ``--tasks``, instances of preprocess with ``--preprocess 1 2``.
 """
 
 from __future__ import annotations
@@ -11,87 +12,116 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from peers import hops, path_cost, tokenizing, tutorial
+from peers import hops, path_bytes, path_cost, path_filled, tokenizing, tutorial
 from peers.ensemble import Ensemble
 from peers.model import CACHE, PIPELINE, build
-from peers.path_cost import CLIENT, Cost
+from peers.path_bytes import Passed
+from peers.path_cost import Cost
+from peers.path_table import Load, limits_text, middle_of, row, several_text, table
+from peers.path_tasks import TASKS, build_task
 from peers.tokenizing import Limit
+from triptych.bench.perf_analyzer import Request
 from triptych.pipeline.traffic import read_traffic
 
 _NAME = PIPELINE.name
 _REPOSITORIES = CACHE / "path"
-_DIGITS = 3
 
 
 @dataclass(frozen=True)
-class Load:
-    """How contenders are asked.
+class Source:
+    """A built pipeline and what to ask it."""
+
+    repository: Path
+    pipeline: str
+    requests: Sequence[Request]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server, and what to ask it.
 
     Attributes:
-        core: of `hops.CORES`.
-        texts: in a request.
-        clients: that each have one request under way.
+        server: of one model.
+        requests: of one row each.
+        trace: file for the times of all requests; None where there is none.
     """
 
-    core: str
-    texts: int
-    clients: int
+    server: Ensemble
+    requests: Sequence[Request]
+    trace: Path | None = None
 
 
 Costs = dict[tuple[Load, str], list[Cost]]
+Windows = dict[str, dict[Load, list[tuple[int, int]]]]
 
 
 def main() -> int:
     """Write the repositories, start all servers, measure in rounds, print and write the medians."""
     options = _parse()
-    texts = [row.inputs["text"] for row in read_traffic(PIPELINE, ("text",))]
+    plain = [one.inputs["text"] for one in read_traffic(PIPELINE, ("text",))]
+    texts = [" ".join(plain[i : i + options.joined]) for i in range(len(plain))]
     costs: Costs = {}
     limits: dict[int, list[Limit]] = {}
-    sources = {
-        layout: build(CACHE / f"gpu-{layout}", f"core.layout={layout}", "core.device=gpu")
-        for layout in ("packed", "bucketed")
-        if _is_wanted(layout, options)
-    }
-    sources |= {f"beside {path.parent.name}/{path.name}": path for path in options.beside}
+    passed: dict[str, list[Passed]] = {}
+    windows: Windows = defaultdict(lambda: defaultdict(list))
+    sources = _sources(texts, options)
     with ExitStack() as stack:
-        servers = {
-            core: [stack.enter_context(one) for one in _contenders(core, sources, options)]
-            for core in options.cores
-        }
+        contenders = {core: _contenders(core, sources, texts, options) for core in options.cores}
+        for one in (one for each in contenders.values() for one in each):
+            stack.enter_context(one.server)
+        for one in contenders[options.cores[0]]:
+            server = one.server
+            name = f"{server.name}, {options.texts[-1]} texts"
+            passed[name] = path_bytes.count(
+                server.grpc_url, server.model, one.requests, options.texts[-1]
+            )
         for number in range(options.rounds):
             for texts_a_request in options.texts:
                 limits.setdefault(texts_a_request, []).append(
                     tokenizing.measure(texts, texts_a_call=texts_a_request, seconds=options.seconds)
                 )
             for load in _loads(options):
-                contenders = servers[load.core]
-                shift = number % len(contenders)
-                for server in contenders[shift:] + contenders[:shift]:
+                these = contenders[load.core]
+                shift = number % len(these)
+                for one in these[shift:] + these[:shift]:
+                    server = one.server
+                    began_ns = time.monotonic_ns()
                     cost = path_cost.measure(
                         server.grpc_url,
                         server.pid,
                         server.model,
-                        texts,
+                        one.requests,
                         clients=load.clients,
                         texts_a_request=load.texts,
                         seconds=options.seconds,
                     )
+                    windows[server.name][load].append((began_ns, time.monotonic_ns()))
                     costs.setdefault((load, server.name), []).append(cost)
-                    _say(f"round {number + 1}/{options.rounds}  {_row(load, server.name, cost)}")
-    medians = {key: _median(found) for key, found in costs.items()}
-    print(_table(medians))
-    print(_limits(limits))
+                    _say(f"round {number + 1}/{options.rounds}  {row(load, server.name, cost)}")
+    medians = {key: middle_of(found) for key, found in costs.items()}
+    print(table(medians))
+    print(several_text(medians))
+    print(limits_text(limits))
+    print(path_bytes.table(passed))
+    shares = _read_traces(contenders, windows)
+    print(path_filled.table(shares))
     report = {
         "rounds": options.rounds,
         "seconds": options.seconds,
         "tokenizer": {texts: [asdict(one) for one in found] for texts, found in limits.items()},
+        "bytes": {name: [asdict(step) for step in steps] for name, steps in passed.items()},
+        "filled": [
+            {"contender": name, **asdict(load), "filled": share}
+            for (load, name), share in shares.items()
+        ],
         "medians": [_record(load, name, cost) for (load, name), cost in medians.items()],
         "measurements": [
             _record(load, name, cost) for (load, name), found in costs.items() for cost in found
@@ -110,6 +140,19 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="of one measurement")
     parser.add_argument("--cores", nargs="+", choices=[*hops.CORES])
     parser.add_argument("--texts", nargs="+", type=int, default=[1, 16], help="in a request")
+    parser.add_argument("--joined", type=int, default=1, help="texts of the traffic to one text")
+    parser.add_argument(
+        "--tasks",
+        nargs="*",
+        choices=[*TASKS],
+        help="packed, in place of the other layouts; all by default",
+    )
+    parser.add_argument(
+        "--preprocess", nargs="+", type=int, default=[1], help="instances, each a contender"
+    )
+    parser.add_argument(
+        "--filled", action="store_true", help="trace every request: how full batches are"
+    )
     parser.add_argument("--clients", nargs="+", type=int)
     parser.add_argument("--only", nargs="+", default=[], help="parts of the names to measure")
     parser.add_argument(
@@ -138,97 +181,71 @@ def _loads(options: argparse.Namespace) -> list[Load]:
     ]
 
 
+def _sources(texts: list[str], options: argparse.Namespace) -> dict[str, Source]:
+    layouts = ("packed", "bucketed") if options.tasks is None else ("packed",)
+    sources = {}
+    for name in layouts:
+        if _is_wanted(name, options):
+            overrides = f"core.layout={name}", "core.device=gpu"
+            sources[name] = Source(build(CACHE / f"gpu-{name}", *overrides), _NAME, texts)
+    for task in TASKS if options.tasks == [] else options.tasks or ():
+        if _is_wanted(task, options):
+            sources[task] = Source(*build_task(task, texts))
+    for path in options.beside:
+        sources[f"beside {path.parent.name}/{path.name}"] = Source(path, _NAME, texts)
+    return sources
+
+
 def _contenders(
-    core: str, sources: Mapping[str, Path], options: argparse.Namespace
-) -> list[Ensemble]:
+    core: str, sources: Mapping[str, Source], texts: Sequence[str], options: argparse.Namespace
+) -> list[Contender]:
     """Servers that are not started yet; the echo, which has no core, goes with the first one."""
-    folder, time = _REPOSITORIES / core, hops.CORES[core]
+    folder, core_time = _REPOSITORIES / core, hops.CORES[core]
     contenders = []
     for number, (name, source) in enumerate(sources.items()):
-        target = hops.write_pipeline(source, _NAME, folder / str(number), time)
-        contenders.append(Ensemble(name, target, _NAME))
-    if _is_wanted("tutorial", options):
-        tutorial.write_repository(folder / "tutorial", time)
-        contenders.append(Ensemble("tutorial", folder / "tutorial", tutorial.ENSEMBLE))
+        for count in options.preprocess:
+            target = folder / f"{number}-{count}"
+            named = name if count == 1 else f"{name} x{count}"
+            hops.write_pipeline(
+                source.repository, source.pipeline, target, core_time, preprocess=count
+            )
+            trace = target / "trace.json" if options.filled else None
+            flags = path_filled.flags(trace) if trace else []
+            server = Ensemble(named, target, source.pipeline, flags=flags)
+            contenders.append(Contender(server, source.requests, trace))
+    if _is_wanted("tutorial", options) and options.tasks is None:
+        tutorial.write_repository(folder / "tutorial", core_time)
+        server = Ensemble("tutorial", folder / "tutorial", tutorial.ENSEMBLE)
+        contenders.append(Contender(server, texts))
     if _is_wanted("echo", options) and core == options.cores[0]:
-        contenders.append(Ensemble("echo", hops.write_echo(folder / "echo"), hops.ECHO))
+        server = Ensemble("echo", hops.write_echo(folder / "echo"), hops.ECHO)
+        contenders.append(Contender(server, texts))
     return contenders
+
+
+def _read_traces(
+    contenders: Mapping[str, Sequence[Contender]], windows: Windows
+) -> dict[tuple[Load, str], float]:
+    """Median over the rounds of how full batches were, where servers have traced."""
+    shares = {}
+    for one in (one for these in contenders.values() for one in these):
+        if one.trace is None:
+            continue
+        core = f"{one.server.model}_core"
+        config = hops.read_config(one.server.repository / core / "config.pbtxt")
+        for load, spans in windows[one.server.name].items():
+            most = max(1, config.max_batch_size // load.texts)
+            found = path_filled.filled(one.trace, core, spans, most_requests=most)
+            shares[load, one.server.name] = median(found)
+    return shares
 
 
 def _is_wanted(name: str, options: argparse.Namespace) -> bool:
     return not options.only or any(part in name for part in options.only)
 
 
-def _median(found: Sequence[Cost]) -> Cost:
-    """Each figure's own median."""
-
-    def middle(name: str) -> Any:
-        values = [getattr(one, name) for one in found]
-        if isinstance(values[0], dict):
-            return {key: median(value[key] for value in values) for key in values[0]}
-        return median(values)
-
-    return Cost(**{field.name: middle(field.name) for field in fields(Cost)})
-
-
 def _record(load: Load, name: str, cost: Cost) -> dict[str, object]:
     return {"contender": name, **asdict(load), **asdict(cost)}
-
-
-def _cells(load: Load, name: str, cost: Cost) -> list[str]:
-    core_ms = cost.core_ms
-    steps = [step for step in core_ms if step not in (CLIENT, "server")]
-    parts = " + ".join(f"{step} {core_ms[step]:.{_DIGITS}f}" for step in steps)
-    return [
-        name,
-        load.core,
-        str(load.texts),
-        str(load.clients),
-        f"{cost.texts_per_s:.0f}",
-        f"{sum(core_ms.values()):.{_DIGITS}f}",
-        f"{core_ms['server']:.{_DIGITS}f}",
-        parts,
-        f"{core_ms[CLIENT]:.{_DIGITS}f}",
-        f"{sum(cost.switches.values()):.2f}",
-        f"{cost.p50_ms - cost.core_batch_ms:.2f}",
-        f"{cost.p99_ms - cost.core_batch_ms:.2f}",
-        f"{cost.core_batch_rows:.1f}",
-    ]
-
-
-def _row(load: Load, name: str, cost: Cost) -> str:
-    return " | ".join(_cells(load, name, cost))
-
-
-def _table(medians: Mapping[tuple[Load, str], Cost]) -> str:
-    head = [
-        "contender",
-        "core",
-        "texts a request",
-        "clients",
-        "texts/s",
-        "core-ms a text",
-        "server",
-        "steps",
-        "client",
-        "switches a text",
-        "p50 above the core, ms",
-        "p99 above the core, ms",
-        "rows a batch",
-    ]
-    lines = [head, ["---"] * len(head)]
-    lines += [_cells(load, name, cost) for (load, name), cost in medians.items()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _limits(limits: Mapping[int, Sequence[Limit]]) -> str:
-    """Median rate and cost of the tokenizer alone, a line for each number of texts in a call."""
-    return "\n".join(
-        f"\ntokenizer alone, {texts} a call: "
-        f"{median(one.texts_per_s for one in found):.0f} texts/s, "
-        f"{median(one.core_ms for one in found):.{_DIGITS}f} core-ms a text"
-        for texts, found in limits.items()
-    )
 
 
 def _say(line: str) -> None:

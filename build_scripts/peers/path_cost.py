@@ -55,7 +55,7 @@ def measure(
     url: str,
     pid: int,
     model: str,
-    texts: Sequence[str],
+    requests: Sequence[perf_analyzer.Request],
     *,
     clients: int,
     texts_a_request: int,
@@ -67,7 +67,7 @@ def measure(
         return perf_analyzer.run(
             url,
             model,
-            texts,
+            requests,
             concurrency=clients,
             batch_size=texts_a_request,
             **how,  # type: ignore[arg-type]

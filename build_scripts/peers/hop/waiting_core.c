@@ -1,8 +1,8 @@
 /* A core that takes as long as one on a GPU and leaves the processor alone: a Triton backend.
 
-   A batch takes BATCH_NS + ROW_NS a row + TOKEN_NS a token, then every output is zeros. Compiled
-   for one model: OUTPUT is its output, WIDTH its last dimension, PER_TOKEN whether each token has a
-   row of it. What is declared here is all of Triton's backend interface that it needs. */
+   A batch takes BATCH_NS + ROW_NS a row + TOKEN_NS a token, then every output is noise: numbers
+   from 0 to 1, or classes below CLASSES. Compiled for one model: OUTPUTS are its outputs. What is
+   declared here is all of Triton's backend interface that it needs. */
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -17,7 +17,39 @@ typedef struct Output Output;
 typedef struct Request Request;
 typedef struct Response Response;
 
-enum { CPU_MEMORY = 0, FP32 = 11, FINAL = 1, RELEASE_ALL = 1 };
+enum { CPU_MEMORY = 0, INT32 = 8, FP32 = 11, FINAL = 1, RELEASE_ALL = 1 };
+enum { CLASSES = 5, NOISE = 8191 };
+
+typedef struct {
+  const char* name;
+  int type;
+  int64_t shape[4]; /* without rows, ended by 0; -1 for the tokens of a row */
+} Produced;
+
+static const Produced outputs[] = OUTPUTS;
+
+static union {
+  float numbers[NOISE];
+  int32_t classes[NOISE];
+} noise[2]; /* FP32, INT32 */
+
+__attribute__((constructor)) static void make_noise(void) {
+  uint32_t drawn = 1;
+  for (int i = 0; i < NOISE; i++) {
+    drawn = drawn * 1664525u + 1013904223u;
+    noise[0].numbers[i] = (drawn >> 8) / 16777216.0f;
+    noise[1].classes[i] = (drawn >> 16) % CLASSES;
+  }
+}
+
+static void fill(char* buffer, uint64_t bytes, int type) {
+  const uint64_t all = sizeof noise[0];
+  for (uint64_t done = 0; done < bytes; done += all) {
+    const uint64_t rest = bytes - done;
+    memcpy(buffer + done, &noise[type == INT32], rest < all ? rest : all);
+  }
+}
+
 
 Error* TRITONBACKEND_RequestInput(Request*, const char* name, Input**);
 Error* TRITONBACKEND_InputProperties(
@@ -59,23 +91,25 @@ static void shape_of(Request* request, int64_t* rows, int64_t* places) {
 
 static void answer(Request* request) {
   Response* response;
-  Output* output;
-  void* buffer;
-  int memory = CPU_MEMORY;
-  int64_t rows, places, place = 0;
+  int64_t rows, places;
   shape_of(request, &rows, &places);
-#ifdef PER_TOKEN
-  const int64_t shape[] = {rows, places, WIDTH};
-  const uint64_t bytes = 4 * rows * places * WIDTH;
-#else
-  const int64_t shape[] = {rows, WIDTH};
-  const uint64_t bytes = 4 * rows * WIDTH;
-#endif
   TRITONBACKEND_ResponseNew(&response, request);
-  TRITONBACKEND_ResponseOutput(
-      response, &output, OUTPUT, FP32, shape, sizeof(shape) / sizeof(*shape));
-  TRITONBACKEND_OutputBuffer(output, &buffer, bytes, &memory, &place);
-  memset(buffer, 0, bytes);
+  for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
+    Output* output;
+    void* buffer;
+    int memory = CPU_MEMORY;
+    int64_t place = 0, shape[5] = {rows};
+    uint64_t bytes = 4 * rows;
+    uint32_t dims = 1;
+    for (const int64_t* size = outputs[i].shape; *size; size++) {
+      shape[dims] = *size < 0 ? places : *size;
+      bytes *= shape[dims++];
+    }
+    TRITONBACKEND_ResponseOutput(
+        response, &output, outputs[i].name, outputs[i].type, shape, dims);
+    TRITONBACKEND_OutputBuffer(output, &buffer, bytes, &memory, &place);
+    fill(buffer, bytes, outputs[i].type);
+  }
   TRITONBACKEND_ResponseSend(response, FINAL, NULL);
 }
 

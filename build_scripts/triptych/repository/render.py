@@ -21,10 +21,18 @@ RUNTIME = Path(__file__).parents[1] / "runtime"
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
 """What a batch of the core costs by itself, in tokens more of another batch. On a processor next to
 nothing; for BERT-base on an A100, 0.55 ms beside 0.95 us a token (NVIDIA's TensorRT demo/BERT)."""
+BATCH_TOKENS_HIDDEN = 768
+"""Of BERT-base. A batch costs by its layers, a token by them and by more than their width: the
+narrower, the more tokens a batch costs (MiniLM with 384, by the rates of sbert.net: 1,460)."""
 SAMPLING = {"preprocess": "sampling.py", "postprocess": "sample_writer.py"}
 """What the steps need of the runtime besides, where rows are sampled."""
 Content = bytes | Path
 """What a file holds: its bytes, or the file they are copied from."""
+
+
+def batch_tokens(device: str, hidden_size: int) -> int:
+    """What a batch costs by itself, in tokens; see `runtime.widths`."""
+    return BATCH_TOKENS[device] * BATCH_TOKENS_HIDDEN // (hidden_size or BATCH_TOKENS_HIDDEN)
 
 
 def render(
@@ -55,7 +63,7 @@ def render(
         "encoded_inputs": [tensor.name for tensor in task.inputs if tensor.content == "image"],
         "layout": plan.layout,
         "core_rows": plan.rows_at_once,
-        "batch_tokens": BATCH_TOKENS[plan.spec.core.device],
+        "batch_tokens": batch_tokens(plan.spec.core.device, plan.facts.hidden_size),
         "max_requests": plan.spec.serving.queue.max_size,
         "max_wait_ms": plan.spec.serving.longest_wait_ms,
         **plan.row_settings,

@@ -25,7 +25,8 @@ class PairForm:
         self._before = sample.ids[: first[0]]
         self._between = sample.ids[first[-1] + 1 : second[0]]
         self._after = sample.ids[second[-1] + 1 :]
-        self._ahead = len(sample.ids) - sum(sample.type_ids) - len(first)
+        self.ahead = len(sample.ids) - sum(sample.type_ids) - len(first)
+        """Special tokens in the first segment."""
         self.added = len(sample.ids) - len(first) - len(second)
         """Special tokens of a pair."""
 
@@ -38,7 +39,7 @@ class PairForm:
     def join(self, one: Sequence[int], two: Sequence[int]) -> tuple[list[int], int]:
         """Ids of the whole row, and how many of them are of the first segment."""
         ids = [*self._before, *one, *self._between, *two, *self._after]
-        return ids, len(one) + self._ahead
+        return ids, len(one) + self.ahead
 
 
 def kept(one: int, two: int, room: int, strategy: str) -> tuple[int, int] | None:
