@@ -81,7 +81,8 @@ def table(counted: Mapping[str, Sequence[Passed]]) -> str:
 def _channel(url: str) -> Any:
     import grpc as transport  # type: ignore[import-untyped]
 
-    return transport.insecure_channel(url, options=[("grpc.enable_http_proxy", 0)])
+    options = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1)]
+    return transport.insecure_channel(url, options=[*options, ("grpc.max_send_message_length", -1)])
 
 
 def _tensors(requests: Sequence[Request]) -> dict[str, tuple[Any, bytes]]:
