@@ -53,9 +53,9 @@ PURE = (
     "gpu_plan", "history", "hook_checks", "house", "labelled", "lint", "lint_pains",
     "live_verdict", "load_report", "load_report_terminal", "load_values", "make_engine",
     "metrics", "onnxruntime_pieces", "onnxruntime_runner", "pages", "plan", "probe",
-    "rehearsal", "releases", "report", "rounding", "samples_file", "scaffold", "scaling",
-    "scratch", "server_mistakes", "shown", "spec", "store", "tensorrt_settings", "terminal",
-    "tune_report", "tune_search", "tuned", "watch", "widths",
+    "rehearsal", "releases", "report", "rounding", "sample_pieces", "samples_file", "scaffold",
+    "scaling", "scratch", "server_mistakes", "shown", "spec", "store", "tensorrt_settings",
+    "terminal", "tune_report", "tune_search", "tuned", "watch", "widths",
 )
 # fmt: on
 """Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import random
+import os
+import resource
 import shutil
+import signal
 import stat
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,18 +25,24 @@ from task_models import TOPICS, text_classifier
 from triptych.bench.metrics_page import fetch_metrics
 from triptych.cli import app
 from triptych.client import Client
+from triptych.container.steps import step_processes
 from triptych.errors import UserError
 from triptych.pipeline.spec import load_spec
 from triptych.repository.lock import build_id
-from triptych.repository.render import with_imports
 from triptych.requests.inputs import read_inputs
-from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files, remove_old, write_file
-from triptych.runtime.sampling import LARGEST, Drawing, passenger_of, unpack, with_passenger
+from triptych.runtime.sample_files import FOLDER_VARIABLE, PARTIAL, list_files
 from triptych.server.server import Server
 
 SECRET = "4711-0815-SECRET"
 HOOKS = """
+import os
 import re
+import time
+
+if "CLOCK" in os.environ and not hasattr(time, "right"):
+    # A fake: the clock of this step is wrong by the file's seconds.
+    time.right = time.time_ns
+    time.time_ns = lambda: time.right() + 10**9 * int(open(os.environ["CLOCK"]).read() or 0)
 
 
 def redact(inputs, answer):
@@ -41,67 +50,12 @@ def redact(inputs, answer):
         return None
     if "break" in inputs["text"]:
         raise KeyError(inputs["text"])
+    if "end the writer" in inputs["text"]:
+        raise SystemExit(inputs["text"])
     return {"text": re.sub("[0-9]{4}-[0-9]{4}-SECRET", "#", inputs["text"])}, answer
 """
 TEXTS = traffic_texts()[:30]
 SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
-
-
-def test_rows_are_drawn_alike_whatever_request_they_are_in() -> None:
-    drawing = Drawing(0.1, random.Random(5))
-    found: Counter[int] = Counter()
-    for request in range(4000):
-        texts = [f"{request} {row}" for row in range(1 + request % 5)]
-        passenger = drawing.draw({"text": texts}, "{}")
-        if passenger:
-            sampled = unpack(passenger)
-            assert sampled.columns["text"] == [texts[row].encode() for row in sampled.rows]
-            found.update(sampled.rows)
-    sent = {row: 4000 - 800 * row for row in range(5)}
-    for row, count in sent.items():  # five standard deviations
-        assert abs(found[row] - 0.1 * count) < 5 * (0.09 * count) ** 0.5, (row, found)
-    every = Drawing(1.0).draw({"text": ["a", "b"], "image": [b"\0", b""]}, '{"top_k": 1}')
-    sampled = unpack(every)
-    assert (sampled.rows, sampled.parameters) == ([0, 1], '{"top_k": 1}')
-    assert sampled.columns == {"text": [b"a", b"b"], "image": [b"\0", b""]}
-    large = unpack(Drawing(1.0).draw({"text": ["x" * (LARGEST + 1)]}, "{}"))
-    assert (large.rows, large.columns) == ([0], {})
-
-
-def test_a_passenger_travels_behind_the_numbers_of_the_ticket() -> None:
-    ticket = np.arange(4, dtype=np.int64)[None].repeat(3, 0)
-    passenger = Drawing(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}")
-    together = with_passenger(ticket, passenger)
-    assert together.dtype == ticket.dtype
-    assert together[:, :4].tolist() == ticket.tolist()
-    assert unpack(passenger_of(together)) == unpack(passenger)
-    assert passenger_of(ticket) == b""
-
-
-def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
-    folder = tmp_path / "samples" / "p"
-
-    def write(lines: int, **limits: int) -> None:
-        bounds = {"most_rows": 10, "most": 1000, **limits}
-        write_file(folder, "p", [b"x" * 9 + b"\n"] * lines, rows=lines, **bounds)
-
-    for _ in range(6):
-        write(3)
-    files = list_files(folder, "p")
-    assert [file.rows for file in files] == [3, 3, 3]
-    assert {stat.S_IMODE(file.path.stat().st_mode) for file in files} == {0o600}
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    write(3, most=65)
-    assert sum(file.size for file in list_files(folder, "p")) == 60
-    (folder / "another.1.1.aa.jsonl").write_text("not ours")
-    now = time.time()
-    remove_old(folder, "p", 1.0, now + 3590)
-    assert len(list_files(folder, "p")) == 2
-    remove_old(folder, "p", 1.0, now + 3610)
-    assert not list_files(folder, "p")
-    write(1)
-    remove_old(folder, "p", 1.0, now - 7200)  # the clock went back: nobody knows its age
-    assert [path.name for path in folder.iterdir()] == ["another.1.1.aa.jsonl"]
 
 
 def write_sampling(folder: Path, model: Path, **sample: Any) -> Path:
@@ -111,15 +65,6 @@ def write_sampling(folder: Path, model: Path, **sample: Any) -> Path:
     made = write_pipeline(folder, **fields)
     (made / "hooks.py").write_text(HOOKS, encoding="utf-8")
     return made
-
-
-def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
-    decode = "postprocess_classification.py"
-    steps = {"preprocess.py": {"rows.py": "rows_text.py"}, "postprocess.py": {"decode.py": decode}}
-    for step, own in steps.items():
-        assert not [file for file in with_imports({"model.py": step, **own}) if "sampl" in file]
-    written = with_imports({"sample_writer.py": "sample_writer.py"})
-    assert {"sampling.py", "sample_files.py", "sample_writer.py"} <= written.keys()
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +166,63 @@ def test_a_folder_that_is_gone_costs_samples_and_no_answers(server: Server, buil
         folder.unlink()
         (built / "away").rename(folder)
     assert counts(server)["kept"] == before["kept"]
+
+
+@pytest.mark.server
+def test_what_goes_wrong_costs_samples_and_no_answers(server: Server, built: Path) -> None:
+    """Two servers in one folder; of one: a full disk, wrong clocks, what ends a thread, SIGKILL."""
+    folder, clock = built / "samples/sampled", built / "clock"
+    clock.write_text("0")
+    environment = {FOLDER_VARIABLE: str(built / "samples"), "CLOCK": str(clock)}
+
+    def ask(asked: Server, texts: list[str], dropped: str = "") -> int:
+        """Rows in the folder after all are kept, or dropped for that reason; all are answered."""
+        before = counts(asked)
+        with Client("sampled", asked.grpc_url) as client:
+            assert len(client.classify(texts)) == len(texts)
+        wait_for(lambda: (counts(asked) - before)[dropped or "kept"] == len(texts), str(texts[:3]))
+        assert (counts(asked) - before).keys() <= {dropped} if dropped else {"kept", "bytes"}
+        return len(records(folder))
+
+    with Server(built / "repository", environment=environment) as other:
+        rows = [len(records(folder)), *(counts(each)["kept"] for each in (server, other))]
+        threads = [
+            threading.Thread(target=lambda each=each: [ask(each, TEXTS[:3]) for _ in range(5)])
+            for each in (server, other)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(records(folder)) - rows[0] == 30
+        assert [counts(each)["kept"] for each in (server, other)] == [rows[1] + 15, rows[2] + 15]
+
+        (pid,) = (
+            process
+            for process, step in step_processes(other.pid).items()
+            if step == "sampled_postprocess"
+        )
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+        now = ask(other, TEXTS[:9], dropped="disk")  # a write stops amid, as on a full disk
+        assert not list(folder.glob(f"{PARTIAL}*"))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+        assert ask(other, TEXTS[:9]) == now + 9
+        for seconds, found in ((1700, now + 18), (-1700, now + 27)):  # files stay whole and known
+            clock.write_text(str(seconds))
+            assert ask(other, TEXTS[:9]) == found
+        day = 24 * 3600
+        for seconds in (100 * day, -100 * day):  # the servers take each other's files for too old
+            clock.write_text(str(seconds))
+            assert ask(other, TEXTS[:9]) <= 9
+        clock.write_text("0")
+        assert ask(server, TEXTS[:9]) == 9
+        ask(other, ["end the writer"] * 2, dropped="redact")
+        assert ask(other, TEXTS[:9]) == 18
+
+        os.kill(pid, signal.SIGKILL)
+        assert ask(server, TEXTS[:9]) == 27
+    assert not [path for path in folder.iterdir() if path.suffix != ".jsonl"]
 
 
 def triptych(built: Path, *words: str | Path, samples: Path | None = None) -> Result:

@@ -59,9 +59,10 @@ def remove_old(folder: Path, pipeline: str, keep_hours: float, now_s: float | No
     for file in list_files(folder, pipeline):
         if not oldest <= file.written_ns <= newest:
             file.path.unlink(missing_ok=True)
+    longest_s = min(keep_hours * 3600, FUTURE_S)
     for path in folder.glob(f"{PARTIAL}*"):  # of writers that were killed
         with suppress(OSError):
-            if abs(now_ns - path.stat().st_mtime_ns) > FUTURE_S * _NANO:
+            if abs(now_ns - path.stat().st_mtime_ns) > longest_s * _NANO:
                 path.unlink()
 
 

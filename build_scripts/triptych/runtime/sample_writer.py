@@ -39,7 +39,7 @@ TICK_S = 0.5
 SETTLING_S = 60.0
 """After the files of the repository changed, until the new ones surely answer."""
 
-DROPPED = ("waiting", "large", "redact", "disk", "exchange")
+DROPPED = ("waiting", "large", "redact", "disk", "exchange", "fault")
 Redact = Callable[[dict[str, Any], dict[str, Any]], "tuple[Any, Any] | None"]
 
 
@@ -88,7 +88,6 @@ class SampleWriter:
         self._condition = threading.Condition()
         self._waiting: list[tuple[bytes, Mapping[str, NDArray[Any]]]] = []
         self._waiting_bytes = 0
-        self._refused = 0
         self._ending = False
         self._reservoir: list[Taken] = []
         self._reservoir_bytes = self._seen = 0
@@ -111,12 +110,13 @@ class SampleWriter:
         passenger = passenger_of(ticket)
         with self._condition:
             room = self._waiting_bytes + len(passenger) <= MOST_WAITING_BYTES
-            if not room or len(self._waiting) >= MOST_WAITING:
-                self._refused += 1
-                return
-            # The arrays may lie in memory that Triton takes back after the answer.
-            self._waiting.append((passenger, {name: a.copy() for name, a in outputs.items()}))
-            self._waiting_bytes += len(passenger)
+            taken = room and len(self._waiting) < MOST_WAITING
+            if taken:
+                # The arrays may lie in memory that Triton takes back after the answer.
+                self._waiting.append((passenger, {name: a.copy() for name, a in outputs.items()}))
+                self._waiting_bytes += len(passenger)
+        if not taken:  # told here: the writer may hang in `redact`
+            self._tell({"waiting": 1})
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is there."""
@@ -132,22 +132,20 @@ class SampleWriter:
                 if not self._ending:
                     self._condition.wait(TICK_S)
                 waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-                refused, self._refused = self._refused, 0
                 ending = self._ending
-            self._counts["waiting"] += refused
             try:
                 self._note_exchange()
                 for passenger, outputs in waiting:
-                    self._take(passenger, outputs)
+                    self._take_safely(passenger, outputs)
                 if ending or time.monotonic() >= ends_at:
                     ends_at = time.monotonic() + self._window_s
                     self._flush()
             except Exception as error:  # of a kind that nobody foresaw: its words may be a text
-                self._counts["disk"] += len(self._reservoir)
+                self._counts["fault"] += len(self._reservoir)
                 self._reservoir, self._reservoir_bytes, self._seen = [], 0, 0
                 pb_utils.Logger.log_warn(f"samples of {self._pipeline}: {type(error).__name__}")
-            if ending or refused or waiting:
-                self._tell()
+            counts, self._counts = self._counts, Counter()
+            self._tell(counts)
             if ending:
                 return
 
@@ -158,6 +156,13 @@ class SampleWriter:
             self._flush()
             self._build, self._settled_at = build, time.monotonic() + SETTLING_S
         self._lock_facts = facts
+
+    def _take_safely(self, passenger: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
+        """One request that makes no sense costs no other's rows."""
+        try:
+            self._take(passenger, outputs)
+        except Exception:  # whoever reaches the steps themselves may send anything
+            self._counts["fault"] += 1
 
     def _take(self, passenger: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
         sampled = unpack(passenger)
@@ -194,7 +199,7 @@ class SampleWriter:
             return
         with suppress(OSError):  # what cannot be deleted there can hardly be written: see below
             remove_old(self._folder, self._pipeline, self._keep_hours)
-        lines = [line for line in map(self._line, rows) if line]
+        lines = [line for line in map(self._line_safely, rows) if line]
         if not lines:
             return
         head = {"schema": SCHEMA, "pipeline": self._pipeline, "build": self._build, "drawn": seen}
@@ -212,6 +217,13 @@ class SampleWriter:
             return
         self._counts["kept"] += len(lines)
         self._counts["bytes"] += size
+
+    def _line_safely(self, row: Taken) -> bytes:
+        try:
+            return self._line(row)
+        except Exception:  # bytes that are no text, say
+            self._counts["fault"] += 1
+            return b""
 
     def _line(self, row: Taken) -> bytes:
         """A row as JSON; empty where it is not to be kept."""
@@ -244,8 +256,7 @@ class SampleWriter:
         }
         return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
-    def _tell(self) -> None:
-        counts, self._counts = self._counts, Counter()
+    def _tell(self, counts: Mapping[str, int]) -> None:
         try:
             for name, value in counts.items():
                 if value and name in self._counters:

@@ -1,0 +1,196 @@
+"""Pieces of sampling, without a server: what is drawn, how it travels, the folder of files."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+import types
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from triptych.repository.render import with_imports
+from triptych.runtime.hooking import RowForm
+from triptych.runtime.sample_files import (
+    FOLDER_VARIABLE,
+    PARTIAL,
+    list_files,
+    remove_old,
+    write_file,
+)
+from triptych.runtime.sampling import LARGEST, Drawing, passenger_of, unpack, with_passenger
+
+
+def test_rows_are_drawn_alike_whatever_request_they_are_in() -> None:
+    drawing = Drawing(0.1, random.Random(5))
+    found: Counter[int] = Counter()
+    for request in range(4000):
+        texts = [f"{request} {row}" for row in range(1 + request % 5)]
+        passenger = drawing.draw({"text": texts}, "{}")
+        if passenger:
+            sampled = unpack(passenger)
+            assert sampled.columns["text"] == [texts[row].encode() for row in sampled.rows]
+            found.update(sampled.rows)
+    sent = {row: 4000 - 800 * row for row in range(5)}
+    for row, count in sent.items():  # five standard deviations
+        assert abs(found[row] - 0.1 * count) < 5 * (0.09 * count) ** 0.5, (row, found)
+    every = Drawing(1.0).draw({"text": ["a", "b"], "image": [b"\0", b""]}, '{"top_k": 1}')
+    sampled = unpack(every)
+    assert (sampled.rows, sampled.parameters) == ([0, 1], '{"top_k": 1}')
+    assert sampled.columns == {"text": [b"a", b"b"], "image": [b"\0", b""]}
+    large = unpack(Drawing(1.0).draw({"text": ["x" * (LARGEST + 1)]}, "{}"))
+    assert (large.rows, large.columns) == ([0], {})
+
+
+def test_a_passenger_travels_behind_the_numbers_of_the_ticket() -> None:
+    ticket = np.arange(4, dtype=np.int64)[None].repeat(3, 0)
+    passenger = Drawing(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}")
+    together = with_passenger(ticket, passenger)
+    assert together.dtype == ticket.dtype
+    assert together[:, :4].tolist() == ticket.tolist()
+    assert unpack(passenger_of(together)) == unpack(passenger)
+    assert passenger_of(ticket) == b""
+
+
+def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
+    folder = tmp_path / "samples" / "p"
+
+    def write(lines: int, **limits: int) -> None:
+        bounds = {"most_rows": 10, "most": 1000, **limits}
+        write_file(folder, "p", [b"x" * 9 + b"\n"] * lines, rows=lines, **bounds)
+
+    for _ in range(6):
+        write(3)
+    files = list_files(folder, "p")
+    assert [file.rows for file in files] == [3, 3, 3]
+    assert {stat.S_IMODE(file.path.stat().st_mode) for file in files} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    write(3, most=65)
+    assert sum(file.size for file in list_files(folder, "p")) == 60
+    (folder / "another.1.1.aa.jsonl").write_text("not ours")
+    now = time.time()
+    remove_old(folder, "p", 1.0, now + 3590)
+    assert len(list_files(folder, "p")) == 2
+    remove_old(folder, "p", 1.0, now + 3610)
+    assert not list_files(folder, "p")
+    write(1)
+    remove_old(folder, "p", 1.0, now - 7200)  # the clock went back: nobody knows its age
+    assert [path.name for path in folder.iterdir()] == ["another.1.1.aa.jsonl"]
+
+
+def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
+    decode = "postprocess_classification.py"
+    steps = {"preprocess.py": {"rows.py": "rows_text.py"}, "postprocess.py": {"decode.py": decode}}
+    for step, own in steps.items():
+        assert not [file for file in with_imports({"model.py": step, **own}) if "sampl" in file]
+    written = with_imports({"sample_writer.py": "sample_writer.py"})
+    assert {"sampling.py", "sample_files.py", "sample_writer.py"} <= written.keys()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from triptych.runtime.sample_files import write_file
+
+Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_file(Path(sys.argv[1]), "p", [b"{}"] * 9, rows=9, most_rows=99, most=999)
+"""
+
+
+def test_a_writer_that_is_killed_amid_a_file_leaves_none_for_long(tmp_path: Path) -> None:
+    folder = tmp_path / "p"
+    done = subprocess.run([sys.executable, "-c", KILLED, folder], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (partial,) = folder.iterdir()
+    assert partial.name.startswith(PARTIAL)
+    assert stat.S_IMODE(partial.stat().st_mode) == 0o600
+    assert not list_files(folder, "p")
+    remove_old(folder, "p", 0.5, time.time() + 1700)
+    assert partial.exists()  # it may be another server's that writes
+    remove_old(folder, "p", 0.5, time.time() + 1900)
+    assert not partial.exists()
+
+
+HANGS = """
+import time
+from pathlib import Path
+
+
+def redact(inputs, answer):
+    while not Path("GO").exists():
+        time.sleep(0.01)
+    return inputs, answer
+"""
+
+
+class FakeMetricFamily:
+    """A fake of the Python backend's: counts by the label `reason`, else by name."""
+
+    COUNTER = 0
+    counts: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, name: str, **_: object) -> None:
+        self.name = name.removeprefix("triptych_sample_")
+
+    def Metric(self, labels: dict[str, str]) -> Any:
+        name = labels.get("reason", self.name)
+        return types.SimpleNamespace(
+            increment=lambda value: FakeMetricFamily.counts.update({name: value})
+        )
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_a_hanging_redact_costs_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "triton_python_backend_utils"
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    monkeypatch.setattr(sys.modules[module], "MetricFamily", FakeMetricFamily, raising=False)
+    writing = importlib.import_module("triptych.runtime.sample_writer")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "samples"))
+    step = tmp_path / "p_postprocess/1"
+    step.mkdir(parents=True)
+    (step / "hooks.py").write_text(HANGS.replace("GO", str(tmp_path / "go")))
+    limits = {"max_rows": 10**6, "max_bytes": 10**9, "keep_hours": 1, "window_s": 0.01}
+    sample = {**limits, "redact": "hooks.redact"}
+    settings = {"pipeline": "p", "sample": sample, "sample_inputs": {"text": "text"}}
+    form = RowForm([{"name": "label", "dtype": "BYTES", "dims": [1], "json": False}])
+    writer = writing.SampleWriter(settings, step, form)
+    none, numbers = Counter[str](), np.zeros((1, 4), np.int64)
+    ticket = with_passenger(numbers, Drawing(1.0).draw({"text": ["a"]}, "{}"))
+
+    def put(ticket: Any, label: bytes) -> None:
+        writer.put(ticket, {"label": np.array([[label]], dtype=object)})
+
+    put(ticket, b"x")
+    wait_for(lambda: not writer._waiting)  # the writer has it, and hangs
+    began = time.monotonic()
+    for _ in range(writing.MOST_WAITING + 5):
+        put(ticket, b"x")
+    assert FakeMetricFamily.counts - none == {"waiting": 5}
+    assert time.monotonic() - began < 5
+    (tmp_path / "go").touch()
+    wait_for(lambda: FakeMetricFamily.counts["kept"] > writing.MOST_WAITING)
+    put(ticket, b"x")
+    put(with_passenger(numbers, b"\xff" * 16), b"x")  # what makes no sense costs no other row
+    writer.close()
+    kept = writing.MOST_WAITING + 2
+    found = {name: count for name, count in FakeMetricFamily.counts.items() if name != "bytes"}
+    assert found == {"waiting": 5, "kept": kept, "fault": 1}
+    assert sum(file.rows for file in list_files(tmp_path / "samples/p", "p")) == kept
+    assert not writer._thread.is_alive()
