@@ -11,10 +11,12 @@ import signal
 import stat
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -55,6 +57,9 @@ def redact(inputs, answer):
     return {"text": re.sub("[0-9]{4}-[0-9]{4}-SECRET", "#", inputs["text"])}, answer
 """
 TEXTS = traffic_texts()[:30]
+PLANTED = "planted by nobody else 2718281828"  # which `redact` leaves as it is
+SAID: list[str] = []
+"""All that the command said in this module: output, errors, what was raised."""
 SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
 
 
@@ -230,12 +235,17 @@ def triptych(built: Path, *words: str | Path, samples: Path | None = None) -> Re
     folders = {name: built / name for name in ("pipelines", "repository")}
     variables = {FOLDER_VARIABLE: str(samples or built / "samples")}
     options = [part for name, folder in folders.items() for part in (f"--{name}", str(folder))]
-    return CliRunner().invoke(app, [*map(str, words), *options], env=variables)
+    done = CliRunner().invoke(app, [*map(str, words), *options], env=variables)
+    SAID.extend((done.output, done.stderr, repr(done.exception)))
+    if done.exc_info is not None:
+        SAID.extend(traceback.format_exception(*done.exc_info))
+    return done
 
 
 @pytest.mark.server
 def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built: Path) -> None:
     asked = [f"{text} {SECRET}" if row % 10 == 0 else text for row, text in enumerate(TEXTS)]
+    asked.append(PLANTED)
     for name in ("sampled", "stale"):
         with Client(name, server.grpc_url) as client:
             client.classify(asked)
@@ -266,7 +276,7 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
     for path in (built / "reports").rglob("*"):
         if path.is_file():
             content = path.read_text(encoding="utf-8")
-            assert not any(text in content for text in (*TEXTS, SECRET)), path
+            assert not any(text in content for text in (*TEXTS, SECRET, PLANTED)), path
     timeline = json.loads((built / "reports/sampled/watch/timeline.json").read_text())
     assert len(timeline["looks"]) == 2
 
@@ -356,6 +366,39 @@ def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
     assert SECRET not in str(texts)
     again = json.loads(triptych(built, "traffic", "sampled", "--from-sample", "--json").stdout)
     assert (again["added"], again["before"]) == (0, len(after))
+
+
+FAILS = """
+
+def {name}(rows, inputs=None):
+    if "{planted}" in str([rows, inputs]):
+        raise {error}(str([rows, inputs]))
+    return rows
+"""
+
+
+@pytest.mark.server
+def test_a_planted_text_is_in_the_sample_and_nowhere_else(server: Server, built: Path) -> None:
+    """After all that the tests above did with it, and hooks that fail on it in their own words."""
+    for name, error in (("before", "KeyError"), ("before", "ValueError"), ("after", "KeyError")):
+        hooks = HOOKS + FAILS.format(name=name, planted=PLANTED[:9], error=error)
+        (built / "pipelines/stale/hooks.py").write_text(hooks, encoding="utf-8")
+        reports = built / f"reports {name} {error}"  # to which all rows are new
+        done = triptych(built, "watch", "stale", "--reports", reports, "--textfile", built / "a")
+        assert done.exit_code == 1, done.output
+    triptych(built, "history", "sampled", "--json")
+    with urlopen(server.metrics_url) as page:
+        SAID.append(page.read().decode())
+    files = [path for path in built.rglob("*") if path.is_file()]
+    started = (built / "pipelines/sampled/pipeline.yaml").stat().st_mtime
+    cache = Path(os.environ["TRIPTYCH_CACHE"]).rglob("*")
+    files += [path for path in cache if path.is_file() and path.stat().st_mtime >= started]
+    assert server.log_file is not None
+    holding = [path for path in (*files, server.log_file) if PLANTED.encode() in path.read_bytes()]
+    wanted = {built / "samples/sampled", built / "samples/stale", built / "pipelines/sampled"}
+    assert {path.parent for path in holding} == wanted  # traffic grew by it, as was asked for
+    assert len(SAID) > 20
+    assert not [said for said in SAID if PLANTED in said]
 
 
 def test_redact_must_be_there(tmp_path: Path, model: Path) -> None:
