@@ -104,5 +104,5 @@ def tuned_text(pipeline: str, tuned: Tuned, *, spec_file: str, measured: bool = 
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     verb, why = f"tune {pipeline}", "measured best"
     if not measured:
-        verb, why = f"watch {pipeline} --apply", "was expected to suit new traffic, not measured"
+        verb, why = f"watch {pipeline} --apply", "should suit new traffic, unmeasured"
     return _HEAD.format(verb=verb, why=why, name=pipeline, spec=spec_file) + text
