@@ -94,7 +94,11 @@ def test_the_last_report_tells_what_was_measured(tmp_path: Path) -> None:
     assert measured_in(tmp_path) is None
     result = bench()
     write_bench_report(result, tmp_path / "bench")
-    assert measured_in(tmp_path) == MeasuredLoad.of(result.points, result.rate, result.slo)
+    found = MeasuredLoad.of(result.points, result.rate, result.slo, result.subject)
+    assert measured_in(tmp_path) == found
+    lengths, padding = result.subject.lengths, result.subject.padding
+    tokens = sum(length * rows for length, rows in lengths.items()) / sum(lengths.values())
+    assert found.row_tokens == pytest.approx(tokens / (1 - padding))
     (tmp_path / "bench/bench.json").write_text(json.dumps({"points": 3}), encoding="utf-8")
     with pytest.raises(UserError, match="must be a result of bench or tune"):
         measured_in(tmp_path)

@@ -23,6 +23,7 @@ from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.tune.capacity import MeasuredLoad
 from triptych.tune.drift import Drift, check_drift, describe_drift
 from triptych.tune.new_traffic import NewTraffic, count_page, read_lengths
+from triptych.tune.proposal import tuned_diff
 
 MAX_LENGTH = 256
 EDGES = [4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 51, 64, 81, 102, 128, 161, 203, 255, 256]
@@ -350,3 +351,59 @@ def test_without_the_steps_all_work_is_taken_to_be_the_core_s(inputs: PipelineIn
     assert any("was not measured" in note for note in found.notes)
     assert found.capacity is not None
     assert found.capacity.work == found.work
+
+
+# What is proposed
+
+
+def test_what_is_proposed_has_its_effect_and_its_diff(inputs: PipelineInputs) -> None:
+    old, new = draw(15, 400, 0), draw(75, 300, 1)
+    measured = MeasuredLoad.of((), SEARCH, Slo())
+    cases: tuple[tuple[Layout, dict[str, int]], ...] = (
+        ("bucketed", {"core.bucket_count": 12}),
+        ("packed", {}),
+    )
+    for layout, changes in cases:
+        pipeline = built_for(inputs, old, layout)
+        found = check_drift(pipeline, exact(new), measured=measured, rate_per_s=40.0)
+        proposal, capacity = found.proposal, found.capacity
+        assert proposal is not None
+        assert proposal.capacity is not None
+        assert capacity is not None
+        assert proposal.changes == changes
+        text = "\n".join(line for line, _ in describe_drift(found))
+        assert "proposed: a build with the new requests" in text
+        if changes:  # padded to lengths of other rows
+            assert proposal.core_work < 0.8
+            assert proposal.capacity.highest_per_s > 1.1 * capacity.highest_per_s
+            assert tuned_diff(proposal)[3:] == ("+set:", "+  core.bucket_count: 12")
+            assert f"works {1 - proposal.core_work:.0%} less" in text
+        else:
+            assert proposal.core_work == pytest.approx(1.0)
+            assert (proposal.capacity, tuned_diff(proposal)) == (capacity, ())
+            assert "as much for a row" in text
+        json.dumps(found.as_dict(), allow_nan=False)
+    assert check_drift(pipeline, exact(draw(15, 300, 2))).proposal is None
+    slow = check_drift(pipeline, exact(new), measured=measured, rate_per_s=400.0).proposal
+    assert slow is not None
+    assert slow.servers is not None
+    assert slow.servers > 400 / 200
+
+
+def test_what_was_measured_may_have_been_another_build(inputs: PipelineInputs) -> None:
+    """Rows of that load had half the tokens: the same rows now are no work that was not there."""
+    rows = draw(30, 400, 0)
+    pipeline = built_for(inputs, rows, "packed")
+    assert pipeline.plan.lengths is not None
+    half = replace(MeasuredLoad.of((), SEARCH, Slo()), row_tokens=pipeline.plan.lengths.mean / 2)
+    found = check_drift(pipeline, exact(rows), measured=half, rate_per_s=10.0)
+    assert found.capacity is not None
+    assert found.capacity.work == pytest.approx(1 - 0.9 + 0.9 * 2)
+    assert found.work == pytest.approx(1.0)
+
+
+def test_a_look_every_hour_needs_more_to_call_it_drift(inputs: PipelineInputs) -> None:
+    old, new = draw(30, 400, 0), exact(draw(36, 250, 1))
+    once = check_drift(built_for(inputs, old, "packed"), new)
+    often = check_drift(built_for(inputs, old, "packed"), new, chance=1e-6)
+    assert (once.distance, once.noise < often.noise) == (often.distance, True)

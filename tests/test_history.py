@@ -16,7 +16,13 @@ from deploy_cases import write_built
 from triptych.cli import app
 from triptych.errors import UserError
 from triptych.repository.history import put_back
-from triptych.repository.kept import KEPT, history_folder, kept_builds, kept_bytes
+from triptych.repository.kept import (
+    KEPT,
+    choose_build,
+    history_folder,
+    kept_builds,
+    kept_bytes,
+)
 from triptych.repository.lock import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
@@ -88,8 +94,17 @@ def test_what_was_replaced_comes_back_as_it_was(repository: Path) -> None:
 
 def test_the_command_lists_and_puts_back(repository: Path) -> None:
     first = build_id(repository, "tiny")
-    (repository / "tiny/BENCH.md").write_text("# Speed of tiny\n\nBest: 9/s at 1 client.\n")
-    second = write_next(repository, "tiny", 2)
+    promise = "p99 <= 50 ms holds up to 7/s."
+    (repository / "tiny/BENCH.md").write_text(
+        f"# Speed of tiny\n\nBest: 9/s at 1 client.\n\n{promise}\n\n| load |\n| --- |\n"
+    )
+    verdicts = [
+        {"metric": "mean_cosine", "value": 0.99984, "limit": 0.999},
+        {"metric": "max_difference", "value": 2e-6, "limit": None},
+        {"metric": "edge_error", "value": 0.0012, "limit": 0.02},
+    ]
+    gate = {**lock_data(repository, "tiny")["gate"], "verdicts": verdicts}
+    second = write_next(repository, "tiny", 2, gate=gate)
 
     def run(*words: str) -> str:
         done = CliRunner().invoke(app, [*words, "-r", str(repository)])
@@ -97,17 +112,33 @@ def test_the_command_lists_and_puts_back(repository: Path) -> None:
 
     listed = json.loads(run("history", "tiny", "--json"))
     assert [build["build"] for build in listed["builds"]] == [second, first]
-    assert [build["gate"] for build in listed["builds"]] == ["passed", "passed"]
+    figures = "passed, mean_cosine 0.9998 (limit 0.999), edge_error 0.0012 (limit 0.02)"
+    assert [build["gate"] for build in listed["builds"]] == [figures, "passed"]
+    assert [build["promise"] for build in listed["builds"]] == ["", promise]
     assert [bool(build["replaced_at"]) for build in listed["builds"]] == [False, True]
     shown = run("history", "tiny")
     assert f"{first[:12]}  built 2026-01-01T00:00:01, replaced " in shown
-    assert "fp32, passed\n  bench: 9/s at 1 client.\n" in shown
+    assert f"fp32, passed\n  bench: 9/s at 1 client.\n  {promise}\n" in shown
     assert "1 kept in " in shown
     assert f"build {first[:12]} is in place again" in run("rollback", "tiny")
     assert "must be another than the one in place" in run("rollback", "tiny", first[:12])
     assert "0 kept, 0.0 MB" in run("history", "tiny", "--keep", "0")
     assert "nothing has been replaced here" in run("rollback", "tiny")
     assert "Given: neither" in run("history", "nothing")
+
+
+def test_a_kept_build_is_laid_out_as_a_repository(repository: Path, tmp_path: Path) -> None:
+    first, old = build_id(repository, "tiny"), files_of(repository, "tiny")
+    write_next(repository, "tiny", 2)
+    write_next(repository, "guest", 2)
+    kept = choose_build(kept_builds(repository, "tiny"), first[:8])
+    assert kept is not None
+    kept.lay_out(tmp_path / "alone")
+    assert files_of(tmp_path / "alone", "tiny") == old
+    assert choose_build(kept_builds(repository, "tiny"), first[:3]) is None
+    (guest,) = kept_builds(repository, "guest")
+    with pytest.raises(UserError, match=r"a core of its own.*that of tiny"):
+        guest.lay_out(tmp_path / "guest")
 
 
 def test_the_last_builds_are_kept_and_no_more(repository: Path) -> None:

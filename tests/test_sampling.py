@@ -25,13 +25,14 @@ from typer.testing import CliRunner, Result
 from conftest import build_into, lock_data, traffic_texts, write_lock, write_pipeline
 from task_models import TOPICS, text_classifier
 from triptych.bench.metrics_page import fetch_metrics
+from triptych.building import Built, build
 from triptych.cli import app
 from triptych.client import Client
 from triptych.container.steps import step_processes
-from triptych.errors import UserError
+from triptych.errors import Progress, UserError
 from triptych.pipeline.spec import load_spec
 from triptych.repository.lock import build_id
-from triptych.requests.inputs import read_inputs
+from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.runtime.sample_files import FOLDER_VARIABLE, PARTIAL, list_files
 from triptych.server.server import Server
 
@@ -366,6 +367,76 @@ def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
     assert SECRET not in str(texts)
     again = json.loads(triptych(built, "traffic", "sampled", "--from-sample", "--json").stdout)
     assert (again["added"], again["before"]) == (0, len(after))
+
+
+@pytest.mark.server
+def test_what_a_look_proposes_is_built_and_put_in_place(
+    server: Server, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts six times as long: proposed, hindered, failed, applied, taken back."""
+    pipeline, repository = built / "pipelines/sampled", built / "repository"
+    first = build_id(repository, "sampled")
+    reports = ("--reports", built / "adapting")
+
+    def watch(*words: str) -> tuple[int, dict[str, Any]]:
+        done = triptych(built, "watch", "sampled", "--json", *words, *reports)
+        return done.exit_code, json.loads(done.stdout)
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in pipeline.iterdir() if path.is_file()}
+
+    def ask(texts: list[str]) -> None:
+        with Client("sampled", server.grpc_url) as client:
+            client.classify(texts)
+        rows = built / "samples/sampled"
+        wait_for(lambda: texts[-1] in str(records(rows)), "the rows of a request")
+
+    before = files()
+    ask([*TEXTS, "the last of the short ones"])
+    watch()
+    ask([f"{' '.join([text] * 6)} {row}" for row, text in enumerate(TEXTS * 8)])
+    code, look = watch()
+    assert (code, look["drift"]["action"], look["alarms"]) == (1, "tune again", [])
+    assert look["drift"]["first"] == "run triptych traffic sampled --from-sample --replace"
+    assert look["drift"]["proposal"]["core_work"] == pytest.approx(1, abs=0.05)
+    told = triptych(built, "watch", "sampled", *reports).stdout
+    assert "0 new rows" in told  # and what the last ones told still holds
+    assert "triptych watch sampled --apply" in told
+    assert "all is well" not in told
+
+    hooks = pipeline / "hooks.py"
+    hooks.write_bytes(before["hooks.py"] + b"# edited\n")
+    code, look = watch("--apply")
+    assert (code, "hooks.py is not as built" in look["applied"]["failure"]) == (1, True)
+    hooks.write_bytes(before["hooks.py"])
+
+    def breaks(inputs: PipelineInputs, folder: Path, progress: Progress) -> Built:
+        """As an engine that differs from its graph, which is in place by then."""
+        build(inputs, folder, progress)
+        assert build_id(repository, "sampled") != first
+        raise UserError("engine", "must compute what its graph does")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("triptych.watch.apply.build", breaks)
+        code, look = watch("--apply")
+    assert (code, "must compute" in look["applied"]["failure"]) == (1, True)
+    assert (build_id(repository, "sampled"), files()) == (first, before)
+
+    code, look = watch("--apply")
+    applied = look["applied"]
+    assert (code, applied["replaced"], applied["set"]) == (0, first, {}), look
+    assert applied["build"] == build_id(repository, "sampled") != first
+    assert applied["rows"] >= 200
+    now = files()
+    assert now.pop("traffic.jsonl.before") == before["traffic.jsonl"]
+    assert len(now["traffic.jsonl"].splitlines()) == applied["rows"]
+    assert lock_data(repository, "sampled")["traffic"]["rows"] == applied["rows"]
+    assert SECRET not in str(now)
+    code, look = watch("--apply")
+    assert (code, look["drift"], look["applied"]) == (0, None, None)
+    done = CliRunner().invoke(app, ["rollback", "sampled", "-r", str(repository)])
+    assert done.exit_code == 0, done.output
+    assert build_id(repository, "sampled") == first
 
 
 FAILS = """

@@ -12,7 +12,14 @@ from triptych.cli.describe import describe_plan
 from triptych.errors import UserError
 from triptych.pipeline.slo import Slo, parse_slo
 from triptych.pipeline.spec import load_spec
-from triptych.pipeline.tuned import TUNABLE, TUNED_FILE, Tuned, read_tuned, write_tuned
+from triptych.pipeline.tuned import (
+    TUNABLE,
+    TUNED_FILE,
+    Tuned,
+    read_tuned,
+    tuned_text,
+    write_tuned,
+)
 from triptych.requests.inputs import read_inputs
 
 
@@ -41,6 +48,16 @@ def test_without_the_file_or_without_asking_for_it_the_spec_counts(folder: Path)
     assert load_spec(folder, untuned=True).core.max_batch_size == 16
     (folder / TUNED_FILE).unlink()
     assert load_spec(folder).core.max_batch_size == 16
+
+
+def test_what_is_proposed_is_as_if_it_stood_in_the_file(folder: Path) -> None:
+    proposed = Tuned({"core.layout": "bucketed"}, {"expected": "less work"})
+    before = load_spec(folder, tuned=proposed.overrides)
+    text = tuned_text(folder.name, proposed, spec_file="pipeline.yaml", measured=False)
+    assert "unmeasured" in text
+    (folder / TUNED_FILE).write_text(text, encoding="utf-8")
+    assert (read_tuned(folder), load_spec(folder)) == (proposed, before)
+    assert load_spec(folder, tuned={}).core.layout == "packed"
 
 
 @pytest.mark.parametrize("key", TUNABLE)

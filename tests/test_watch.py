@@ -17,7 +17,9 @@ import pytest
 from numpy.typing import NDArray
 
 from load_samples import measurement
+from report_pages import assert_stands_alone
 from triptych.errors import UserError
+from triptych.report.shadow_page import write_shadow_report
 from triptych.runtime.sample_files import write_file
 from triptych.watch.found import Look, MeanTest
 from triptych.watch.gauges import gauges_text
@@ -169,7 +171,10 @@ def test_a_timeline_outlives_its_process_and_a_build_begins_anew(tmp_path: Path)
     (tmp_path / TIMELINE_FILE).write_text(timeline.as_text(), encoding="utf-8")
     found = read_timeline(tmp_path)
     assert found == timeline
-    assert (len(found.looks), found.files) == (2, ("f2",))
+    assert (len(found.looks), found.files, found.last) == (2, ("f2",), ("f2",))
+    quiet = found.after(look(), ["f2"])  # nothing new: what the last rows told still holds
+    assert (quiet.files, quiet.last) == (("f2",), ("f2",))
+    assert quiet.after(look(), []).last == ()
     assert found.of_build("b1") == look().evidence
     assert found.of_build("b2") == {}
     assert read_timeline(tmp_path / "nothing") == Timeline()
@@ -191,7 +196,7 @@ def test_gauges_are_what_prometheus_reads() -> None:
     assert samples["triptych_watch_value", "label_agreement", "p"] == 0
 
 
-def test_a_candidate_is_judged_by_what_is_clear() -> None:
+def test_a_candidate_is_judged_by_what_is_clear(tmp_path: Path) -> None:
     right = PairTest("label_agreement", 500, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     wrong = replace(right, candidate=0.1, low=0.07, high=0.13, more_low=0.05, more_high=0.12)
     better = replace(wrong, in_place=0.3, more_low=-0.3, more_high=-0.1)
@@ -249,3 +254,9 @@ def test_a_candidate_is_judged_by_what_is_clear() -> None:
     assert re.search(r"mean_cosine +1 +- +0.5 +0.9\n", text)
     assert text.endswith("keep the old one: of what was seen")
     assert told.as_dict()["answers"]["tests"][0]["state"] == "worse"
+    page = write_shadow_report(told, tmp_path).read_text(encoding="utf-8")
+    assert_stands_alone(page)
+    for part in ("Keep the old one", "of what was seen", "b2", "worse", "queue is full", "a note"):
+        assert part in page, part
+    assert page.count("<svg") == len(told.speeds) == 3
+    assert json.loads((tmp_path / "shadow.json").read_text()) == told.as_dict()

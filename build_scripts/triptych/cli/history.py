@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +56,8 @@ def history(
         output.print(line, style="" if build["replaced_at"] else "bold", markup=False)
         output.print(f"  {build['precision'] or 'no precision'}, {build['gate']}", markup=False)
         output.print(f"  bench: {build['bench'] or 'not measured'}", markup=False)
+        if build["promise"]:
+            output.print(f"  {build['promise']}", markup=False)
     where = f" in {history_folder(repository)}" if kept else ""
     output.print(f"{len(kept)} kept{where}, {taken / 1e6:.1f} MB of their own", markup=False)
 
@@ -97,7 +100,8 @@ def _described(folder: Path, pipeline: str, build: str, replaced_at: str) -> dic
     gate = {} if record is None else record.gate
     figures = folder / pipeline / FIGURES_FILE
     text = figures.read_text(encoding="utf-8", errors="replace") if figures.is_file() else ""
-    best = [line.removeprefix("Best: ") for line in text.splitlines() if line.startswith("Best: ")]
+    parts = [part for part in text.split("\n\n") if not part.startswith("#")]
+    said = list(takewhile(lambda part: not part.startswith("|"), parts))
     return {
         "build": build,
         "built_at": "" if record is None else record.built_at[:19],
@@ -105,7 +109,8 @@ def _described(folder: Path, pipeline: str, build: str, replaced_at: str) -> dic
         "precision": gate.get("precision", ""),
         "gate": "its lock cannot be read" if record is None else _verdict(gate),
         "verdicts": {verdict["metric"]: verdict["value"] for verdict in gate.get("verdicts", ())},
-        "bench": "".join(best[:1]),
+        "bench": "".join(said[:1]).removeprefix("Best: ").strip(),
+        "promise": "".join(said[1:2]).strip(),
     }
 
 
@@ -115,4 +120,6 @@ def _verdict(gate: Mapping[str, Any]) -> str:
     if gate["failures"]:
         return f"failed, accepted: {gate.get('accepted', '')}"
     limited = [v for v in gate["verdicts"] if None not in (v["limit"], v["value"])]
-    return "passed" + "".join(f", {v['metric']} {v['value']:.4g}" for v in limited[:1])
+    return "passed" + "".join(
+        f", {v['metric']} {v['value']:.4g} (limit {v['limit']:g})" for v in limited
+    )

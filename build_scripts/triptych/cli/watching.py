@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from triptych.cli.applying import apply_look
 from triptych.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
@@ -66,6 +67,12 @@ def watch(
         typer.Option(min=0, max=65535, help="Page of gauges, with --every; 0 takes any."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address of that page.")] = "127.0.0.1",
+    servers: Annotated[
+        int | None, typer.Option("--servers", min=1, help="That sampled: tells the rate of each.")
+    ] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Build what is proposed and put it in place.")
+    ] = False,
     show_texts: Annotated[
         bool, typer.Option("--show-texts", help="Show texts and answers of the worst rows.")
     ] = False,
@@ -74,35 +81,49 @@ def watch(
     """Hold live answers, as sampled, to the gate's limits.
 
     Rows are compared with the original model once; what all looks at a build tell is one test,
-    which may be looked at as often as one likes. Drift of the requests is told, too.
+    which may be looked at as often as one likes. Drift of the requests is told, and what would
+    suit them: with --apply that is built with the sampled rows, gated and put in place.
     """
     pause_s = None if every is None else seconds_of("--every", every)
     if port is not None and pause_s is None:
         raise UserError("--port", "must come with --every: a page needs somebody who stays")
 
-    def look(page: GaugesPage | None) -> Look:
-        found = _look(name, samples, pipelines, repository, rows, reports, show_texts=show_texts)
+    def look(page: GaugesPage | None) -> bool:
+        """Whether all is well, or was put right."""
+        found = _look(
+            name, samples, pipelines, repository, rows, reports, servers, show_texts=show_texts
+        )
         if textfile is not None:
             _write_gauges(found, textfile)
         if page is not None:
             _show_gauges(found, page)
-        if as_json:
-            print_json(found.as_dict())
-        else:
+        if not as_json:
             _print(found)
-        return found
+        applied = None
+        if apply:
+            watched = reports / name / "watch"
+            applied = apply_look(
+                found, samples, pipelines, repository, watched, most=rows, as_json=as_json
+            )
+        if as_json:
+            print_json(found.as_dict() | ({"applied": applied} if apply else {}))
+        return found.passed or (applied is not None and "failure" not in applied)
 
     if pause_s is None:
-        raise typer.Exit(0 if look(None).passed else EXIT_FINDINGS)
+        raise typer.Exit(0 if look(None) else EXIT_FINDINGS)
     with stoppable(), _page(host, port) as page:
         (samples / name).mkdir(0o700, parents=True, exist_ok=True)  # servers may come later
         look(page)
-        while True:
-            time.sleep(pause_s)
-            try:
-                look(page)
-            except UserError as error:  # may be over by the next look
-                warn(error.message)
+        _go_on(lambda: look(page), pause_s)
+
+
+def _go_on(look: Callable[[], bool], pause_s: float) -> NoReturn:
+    while True:
+        time.sleep(pause_s)
+        try:
+            look()
+        except UserError as error:  # may be over by the next look
+            warn(error.message)
 
 
 @contextmanager
@@ -124,6 +145,7 @@ def _look(
     repository: Path,
     rows: int,
     reports: Path,
+    servers: int | None,
     *,
     show_texts: bool,
 ) -> Look:
@@ -131,8 +153,9 @@ def _look(
     from triptych.report.watch_page import write_watch_report
     from triptych.repository.lock import build_id
     from triptych.requests.inputs import read_inputs
+    from triptych.tune.capacity import measured_in
     from triptych.watch.look import look_at
-    from triptych.watch.sample import read_sample
+    from triptych.watch.sample import read_files, read_sample
     from triptych.watch.timeline import read_timeline
 
     spec = load_spec(pipelines / name)
@@ -149,6 +172,9 @@ def _look(
         progress,
         evidence=timeline.of_build(build_id(repository, name)),
         most=rows,
+        last=None if sample.rows else read_files(samples, name, timeline.last),
+        measured=measured_in(reports / name),
+        servers=servers,
         show_texts=show_texts,
     )
     timeline = timeline.after(look, sample.known)
@@ -197,7 +223,8 @@ def _print(look: Look) -> None:
 def shadow(
     name: Name,
     candidate: Annotated[
-        Path, typer.Option("--candidate", help="Repository with the build that may take over.")
+        str,
+        typer.Option("--candidate", help="Repository with the other build, or a kept one's id."),
     ],
     repository: Repository = REPOSITORY,
     pipelines: Pipelines = PIPELINES,
@@ -216,6 +243,9 @@ def shadow(
         int, typer.Option(min=0, max=100, help="Of load, in turns; 0 compares answers alone.")
     ] = 5,
     seconds: Annotated[float, typer.Option(min=0.3, help="Of each measurement.")] = 3.0,
+    reports: Annotated[
+        Path, typer.Option("--reports", help="Folder of the reports, one for each pipeline.")
+    ] = REPORTS,
     as_json: Json = False,
 ) -> None:
     """Replay live requests on two builds: is the other better?
@@ -225,6 +255,7 @@ def shadow(
     """
     from triptych.bench.bench import parse_loads
     from triptych.pipeline.spec import load_spec
+    from triptych.report.shadow_page import write_shadow_report
     from triptych.requests.inputs import read_inputs
     from triptych.watch.sample import read_sample
     from triptych.watch.shadow import Replay, shadow_candidate
@@ -238,10 +269,26 @@ def shadow(
     if not from_traffic and spec.serving.sample is not None:
         sample = read_sample(samples, name, keep_hours=spec.serving.sample.keep_hours)
     how = Replay(most=rows, clients=clients, load=load, rounds=rounds, seconds=seconds)
-    with stoppable():
-        found = shadow_candidate(inputs, repository, candidate, sample, how, progress)
+    with stoppable(), _candidate(name, repository, candidate) as other:
+        found = shadow_candidate(inputs, repository, other, sample, how, progress)
+    report_into(lambda target: write_shadow_report(found, target), reports / name / "shadow")
     lines = describe_shadow(found)
     tell_verdict(found.as_dict(), lines, passed=found.passed, as_json=as_json)
+
+
+@contextmanager
+def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
+    """The repository of the candidate: a folder, or links to a build that is kept."""
+    from triptych.repository.kept import choose_build, kept_builds
+    from triptych.repository.store import work_beside
+
+    kept = choose_build(kept_builds(repository, name), candidate)
+    if kept is None or Path(candidate).is_dir():
+        yield Path(candidate)
+        return
+    with work_beside(repository, "shadow") as folder:
+        kept.lay_out(folder)
+        yield folder
 
 
 @app.command()

@@ -68,7 +68,11 @@ class PipelineSpec(BaseModel):
 
 
 def load_spec(
-    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    untuned: bool = False,
+    tuned: Mapping[str, Any] | None = None,
 ) -> PipelineSpec:
     """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` where there is one, then the overrides.
 
@@ -76,6 +80,7 @@ def load_spec(
         folder: the pipeline's.
         overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
         untuned: leave ``tuned.yaml`` out.
+        tuned: what it might set, instead of what it does.
 
     Raises:
         UserError: a missing file, bad YAML, an unknown key or a value out of range; a pipeline that
@@ -84,9 +89,10 @@ def load_spec(
     task = task_of(folder)
     if task in GENERATING:
         raise not_known_here(f"{folder / SPEC_FILE}: task", task)
-    tuned = None if untuned else read_tuned(folder)
-    measured = tuned.overrides if tuned is not None else {}
-    return load_as(PipelineSpec, folder, overrides, measured, {"tuned": measured})
+    if tuned is None:
+        found = None if untuned else read_tuned(folder)
+        tuned = {} if found is None else found.overrides
+    return load_as(PipelineSpec, folder, overrides, tuned, {"tuned": tuned})
 
 
 def not_known_here(field: str, task: str) -> UserError:

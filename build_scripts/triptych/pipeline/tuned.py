@@ -33,7 +33,7 @@ TUNABLE = (
 """Fields of the spec that change how fast a pipeline is and not what it answers."""
 
 _HEAD = """\
-# Written by `triptych tune {name}`: what measured best. `triptych build {name}` picks it up.
+# Written by `triptych {verb}`: what {why}. `triptych build {name}` picks it up.
 # Delete this file to go back to the numbers of {spec} and the defaults.
 """
 
@@ -85,9 +85,24 @@ def read_tuned(folder: Path) -> Tuned | None:
 
 def write_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> Path:
     """Write the file, whole or not at all; returns its path."""
+    text = tuned_text(folder.name, tuned, spec_file=spec_file)
+    write_files(folder, {TUNED_FILE: text})
+    return folder / TUNED_FILE
+
+
+def tuned_text(pipeline: str, tuned: Tuned, *, spec_file: str, measured: bool = True) -> str:
+    """The content of the file.
+
+    Args:
+        pipeline: its name.
+        tuned: what the file says.
+        spec_file: name of the spec's.
+        measured: whether `tune` found it; else `watch` proposed it.
+    """
     document = {"set": dict(tuned.overrides), "provenance": dict(tuned.provenance)}
     plain = json.loads(json.dumps(document))
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    head = _HEAD.format(name=folder.name, spec=spec_file)
-    write_files(folder, {TUNED_FILE: head + text})
-    return folder / TUNED_FILE
+    verb, why = f"tune {pipeline}", "measured best"
+    if not measured:
+        verb, why = f"watch {pipeline} --apply", "should suit new traffic, unmeasured"
+    return _HEAD.format(verb=verb, why=why, name=pipeline, spec=spec_file) + text

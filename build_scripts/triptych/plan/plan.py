@@ -246,20 +246,7 @@ def make_plan(
     if lengths is not None:
         multiple = TENSOR_CORE_MULTIPLE if on_gpu else 1
         edges = choose_edges(lengths, max_length, count=spec.core.bucket_count, multiple=multiple)
-        rows = packed_rows(spec, facts, max_length) if on_gpu else core.max_batch_size
-        together = rows * lengths.mean
-        cost = row_cost(
-            facts,
-            lengths,
-            edges,
-            on_gpu=on_gpu,
-            packed_rows=rows,
-            packed_tokens=together
-            if on_gpu
-            else min(core.token_budget or MICRO_BATCH_TOKENS, together),
-            bucketed_rows=core.max_batch_size,
-            graphs=core.backend == "tensorrt" and core.engine.cuda_graphs,
-        )
+        cost = expected_cost(spec, facts, lengths, edges, max_length)
         named = core.layout
         chosen = layout or (cost.cheaper if named == "auto" else named)
         edges = edges if chosen == "bucketed" else ()
@@ -286,6 +273,30 @@ def make_plan(
         warm_ups=_warm_ups(lengths, edges, most if on_gpu else 1),
         engine=engine,
         cost=cost,
+    )
+
+
+def expected_cost(
+    spec: PipelineSpec,
+    facts: ModelFacts,
+    lengths: Lengths,
+    edges: tuple[int, ...],
+    max_length: int,
+) -> RowCost:
+    """What a row of such lengths is expected to cost, packed, and padded to `edges`."""
+    core, on_gpu = spec.core, spec.core.device == "gpu"
+    rows = packed_rows(spec, facts, max_length) if on_gpu else core.max_batch_size
+    together = rows * lengths.mean
+    at_once = together if on_gpu else min(core.token_budget or MICRO_BATCH_TOKENS, together)
+    return row_cost(
+        facts,
+        lengths,
+        edges,
+        on_gpu=on_gpu,
+        packed_rows=rows,
+        packed_tokens=at_once,
+        bucketed_rows=core.max_batch_size,
+        graphs=core.backend == "tensorrt" and core.engine.cuda_graphs,
     )
 
 

@@ -10,6 +10,7 @@ from triptych.files import write_files
 from triptych.report.pages import render
 from triptych.report.plots import Dot, Series, curves
 from triptych.repository.plain import json_text
+from triptych.tune.proposal import describe_proposal
 from triptych.watch.found import Look
 from triptych.watch.timeline import TIMELINE_FILE, Timeline
 from triptych.watch.words import describe_figure, describe_test
@@ -37,9 +38,14 @@ def write_watch_report(look: Look, timeline: Timeline, folder: Path) -> Path:
 
 def watch_page(look: Look, timeline: Timeline) -> str:
     """The page as HTML."""
+    drift = look.drift
+    proposed = (
+        describe_proposal(drift.proposal, drift.rate_per_s) if drift and drift.proposal else ()
+    )
     return render(
         "watch.html.j2",
         look=look,
+        proposed=[line.strip() for line, _ in proposed],
         looks=timeline.looks,
         evidence_plot=_evidence(look, timeline),
         quality_plot=_quality(look, timeline),

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.errors import UserError
-from triptych.repository.kept import BuildRecord, KeptBuild, kept_builds, read_build
+from triptych.repository.kept import (
+    FEWEST_DIGITS,
+    BuildRecord,
+    KeptBuild,
+    choose_build,
+    kept_builds,
+    read_build,
+)
 from triptych.repository.lock import LOCK_FILE, build_id
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
-
-_FEWEST_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -71,18 +76,17 @@ def _choose(kept: list[KeptBuild], repository: Path, pipeline: str, build: str |
             given="none: nothing has been replaced here",
             remedy=f"Builds are kept from now on; `triptych build {pipeline}` makes one",
         )
-    fitting = [one for one in kept if one.build.startswith(build)]
-    if len(fitting) == 1 and len(build) >= _FEWEST_DIGITS:
-        return fitting[0]
+    if found := choose_build(kept, build):
+        return found
     in_place = build_id(repository, pipeline)
-    if in_place and in_place.startswith(build) and not fitting:
+    if in_place.startswith(build or "-"):
         raise UserError(
             "BUILD", "must be another than the one in place", given=build, remedy="Nothing to do"
         )
     known = ", ".join(one.build[:12] for one in kept) or "none"
     raise UserError(
         "BUILD",
-        f"must be {_FEWEST_DIGITS} or more of the first digits of one build that is kept",
+        f"must be {FEWEST_DIGITS} or more of the first digits of one build that is kept",
         given=build,
         remedy=f"Kept are: {known} (`triptych history {pipeline}`)",
     )

@@ -24,6 +24,9 @@ from triptych.repository.lock import FIGURES_FILE, LOCK_FILE, build_id
 KEPT = 5
 """Replaced builds of each pipeline, unless `prune` leaves fewer."""
 
+FEWEST_DIGITS = 4
+"""That name a build."""
+
 _REPLACED_FILE = "replaced.json"
 
 
@@ -103,6 +106,22 @@ class KeptBuild:
             names.append(f"{self.pipeline}/{FIGURES_FILE}")
         return {name: self.folder / name for name in names}
 
+    def lay_out(self, folder: Path) -> None:
+        """Link all files into a folder, which is then a repository of this build alone.
+
+        Raises:
+            UserError: the build is damaged, or uses the core of another pipeline.
+        """
+        if owner := self.record().share:
+            raise UserError(
+                self.build[:12],
+                "must have a core of its own to be served alone",
+                given=f"that of {owner}",
+                remedy=f"Name a build of {owner}",
+            )
+        for name, file in self.files().items():
+            link(file, folder / name)
+
     def record(self) -> BuildRecord:
         """What its lock says.
 
@@ -170,6 +189,12 @@ def kept_builds(repository: Path, pipeline: str) -> list[KeptBuild]:
     in_place = build_id(repository, pipeline)
     others = [kept for kept in found if kept.build != in_place]
     return sorted(others, key=lambda kept: kept.replaced_at, reverse=True)
+
+
+def choose_build(kept: list[KeptBuild], build: str) -> KeptBuild | None:
+    """The one whose id begins with these digits; None where there is none, or more than one."""
+    fitting = [one for one in kept if one.build.startswith(build)]
+    return fitting[0] if len(fitting) == 1 and len(build) >= FEWEST_DIGITS else None
 
 
 def prune(repository: Path, pipeline: str, keep: int) -> list[KeptBuild]:

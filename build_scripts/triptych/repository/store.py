@@ -31,7 +31,7 @@ from triptych.repository.render import Content
 COMMIT_MARK = "commit"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-Work = Literal["auto", "tune", "serve"]
+Work = Literal["auto", "tune", "serve", "shadow"]
 """What has repositories of its own beside the one that is asked for."""
 SMALLEST_LINK_BYTES = 64 << 10
 """A file of this size or more is not written twice: models with equal ones share its bytes."""

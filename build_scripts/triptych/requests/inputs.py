@@ -112,15 +112,23 @@ def task_of(spec: PipelineSpec) -> Task:
     return find_task(spec.task) if spec.custom is None else custom_task(spec.custom)
 
 
-def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
+def read_inputs(
+    spec: PipelineSpec, progress: Progress, *, traffic: Path | None = None
+) -> PipelineInputs:
     """Resolve the model, read and tokenize the requests, derive the plan. Writes only to the cache.
+
+    Args:
+        spec: of the pipeline.
+        progress: told what is read.
+        traffic: a file of texts instead of the pipeline's ``traffic.jsonl``.
 
     Raises:
         UserError: in the spec, the model, the hooks or the traffic.
     """
     task = task_of(spec)
     _report_tuned(spec, progress)
-    lines = read_traffic(spec.folder, [tensor.name for tensor in task.inputs])
+    file = traffic or spec.folder / TRAFFIC_FILE
+    lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
     folder = locate(spec.model, spec.folder)
     facts, tokenizer = read_model(folder, progress)
     progress("source", f"{facts.architecture}, from {spec.model.source}")
@@ -133,10 +141,10 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
         spec, task, facts, folder if tokenizer is None else tokenizer.parent, before
     )
     most = GATE_IMAGES + CALIBRATION_ROWS if images else None
-    traffic = reader.read(TRAFFIC_FILE, lines, with_rows=most)
-    lengths = None if images else reader.lengths(traffic)
+    requests = reader.read(TRAFFIC_FILE, lines, with_rows=most)
+    lengths = None if images else reader.lengths(requests)
     if lengths is None:
-        progress("traffic", f"{len(traffic)} images")
+        progress("traffic", f"{len(requests)} images")
     else:
         progress(
             "traffic",
@@ -144,7 +152,7 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
             f"{lengths.truncated_share:.1%} over the limit of {reader.max_length}",
         )
     mask_token = str(task.settings(facts).get("mask_token", ""))
-    rows = gate_rows(reader, traffic[:most], images=images, mask_token=mask_token)
+    rows = gate_rows(reader, requests[:most], images=images, mask_token=mask_token)
     progress("traffic", str(rows))
     plan = make_plan(spec, facts, task, reader.parameters, lengths)
     return PipelineInputs(
@@ -156,7 +164,7 @@ def read_inputs(spec: PipelineSpec, progress: Progress) -> PipelineInputs:
         probe=rows.probe,
         hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
         labelled=_read_labelled(spec, task, reader, progress),
-        traffic=tuple(request.sent for request in traffic),
+        traffic=tuple(request.sent for request in requests),
     )
 
 

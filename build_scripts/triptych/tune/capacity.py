@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from triptych.bench.points import BenchResult, Point, RateSearch, read_result
+from triptych.bench.points import BenchResult, Point, RateSearch, Subject, read_result
 from triptych.errors import UserError
 from triptych.pipeline.slo import PERCENTILES, Slo
 from triptych.tune.results import TuneResult
@@ -25,21 +25,29 @@ Curves = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class MeasuredLoad:
-    """What a load test found of the pipeline as it is, with the traffic it was built for."""
+    """What a load test found of a build of the pipeline."""
 
     highest_per_s: float  # that it can answer; within the promise, where there is one
     slo: Slo
     points: tuple[Point, ...]  # Poisson rates ascending, for the latencies; may be empty
     core_share: float | None  # of the steps' work; None where the server did not tell
+    row_tokens: float | None = None  # computed for a row of its load; None where that is unknown
 
     @classmethod
-    def of(cls, points: Sequence[Point], rate: RateSearch | None, slo: Slo) -> MeasuredLoad:
+    def of(
+        cls,
+        points: Sequence[Point],
+        rate: RateSearch | None,
+        slo: Slo,
+        subject: Subject | None = None,
+    ) -> MeasuredLoad:
         """What bench or tune found.
 
         Args:
             points: of the pipeline in closed loops.
             rate: the search for the highest rate, where there was one.
             slo: the promise; that of `rate` goes before it.
+            subject: what was measured; None takes it for the pipeline as it is.
         """
         tried = rate.points if rate is not None else ()
         shares = [share for share in map(_core_share, (*points, *tried)) if share is not None]
@@ -51,7 +59,14 @@ class MeasuredLoad:
             slo=slo if rate is None else rate.slo,
             points=tuple(sorted(usable, key=lambda point: point.load.value)),
             core_share=float(np.median(shares)) if shares else None,
+            row_tokens=None if subject is None else _row_tokens(subject),
         )
+
+
+def _row_tokens(subject: Subject) -> float | None:
+    rows = sum(subject.lengths.values())
+    tokens = sum(length * count for length, count in subject.lengths.items())
+    return tokens / rows / (1.0 - subject.padding) if tokens else None
 
 
 def measured_in(reports: Path) -> MeasuredLoad | None:
@@ -67,7 +82,7 @@ def measured_in(reports: Path) -> MeasuredLoad | None:
     try:
         if newest.name == "bench.json":
             bench = read_result(BenchResult, newest, "bench")
-            return MeasuredLoad.of(bench.points, bench.rate, bench.slo)
+            return MeasuredLoad.of(bench.points, bench.rate, bench.slo, bench.subject)
         tuned = read_result(TuneResult, newest, "tune")
     except UserError as error:
         raise UserError(
@@ -76,7 +91,8 @@ def measured_in(reports: Path) -> MeasuredLoad | None:
             given=f"{error.given:.200}",
             remedy="Run `triptych bench` again, or remove it",
         ) from error
-    return MeasuredLoad.of(tuned.winner.points, tuned.winner.rate, tuned.slo)
+    winner = tuned.winner
+    return MeasuredLoad.of(winner.points, winner.rate, tuned.slo, tuned.subject)
 
 
 @dataclass(frozen=True)

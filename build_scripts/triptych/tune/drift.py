@@ -13,18 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from triptych.pipeline.traffic import Lengths
+from triptych.pipeline.traffic import TRAFFIC_FILE, Lengths
 from triptych.plan.plan import Plan, bucket_of, make_plan
 from triptych.repository.plain import plain_data
 from triptych.requests.inputs import PipelineInputs
 from triptych.tune.capacity import Capacity, MeasuredLoad, estimate
 from triptych.tune.new_traffic import NewTraffic
+from triptych.tune.proposal import WORTH_A_REBUILD, Proposal, describe_proposal, propose
 
 CHANCE = 0.01
 """How often two samples of one distribution may be called different."""
-
-WORTH_A_REBUILD = 0.05
-"""More computed tokens than with the best edges, as a share of those."""
 
 WORTH_TUNING = 1.25
 """Work of a row over what it was, or the reverse."""
@@ -80,6 +78,7 @@ class Drift:
     cost: str = ""  # of leaving all as it is
     first: str = ""  # what to do before `command`; empty for nothing
     command: str = ""  # to run; empty for none
+    proposal: Proposal | None = None  # what would suit better; None where all may stay
     notes: tuple[str, ...] = ()  # what to know before the figures are used
 
     @property
@@ -98,6 +97,7 @@ def check_drift(
     *,
     measured: MeasuredLoad | None = None,
     rate_per_s: float | None = None,
+    chance: float = CHANCE,
 ) -> Drift:
     """Compare new traffic with that of the plan, and say what to do.
 
@@ -107,6 +107,7 @@ def check_drift(
         measured: what a load test found; None leaves the estimates out.
         rate_per_s: requests of one text a second; None takes the rows that were counted, then
             the throughput that is promised.
+        chance: how often two samples of one distribution may be called different.
 
     Raises:
         ValueError: the pipeline has no lengths, as those of images.
@@ -118,7 +119,11 @@ def check_drift(
         plan.spec, plan.facts, plan.task, plan.parameters, new.lengths, layout=plan.layout
     )
     computed = _computed(plan.bucket_edges, new.lengths, new.mean)
-    work = computed / _computed(plan.bucket_edges, plan.lengths, plan.lengths.mean)
+    before = _computed(plan.bucket_edges, plan.lengths, plan.lengths.mean)
+    work = computed / before
+    core_work = work  # over that of what was measured, which may have been another build
+    if measured is not None and measured.row_tokens is not None:
+        core_work = computed / measured.row_tokens
     rows_a_request = plan.lengths.rows / len(inputs.traffic) if inputs.traffic else 1.0
     if rate_per_s is None and new.rows_per_s is not None:
         rate_per_s = new.rows_per_s / rows_a_request
@@ -131,21 +136,23 @@ def check_drift(
         before=_shape(plan.lengths, plan.lengths.mean, plan.max_length),
         now=_shape(new.lengths, new.mean, plan.max_length),
         distance=_distance(plan.lengths, new),
-        noise=_noise(plan.lengths.rows, new.lengths.rows),
+        noise=_noise(plan.lengths.rows, new.lengths.rows, chance),
         blur=_blur(new.edges),
         work=work,
         excess=computed / _computed(best.bucket_edges, new.lengths, new.mean) - 1.0,
         settings=_settings(plan, plan.lengths, plan.lengths.mean),
         best=_settings(best, new.lengths, new.mean),
         rate_per_s=rate_per_s,
-        capacity=None if measured is None else estimate(measured, work, rate_per_s),
+        capacity=None if measured is None else estimate(measured, core_work, rate_per_s),
+        proposal=propose(plan, new.lengths, core_work, measured=measured, rate_per_s=rate_per_s),
         notes=(*new.notes, *_notes(plan, new, measured)),
     )
-    return _decide(found, plan)
+    file = shlex.quote(str(plan.spec.folder / TRAFFIC_FILE))
+    return _decide(found, plan, new.take or f"put a sample of the new requests into {file}")
 
 
-def _decide(found: Drift, plan: Plan) -> Drift:
-    """The same with what to do."""
+def _decide(found: Drift, plan: Plan, take: str) -> Drift:
+    """The same with what to do; `take` is how the new rows get into the traffic."""
     name, capacity = plan.spec.name, found.capacity
     p99, warmed = found.now.p99_tokens, max(found.settings.warm_up_tokens)
     broken = capacity is not None and capacity.holds is False
@@ -155,7 +162,7 @@ def _decide(found: Drift, plan: Plan) -> Drift:
         cost = f"it may hold up to about {capacity.highest_per_s:.4g}/s"
     elif not found.drifted:
         reason = "the lengths differ by no more than chance explains"
-        return replace(found, reason=reason, cost="nothing that can be seen")
+        return replace(found, reason=reason, cost="nothing that can be seen", proposal=None)
     elif max(found.work, 1 / found.work) > WORTH_TUNING:
         action, reason = "tune again", f"a row is {found.work:.2f} times the work it was"
         cost = (
@@ -166,21 +173,24 @@ def _decide(found: Drift, plan: Plan) -> Drift:
     elif found.excess > WORTH_A_REBUILD:
         action, reason = "rebuild", "other padded lengths suit the new rows better"
         cost = f"{found.excess:.1%} more computed tokens than need be"
+    elif found.proposal is not None and found.proposal.core_work < 1 - WORTH_A_REBUILD:
+        action, reason = "rebuild", "other settings suit the new rows better"
+        cost = f"{1 / found.proposal.core_work - 1:.1%} more work of the core than need be"
     elif p99 > FAR_LONGER * warmed:
         action, reason = "rebuild", f"rows of {p99} tokens are usual, warm-up ends at {warmed}"
         cost = "the first long rows after a start wait for memory; calibration has none of them"
     else:
         reason = "the lengths moved, and the present numbers still suit them"
         cost = f"{found.excess:.1%} more computed tokens than with the best padded lengths"
-        return replace(found, reason=reason, cost=cost if found.best.bucket_edges else "nothing")
+        cost = cost if found.best.bucket_edges else "nothing"
+        return replace(found, reason=reason, cost=cost, proposal=None)
     verb = "tune" if action == "tune again" else "build"
-    traffic = shlex.quote(str(plan.spec.folder / "traffic.jsonl"))
     return replace(
         found,
         action=action,
         reason=reason,
         cost=cost,
-        first=f"put a sample of the new requests into {traffic}" if found.drifted else "",
+        first=take if found.drifted else "",
         command=f"triptych {verb} {name}",
     )
 
@@ -218,12 +228,12 @@ def _share_up_to(lengths: Lengths, places: NDArray[np.int64]) -> NDArray[np.floa
     return found
 
 
-def _noise(old_rows: int, new_rows: int) -> float:
+def _noise(old_rows: int, new_rows: int, chance: float = CHANCE) -> float:
     """Critical value of the two-sample Kolmogorov-Smirnov statistic, for large samples.
 
     For lengths, which have ties, and small samples it is rather too high than too low.
     """
-    scale = math.sqrt(-math.log(CHANCE / 2) / 2)
+    scale = math.sqrt(-math.log(chance / 2) / 2)
     return min(1.0, scale * math.sqrt((old_rows + new_rows) / (old_rows * new_rows)))
 
 
@@ -277,6 +287,8 @@ def describe_drift(drift: Drift) -> Iterator[tuple[str, str]]:
         yield f"  note: {note}", "yellow"
     yield f"{drift.action}: {drift.reason}", "green" if drift.action == "keep" else "yellow"
     yield f"  to leave all as it is costs: {drift.cost}", ""
+    if drift.proposal is not None:
+        yield from describe_proposal(drift.proposal, drift.rate_per_s)
     if drift.first:
         yield f"  first {drift.first}", ""
     if drift.command:

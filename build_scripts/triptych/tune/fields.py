@@ -27,13 +27,14 @@ class Evidence:
     """What the best settings so far look like under load."""
 
     plan: Plan  # of these settings
-    measurement: Measurement  # at the load that decides their score
+    measurement: Measurement | None  # at the load that decides their score; None before any
     cores: int  # of this machine
     limit_us: float | None  # the lowest latency limit promised; None without one
 
     def step(self, name: str) -> StepUse | None:
         """What the server counted for a step; None where it counted nothing."""
-        return next((use for use in self.measurement.steps if use.step == name), None)
+        steps = () if self.measurement is None else self.measurement.steps
+        return next((use for use in steps if use.step == name), None)
 
 
 @dataclass(frozen=True)

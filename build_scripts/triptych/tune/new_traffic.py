@@ -43,6 +43,7 @@ class NewTraffic:
     edges: tuple[int, ...] = ()  # ends of the buckets, ascending; empty where all is exact
     rows_per_s: float | None = None  # rows of the model; None where that is not known
     notes: tuple[str, ...] = ()  # what to know before it is used
+    take: str = ""  # what puts these rows into the pipeline's traffic; empty where nothing does
 
 
 def read_lengths(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from triptych.cache import sha256_of
+from triptych.pipeline.spec import SPEC_FILE
+from triptych.pipeline.tuned import TUNED_FILE
 from triptych.repository.lock import Lock
 from triptych.requests.inputs import PipelineInputs
 from triptych.runtime.hooking import HOOKS_FILE
@@ -15,12 +16,9 @@ from triptych.watch.found import Held, Look
 from triptych.watch.mixes import Mix, label_of
 from triptych.watch.sample import Sample
 
-CLEAR = math.sqrt(math.log(2 / 1e-6) / math.log(2 / 0.01))
-"""Distance of lengths over what `tune --check` calls chance (1 in 100), for one in a million."""
-
 
 def drifts_in(drift: Drift | None, mixes: Sequence[Mix]) -> Iterator[str]:
-    if drift is not None and drift.distance > CLEAR * drift.noise:
+    if drift is not None and (drift.drifted or drift.action != "keep"):
         yield (
             f"lengths: {drift.now.mean_tokens:.1f} tokens on average, built for"
             f" {drift.before.mean_tokens:.1f}; {drift.action}: {drift.reason}"
@@ -46,10 +44,8 @@ def notes_on(
         yield f"left out: {own - mine} rows that are the health check's question"
     if chosen < mine:
         yield f"of {mine} rows, {chosen} evenly spread ones were compared"
-    if lock.model_sha256 != inputs.plan.facts.sha256:
-        yield "the model's files are not those that were built: the reference is of the new ones"
-    if hooks_differ(inputs, lock):
-        yield f"{HOOKS_FILE} is not the one that was built: the reference is of the new one"
+    for what in edits_since(inputs, lock):
+        yield f"{what} not as built: what is said here is of the pipeline as it is now"
 
 
 def hooks_differ(inputs: PipelineInputs, lock: Lock) -> bool:
@@ -57,6 +53,19 @@ def hooks_differ(inputs: PipelineInputs, lock: Lock) -> bool:
     built = lock.files.get(f"{inputs.plan.spec.name}_preprocess/1/{HOOKS_FILE}")
     file = inputs.plan.spec.folder / HOOKS_FILE
     return (sha256_of(file) if file.is_file() else None) != built
+
+
+def edits_since(inputs: PipelineInputs, lock: Lock) -> Iterator[str]:
+    """What of the pipeline, but for its traffic, is not as it was built, with the verb."""
+    if lock.model_sha256 != inputs.plan.facts.sha256:
+        yield "the model's files are"
+    if hooks_differ(inputs, lock):
+        yield f"{HOOKS_FILE} is"
+    own, built = (
+        spec.model_dump(mode="json", exclude={"folder"}) for spec in (inputs.plan.spec, lock.spec)
+    )
+    if own != built:
+        yield f"{SPEC_FILE} or {TUNED_FILE} is"
 
 
 def changed_files(repository: Path, lock: Lock) -> list[str]:

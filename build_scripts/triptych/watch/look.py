@@ -20,11 +20,12 @@ from triptych.requests.inputs import PipelineInputs
 from triptych.requests.reader import RequestReader
 from triptych.requests.samples import GateRequest, shown_text
 from triptych.tasks.metrics.outputs import Outputs
+from triptych.tune.capacity import MeasuredLoad
 from triptych.tune.drift import Drift, check_drift
 from triptych.tune.new_traffic import NewTraffic
 from triptych.watch.alarms import alarms_in, changed_files, drifts_in, notes_on
 from triptych.watch.found import Group, Held, Look, MeanTest, Worst
-from triptych.watch.mixes import Mix, compare_mixes, label_of, script_of
+from triptych.watch.mixes import CHANCE, Mix, compare_mixes, label_of, script_of
 from triptych.watch.reference import answers_to, reader_of, requests_of
 from triptych.watch.sample import Sample, SampledRow
 from triptych.watch.scores import (
@@ -54,6 +55,9 @@ def look_at(
     *,
     evidence: Mapping[str, Evidence],
     most: int,
+    last: Sample | None = None,
+    measured: MeasuredLoad | None = None,
+    servers: int | None = None,
     show_texts: bool = False,
 ) -> Look:
     """Hold the rows of a sample that the present build answered against the original model.
@@ -65,6 +69,9 @@ def look_at(
         progress: told each stage.
         evidence: of the looks before at this build.
         most: rows that are compared: of more, as many evenly spread ones.
+        last: rows of the last look that had some: where there are no new ones, theirs is the drift.
+        measured: what a load test found; None leaves the estimates out.
+        servers: that sampled, which tells the rate of each; None where that is not known.
         show_texts: whether the worst rows have their texts and answers.
 
     Raises:
@@ -76,8 +83,7 @@ def look_at(
     question = dict(inputs.shortest_row)  # what health checks ask, and no user need have asked
     own = [row for row in sample.rows if row.build == build]
     mine = [row for row in own if row.inputs != question]
-    places = np.linspace(0, len(mine) - 1, min(most, len(mine))).astype(int)
-    chosen = [mine[place] for place in places]
+    chosen = _spread(mine, most)
     reader = reader_of(inputs)
     requests = requests_of(reader, chosen)
     comparable = [place for place, row in enumerate(chosen) if not row.redacted]
@@ -101,7 +107,13 @@ def look_at(
     }
     results = tuple(_result(test, one) for test, one in now.items())
     accepted = [request for request in requests if request is not None]
-    drift = _length_drift(inputs, reader, accepted)
+    seen, moved = mine, accepted
+    if not mine and last is not None:
+        seen = [row for row in last.rows if row.build == build and row.inputs != question]
+        again = requests_of(reader, _spread(seen, most))
+        moved = [request for request in again if request is not None]
+    rate_per_s = None if servers is None else _rate_of(inputs, seen, servers)
+    drift = _length_drift(inputs, reader, moved, measured, rate_per_s)
     mixes = tuple(_mixes(usual, accepted, held))
     found = Look(
         pipeline=name,
@@ -199,13 +211,32 @@ def _worst(
 
 
 def _length_drift(
-    inputs: PipelineInputs, reader: RequestReader, requests: Sequence[GateRequest]
+    inputs: PipelineInputs,
+    reader: RequestReader,
+    requests: Sequence[GateRequest],
+    measured: MeasuredLoad | None,
+    rate_per_s: float | None,
 ) -> Drift | None:
     if inputs.plan.lengths is None or not requests:
         return None
     lengths = reader.lengths(requests)
-    new = NewTraffic(f"{len(requests)} sampled rows", lengths, lengths.mean)
-    return check_drift(inputs, new)
+    take = f"run triptych traffic {inputs.plan.spec.name} --from-sample --replace"
+    new = NewTraffic(f"{len(requests)} sampled rows", lengths, lengths.mean, take=take)
+    return check_drift(inputs, new, measured=measured, rate_per_s=rate_per_s, chance=CHANCE)
+
+
+def _rate_of(inputs: PipelineInputs, rows: Sequence[SampledRow], servers: int) -> float | None:
+    """Rows a second that came to each server, on average; None where that cannot be told."""
+    times, sampling = [row.at for row in rows], inputs.plan.spec.serving.sample
+    seconds = max(times, default=0.0) - min(times, default=0.0)
+    if sampling is None or seconds <= 0:
+        return None
+    return (len(times) - 1) / seconds / sampling.rate / servers
+
+
+def _spread(rows: Sequence[SampledRow], most: int) -> list[SampledRow]:
+    places = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int)
+    return [rows[place] for place in places]
 
 
 def _mixes(

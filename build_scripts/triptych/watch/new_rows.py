@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from triptych.requests.inputs import PipelineInputs
 from triptych.requests.samples import hash_inputs
 from triptych.tune.drift import Drift, check_drift
 from triptych.tune.new_traffic import tokenize_sample
-from triptych.watch.sample import Sample
+from triptych.watch.sample import Sample, SampledRow
 
 Line = dict[str, Any]
 
@@ -52,56 +53,81 @@ class Change:
         return plain
 
 
-def take_rows(inputs: PipelineInputs, sample: Sample, *, replace: bool, most: int) -> Change:
-    """Write the sample's rows behind those of ``traffic.jsonl``, or in their place.
+@dataclass(frozen=True)
+class NewRows:
+    """Lines of the traffic: those that were there, those of them that stay, and those added."""
+
+    old: list[Line]
+    kept: list[Line]
+    added: list[Line]
+    doubles: int
+
+    @property
+    def text(self) -> str:
+        """Of the file."""
+        rows = (*self.kept, *self.added)
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def choose_rows(
+    inputs: PipelineInputs, sampled: Sequence[SampledRow], *, replace: bool, most: int
+) -> NewRows:
+    """The sample's rows behind those of ``traffic.jsonl``, or in their place; each once.
 
     Which rows are the gate's and which calibrate is decided by a hash of each row: those that were
     there before stay on their side. Of more than `most` new ones, those with the lowest hashes are
     taken, which is as good as chance.
 
     Raises:
-        UserError: there is no row to take, the inputs are images, or the file cannot be written.
+        UserError: there is no row to take, or the inputs are images.
     """
     plan = inputs.plan
-    folder, names = plan.spec.folder, [tensor.name for tensor in plan.task.inputs]
+    names = [tensor.name for tensor in plan.task.inputs]
     if plan.lengths is None:
         raise UserError(
             plan.spec.name, "must have texts: traffic names files of images", given="images"
         )
     old = [
         row.inputs | ({PARAMETERS: row.parameters} if row.parameters else {})
-        for row in read_traffic(folder, names)
-    ]
-    sampled = [
-        {name: row.inputs[name] for name in names}
-        | ({PARAMETERS: dict(row.parameters)} if row.parameters else {})
-        for row in sample.rows
+        for row in read_traffic(plan.spec.folder, names)
     ]
     if not sampled:
         raise UserError(plan.spec.name, "must have sampled rows", given="none")
     first = {} if replace else {_key(row, names): row for row in old}
     new: dict[str, Line] = {}
-    for row in sampled:
+    for each in sampled:
+        row: Line = {name: each.inputs[name] for name in names}
+        if each.parameters:
+            row[PARAMETERS] = dict(each.parameters)
         key = _key(row, names)
         if key not in first:
             new.setdefault(key, row)
     stay = set(sorted(new)[:most])
-    kept = [] if replace else old
     added = [row for key, row in new.items() if key in stay]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*kept, *added))
+    return NewRows(old, [] if replace else old, added, len(sampled) - len(new))
+
+
+def take_rows(inputs: PipelineInputs, sample: Sample, *, replace: bool, most: int) -> Change:
+    """Write the sample's rows into ``traffic.jsonl``; see `choose_rows`.
+
+    Raises:
+        UserError: as `choose_rows`, or the file cannot be written.
+    """
+    folder, names = inputs.plan.spec.folder, [tensor.name for tensor in inputs.plan.task.inputs]
+    chosen = choose_rows(inputs, sample.rows, replace=replace, most=most)
     with told_to_user(folder):
-        write_files(folder, {TRAFFIC_FILE: text})
+        write_files(folder, {TRAFFIC_FILE: chosen.text})
     new_lengths = tokenize_sample(inputs, folder / TRAFFIC_FILE)
-    gate, rest = _split(old, names), _split([*kept, *added], names)
+    gate, rest = _split(chosen.old, names), _split([*chosen.kept, *chosen.added], names)
     return Change(
         file=str(folder / TRAFFIC_FILE),
-        before=len(old),
-        kept=len(kept),
-        added=len(added),
-        doubles=len(sampled) - len(new),
+        before=len(chosen.old),
+        kept=len(chosen.kept),
+        added=len(chosen.added),
+        doubles=chosen.doubles,
         gate=(rest[0], gate[0]),
         calibration=(rest[1], gate[1]),
-        drift=check_drift(inputs, new_lengths),
+        drift=dataclasses.replace(check_drift(inputs, new_lengths), first=""),  # just done
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,18 @@ def read_sample(
             remedy="Build with serving.sample, serve, and name the server's folder with --samples",
         )
     remove_old(folder, pipeline, keep_hours)
+    names = [file.path.name for file in list_files(folder, pipeline)]
+    found = read_files(samples, pipeline, [name for name in names if name not in known])
+    return replace(found, known=tuple(names))
+
+
+def read_files(samples: Path, pipeline: str, names: Sequence[str]) -> Sample:
+    """The rows of some of the pipeline's files; one that is gone counts as damaged."""
     rows: list[SampledRow] = []
     damaged = 0
-    files = list_files(folder, pipeline)
-    for file in files:
-        if file.path.name in known:
-            continue
+    for name in names:
         try:
-            lines = file.path.read_bytes().split(b"\n")
+            lines = (samples / pipeline / name).read_bytes().split(b"\n")
             build = str(json.loads(lines[0])["build"])
         except (OSError, ValueError, KeyError, TypeError):
             damaged += 1
@@ -86,10 +90,10 @@ def read_sample(
         for number, line in enumerate(lines[1:], start=2):
             try:
                 if line:
-                    rows.append(_read_row(f"{file.path.name}:{number}", build, json.loads(line)))
+                    rows.append(_read_row(f"{name}:{number}", build, json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError):
                 damaged += 1
-    return Sample(tuple(rows), tuple(file.path.name for file in files), damaged)
+    return Sample(tuple(rows), tuple(names), damaged)
 
 
 def _read_row(place: str, build: str, data: Mapping[str, Any]) -> SampledRow:

@@ -53,6 +53,7 @@ class Timeline:
         build: that `evidence` is of.
         evidence: by test.
         files: of the sample that were seen, as far as they are still there.
+        last: of those, the ones of the last look that found new ones.
         looks: oldest first.
     """
 
@@ -60,6 +61,7 @@ class Timeline:
     build: str = ""
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     files: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
     looks: tuple[PastLook, ...] = ()
 
     def of_build(self, build: str) -> Mapping[str, Evidence]:
@@ -79,7 +81,9 @@ class Timeline:
             figures={one.metric: (one.value, one.low, one.high) for one in look.figures},
         )
         looks = (*self.looks, past)[-MOST_LOOKS:]
-        return Timeline(SCHEMA, look.build, look.evidence, tuple(files), looks)
+        new = tuple(file for file in files if file not in self.files)
+        last = new or tuple(file for file in self.last if file in files)
+        return Timeline(SCHEMA, look.build, look.evidence, tuple(files), last, looks)
 
     def as_text(self) -> str:
         plain: Any = plain_data(asdict(self))

@@ -30,6 +30,8 @@ def describe_look(look: Look) -> Iterator[tuple[str, str]]:
         yield f"alarm: {alarm}", "red"
     for drift in look.drifts:
         yield f"drift: {drift}", "yellow"
+    if look.drift is not None and look.drift.proposal is not None:
+        yield f"build what is proposed with these rows: triptych watch {look.pipeline} --apply", ""
     if look.passed:
         yield "all is well", "green"
 
