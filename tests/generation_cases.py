@@ -95,7 +95,7 @@ def write_pipeline(folder: Path, model: Path, **core: object) -> Path:
     spec = {
         "task": "text-generation",
         "model": {"source": str(model)},
-        "core": {"backend": "scripted", "kv_cache": {"memory_mib": 1}, **core},
+        "core": {"backend": "scripted", "kv_cache": {"memory_mib": 2}, **core},
         "serving": {"queue": {"max_size": 12}},
     }
     (folder / "pipeline.yaml").write_text(json.dumps(spec))

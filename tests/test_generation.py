@@ -156,8 +156,21 @@ def test_a_request_at_fault_is_refused_alone(quick: Streams) -> None:
 
 
 def test_it_takes_what_tritons_openai_frontend_sends(quick: Streams) -> None:
-    """Its `--backend vllm`: names and types of `_create_vllm_generate_request`, python/openai."""
-    parameters = {"n": 1, "temperature": 0.7, "max_tokens": 4, "frequency_penalty": 0.0}
+    """Its `--backend vllm`: names and types of `_create_vllm_generate_request`, python/openai.
+
+    The parameters are those of a chat that names none: every field of the request's schema that
+    has a default, but those that the frontend leaves out (commit e1db8a6 of the server, August
+    2026). It finds an ensemble's backend by that option, and `text_output` and the counts by name.
+    """
+    parameters = {
+        "n": 1,
+        "temperature": 0.7,
+        "top_p": 1,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "ignore_eos": False,
+        "max_tokens": 4,
+    }
     for stream in (True, False):
         answer = quick.ask(
             text_input="<s>" + TEXTS[0],

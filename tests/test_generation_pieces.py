@@ -25,7 +25,7 @@ from triptych.runtime.faults import RequestError
 from triptych.runtime.generation_engine import Delta, Load
 from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Order
 from triptych.runtime.prompts import Prompts
-from triptych.runtime.sampling_parameters import DEFAULTS, NUMBERS, check_sampling
+from triptych.runtime.sampling_parameters import DEFAULTS, FLAGS, NUMBERS, check_sampling
 from triptych.runtime.text_stream import MOST_WAITING, StopStrings, TextStream
 
 
@@ -87,7 +87,7 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
     assert check_sampling("", DEFAULTS, room=10) == {**DEFAULTS, "max_tokens": 10}
     given = check_sampling('{"stop": "a", "seed": null}', {**DEFAULTS, "seed": 3}, room=500)
     assert (given["stop"], given["seed"], given["max_tokens"]) == (["a"], 3, 256)
-    assert set(DEFAULTS) == {*NUMBERS, "stop"}
+    assert set(DEFAULTS) == {*NUMBERS, *FLAGS, "stop"}
     for text, said in (
         ("[1]", "must be a JSON object"),
         ("{", "must be JSON"),
@@ -96,6 +96,7 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         ('{"max_tokens": 11}', "at most the 10 tokens that there is room for"),
         ('{"top_p": 0}', "must be a number above 0 to 1"),
         ('{"temperature": "hot"}', "must be a number from 0 to 2"),
+        ('{"ignore_eos": 1}', "must be true or false. Given: 1"),
         ('{"n": 2}', "must be an integer from 1 to 1. Given: 2"),
         ('{"stop": [""]}', "of 1 to 256 characters"),
         ('{"max_token": 3}', "is not known; known are: frequency_penalty"),
@@ -174,7 +175,7 @@ def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
 def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
     for override, said in (
-        ("core.backend=onnxruntime", "'vllm' or 'scripted'"),
+        ("core.backend=onnxruntime", "'tensorrt_llm' or 'scripted'"),
         ("core.max_sequence=3", "Did you mean `max_sequences`?"),
         ("core.max_batched_tokens=16", "must be at least core.max_sequences"),
         ("core.token_delay_ms=-1", "greater than or equal to 0"),

@@ -30,7 +30,7 @@ KV_CACHE_ARGUMENTS = {"enable_block_reuse", "max_tokens", "free_gpu_memory_fract
 SAMPLING_ARGUMENTS = {
     *("end_id", "pad_id", "max_tokens", "bad", "stop", "stop_token_ids", "n", "top_k", "top_p"),
     *("min_p", "seed", "temperature", "repetition_penalty", "presence_penalty", "logprobs"),
-    *("frequency_penalty", "detokenize", "prompt_logprobs", "ignore_eos"),
+    *("frequency_penalty", "detokenize", "prompt_logprobs", "ignore_eos", "min_tokens"),
 }
 SETTINGS = {
     "precision": "bf16",

@@ -58,7 +58,7 @@ FROM_CORE = (Tensor("token_ids", "INT32", ("new_tokens",)), Tensor("chunk", "BYT
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", *WEIGHTS)
 _DECOUPLED = {"decoupled": True}
 _OWN_DEFAULTS: Mapping[str, Mapping[str, object]] = {TEXT2TEXT: {"temperature": 0.0}}
-"""Whose answer is a translation or a summary takes the likeliest one."""
+"""By task: of summaries and translations the likeliest is wanted."""
 
 
 def render_generation(inputs: GenerationInputs | Text2TextInputs) -> dict[str, Content]:

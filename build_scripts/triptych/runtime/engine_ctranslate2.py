@@ -17,7 +17,14 @@ VOCABULARY_FILE = "shared_vocabulary.json"
 """Of a converted model: its tokens in the order of their ids. CTranslate2 itself speaks tokens."""
 
 COMPUTE_TYPES = {"fp32": "float32", "int8": "int8_float32"}
-UNKNOWN = ("min_p", "seed", "presence_penalty", "frequency_penalty")
+UNKNOWN = (
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
 """Sampling parameters that CTranslate2 has not, or not for a request."""
 
 SHARED = ("temperature", "top_p", "top_k", "repetition_penalty")

@@ -104,6 +104,8 @@ class Engine:
         logprobs = sampling["logprobs"]
         return SamplingParams(
             max_tokens=sampling["max_tokens"],
+            min_tokens=sampling["min_tokens"] or None,
+            ignore_eos=sampling["ignore_eos"],
             # It takes no temperature of 0; top_k None means every token.
             temperature=None if greedy else sampling["temperature"],
             top_k=1 if greedy else sampling["top_k"] or None,
@@ -117,7 +119,7 @@ class Engine:
             # Without a tokenizer it knows no end.
             end_id=self._stop_ids[0] if self._stop_ids else NO_END,
             pad_id=self._stop_ids[0] if self._stop_ids else 0,
-            stop_token_ids=self._stop_ids[1:] or None,
+            stop_token_ids=None if sampling["ignore_eos"] else self._stop_ids[1:] or None,
             detokenize=False,
         )
 

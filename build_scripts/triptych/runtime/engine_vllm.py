@@ -74,7 +74,7 @@ class Engine:
         given = {name: value for name, value in sampling.items() if name != "stop"}
         parameters = SamplingParams(
             **given,
-            stop_token_ids=self._stop_ids,
+            stop_token_ids=[] if sampling["ignore_eos"] else self._stop_ids,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )

@@ -35,8 +35,10 @@ class Number(NamedTuple):
         return self.least <= value <= self.most and not (self.above and value == self.least)
 
 
+FLAGS = ("ignore_eos",)
 NUMBERS = {
     "max_tokens": Number(1, 1_000_000, whole=True),
+    "min_tokens": Number(0, 1_000_000, whole=True),
     "temperature": Number(0, 2),
     "top_p": Number(0, 1, above=True),
     "top_k": Number(0, 1_000_000, whole=True),
@@ -50,6 +52,8 @@ NUMBERS = {
 }
 DEFAULTS: Mapping[str, Any] = {
     "max_tokens": 256,
+    "min_tokens": 0,
+    "ignore_eos": False,
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -62,7 +66,8 @@ DEFAULTS: Mapping[str, Any] = {
     "logprobs": None,
     "n": 1,
 }
-"""`logprobs` None: none are returned. `n`, which OpenAI's clients send: one answer a request.
+"""`logprobs` None: none are returned. `n` and `ignore_eos`, which Triton's OpenAI frontend always
+sends: one answer a request, and whether it goes on behind the tokens that end one.
 `top_k` 0: every token counts. `temperature` 0: greedy."""
 
 
@@ -112,6 +117,8 @@ def find_fault(name: str, value: object) -> str:
             f"must be a string or a list of at most {MOST_STOPS}, of 1 to "
             f"{MOST_STOP_CHARACTERS} characters each"
         )
+    if name in FLAGS:
+        return "" if isinstance(value, bool) else "must be true or false"
     rule = NUMBERS.get(name)
     if rule is None:
         return f"is not known; known are: {', '.join(sorted(DEFAULTS))}"
