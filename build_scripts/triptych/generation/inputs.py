@@ -15,6 +15,7 @@ from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
 from triptych.runtime.faults import RequestError
 from triptych.runtime.prompts import Prompts
+from triptych.runtime.sampling_parameters import DEFAULTS, FIELD, check_sampling
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -24,7 +25,8 @@ class Prompt:
     """One line of the traffic.
 
     Attributes:
-        sent: ``text_input`` or ``messages`` as a client sends it.
+        sent: ``text_input`` or ``messages`` as a client sends it, and ``sampling_parameters``
+            where the line has them.
         ids: its tokens, as preprocess makes them.
     """
 
@@ -78,6 +80,8 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     inputs = GenerationInputs(spec, model, weights, max_length, ())
     maker = Prompts(inputs.prompt_settings, _folder_of_steps(model))
     prompts = tuple(_prompt(maker, spec.folder / TRAFFIC_FILE, n, sent) for n, sent in lines)
+    for (number, _), prompt in zip(lines, prompts, strict=True):
+        _check_sampling(f"{spec.folder / TRAFFIC_FILE}:{number}", prompt, max_length)
     mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
     progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
     return GenerationInputs(spec, model, weights, max_length, prompts)
@@ -133,11 +137,20 @@ def _read_traffic(path: Path) -> list[tuple[int, dict[str, str]]]:
                 given=repr(line[:80]),
                 remedy=f"Write {form}",
             )
+        if FIELD in row:
+            lines[-1][1][FIELD] = json.dumps(row[FIELD])
     if not lines:
         raise UserError(
             str(path), "must have rows", given="none", remedy=f"Add real requests: {form}"
         )
     return lines
+
+
+def _check_sampling(place: str, prompt: Prompt, max_length: int) -> None:
+    try:
+        check_sampling(prompt.sent.get(FIELD, ""), DEFAULTS, room=max_length - len(prompt.ids))
+    except RequestError as error:
+        raise UserError(place, "must be a request that the pipeline takes", given=error) from error
 
 
 def _prompt(maker: Prompts, path: Path, number: int, sent: Mapping[str, str]) -> Prompt:

@@ -14,7 +14,7 @@ import numpy as np
 
 from triptych.bench.points import BenchResult, Point, RateSearch, read_result
 from triptych.errors import UserError
-from triptych.pipeline.slo import PERCENTILES, Slo
+from triptych.pipeline.slo import PERCENTILES, AnySlo
 from triptych.tune.results import TuneResult
 
 _STEPS = 1000
@@ -28,12 +28,12 @@ class MeasuredLoad:
     """What a load test found of the pipeline as it is, with the traffic it was built for."""
 
     highest_per_s: float  # that it can answer; within the promise, where there is one
-    slo: Slo
+    slo: AnySlo
     points: tuple[Point, ...]  # Poisson rates ascending, for the latencies; may be empty
     core_share: float | None  # of the steps' work; None where the server did not tell
 
     @classmethod
-    def of(cls, points: Sequence[Point], rate: RateSearch | None, slo: Slo) -> MeasuredLoad:
+    def of(cls, points: Sequence[Point], rate: RateSearch | None, slo: AnySlo) -> MeasuredLoad:
         """What bench or tune found.
 
         Args:
