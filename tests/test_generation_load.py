@@ -25,6 +25,7 @@ from triptych.errors import UserError
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.slo import GenerationSlo, parse_generation_slo
 from triptych.pipeline.spec import load_spec
+from triptych.report.load_card import figures
 from triptych.report.load_page import page
 from triptych.report.load_write import as_csv
 
@@ -163,6 +164,7 @@ def test_what_was_measured_is_kept_and_shown() -> None:
     assert_finite_drawing(read)
     for wanted in ("Time to first token over tokens a second", "p99 limit 25 ms", "first token"):
         assert wanted in read.text, wanted
+    assert "| 4 clients | 80.0 | 8.00 | 60.0 | 60.0 | 20.0 | 20.0 |" in figures(found)
     text = StringIO()
     print_bench(Console(file=text, width=120), found)
     assert " itl " in text.getvalue()
