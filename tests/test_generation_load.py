@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -14,10 +18,15 @@ from rich.console import Console
 from conftest import write_pipeline
 from load_samples import bench, measurement
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
+from triptych.bench import measure as measuring
+from triptych.bench import perf_analyzer
 from triptych.bench.bench import Price, tokens_of
 from triptych.bench.bottleneck import find_bottleneck
+from triptych.bench.measure import Target
+from triptych.bench.perf_analyzer import LoadError
 from triptych.bench.perf_output import Answer, Export, read_export
 from triptych.bench.points import BenchResult, Load, Point, from_json, to_json
+from triptych.bench.resources import process_name, process_tree
 from triptych.bench.streamed import answer_parts, keeps, streamed_of
 from triptych.bench.verdict import headline, verdict_of
 from triptych.cli.bench_tables import print_bench
@@ -127,6 +136,34 @@ def test_promises_of_the_command_line() -> None:
     for text in ("p99=50ms", "ttft_p99", "ttft_p99=50", "ttft_p99.9=1s", "itl_p99=0ms"):
         with pytest.raises(UserError, match="ttft_p99=500ms"):
             parse_generation_slo([text], None, own)
+
+
+def test_what_a_step_has_started_counts_as_the_step() -> None:
+    sleeper = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    command = [sys.executable, "-c", sleeper, "chat_core_0_0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as step:
+        deadline = time.monotonic() + 30
+        while len(found := process_tree(step.pid)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert {process_name(one, os.getpid()) for one in found} == {"chat_core_0_0"}
+        step.communicate(b"\n")
+
+
+def test_a_window_without_an_answer_is_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def run(*_given: object, window_s: float, **_named: object) -> None:
+        asked.append(window_s)
+        said = "No valid requests recorded" if len(asked) < 3 else "all is lost"
+        raise LoadError("must be measured", said, "", said, is_late=True)
+
+    monkeypatch.setattr(perf_analyzer, "run", run)
+    with pytest.raises(LoadError, match="all is lost"):
+        measuring._run_longer(
+            Target("x", "chat", promise=GenerationSlo()), [], Load("concurrency", 1), 3.0, 900.0
+        )
+    assert asked == [1.0, 2.0, 4.0]
 
 
 def result(*, slow: float = 1.0) -> BenchResult:

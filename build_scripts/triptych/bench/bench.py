@@ -42,8 +42,8 @@ SERVED_BY = ("numpy", "nvidia-pytriton", "onnxruntime", "tokenizers", "tritoncli
 """Packages whose versions decide how fast a pipeline is served here."""
 
 WARM_UP_REQUESTS = 100
-WARM_UP_ANSWERS = 1
-"""Of a pipeline that streams them, and one of each client: they take seconds each."""
+WARM_UP_ANSWERS = 3
+"""Of a pipeline that streams them, and at least one of each client: they take seconds each."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ LONGEST_ANSWERS = 3.0
 """A measurement of streamed answers takes at least so many times the longest of the warm-up: one
 for each window, or a window may see no answer end."""
 
+LONGER = 2
+"""Times that windows of streamed answers are doubled where one of them saw no answer end."""
+
 STREAMS_END_S = 60.0
 """After the windows of streamed answers those under way may take so long, and as long as the
 windows: perf_analyzer waits for ever where a stream ended with an error."""
@@ -87,10 +90,8 @@ def measure(
                     longest_s = max(warmed.export.latencies_us) / 1e6
                     seconds = max(seconds, LONGEST_ANSWERS * longest_s)
                 before = counts.read()
-            if target.promise is not None:
-                timeout_s = min(timeout_s, 2 * seconds + STREAMS_END_S)
             with Watch(target.pid, target.metrics_url) as watch:
-                result = _run(target, requests, load, seconds, timeout_s)
+                result = _run_longer(target, requests, load, seconds, timeout_s)
         except perf_analyzer.LoadError as error:
             return _failed(error, counts, before)
         after = counts.read()
@@ -106,6 +107,30 @@ def measure(
         measured = replace(measured, streamed=streamed, parts=parts)
     span = result.export.boundaries_ns
     return replace(measured, resources=watch.between(span[0], span[-1]))
+
+
+def _run_longer(
+    target: Target,
+    requests: Sequence[perf_analyzer.Request],
+    load: Load,
+    seconds: float,
+    timeout_s: float,
+) -> LoadResult:
+    """As `_run`; of streamed answers, which take seconds, longer where a window saw none end."""
+    if target.promise is None:
+        return _run(target, requests, load, seconds, timeout_s)
+    for _ in range(LONGER):
+        try:
+            return _run(target, requests, load, seconds, min(timeout_s, _most_s(seconds)))
+        except perf_analyzer.LoadError as error:
+            if not error.is_empty:
+                raise
+            seconds *= 2
+    return _run(target, requests, load, seconds, min(timeout_s, _most_s(seconds)))
+
+
+def _most_s(seconds: float) -> float:
+    return 2 * seconds + STREAMS_END_S
 
 
 def _run(

@@ -41,6 +41,7 @@ class LoadError(UserError):
     Attributes:
         errors: the different errors that the server answered with; empty where there was none.
         is_late: whether answers were still missing when the time was over.
+        is_empty: whether a window saw no answer at all: it was too short.
         output: everything that perf_analyzer wrote.
     """
 
@@ -56,6 +57,7 @@ class LoadError(UserError):
     ) -> None:
         self.errors = errors
         self.is_late = is_late
+        self.is_empty = any(sign in output for sign in _NOTHING_ANSWERED)
         self.output = output
         super().__init__("load", rule, given=given, remedy=remedy)
 
