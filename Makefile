@@ -111,7 +111,7 @@ compare: setup  ## Measure fp32 and auto precision against infinity-emb, LitServ
 compare-path: setup  ## What tokenizing, hops and decoding cost around a core like a GPU's (ARGS=--full)
 	$(BIN)/python build_scripts/peers/path.py $(ARGS)
 
-compare-generation: setup setup-generation  ## Text generation beside vLLM's own OpenAI server (ARGS="--clients 8")
+compare-generation: setup setup-generation  ## Text generation beside vLLM's own server and transformers (ARGS="--clients 8")
 	$(BIN)/python build_scripts/peers/generation.py $(ARGS)
 
 compare-tasks: setup  ## Measure every task against transformers' own pipelines

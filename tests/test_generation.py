@@ -21,12 +21,18 @@ from generation_cases import (
     write_pipeline,
     write_tiny_model,
 )
+from triptych.bench import measure as measuring
+from triptych.bench.bench import Bench
+from triptych.bench.measure import STREAM_ERROR
+from triptych.bench.points import Load
 from triptych.container.lock_check import check_repository
 from triptych.errors import UserError
+from triptych.generation.bench import bench_generation
 from triptych.generation.build import build_generation
 from triptych.generation.inputs import read_generation
 from triptych.lint.checks import run_checks
 from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.pipeline.slo import GenerationSlo
 from triptych.repository.lock import read_lock
 from triptych.server.server import Server
 
@@ -93,7 +99,7 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     assert run_checks(repository) == []
     assert check_repository(repository, None) == []
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
-    with pytest.raises(UserError, match="can be built, linted, served, asked"):
+    with pytest.raises(UserError, match="must be one that this verb knows"):
         read_lock(repository, "quick")
     assert lock["spec"]["core"]["backend"] == "scripted"
     assert lock["gate"] is None
@@ -201,6 +207,37 @@ def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams)
 def test_the_example_is_one(tmp_path: Path) -> None:
     spec = load_generation_spec(ROOT / "pipelines/chat")
     assert (spec.core.backend, spec.core.precision) == ("vllm", "fp32")
+
+
+def test_bench_measures_every_response(
+    server: Server, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two places, 20 ms a token, answers of 8: four clients wait a whole answer for a place."""
+    folder = repository.with_name("slow")
+    lines = [{"text_input": text, "sampling_parameters": {"max_tokens": 8}} for text in TEXTS]
+    (folder / "traffic.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    inputs = read_generation(load_generation_spec(folder), silent)
+    loads = (Load("concurrency", 2.0), Load("concurrency", 4.0), Load("constant", 60.0))
+    bench = Bench(loads=loads, rounds=1, seconds=1.2, slo=GenerationSlo(ttft_p99="120ms"))
+    monkeypatch.setattr(measuring, "STREAMS_END_S", 1.0)
+
+    result = bench_generation(
+        inputs, repository, bench, silent, url=server.grpc_url, metrics_url=server.metrics_url
+    )
+
+    two, four, refused = (point.typical for point in result.points)
+    for one in (two, four):
+        assert one.streamed is not None
+        assert one.streamed.tokens == 8 * one.requests
+        assert (one.streamed.ttft.samples, one.streamed.itl.samples) == (
+            one.requests,
+            7 * one.requests,
+        )
+        assert 15_000 < one.streamed.itl.p50_us < one.p50_us / 7
+        assert 40 < one.streamed.tokens_per_s < 120
+    assert four.latencies_us["ttft_p50"] > 130_000 > 2 * two.latencies_us["ttft_p50"]
+    assert two.goodput_per_s > 2 * four.goodput_per_s
+    assert list(refused.errors) == [STREAM_ERROR]
 
 
 def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow: Streams) -> None:

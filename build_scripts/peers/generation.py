@@ -1,7 +1,9 @@
-"""Text generation beside vLLM's own OpenAI server: the same build, settings, model and prompts.
+"""Text generation beside vLLM's own OpenAI server, and transformers' `generate`, one by one.
 
-Both servers run from the beginning, and each load goes to one after the other, in rounds. Both are
-asked by asyncio clients of this process: the ensemble over gRPC, the other over HTTP.
+All have the same model, precision and prompts, both servers the same build of vLLM and settings.
+All run from the beginning, and each load goes to one after the other, in rounds. They are asked by
+asyncio clients of this process: the ensemble over gRPC, vLLM's server over HTTP, transformers
+through a pipe, where a client waits for those before it.
 
 Usage: ``.venv/bin/python build_scripts/peers/generation.py [--clients 1 8 32] [--rounds 3]``, after
 ``make setup-generation``.
@@ -15,22 +17,23 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import aiohttp
 
 from peers.model import CACHE
 from triptych.bench.child_process import ChildProcess
+from triptych.bench.resources import process_tree
 from triptych.client import AsyncClient
 from triptych.generation.build import build_generation
 from triptych.generation.environment import environment_python
-from triptych.generation.inputs import GenerationInputs, read_generation
+from triptych.generation.inputs import GenerationInputs, Prompt, read_generation
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.runtime.engine_vllm import DTYPES, PRIVATE
 from triptych.server.http_probe import answers
@@ -41,10 +44,21 @@ PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
 TOKENS = 32
 _HOST = "127.0.0.1"
 _LOAD_S = 900.0
-Messages = Sequence[Mapping[str, str]]
+ENSEMBLE, VLLM, TRANSFORMERS = "ensemble", "vLLM's server", "transformers"
+MANY, MORE = 8, 32
+"""Clients at which the contenders are held against each other, and up to which nothing may fall."""
+
 Chunks = AsyncIterator[int]
 """New tokens, chunk by chunk."""
-Ask = Callable[[Messages], Chunks]
+Ask = Callable[[Prompt], Chunks]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How it is asked, and the process whose tree does the work."""
+
+    ask: Ask
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,7 @@ class Timing:
         tokens_per_s: of all answers together.
         first_ms: from a request to its first token.
         gap_ms: between two chunks of a request.
+        core_ms: processor time of the contender for a token, in milliseconds of a core.
     """
 
     server: str
@@ -63,41 +78,51 @@ class Timing:
     tokens_per_s: float
     first_ms: float
     gap_ms: float
+    core_ms: float
 
 
 def main() -> int:
     """Build, start both, measure in rounds, print and write."""
     options = _parse()
     inputs = read_generation(load_generation_spec(PIPELINE), _say)
-    prompts = [prompt.messages for prompt in inputs.prompts if prompt.messages is not None]
+    prompts = [prompt for prompt in inputs.prompts if prompt.messages is not None]
     repository = CACHE / "generation"
     build_generation(inputs, repository, _say)
     found: list[Timing] = []
     with ExitStack() as stack:
         ensemble = stack.enter_context(_ensemble(repository))
-        peer = stack.enter_context(_vllm_server(inputs))
+        peer, peer_pid = stack.enter_context(_vllm_server(inputs))
 
         async def measure() -> None:
             async with (
-                AsyncClient(inputs.spec.name, ensemble, timeout_s=_LOAD_S) as client,
+                AsyncClient(inputs.spec.name, ensemble.grpc_url, timeout_s=_LOAD_S) as client,
                 aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+                _transformers(inputs) as (one_by_one, turn),
             ):
-                asks: dict[str, Ask] = {
-                    "ensemble": lambda messages: _ask_ensemble(client, messages),
-                    "vLLM's server": lambda messages: _ask_openai(session, peer, messages),
+                contenders = {
+                    ENSEMBLE: Contender(partial(_ask_ensemble, client), ensemble.pid),
+                    VLLM: Contender(partial(_ask_openai, session, peer), peer_pid),
+                    TRANSFORMERS: Contender(
+                        partial(_ask_transformers, one_by_one, turn), one_by_one.pid
+                    ),
                 }
-                for ask in asks.values():
-                    await _load(ask, prompts, clients=1, requests=2)
+                for one in contenders.values():
+                    await _load(one.ask, prompts, clients=1, requests=2)
                 for number in range(options.rounds):
                     for clients in options.clients:
-                        names = list(asks) if number % 2 == 0 else [*reversed(asks)]
+                        names = list(contenders) if number % 2 == 0 else [*reversed(contenders)]
                         for name in names:
-                            timing = await _timed(name, asks[name], prompts, clients, options)
-                            found.append(timing)
-                            _say("round", f"{number + 1}: {timing}")
+                            # One by one, more clients only wait longer.
+                            if name != TRANSFORMERS or clients == MANY:
+                                timing = await _timed(
+                                    name, contenders[name], prompts, clients, options
+                                )
+                                found.append(timing)
+                                _say("round", f"{number + 1}: {timing}")
 
         asyncio.run(measure())
     print(_table(found))
+    print(_said(found))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
     return 0
@@ -113,19 +138,19 @@ def _parse() -> argparse.Namespace:
 
 
 @contextmanager
-def _ensemble(repository: Path) -> Iterator[str]:
+def _ensemble(repository: Path) -> Iterator[Server]:
     server = Server(repository)
     try:
         server.start()
         server.wait_ready(timeout_s=_LOAD_S)
-        yield server.grpc_url
+        yield server
     finally:
         server.stop()
 
 
 @contextmanager
-def _vllm_server(inputs: GenerationInputs) -> Iterator[str]:
-    """VLLM's OpenAI server with what the pipeline's core asks of its engine; its address."""
+def _vllm_server(inputs: GenerationInputs) -> Iterator[tuple[str, int]]:
+    """VLLM's OpenAI server with what the core asks of its engine; its address and process."""
     core = inputs.spec.core
     port = claim_ports(_HOST, {"port": 0})["port"]
     command = [
@@ -148,20 +173,56 @@ def _vllm_server(inputs: GenerationInputs) -> Iterator[str]:
                 if process.has_ended or time.monotonic() > end:
                     raise SystemExit(f"vLLM's server did not start:\n{log.read_text()[-3000:]}")
                 time.sleep(0.5)
-            yield f"http://{_HOST}:{port}/v1/chat/completions"
+            yield f"http://{_HOST}:{port}/v1/chat/completions", process.pid
         finally:
             process.end(20.0)
 
 
-async def _ask_ensemble(client: AsyncClient, messages: Messages) -> Chunks:
+@asynccontextmanager
+async def _transformers(
+    inputs: GenerationInputs,
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.Lock]]:
+    """The process, ready, and the lock of who asks it."""
+    worker = Path(__file__).with_name("generation_transformers.py")
+    process = await asyncio.create_subprocess_exec(
+        str(environment_python()),
+        str(worker),
+        str(inputs.weights),
+        str(TOKENS),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        if process.stdout is None or not await process.stdout.readline():
+            raise SystemExit("transformers did not start")
+        yield process, asyncio.Lock()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _ask_ensemble(client: AsyncClient, prompt: Prompt) -> Chunks:
+    messages = prompt.messages or []
     async for chunk in client.chat(messages, max_tokens=TOKENS, temperature=0.0):
         yield len(chunk.token_ids)
 
 
-async def _ask_openai(session: aiohttp.ClientSession, url: str, messages: Messages) -> Chunks:
+async def _ask_transformers(
+    process: asyncio.subprocess.Process, turn: asyncio.Lock, prompt: Prompt
+) -> Chunks:
+    async with turn:
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("there is no pipe to transformers")
+        process.stdin.write(f"{json.dumps(prompt.ids)}\n".encode())
+        while (await process.stdout.readline()).strip():
+            yield 1
+
+
+async def _ask_openai(session: aiohttp.ClientSession, url: str, prompt: Prompt) -> Chunks:
     body = {
         "model": PIPELINE.name,
-        "messages": list(messages),
+        "messages": prompt.messages,
         "max_tokens": TOKENS,
         "temperature": 0,
         "stream": True,
@@ -180,14 +241,14 @@ async def _ask_openai(session: aiohttp.ClientSession, url: str, messages: Messag
 
 async def _timed(
     name: str,
-    ask: Ask,
-    prompts: Sequence[Messages],
+    contender: Contender,
+    prompts: Sequence[Prompt],
     clients: int,
     options: argparse.Namespace,
 ) -> Timing:
-    began = time.perf_counter()
-    seen = await _load(ask, prompts, clients=clients, requests=options.requests)
-    took = time.perf_counter() - began
+    began, worked = time.perf_counter(), _cpu_s(contender.pid)
+    seen = await _load(contender.ask, prompts, clients=clients, requests=options.requests)
+    took, worked = time.perf_counter() - began, _cpu_s(contender.pid) - worked
     tokens = sum(tokens for one in seen for _, tokens in one)
     times = [[at for at, tokens in one if tokens] for one in seen]
     gaps = [after - before for one in times for before, after in pairwise(one)]
@@ -198,11 +259,18 @@ async def _timed(
         round(tokens / took, 2),
         round(1e3 * median(one[0] for one in times), 1),
         round(1e3 * median(gaps), 2),
+        round(1e3 * worked / tokens, 1),
     )
 
 
+def _cpu_s(pid: int) -> float:
+    """Seconds of processor time that a process and all below it have taken."""
+    times = [process.cpu_times() for process in process_tree(pid)]
+    return sum(one.user + one.system for one in times)
+
+
 async def _load(
-    ask: Ask, prompts: Sequence[Messages], *, clients: int, requests: int
+    ask: Ask, prompts: Sequence[Prompt], *, clients: int, requests: int
 ) -> list[list[tuple[float, int]]]:
     """Of each request its chunks: seconds since it was sent, and tokens."""
 
@@ -219,17 +287,41 @@ async def _load(
 
 
 def _table(found: Sequence[Timing]) -> str:
-    head = ["clients", "server", "tokens/s", "first token, ms", "between chunks, ms"]
+    head = ["clients", "server", "tokens/s", "first token, ms", "between chunks, ms", "core-ms"]
     lines = [head, ["---"] * len(head)]
     for clients in sorted({one.clients for one in found}):
         for name in sorted({one.server for one in found}):
-            own = [one for one in found if (one.clients, one.server) == (clients, name)]
-            values: list[Any] = [
-                median(getattr(one, field) for one in own)
-                for field in ("tokens_per_s", "first_ms", "gap_ms")
-            ]
-            lines.append([str(clients), name, *(f"{value:.1f}" for value in values)])
+            fields = ("tokens_per_s", "first_ms", "gap_ms", "core_ms")
+            values = [_typical(found, name, clients, field) for field in fields]
+            if None not in values:
+                lines.append([str(clients), name, *(f"{value:.1f}" for value in values)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _said(found: Sequence[Timing]) -> str:
+    """What the project wants of these figures, and whether it is so."""
+    rate = partial(_typical, found, field="tokens_per_s")
+    lines = []
+    for what, figure, base, least in (
+        (f"{MORE} clients by {MANY}", rate(ENSEMBLE, MORE), rate(ENSEMBLE, MANY), 1.0),
+        (f"vLLM's server, {MANY} clients", rate(ENSEMBLE, MANY), rate(VLLM, MANY), 0.93),
+        (f"transformers, {MANY} clients", rate(ENSEMBLE, MANY), rate(TRANSFORMERS, MANY), 3.0),
+    ):
+        if figure and base:
+            word = "met" if figure / base >= least else "missed"
+            lines.append(f"tokens/s by {what}: {figure / base:.2f}, at least {least}: {word}")
+    for field, most in (("first_ms", 15.0), ("gap_ms", 2.0)):
+        ours, theirs = (_typical(found, name, MANY, field) for name in (ENSEMBLE, VLLM))
+        if ours is not None and theirs is not None:
+            word = "met" if ours - theirs <= most else "missed"
+            lines.append(f"{field} at {MANY}: {ours - theirs:+.1f}, at most +{most:g}: {word}")
+    return "\n".join(lines)
+
+
+def _typical(found: Sequence[Timing], server: str, clients: int, field: str) -> float | None:
+    """Median of the rounds; None where there is none."""
+    own = [getattr(one, field) for one in found if (one.server, one.clients) == (server, clients)]
+    return median(own) if own else None
 
 
 def _say(stage: str, line: str) -> None:

@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -18,7 +17,7 @@ from triptych.bench.baselines import ALL, Baselines
 from triptych.bench.bottleneck import find_bottleneck
 from triptych.bench.cost import cost_of
 from triptych.bench.measure import Target, measure
-from triptych.bench.perf_analyzer import Distribution
+from triptych.bench.perf_analyzer import Distribution, Request
 from triptych.bench.points import (
     BenchResult,
     Cost,
@@ -32,10 +31,10 @@ from triptych.bench.rates import highest_rate
 from triptych.cache import versions_of
 from triptych.client.address import check_single
 from triptych.errors import Progress, UserError
-from triptych.pipeline.slo import Slo
+from triptych.pipeline.slo import AnySlo, GenerationSlo, Slo
 from triptych.repository.lock import build_id, find_lock
 from triptych.requests.inputs import PipelineInputs
-from triptych.server.endpoint import served
+from triptych.server.endpoint import check_built, served
 from triptych.server.processor import processor
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32)
@@ -43,6 +42,8 @@ SERVED_BY = ("numpy", "nvidia-pytriton", "onnxruntime", "tokenizers", "tritoncli
 """Packages whose versions decide how fast a pipeline is served here."""
 
 WARM_UP_REQUESTS = 100
+WARM_UP_ANSWERS = 3
+"""Of a pipeline that streams them, and at least one of each client: they take seconds each."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,17 @@ class Price:
     peak_per_s: float | None = None
     headroom: float = 0.3
 
-    def cost(self, rate_per_s: float) -> Cost | None:
-        """At the rate that a device sustains; None where it sustains none."""
-        return cost_of(rate_per_s, **vars(self)) if rate_per_s > 0 else None
+    def cost(self, rate_per_s: float, tokens: float | None = None) -> Cost | None:
+        """At the rate that a device sustains; None where it sustains none.
+
+        Args:
+            rate_per_s: requests a second.
+            tokens: that an answer has in the mean; None of a pipeline that generates none.
+        """
+        if rate_per_s <= 0:
+            return None
+        per_s = None if tokens is None else tokens * rate_per_s
+        return cost_of(rate_per_s, **vars(self), tokens_per_s=per_s)
 
 
 def price_of(
@@ -97,7 +106,7 @@ class Bench:
     rounds: int = 3
     seconds: float = 3.0  # of each measurement
     budget_s: float = 600.0  # no round is begun that would end later; the first one always is run
-    slo: Slo = field(default_factory=Slo)
+    slo: AnySlo = field(default_factory=Slo)
     find_rate: bool = False  # search the highest Poisson rate that holds the latencies of `slo` too
     baselines: bool = False  # measure what one would have instead, too
     price: Price | None = None
@@ -129,43 +138,96 @@ def bench_pipeline(
     if url is not None:
         check_single(url, "measure it")
     inputs = inputs.as_built(repository)
-    name = inputs.plan.spec.name
+    if url is None:
+        check_built(repository, inputs.plan.spec.name)
+    core = repository / inputs.plan.step("core") / "1" / "model.onnx"
+    names = ALL if bench.baselines else ()
+    subject = subject_of(inputs, repository, server=server_of(url))
+    with Baselines(inputs, core, names=names, progress=progress) as baselines:
+        return bench_requests(
+            subject,
+            inputs.traffic,
+            repository,
+            bench,
+            progress,
+            url=url,
+            metrics_url=metrics_url,
+            baselines=baselines,
+        )
+
+
+def server_of(url: str | None) -> str:
+    """What a result calls the server: its address, or that it is one's own."""
+    return "embedded" if url is None else url
+
+
+def bench_requests(
+    subject: Subject,
+    requests: Sequence[Request],
+    repository: Path,
+    bench: Bench,
+    progress: Progress,
+    *,
+    url: str | None = None,
+    metrics_url: str | None = None,
+    baselines: Baselines | None = None,
+) -> BenchResult:
+    """Measure a pipeline of any kind.
+
+    Args:
+        subject: what is measured; its build is found here.
+        requests: sent in turn.
+        repository: see `bench_pipeline`, as for the other arguments.
+        bench: of a promise of the kind `GenerationSlo` the answers are streamed.
+        progress: told each measurement.
+        url: of a server's gRPC endpoint.
+        metrics_url: of its metrics page.
+        baselines: measured in the same rounds.
+
+    Raises:
+        UserError: see `bench_pipeline`.
+    """
+    name = subject.pipeline
     # What a server elsewhere has loaded may be of another build.
     build = build_id(repository, name) if url is None else ""
-    with ExitStack() as stack:
-        endpoint = stack.enter_context(
-            served(repository, name, url, progress, metrics_url=metrics_url)
-        )
-        core = repository / inputs.plan.step("core") / "1" / "model.onnx"
-        names = ALL if bench.baselines else ()
-        baselines = stack.enter_context(Baselines(inputs, core, names=names, progress=progress))
-        target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
-        points, others = _points(inputs, target, bench, baselines, progress)
+    with served(repository, name, url, progress, metrics_url=metrics_url) as endpoint:
+        promise = bench.slo if isinstance(bench.slo, GenerationSlo) else None
+        target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid, promise)
+        points, others = _points(target, requests, bench, baselines, progress)
         rate = None
         if bench.find_rate and bench.slo.limits_us:
             rate = highest_rate(
                 target,
-                inputs.traffic,
+                requests,
                 bench.slo,
                 start_per_s=0.5 * max(point.median("throughput_per_s") for point in points),
                 seconds=bench.seconds,
                 budget_s=bench.budget_s / 2,
                 progress=progress,
             )
-    subject = subject_of(inputs, repository, server="embedded" if url is None else url)
+    cost = None
+    if bench.price is not None:
+        cost = bench.price.cost(sustained(points, bench.slo, rate), tokens_of(points))
     return BenchResult(
         subject=replace(subject, build=build),
         points=points,
         baselines=others,
         slo=bench.slo,
         rate=rate,
-        cost=bench.price.cost(sustained(points, bench.slo, rate)) if bench.price else None,
-        not_runnable=dict(baselines.not_runnable),
+        cost=cost,
+        not_runnable={} if baselines is None else dict(baselines.not_runnable),
         load_s=endpoint.load_s,
     )
 
 
-def sustained(points: Sequence[Point], slo: Slo, rate: RateSearch | None) -> float:
+def tokens_of(points: Sequence[Point]) -> float | None:
+    """Tokens of an answer in the mean; None of a pipeline that generates none."""
+    rounds = [one for point in points for one in point.rounds if one.streamed is not None]
+    answers = sum(one.requests for one in rounds)
+    return sum(one.streamed.tokens for one in rounds if one.streamed) / answers if answers else None
+
+
+def sustained(points: Sequence[Point], slo: AnySlo, rate: RateSearch | None) -> float:
     """Requests a second that one server sustains with its latencies as promised; 0 for none."""
     if rate is not None:
         return rate.highest_per_s
@@ -174,24 +236,27 @@ def sustained(points: Sequence[Point], slo: Slo, rate: RateSearch | None) -> flo
 
 
 def _points(
-    inputs: PipelineInputs,
     target: Target,
+    requests: Sequence[Request],
     bench: Bench,
-    baselines: Baselines,
+    baselines: Baselines | None,
     progress: Progress,
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     """The pipeline's points and the baselines', every one measured once a round."""
     turns: list[tuple[str, Load]] = [(target.pipeline, load) for load in bench.loads]
-    turns += [(name, baselines.load_of(name)) for name in baselines.names]
+    if baselines is not None:
+        turns += [(name, baselines.load_of(name)) for name in baselines.names]
     found: dict[tuple[str, Load], list[Measurement]] = {turn: [] for turn in turns}
     for number, order in _rounds(turns, bench):
         for contender, load in order:
             if contender == target.pipeline:
-                warm = WARM_UP_REQUESTS if not found[contender, load] else 0
-                one = measure(
-                    target, inputs.traffic, load, seconds=bench.seconds, warmup_requests=warm
-                )
-            elif contender in baselines.names:
+                earlier = found[contender, load]
+                seconds = bench.seconds
+                if earlier and target.promise is not None:  # the warm-up may have made it longer
+                    seconds = max(seconds, earlier[0].seconds)
+                warm = 0 if earlier else WARM_UP_ANSWERS if target.promise else WARM_UP_REQUESTS
+                one = measure(target, requests, load, seconds=seconds, warmup_requests=warm)
+            elif baselines is not None and contender in baselines.names:
                 try:
                     one = baselines.measure(contender, bench.seconds)
                 except UserError as error:  # it ended, and is among those that do not run

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from triptych.bench.points import Bottleneck, Load, Measurement, Resources, StepUse
+from triptych.bench.points import Bottleneck, Load, Measurement, Resources, StepUse, Streamed
 
 BUSY = 0.85
 """Share of the time from which cores or a GPU count as full."""
@@ -42,6 +42,8 @@ def find_bottleneck(measurement: Measurement, load: Load) -> Bottleneck:
     """
     if not measurement.requests or not measurement.steps:
         return Bottleneck("none", "", "Nothing was answered, so nothing is known.", "")
+    if measurement.streamed is not None:
+        return _client(measurement, load) or _generating(measurement, measurement.streamed)
     return (
         _queue_delay(measurement)
         or _client(measurement, load)
@@ -178,6 +180,29 @@ def _compute(step: StepUse, words: str, measurement: Measurement) -> Bottleneck:
         f" {measurement.mean_us / 1e3:.1f} ms.",
         remedy,
     )
+
+
+def _generating(measurement: Measurement, streamed: Streamed) -> Bottleneck:
+    """Of streamed answers the server counts only that a step was asked: the machine tells."""
+    seen = measurement.resources
+    words = (
+        f"the first token takes {streamed.ttft.mean_us / 1e3:.1f} ms in the mean, the next ones"
+        f" {streamed.itl.mean_us / 1e3:.1f} ms each."
+    )
+    if seen is not None and (full := [one for one in seen.gpus if one.utilization >= BUSY]):
+        says = f"The GPU is busy {_percent(full[0].utilization)} of the time; {words}"
+    elif seen is not None and seen.machine_cpu is not None and not _has_room(measurement):
+        by_process = {process.name: process.cpu_cores for process in seen.processes}
+        core = by_process.get(_core(measurement.steps).model, 0.0)
+        others = max(0.0, seen.machine_cpu * seen.cores - sum(by_process.values()))
+        says = (
+            f"{_percent(seen.machine_cpu)} of the {seen.cores} cores is taken, {core:.1f} cores by"
+            f" core, {max(0.0, others - seen.client_cpu_cores):.1f} by other programs; {words}"
+        )
+    else:
+        return Bottleneck("none", "", f"Nothing is full: {words}", "More load would find the limit")
+    remedy = "Try core.precision, core.max_sequences or shorter answers, or add another machine"
+    return Bottleneck("compute", "core", says, remedy)
 
 
 def _nothing(measurement: Measurement) -> Bottleneck:

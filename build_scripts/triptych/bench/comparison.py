@@ -115,6 +115,13 @@ def _changes(before: Point, after: Point) -> tuple[Change, ...]:
         ("p50 ms", lambda one: one.p50_us / 1e3, "lower"),
         ("p99 ms", lambda one: one.p99_us / 1e3, "lower"),
     ]
+    if before.streamed and after.streamed:
+        figures += [
+            ("tokens/s", lambda one: one.tokens_per_s, "higher"),
+            ("goodput/s", lambda one: one.goodput_per_s, "higher"),
+            ("first token p99 ms", lambda one: one.latencies_us.get("ttft_p99", 0) / 1e3, "lower"),
+            ("inter-token p99 ms", lambda one: one.latencies_us.get("itl_p99", 0) / 1e3, "lower"),
+        ]
     if before.errors or after.errors:
         figures.append(("errors %", _failed, "lower"))
     found = [

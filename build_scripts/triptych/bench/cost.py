@@ -20,6 +20,7 @@ def cost_of(
     daily_requests: float | None = None,
     peak_per_s: float | None = None,
     headroom: float = 0.3,
+    tokens_per_s: float | None = None,
 ) -> Cost:
     """What a device that sustains `rate_per_s` makes of a price.
 
@@ -36,6 +37,7 @@ def cost_of(
         daily_requests: requests a day; without it there is no cost of a month.
         peak_per_s: most requests a second; without it machines are not told.
         headroom: share of each machine's rate that is kept free, 0 up to 1.
+        tokens_per_s: generated at that rate; without it there is no cost of tokens.
 
     Raises:
         UserError: a number that no device or load can have.
@@ -72,6 +74,7 @@ def cost_of(
         daily_requests=daily_requests,
         peak_per_s=peak_per_s,
         headroom=headroom,
+        per_million_tokens=price_per_hour / 3600 / tokens_per_s * 1e6 if tokens_per_s else None,
     )
 
 

@@ -11,11 +11,25 @@ from triptych.bench.perf_output import Export, LoadResult, check_stability, hist
 from triptych.bench.points import Load, Measurement, Part, StepUse
 from triptych.bench.resources import Watch
 from triptych.bench.statistics import Counts, ServedStep, ServerCounts, step_use
+from triptych.bench.streamed import answer_parts, streamed_of
 from triptych.errors import UserError
+from triptych.pipeline.slo import GenerationSlo
 
 WINDOWS = 3
 WARM_UP_CLIENTS = 8
 NO_ANSWER = "no answer in time"
+STREAM_ERROR = "refused or failed: the server counted it, its log may say why"
+LONGEST_ANSWERS = 3.0
+"""A measurement of streamed answers takes at least so many times the longest of the warm-up: one
+for each window, or a window may see no answer end."""
+
+LONGER = 2
+"""Times that windows of streamed answers are doubled where one of them saw no answer end."""
+
+STREAMS_END_S = 60.0
+"""After the windows of streamed answers those under way may take so long, and as long as the
+windows: perf_analyzer waits for ever where a stream ended with an error."""
+
 _LONGEST_KIND = 160
 _STRANGERS = 1.2
 """Requests that the server may have answered for each one that was sent, before it is said."""
@@ -27,6 +41,7 @@ class Target:
     pipeline: str  # an ensemble, or a model by itself
     metrics_url: str | None = None  # the whole address of the metrics page: tells of GPUs
     pid: int | None = None  # of tritonserver, where it runs on this machine
+    promise: GenerationSlo | None = None  # of one that streams its answers, which goodput keeps
 
 
 def measure(
@@ -45,7 +60,7 @@ def measure(
         requests: sent in turn, over and over.
         load: what is offered: clients, or a rate.
         seconds: of all windows together; perf_analyzer stretches them by up to a fifth of a second
-            each.
+            each. A warm-up of streamed answers may show that they need longer.
         warmup_requests: sent before, by a few clients in a closed loop, and not counted.
         timeout_s: for each of warm-up and load. Where it runs out, `errors` say so.
 
@@ -61,17 +76,22 @@ def measure(
         try:
             if warmup_requests:
                 clients = round(load.value) if load.kind == "concurrency" else WARM_UP_CLIENTS
-                perf_analyzer.run(
+                warmed = perf_analyzer.run(
                     target.grpc_url,
                     target.pipeline,
                     requests,
                     concurrency=clients,
                     request_count=max(warmup_requests, clients),
                     timeout_s=timeout_s,
+                    exports=target.promise is not None,
+                    streaming=target.promise is not None,
                 )
+                if warmed.export is not None:
+                    longest_s = max(warmed.export.latencies_us) / 1e6
+                    seconds = max(seconds, LONGEST_ANSWERS * longest_s)
                 before = counts.read()
             with Watch(target.pid, target.metrics_url) as watch:
-                result = _run(target, requests, load, seconds, timeout_s)
+                result = _run_longer(target, requests, load, seconds, timeout_s)
         except perf_analyzer.LoadError as error:
             return _failed(error, counts, before)
         after = counts.read()
@@ -81,8 +101,36 @@ def measure(
     if result.export is None:
         raise RuntimeError("perf_analyzer answered requests, and exported none")
     measured = _measured(result, result.export, did, counts.steps, target.pipeline)
+    if target.promise is not None:
+        streamed = streamed_of(result.export, target.promise)
+        parts = answer_parts(measured.mean_us, streamed)
+        measured = replace(measured, streamed=streamed, parts=parts)
     span = result.export.boundaries_ns
     return replace(measured, resources=watch.between(span[0], span[-1]))
+
+
+def _run_longer(
+    target: Target,
+    requests: Sequence[perf_analyzer.Request],
+    load: Load,
+    seconds: float,
+    timeout_s: float,
+) -> LoadResult:
+    """As `_run`; of streamed answers, which take seconds, longer where a window saw none end."""
+    if target.promise is None:
+        return _run(target, requests, load, seconds, timeout_s)
+    for _ in range(LONGER):
+        try:
+            return _run(target, requests, load, seconds, min(timeout_s, _most_s(seconds)))
+        except perf_analyzer.LoadError as error:
+            if not error.is_empty:
+                raise
+            seconds *= 2
+    return _run(target, requests, load, seconds, min(timeout_s, _most_s(seconds)))
+
+
+def _most_s(seconds: float) -> float:
+    return 2 * seconds + STREAMS_END_S
 
 
 def _run(
@@ -106,6 +154,7 @@ def _run(
         window_s=seconds / WINDOWS,
         timeout_s=timeout_s,
         exports=True,
+        streaming=target.promise is not None,
     )
 
 
@@ -157,7 +206,8 @@ def _failed(
         raise error
     did = {model: now - before[model] for model, now in counts.read().items()}
     failures = max(counted.statistics.failures for counted in did.values())
-    kinds = list(dict.fromkeys(error_kind(one) for one in error.errors)) or [NO_ANSWER]
+    missing = STREAM_ERROR if failures and error.is_late else NO_ANSWER
+    kinds = list(dict.fromkeys(error_kind(one) for one in error.errors)) or [missing]
     errors = dict.fromkeys(kinds, 1)
     # The server does not tell its errors apart: what is left goes to the first that was seen.
     errors[kinds[0]] += max(0, failures - len(kinds))

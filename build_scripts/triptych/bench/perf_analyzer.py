@@ -41,6 +41,7 @@ class LoadError(UserError):
     Attributes:
         errors: the different errors that the server answered with; empty where there was none.
         is_late: whether answers were still missing when the time was over.
+        is_empty: whether a window saw no answer at all: it was too short.
         output: everything that perf_analyzer wrote.
     """
 
@@ -56,6 +57,7 @@ class LoadError(UserError):
     ) -> None:
         self.errors = errors
         self.is_late = is_late
+        self.is_empty = any(sign in output for sign in _NOTHING_ANSWERED)
         self.output = output
         super().__init__("load", rule, given=given, remedy=remedy)
 
@@ -74,6 +76,7 @@ def run(
     warmup_requests: int = 0,
     timeout_s: float = 900.0,
     exports: bool = False,
+    streaming: bool = False,
     http_path: str | None = None,
     batch_size: int = 1,
 ) -> LoadResult:
@@ -100,6 +103,8 @@ def run(
             that carries them has all inputs and outputs too (8 KiB a request with 384 numbers,
             0.3 MiB with an image of 100 kB): nothing in it can be switched off, and perf_analyzer
             takes some 10 s a GB to write it, but after the last window. It is removed at once.
+        streaming: each request is a stream of responses; perf_analyzer's own latencies are then
+            those of the first one.
         http_path: post to this path of another kind of server instead; each request is then the
             JSON text of a body.
         batch_size: join so many of `requests` to one, as its rows; throughputs are of rows then.
@@ -126,6 +131,7 @@ def run(
             *("-m", model, "-u", url, *service, f"--input-data={data}", f"-b{batch_size}"),
             *_load_arguments(concurrency, request_rate_per_s, distribution, burst, scratch),
             # Its threads share the cores with the server where both run on one machine.
+            *(["--streaming"] if streaming else []),
             *("--async", f"--max-threads={max(1, (os.cpu_count() or 2) // 2)}"),
             *("-v", f"--percentile={PERCENTILE}", f"--stability-percentage={_ANY_SPREAD}"),
         ]
@@ -144,7 +150,7 @@ def run(
             model=model,
             concurrency=concurrency,
             request_rate_per_s=request_rate_per_s,
-            export=read_export(times) if exports else None,
+            export=read_export(times, streaming=streaming) if exports else None,
         )
 
 

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 PERCENTILE = 99
@@ -24,6 +25,8 @@ BIN_GROWTH = 1.1
 # Inside a string of the export every quote is escaped, so these are its own fields.
 _INPUTS = b',"request_inputs":'
 _ANSWERED = b'"response_timestamps":['
+_NEW_TOKENS = re.compile(rb'"num_output_tokens":(\d+)')
+_FINISH = re.compile(rb'"finish_reason":"(\w*)"')
 _BOUNDARIES = b'"window_boundaries":['
 _DIGITS = 24
 _DELAYED = re.compile(r"[\d.]+% of the requests were delayed")
@@ -38,12 +41,37 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """A streamed answer: when it was asked for, and when each of its responses brought tokens."""
+
+    sent_ns: int
+    arrived_ns: tuple[int, ...]
+    tokens: int
+
+    @property
+    def ttft_us(self) -> float:
+        """From the request to its first token."""
+        return (self.arrived_ns[0] - self.sent_ns) / 1000
+
+    @property
+    def itl_us(self) -> list[float]:
+        """Between two responses, each."""
+        return [(after - before) / 1000 for before, after in pairwise(self.arrived_ns)]
+
+    @property
+    def e2e_us(self) -> float:
+        """From the request to its last token."""
+        return (self.arrived_ns[-1] - self.sent_ns) / 1000
+
+
+@dataclass(frozen=True)
 class Export:
     """The requests answered within the windows, each by its own times."""
 
     boundaries_ns: tuple[int, ...]  # start of each window and end of the last, since the epoch
     answered_ns: tuple[int, ...]  # when each request was answered, ascending
     latencies_us: tuple[float, ...]  # of these requests, in the same order
+    answers: tuple[Answer, ...] = ()  # of a pipeline that generates text: the same requests
 
     @property
     def seconds(self) -> float:
@@ -59,8 +87,7 @@ class Export:
 
     def percentiles_us(self, *percents: float) -> list[float]:
         """One latency for each of `percents`: the request closest to that rank."""
-        ranked = sorted(self.latencies_us)
-        return [ranked[int(percent / 100 * (len(ranked) - 1) + 0.5)] for percent in percents]
+        return percentiles(self.latencies_us, *percents)
 
     def windows(self) -> tuple[Window, ...]:
         """Each window by itself; one in which nothing was answered has a throughput of 0."""
@@ -71,6 +98,12 @@ class Export:
             latency = part.percentiles_us(PERCENTILE)[0] if last > first else 0.0
             found.append(Window((last - first) / ((end - start) / 1e9), latency))
         return tuple(found)
+
+
+def percentiles(values: Sequence[float], *percents: float) -> list[float]:
+    """One of `values` for each of `percents`: the one closest to that rank."""
+    ranked = sorted(values)
+    return [ranked[int(percent / 100 * (len(ranked) - 1) + 0.5)] for percent in percents]
 
 
 def histogram_of(latencies_us: Sequence[float]) -> dict[float, int]:
@@ -104,7 +137,7 @@ class LoadResult:
         return plain
 
 
-def read_export(path: Path) -> Export | None:
+def read_export(path: Path, *, streaming: bool = False) -> Export | None:
     """The times in a file of ``--profile-export-file``; None where no request was answered.
 
     The file also holds every input and output, byte for byte, and need not be valid JSON: only the
@@ -113,7 +146,11 @@ def read_export(path: Path) -> Export | None:
     if not path.stat().st_size:
         return None
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        times = sorted(_read_times(text))
+        if streaming:
+            answers = sorted(_read_answers(text), key=lambda one: one.arrived_ns[-1])
+            times = [(one.arrived_ns[-1], one.sent_ns) for one in answers]
+        else:
+            answers, times = [], sorted(_read_times(text))
         at = text.rfind(_BOUNDARIES)
         boundaries = _numbers(text, at + len(_BOUNDARIES)) if at >= 0 else ()
     if len(boundaries) < 2 or not times:
@@ -122,6 +159,7 @@ def read_export(path: Path) -> Export | None:
         boundaries_ns=boundaries,
         answered_ns=tuple(answered for answered, _ in times),
         latencies_us=tuple((answered - sent) / 1000 for answered, sent in times),
+        answers=tuple(answers),
     )
 
 
@@ -139,6 +177,28 @@ def _read_times(text: mmap.mmap) -> Iterator[tuple[int, int]]:
         answers = _numbers(text, end)
         if answers:
             yield answers[-1], sent
+
+
+def _read_answers(text: mmap.mmap) -> Iterator[Answer]:
+    """Each request with a token and an end, response by response.
+
+    What comes after the end is the response without content that ends a stream on the wire: the
+    export repeats stale memory for it.
+    """
+    at = text.find(_INPUTS)
+    while at >= 0:
+        following = text.find(_INPUTS, at + 1)
+        span = text[at : following if following >= 0 else len(text)]
+        sent = int(text[max(0, at - _DIGITS) : at].rpartition(b":")[2])
+        arrived = _numbers(text, text.find(_ANSWERED, at) + len(_ANSWERED))
+        new = [int(count) for count in _NEW_TOKENS.findall(span)]
+        ends = [bool(reason) for reason in _FINISH.findall(span)]
+        at = following
+        if True in ends:
+            responses = list(zip(arrived, new, strict=False))[: ends.index(True) + 1]
+            times = tuple(time for time, count in responses if count)
+            if times:
+                yield Answer(sent, times, sum(count for _, count in responses))
 
 
 def _numbers(text: mmap.mmap, start: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from triptych.errors import UserError
-from triptych.pipeline.slo import PERCENTILES, Slo
+from triptych.pipeline.slo import PERCENTILES, AnySlo, Slo
 
 Kind = Literal["concurrency", "poisson", "constant", "burst", "in_process"]
 Result = TypeVar("Result")
@@ -135,6 +135,38 @@ class Bottleneck:
 
 
 @dataclass(frozen=True)
+class Times:
+    """Times of one kind: percentiles, and of how many samples they are."""
+
+    samples: int
+    mean_us: float = 0.0
+    p50_us: float = 0.0
+    p90_us: float = 0.0
+    p95_us: float = 0.0
+    p99_us: float = 0.0
+    p99_9_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What a round says of answers that come token by token.
+
+    Attributes:
+        tokens: of the answers.
+        tokens_per_s: of all answers together.
+        goodput_per_s: requests a second that kept every limit of the promise.
+        ttft: from a request to its first token.
+        itl: between two responses of an answer, after the first.
+    """
+
+    tokens: int
+    tokens_per_s: float
+    goodput_per_s: float
+    ttft: Times
+    itl: Times
+
+
+@dataclass(frozen=True)
 class Measurement:
     """One round at one load."""
 
@@ -156,17 +188,43 @@ class Measurement:
     resources: Resources | None = None  # None where they were not watched
     warnings: tuple[str, ...] = ()  # what to know before the figures are used
     sent_per_s: float | None = None  # in an open loop, as it turned out; None in a closed one
+    streamed: Streamed | None = None  # None of a pipeline that answers at once, and with errors
 
     @property
     def latencies_us(self) -> dict[str, float]:
-        return {name: getattr(self, f"{name}_us") for name in PERCENTILES}
+        """By the names that promises limit."""
+        found = {name: getattr(self, f"{name}_us") for name in PERCENTILES}
+        if self.streamed is None:
+            return found
+        ttft, itl = self.streamed.ttft, self.streamed.itl
+        return found | {
+            f"{moment}_{name}": getattr(times, f"{name}_us")
+            for moment, times in (("ttft", ttft), ("itl", itl), ("e2e", self))
+            for name in PERCENTILES
+        }
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of streamed answers; else 0."""
+        return self.streamed.tokens_per_s if self.streamed else 0.0
+
+    @property
+    def goodput_per_s(self) -> float:
+        """Requests a second that kept the promise: of streamed answers; else 0."""
+        return self.streamed.goodput_per_s if self.streamed else 0.0
 
     def __str__(self) -> str:
         """Rate and latencies, or the errors."""
         if self.errors:
             return "; ".join(f"{count} x {kind}" for kind, count in self.errors.items())
         middle, tail = self.p50_us / 1e3, self.p99_us / 1e3
-        return f"{self.throughput_per_s:.0f}/s, p50 {middle:.1f} ms, p99 {tail:.1f} ms"
+        if self.streamed is None:
+            return f"{self.throughput_per_s:.0f}/s, p50 {middle:.1f} ms, p99 {tail:.1f} ms"
+        ttft, itl = self.streamed.ttft.p50_us / 1e3, self.streamed.itl.p50_us / 1e3
+        return (
+            f"{self.streamed.tokens_per_s:.1f} tokens/s, {self.throughput_per_s:.2f}/s, p50 of the "
+            f"first token {ttft:.1f} ms, between tokens {itl:.1f} ms"
+        )
 
 
 @dataclass(frozen=True)
@@ -193,6 +251,11 @@ class Point:
         return ranked[(len(ranked) - 1) // 2]
 
     @property
+    def streamed(self) -> tuple[Streamed, ...]:
+        """Of each round that was answered token by token."""
+        return tuple(one.streamed for one in self.rounds if one.streamed is not None)
+
+    @property
     def errors(self) -> dict[str, int]:
         kinds = dict.fromkeys(kind for one in self.rounds for kind in one.errors)
         return {kind: sum(one.errors.get(kind, 0) for one in self.rounds) for kind in kinds}
@@ -200,9 +263,11 @@ class Point:
     @property
     def latencies_us(self) -> dict[str, float]:
         """Median of each percentile over the rounds, by name."""
-        return {name: self.median(f"{name}_us") for name in PERCENTILES}
+        rounds = [one.latencies_us for one in self.rounds]
+        names = dict.fromkeys(name for one in rounds for name in one)
+        return {name: float(median(one.get(name, 0.0) for one in rounds)) for name in names}
 
-    def meets(self, slo: Slo) -> bool:
+    def meets(self, slo: AnySlo) -> bool:
         """Whether the medians hold all of `slo`, with no error."""
         enough = slo.throughput is None or self.median("throughput_per_s") >= slo.throughput
         return slo.strain(self.latencies_us) <= 1 and enough and not self.errors
@@ -212,7 +277,7 @@ class Point:
 class RateSearch:
     """The highest Poisson rate at which the latencies of a promise hold."""
 
-    slo: Slo
+    slo: AnySlo
     highest_per_s: float  # that held; 0 where none that was tried did
     lowest_broken_per_s: float | None  # None where every rate that was tried held
     points: tuple[Point, ...]  # every rate tried, ascending
@@ -229,6 +294,7 @@ class Cost:
     daily_requests: float | None
     peak_per_s: float | None
     headroom: float  # share of a machine's rate that is kept free
+    per_million_tokens: float | None = None  # generated; what their prompts cost is in it
 
 
 @dataclass(frozen=True)
@@ -254,7 +320,7 @@ class BenchResult:
     subject: Subject
     points: tuple[Point, ...]  # the pipeline's own, in the order of the loads
     baselines: tuple[Point, ...] = ()  # what one would have instead, in the same rounds
-    slo: Slo = field(default_factory=Slo)
+    slo: AnySlo = field(default_factory=Slo)
     rate: RateSearch | None = None
     cost: Cost | None = None
     not_runnable: dict[str, str] = field(default_factory=dict)  # baseline to the reason

@@ -11,7 +11,7 @@ from triptych.bench.measure import Target, measure
 from triptych.bench.perf_analyzer import Request
 from triptych.bench.points import Load, Measurement, Point, RateSearch
 from triptych.errors import Progress, UserError
-from triptych.pipeline.slo import Slo
+from triptych.pipeline.slo import AnySlo
 
 FEWEST_REQUESTS = 300
 """In a measurement: the 99th percentile of fewer rests on two or three of them."""
@@ -34,7 +34,7 @@ DRAIN_REQUESTS = 8
 def highest_rate(
     target: Target,
     requests: Sequence[Request],
-    slo: Slo,
+    slo: AnySlo,
     *,
     start_per_s: float,
     seconds: float,
@@ -104,7 +104,7 @@ def next_rate(held: float, broken: float, start_per_s: float) -> float | None:
     return math.sqrt(held * broken) if broken / held > CLOSE else None
 
 
-def holds(measurement: Measurement, slo: Slo, rate_per_s: float) -> bool:
+def holds(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> bool:
     """Whether one measurement at `rate_per_s` keeps the promise."""
     if measurement.errors or not measurement.requests:
         return False
@@ -119,7 +119,7 @@ def holds(measurement: Measurement, slo: Slo, rate_per_s: float) -> bool:
 def _try_rate(
     target: Target,
     requests: Sequence[Request],
-    slo: Slo,
+    slo: AnySlo,
     rate: float,
     seconds: float,
     deadline: float,
@@ -150,7 +150,7 @@ def _try_rate(
     return Point(target.pipeline, load, tuple(rounds), find_bottleneck(rounds[-1], load))
 
 
-def _line(point: Point, slo: Slo, rate: float) -> str:
+def _line(point: Point, slo: AnySlo, rate: float) -> str:
     last = point.rounds[-1]
     if last.errors:
         said = ", ".join(f"{count} x {kind}" for kind, count in last.errors.items())

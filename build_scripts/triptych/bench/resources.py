@@ -221,14 +221,20 @@ def process_tree(root: int) -> list[psutil.Process]:
 def process_name(process: psutil.Process, server: int) -> str:
     """``tritonserver`` for the process `server`, else its model instance, else its program's name.
 
+    What an instance has started, as an engine's workers, goes by the instance's name.
+
     Raises:
         psutil.Error: it has ended, or cannot be looked at.
     """
     if process.pid == server:
         return SERVER
-    arguments = process.cmdline() or [process.name()]
-    instances = [one for one in arguments if re.fullmatch(r"[\w.-]+_\d+_\d+", one)]
-    return instances[-1] if instances else Path(arguments[0]).name
+    for one in (process, *process.parents()):
+        if one.pid == server:
+            break
+        instances = [word for word in one.cmdline() if re.fullmatch(r"[\w.-]+_\d+_\d+", word)]
+        if instances:
+            return instances[-1]
+    return Path((process.cmdline() or [process.name()])[0]).name
 
 
 def model_of(instance: str) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from triptych.bench.points import BenchResult, Bottleneck, Point, RateSearch
 from triptych.formatting import amount, milliseconds, rounded
-from triptych.pipeline.slo import Slo
+from triptych.pipeline.slo import AnySlo, Slo
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def closed_loops(points: Sequence[Point]) -> list[Point]:
     return sorted(closed, key=lambda point: point.load.value)
 
 
-def best_point(points: Sequence[Point], slo: Slo) -> Point | None:
+def best_point(points: Sequence[Point], slo: AnySlo) -> Point | None:
     """The highest throughput that holds `slo`; else without an error, else of any."""
     held = [point for point in points if point.meets(slo)]
     clean = [point for point in points if not point.errors]
@@ -77,13 +77,23 @@ def headline(result: BenchResult) -> str:
 
 
 def figures_of(point: Point) -> str:
-    """``231/s at 8 clients, p50 34.1 ms, p99 41.2 ms``, and errors where there were any."""
+    """``231/s at 8 clients, p50 34.1 ms, p99 41.2 ms``, and errors where there were any.
+
+    Of streamed answers tokens and goodput, and the times to the first token and between tokens.
+    """
     rate = rounded(point.median("throughput_per_s"))
     half, most = (milliseconds(point.median(name)) for name in ("p50_us", "p99_us"))
     failed = sum(point.errors.values())
     errors = f", {amount(failed, 'error')}" if failed else ""
     if not point.median("requests"):
         return f"no answer at {point.load}{errors}"
+    if point.streamed:
+        times = {name: milliseconds(us) for name, us in point.latencies_us.items()}
+        return (
+            f"{rounded(point.median('tokens_per_s'))} tokens/s at {point.load}, goodput"
+            f" {rounded(point.median('goodput_per_s'))}/s of {rate}/s, p99 of the first token"
+            f" {times['ttft_p99']} ms, between tokens {times['itl_p99']} ms{errors}"
+        )
     return f"{rate}/s at {point.load}, p50 {half} ms, p99 {most} ms{errors}"
 
 
@@ -116,7 +126,7 @@ def rates_say(rate: RateSearch) -> str:
     return f"{held}, and no longer at {rounded(rate.lowest_broken_per_s)}/s"
 
 
-def _strain(point: Point, slo: Slo) -> float:
+def _strain(point: Point, slo: AnySlo) -> float:
     """How far from holding: above 1 it does not."""
     latency = slo.strain(point.latencies_us)
     rate = point.median("throughput_per_s")

@@ -12,10 +12,11 @@ from triptych.bench.points import BenchResult, Cost, Point
 from triptych.bench.verdict import bottleneck_of, headline, rates_say, verdict_of, warnings_of
 from triptych.cli.tables import STYLES, Row, print_table, say
 from triptych.formatting import milliseconds, percent, rounded, signed_percent
-from triptych.pipeline.slo import Slo
-from triptych.report.load_page import cost_entries, part_name, times_as_fast
+from triptych.pipeline.slo import MOMENTS, AnySlo
+from triptych.report.load_page import cost_entries, part_name, samples, times_as_fast
 
 _TIMES = ("p50_us", "p95_us", "p99_us")
+_SHOWN = ("p50", "p95", "p99")
 _MOST_PARTS = 4
 _MORE_THAN_NOISE = ("better", "worse", "changed")
 
@@ -28,6 +29,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
     if best := headline(result):
         say(console, f"  {best}")
     _print_points(console, result.points, result.slo)
+    _print_tokens(console, result.points)
     _print_budget(console, result.points)
     held = bottleneck_of(result.points)
     if held is not None:
@@ -77,7 +79,7 @@ def print_cost(console: Console, cost: Cost) -> None:
     say(console, "Cost: " + "; ".join(f"{k.lower()} {v}" for k, v in cost_entries(cost).items()))
 
 
-def _print_points(console: Console, points: Sequence[Point], slo: Slo) -> None:
+def _print_points(console: Console, points: Sequence[Point], slo: AnySlo) -> None:
     heads = ["load", "requests/s", *(f"{name.removesuffix('_us')} ms" for name in _TIMES)]
     heads += ["errors", "stable", *(["SLO"] if not slo.is_empty else [])]
     rows = []
@@ -96,6 +98,26 @@ def _print_points(console: Console, points: Sequence[Point], slo: Slo) -> None:
             row.append(Text("holds" if held else "broken", "green" if held else "red"))
         rows.append(row)
     print_table(console, "Loads", heads, rows)
+
+
+def _print_tokens(console: Console, points: Sequence[Point]) -> None:
+    """Of streamed answers; `n` is the number of samples behind the percentiles before it."""
+    heads = ("load", "tokens/s", "goodput/s", "", *(f"{name} ms" for name in _SHOWN), "n")
+    rows: list[Row | None] = []
+    for point in points:
+        if not point.streamed:
+            continue
+        first = [
+            str(point.load),
+            *(rounded(point.median(name)) for name in ("tokens_per_s", "goodput_per_s")),
+        ]
+        for moment in MOMENTS:
+            times = (point.latencies_us[f"{moment}_{name}"] for name in _SHOWN)
+            count = f"{samples(point, moment):,}"
+            rows.append([*first, moment, *map(milliseconds, times), count])
+            first = ["", "", ""]
+    if rows:
+        print_table(console, "Tokens", heads, rows, text_columns=(0, 3))
 
 
 def _print_budget(console: Console, points: Sequence[Point]) -> None:

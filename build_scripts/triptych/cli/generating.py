@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from triptych.cli.options import fail, progress, status
 from triptych.cli.shown import print_failed_gate, print_finding
+from triptych.errors import UserError
 
 if TYPE_CHECKING:
+    from triptych.bench.bench import Bench
+    from triptych.bench.points import BenchResult
     from triptych.pipeline.generation_spec import GenerationSpec
+    from triptych.pipeline.slo import AnySlo
     from triptych.pipeline.spec import PipelineSpec
     from triptych.pipeline.text2text_spec import Text2TextSpec
 
@@ -33,6 +37,56 @@ def load_any_spec(
     if task == TEXT2TEXT:
         return load_text2text_spec(folder, overrides)
     return load_spec(folder, overrides)
+
+
+def promise_of(
+    spec: PipelineSpec | GenerationSpec, limits: Sequence[str], throughput: float | None
+) -> AnySlo:
+    """What options promise of a pipeline of either kind, else what its spec does.
+
+    Raises:
+        UserError: a limit that is none of that kind's.
+    """
+    from triptych.pipeline.generation_spec import GenerationSpec
+    from triptych.pipeline.slo import parse_generation_slo, parse_slo
+
+    if isinstance(spec, GenerationSpec):
+        return parse_generation_slo(limits, throughput, spec.serving.slo)
+    return parse_slo(limits, throughput, spec.serving.slo)
+
+
+def bench_any(
+    spec: PipelineSpec | GenerationSpec,
+    repository: Path,
+    bench: Bench,
+    *,
+    url: str | None,
+    metrics_url: str | None,
+) -> BenchResult:
+    """Measure a pipeline of either kind.
+
+    Raises:
+        UserError: see `bench_pipeline`; baselines of one that generates text.
+    """
+    from triptych.bench.bench import bench_pipeline
+    from triptych.pipeline.generation_spec import GenerationSpec
+
+    places = {"url": url, "metrics_url": metrics_url}
+    if not isinstance(spec, GenerationSpec):
+        from triptych.requests.inputs import read_inputs
+
+        return bench_pipeline(read_inputs(spec, progress), repository, bench, progress, **places)
+    from triptych.generation.bench import bench_generation
+    from triptych.generation.inputs import read_generation
+
+    if bench.baselines:
+        raise UserError(
+            "--baseline",
+            "must be of a pipeline that answers at once",
+            given=spec.name,
+            remedy="Leave it out; build_scripts/peers/generation.py has what to compare with",
+        )
+    return bench_generation(read_generation(spec, progress), repository, bench, progress, **places)
 
 
 def build_and_show(

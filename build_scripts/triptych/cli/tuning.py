@@ -48,6 +48,12 @@ PeakRate = Annotated[
     float | None, typer.Option("--peak-rate", help="Requests a second: tells the machines needed.")
 ]
 Headroom = Annotated[float, typer.Option(help="Share of a machine's rate that is kept free.")]
+LoadSlos = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slo", metavar="P=TIME", help="p99=50ms or, of text, ttft_p99=500ms; else the spec's."
+    ),
+]
 Reports = Annotated[Path, typer.Option("--reports", help="Folder of the reports.")]
 
 
@@ -78,7 +84,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Each load once a round.")] = 3,
     seconds: Annotated[float, typer.Option(min=0.3, help="Of each measurement.")] = 3.0,
     budget: Budget = "10m",
-    slo: Slos = None,
+    slo: LoadSlos = None,
     min_throughput: MinThroughput = None,
     find_rate: Annotated[
         bool, typer.Option("--find-rate", help="Search the highest rate that holds the SLO.")
@@ -105,15 +111,13 @@ def bench(
     if compare is not None:
         _compare(*compare, as_json=as_json)
         return
-    from triptych.bench.bench import CONCURRENCY, Bench, bench_pipeline, parse_loads, price_of
+    from triptych.bench.bench import CONCURRENCY, Bench, parse_loads, price_of
     from triptych.bench.points import to_json
     from triptych.bench.verdict import verdict_of
     from triptych.cli.bench_tables import print_bench
-    from triptych.pipeline.slo import parse_slo
-    from triptych.pipeline.spec import load_spec
+    from triptych.cli.generating import bench_any, load_any_spec, promise_of
     from triptych.report.load_card import write_figures
     from triptych.report.load_write import write_bench_report
-    from triptych.requests.inputs import read_inputs
 
     if name is None:
         raise UserError("NAME", "must be given", remedy="Name a pipeline, or use --compare A B")
@@ -126,8 +130,8 @@ def bench(
         peak_per_s=peak_rate,
         headroom=headroom,
     )
-    spec = load_spec(pipelines / name)
-    promised = parse_slo(slo or (), min_throughput, spec.serving.slo)
+    spec = load_any_spec(pipelines / name, ())
+    promised = promise_of(spec, slo or (), min_throughput)
     wanted = Bench(
         loads=loads,
         rounds=rounds,
@@ -139,14 +143,7 @@ def bench(
         price=price,
     )
     with stoppable():
-        result = bench_pipeline(
-            read_inputs(spec, progress),
-            repository,
-            wanted,
-            progress,
-            url=url,
-            metrics_url=metrics_url,
-        )
+        result = bench_any(spec, repository, wanted, url=url, metrics_url=metrics_url)
     report_into(lambda folder: write_bench_report(result, folder), reports / name / "bench")
     if url is None:
         progress("card", write_figures(result, repository))

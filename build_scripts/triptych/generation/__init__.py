@@ -1,1 +1,1 @@
-"""Pipelines that generate text: read, rendered, checked and built. Never a model of its own."""
+"""Pipelines that generate text: read, rendered, checked, built, measured. No models of its own."""

@@ -16,7 +16,7 @@ from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
 from triptych.runtime.faults import RequestError
 from triptych.runtime.prompts import Prompts
-from triptych.runtime.sampling_parameters import DEFAULTS
+from triptych.runtime.sampling_parameters import DEFAULTS, FIELD, check_sampling
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -26,7 +26,8 @@ class Prompt:
     """One line of the traffic.
 
     Attributes:
-        sent: ``text_input`` or ``messages`` as a client sends it.
+        sent: ``text_input`` or ``messages`` as a client sends it, and ``sampling_parameters``
+            where the line has them.
         ids: its tokens, as preprocess makes them.
     """
 
@@ -97,6 +98,8 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     prompts = make_prompts(
         lines, inputs.prompt_settings, model.tokenizer.parent, spec.folder, progress
     )
+    for (number, _), prompt in zip(lines, prompts, strict=True):
+        _check_sampling(f"{spec.folder / TRAFFIC_FILE}:{number}", prompt, max_length)
     return GenerationInputs(spec, model, weights, max_length, prompts)
 
 
@@ -178,11 +181,20 @@ def read_prompts(folder: Path) -> list[tuple[int, dict[str, str]]]:
                 given=repr(line[:80]),
                 remedy=f"Write {form}",
             )
+        if FIELD in row:
+            lines[-1][1][FIELD] = json.dumps(row[FIELD])
     if not lines:
         raise UserError(
             str(path), "must have rows", given="none", remedy=f"Add real requests: {form}"
         )
     return lines
+
+
+def _check_sampling(place: str, prompt: Prompt, max_length: int) -> None:
+    try:
+        check_sampling(prompt.sent.get(FIELD, ""), DEFAULTS, room=max_length - len(prompt.ids))
+    except RequestError as error:
+        raise UserError(place, "must be a request that the pipeline takes", given=error) from error
 
 
 def _prompt(maker: Prompts, path: Path, number: int, sent: Mapping[str, str]) -> Prompt:

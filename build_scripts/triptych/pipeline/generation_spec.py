@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from triptych.pipeline.slo import GenerationSlo
 from triptych.pipeline.spec import load_as
 from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive, check_release
 from triptych.releases import OLDEST
@@ -93,12 +94,14 @@ class GenerationServing(Frozen):
         queue: how requests wait.
         preprocess_instances: processes that make token ids of prompts.
         gpus: of the engine, by number or UUID; None: those that the server sees.
+        slo: what `bench` holds the pipeline to, where its options say nothing else.
     """
 
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
     queue: GenerationQueue = GenerationQueue()
     preprocess_instances: Annotated[int, Field(ge=1, le=64)] = 1
     gpus: list[Annotated[int, Field(ge=0)] | Device] | None = None
+    slo: GenerationSlo = GenerationSlo()
 
     @model_validator(mode="after")
     def _is_supported(self) -> GenerationServing:

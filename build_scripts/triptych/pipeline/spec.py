@@ -101,7 +101,8 @@ def not_known_here(field: str, task: str) -> UserError:
         field,
         "must be one that this verb knows",
         given=task,
-        remedy="Pipelines that generate text can be built, linted, served, asked and deployed",
+        remedy="Pipelines that generate text can be tested, inspected, built, linted, served, "
+        "verified, asked, measured and deployed",
     )
 
 

@@ -12,6 +12,8 @@ from triptych.formatting import milliseconds, rounded
 from triptych.repository.lock import FIGURES_FILE, build_id
 from triptych.repository.store import locked
 
+_TIMES = ("ttft p50", "ttft p99", "itl p50", "itl p99")
+
 
 def write_figures(result: BenchResult, repository: Path) -> str:
     """Put the figures beside the card, if the build that was measured is still the one in place.
@@ -39,7 +41,12 @@ def figures(result: BenchResult) -> str:
     if not result.slo.is_empty:
         lines += [verdict_of(result).says, ""]
     lines += ["| load | requests/s | p50, ms | p95, ms | p99, ms | errors |", "|" + " --- |" * 6]
-    lines += [_row(point) for point in (*closed_loops(result.points), *others)]
+    points = (*closed_loops(result.points), *others)
+    lines += [_row(point) for point in points]
+    if any(point.streamed for point in points):
+        heads = ("load", "tokens/s", "goodput, requests/s", *(f"{name}, ms" for name in _TIMES))
+        lines += ["", f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+        lines += [_tokens_row(point) for point in points if point.streamed]
     machine = ", ".join(f"{name} {value}" for name, value in subject.machine.items())
     lines += [
         "",
@@ -48,6 +55,12 @@ def figures(result: BenchResult) -> str:
         f"{subject.layout}. Build {subject.build[:12]} (SHA-256 of its lock).",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _tokens_row(point: Point) -> str:
+    times = [milliseconds(point.latencies_us[name.replace(" ", "_")]) for name in _TIMES]
+    rates = [rounded(point.median(name)) for name in ("tokens_per_s", "goodput_per_s")]
+    return f"| {' | '.join([str(point.load), *rates, *times])} |"
 
 
 def _row(point: Point) -> str:

@@ -27,7 +27,7 @@ from triptych.bench.verdict import (
     warnings_of,
 )
 from triptych.formatting import NOTHING, TIMES, milliseconds, number, percent, rounded
-from triptych.pipeline.slo import Slo
+from triptych.pipeline.slo import MOMENTS, AnySlo, Slo
 from triptych.report.pages import render
 from triptych.report.plots import Bar, Dot, Series, compared, curves, histogram, waterfall
 
@@ -43,6 +43,11 @@ _CLOSED = (
 )
 _OPEN = "Requests sent at a given rate, whatever comes back."
 _RATES = "Latency over the rate that was offered. Dashed: the promise."
+
+_TOKENS = {
+    "ttft": "From a request to the first response with a token.",
+    "itl": "Between two responses of an answer. Dashed: the promise.",
+}
 
 Plot = tuple[Markup, str]
 Rate = Callable[[Point], float]
@@ -71,6 +76,10 @@ def page(result: BenchResult) -> str:
         rate_curves=_two(rate.points, rate.slo, offered, ("rates", "rate-queues"), _RATES)
         if rate
         else [],
+        streamed=[point for point in every if point.streamed],
+        moments=MOMENTS,
+        samples=samples,
+        token_curves=_token_curves(closed or other, result.slo),
         budgets=[_budget(f"budget-{index}", point) for index, point in enumerate(shown)],
         every=every,
         latency=latency,
@@ -102,6 +111,46 @@ def offered(point: Point) -> float:
 def latency(point: Point, percentile: str) -> str:
     """In milliseconds; of no answer there is none."""
     return milliseconds(point.median(f"{percentile}_us") if point.median("requests") else None)
+
+
+def samples(point: Point, moment: str) -> int:
+    """How many times there are of a moment, in all rounds."""
+    if moment == "e2e":
+        return sum(one.requests for one in point.rounds)
+    return sum(getattr(one, moment).samples for one in point.streamed)
+
+
+def _token_curves(points: Sequence[Point], slo: AnySlo) -> list[Plot]:
+    """First token and inter-token latency over the tokens a second, each with its limits."""
+    told = [point for point in points if point.streamed]
+    plots = []
+    for moment in ("ttft", "itl"):
+        series = []
+        for index, which in enumerate(CURVES, 1):
+            dots = []
+            for point in told:
+                name = f"{moment}_{which}"
+                rounds = [one.latencies_us.get(name, 0.0) / 1e3 for one in point.rounds]
+                dots.append(
+                    Dot(
+                        x=point.median("tokens_per_s"),
+                        y=point.latencies_us[name] / 1e3,
+                        tip=f"{figures_of(point)}, {which} {milliseconds(median(rounds) * 1e3)} ms",
+                        note=f"{point.load.value:g}" if which == CURVES[-1] else "",
+                        x_span=point.span("tokens_per_s"),
+                        y_span=(min(rounds), max(rounds)),
+                    )
+                )
+            series.append(Series(which, f"q{index}", tuple(dots)))
+        limits = {
+            f"{name.removeprefix(moment + '_')} limit {most / 1e3:g} ms": most / 1e3
+            for name, most in slo.limits_us.items()
+            if name.startswith(moment)
+        }
+        title = f"{MOMENTS[moment].capitalize()} over tokens a second"
+        axes = ("tokens a second", f"{MOMENTS[moment]}, ms")
+        plots.append((curves(moment, title, series, axes=axes, limits=limits), _TOKENS[moment]))
+    return plots
 
 
 def shown_points(result: BenchResult) -> list[Point]:
@@ -150,8 +199,10 @@ def times_as_fast(points: Sequence[Point], other: Point) -> str:
 def cost_entries(found: Cost) -> dict[str, str]:
     """What to tell of a cost: name to value, for people."""
     money = f"{found.currency} "
-    entries = {
-        "A million inferences": money + rounded(found.per_million),
+    entries = {"A million inferences": money + rounded(found.per_million)}
+    if found.per_million_tokens is not None:
+        entries["A million generated tokens"] = money + rounded(found.per_million_tokens)
+    entries |= {
         "At": f"{rounded(found.rate_per_s)}/s a device",
         "Price": f"{money}{rounded(found.price_per_hour)} an hour",
     }
@@ -179,7 +230,7 @@ def latency_dot(point: Point, which: str, tip: str, *, rate: Rate, note: bool) -
 
 
 def _two(
-    points: Sequence[Point], slo: Slo, rate: Rate, names: tuple[str, str], says: str
+    points: Sequence[Point], slo: AnySlo, rate: Rate, names: tuple[str, str], says: str
 ) -> list[Plot]:
     """Latency and queues over the rate, each where it has something to show."""
     # A load that only met errors has no latency.

@@ -16,7 +16,10 @@ from triptych.repository.plain import json_text
 
 _LATENCIES = ("mean_us", *(f"{name}_us" for name in PERCENTILES))
 _ROUND = ("seconds", "requests", "throughput_per_s", *_LATENCIES, "is_stable")
+_TIMES = tuple(f"{moment}_{name}" for moment in ("ttft", "itl") for name in PERCENTILES)
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_COUNTS = ("ttft_samples", "itl_samples")
+_STREAMED = ("tokens_per_s", "goodput_per_s", *_COUNTS, *(f"{name}_us" for name in _TIMES))
 _STEP = ("queue_us", "compute_us", "mean_batch", "executions", "busy")
 
 
@@ -39,7 +42,10 @@ def write_bench_report(result: BenchResult, folder: Path) -> Path:
 
 
 def as_csv(result: BenchResult) -> str:
-    """A row for each point and round; the columns of steps are empty where there are none."""
+    """A row for each point and round; the columns of steps are empty where there are none.
+
+    Those of tokens are there where answers were streamed.
+    """
     points = [
         *(("pipeline", point) for point in result.points),
         *(("baseline", point) for point in result.baselines),
@@ -50,6 +56,7 @@ def as_csv(result: BenchResult) -> str:
         *("part", "contender", "load", "load_value", "burst", "round", "seconds", "requests"),
         *("throughput_per_s", *_LATENCIES),
         *("errors", "error_kinds", "is_stable"),
+        *(_STREAMED if any(point.streamed for _, point in points) else ()),
         *(f"{step}_{name}" for step in steps for name in _STEP),
     ]
     text = io.StringIO()
@@ -68,6 +75,12 @@ def as_csv(result: BenchResult) -> str:
                 "error_kinds": json.dumps(one.errors) if one.errors else "",
             }
             row |= {name: getattr(one, name) for name in _ROUND}
+            if one.streamed is not None:
+                row |= {"tokens_per_s": one.tokens_per_s, "goodput_per_s": one.goodput_per_s}
+                row |= {
+                    name: getattr(one.streamed, name.partition("_")[0]).samples for name in _COUNTS
+                }
+                row |= {f"{name}_us": one.latencies_us[name] for name in _TIMES}
             for use in one.steps:
                 row |= {f"{use.step}_{name}": getattr(use, name) for name in _STEP}
             table.writerow({column: _as_text(value) for column, value in row.items()})

@@ -14,7 +14,7 @@ import numpy as np
 
 from triptych.bench.points import BenchResult, Point, RateSearch, Subject, read_result
 from triptych.errors import UserError
-from triptych.pipeline.slo import PERCENTILES, Slo
+from triptych.pipeline.slo import PERCENTILES, AnySlo
 from triptych.tune.results import TuneResult
 
 _STEPS = 1000
@@ -28,7 +28,7 @@ class MeasuredLoad:
     """What a load test found of a build of the pipeline."""
 
     highest_per_s: float  # that it can answer; within the promise, where there is one
-    slo: Slo
+    slo: AnySlo
     points: tuple[Point, ...]  # Poisson rates ascending, for the latencies; may be empty
     core_share: float | None  # of the steps' work; None where the server did not tell
     row_tokens: float | None = None  # computed for a row of its load; None where that is unknown
@@ -38,7 +38,7 @@ class MeasuredLoad:
         cls,
         points: Sequence[Point],
         rate: RateSearch | None,
-        slo: Slo,
+        slo: AnySlo,
         subject: Subject | None = None,
     ) -> MeasuredLoad:
         """What bench or tune found.

