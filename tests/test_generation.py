@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,12 +29,15 @@ from triptych.container.lock_check import check_repository
 from triptych.errors import UserError
 from triptych.generation.build import build_generation
 from triptych.generation.inputs import read_generation
+from triptych.generation.live import describe_generation, verify_generation
+from triptych.generation.metrics import METRICS
 from triptych.lint.checks import run_checks
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.repository.lock import read_lock
 from triptych.server.server import Server
 
 pytestmark = pytest.mark.server
+TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 LONG = TEXTS[0] * 4
 DEADLINE_S = 30.0
 
@@ -183,6 +190,37 @@ def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams)
     calls[0].cancel()
     calls[1].cancel()
     wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
+
+
+def test_verify_passes_what_is_right_and_sees_other_prompts(
+    repository: Path, server: Server, quick: Streams
+) -> None:
+    options = [f"--pipelines={repository.parent}", f"--repository={repository}"]
+    done = subprocess.run(
+        [TRIPTYCH, "verify", "quick", f"--url={server.grpc_url}", "--json", *options],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["passed"]
+    assert {one["metric"] for one in result["gate"]["verdicts"]} == {one.name for one in METRICS}
+
+    inputs = read_generation(load_generation_spec(repository.parent / "quick"), silent)
+    # As if the server put one beginning too many before each prompt.
+    others = tuple(replace(one, ids=one.ids[1:]) for one in inputs.prompts)
+    found = verify_generation(
+        replace(inputs, prompts=others),
+        repository,
+        nullcontext(server),
+        silent,
+        clients=4,
+        timeout_s=DEADLINE_S,
+    )
+    failed = {one.metric for one in found.gate.verdicts if not one.passed}
+    assert {"prompt_agreement", "margin_at_difference"} <= failed
+    assert not found.passed
+    assert any("failed" in line for line, _ in describe_generation(found))
 
 
 def test_the_example_is_one(tmp_path: Path) -> None:

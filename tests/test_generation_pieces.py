@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 from conftest import ROOT
 from generation_cases import TEMPLATE, TEXTS, byte_pairs, metaspace, write_pipeline
 from triptych.errors import UserError
-from triptych.generation.gate import EVERY, LIMITS, METRICS, judge
 from triptych.generation.inputs import Prompt
+from triptych.generation.metrics import EVERY, LIMITS, METRICS, Answered, judge
+from triptych.generation.reference import Reference
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.spec import load_spec
 from triptych.runtime.chat_template import ChatTemplate
@@ -198,60 +200,49 @@ def test_the_reference_states_the_limits() -> None:
         assert [float(cell) if cell else None for cell in stated] == limits, metric.name
 
 
-def verdict_of(result: Any, precision: str = "fp32") -> Any:
-    tokenizer = byte_pairs()
+def good_answers() -> tuple[Reference, Answered]:
+    """A reference, and what answers like it."""
+    ids = tuple(byte_pairs().encode("The dog", add_special_tokens=False).ids)
+    likely = (-0.5,) * len(ids)
+    wanted = Reference((0, 40, 41), ids, "The dog", (2.0,) * len(ids), likely)
+    return wanted, Answered(
+        prompts=[(0, 40, 41)],
+        alone=[ids],
+        together=[[ids]],
+        forced=[likely],
+        streamed=["The dog"],
+        whole=["The dog"],
+    )
+
+
+def verdict_of(wanted: Reference, found: Answered, precision: str = "fp32") -> Any:
     prompt = Prompt({"messages": '[{"role": "user", "content": "Hi"}]'}, (0, 40, 41))
-    return judge(precision, [prompt], result, tokenizer)
-
-
-def good_result() -> Any:
-    ids = byte_pairs().encode("The dog", add_special_tokens=False).ids
-    answer = {
-        "ids": ids,
-        "text": "The dog",
-        "margins": [2.0] * len(ids),
-        "logprobs": [-0.5] * len(ids),
-    }
-    engine = {"alone": [ids], "together": [ids], "forced": [[-0.5] * len(ids)]}
-    return {"reference": {"answers": [answer], "chats": [[0, 40, 41]]}, "engine": engine}
+    return judge(precision, [prompt], [wanted], found, byte_pairs())
 
 
 def test_the_verdict_passes_what_is_right_and_names_each_fault() -> None:
-    assert verdict_of(good_result()).passed
-    other = [*good_result()["engine"]["alone"][0][:-1], 5]
-
-    def broken(where: str, value: Any, answer: str = "") -> Any:
-        result = good_result()
-        part = result["reference"]["answers"][0] if answer else result["engine"]
-        if where == "chats":
-            part = result["reference"]
-        part[answer or where] = value
-        return result
-
+    wanted, good = good_answers()
+    assert verdict_of(wanted, good).passed
+    other = (*wanted.ids[:-1], 5)
     count = len(other)
-    for result, metrics in (
-        (broken("chats", [[0, 0, 40, 41]]), {"prompt_agreement"}),
-        (broken("", "The  dog", "text"), {"stream_agreement"}),
-        (broken("together", [other]), {"invariance"}),
-        (
-            broken("alone", [other]),
-            {"exact_prefix", "margin_at_difference", "invariance"},
-        ),
-        (
-            broken("forced", [[-0.52] * count]),
-            {"logprob_difference", "p99_logprob_difference", "perplexity_ratio"},
-        ),
-        (
-            broken("forced", [[float("nan")] * count]),
-            {"logprob_difference", "p99_logprob_difference", "perplexity_ratio"},
-        ),
-    ):
-        gate = verdict_of(result)
-        assert {one.metric for one in gate.verdicts if not one.passed} == metrics
+    numbers = {"logprob_difference", "p99_logprob_difference", "perplexity_ratio"}
+    parted = {"exact_prefix", "margin_at_difference", "invariance"}
+    faults: tuple[tuple[dict[str, Any], set[str]], ...] = (
+        ({"prompts": [(0, 0, 40, 41)]}, {"prompt_agreement"}),
+        ({"streamed": ["The  dog"]}, {"stream_agreement"}),
+        ({"together": [good.alone, [other]]}, {"invariance"}),
+        ({"alone": [other]}, parted),
+        # No answer at all: nothing is known of log-probabilities.
+        ({"alone": [()], "forced": [()]}, parted | numbers),
+        ({"forced": [(-0.52,) * count]}, numbers),
+        ({"forced": [(float("nan"),) * count]}, numbers),
+    )
+    for changed, metrics in faults:
+        gate = verdict_of(wanted, replace(good, **changed))
+        assert {one.metric for one in gate.verdicts if not one.passed} == metrics, changed
         assert not gate.passed
         assert len(gate.failures) == len(metrics)
     # Rounding may change a token where the reference was not sure, and only there.
-    close = broken("alone", [other])
-    close["reference"]["answers"][0]["margins"] = [0.04] * count
-    assert verdict_of(close, "bf16").passed
-    assert not verdict_of(broken("alone", [other]), "bf16").passed
+    parting = replace(good, alone=[other])
+    assert verdict_of(replace(wanted, margins=(0.04,) * count), parting, "bf16").passed
+    assert not verdict_of(wanted, parting, "bf16").passed

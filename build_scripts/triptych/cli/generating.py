@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from triptych.cli.options import fail, progress, status
-from triptych.cli.shown import print_failed_gate, print_finding
+from triptych.cli.shown import print_failed_gate, print_finding, tell_verdict
 
 if TYPE_CHECKING:
+    from triptych.gate.verify import Endpoint
     from triptych.pipeline.generation_spec import GenerationSpec
     from triptych.pipeline.spec import PipelineSpec
 
@@ -55,3 +57,32 @@ def build_and_show(
         if finding.severity == "warning":
             print_finding(status, finding.as_dict())
     return {**built.as_dict(), "repository": str(repository)}
+
+
+def verify_and_show(
+    spec: GenerationSpec,
+    repository: Path,
+    server: AbstractContextManager[Endpoint],
+    *,
+    clients: int,
+    timeout_s: float,
+    as_json: bool,
+) -> NoReturn:
+    """Run the gate through a server, print the verdict and end with its exit code.
+
+    Raises:
+        UserError: see `verify_generation`.
+    """
+    from triptych.generation.inputs import read_generation
+    from triptych.generation.live import describe_generation, verify_generation
+
+    result = verify_generation(
+        read_generation(spec, progress),
+        repository,
+        server,
+        progress,
+        clients=clients,
+        timeout_s=timeout_s,
+    )
+    lines = describe_generation(result)
+    tell_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)

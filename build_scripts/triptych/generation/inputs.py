@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,21 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     max_length = _max_length(spec, model.facts)
     _check_kv_cache(spec, model.facts, max_length)
     inputs = GenerationInputs(spec, model, weights, max_length, ())
-    maker = Prompts(inputs.prompt_settings, _folder_of_steps(model))
-    prompts = tuple(_prompt(maker, spec.folder / TRAFFIC_FILE, n, sent) for n, sent in lines)
+    path = spec.folder / TRAFFIC_FILE
+    prompts = tuple(_prompts(inputs, [(f"{path}:{number}", sent) for number, sent in lines]))
     mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
     progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
     return GenerationInputs(spec, model, weights, max_length, prompts)
 
 
-def _folder_of_steps(model: GenerationModel) -> Path:
-    return model.tokenizer.parent
+def make_prompt(inputs: GenerationInputs, sent: Mapping[str, str]) -> Prompt:
+    """What preprocess makes of a request that is none of the traffic.
+
+    Raises:
+        UserError: it refuses it.
+    """
+    (prompt,) = _prompts(inputs, [("prompt", sent)])
+    return prompt
 
 
 def _max_length(spec: GenerationSpec, facts: GenerationFacts) -> int:
@@ -140,15 +146,19 @@ def _read_traffic(path: Path) -> list[tuple[int, dict[str, str]]]:
     return lines
 
 
-def _prompt(maker: Prompts, path: Path, number: int, sent: Mapping[str, str]) -> Prompt:
-    try:
-        ids = (
-            maker.of_text(sent["text_input"])
-            if "text_input" in sent
-            else maker.of_messages(sent["messages"])
-        )
-    except RequestError as error:
-        raise UserError(
-            f"{path}:{number}", "must be a request that the pipeline takes", given=error
-        ) from error
-    return Prompt(sent, tuple(ids))
+def _prompts(
+    inputs: GenerationInputs, sent: Sequence[tuple[str, Mapping[str, str]]]
+) -> Iterator[Prompt]:
+    maker = Prompts(inputs.prompt_settings, inputs.model.tokenizer.parent)
+    for place, one in sent:
+        try:
+            ids = (
+                maker.of_text(one["text_input"])
+                if "text_input" in one
+                else maker.of_messages(one["messages"])
+            )
+        except RequestError as error:
+            raise UserError(
+                place, "must be a request that the pipeline takes", given=error
+            ) from error
+        yield Prompt(one, tuple(ids))
