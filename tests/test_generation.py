@@ -151,6 +151,8 @@ def test_a_request_at_fault_is_refused_alone(quick: Streams) -> None:
         ({"text_input": b"\xff"}, "must be valid UTF-8"),
         ({"text_input": "a", "sampling_parameters": {"max_tokens": -1}}, "from 1 to 1000000"),
         ({"text_input": "a", "sampling_parameters": "{"}, "must be JSON"),
+        # What the engine refuses, not the steps before it.
+        ({"text_input": "a", "sampling_parameters": {"json_schema": {}}}, "follows none"),
         ({"text_input": "dog " * 600}, "must have 1 to 511 tokens"),
         ({"messages": [{"role": "robot", "content": "b"}]}, "no such role: robot"),
         ({"text_input": "a", "exclude_input_in_output": False}, "must be true"),
@@ -196,6 +198,9 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
     repository: Path, server: Server, quick: Streams
 ) -> None:
     options = [f"--pipelines={repository.parent}", f"--repository={repository}"]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "answers": ["user Hi assistant"]}
+    lines = [{"text_input": "The dog sleeps", "answers": ["no", "The dog sleeps on"]}, chat]
+    (repository.parent / "quick/eval.jsonl").write_text("\n".join(map(json.dumps, lines)))
     done = subprocess.run(
         [TRIPTYCH, "verify", "quick", f"--url={server.grpc_url}", "--json", *options],
         capture_output=True,
@@ -205,6 +210,8 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
     result = json.loads(done.stdout)
     assert result["passed"]
     assert {one["metric"] for one in result["gate"]["verdicts"]} == {one.name for one in METRICS}
+    # F1 of three words of four, and of three of three.
+    assert result["gate"]["labelled"]["candidate"] == pytest.approx((6 / 7 + 1) / 2)
 
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), silent)
     # As if the server put one beginning too many before each prompt.

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conftest import ROOT
@@ -21,6 +22,7 @@ from triptych.generation.metrics import EVERY, LIMITS, METRICS, Answered, judge
 from triptych.generation.reference import Reference
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.spec import load_spec
+from triptych.repository.records import GateResult
 from triptych.runtime.chat_template import ChatTemplate
 from triptych.runtime.engine_scripted import Engine
 from triptych.runtime.faults import RequestError
@@ -29,6 +31,10 @@ from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Ord
 from triptych.runtime.prompts import Prompts
 from triptych.runtime.sampling_parameters import DEFAULTS, NUMBERS, check_sampling
 from triptych.runtime.text_stream import MOST_WAITING, StopStrings, TextStream
+from triptych.tasks.metrics.generated import GENERATED, exact_match, rouge_l
+from triptych.tasks.metrics.labelled import compare_labelled
+from triptych.tasks.metrics.labels import LabelledRow
+from triptych.tasks.metrics.outputs import Outputs
 
 
 def streamed(stream: TextStream, ids: list[int], pieces: random.Random) -> list[str]:
@@ -89,7 +95,7 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
     assert check_sampling("", DEFAULTS, room=10) == {**DEFAULTS, "max_tokens": 10}
     given = check_sampling('{"stop": "a", "seed": null}', {**DEFAULTS, "seed": 3}, room=500)
     assert (given["stop"], given["seed"], given["max_tokens"]) == (["a"], 3, 256)
-    assert set(DEFAULTS) == {*NUMBERS, "stop"}
+    assert set(DEFAULTS) == {*NUMBERS, "stop", "json_schema"}
     for text, said in (
         ("[1]", "must be a JSON object"),
         ("{", "must be JSON"),
@@ -100,6 +106,8 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         ('{"temperature": "hot"}', "must be a number from 0 to 2"),
         ('{"n": 2}', "must be an integer from 1 to 1. Given: 2"),
         ('{"stop": [""]}', "of 1 to 256 characters"),
+        ('{"json_schema": "object"}', "must be a JSON schema, an object of at most 32768"),
+        (json.dumps({"json_schema": {"const": "a" * 40_000}}), "must be a JSON schema"),
         ('{"max_token": 3}', "is not known; known are: frequency_penalty"),
     ):
         with pytest.raises(RequestError) as caught:
@@ -144,7 +152,7 @@ def test_what_travels_between_the_steps_arrives() -> None:
 def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
     loads: list[Load] = []
     settings = {"token_delay_ms": 1.0, "max_sequences": 1, "max_length": 10}
-    sampling = {"max_tokens": 3, "logprobs": 1}
+    sampling = {"max_tokens": 3, "logprobs": 1, "json_schema": None}
 
     async def whole(answer: AsyncGenerator[Delta, None]) -> list[Delta]:
         return [delta async for delta in answer]
@@ -200,6 +208,43 @@ def test_the_reference_states_the_limits() -> None:
         assert [float(cell) if cell else None for cell in stated] == limits, metric.name
 
 
+def test_texts_are_scored_as_published() -> None:
+    # Lin 2004, section 3.1: with beta 1, ROUGE-L of the two candidates is 3/4 and 2/4.
+    reference = "police killed the gunman"
+    for candidate, score in (
+        ("police kill the gunman", 0.75),
+        ("the gunman kill police", 0.5),
+        ("Police, KILLED the gunman!", 1.0),
+        ("", 0.0),
+        ("nobody", 0.0),
+    ):
+        assert rouge_l(candidate, reference) == pytest.approx(score), candidate
+    assert rouge_l("!", "?") == 1.0
+    for got, wanted, score in (
+        (" The answer is: Paris. ", "answer is paris", 1.0),
+        ("Paris is", "is Paris", 0.0),
+        ("the", "a", 1.0),
+        ("?", "!", 0.0),
+        ("", " ", 1.0),
+    ):
+        assert exact_match(got, wanted) == score, (got, wanted)
+
+
+def test_a_worse_engine_fails_on_right_answers_and_chance_does_not() -> None:
+    rows = [LabelledRow(n, ({"text_input": "a"},), {}, (f"answer {n}", "x")) for n in range(60)]
+    right = [{"text_output": np.array([f"answer {n}"])} for n in range(60)]
+    wrong: list[Outputs] = [{"text_output": np.array(["none"])}] * 12
+    one: list[Outputs] = [{"text_output": np.array(["none"])}]
+    for metric in GENERATED.values():
+        worse = compare_labelled(metric, rows, [*wrong, *right[12:]], right, max_drop=0.05)
+        assert metric.name in worse.failure
+        assert worse.candidate == pytest.approx(0.8)
+        for got in (right, [*one, *right[1:]]):
+            assert not compare_labelled(metric, rows, got, right, max_drop=0).failure
+        judged = verdict_of(*good_answers(), labelled=worse)
+        assert judged.failures == (worse.failure,)
+
+
 def good_answers() -> tuple[Reference, Answered]:
     """A reference, and what answers like it."""
     ids = tuple(byte_pairs().encode("The dog", add_special_tokens=False).ids)
@@ -215,9 +260,11 @@ def good_answers() -> tuple[Reference, Answered]:
     )
 
 
-def verdict_of(wanted: Reference, found: Answered, precision: str = "fp32") -> Any:
+def verdict_of(
+    wanted: Reference, found: Answered, precision: str = "fp32", **more: Any
+) -> GateResult:
     prompt = Prompt({"messages": '[{"role": "user", "content": "Hi"}]'}, (0, 40, 41))
-    return judge(precision, [prompt], [wanted], found, byte_pairs())
+    return judge(precision, [prompt], [wanted], found, byte_pairs(), **more)
 
 
 def test_the_verdict_passes_what_is_right_and_names_each_fault() -> None:

@@ -62,7 +62,7 @@ def _prompts(inputs: GenerationInputs, most: int) -> list[Prompt]:
         else {"messages": json.dumps([{"role": "user", "content": f"{row.question}\n{row.text}"}])}
         for place, row in enumerate(probe_texts())
     ]
-    prompts = [*inputs.prompts, *(make_prompt(inputs, one) for one in sent)]
+    prompts = [*inputs.prompts, *(make_prompt(inputs, one, "probe") for one in sent)]
     return [one for one in prompts if answer_tokens(inputs, one) > 0][:most]
 
 

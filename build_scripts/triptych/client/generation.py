@@ -30,6 +30,7 @@ class Sampling(TypedDict, total=False):
         presence_penalty: above 0 makes tokens less likely that were in the answer.
         frequency_penalty: the same, for each time.
         logprobs: how many likeliest tokens to tell with each.
+        json_schema: that the answer is JSON of.
     """
 
     max_tokens: int
@@ -43,6 +44,7 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logprobs: int
+    json_schema: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,12 @@ from triptych.errors import Progress, UserError
 from triptych.files import scratch_folder
 from triptych.generation.environment import environment_python, packages_versions
 from triptych.generation.inputs import GenerationInputs, Prompt
+from triptych.generation.labelled import (
+    Labelled,
+    describe_labelled,
+    judge_labelled,
+    read_labelled,
+)
 from triptych.generation.metrics import Answered, judge
 from triptych.generation.reference import (
     TOKENS,
@@ -51,10 +57,14 @@ def check_generation(
         GenerationGateFailure: a limit is broken, and that is not accepted.
         UserError: vLLM is not there, or does not run the model.
     """
-    gate = measure(inputs, choose_prompts(inputs, PROMPTS), progress, accept=accept)
+    labelled = read_labelled(inputs)
+    prompts = choose_prompts(inputs, PROMPTS)
+    gate = measure(inputs, prompts, progress, labelled=labelled, accept=accept)
     for verdict in gate.verdicts:
         limit = "" if verdict.limit is None else f" (limit {verdict.limit:g})"
         progress("gate", f"{verdict.metric} {verdict.value:.4g}{limit}")
+    if gate.labelled is not None:
+        progress("gate", describe_labelled(gate.labelled))
     if gate.failures and not accept:
         raise GenerationGateFailure(inputs.spec.name, gate)
     return gate
@@ -66,21 +76,27 @@ def measure(
     progress: Progress,
     *,
     most: int = TOKENS,
+    labelled: Labelled = Labelled(),  # noqa: B008  (it cannot be changed)
     accept: str = "",
 ) -> GateResult:
-    """Run reference and engine on `prompts`, `most` tokens an answer; the verdict.
+    """Run reference and engine on `prompts`, `most` tokens an answer, and on rows with the truth.
 
     Raises:
         UserError: vLLM is not there, or does not run the model.
     """
     python = environment_python()
+    longest = inputs.spec.accuracy.max_tokens
     wanted = reference_answers(inputs, prompts, progress, most=most)
+    right = reference_answers(inputs, labelled.prompts, progress, most=longest)
     order = {
         "weights": str(inputs.weights),
         "settings": engine_settings(inputs),
         "prompts": [list(one.ids) for one in prompts],
         "wanted": [list(one.ids) for one in wanted],
         "max_tokens": [answer_tokens(inputs, one, most) for one in prompts],
+        "labelled": [
+            [list(one.ids), answer_tokens(inputs, one, longest)] for one in labelled.prompts
+        ],
     }
     key = {
         **{name: value for name, value in order.items() if name != "weights"},
@@ -98,8 +114,20 @@ def measure(
     stage = cached_stage("generation-gate", key, work, progress)
     result = json.loads((stage.folder / _RESULT).read_bytes())
     tokenizer = Tokenizer.from_file(str(inputs.model.tokenizer))
-    found = answered(prompts, wanted, result, tokenizer)
-    return judge(inputs.spec.core.precision, prompts, wanted, found, tokenizer, accept=accept)
+    return judge(
+        inputs.spec.core.precision,
+        prompts,
+        wanted,
+        answered(prompts, wanted, result, tokenizer),
+        tokenizer,
+        labelled=judge_labelled(
+            inputs,
+            labelled,
+            [tokenizer.decode(ids, skip_special_tokens=True) for ids in result["labelled"]],
+            [one.text for one in right],
+        ),
+        accept=accept,
+    )
 
 
 def answered(

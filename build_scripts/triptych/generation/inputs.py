@@ -69,7 +69,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     Raises:
         UserError: in the spec, the model or the traffic.
     """
-    lines = _read_traffic(spec.folder / TRAFFIC_FILE)
+    lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
@@ -77,19 +77,19 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     _check_kv_cache(spec, model.facts, max_length)
     inputs = GenerationInputs(spec, model, weights, max_length, ())
     path = spec.folder / TRAFFIC_FILE
-    prompts = tuple(_prompts(inputs, [(f"{path}:{number}", sent) for number, sent in lines]))
+    prompts = tuple(_prompts(inputs, [(f"{path}:{number}", sent) for number, sent, _ in lines]))
     mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
     progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
     return GenerationInputs(spec, model, weights, max_length, prompts)
 
 
-def make_prompt(inputs: GenerationInputs, sent: Mapping[str, str]) -> Prompt:
-    """What preprocess makes of a request that is none of the traffic.
+def make_prompt(inputs: GenerationInputs, sent: Mapping[str, str], place: str) -> Prompt:
+    """What preprocess makes of a request that is none of the traffic; `place` is where it is from.
 
     Raises:
         UserError: it refuses it.
     """
-    (prompt,) = _prompts(inputs, [("prompt", sent)])
+    (prompt,) = _prompts(inputs, [(place, sent)])
     return prompt
 
 
@@ -118,20 +118,26 @@ def _check_kv_cache(spec: GenerationSpec, facts: GenerationFacts, max_length: in
         )
 
 
-def _read_traffic(path: Path) -> list[tuple[int, dict[str, str]]]:
+def read_prompt_lines(path: Path) -> list[tuple[int, dict[str, str], Mapping[str, Any]]]:
+    """Of each line its number, the request as a client sends it, and the whole object.
+
+    Raises:
+        UserError: no such file, a line that is no request, or none at all.
+    """
     form = '{"messages": [{"role": "user", "content": "…"}]} or {"text_input": "…"}'
     if not path.is_file():
         raise UserError(
             str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
         )
-    lines = []
+    lines: list[tuple[int, dict[str, str], Mapping[str, Any]]] = []
     for number, line, row in read_lines(path):
         row = row or {}
         text, messages = row.get("text_input"), row.get("messages")
         if isinstance(text, str) and messages is None:
-            lines.append((number, {"text_input": text}))
+            lines.append((number, {"text_input": text}, row))
         elif isinstance(messages, list) and text is None:
-            lines.append((number, {"messages": json.dumps(messages, ensure_ascii=False)}))
+            sent = {"messages": json.dumps(messages, ensure_ascii=False)}
+            lines.append((number, sent, row))
         else:
             raise UserError(
                 f"{path}:{number}",

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from triptych.generation.inputs import Prompt
 from triptych.generation.reference import Reference
 from triptych.repository.records import GateResult, Verdict, WorstRow
+from triptych.tasks.metrics.labelled import LabelledResult
 
 _LONGEST_SHOWN = 80
 
@@ -91,6 +92,7 @@ def judge(
     found: Answered,
     tokenizer: Tokenizer,
     *,
+    labelled: LabelledResult | None = None,
     accept: str = "",
 ) -> GateResult:
     """The verdict on what answered, held to the limits of its precision.
@@ -101,6 +103,7 @@ def judge(
         wanted: of each the reference.
         found: what answered.
         tokenizer: of the model.
+        labelled: the result on rows with right answers; None where there are none.
         accept: see `generation.build`.
     """
     prefixes = [common_length(one.ids, got) for one, got in zip(wanted, found.alone, strict=True)]
@@ -112,6 +115,8 @@ def judge(
         for metric, verdict in zip(METRICS, verdicts, strict=True)
         if not verdict.passed and verdict.limit is not None
     )
+    if labelled is not None and labelled.failure:
+        failures = (*failures, labelled.failure)
     largest = [max(row, default=math.nan) for row in differences]
     rows = zip(prompts, wanted, found.alone, prefixes, largest, strict=True)
     worst = tuple(
@@ -134,6 +139,7 @@ def judge(
         failures=failures,
         worst=tuple(sorted(worst, key=lambda row: -row.badness)),
         row_differences=tuple(largest),
+        labelled=labelled,
         accepted=accept if failures else "",
     )
 

@@ -73,6 +73,8 @@ def reference_answers(
     Raises:
         UserError: transformers does not run the model.
     """
+    if not prompts:
+        return ()
     stops = list(inputs.model.facts.stop_token_ids)
     asked = [
         {"sent": one.sent, "ids": one.ids, "tokens": answer_tokens(inputs, one, most)}

@@ -48,7 +48,10 @@ OUTPUTS = (
 )
 TO_CORE = (Tensor("prompt_ids", "INT32", ("tokens",)), Tensor("order", "BYTES", (1,)))
 FROM_CORE = (Tensor("token_ids", "INT32", ("new_tokens",)), Tensor("chunk", "BYTES", (1,)))
-MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", *WEIGHTS)
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer_config.json"),
+    *("*.safetensors.index.json", *WEIGHTS),
+)
 _DECOUPLED = {"decoupled": True}
 
 
@@ -97,6 +100,7 @@ def render_generation(inputs: GenerationInputs) -> dict[str, Content]:
     if spec.core.backend != "scripted":
         for path in model_files(inputs.weights):
             files[f"{step('core')}/1/{MODEL_FOLDER}/{path.name}"] = path
+        files[f"{step('core')}/1/{MODEL_FOLDER}/{TOKENIZER_FILE}"] = inputs.model.tokenizer
     return files
 
 

@@ -3,7 +3,7 @@
 Usage: ``python worker_gate.py RUNTIME ORDER.json RESULT.json``, with RUNTIME the folder that has
 the package of the steps. The order: ``weights``, ``settings`` of the engine; for each prompt its
 token ids in ``prompts``, the reference's answer in ``wanted`` and its most tokens in
-``max_tokens``. What the result holds says `gate`.
+``max_tokens``; ``labelled`` prompts, each with its most tokens. What the result holds says `gate`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
         (await engine.score(f"forced-{i}", [*prompt, *ids]))[len(prompt) - 1 :]
         for i, (prompt, ids) in enumerate(zip(order["prompts"], order["wanted"], strict=True))
     ]
+    labelled = await asyncio.gather(
+        *(answer(f"labelled-{i}", *one) for i, one in enumerate(order.get("labelled", [])))
+    )
     engine.close()
-    return {"alone": alone, "together": together, "forced": forced}
+    return {"alone": alone, "together": together, "forced": forced, "labelled": labelled}
 
 
 def main(order_file: Path, result_file: Path) -> None:

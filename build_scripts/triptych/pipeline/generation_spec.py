@@ -91,6 +91,20 @@ class GenerationServing(Frozen):
         return self
 
 
+class GenerationAccuracy(Frozen):
+    """How ``eval.jsonl`` is judged.
+
+    Attributes:
+        metric: of its answers.
+        max_drop: how much worse than the original the model may be.
+        max_tokens: of an answer, at most.
+    """
+
+    metric: Literal["exact_match", "rouge_l"] = "rouge_l"
+    max_drop: Annotated[float, Field(ge=0, le=1)] = 0.0
+    max_tokens: Annotated[int, Field(ge=1, le=4096)] = 64
+
+
 class GenerationSpec(Frozen):
     """One pipeline that generates text, as declared.
 
@@ -109,6 +123,7 @@ class GenerationSpec(Frozen):
     max_text_bytes: Positive = 1_048_576
     core: GenerationCore = GenerationCore()
     serving: GenerationServing = GenerationServing()
+    accuracy: GenerationAccuracy = GenerationAccuracy()
 
     @field_validator("parameters")
     @classmethod
