@@ -101,6 +101,9 @@ class Completion:
 class Progress:
     """One generation, from its request to its last chunk; does no I/O.
 
+    Attributes:
+        finished: whether the last chunk was read.
+
     Args:
         pipeline: name of the ensemble.
         texts: the inputs of the request but `stream`.
@@ -117,7 +120,7 @@ class Progress:
         self._retries = retries
         self._tried: tuple[str, ...] = ()
         self._chunks = 0
-        self._finished = False
+        self.finished = False
 
     def request(self, *, stream: bool) -> tuple[Any, float | None]:
         """The message, and how many seconds its answer may take (None: any).
@@ -159,7 +162,7 @@ class Progress:
                 f"Given: {', '.join(sorted(outputs))} ({type(error).__name__}: {error}). "
                 "Make the call that fits its task."
             ) from error
-        self._finished = bool(chunk.finish_reason)
+        self.finished = bool(chunk.finish_reason)
         return chunk
 
     def pause_s(self, error: InferenceError) -> float:
@@ -177,7 +180,7 @@ class Progress:
 
     def check_end(self) -> None:
         """Raises `PipelineFailed` where the stream ended before the last chunk."""
-        if not self._finished:
+        if not self.finished:
             raise PipelineFailed(
                 f"A stream must end with a finish reason. Given: an end after {self._chunks} "
                 "chunks. This is a bug of the pipeline."
