@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import html
 import json
 import re
 import subprocess
@@ -13,9 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from browser import open_tab
 from conftest import ROOT
 from generation_cases import (
     TEXTS,
@@ -25,9 +29,11 @@ from generation_cases import (
     write_pipeline,
     write_tiny_model,
 )
+from test_ui import fetch, form, post
 from triptych.container.lock_check import check_repository
 from triptych.errors import UserError
 from triptych.generation.build import build_generation
+from triptych.generation.describe import describe_inputs
 from triptych.generation.inputs import read_generation
 from triptych.generation.live import describe_generation, verify_generation
 from triptych.generation.metrics import METRICS
@@ -35,6 +41,7 @@ from triptych.lint.checks import run_checks
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.repository.lock import read_lock
 from triptych.server.server import Server
+from triptych.ui.chat import ChatPage
 
 pytestmark = pytest.mark.server
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
@@ -100,10 +107,16 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     assert run_checks(repository) == []
     assert check_repository(repository, None) == []
     lock = json.loads((repository / "quick/triptych.lock.json").read_bytes())
-    with pytest.raises(UserError, match="can be built, linted, served and asked"):
+    with pytest.raises(UserError, match="must be one that this verb knows"):
         read_lock(repository, "quick")
     assert lock["spec"]["core"]["backend"] == "scripted"
     assert lock["gate"] is None
+    inputs = read_generation(load_generation_spec(repository.parent / "quick"), silent)
+    described = describe_inputs(inputs)
+    assert set(described["models"]) == {path.parent.name for path in repository.glob("quick*/1")}
+    # 2 layers with 2 heads of 8 numbers, keys and values, 2 bytes each: 128 bytes a token.
+    assert described["core"]["kv_cache"].startswith("1 MiB: 16 requests of max_length, a MiB for")
+    assert described["core"]["max_sequences"].endswith("256 tokens of KV cache each")
 
 
 def test_a_streamed_answer_is_the_whole_one(quick: Streams) -> None:
@@ -228,6 +241,76 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
     assert {"prompt_agreement", "margin_at_difference"} <= failed
     assert not found.passed
     assert any("failed" in line for line, _ in describe_generation(found))
+
+
+@pytest.fixture(scope="module")
+def chat_page(repository: Path, server: Server) -> Iterator[ChatPage]:
+    folder = repository.parent / "slow"
+    url = server.grpc_url
+    spec = load_generation_spec(folder)
+    with ChatPage(spec, folder, url, "127.0.0.1", 0, timeout_s=DEADLINE_S) as page:
+        yield page
+
+
+def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
+    server: Server, chat_page: ChatPage
+) -> None:
+    status, text = fetch(f"{chat_page.url}?example=1")
+    assert status == 200
+    assert f">\n{TEXTS[1]}</textarea>" in text
+    sent = {"messages": "[]", "say": "<script>alert(1)</script>" * 4, "max_tokens": "100"}
+    with urllib.request.urlopen(form(chat_page.url, sent)) as reply:
+        pieces = iter(lambda: reply.read1(65536).decode(), "")
+        text = ""
+        while 'id="answer"' not in text:
+            text += next(pieces)
+        assert "</main>" not in text
+        text += "".join(pieces)
+    assert "&lt;script&gt;alert(1)" in text
+    assert "<script" not in text
+    assert "100 tokens (length)" in text
+    history = json.loads(html.unescape(re.findall(r'name="messages" value="(.*?)"', text)[0]))
+    assert [message["role"] for message in history] == ["user", "assistant"]
+
+    status, text = post(chat_page.url, {"messages": "[]", "say": "Hi", "temperature": "9"})
+    assert "must be a number from 0 to 2" in text
+    assert post(chat_page.url, {"messages": "{", "say": "Hi"})[0] == 422
+    assert post(chat_page.url, {"say": "Hi"}, Origin="https://else.where")[0] == 404
+    reply = urllib.request.urlopen(form(chat_page.url, {"messages": "[]", "say": LONG}))
+    wait_until(server, "slow", running=1)
+    reply.close()
+    wait_until(server, "slow", running=0, kv_cache_share=0)
+
+
+@pytest.mark.long
+def test_a_browser_shows_a_conversation(repository: Path, server: Server) -> None:
+    folder = repository.parent / "quick"
+    spec, url = load_generation_spec(folder), server.grpc_url
+
+    async def talk() -> dict[str, Any]:
+        async with open_tab() as tab:
+            await tab.go(page.url)
+            for said in ("Hi <i>there</i>", "Ho"):
+                await tab.type("textarea", said)
+                await tab.submit("button")
+            return {
+                "turns": await tab.run(
+                    "[...document.querySelectorAll('#talk p.raw')].map(it => it.innerText)"
+                ),
+                "told": await tab.run("document.querySelector('#told').innerText"),
+                "scripts": await tab.run("document.scripts.length"),
+                "requested": tab.requested,
+            }
+
+    with ChatPage(spec, folder, url, "127.0.0.1", 0, timeout_s=DEADLINE_S) as page:
+        seen = asyncio.run(talk())
+    assert seen["turns"][0] == "Hi <i>there</i>"
+    assert seen["turns"][1].strip() == "<user> Hi <i>there</i>\n<assistant>"
+    assert seen["turns"][2] == "Ho"
+    assert seen["turns"][3].strip().endswith("<user> Ho\n<assistant>")
+    assert "tokens (stop)" in seen["told"]
+    assert seen["scripts"] == 0
+    assert all(url.startswith(page.url) for url in seen["requested"])
 
 
 def test_the_example_is_one(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT
 from generation_cases import TEMPLATE, TEXTS, byte_pairs, metaspace, write_pipeline
 from triptych.errors import UserError
+from triptych.generation.checks import check_folder
 from triptych.generation.inputs import Prompt
 from triptych.generation.metrics import EVERY, LIMITS, METRICS, Answered, judge
 from triptych.generation.reference import Reference
@@ -196,7 +197,23 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         assert said in caught.value.message, override
     with pytest.raises(UserError) as caught:
         load_spec(folder)
-    assert "Given: text-generation. Pipelines that generate text can be" in caught.value.message
+    assert "Given: text-generation. They can be tested, inspected" in caught.value.message
+
+
+def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
+    assert [check.name for check in check_folder(folder)] == ["spec", "traffic"]
+    (folder / "hooks.py").touch()
+    (folder / "eval.jsonl").write_text('{"text_input": "a", "answers": ["b"]}')
+    with (folder / "traffic.jsonl").open("a") as file:
+        file.write('\n{"messages": [{"role": "user"}]}')
+    found = {check.name: check for check in check_folder(folder)}
+    assert (found["eval"].note, found["hooks"].severity) == ("1 rows", "warning")
+    assert "traffic.jsonl:4: `messages[0]` must be" in found["messages"].note
+    for row in ("{}", '{"text_input": "a"}', '{"text_input": "a", "answers": []}'):
+        (folder / "eval.jsonl").write_text(row)
+        with pytest.raises(UserError, match=r"eval\.jsonl:1"):
+            check_folder(folder)
 
 
 def test_the_reference_states_the_limits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,10 +106,14 @@ def _max_length(spec: GenerationSpec, facts: GenerationFacts) -> int:
     return wanted or facts.max_length
 
 
+def kv_mib(facts: GenerationFacts, precision: str, tokens: int) -> float:
+    """MiB of KV cache that so many tokens take."""
+    return facts.kv_values * BYTES[precision] * tokens / 2**20
+
+
 def _check_kv_cache(spec: GenerationSpec, facts: GenerationFacts, max_length: int) -> None:
     """One request of full length must fit, or the engine would never run it."""
-    token_bytes = facts.kv_values * BYTES[spec.core.precision]
-    needed = -(-token_bytes * max_length // 2**20)
+    needed = math.ceil(kv_mib(facts, spec.core.precision, max_length))
     if needed > spec.core.kv_cache.memory_mib:
         raise UserError(
             "core.kv_cache.memory_mib",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -35,19 +36,10 @@ def read_labelled(inputs: GenerationInputs) -> Labelled:
     path = inputs.spec.folder / EVAL_FILE
     if not path.is_file():
         return Labelled()
-    rows, prompts = [], []
-    for number, sent, rest in read_prompt_lines(path)[:MOST_ROWS]:
-        place = f"{path}:{number}"
-        try:
-            truth = TEXTS.read(rest.get(TEXTS.key), "")
-        except ValueError as error:
-            raise UserError(
-                place,
-                f"must have {TEXTS.rule} as `{TEXTS.key}`",
-                given=repr(rest.get(TEXTS.key))[:80],
-                remedy=f'Write for example {{"text_input": "…", "{TEXTS.key}": {TEXTS.example}}}',
-            ) from error
-        prompt = make_prompt(inputs, sent, place)
+    rows, prompts = read_rows(path)[:MOST_ROWS], []
+    for row in rows:
+        place = f"{path}:{row.line}"
+        prompt = make_prompt(inputs, row.requests[0], place)
         if answer_tokens(inputs, prompt) < 1:
             raise UserError(
                 place,
@@ -55,9 +47,29 @@ def read_labelled(inputs: GenerationInputs) -> Labelled:
                 given=len(prompt.ids),
                 remedy="Shorten it, or raise core.max_length",
             )
-        rows.append(LabelledRow(number, (dict(sent),), {}, truth))
         prompts.append(prompt)
     return Labelled(tuple(rows), tuple(prompts))
+
+
+def read_rows(path: Path) -> list[LabelledRow]:
+    """Every row of ``eval.jsonl``.
+
+    Raises:
+        UserError: a line that is no prompt with right answers, or no line at all.
+    """
+    rows = []
+    for number, sent, line in read_prompt_lines(path):
+        try:
+            truth = TEXTS.read(line.get(TEXTS.key), "")
+        except ValueError as error:
+            raise UserError(
+                f"{path}:{number}",
+                f"must have {TEXTS.rule} as `{TEXTS.key}`",
+                given=repr(line.get(TEXTS.key))[:80],
+                remedy=f'Write for example {{"text_input": "…", "{TEXTS.key}": {TEXTS.example}}}',
+            ) from error
+        rows.append(LabelledRow(number, (dict(sent),), {}, truth))
+    return rows
 
 
 def judge_labelled(

@@ -89,7 +89,7 @@ def not_known_here(field: str) -> UserError:
         field,
         "must be one that this verb knows",
         given=GENERATION,
-        remedy="Pipelines that generate text can be built, linted, served and asked",
+        remedy="They can be tested, inspected, built, linted, served, verified and asked",
     )
 
 
