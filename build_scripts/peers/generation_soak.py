@@ -135,8 +135,8 @@ def main() -> int:
         server.wait_ready()
         _say("soak", f"{options.clients} clients for {options.minutes:g} minutes ...")
         load, samples = asyncio.run(_soak(inputs, server, options))
-        left = _left_behind(server, inputs.spec.name)
         death = server.death(1.0)
+        left = {} if death is not None else _left_behind(server, inputs.spec.name)
     finally:
         server.stop()
     requests = load.counts.total()
@@ -187,7 +187,13 @@ async def _soak(
             taken = await asyncio.to_thread(sample, server.pid)
             samples.append({"seconds": time.monotonic() - began, **taken})
             await asyncio.wait(work, timeout=options.every)
-        await asyncio.gather(*work)
+            if server.death(0.0) is not None:
+                for one in work:
+                    one.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        for one in work:
+            if not one.cancelled():
+                one.result()  # raises what no request can have caused
     return load, samples
 
 
