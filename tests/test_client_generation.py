@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import pytest
 from typer.testing import CliRunner
 
@@ -30,6 +31,7 @@ from triptych.client import (
     Retry,
     ServerUnreachable,
     Usage,
+    streams,
 )
 
 pytestmark = pytest.mark.server
@@ -132,6 +134,29 @@ def test_closing_cancels_at_the_server(toy: ToyChat) -> None:
             assert seen["cancelled"], how
             assert seen["sent"] < 300
         assert client.generate("still open").whole().text == "still open"
+
+
+def test_what_has_said_its_last_is_not_cancelled(toy: ToyChat) -> None:
+    """24.10 may abort where a cancel meets the end of a stream."""
+    with Client("chat", toy.url) as client:
+        for _ in range(10):
+            with client.generate("to be") as generation:
+                while not next(generation).finish_reason:
+                    pass
+                call = generation._call
+            assert call.code() is grpc.StatusCode.OK
+
+    async def leave_at_the_end() -> None:
+        async with AsyncClient("chat", toy.url) as client:
+            for _ in range(10):
+                async with client.generate("to be") as generation:
+                    while not (await anext(generation)).finish_reason:
+                        pass
+                    call = generation._call
+                assert await call.code() is grpc.StatusCode.OK
+
+    asyncio.run(leave_at_the_end())
+    assert not streams._ENDING
 
 
 def test_a_task_that_is_cancelled_cancels_at_the_server(toy: ToyChat) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import html
 import json
 import re
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from browser import open_tab
 from conftest import ROOT
 from generation_cases import (
     TEXTS,
@@ -21,6 +29,7 @@ from generation_cases import (
     write_pipeline,
     write_tiny_model,
 )
+from test_ui import fetch, form, post
 from triptych.bench import measure as measuring
 from triptych.bench.bench import Bench
 from triptych.bench.measure import STREAM_ERROR
@@ -29,14 +38,19 @@ from triptych.container.lock_check import check_repository
 from triptych.errors import UserError
 from triptych.generation.bench import bench_generation
 from triptych.generation.build import build_generation
+from triptych.generation.describe import describe_inputs
 from triptych.generation.inputs import read_generation
+from triptych.generation.live import describe_generation, verify_generation
+from triptych.generation.metrics import METRICS
 from triptych.lint.checks import run_checks
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.slo import GenerationSlo
 from triptych.repository.lock import read_lock
 from triptych.server.server import Server
+from triptych.ui.chat import ChatPage
 
 pytestmark = pytest.mark.server
+TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 LONG = TEXTS[0] * 4
 DEADLINE_S = 30.0
 
@@ -103,6 +117,12 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
         read_lock(repository, "quick")
     assert lock["spec"]["core"]["backend"] == "scripted"
     assert lock["gate"] is None
+    inputs = read_generation(load_generation_spec(repository.parent / "quick"), silent)
+    described = describe_inputs(inputs)
+    assert set(described["models"]) == {path.parent.name for path in repository.glob("quick*/1")}
+    # 2 layers with 2 heads of 8 numbers, keys and values, 2 bytes each: 128 bytes a token.
+    assert described["core"]["kv_cache"].startswith("1 MiB: 16 requests of max_length, a MiB for")
+    assert described["core"]["max_sequences"].endswith("256 tokens of KV cache each")
 
 
 def test_a_streamed_answer_is_the_whole_one(quick: Streams) -> None:
@@ -150,6 +170,8 @@ def test_a_request_at_fault_is_refused_alone(quick: Streams) -> None:
         ({"text_input": b"\xff"}, "must be valid UTF-8"),
         ({"text_input": "a", "sampling_parameters": {"max_tokens": -1}}, "from 1 to 1000000"),
         ({"text_input": "a", "sampling_parameters": "{"}, "must be JSON"),
+        # What the engine refuses, not the steps before it.
+        ({"text_input": "a", "sampling_parameters": {"json_schema": {}}}, "follows none"),
         ({"text_input": "dog " * 600}, "must have 1 to 511 tokens"),
         ({"messages": [{"role": "robot", "content": "b"}]}, "no such role: robot"),
         ({"text_input": "a", "exclude_input_in_output": False}, "must be true"),
@@ -202,6 +224,112 @@ def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams)
     calls[0].cancel()
     calls[1].cancel()
     wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
+
+
+def test_verify_passes_what_is_right_and_sees_other_prompts(
+    repository: Path, server: Server, quick: Streams
+) -> None:
+    options = [f"--pipelines={repository.parent}", f"--repository={repository}"]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "answers": ["user Hi assistant"]}
+    lines = [{"text_input": "The dog sleeps", "answers": ["no", "The dog sleeps on"]}, chat]
+    (repository.parent / "quick/eval.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = subprocess.run(
+        [TRIPTYCH, "verify", "quick", f"--url={server.grpc_url}", "--json", *options],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["passed"]
+    assert {one["metric"] for one in result["gate"]["verdicts"]} == {one.name for one in METRICS}
+    # F1 of three words of four, and of three of three.
+    assert result["gate"]["labelled"]["candidate"] == pytest.approx((6 / 7 + 1) / 2)
+
+    inputs = read_generation(load_generation_spec(repository.parent / "quick"), silent)
+    # As if the server put one beginning too many before each prompt.
+    others = tuple(replace(one, ids=one.ids[1:]) for one in inputs.prompts)
+    found = verify_generation(
+        replace(inputs, prompts=others),
+        repository,
+        nullcontext(server),
+        silent,
+        clients=4,
+        timeout_s=DEADLINE_S,
+    )
+    failed = {one.metric for one in found.gate.verdicts if not one.passed}
+    assert {"prompt_agreement", "margin_at_difference"} <= failed
+    assert not found.passed
+    assert any("failed" in line for line, _ in describe_generation(found))
+
+
+@pytest.fixture(scope="module")
+def chat_page(repository: Path, server: Server) -> Iterator[ChatPage]:
+    folder = repository.parent / "slow"
+    url = server.grpc_url
+    spec = load_generation_spec(folder)
+    with ChatPage(spec, folder, url, "127.0.0.1", 0, timeout_s=DEADLINE_S) as page:
+        yield page
+
+
+def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
+    server: Server, chat_page: ChatPage
+) -> None:
+    status, text = fetch(f"{chat_page.url}?example=1")
+    assert status == 200
+    assert f">\n{TEXTS[1]}</textarea>" in text
+    sent = {"messages": "[]", "say": "<script>alert(1)</script>" * 4, "max_tokens": "100"}
+    with urllib.request.urlopen(form(chat_page.url, sent)) as reply:
+        pieces = iter(lambda: reply.read1(65536).decode(), "")
+        text = ""
+        while 'id="answer"' not in text:
+            text += next(pieces)
+        assert "</main>" not in text
+        text += "".join(pieces)
+    assert "&lt;script&gt;alert(1)" in text
+    assert "<script" not in text
+    assert "100 tokens (length)" in text
+    history = json.loads(html.unescape(re.findall(r'name="messages" value="(.*?)"', text)[0]))
+    assert [message["role"] for message in history] == ["user", "assistant"]
+
+    status, text = post(chat_page.url, {"messages": "[]", "say": "Hi", "temperature": "9"})
+    assert "must be a number from 0 to 2" in text
+    assert post(chat_page.url, {"messages": "{", "say": "Hi"})[0] == 422
+    assert post(chat_page.url, {"say": "Hi"}, Origin="https://else.where")[0] == 404
+    reply = urllib.request.urlopen(form(chat_page.url, {"messages": "[]", "say": LONG}))
+    wait_until(server, "slow", running=1)
+    reply.close()
+    wait_until(server, "slow", running=0, kv_cache_share=0)
+
+
+@pytest.mark.long
+def test_a_browser_shows_a_conversation(repository: Path, server: Server) -> None:
+    folder = repository.parent / "quick"
+    spec, url = load_generation_spec(folder), server.grpc_url
+
+    async def talk() -> dict[str, Any]:
+        async with open_tab() as tab:
+            await tab.go(page.url)
+            for said in ("Hi <i>there</i>", "Ho"):
+                await tab.type("textarea", said)
+                await tab.submit("button")
+            return {
+                "turns": await tab.run(
+                    "[...document.querySelectorAll('#talk p.raw')].map(it => it.innerText)"
+                ),
+                "told": await tab.run("document.querySelector('#told').innerText"),
+                "scripts": await tab.run("document.scripts.length"),
+                "requested": tab.requested,
+            }
+
+    with ChatPage(spec, folder, url, "127.0.0.1", 0, timeout_s=DEADLINE_S) as page:
+        seen = asyncio.run(talk())
+    assert seen["turns"][0] == "Hi <i>there</i>"
+    assert seen["turns"][1].strip() == "<user> Hi <i>there</i>\n<assistant>"
+    assert seen["turns"][2] == "Ho"
+    assert seen["turns"][3].strip().endswith("<user> Ho\n<assistant>")
+    assert "tokens (stop)" in seen["told"]
+    assert seen["scripts"] == 0
+    assert all(url.startswith(page.url) for url in seen["requested"])
 
 
 def test_the_example_is_one(tmp_path: Path) -> None:

@@ -7,18 +7,23 @@ import json
 import random
 import re
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conftest import ROOT
 from generation_cases import TEMPLATE, TEXTS, byte_pairs, metaspace, write_pipeline
 from triptych.errors import UserError
-from triptych.generation.gate import EVERY, LIMITS, METRICS, judge
+from triptych.generation.checks import check_folder
 from triptych.generation.inputs import Prompt
+from triptych.generation.metrics import EVERY, LIMITS, METRICS, Answered, judge
+from triptych.generation.reference import Reference
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.spec import load_spec
+from triptych.repository.records import GateResult
 from triptych.runtime.chat_template import ChatTemplate
 from triptych.runtime.engine_scripted import Engine
 from triptych.runtime.faults import RequestError
@@ -27,6 +32,10 @@ from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Ord
 from triptych.runtime.prompts import Prompts
 from triptych.runtime.sampling_parameters import DEFAULTS, FLAGS, NUMBERS, check_sampling
 from triptych.runtime.text_stream import MOST_WAITING, StopStrings, TextStream
+from triptych.tasks.metrics.generated import GENERATED, exact_match, rouge_l
+from triptych.tasks.metrics.labelled import compare_labelled
+from triptych.tasks.metrics.labels import LabelledRow
+from triptych.tasks.metrics.outputs import Outputs
 
 
 def streamed(stream: TextStream, ids: list[int], pieces: random.Random) -> list[str]:
@@ -87,7 +96,7 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
     assert check_sampling("", DEFAULTS, room=10) == {**DEFAULTS, "max_tokens": 10}
     given = check_sampling('{"stop": "a", "seed": null}', {**DEFAULTS, "seed": 3}, room=500)
     assert (given["stop"], given["seed"], given["max_tokens"]) == (["a"], 3, 256)
-    assert set(DEFAULTS) == {*NUMBERS, *FLAGS, "stop"}
+    assert set(DEFAULTS) == {*NUMBERS, *FLAGS, "stop", "json_schema"}
     for text, said in (
         ("[1]", "must be a JSON object"),
         ("{", "must be JSON"),
@@ -99,6 +108,8 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         ('{"ignore_eos": 1}', "must be true or false. Given: 1"),
         ('{"n": 2}', "must be an integer from 1 to 1. Given: 2"),
         ('{"stop": [""]}', "of 1 to 256 characters"),
+        ('{"json_schema": "object"}', "must be a JSON schema, an object of at most 32768"),
+        (json.dumps({"json_schema": {"const": "a" * 40_000}}), "must be a JSON schema"),
         ('{"max_token": 3}', "is not known; known are: frequency_penalty"),
     ):
         with pytest.raises(RequestError) as caught:
@@ -144,7 +155,7 @@ def test_what_travels_between_the_steps_arrives() -> None:
 def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
     loads: list[Load] = []
     settings = {"token_delay_ms": 1.0, "max_sequences": 1, "max_length": 10}
-    sampling = {"max_tokens": 3, "logprobs": 1}
+    sampling = {"max_tokens": 3, "logprobs": 1, "json_schema": None}
 
     async def whole(answer: AsyncGenerator[Delta, None]) -> list[Delta]:
         return [delta async for delta in answer]
@@ -188,7 +199,23 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         assert said in caught.value.message, override
     with pytest.raises(UserError) as caught:
         load_spec(folder)
-    assert "Given: text-generation. Pipelines that generate text can be" in caught.value.message
+    assert "Given: text-generation. They can be tested, inspected" in caught.value.message
+
+
+def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
+    assert [check.name for check in check_folder(folder)] == ["spec", "traffic"]
+    (folder / "hooks.py").touch()
+    (folder / "eval.jsonl").write_text('{"text_input": "a", "answers": ["b"]}')
+    with (folder / "traffic.jsonl").open("a") as file:
+        file.write('\n{"messages": [{"role": "user"}]}')
+    found = {check.name: check for check in check_folder(folder)}
+    assert (found["eval"].note, found["hooks"].severity) == ("1 rows", "warning")
+    assert "traffic.jsonl:4: `messages[0]` must be" in found["messages"].note
+    for row in ("{}", '{"text_input": "a"}', '{"text_input": "a", "answers": []}'):
+        (folder / "eval.jsonl").write_text(row)
+        with pytest.raises(UserError, match=r"eval\.jsonl:1"):
+            check_folder(folder)
 
 
 def test_the_reference_states_the_limits() -> None:
@@ -200,60 +227,88 @@ def test_the_reference_states_the_limits() -> None:
         assert [float(cell) if cell else None for cell in stated] == limits, metric.name
 
 
-def verdict_of(result: Any, precision: str = "fp32") -> Any:
-    tokenizer = byte_pairs()
+def test_texts_are_scored_as_published() -> None:
+    # Lin 2004, section 3.1: with beta 1, ROUGE-L of the two candidates is 3/4 and 2/4.
+    reference = "police killed the gunman"
+    for candidate, score in (
+        ("police kill the gunman", 0.75),
+        ("the gunman kill police", 0.5),
+        ("Police, KILLED the gunman!", 1.0),
+        ("", 0.0),
+        ("nobody", 0.0),
+    ):
+        assert rouge_l(candidate, reference) == pytest.approx(score), candidate
+    assert rouge_l("!", "?") == 1.0
+    for got, wanted, score in (
+        (" The answer is: Paris. ", "answer is paris", 1.0),
+        ("Paris is", "is Paris", 0.0),
+        ("the", "a", 1.0),
+        ("?", "!", 0.0),
+        ("", " ", 1.0),
+    ):
+        assert exact_match(got, wanted) == score, (got, wanted)
+
+
+def test_a_worse_engine_fails_on_right_answers_and_chance_does_not() -> None:
+    rows = [LabelledRow(n, ({"text_input": "a"},), {}, (f"answer {n}", "x")) for n in range(60)]
+    right = [{"text_output": np.array([f"answer {n}"])} for n in range(60)]
+    wrong: list[Outputs] = [{"text_output": np.array(["none"])}] * 12
+    one: list[Outputs] = [{"text_output": np.array(["none"])}]
+    for metric in GENERATED.values():
+        worse = compare_labelled(metric, rows, [*wrong, *right[12:]], right, max_drop=0.05)
+        assert metric.name in worse.failure
+        assert worse.candidate == pytest.approx(0.8)
+        for got in (right, [*one, *right[1:]]):
+            assert not compare_labelled(metric, rows, got, right, max_drop=0).failure
+        judged = verdict_of(*good_answers(), labelled=worse)
+        assert judged.failures == (worse.failure,)
+
+
+def good_answers() -> tuple[Reference, Answered]:
+    """A reference, and what answers like it."""
+    ids = tuple(byte_pairs().encode("The dog", add_special_tokens=False).ids)
+    likely = (-0.5,) * len(ids)
+    wanted = Reference((0, 40, 41), ids, "The dog", (2.0,) * len(ids), likely)
+    return wanted, Answered(
+        prompts=[(0, 40, 41)],
+        alone=[ids],
+        together=[[ids]],
+        forced=[likely],
+        streamed=["The dog"],
+        whole=["The dog"],
+    )
+
+
+def verdict_of(
+    wanted: Reference, found: Answered, precision: str = "fp32", **more: Any
+) -> GateResult:
     prompt = Prompt({"messages": '[{"role": "user", "content": "Hi"}]'}, (0, 40, 41))
-    return judge(precision, [prompt], result, tokenizer)
-
-
-def good_result() -> Any:
-    ids = byte_pairs().encode("The dog", add_special_tokens=False).ids
-    answer = {
-        "ids": ids,
-        "text": "The dog",
-        "margins": [2.0] * len(ids),
-        "logprobs": [-0.5] * len(ids),
-    }
-    engine = {"alone": [ids], "together": [ids], "forced": [[-0.5] * len(ids)]}
-    return {"reference": {"answers": [answer], "chats": [[0, 40, 41]]}, "engine": engine}
+    return judge(precision, [prompt], [wanted], found, byte_pairs(), **more)
 
 
 def test_the_verdict_passes_what_is_right_and_names_each_fault() -> None:
-    assert verdict_of(good_result()).passed
-    other = [*good_result()["engine"]["alone"][0][:-1], 5]
-
-    def broken(where: str, value: Any, answer: str = "") -> Any:
-        result = good_result()
-        part = result["reference"]["answers"][0] if answer else result["engine"]
-        if where == "chats":
-            part = result["reference"]
-        part[answer or where] = value
-        return result
-
+    wanted, good = good_answers()
+    assert verdict_of(wanted, good).passed
+    other = (*wanted.ids[:-1], 5)
     count = len(other)
-    for result, metrics in (
-        (broken("chats", [[0, 0, 40, 41]]), {"prompt_agreement"}),
-        (broken("", "The  dog", "text"), {"stream_agreement"}),
-        (broken("together", [other]), {"invariance"}),
-        (
-            broken("alone", [other]),
-            {"exact_prefix", "margin_at_difference", "invariance"},
-        ),
-        (
-            broken("forced", [[-0.52] * count]),
-            {"logprob_difference", "p99_logprob_difference", "perplexity_ratio"},
-        ),
-        (
-            broken("forced", [[float("nan")] * count]),
-            {"logprob_difference", "p99_logprob_difference", "perplexity_ratio"},
-        ),
-    ):
-        gate = verdict_of(result)
-        assert {one.metric for one in gate.verdicts if not one.passed} == metrics
+    numbers = {"logprob_difference", "p99_logprob_difference", "perplexity_ratio"}
+    parted = {"exact_prefix", "margin_at_difference", "invariance"}
+    faults: tuple[tuple[dict[str, Any], set[str]], ...] = (
+        ({"prompts": [(0, 0, 40, 41)]}, {"prompt_agreement"}),
+        ({"streamed": ["The  dog"]}, {"stream_agreement"}),
+        ({"together": [good.alone, [other]]}, {"invariance"}),
+        ({"alone": [other]}, parted),
+        # No answer at all: nothing is known of log-probabilities.
+        ({"alone": [()], "forced": [()]}, parted | numbers),
+        ({"forced": [(-0.52,) * count]}, numbers),
+        ({"forced": [(float("nan"),) * count]}, numbers),
+    )
+    for changed, metrics in faults:
+        gate = verdict_of(wanted, replace(good, **changed))
+        assert {one.metric for one in gate.verdicts if not one.passed} == metrics, changed
         assert not gate.passed
         assert len(gate.failures) == len(metrics)
     # Rounding may change a token where the reference was not sure, and only there.
-    close = broken("alone", [other])
-    close["reference"]["answers"][0]["margins"] = [0.04] * count
-    assert verdict_of(close, "bf16").passed
-    assert not verdict_of(broken("alone", [other]), "bf16").passed
+    parting = replace(good, alone=[other])
+    assert verdict_of(replace(wanted, margins=(0.04,) * count), parting, "bf16").passed
+    assert not verdict_of(wanted, parting, "bf16").passed

@@ -80,14 +80,18 @@ def main() -> int:
         samples: list[dict[str, float]] = []
         began = time.monotonic()
         while runner.is_alive():
-            samples.append({"seconds": time.monotonic() - began, **_sample(server.pid)})
+            samples.append({"seconds": time.monotonic() - began, **sample(server.pid)})
             runner.join(options.every)
     (result,) = outcome
     if isinstance(result, UserError):
         print(f"the load failed after {samples[-1]['seconds']:.0f} s: {result}", file=sys.stderr)
         return 1
-    growths = _growths(samples, result.requests)
-    print(_table(result, growths))
+    growths = growths_of(samples, result.requests)
+    print(
+        f"{result.requests} requests, {result.throughput_per_s:.0f}/s, "
+        f"p99 {result.p99_us / 1e3:.0f} ms"
+    )
+    print(table_of(growths))
     report = {
         "load": result.as_dict(),
         "growth": [asdict(growth) for growth in growths],
@@ -114,7 +118,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _sample(server: int) -> dict[str, float]:
+def sample(server: int) -> dict[str, float]:
     """Bytes: resident memory of each process by name, and the shared memory that they map."""
     found: dict[str, float] = {}
     regions: set[str] = set()
@@ -133,7 +137,8 @@ def _sample(server: int) -> dict[str, float]:
     return found
 
 
-def _growths(samples: Sequence[dict[str, float]], requests: int) -> list[Growth]:
+def growths_of(samples: Sequence[dict[str, float]], requests: int) -> list[Growth]:
+    """How each series went, over so many requests."""
     duration = samples[-1]["seconds"] or 1.0
     names = [name for name in samples[-1] if name != "seconds"]
     growths = []
@@ -154,10 +159,9 @@ def _growths(samples: Sequence[dict[str, float]], requests: int) -> list[Growth]
     return growths
 
 
-def _table(result: perf_analyzer.LoadResult, growths: Sequence[Growth]) -> str:
+def table_of(growths: Sequence[Growth]) -> str:
+    """A line for each series of bytes."""
     lines = [
-        f"{result.requests} requests, {result.throughput_per_s:.0f}/s, "
-        f"p99 {result.p99_us / 1e3:.0f} ms",
         "| memory | first quartile MiB | last quartile MiB | highest MiB | KiB per 1,000 |",
         "| --- | --- | --- | --- | --- |",
     ]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from triptych.cli.options import fail, progress, status
-from triptych.cli.shown import print_failed_gate, print_finding
+from triptych.cli.shown import print_failed_gate, print_finding, tell_verdict
 from triptych.errors import UserError
 
 if TYPE_CHECKING:
     from triptych.bench.bench import Bench
     from triptych.bench.points import BenchResult
+    from triptych.gate.verify import Endpoint
     from triptych.pipeline.generation_spec import GenerationSpec
     from triptych.pipeline.slo import AnySlo
     from triptych.pipeline.spec import PipelineSpec
@@ -27,15 +29,25 @@ def load_any_spec(
     Raises:
         UserError: see `load_spec`.
     """
-    from triptych.pipeline.generation_spec import load_generation_spec
-    from triptych.pipeline.spec import GENERATION, TEXT2TEXT, load_spec, task_of
+    from triptych.pipeline.spec import TEXT2TEXT, task_of
     from triptych.pipeline.text2text_spec import load_text2text_spec
 
-    task = task_of(folder)
-    if task == GENERATION:
-        return load_generation_spec(folder, overrides)
-    if task == TEXT2TEXT:
+    if task_of(folder) == TEXT2TEXT:
         return load_text2text_spec(folder, overrides)
+    return load_known_spec(folder, overrides)
+
+
+def load_known_spec(folder: Path, overrides: Sequence[str]) -> PipelineSpec | GenerationSpec:
+    """The spec of a pipeline, for a verb that does not know those that make one text of another.
+
+    Raises:
+        UserError: see `load_spec`.
+    """
+    from triptych.pipeline.generation_spec import load_generation_spec
+    from triptych.pipeline.spec import GENERATION, load_spec, task_of
+
+    if task_of(folder) == GENERATION:
+        return load_generation_spec(folder, overrides)
     return load_spec(folder, overrides)
 
 
@@ -123,3 +135,32 @@ def build_and_show(
         if finding.severity == "warning":
             print_finding(status, finding.as_dict())
     return {**built.as_dict(), "repository": str(repository)}
+
+
+def verify_and_show(
+    spec: GenerationSpec,
+    repository: Path,
+    server: AbstractContextManager[Endpoint],
+    *,
+    clients: int,
+    timeout_s: float,
+    as_json: bool,
+) -> NoReturn:
+    """Run the gate through a server, print the verdict and end with its exit code.
+
+    Raises:
+        UserError: see `verify_generation`.
+    """
+    from triptych.generation.inputs import read_generation
+    from triptych.generation.live import describe_generation, verify_generation
+
+    result = verify_generation(
+        read_generation(spec, progress),
+        repository,
+        server,
+        progress,
+        clients=clients,
+        timeout_s=timeout_s,
+    )
+    lines = describe_generation(result)
+    tell_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from triptych.cli.generating import build_and_show, load_any_spec
+from triptych.cli.generating import build_and_show, load_any_spec, load_known_spec
 from triptych.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
@@ -77,9 +78,12 @@ def test(  # a verb, not a test
 
     It takes seconds: no server is started, no model is read.
     """
+    from triptych.generation.checks import check_folder
+    from triptych.pipeline.spec import GENERATING, task_of
     from triptych.requests.hook_tests import check_pipeline
 
-    checks = check_pipeline(pipelines / name)
+    folder = pipelines / name
+    checks = check_folder(folder) if task_of(folder) in GENERATING else check_pipeline(folder)
     if as_json:
         print_json([check.as_dict() for check in checks])
     else:
@@ -100,18 +104,29 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Print the plan: models, shapes, limits and why; writes nothing."""
-    from triptych.cache import cache_root
     from triptych.cli.describe import describe_plan
     from triptych.cli.describe_gpu import describe_rehearsal
-    from triptych.pipeline.spec import load_spec
+    from triptych.generation.describe import describe_inputs
+    from triptych.generation.inputs import read_generation
+    from triptych.pipeline.spec import PipelineSpec
     from triptych.repository.lock import find_lock
     from triptych.requests.inputs import read_inputs
 
-    plan = read_inputs(load_spec(pipelines / name, overrides or ()), progress).plan
+    spec = load_known_spec(pipelines / name, overrides or ())
+    if not isinstance(spec, PipelineSpec):
+        _show(describe_inputs(read_generation(spec, progress)), as_json)
+        return
+    plan = read_inputs(spec, progress).plan
     description = describe_plan(plan)
     if plan.builds_engine:
         rehearsed = describe_rehearsal(plan, find_lock(repository, plan.spec.core.share or name))
         description["gpu"]["rehearsal"] = rehearsed
+    _show(description, as_json)
+
+
+def _show(description: Mapping[str, object], as_json: bool) -> None:
+    from triptych.cache import cache_root
+
     if as_json:
         print_json({**description, "cache": str(cache_root())})
         return

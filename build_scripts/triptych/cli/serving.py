@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from triptych.cli.generating import load_known_spec, verify_and_show
 from triptych.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
@@ -254,20 +255,21 @@ def verify(
 ) -> None:
     """Run the accuracy gate again, through any server."""
     from triptych.gate.verify import describe_verification, verify_pipeline
-    from triptych.pipeline.spec import load_spec
+    from triptych.pipeline.spec import PipelineSpec
     from triptych.requests.inputs import read_inputs
     from triptych.server.endpoint import check_built, served
 
     if url is None:
         check_built(repository, name)
-    inputs = read_inputs(load_spec(pipelines / name, overrides or ()), progress)
+    spec = load_known_spec(pipelines / name, overrides or ())
+    server = served(repository, name, url, progress)
+    if not isinstance(spec, PipelineSpec):
+        verify_and_show(
+            spec, repository, server, clients=clients, timeout_s=timeout_s, as_json=as_json
+        )
+    inputs = read_inputs(spec, progress)
     result = verify_pipeline(
-        inputs,
-        repository,
-        served(repository, name, url, progress),
-        progress,
-        clients=clients,
-        timeout_s=timeout_s,
+        inputs, repository, server, progress, clients=clients, timeout_s=timeout_s
     )
     lines = describe_verification(result)
     tell_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)

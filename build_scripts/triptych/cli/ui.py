@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from triptych.cli.generating import load_known_spec
 from triptych.cli.options import (
     PIPELINES,
     REPOSITORY,
@@ -27,7 +28,9 @@ from triptych.cli.options import (
 from triptych.cli.running import run, stoppable, warn
 
 if TYPE_CHECKING:
+    from triptych.pipeline.generation_spec import GenerationSpec
     from triptych.pipeline.spec import PipelineSpec
+    from triptych.ui.web import PageServer
 
 
 @app.command()
@@ -51,12 +54,14 @@ def ui(
 
     It shows answers as the task has them, and where their time went. Ctrl-C ends it.
     """
+    from triptych.pipeline.spec import PipelineSpec
     from triptych.repository.store import complete
     from triptych.server.endpoint import check_built
     from triptych.server.exchange import Exchange
     from triptych.server.ports import claim_ports, is_loopback
     from triptych.server.production import check_and_make_flags
     from triptych.server.server import Server
+    from triptych.ui.chat import ChatPage
     from triptych.ui.page import DemoPage, open_pipeline
 
     if url is None:
@@ -70,8 +75,14 @@ def ui(
     with ExitStack() as opened:
 
         def open_page(grpc_url: str, pid: int | None) -> None:
-            pipeline = open_pipeline(spec, pipelines / name, grpc_url, request_timeout_s)
-            page = opened.enter_context(DemoPage(pipeline, host, port))
+            folder = pipelines / name
+            made: PageServer
+            if isinstance(spec, PipelineSpec):
+                pipeline = open_pipeline(spec, folder, grpc_url, request_timeout_s)
+                made = DemoPage(pipeline, host, port)
+            else:
+                made = ChatPage(spec, folder, grpc_url, host, port, timeout_s=request_timeout_s)
+            page = opened.enter_context(made)
             if as_json:
                 print(json.dumps({"page": page.url, "grpc": grpc_url, "pid": pid}), flush=True)
             else:
@@ -99,10 +110,11 @@ def ui(
         run(server, announce, timeout_s=timeout_s, meanwhile=exchange.look)
 
 
-def _built_or_written(name: str, repository: Path, pipelines: Path) -> PipelineSpec:
+def _built_or_written(
+    name: str, repository: Path, pipelines: Path
+) -> PipelineSpec | GenerationSpec:
     """The spec of what is built; where that is elsewhere, what the pipeline's folder says."""
-    from triptych.pipeline.spec import load_spec
     from triptych.repository.lock import find_lock
 
     lock = find_lock(repository, name)
-    return load_spec(pipelines / name) if lock is None else lock.spec
+    return load_known_spec(pipelines / name, ()) if lock is None else lock.spec

@@ -30,6 +30,7 @@ class Sampling(TypedDict, total=False):
         presence_penalty: above 0 makes tokens less likely that were in the answer.
         frequency_penalty: the same, for each time.
         logprobs: how many likeliest tokens to tell with each.
+        json_schema: that the answer is JSON of.
     """
 
     max_tokens: int
@@ -43,6 +44,7 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logprobs: int
+    json_schema: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class Completion:
 class Progress:
     """One generation, from its request to its last chunk; does no I/O.
 
+    Attributes:
+        finished: whether the last chunk was read.
+
     Args:
         pipeline: name of the ensemble.
         texts: the inputs of the request but `stream`.
@@ -115,7 +120,7 @@ class Progress:
         self._retries = retries
         self._tried: tuple[str, ...] = ()
         self._chunks = 0
-        self._finished = False
+        self.finished = False
 
     def request(self, *, stream: bool) -> tuple[Any, float | None]:
         """The message, and how many seconds its answer may take (None: any).
@@ -157,7 +162,7 @@ class Progress:
                 f"Given: {', '.join(sorted(outputs))} ({type(error).__name__}: {error}). "
                 "Make the call that fits its task."
             ) from error
-        self._finished = bool(chunk.finish_reason)
+        self.finished = bool(chunk.finish_reason)
         return chunk
 
     def pause_s(self, error: InferenceError) -> float:
@@ -175,7 +180,7 @@ class Progress:
 
     def check_end(self) -> None:
         """Raises `PipelineFailed` where the stream ended before the last chunk."""
-        if not self._finished:
+        if not self.finished:
             raise PipelineFailed(
                 f"A stream must end with a finish reason. Given: an end after {self._chunks} "
                 "chunks. This is a bug of the pipeline."

@@ -21,6 +21,8 @@ from triptych.client.errors import Cancelled, InferenceError, stream_error
 from triptych.client.flows import PipelineClient
 from triptych.client.generation import METADATA, Chunk, Completion, Progress
 
+_ENDING: set[Any] = set()
+
 
 class _Stream:
     """What both kinds share: the call, and the channel that it uses."""
@@ -58,7 +60,10 @@ class _Stream:
             call, opened = self._call, self._opened
             self._call = self._opened = None
         if call is not None:
-            call.cancel()
+            if self._progress.finished:
+                _let_end(call)
+            else:
+                call.cancel()
         if opened is not None:
             self._client._connection.give_back(opened)
 
@@ -68,6 +73,16 @@ class _Stream:
 
     def __del__(self) -> None:
         self._end()
+
+
+def _let_end(call: Any) -> None:
+    """Keep a call that the server is ending until it has: dropping it would cancel it.
+
+    A cancel between a stream's last response and its end may abort Triton 24.10 (``ASSERTION
+    FAILED: prior > 0``; server#7368, #8034): seen after 500 such cancels.
+    """
+    _ENDING.add(call)
+    call.add_done_callback(_ENDING.discard)
 
 
 class Generation(_Stream, Iterator[Chunk]):

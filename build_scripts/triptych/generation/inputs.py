@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,45 +88,57 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     Raises:
         UserError: in the spec, the model or the traffic.
     """
-    lines = read_prompts(spec.folder)
+    lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
     max_length = _max_length(spec, model.facts)
     inputs = GenerationInputs(spec, model, weights, max_length, ())
     _check_kv_cache(inputs)
+    path = spec.folder / TRAFFIC_FILE
     prompts = make_prompts(
-        lines, inputs.prompt_settings, model.tokenizer.parent, spec.folder, progress
+        [(f"{path}:{number}", sent) for number, sent, _ in lines],
+        inputs.prompt_settings,
+        model.tokenizer.parent,
+        progress,
     )
-    for (number, _), prompt in zip(lines, prompts, strict=True):
-        _check_sampling(f"{spec.folder / TRAFFIC_FILE}:{number}", prompt, max_length)
+    for (number, _, _), prompt in zip(lines, prompts, strict=True):
+        _check_sampling(f"{path}:{number}", prompt, max_length)
     return GenerationInputs(spec, model, weights, max_length, prompts)
 
 
 def make_prompts(
-    lines: Sequence[tuple[int, Mapping[str, str]]],
+    sent: Sequence[tuple[str, Mapping[str, str]]],
     settings: Mapping[str, Any],
     files: Path,
-    folder: Path,
     progress: Progress,
 ) -> tuple[Prompt, ...]:
     """The prompts of a pipeline's traffic.
 
     Args:
-        lines: as `read_prompts` gives them.
+        sent: requests, each with where it is from.
         settings: of `runtime.prompts.Prompts`.
         files: folder of what preprocess reads of the model.
-        folder: of the pipeline.
         progress: told how many there are.
 
     Raises:
-        UserError: a line that the pipeline would refuse.
+        UserError: one that the pipeline would refuse.
     """
-    maker = Prompts(settings, files)
-    prompts = tuple(_prompt(maker, folder / TRAFFIC_FILE, n, sent) for n, sent in lines)
+    prompts = tuple(_prompts(settings, files, sent))
     mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
     progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
     return prompts
+
+
+def make_prompt(inputs: GenerationInputs, sent: Mapping[str, str], place: str) -> Prompt:
+    """What preprocess makes of a request that is none of the traffic; `place` is where it is from.
+
+    Raises:
+        UserError: it refuses it.
+    """
+    files = inputs.model.tokenizer.parent
+    (prompt,) = _prompts(inputs.prompt_settings, files, [(place, sent)])
+    return prompt
 
 
 def _max_length(spec: GenerationSpec, facts: GenerationFacts) -> int:
@@ -154,26 +166,26 @@ def _check_kv_cache(inputs: GenerationInputs) -> None:
         )
 
 
-def read_prompts(folder: Path) -> list[tuple[int, dict[str, str]]]:
-    """Number and inputs of each line of a pipeline's traffic.
+def read_prompt_lines(path: Path) -> list[tuple[int, dict[str, str], Mapping[str, Any]]]:
+    """Of each line its number, the request as a client sends it, and the whole object.
 
     Raises:
-        UserError: there is none, or a line is no request.
+        UserError: no such file, a line that is no request, or none at all.
     """
-    path = folder / TRAFFIC_FILE
     form = '{"messages": [{"role": "user", "content": "…"}]} or {"text_input": "…"}'
     if not path.is_file():
         raise UserError(
             str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
         )
-    lines = []
+    lines: list[tuple[int, dict[str, str], Mapping[str, Any]]] = []
     for number, line, row in read_lines(path):
         row = row or {}
         text, messages = row.get("text_input"), row.get("messages")
         if isinstance(text, str) and messages is None:
-            lines.append((number, {"text_input": text}))
+            lines.append((number, {"text_input": text}, row))
         elif isinstance(messages, list) and text is None:
-            lines.append((number, {"messages": json.dumps(messages, ensure_ascii=False)}))
+            sent = {"messages": json.dumps(messages, ensure_ascii=False)}
+            lines.append((number, sent, row))
         else:
             raise UserError(
                 f"{path}:{number}",
@@ -197,15 +209,19 @@ def _check_sampling(place: str, prompt: Prompt, max_length: int) -> None:
         raise UserError(place, "must be a request that the pipeline takes", given=error) from error
 
 
-def _prompt(maker: Prompts, path: Path, number: int, sent: Mapping[str, str]) -> Prompt:
-    try:
-        ids = (
-            maker.of_text(sent["text_input"])
-            if "text_input" in sent
-            else maker.of_messages(sent["messages"])
-        )
-    except RequestError as error:
-        raise UserError(
-            f"{path}:{number}", "must be a request that the pipeline takes", given=error
-        ) from error
-    return Prompt(sent, tuple(ids))
+def _prompts(
+    settings: Mapping[str, Any], files: Path, sent: Sequence[tuple[str, Mapping[str, str]]]
+) -> Iterator[Prompt]:
+    maker = Prompts(settings, files)
+    for place, one in sent:
+        try:
+            ids = (
+                maker.of_text(one["text_input"])
+                if "text_input" in one
+                else maker.of_messages(one["messages"])
+            )
+        except RequestError as error:
+            raise UserError(
+                place, "must be a request that the pipeline takes", given=error
+            ) from error
+        yield Prompt(one, tuple(ids))

@@ -67,3 +67,8 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def built_gate(repository: Path, pipeline: str) -> Mapping[str, Any]:
+    """What the gate found of the build in `repository`; empty where none did."""
+    return _read(repository / pipeline / LOCK_FILE).get("gate") or {}

@@ -55,7 +55,10 @@ OUTPUTS = (
 )
 TO_CORE = (Tensor("prompt_ids", "INT32", ("tokens",)), Tensor("order", "BYTES", (1,)))
 FROM_CORE = (Tensor("token_ids", "INT32", ("new_tokens",)), Tensor("chunk", "BYTES", (1,)))
-MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", *WEIGHTS)
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer_config.json"),
+    *("*.safetensors.index.json", *WEIGHTS),
+)
 _DECOUPLED = {"decoupled": True}
 _OWN_DEFAULTS: Mapping[str, Mapping[str, object]] = {TEXT2TEXT: {"temperature": 0.0}}
 """By task: of summaries and translations the likeliest is wanted."""
@@ -107,6 +110,7 @@ def render_generation(inputs: GenerationInputs | Text2TextInputs) -> dict[str, C
     if spec.core.backend != "scripted":
         for path in engine_files(inputs):
             files[f"{step('core')}/1/{MODEL_FOLDER}/{path.name}"] = path
+        files[f"{step('core')}/1/{MODEL_FOLDER}/{TOKENIZER_FILE}"] = inputs.model.tokenizer
     return files
 
 

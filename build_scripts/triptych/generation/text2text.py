@@ -12,9 +12,10 @@ from pydantic import TypeAdapter
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress, UserError
 from triptych.generation.facts import GenerationFacts, GenerationModel
-from triptych.generation.inputs import Prompt, make_prompts, read_prompts
+from triptych.generation.inputs import Prompt, make_prompts, read_prompt_lines
 from triptych.model.source import hash_model, locate, read_tokenizer
 from triptych.pipeline.text2text_spec import Text2TextSpec
+from triptych.pipeline.traffic import TRAFFIC_FILE
 from triptych.runtime.generation_wire import TOKENIZER_FILE
 
 ARCHITECTURES = (
@@ -94,7 +95,8 @@ def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
     Raises:
         UserError: in the spec, the model or the traffic.
     """
-    lines = read_prompts(spec.folder)
+    path = spec.folder / TRAFFIC_FILE
+    lines = read_prompt_lines(path)
     original = locate(spec.model, spec.folder)
     model, answers = _read_model(original, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
@@ -108,7 +110,8 @@ def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
         )
     max_length = wanted or model.facts.max_length
     settings = _prompt_settings(spec, model.facts, max_length)
-    prompts = make_prompts(lines, settings, model.tokenizer.parent, spec.folder, progress)
+    sent = [(f"{path}:{number}", one) for number, one, _ in lines]
+    prompts = make_prompts(sent, settings, model.tokenizer.parent, progress)
     named = spec.core.model_dump(include=set(GREEDY), exclude_none=True)
     return Text2TextInputs(
         spec=spec,

@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress
-from triptych.generation.gate import PROMPTS, TOKENS, judge, told_and_held
+from triptych.generation.gate import PROMPTS, answered, told_and_held
 from triptych.generation.inputs import Prompt
+from triptych.generation.metrics import judge
+from triptych.generation.reference import TOKENS, Reference
 from triptych.generation.text2text import Text2TextInputs
 from triptych.repository.records import GateResult
 from triptych.runtime.engine_ctranslate2 import Engine
@@ -55,12 +58,15 @@ def check_text2text(inputs: Text2TextInputs, progress: Progress, *, accept: str 
         (target / _RESULT).write_text(json.dumps(_measure(inputs, prompts)), encoding="utf-8")
 
     stage = cached_stage("text2text-gate", key, work, progress)
+    result = json.loads((stage.folder / _RESULT).read_bytes())
+    wanted = TypeAdapter(list[Reference]).validate_python(result["wanted"])
+    tokenizer = Tokenizer.from_file(str(inputs.model.tokenizer))
     gate = judge(
         inputs.spec.core.precision,
         prompts,
-        json.loads((stage.folder / _RESULT).read_bytes()),
-        Tokenizer.from_file(str(inputs.model.tokenizer)),
-        context_tokens=0,
+        wanted,
+        answered(prompts, wanted, result["engine"], tokenizer, context_tokens=0),
+        tokenizer,
         other_limits=LIMITS_OF_OTHER_SEARCH if _searches_otherwise(inputs) else {},
         accept=accept,
     )
@@ -76,7 +82,7 @@ def _max_tokens(inputs: Text2TextInputs) -> int:
 
 
 def _measure(inputs: Text2TextInputs, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What `judge` takes."""
+    """``wanted`` of each prompt, and what ``engine`` made of it, as `answered` takes it."""
     reference = _Reference(inputs)
     wanted = [reference.answer(prompt.ids) for prompt in prompts]
     engine = asyncio.run(_run_engine(inputs, prompts, wanted))
@@ -90,14 +96,14 @@ def _measure(inputs: Text2TextInputs, prompts: Sequence[Prompt]) -> dict[str, An
             margins = [max(likelier, 0.0)] * len(ids)
         answers.append(
             {
+                "prompt": reference.prompt(prompt.sent["text_input"]),
                 "ids": ids,
                 "text": reference.text(ids),
                 "margins": margins,
                 "logprobs": logprobs,
             }
         )
-    chats = [reference.prompt(prompt.sent["text_input"]) for prompt in prompts]
-    return {"reference": {"answers": answers, "chats": chats}, "engine": engine}
+    return {"wanted": answers, "engine": engine}
 
 
 class _Reference:

@@ -109,6 +109,20 @@ class GenerationServing(Frozen):
         return self
 
 
+class GenerationAccuracy(Frozen):
+    """How ``eval.jsonl`` is judged.
+
+    Attributes:
+        metric: of its answers.
+        max_drop: how much worse than the original the model may be.
+        max_tokens: of an answer, at most.
+    """
+
+    metric: Literal["exact_match", "rouge_l"] = "rouge_l"
+    max_drop: Annotated[float, Field(ge=0, le=1)] = 0.0
+    max_tokens: Annotated[int, Field(ge=1, le=4096)] = 64
+
+
 class GeneratingSpec(Frozen):
     """What pipelines that generate text have in common.
 
@@ -140,6 +154,7 @@ class GenerationSpec(GeneratingSpec):
 
     task: Literal["text-generation"]
     core: GenerationCore = GenerationCore()
+    accuracy: GenerationAccuracy = GenerationAccuracy()
 
 
 def load_generation_spec(folder: Path, overrides: Sequence[str] = ()) -> GenerationSpec:

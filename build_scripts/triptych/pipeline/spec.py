@@ -34,6 +34,11 @@ TEXT2TEXT = "text2text-generation"
 """The task whose spec is a `pipeline.text2text_spec.Text2TextSpec`."""
 
 GENERATING = (GENERATION, TEXT2TEXT)
+_REMEDIES = {
+    GENERATION: "They can be tested, inspected, built, linted, served, verified, asked, measured "
+    "and deployed",
+    TEXT2TEXT: "They can be tested, built, linted, served, asked and deployed",
+}
 
 RESERVED = ("name", "folder", "tuned")
 """Fields that no file sets by name."""
@@ -101,8 +106,7 @@ def not_known_here(field: str, task: str) -> UserError:
         field,
         "must be one that this verb knows",
         given=task,
-        remedy="Pipelines that generate text can be tested, inspected, built, linted, served, "
-        "verified, asked, measured and deployed",
+        remedy=_REMEDIES[task],
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .generation_engine import Delta, Load, OnLoad
-from .sampling_parameters import DEFAULTS
+from .sampling_parameters import DEFAULTS, SCHEMA
 from .text2text_batches import next_batch
 
 VOCABULARY_FILE = "shared_vocabulary.json"
@@ -24,6 +24,7 @@ UNKNOWN = (
     "frequency_penalty",
     "min_tokens",
     "ignore_eos",
+    SCHEMA,
 )
 """Sampling parameters that CTranslate2 has not, or not for a request."""
 

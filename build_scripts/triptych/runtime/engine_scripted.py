@@ -33,6 +33,8 @@ class Engine:
     async def generate(
         self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
+        if sampling["json_schema"] is not None:
+            raise ValueError("json_schema: the scripted engine follows none")
         self._waiting += 1
         self._tell()
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .generation_engine import Delta, Load, OnLoad
+from .sampling_parameters import SCHEMA
 from .token_logprobs import plain_logprobs
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -100,6 +101,8 @@ class Engine:
     def _parameters(self, sampling: Mapping[str, Any]) -> Any:
         from tensorrt_llm import SamplingParams
 
+        if sampling[SCHEMA] is not None:
+            raise ValueError(f"{SCHEMA} is not known with this engine")
         greedy = not sampling["temperature"]
         logprobs = sampling["logprobs"]
         return SamplingParams(

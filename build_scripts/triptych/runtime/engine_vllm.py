@@ -6,10 +6,13 @@ import locale
 import os
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .generation_engine import Delta, Load, OnLoad
+from .generation_wire import TOKENIZER_FILE
+from .sampling_parameters import SCHEMA
 from .token_logprobs import plain_logprobs
 
 PACKAGES_VARIABLE = "TRIPTYCH_GENERATION_PACKAGES"
@@ -33,6 +36,7 @@ class Engine:
 
     async def start(self) -> None:
         _find_packages()
+        _check_there()
         if self._settings["gpus"] is not None:
             # Before vLLM looks for devices; its processes inherit it.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._settings["gpus"]))
@@ -55,7 +59,10 @@ class Engine:
             enable_prefix_caching=settings["prefix_caching"],
             tensor_parallel_size=settings["tensor_parallel"],
             pipeline_parallel_size=settings["pipeline_parallel"],
-            skip_tokenizer_init=True,
+            # Only a schema needs the tokenizer here: text is neither read nor made.
+            skip_tokenizer_init=not (self._folder / TOKENIZER_FILE).is_file(),
+            # One for all requests, so that a schema is taken or refused whatever came before it.
+            structured_outputs_config={"backend": "xgrammar"},
             # The pipeline's parameters are the defaults, not the model's file.
             generation_config="vllm",
             enforce_eager=current_platform.is_cpu(),
@@ -69,11 +76,13 @@ class Engine:
         self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
         from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        given = {name: value for name, value in sampling.items() if name != "stop"}
+        given = {name: value for name, value in sampling.items() if name not in ("stop", SCHEMA)}
+        schema = sampling[SCHEMA]
         parameters = SamplingParams(
             **given,
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
             stop_token_ids=[] if sampling["ignore_eos"] else self._stop_ids,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -83,12 +92,17 @@ class Engine:
         try:
             async for output in outputs:
                 answer = output.outputs[0]
+                if answer.finish_reason == "error":
+                    fault = f"{SCHEMA} cannot be followed" if schema else "it gave the answer up"
+                    raise (ValueError if schema else RuntimeError)(fault)
                 yield Delta(
                     list(answer.token_ids),
                     answer.finish_reason or "",
                     output.num_cached_tokens or 0,
                     plain_logprobs(answer.token_ids, answer.logprobs, sampling["logprobs"]),
                 )
+        except _refusals() as error:
+            raise ValueError(str(error)) from error
         finally:
             await outputs.aclose()
 
@@ -109,6 +123,22 @@ class Engine:
     def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
+
+
+def _check_there() -> None:
+    if find_spec("vllm") is None:
+        raise RuntimeError(
+            "vLLM is not there. Run `make setup-generation`, or name an environment that has it,"
+            f" of Python {sys.version_info[0]}.{sys.version_info[1]}, with TRIPTYCH_GENERATION_ENV;"
+            " in a container take an image with vLLM."
+        )
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it does not take: newer releases, a kind of their own."""
+    from vllm import exceptions
+
+    return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
 
 
 def _find_packages() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import threading
 import time
@@ -18,8 +19,9 @@ from .cancelling import CancelInbox
 from .engine import Engine
 from .faults import Overloaded, RequestError, Stopping
 from .generation_engine import MODEL_FOLDER, Delta, Load
-from .generation_wire import CANCELLED, Chunk, Opening, Order
+from .generation_wire import CANCELLED, REFUSED, Chunk, Opening, Order
 from .in_flight import InFlight
+from .sampling_parameters import FIELD
 from .shared_memory import make_private
 from .stub_io import error_response, inputs_of, settings_of
 
@@ -27,6 +29,7 @@ QUIET_S = 0.5
 """A request without a new token for so long sends an empty chunk: postprocess can see only then
 whether anybody still waits for it."""
 TICK_S = 0.1
+_LONGEST_FAULT = 300
 GAUGES = {
     "running": "Requests in the engine's batch",
     "waiting": "Requests that have no place in the batch yet",
@@ -166,8 +169,10 @@ class TritonPythonModel:
             await answer.aclose()
             self._send(stream, stream.chunk(finish=CANCELLED))
         except ValueError as error:
-            refusal = RequestError("request", "must be one that the engine takes", error, "Mend it")
-            self._send(stream, stream.chunk(finish="error", error=str(refusal)))
+            refusal = RequestError(
+                FIELD, "must be such that the engine takes them", _words(error), "Change them"
+            )
+            self._send(stream, stream.chunk(finish=REFUSED, error=str(refusal)))
         except Exception as error:
             words = f"{type(error).__name__}: {error}. The engine failed."
             self._send(stream, stream.chunk(finish="error", error=words))
@@ -212,6 +217,11 @@ class TritonPythonModel:
 
     def _on_loop(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _words(error: Exception) -> str:
+    """What an engine says, in one line, without its own sources' places."""
+    return re.sub(r"\[[\d:]+\] \S+?:\d+: ", "", " ".join(str(error).split()))[:_LONGEST_FAULT]
 
 
 def _new_gauges(pipeline: str) -> tuple[list[Any], dict[str, Any]]:

@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
 from .cancelling import CancelSender
-from .generation_wire import CANCELLED, TOKENIZER_FILE, Chunk, Opening
+from .generation_wire import CANCELLED, REFUSED, TOKENIZER_FILE, Chunk, Opening
 from .shared_memory import make_private
 from .stub_io import error_response, inputs_of
 from .text_stream import StopStrings, TextStream
@@ -143,9 +143,9 @@ class TritonPythonModel:
             return None
         if chunk.error:
             del self._answers[chunk.key]
-            return pb_utils.InferenceResponse(
-                [], error=pb_utils.TritonError(chunk.error, pb_utils.TritonError.INTERNAL)
-            )
+            kinds = pb_utils.TritonError
+            kind = kinds.INVALID_ARG if chunk.finish == REFUSED else kinds.INTERNAL
+            return pb_utils.InferenceResponse([], error=kinds(chunk.error, kind))
         finish = answer.add(inputs["token_ids"].as_numpy().ravel().tolist(), chunk)
         if not finish and self._was_left(answer, sender):
             finish = CANCELLED

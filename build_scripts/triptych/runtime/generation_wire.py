@@ -17,6 +17,8 @@ CONTEXT_TOKENS = 6
 
 CANCELLED = "cancelled"
 """Finish reason of an answer that nobody waits for any more; else ``stop`` or ``length``."""
+REFUSED = "refused"
+"""Finish reason between the steps of a request that the engine does not take."""
 
 
 @dataclass(frozen=True)

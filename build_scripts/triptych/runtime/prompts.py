@@ -49,7 +49,7 @@ class Prompts:
 
     def of_messages(self, text: str) -> list[int]:
         """The ids of a conversation: a JSON list of objects with `role` and `content`."""
-        rendered = self._template.render(_messages(text))
+        rendered = self._template.render(read_messages(text))
         # The template writes the special tokens itself.
         ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
         return self._checked(ids, "messages")
@@ -67,7 +67,12 @@ class Prompts:
         return ids
 
 
-def _messages(text: str) -> list[Message]:
+def read_messages(text: str) -> list[Message]:
+    """A conversation.
+
+    Raises:
+        RequestError: no JSON list of at least one message, or a message without its strings.
+    """
     try:
         messages = json.loads(text)
     except (ValueError, RecursionError) as error:

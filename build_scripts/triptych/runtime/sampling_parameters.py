@@ -11,6 +11,8 @@ from .faults import RequestError
 FIELD = "sampling_parameters"
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
+SCHEMA = "json_schema"
+MOST_SCHEMA_CHARACTERS = 32_768
 
 
 class Number(NamedTuple):
@@ -64,11 +66,12 @@ DEFAULTS: Mapping[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "logprobs": None,
+    SCHEMA: None,
     "n": 1,
 }
-"""`logprobs` None: none are returned. `n` and `ignore_eos`, which Triton's OpenAI frontend always
-sends: one answer a request, and whether it goes on behind the tokens that end one.
-`top_k` 0: every token counts. `temperature` 0: greedy."""
+"""`logprobs` None: none are returned. `json_schema` None: any text. `n` and `ignore_eos`, which
+Triton's OpenAI frontend always sends: one answer a request, and whether it goes on behind the
+tokens that end one. `top_k` 0: every token counts. `temperature` 0: greedy."""
 
 
 def check_sampling(text: str, defaults: Mapping[str, Any], *, room: int) -> dict[str, Any]:
@@ -119,6 +122,10 @@ def find_fault(name: str, value: object) -> str:
         )
     if name in FLAGS:
         return "" if isinstance(value, bool) else "must be true or false"
+    if name == SCHEMA:
+        if isinstance(value, dict) and len(json.dumps(value)) <= MOST_SCHEMA_CHARACTERS:
+            return ""
+        return f"must be a JSON schema, an object of at most {MOST_SCHEMA_CHARACTERS} characters"
     rule = NUMBERS.get(name)
     if rule is None:
         return f"is not known; known are: {', '.join(sorted(DEFAULTS))}"

@@ -189,7 +189,7 @@ class Server:
         conceal_keys(self._process.pid)
 
     def wait_ready(
-        self, timeout_s: float = 120.0, on_progress: Callable[[str], None] | None = None
+        self, timeout_s: float = 600.0, on_progress: Callable[[str], None] | None = None
     ) -> None:
         """Returns once the server and every model that it was asked to serve are ready.
 

@@ -1,0 +1,64 @@
+"""What a build of a pipeline that generates text would be, in words and numbers, for `inspect`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from triptych.formatting import amount
+from triptych.generation.inputs import GenerationInputs
+from triptych.generation.render import FROM_CORE, INPUTS, OUTPUTS, TO_CORE, engine_settings
+from triptych.runtime.sampling_parameters import DEFAULTS
+from triptych.tensors import Tensor
+
+
+def describe_inputs(inputs: GenerationInputs) -> dict[str, Any]:
+    """The pipeline as plain data."""
+    spec, facts = inputs.spec, inputs.model.facts
+    core, step = spec.core, f"{spec.name}_{{}}".format
+    lengths = [len(prompt.ids) for prompt in inputs.prompts]
+    p99 = int(np.quantile(lengths, 0.99, method="higher"))
+    full = inputs.kv_token_bytes * inputs.max_length / 2**20
+    room = core.kv_cache.memory_mib
+    return {
+        "pipeline": spec.name,
+        "task": spec.task,
+        "model": {
+            "source": spec.model.source,
+            "architecture": facts.architecture,
+            "own_limit": f"{facts.max_length} tokens",
+            "chat_template": "its own" if inputs.model.chat_template else "none: no messages",
+        },
+        "traffic": {
+            "prompts": f"{len(lengths)}, {sum(one.messages is not None for one in inputs.prompts)}"
+            " of them conversations",
+            "tokens": f"{np.mean(lengths):.1f} on average, p99 {p99}, most {max(lengths)}",
+        },
+        "core": {
+            "backend": core.backend,
+            "precision": core.precision,
+            "max_length": f"{inputs.max_length} tokens of a prompt and its answer",
+            "kv_cache": f"{room} MiB: {amount(int(room // full), 'request')} of max_length, a MiB "
+            f"for {inputs.max_length / full:.0f} tokens",
+            "max_sequences": f"{core.max_sequences} in a batch; "
+            f"{room / core.max_sequences * inputs.max_length / full:.0f} tokens of KV cache each",
+            **({} if core.backend == "scripted" else {"engine": engine_settings(inputs)}),
+        },
+        "queue": f"{spec.serving.queue.max_size} requests under way at most",
+        "sampling_parameters": {**DEFAULTS, **spec.parameters},
+        "models": {
+            spec.name: _model("ensemble", INPUTS, OUTPUTS),
+            step("preprocess"): _model("python", INPUTS, TO_CORE),
+            step("core"): _model("python, decoupled", TO_CORE, FROM_CORE),
+            step("postprocess"): _model("python, decoupled", FROM_CORE, OUTPUTS),
+        },
+    }
+
+
+def _model(backend: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> dict[str, str]:
+    return {
+        "backend": backend,
+        "inputs": ", ".join(tensor.name for tensor in inputs),
+        "outputs": ", ".join(tensor.name for tensor in outputs),
+    }

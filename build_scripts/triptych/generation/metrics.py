@@ -1,0 +1,207 @@
+"""How close answers are to the original model's: metrics, limits by precision, a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from triptych.generation.inputs import Prompt
+from triptych.generation.reference import Reference
+from triptych.repository.records import GateResult, Verdict, WorstRow
+from triptych.tasks.metrics.labelled import LabelledResult
+
+_LONGEST_SHOWN = 80
+
+
+class GenerationMetric(NamedTuple):
+    """What is measured; `better` is the side on which a limit is kept."""
+
+    name: str
+    better: str
+    words: str
+
+
+METRICS = (
+    GenerationMetric("prompt_agreement", "higher", "prompts whose ids are the reference's"),
+    GenerationMetric("stream_agreement", "higher", "streamed answers that are the whole text"),
+    GenerationMetric("logprob_difference", "lower", "mean difference of log-probabilities"),
+    GenerationMetric("p99_logprob_difference", "lower", "99th percentile of it"),
+    GenerationMetric("perplexity_ratio", "lower", "engine's by reference's, on its answers"),
+    GenerationMetric("exact_prefix", "higher", "greedy tokens before the first that differs"),
+    GenerationMetric("margin_at_difference", "lower", "how sure the reference was of that token"),
+    GenerationMetric("invariance", "higher", "answers that are the same alone and among others"),
+)
+LIMITS: Mapping[str, Mapping[str, float]] = {
+    "fp32": {
+        "logprob_difference": 1e-4,
+        "p99_logprob_difference": 1e-3,
+        "perplexity_ratio": 1.001,
+        "exact_prefix": 1.0,
+        "margin_at_difference": 1e-3,
+        "invariance": 1.0,
+    },
+    "fp16": {
+        "logprob_difference": 0.01,
+        "p99_logprob_difference": 0.1,
+        "perplexity_ratio": 1.02,
+        "margin_at_difference": 0.25,
+    },
+    "bf16": {
+        "logprob_difference": 0.05,
+        "p99_logprob_difference": 0.5,
+        "perplexity_ratio": 1.05,
+        "margin_at_difference": 1.0,
+    },
+    "int8": {
+        "logprob_difference": 0.1,
+        "p99_logprob_difference": 1.0,
+        "perplexity_ratio": 1.1,
+        "margin_at_difference": 2.0,
+    },
+}
+"""By precision of the core. A first difference where the reference was sure is a fault, not
+rounding."""
+EVERY = {"prompt_agreement": 1.0, "stream_agreement": 1.0}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What became of the same prompts elsewhere, a value a prompt each.
+
+    Attributes:
+        prompts: their ids.
+        alone: ids of the answer to each when nothing else ran.
+        together: the same among others; several runs one after the other.
+        forced: logarithms of probability of the reference's tokens, behind its own tokens before
+            them; of as many as are known.
+        streamed: the text that a stream shows.
+        whole: what it should be.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    alone: Sequence[Sequence[int]]
+    together: Sequence[Sequence[Sequence[int]]]
+    forced: Sequence[Sequence[float]]
+    streamed: Sequence[str]
+    whole: Sequence[str]
+
+
+def judge(
+    precision: Any,
+    prompts: Sequence[Prompt],
+    wanted: Sequence[Reference],
+    found: Answered,
+    tokenizer: Tokenizer,
+    *,
+    other_limits: Mapping[str, float | None] = MappingProxyType({}),
+    labelled: LabelledResult | None = None,
+    accept: str = "",
+) -> GateResult:
+    """The verdict on what answered, held to the limits of its precision.
+
+    Args:
+        precision: of the core.
+        prompts: those that were asked.
+        wanted: of each the reference.
+        found: what answered.
+        tokenizer: of the model.
+        other_limits: instead of those of the precision; None for no limit.
+        labelled: the result on rows with right answers; None where there are none.
+        accept: see `generation.build`.
+    """
+    prefixes = [common_length(one.ids, got) for one, got in zip(wanted, found.alone, strict=True)]
+    values, differences = _figures(wanted, found, prefixes)
+    limits = {**EVERY, **LIMITS[precision], **other_limits}
+    verdicts = tuple(_verdict(metric, values[metric.name], limits) for metric in METRICS)
+    failures = tuple(
+        f"{metric.words}: {verdict.value:.6g}, limit {verdict.limit:g}"
+        for metric, verdict in zip(METRICS, verdicts, strict=True)
+        if not verdict.passed and verdict.limit is not None
+    )
+    if labelled is not None and labelled.failure:
+        failures = (*failures, labelled.failure)
+    largest = [max(row, default=math.nan) for row in differences]
+    rows = zip(prompts, wanted, found.alone, prefixes, largest, strict=True)
+    worst = tuple(
+        WorstRow(
+            shown=next(iter(prompt.sent.values()))[:_LONGEST_SHOWN],
+            badness=1 - length / len(one.ids),
+            difference=difference,
+            wanted=one.text,
+            got=tokenizer.decode(list(ids), skip_special_tokens=True),
+        )
+        for prompt, one, ids, length, difference in rows
+        if length < len(one.ids)
+    )
+    return GateResult(
+        precision=precision,
+        rows=len(prompts),
+        edge_rows=0,
+        finite=all(math.isfinite(value) for row in found.forced for value in row),
+        verdicts=verdicts,
+        failures=failures,
+        worst=tuple(sorted(worst, key=lambda row: -row.badness)),
+        row_differences=tuple(largest),
+        labelled=labelled,
+        accepted=accept if failures else "",
+    )
+
+
+def _figures(
+    wanted: Sequence[Reference], found: Answered, prefixes: Sequence[int]
+) -> tuple[dict[str, float], list[list[float]]]:
+    """By metric, and each prompt's differences of log-probabilities."""
+    pairs = [
+        list(zip(one.logprobs, forced, strict=False))
+        for one, forced in zip(wanted, found.forced, strict=True)
+    ]
+    differences = [[abs(a - b) for a, b in row] for row in pairs]
+    every = sorted(value for row in differences for value in row)
+    margins = [
+        one.margins[length]
+        for one, length in zip(wanted, prefixes, strict=True)
+        if length < len(one.ids)
+    ]
+    if every and all(map(math.isfinite, every)):
+        mean, p99 = fmean(every), every[min(len(every) - 1, int(0.99 * len(every)))]
+        ratio = math.exp(fmean(a - b for row in pairs for a, b in row))
+    else:
+        mean = p99 = ratio = math.nan
+    return {
+        "prompt_agreement": fmean(
+            list(one.prompt) == list(ids) for one, ids in zip(wanted, found.prompts, strict=True)
+        ),
+        "stream_agreement": fmean(a == b for a, b in zip(found.streamed, found.whole, strict=True)),
+        "logprob_difference": mean,
+        "p99_logprob_difference": p99,
+        "perplexity_ratio": ratio,
+        "exact_prefix": sum(prefixes) / sum(len(one.ids) for one in wanted),
+        "margin_at_difference": max(margins, default=0.0),
+        "invariance": fmean(
+            list(alone) == list(ids)
+            for run in found.together
+            for alone, ids in zip(found.alone, run, strict=True)
+        ),
+    }, differences
+
+
+def _verdict(metric: GenerationMetric, value: float, limits: Mapping[str, float | None]) -> Verdict:
+    limit = limits.get(metric.name)
+    if limit is None:
+        return Verdict(metric.name, value, None, True)
+    passed = value >= limit if metric.better == "higher" else value <= limit
+    return Verdict(metric.name, value, limit, passed)
+
+
+def common_length(wanted: Sequence[int], got: Sequence[int]) -> int:
+    """Tokens at the beginning that are the same."""
+    same = (a == b for a, b in zip(wanted, got, strict=False))
+    return next(
+        (place for place, equal in enumerate(same) if not equal), min(len(wanted), len(got))
+    )
