@@ -93,8 +93,9 @@ class Engine:
             async for output in outputs:
                 answer = output.outputs[0]
                 if answer.finish_reason == "error":
-                    fault = f"{SCHEMA} cannot be followed" if schema else "it gave the answer up"
-                    raise (ValueError if schema else RuntimeError)(fault)
+                    if schema is not None:
+                        raise ValueError(f"{SCHEMA}: it does not compile")
+                    raise RuntimeError("it gave the answer up")
                 yield Delta(
                     list(answer.token_ids),
                     answer.finish_reason or "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -123,13 +124,21 @@ def find_fault(name: str, value: object) -> str:
     if name in FLAGS:
         return "" if isinstance(value, bool) else "must be true or false"
     if name == SCHEMA:
-        if isinstance(value, dict) and len(json.dumps(value)) <= MOST_SCHEMA_CHARACTERS:
+        if isinstance(value, dict) and _length(value) <= MOST_SCHEMA_CHARACTERS:
             return ""
         return f"must be a JSON schema, an object of at most {MOST_SCHEMA_CHARACTERS} characters"
     rule = NUMBERS.get(name)
     if rule is None:
         return f"is not known; known are: {', '.join(sorted(DEFAULTS))}"
     return "" if rule.takes(value) else f"must be {rule.words}"
+
+
+def _length(value: object) -> float:
+    """Characters as JSON; infinite where it is nested too deeply to be written."""
+    try:
+        return len(json.dumps(value))
+    except RecursionError:
+        return math.inf
 
 
 def _read(text: str) -> dict[str, Any]:
