@@ -54,9 +54,9 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     },
     "bf16": {
         "logprob_difference": 0.05,
-        "p99_logprob_difference": 0.5,
+        "p99_logprob_difference": 0.25,
         "perplexity_ratio": 1.05,
-        "margin_at_difference": 1.0,
+        "margin_at_difference": 0.5,
     },
     "int8": {
         "logprob_difference": 0.1,
@@ -66,7 +66,7 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     },
 }
 """By precision of the core. A first difference where the reference was sure is a fault, not
-rounding."""
+rounding. bf16: about twice what SmolLM2-135M measured on 64 prompts (0.025, 0.121, 0.999, 0.206)."""
 EVERY = {"prompt_agreement": 1.0, "stream_agreement": 1.0}
 
 
