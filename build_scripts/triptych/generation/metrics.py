@@ -66,7 +66,7 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     },
 }
 """By precision of the core. A first difference where the reference was sure is a fault, not
-rounding. bf16: about twice what SmolLM2-135M measured on 64 prompts (0.025, 0.121, 0.999, 0.206)."""
+rounding. bf16: about twice what SmolLM2-135M had on 64 prompts: 0.025, 0.121, 0.999, 0.206."""
 EVERY = {"prompt_agreement": 1.0, "stream_agreement": 1.0}
 
 
