@@ -136,7 +136,7 @@ def test_a_refused_row_cancels_the_others(call: Call, toy: Toy) -> None:
     start = time.monotonic()
     # Each in a request of its own, and an instance of `single_step` for each.
     with pytest.raises(InvalidRequest) as caught:
-        call("single_step", "embed", [text, "refuse " + "long" * 100])
+        call("single_step", "embed", [text, "refuse late " + "long" * 100])
     assert caught.value.row == 1
     assert [request.cancelled for request in toy.wait_seen(text, "single_step")] == [True]
     assert time.monotonic() - start < 5

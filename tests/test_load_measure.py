@@ -91,7 +91,8 @@ def check_whole(measured: Measured) -> None:
     assert measured.resources is not None
     named = {process.name for process in measured.resources.processes}
     assert named >= {"tritonserver", *(step.model for step in measured.steps)}
-    assert measured.resources.client_cpu_cores > 0
+    # Of 50 requests, which may be less than a tick of 10 ms.
+    assert 0 <= measured.resources.client_cpu_cores < 1
     assert from_json(Measured, to_json(measured)) == measured
 
 
