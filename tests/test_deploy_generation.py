@@ -14,10 +14,11 @@ from deploy_cases import document, kustomized, options, taken
 from generation_cases import write_pipeline
 from triptych.cli import app
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.generation import built_spec, generation_manifests
+from triptych.deploy.generation import generation_manifests
 from triptych.errors import UserError
 from triptych.fleet.proxy import validate
 from triptych.fleet.reasons import reasons_of
+from triptych.generation.lock import built_spec
 from triptych.pipeline.generation_spec import load_generation_spec
 
 WEIGHTS_MIB = 2

@@ -134,9 +134,10 @@ def deploy(
             remedy="As in `triptych deploy minilm --image triptych-serve:26.08`",
         )
     from triptych.deploy.folder import write_manifests
-    from triptych.deploy.generation import built_spec, generation_manifests
+    from triptych.deploy.generation import generation_manifests
     from triptych.deploy.targets import manifests_of
     from triptych.fleet.mirrored import mirrored_of
+    from triptych.generation.lock import built_spec
     from triptych.releases import parse_release
     from triptych.repository.lock import read_lock
 

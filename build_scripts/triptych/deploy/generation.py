@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from triptych.container.locks import find_pipelines
 from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
@@ -23,9 +20,8 @@ from triptych.deploy.workload import CONTAINER, deployment, disruption_budget
 from triptych.errors import UserError
 from triptych.fleet.reasons import Because
 from triptych.pipeline.generation_spec import GenerationSpec
-from triptych.pipeline.spec import GENERATING
 from triptych.pipeline.text2text_spec import Text2TextSpec
-from triptych.repository.lock import LOCK_FILE, build_id
+from triptych.repository.lock import build_id
 from triptych.runtime.generation_engine import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
 
@@ -51,31 +47,6 @@ class GenerationBasis:
     spec: Spec
     options: Options
     sizes: Sizes
-
-
-def built_spec(repository: Path, pipeline: str) -> Spec | None:
-    """The spec that a pipeline was built by; None where it does not generate text.
-
-    Raises:
-        UserError: a lock of another release of triptych.
-    """
-    try:
-        spec = json.loads((repository / pipeline / LOCK_FILE).read_bytes())["spec"]
-        task = spec["task"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None  # whoever reads it next says what is wrong
-    if task not in GENERATING:
-        return None
-    kind = GenerationSpec if task == GENERATING[0] else Text2TextSpec
-    try:
-        return kind.model_validate_json(json.dumps(spec))
-    except ValidationError as error:
-        raise UserError(
-            f"{pipeline}/{LOCK_FILE}",
-            "must be a lock of this release of triptych",
-            given=error.errors(include_url=False)[0]["msg"],
-            remedy=f"Run `triptych build {pipeline}` again",
-        ) from error
 
 
 def generation_manifests(

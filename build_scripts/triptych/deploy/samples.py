@@ -18,6 +18,7 @@ from triptych.deploy.options import WATCH_EVERY, Options
 from triptych.deploy.workload import (
     PORTS,
     USER,
+    closed_policy,
     isolated,
     labels,
     metadata,
@@ -245,17 +246,9 @@ def _deployment(basis: Basis) -> dict[str, Any]:
 
 
 def _policy(options: Options) -> dict[str, Any]:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(options, watch_name(options)),
-        "spec": {
-            "podSelector": {"matchLabels": labels(options, watch_name(options))},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [metrics_ingress(options)],
-            "egress": Because([], "texts of users are in its samples: it calls nobody"),
-        },
-    }
+    nobody = Because([], "texts of users are in its samples: it calls nobody")
+    ingress = [metrics_ingress(options)]
+    return closed_policy(options, watch_name(options), ingress=ingress, egress=nobody)
 
 
 def _monitor(options: Options) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from triptych.deploy.basis import Basis
 from triptych.deploy.devices import placement
 from triptych.deploy.options import Options
 from triptych.deploy.samples import MOUNT, watch_memory_mib, watch_pod
-from triptych.deploy.workload import labels, metadata, models_volume
+from triptych.deploy.workload import closed_policy, labels, metadata, models_volume
 from triptych.fleet.reasons import Because
 
 IN_PLACE = "/in-place"
@@ -107,12 +107,4 @@ def verdict_job(basis: Basis) -> dict[str, Any]:
 
 def verdict_policy(options: Options) -> dict[str, Any]:
     """Texts of users are in its samples: nobody asks it, and it asks nobody."""
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(options, verdict_name(options)),
-        "spec": {
-            "podSelector": {"matchLabels": labels(options, verdict_name(options))},
-            "policyTypes": ["Ingress", "Egress"],
-        },
-    }
+    return closed_policy(options, verdict_name(options))

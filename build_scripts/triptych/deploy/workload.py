@@ -117,6 +117,15 @@ def network_policy(
     options: Options, askers: Because, egress: Because, name: str | None = None
 ) -> dict[str, Any]:
     """Who may ask the servers, or pods of `name`, and whom they ask; Prometheus sees metrics."""
+    ingress = [
+        {"from": askers, "ports": [{"port": PORTS["http"]}, {"port": PORTS["grpc"]}]},
+        metrics_ingress(options),
+    ]
+    return closed_policy(options, name, ingress=ingress, egress=egress)
+
+
+def closed_policy(options: Options, name: str | None = None, **rules: object) -> dict[str, Any]:
+    """Pods of `name`, or the servers: what no rule (``ingress``, ``egress``) lets in is closed."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -124,11 +133,7 @@ def network_policy(
         "spec": {
             "podSelector": {"matchLabels": labels(options, name)},
             "policyTypes": ["Ingress", "Egress"],
-            "ingress": [
-                {"from": askers, "ports": [{"port": PORTS["http"]}, {"port": PORTS["grpc"]}]},
-                metrics_ingress(options),
-            ],
-            "egress": egress,
+            **rules,
         },
     }
 

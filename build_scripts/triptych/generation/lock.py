@@ -8,8 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from triptych.errors import UserError
 from triptych.generation.inputs import GenerationInputs
 from triptych.generation.text2text import Text2TextInputs
+from triptych.pipeline.generation_spec import GenerationSpec
+from triptych.pipeline.spec import GENERATING, GENERATION
+from triptych.pipeline.text2text_spec import Text2TextSpec
 from triptych.repository.lock import LOCK_FILE
 from triptych.repository.plain import plain_data
 from triptych.repository.records import GateResult
@@ -67,6 +73,28 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def built_spec(repository: Path, pipeline: str) -> GenerationSpec | Text2TextSpec | None:
+    """The spec that a pipeline was built by; None where it does not generate text.
+
+    Raises:
+        UserError: a lock of another release of triptych.
+    """
+    spec = _read(repository / pipeline / LOCK_FILE).get("spec")
+    task = spec.get("task") if isinstance(spec, dict) else None
+    if task not in GENERATING:
+        return None
+    kind = GenerationSpec if task == GENERATION else Text2TextSpec
+    try:
+        return kind.model_validate_json(json.dumps(spec))
+    except ValidationError as error:
+        raise UserError(
+            f"{pipeline}/{LOCK_FILE}",
+            "must be a lock of this release of triptych",
+            given=error.errors(include_url=False)[0]["msg"],
+            remedy=f"Run `triptych build {pipeline}` again",
+        ) from error
 
 
 def built_gate(repository: Path, pipeline: str) -> Mapping[str, Any]:
