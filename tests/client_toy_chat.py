@@ -29,15 +29,22 @@ class TritonPythonModel:
     def initialize(self, args):
         self.seen = Path(args["model_repository"]) / "seen.jsonl"
         self.orders = queue.SimpleQueue()
+        self.cancelled = set()
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
     def execute(self, requests):
         for request in requests:
+            cancel = pb_utils.get_input_tensor_by_name(request, "cancel")
+            if cancel is not None:
+                self.cancelled.add(cancel.as_numpy()[0].decode())
+                request.get_response_sender().send(flags=FINAL)
+                continue
             inputs = {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy()[0]
                       for name in ("text_input", "messages", "sampling_parameters", "stream")}
             texts = {name: value.decode() for name, value in inputs.items() if name != "stream"}
-            self.orders.put(self.answer(request.get_response_sender(), texts, inputs["stream"]))
+            self.orders.put(self.answer(request.get_response_sender(), texts, inputs["stream"],
+                                        request.request_id()))
 
     def run(self):
         running, ending = [], False
@@ -50,7 +57,7 @@ class TritonPythonModel:
             time.sleep(0.02 * any("slowly" in answer.gi_frame.f_locals["words"]
                                   for answer in running))
 
-    def answer(self, sender, texts, stream):
+    def answer(self, sender, texts, stream, name):
         words = ()
         if bool(texts["text_input"]) == bool(texts["messages"]):
             return self.refuse(sender, "`text_input` or `messages` must be given, and not both.")
@@ -59,7 +66,7 @@ class TritonPythonModel:
         if sampling.get("temperature", 0) > 2:
             return self.refuse(sender, "`temperature` must be a number from 0 to 2.")
         words, sent, whole = prompt.split()[:sampling.get("max_tokens", 1000)], 0, []
-        cancelled = False
+        cancelled = cut = False
         for number, word in enumerate(words):
             if word == "break":
                 error = pb_utils.TritonError("it broke")
@@ -77,12 +84,14 @@ class TritonPythonModel:
                 sent, whole = sent + 1, []
             yield
             # After its last response a sender must not be asked: 24.10 would crash (server#7332).
-            cancelled = not last and sender.is_cancelled()
-            if cancelled:
+            cut = not last and sender.is_cancelled()
+            cancelled = not last and name in self.cancelled and "deaf" not in words
+            if cut or cancelled:
                 sender.send(flags=FINAL)
                 break
         with self.seen.open("a") as file:
-            seen = {**texts, "stream": bool(stream), "sent": sent, "cancelled": cancelled}
+            seen = {**texts, "stream": bool(stream), "sent": sent, "cancelled": cancelled,
+                    "cut": cut}
             file.write(json.dumps(seen) + "\\n")
 
     def refuse(self, sender, words):
@@ -105,10 +114,11 @@ CHAT_CONFIG = """
 backend: "python"
 max_batch_size: 0
 model_transaction_policy { decoupled: true }
-input [{ name: "text_input" data_type: TYPE_STRING dims: [1] },
-       { name: "messages" data_type: TYPE_STRING dims: [1] },
-       { name: "sampling_parameters" data_type: TYPE_STRING dims: [1] },
-       { name: "stream" data_type: TYPE_BOOL dims: [1] }]
+input [{ name: "text_input" data_type: TYPE_STRING dims: [1] optional: true },
+       { name: "messages" data_type: TYPE_STRING dims: [1] optional: true },
+       { name: "sampling_parameters" data_type: TYPE_STRING dims: [1] optional: true },
+       { name: "stream" data_type: TYPE_BOOL dims: [1] optional: true },
+       { name: "cancel" data_type: TYPE_STRING dims: [1] optional: true }]
 output [{ name: "text_output" data_type: TYPE_STRING dims: [1] },
         { name: "token_ids" data_type: TYPE_INT32 dims: [-1] },
         { name: "finish_reason" data_type: TYPE_STRING dims: [1] },

@@ -132,13 +132,19 @@ class Streams:
     def close(self) -> None:
         self._channel.close()
 
-    def open(self, values: Mapping[str, object]) -> Any:
-        """The call of one request; strings, booleans, and plain data as JSON."""
-        request = _get_inference_request(
+    def open(self, *requests: Mapping[str, object]) -> Any:
+        """The call of one or more requests: inputs by name (strings, booleans, and plain data as
+        JSON), and `id` for its own.
+        """
+        return self._stub.ModelStreamInfer(iter(map(self._message, requests)), timeout=120)
+
+    def _message(self, request: Mapping[str, object]) -> Any:
+        values = dict(request)
+        message = _get_inference_request(
             model_name=self._pipeline,
+            request_id=str(values.pop("id", "")),
             inputs=[_tensor(name, value) for name, value in values.items()],
             model_version="",
-            request_id="",
             outputs=None,
             sequence_id=0,
             sequence_start=False,
@@ -147,14 +153,14 @@ class Streams:
             timeout=None,
             parameters=None,
         )
-        request.parameters["triton_enable_empty_final_response"].bool_param = True
-        return self._stub.ModelStreamInfer(iter([request]), timeout=120)
+        message.parameters["triton_enable_empty_final_response"].bool_param = True
+        return message
 
     def ask(self, **values: object) -> Answer:
         """All that one request gets."""
         answer = Answer()
         for response in responses_of(self.open(values)):
-            _take(answer, response)
+            take(answer, response)
         return answer
 
 
@@ -168,7 +174,8 @@ def responses_of(call: Any) -> Iterator[Any]:
             return
 
 
-def _take(answer: Answer, response: Any) -> None:
+def take(answer: Answer, response: Any) -> None:
+    """Add what a response says."""
     answer.error = response.error_message
     result = response.infer_response
     if not result.outputs:

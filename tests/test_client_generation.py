@@ -131,7 +131,7 @@ def test_closing_cancels_at_the_server(toy: ToyChat) -> None:
                 threading.Timer(0.1, generation.close).start()
                 assert len(list(generation)) < 300
             seen = toy.wait_seen(mark)
-            assert seen["cancelled"], how
+            assert (seen["cancelled"], seen["cut"]) == (True, False), how
             assert seen["sent"] < 300
         assert client.generate("still open").whole().text == "still open"
 
@@ -141,22 +141,36 @@ def test_what_has_said_its_last_is_not_cancelled(toy: ToyChat) -> None:
     with Client("chat", toy.url) as client:
         for _ in range(10):
             with client.generate("to be") as generation:
-                while not next(generation).finish_reason:
-                    pass
+                next(generation)
                 call = generation._call
+                list(generation)
             assert call.code() is grpc.StatusCode.OK
 
     async def leave_at_the_end() -> None:
         async with AsyncClient("chat", toy.url) as client:
             for _ in range(10):
                 async with client.generate("to be") as generation:
-                    while not (await anext(generation)).finish_reason:
-                        pass
+                    await anext(generation)
                     call = generation._call
+                    await generation.whole()
                 assert await call.code() is grpc.StatusCode.OK
 
     asyncio.run(leave_at_the_end())
     assert not streams._ENDING
+
+
+def test_who_leaves_does_not_wait_for_a_server_that_does_not_hear(ask: Ask, toy: ToyChat) -> None:
+    mark = f"deaf-{time.monotonic()}"
+    with Client("chat", toy.url) as client:
+        left = client.generate(f"{mark} deaf {SLOW}")
+        next(left)
+        left.close()
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            ask("generate", f"late-{mark} deaf {SLOW}", timeout_s=0.2)
+        assert time.monotonic() - began < 0.2 + streams.LATE_S + 0.5
+        assert toy.wait_seen(f'"{mark}')["cut"]
+    assert streams.GIVE_UP_S - 0.5 < time.monotonic() - began < streams.GIVE_UP_S + 0.5
 
 
 def test_a_task_that_is_cancelled_cancels_at_the_server(toy: ToyChat) -> None:
@@ -186,18 +200,21 @@ def test_a_task_that_is_cancelled_cancels_at_the_server(toy: ToyChat) -> None:
 
     asyncio.run(cancel())
     for name in (mark, f"closed-{mark}"):
-        assert toy.wait_seen(f'"{name} ')["cancelled"]
+        seen = toy.wait_seen(f'"{name} ')
+        assert (seen["cancelled"], seen["cut"]) == (True, False)
 
 
 def test_a_deadline_and_a_closed_client_end_a_generation(ask: Ask, toy: ToyChat) -> None:
     mark = f"late-{time.monotonic()}"
     with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.3 s passed after \d+ chunks"):
         ask("generate", f"{mark} {SLOW}", timeout_s=0.3)
-    assert toy.wait_seen(mark)["cancelled"]
+    seen = toy.wait_seen(mark)
+    assert (seen["cancelled"], seen["cut"]) == (True, False)
     client = Client("chat", toy.url)
-    generation = client.generate(SLOW)
+    generation = client.generate(f"closed-{mark} {SLOW}")
     next(generation)
     client.close()
+    assert toy.wait_seen(f"closed-{mark}")["cut"] is False
     with pytest.raises(Cancelled):
         list(generation)
     with pytest.raises(Cancelled, match="is closed"):

@@ -23,9 +23,11 @@ from browser import open_tab
 from conftest import ROOT
 from generation_cases import (
     TEXTS,
+    Answer,
     Streams,
     byte_pairs,
     responses_of,
+    take,
     write_pipeline,
     write_tiny_model,
 )
@@ -226,6 +228,32 @@ def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams)
     wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
 
 
+def test_a_request_gives_up_another_by_its_id(server: Server, slow: Streams) -> None:
+    """And none whose id is too short to be its own, nor a neighbour."""
+    name = "a name that nobody else has"
+    unharmed = slow.open({"text_input": TEXTS[0], "id": "another name, as long"})
+    neighbour = Answer()
+    take(neighbour, next(unharmed))
+    running = slow.open({"text_input": LONG, "id": name}, {"cancel": name})
+    early = slow.open({"cancel": f"{name}, too"}, {"text_input": LONG, "id": f"{name}, too"})
+    for call in (running, early):
+        answers: dict[str, Answer] = {}
+        for response in call:  # it ends: the server has answered both requests
+            take(answers.setdefault(response.infer_response.id, Answer()), response)
+        assert {one.finish for one in answers.values()} == {"cancelled"}
+        assert sum(len(one.ids) for one in answers.values()) < len(LONG) / 4
+    short = Answer()
+    said = ""
+    for response in slow.open({"text_input": TEXTS[0], "id": "1"}, {"cancel": "1"}):
+        said += response.error_message
+        take(short, response)
+    assert "must be the id of a request, of 16 to 128 characters" in said
+    for response in unharmed:
+        take(neighbour, response)
+    assert short.text == neighbour.text == TEXTS[0]
+    wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
+
+
 def test_verify_passes_what_is_right_and_sees_other_prompts(
     repository: Path, server: Server, quick: Streams
 ) -> None:
@@ -365,11 +393,14 @@ def test_bench_measures_every_response(
         assert 40 < one.streamed.tokens_per_s < 120
     assert four.latencies_us["ttft_p50"] > 130_000 > 2 * two.latencies_us["ttft_p50"]
     assert two.goodput_per_s > 2 * four.goodput_per_s
-    assert list(refused.errors) == [STREAM_ERROR]
+    # perf_analyzer hears of it where its windows end before its streams have.
+    assert refused.errors
+    assert all(said == STREAM_ERROR or "at most N requests" in said for said in refused.errors)
 
 
 def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow: Streams) -> None:
     """The last one: its server ends here."""
+    wait_until(server, "slow", running=0, waiting=0)
     with ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(slow.ask, text_input=TEXTS[0]) for _ in range(16)]
         answers = [one.result() for one in asked]

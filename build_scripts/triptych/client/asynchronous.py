@@ -93,14 +93,24 @@ class AsyncClient(PipelineClient):
         """Answer a conversation, of messages with `role` and `content`; else as `generate`."""
         return AsyncGeneration(self, encode_order("", messages, sampling), timeout_s)
 
+    def _leave_behind(self, work: asyncio.Task[None]) -> None:
+        self._leaving.add(work)
+        work.add_done_callback(self._leaving.discard)
+
     def _connect(self) -> Connection:
+        self._leaving: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         # A channel belongs to the loop that runs when it is made: the first call makes it.
         return Connection(partial(self._open_channel, grpc.aio), self._close_soon, self._renew_s)
 
     async def close(self) -> None:
-        """Close the connection; calls under way in other tasks raise `Cancelled`."""
+        """Close the connection; calls under way in other tasks raise `Cancelled`.
+
+        Generations that are left end at the server first, which takes them two seconds at most.
+        """
         self._closed = True
+        self._end_generations()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         for channel in self._connection.drain():
             await channel.close()
         await asyncio.gather(*self._closing)

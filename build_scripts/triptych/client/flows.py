@@ -8,9 +8,11 @@ the call. `Client` and `AsyncClient` differ only in how they send.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from numpy.typing import NDArray
 
@@ -133,6 +135,9 @@ class PipelineClient:
         self._retries = Retries(retry)
         self._config: PipelineConfig | None = None
         self._closed = False
+        self._generations: WeakSet[Any] = WeakSet()
+        # One may be freed, and another begun by that, while it is held.
+        self._generations_turn = threading.RLock()
         # Read once: channels of the same credentials share connections.
         self._credentials = None if tls is None else tls.credentials()
         self._connection = self._connect()
@@ -162,6 +167,20 @@ class PipelineClient:
             else:
                 self._retries.answered()
                 return answer
+
+    def _leave_behind(self, work: Any) -> None:
+        """Let `work` read what is left of a generation; `close` waits for it."""
+        raise NotImplementedError
+
+    def _remember(self, generation: Any) -> None:
+        with self._generations_turn:
+            self._generations.add(generation)
+
+    def _end_generations(self) -> None:
+        with self._generations_turn:
+            begun = list(self._generations)
+        for generation in begun:
+            generation._end()
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)

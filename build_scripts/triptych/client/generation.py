@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 from triptych.client.errors import DeadlineExceeded, InferenceError, InvalidRequest, PipelineFailed
 from triptych.client.retry import Deadline, Retries
-from triptych.client.wire import encode_rows, generation_request, read_outputs
+from triptych.client.wire import (
+    cancelling_request,
+    encode_rows,
+    generation_request,
+    read_outputs,
+)
 
 METADATA = (("triton_grpc_error", "true"),)
 """Lets Triton end a stream that fails with a status, as elsewhere, and not with a text alone."""
@@ -98,6 +104,20 @@ class Completion:
         )
 
 
+class Asked(NamedTuple):
+    """What is sent for a generation.
+
+    Attributes:
+        request: that asks for it.
+        cancel: that gives it up.
+        left_s: how many seconds the answer may take; None: any.
+    """
+
+    request: Any
+    cancel: Any
+    left_s: float | None
+
+
 class Progress:
     """One generation, from its request to its last chunk; does no I/O.
 
@@ -122,8 +142,8 @@ class Progress:
         self._chunks = 0
         self.finished = False
 
-    def request(self, *, stream: bool) -> tuple[Any, float | None]:
-        """The message, and how many seconds its answer may take (None: any).
+    def ask(self, *, stream: bool) -> Asked:
+        """What to send, each time by another name.
 
         Raises:
             DeadlineExceeded: there is no time left to send it.
@@ -132,7 +152,12 @@ class Progress:
             left_s = self._deadline.left_s()
         except DeadlineExceeded:
             raise self._too_late() from None
-        return generation_request(self._pipeline, self._texts, stream=stream), left_s
+        name = secrets.token_hex(16)
+        return Asked(
+            generation_request(self._pipeline, self._texts, stream=stream, name=name),
+            cancelling_request(self._pipeline, name),
+            left_s,
+        )
 
     def read(self, response: Any) -> Chunk:
         """The chunk of a ``ModelStreamInferResponse``.
@@ -178,13 +203,12 @@ class Progress:
         self._tried = (*self._tried, error.address)
         return self._retries.pause_s(error, self._tried, self._deadline)
 
-    def check_end(self) -> None:
-        """Raises `PipelineFailed` where the stream ended before the last chunk."""
-        if not self.finished:
-            raise PipelineFailed(
-                f"A stream must end with a finish reason. Given: an end after {self._chunks} "
-                "chunks. This is a bug of the pipeline."
-            )
+    def raise_ended(self) -> NoReturn:
+        """Raises `PipelineFailed`: the stream has ended before the last chunk."""
+        raise PipelineFailed(
+            f"A stream must end with a finish reason. Given: an end after {self._chunks} "
+            "chunks. This is a bug of the pipeline."
+        )
 
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(

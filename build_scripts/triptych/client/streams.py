@@ -2,6 +2,10 @@
 
 `tritonclient` has one stream a client, and one callback for all that it answers. Here each
 generation calls the stub's ``ModelStreamInfer``, so that many run at once and each ends alone.
+
+What is left, or late, is given up by a request that follows on the same stream, and not by
+cancelling the call: where that meets the end of a stream, Triton 24.10 may abort (``ASSERTION
+FAILED: prior > 0``; server#7368, #8034). The call is cut only if the server does not end it soon.
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -17,11 +23,65 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
 from triptych.client.connection import Opened
-from triptych.client.errors import Cancelled, InferenceError, stream_error
+from triptych.client.errors import Cancelled, DeadlineExceeded, InferenceError, stream_error
 from triptych.client.flows import PipelineClient
-from triptych.client.generation import METADATA, Chunk, Completion, Progress
+from triptych.client.generation import METADATA, Asked, Chunk, Completion, Progress
+
+GIVE_UP_S = 2.0
+"""A server that was asked to give a generation up has so long, then its call is cut."""
+LATE_S = 0.5
+"""The same, where the deadline has passed: whoever asked waits for it."""
 
 _ENDING: set[Any] = set()
+
+
+class _Messages:
+    """What goes up the stream of a generation, when and from where it is left.
+
+    Attributes:
+        late: whether the deadline has passed.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._over: SimpleQueue[bool] = SimpleQueue()
+        self.late = False
+
+    def sent(self) -> Iterator[Any]:
+        """The messages, each when it is to be sent."""
+        yield self._asked.request
+        try:
+            leave = self._over.get(timeout=self._asked.left_s)
+        except Empty:
+            leave = self.late = True
+        if leave:
+            yield self._asked.cancel
+
+    def end(self, *, leave: bool) -> None:
+        """There is no more to send, but to give up what still runs."""
+        self._over.put(leave)
+
+
+class _AsyncMessages:
+    """The twin of `_Messages` for event loops."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._over: asyncio.Queue[bool] = asyncio.Queue()
+        self.late = False
+
+    async def sent(self) -> AsyncIterator[Any]:
+        """The messages, each when it is to be sent."""
+        yield self._asked.request
+        try:
+            leave = await asyncio.wait_for(self._over.get(), self._asked.left_s)
+        except asyncio.TimeoutError:
+            leave = self.late = True
+        if leave:
+            yield self._asked.cancel
+
+    def end(self, *, leave: bool) -> None:
+        self._over.put_nowait(leave)
 
 
 class _Stream:
@@ -34,55 +94,79 @@ class _Stream:
         self._turn = threading.RLock()
         self._opened: Opened | None = None
         self._call: Any = None
-        self._ended = False
+        self._messages: Any = None
+        self._ended = self._closed = False
         self._client = client
         deadline = client._deadline(timeout_s)
         self._progress = Progress(client.pipeline, order, deadline, client._retries)
+        client._remember(self)
 
-    def _begin(self, *, stream: bool) -> Any:
+    def _begin(self, messages: Callable[[Asked], Any], *, stream: bool) -> Any:
         if self._call is None:
             self._client._raise_if_closed()
-            request, left_s = self._progress.request(stream=stream)
+            asked = self._progress.ask(stream=stream)
             self._opened = self._client._connection.take()
-            metadata = (*self._client._metadata, *METADATA)
-            send = self._opened.stub.ModelStreamInfer
-            self._call = send(iter([request]), timeout=left_s, metadata=metadata)
+            self._messages = messages(asked)
+            self._call = self._opened.stub.ModelStreamInfer(
+                self._messages.sent(),
+                timeout=None if asked.left_s is None else asked.left_s + LATE_S,
+                metadata=(*self._client._metadata, *METADATA),
+            )
+            # A call that failed asks for no more messages, and lets go of who waits to send one.
+            end = self._messages.end
+            self._call.add_done_callback(lambda _call: end(leave=False))
         return self._call
 
     def _checked(self, response: Any) -> Any:
+        """The response, or the error that it is instead."""
+        if self._messages.late:
+            return self._client._error(grpc.StatusCode.DEADLINE_EXCEEDED, "")
         if response is not None and response.error_message:
             return stream_error(response.error_message, url=self._client.url)
         return response
 
-    def _let_go(self) -> None:
-        """End the call, where it has not ended, and give its channel back."""
+    def _let_go(self, *, leave: bool) -> None:
+        """End the call and give its channel back; `leave` it where it has not ended."""
         with self._turn:
-            call, opened = self._call, self._opened
+            call, opened, messages = self._call, self._opened, self._messages
             self._call = self._opened = None
-        if call is not None:
-            if self._progress.finished:
-                _let_end(call)
-            else:
-                call.cancel()
-        if opened is not None:
+        if call is None or opened is None:
+            return
+        if leave and not call.done():
+            self._leave(call, opened, messages)
+        else:
+            # A call that is dropped is cancelled: it is kept until the server has ended it.
+            _ENDING.add(call)
+            call.add_done_callback(_ENDING.discard)
+            messages.end(leave=False)
             self._client._connection.give_back(opened)
+
+    def _leave(self, call: Any, opened: Opened, messages: Any) -> None:
+        raise NotImplementedError
+
+    def _read(self, response: Any) -> Chunk:
+        """The chunk; with the last one the call ends."""
+        chunk = self._progress.read(response)
+        if self._progress.finished:
+            self._end()
+        return chunk
+
+    def _failed(self, error: InferenceError) -> float:
+        """How many seconds later it is tried again; raises what cannot be mended."""
+        self._let_go(leave=isinstance(error, DeadlineExceeded))
+        return self._progress.pause_s(error)
 
     def _end(self) -> None:
         self._ended = True
-        self._let_go()
+        self._let_go(leave=not self._progress.finished)
+
+    def _over(self) -> None:
+        """The iterator ends; raises `Cancelled` where it was the client that was closed."""
+        if not self._closed and not self._progress.finished:
+            self._client._raise_if_closed()
 
     def __del__(self) -> None:
         self._end()
-
-
-def _let_end(call: Any) -> None:
-    """Keep a call that the server is ending until it has: dropping it would cancel it.
-
-    A cancel between a stream's last response and its end may abort Triton 24.10 (``ASSERTION
-    FAILED: prior > 0``; server#7368, #8034): seen after 500 such cancels.
-    """
-    _ENDING.add(call)
-    call.add_done_callback(_ENDING.discard)
 
 
 class Generation(_Stream, Iterator[Chunk]):
@@ -91,6 +175,12 @@ class Generation(_Stream, Iterator[Chunk]):
     Leaving it as a context manager, closing it (from any thread) or dropping it cancels what is
     still under way, at the server, too.
     """
+
+    def __init__(
+        self, client: PipelineClient, order: Mapping[str, bytes], timeout_s: float | None
+    ) -> None:
+        self._reading = threading.Lock()
+        super().__init__(client, order, timeout_s)
 
     def __next__(self) -> Chunk:
         chunk = self._next(stream=True)
@@ -113,6 +203,7 @@ class Generation(_Stream, Iterator[Chunk]):
 
     def close(self) -> None:
         """Cancel it, if it has not ended; the iterator then ends."""
+        self._closed = True
         self._end()
 
     def __enter__(self) -> Generation:
@@ -129,32 +220,59 @@ class Generation(_Stream, Iterator[Chunk]):
     def _next(self, *, stream: bool) -> Chunk | None:
         try:
             while not self._ended:
-                response = self._receive(self._begin(stream=stream))
+                response = self._receive(self._begin(_Messages, stream=stream))
                 if self._ended:  # closed by another thread
-                    return None
+                    break
                 if isinstance(response, InferenceError):
-                    self._let_go()
-                    time.sleep(self._progress.pause_s(response))
+                    time.sleep(self._failed(response))
                 elif response is None:
-                    self._end()
-                    self._progress.check_end()
+                    self._progress.raise_ended()
                 else:
-                    return self._progress.read(response)
+                    return self._read(response)
         except BaseException:
             self._end()
             raise
+        self._over()
         return None
 
     def _receive(self, call: Any) -> Any:
         """The next response, the error that it is instead, or None at the end."""
         try:
-            return self._checked(next(call, None))
+            with self._reading:
+                return self._checked(next(call, None))
         except grpc.RpcError as status:
             return self._client._error(status.code(), status.details())
+
+    def _leave(self, call: Any, opened: Opened, messages: Any) -> None:
+        messages.end(leave=True)
+        work = (call, self._reading, lambda: self._client._connection.give_back(opened))
+        try:
+            self._client._leave_behind(threading.Thread(target=_read_to_end, args=work))
+        except RuntimeError:  # the interpreter ends, and starts no thread any more
+            call.cancel()
+
+
+def _read_to_end(call: Any, reading: threading.Lock, give_back: Callable[[], None]) -> None:
+    cut = threading.Timer(GIVE_UP_S, call.cancel)
+    cut.start()
+    try:
+        with reading, suppress(grpc.RpcError):
+            for _response in call:
+                pass
+    finally:
+        cut.cancel()
+        give_back()
 
 
 class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
     """The twin of `Generation` for event loops; cancelling a task that reads it cancels it."""
+
+    def __init__(
+        self, client: PipelineClient, order: Mapping[str, bytes], timeout_s: float | None
+    ) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reading: asyncio.Future[Any] | None = None
+        super().__init__(client, order, timeout_s)
 
     async def __anext__(self) -> Chunk:
         chunk = await self._next(stream=True)
@@ -177,6 +295,7 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
 
     async def close(self) -> None:
         """Cancel it, if it has not ended; the iterator then ends."""
+        self._closed = True
         self._end()
 
     async def __aenter__(self) -> AsyncGeneration:
@@ -193,31 +312,69 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
     async def _next(self, *, stream: bool) -> Chunk | None:
         try:
             while not self._ended:
-                response = await self._receive(self._begin(stream=stream))
+                self._loop = asyncio.get_running_loop()
+                response = await self._receive(self._begin(_AsyncMessages, stream=stream))
                 if self._ended:  # closed by another task
-                    return None
+                    break
                 if isinstance(response, InferenceError):
-                    self._let_go()
-                    await asyncio.sleep(self._progress.pause_s(response))
+                    await asyncio.sleep(self._failed(response))
                 elif response is None:
-                    self._end()
-                    self._progress.check_end()
+                    self._progress.raise_ended()
                 else:
-                    return self._progress.read(response)
+                    return self._read(response)
         except BaseException:
             self._end()
             raise
+        self._over()
         return None
 
     async def _receive(self, call: Any) -> Any:
         """The next response, the error that it is instead, or None at the end."""
+        # Cancelling who waits for a call cancels the call: this task waits for another, that does.
+        self._reading = reading = self._reading or asyncio.ensure_future(call.read())
         try:
-            response = await call.read()
+            response = await asyncio.shield(reading)
         except grpc.aio.AioRpcError as status:
             return self._client._error(status.code(), status.details())
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if not reading.cancelled():
                 raise
             return self._client._error(grpc.StatusCode.CANCELLED, "The client was closed")
+        finally:
+            if reading.done():
+                self._reading = None
         return self._checked(None if response is grpc.aio.EOF else response)
+
+    def _leave(self, call: Any, opened: Opened, messages: Any) -> None:
+        loop, reading, client = self._loop, self._reading, self._client
+        if loop is None or loop.is_closed():
+            return
+
+        async def read_to_end() -> None:
+            if reading is not None:
+                await reading
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        async def end() -> None:
+            try:  # where the time is over, it is the call that is cancelled
+                with suppress(grpc.aio.AioRpcError, asyncio.TimeoutError):
+                    await asyncio.wait_for(read_to_end(), GIVE_UP_S)
+            finally:
+                client._connection.give_back(opened)
+
+        def begin() -> None:
+            messages.end(leave=True)
+            client._leave_behind(loop.create_task(end()))
+
+        if _running_loop() is loop:
+            begin()
+        else:  # it was freed on another thread
+            loop.call_soon_threadsafe(begin)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

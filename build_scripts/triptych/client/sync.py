@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ class Client(PipelineClient):
     Its settings are those of `PipelineClient`. Open it after a fork, not before.
     """
 
+    _leaving: Sequence[threading.Thread] = ()
+
     embed, embed_each = _blocking_task(tasks.embed)
     classify, classify_each = _blocking_task(tasks.classify)
     classify_images, classify_images_each = _blocking_task(tasks.classify_images)
@@ -93,14 +96,25 @@ class Client(PipelineClient):
         """Answer a conversation, of messages with `role` and `content`; else as `generate`."""
         return Generation(self, encode_order("", messages, sampling), timeout_s)
 
+    def _leave_behind(self, work: threading.Thread) -> None:
+        with self._generations_turn:
+            self._leaving = [*filter(threading.Thread.is_alive, self._leaving), work]
+            work.start()
+
     def _connect(self) -> Connection:
         return Connection(
             partial(self._open_channel, grpc), lambda channel: channel.close(), self._renew_s
         )
 
     def close(self) -> None:
-        """Close the connection; calls under way in other threads raise `Cancelled`."""
+        """Close the connection; calls under way in other threads raise `Cancelled`.
+
+        Generations that are left end at the server first, which takes them two seconds at most.
+        """
         self._closed = True
+        self._end_generations()
+        for thread in self._leaving:
+            thread.join()
         for channel in self._connection.drain():
             channel.close()
 

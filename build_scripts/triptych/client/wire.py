@@ -131,14 +131,29 @@ def infer_request(
     return request
 
 
-def generation_request(pipeline: str, texts: Mapping[str, bytes], *, stream: bool) -> Any:
-    """The ``ModelInferRequest`` of a generation: each text an input of shape [1], and `stream`."""
-    request = service_pb2.ModelInferRequest(model_name=pipeline)
-    for name, text in texts.items():
-        request.inputs.add(name=name, datatype="BYTES", shape=(1,))
-        request.raw_input_contents.append(_LENGTH.pack(len(text)) + text)
+def generation_request(
+    pipeline: str, texts: Mapping[str, bytes], *, stream: bool, name: str
+) -> Any:
+    """The ``ModelInferRequest`` of a generation: each text an input of shape [1], and `stream`.
+
+    A `cancelling_request` can give it up by its `name`.
+    """
+    request = _texts_request(pipeline, texts, name)
     request.inputs.add(name="stream", datatype="BOOL", shape=(1,))
     request.raw_input_contents.append(bytes([stream]))
+    return request
+
+
+def cancelling_request(pipeline: str, name: str) -> Any:
+    """What gives up the generation of this name; it goes on the same stream."""
+    return _texts_request(pipeline, {"cancel": name.encode()}, "")
+
+
+def _texts_request(pipeline: str, texts: Mapping[str, bytes], name: str) -> Any:
+    request = service_pb2.ModelInferRequest(model_name=pipeline, id=name)
+    for field, text in texts.items():
+        request.inputs.add(name=field, datatype="BYTES", shape=(1,))
+        request.raw_input_contents.append(_LENGTH.pack(len(text)) + text)
     return request
 
 

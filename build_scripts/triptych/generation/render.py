@@ -31,6 +31,7 @@ INPUTS = (
     Tensor("messages", "BYTES", (1,), content="json"),
     Tensor("sampling_parameters", "BYTES", (1,), content="json"),
     Tensor("stream", "BOOL", (1,)),
+    Tensor("cancel", "BYTES", (1,)),
 )
 OPENAI_INPUTS = tuple(
     Tensor(name, "BOOL", (1,))

@@ -19,7 +19,7 @@ from .cancelling import CancelInbox
 from .engine import Engine
 from .faults import Overloaded, RequestError, Stopping
 from .generation_engine import MODEL_FOLDER, Delta, Load
-from .generation_wire import CANCELLED, REFUSED, Chunk, Opening, Order
+from .generation_wire import CANCELLED, REFUSED, SHORTEST_NAME, Chunk, Opening, Order
 from .in_flight import InFlight
 from .sampling_parameters import FIELD
 from .shared_memory import make_private
@@ -29,6 +29,8 @@ QUIET_S = 0.5
 """A request without a new token for so long sends an empty chunk: postprocess can see only then
 whether anybody still waits for it."""
 TICK_S = 0.1
+EARLY_S = 60.0
+"""A request may come so long after the one that cancels it: several steps may work before."""
 _LONGEST_FAULT = 300
 GAUGES = {
     "running": "Requests in the engine's batch",
@@ -41,11 +43,13 @@ class _Stream:
     """One request on its way.
 
     Attributes:
+        name: by which a later request may cancel it; None for none.
         told_at: when its last chunk was sent, on the clock of `time.monotonic`.
     """
 
-    def __init__(self, sender: Any, opening: Opening, cancel_at: str) -> None:
+    def __init__(self, sender: Any, opening: Opening, cancel_at: str, name: str) -> None:
         self.key = secrets.token_hex(16)
+        self.name = name if len(name) >= SHORTEST_NAME else None
         self.sender = sender
         self.told_at = time.monotonic()
         self._opening: Opening | None = opening
@@ -89,6 +93,8 @@ class TritonPythonModel:
         self._families, self._gauges = _new_gauges(settings["pipeline"])
         self._streams: dict[str, _Stream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._keys: dict[str, str] = {}  # by name, of the requests that have one
+        self._early: dict[str, float] = {}  # names that were cancelled and are not known, and when
         self._outbox: SimpleQueue[tuple[Any, Any] | None] = SimpleQueue()
         self._inbox = CancelInbox(self._cancel)
         self._loop = asyncio.new_event_loop()
@@ -104,17 +110,21 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                self._check_room()
                 inputs = inputs_of(request)
                 prompt = inputs["prompt_ids"].as_numpy().ravel().tolist()
                 order = Order.unpack(inputs["order"].as_numpy().ravel()[0])
+                if order.cancel:
+                    stream = _Stream(sender, Opening(False, [], [], 0), self._inbox.name, "")
+                    self._loop.call_soon_threadsafe(self._cancel_named, stream, order.cancel)
+                    continue
+                self._check_room()
                 opening = Opening(
                     order.stream,
                     order.sampling["stop"],
                     prompt[-self._context_tokens :] if self._context_tokens else [],
                     len(prompt),
                 )
-                stream = _Stream(sender, opening, self._inbox.name)
+                stream = _Stream(sender, opening, self._inbox.name, request.request_id())
                 self._streams[stream.key] = stream
                 self._in_flight.wait(self._slot, 1, 1)
                 self._loop.call_soon_threadsafe(self._begin, stream, prompt, order)
@@ -155,6 +165,10 @@ class TritonPythonModel:
     def _begin(self, stream: _Stream, prompt: list[int], order: Order) -> None:
         work = self._generate(stream, prompt, order)
         self._tasks[stream.key] = self._loop.create_task(work)
+        if stream.name is not None:
+            self._keys[stream.name] = stream.key
+            if self._early.pop(stream.name, None) is not None:
+                self._cancel(stream.key)
 
     async def _generate(self, stream: _Stream, prompt: list[int], order: Order) -> None:
         answer = self._engine.generate(stream.key, prompt, order.sampling)
@@ -179,12 +193,24 @@ class TritonPythonModel:
         finally:
             self._outbox.put((stream.sender, None))
             del self._streams[stream.key], self._tasks[stream.key]
+            if self._keys.get(stream.name or "") == stream.key:
+                del self._keys[stream.name or ""]
             self._in_flight.wait(self._slot, -1, -1)
 
     def _cancel(self, key: str) -> None:
         task = self._tasks.get(key)
         if task is not None:
-            task.cancel()
+            # Not at once: a task that has not begun yet would end without its last response.
+            self._loop.call_soon(task.cancel)
+
+    def _cancel_named(self, stream: _Stream, name: str) -> None:
+        """What the request of `stream` asks for; it is answered at once."""
+        if name in self._keys:
+            self._cancel(self._keys[name])
+        else:
+            self._early[name] = time.monotonic()
+        self._send(stream, stream.chunk(finish=CANCELLED))
+        self._outbox.put((stream.sender, None))
 
     def _send(self, stream: _Stream, response: Any) -> None:
         self._outbox.put((stream.sender, response))
@@ -208,6 +234,7 @@ class TritonPythonModel:
             for stream in list(self._streams.values()):
                 if now - stream.told_at > QUIET_S and stream.key in self._tasks:
                     self._send(stream, stream.chunk())
+            self._early = {name: at for name, at in self._early.items() if now - at < EARLY_S}
             # An engine that nothing is asked of takes no steps, and tells of none.
             load = self._load if self._streams else Load()
             if load != self._told:

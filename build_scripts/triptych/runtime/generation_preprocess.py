@@ -10,13 +10,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .faults import RequestError
-from .generation_wire import Order
+from .generation_wire import LONGEST_NAME, SHORTEST_NAME, Order
 from .prompts import Prompts
 from .sampling_parameters import DEFAULTS, FIELD, check_sampling
 from .shared_memory import make_private
 from .stub_io import Inputs, error_response, inputs_of, read_texts, settings_of
 
 ECHO = "exclude_input_in_output"
+CANCEL = "cancel"
 
 
 class TritonPythonModel:
@@ -41,16 +42,8 @@ class TritonPythonModel:
     def _respond(self, request: Any) -> Any:
         try:
             inputs = inputs_of(request)
-            ids = self._prompt(self._text(inputs, "text_input"), self._text(inputs, "messages"))
-            room = self._max_answer or self._max_length - len(ids)
-            sampling = check_sampling(self._text(inputs, FIELD), self._defaults, room=room)
-            if not _flag(inputs, ECHO, True):
-                raise RequestError(
-                    ECHO, "must be true: an answer has no prompt in it", "false", "Leave it out"
-                )
-            if not _flag(inputs, "return_logprobs", True):
-                sampling["logprobs"] = None
-            order = Order(sampling, _flag(inputs, "stream", True))
+            cancel = self._text(inputs, CANCEL)
+            ids, order = ([], _cancelling(cancel)) if cancel else self._ordered(inputs)
             return pb_utils.InferenceResponse(
                 [
                     pb_utils.Tensor("prompt_ids", np.array(ids, np.int32)),
@@ -59,6 +52,18 @@ class TritonPythonModel:
             )
         except Exception as error:
             return error_response(error)
+
+    def _ordered(self, inputs: Inputs) -> tuple[list[int], Order]:
+        ids = self._prompt(self._text(inputs, "text_input"), self._text(inputs, "messages"))
+        room = self._max_answer or self._max_length - len(ids)
+        sampling = check_sampling(self._text(inputs, FIELD), self._defaults, room=room)
+        if not _flag(inputs, ECHO, True):
+            raise RequestError(
+                ECHO, "must be true: an answer has no prompt in it", "false", "Leave it out"
+            )
+        if not _flag(inputs, "return_logprobs", True):
+            sampling["logprobs"] = None
+        return ids, Order(sampling, _flag(inputs, "stream", True))
 
     def _prompt(self, text: str, messages: str) -> list[int]:
         if bool(text) == bool(messages):
@@ -79,6 +84,18 @@ class TritonPythonModel:
                 field, "must be one text", f"{len(texts)}", "Send a request for each"
             )
         return texts[0]
+
+
+def _cancelling(name: str) -> Order:
+    if not SHORTEST_NAME <= len(name) <= LONGEST_NAME:
+        raise RequestError(
+            CANCEL,
+            f"must be the id of a request, of {SHORTEST_NAME} to {LONGEST_NAME} characters: others "
+            "may have shorter ones, too",
+            f"{len(name)} characters",
+            "Give requests random ids",
+        )
+    return Order({}, False, name)
 
 
 def _flag(inputs: Inputs, field: str, default: bool) -> bool:

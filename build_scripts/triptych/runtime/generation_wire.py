@@ -17,6 +17,8 @@ CONTEXT_TOKENS = 6
 
 CANCELLED = "cancelled"
 """Finish reason of an answer that nobody waits for any more; else ``stop`` or ``length``."""
+SHORTEST_NAME, LONGEST_NAME = 16, 128
+"""Characters of a request's id by which it can be cancelled: others may have shorter ones, too."""
 REFUSED = "refused"
 """Finish reason between the steps of a request that the engine does not take."""
 
@@ -28,10 +30,12 @@ class Order:
     Attributes:
         sampling: every parameter, checked.
         stream: whether the answer is sent piece by piece.
+        cancel: id of another request, to give up; then there is nothing else to do. Else empty.
     """
 
     sampling: Mapping[str, Any]
     stream: bool
+    cancel: str = ""
 
     def pack(self) -> str:
         """As one string."""
