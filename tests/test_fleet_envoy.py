@@ -129,6 +129,7 @@ def test_streams_are_neither_held_nor_sent_again_and_no_time_is_cut() -> None:
         is_stream = "tream" in json.dumps(route["match"])
         assert is_stream == ("retry_policy" not in route["route"])
         assert is_stream == ("typed_per_filter_config" in route)
+        assert is_stream == (route.get("request_headers_to_remove") == ["triton_grpc_error"])
         assert route["route"]["timeout"] == "0s"
         if route["route"]["cluster"] == GRPC.cluster:
             assert route["route"]["max_stream_duration"] == {"grpc_timeout_header_max": "0s"}

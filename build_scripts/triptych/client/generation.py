@@ -17,9 +17,6 @@ from triptych.client.wire import (
     read_outputs,
 )
 
-METADATA = (("triton_grpc_error", "true"),)
-"""Lets Triton end a stream that fails with a status, as elsewhere, and not with a text alone."""
-
 
 class Sampling(TypedDict, total=False):
     """How tokens are chosen; what is left out is the pipeline's. The server says what is allowed.

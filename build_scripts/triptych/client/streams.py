@@ -25,7 +25,7 @@ import grpc.aio  # type: ignore[import-untyped]
 from triptych.client.connection import Opened
 from triptych.client.errors import Cancelled, DeadlineExceeded, InferenceError, stream_error
 from triptych.client.flows import PipelineClient
-from triptych.client.generation import METADATA, Asked, Chunk, Completion, Progress
+from triptych.client.generation import Asked, Chunk, Completion, Progress
 
 GIVE_UP_S = 2.0
 """A server that was asked to give a generation up has so long, then its call is cut."""
@@ -110,7 +110,7 @@ class _Stream:
             self._call = self._opened.stub.ModelStreamInfer(
                 self._messages.sent(),
                 timeout=None if asked.left_s is None else asked.left_s + LATE_S,
-                metadata=(*self._client._metadata, *METADATA),
+                metadata=self._client._metadata,
             )
             # A call that failed asks for no more messages, and lets go of who waits to send one.
             end = self._messages.end

@@ -247,7 +247,17 @@ def _route(
             route["hash_policy"] = [{"header": {"header_name": settings.affinity}}]
         kind = "extensions.filters.http.buffer.v3.BufferPerRoute"
         streams = {"envoy.filters.http.buffer": typed(kind, disabled=True)}
-        return {"match": match, "route": route, "typed_per_filter_config": streams}
+        return {
+            "match": match,
+            "route": route,
+            "request_headers_to_remove": [
+                Because(
+                    "triton_grpc_error",
+                    "a stream that Triton ends with a status, as this asks, may abort Triton",
+                )
+            ],
+            "typed_per_filter_config": streams,
+        }
     route["retry_policy"] = {
         **retriable,
         "num_retries": settings.retries,
