@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -213,6 +214,29 @@ def test_it_takes_what_tritons_openai_frontend_sends(quick: Streams) -> None:
         )
         assert not answer.error
         assert sum(answer.counted) == 4
+
+
+def test_it_takes_tritons_generate_requests(server: Server, quick: Streams) -> None:
+    """Plain HTTP with JSON, as a whole and as server-sent events."""
+    body = {"text_input": TEXTS[0], "sampling_parameters": json.dumps({"max_tokens": 3})}
+    address = f"http://{server.http_url}/v2/models/quick"
+
+    def answers(path: str, **more: object) -> list[dict[str, Any]]:
+        data = json.dumps({**body, **more}).encode()
+        with urllib.request.urlopen(f"{address}/{path}", data) as reply:
+            lines = filter(None, reply.read().decode().splitlines())
+            return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    wanted = quick.ask(**body)
+    (whole,) = answers("generate", stream=False)
+    assert (whole["text_output"], whole["token_ids"]) == (wanted.text, wanted.ids)
+    events = answers("generate_stream")
+    assert "".join(one["text_output"] for one in events) == wanted.text
+    assert [one["finish_reason"] for one in events] == ["", "", "length"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        answers("generate", stream=False, sampling_parameters="{")
+    assert refused.value.code == 400
+    assert "must be JSON" in refused.value.read().decode()
 
 
 def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams) -> None:
