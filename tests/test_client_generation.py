@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -219,6 +221,22 @@ def test_a_deadline_and_a_closed_client_end_a_generation(ask: Ask, toy: ToyChat)
         list(generation)
     with pytest.raises(Cancelled, match="is closed"):
         client.generate("a").whole()
+
+
+def test_a_program_may_end_with_a_generation_under_way(toy: ToyChat) -> None:
+    mark = f"exit-{time.monotonic()}"
+    program = f"""
+from triptych.client import Client
+client = Client("chat", {toy.url!r})
+generation = client.generate({f"{mark} {SLOW}"!r})
+print(next(generation).text)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    seen = toy.wait_seen(mark)
+    assert seen["cancelled"] or seen["cut"]
 
 
 def test_many_run_at_once_from_one_client(toy: ToyChat) -> None:

@@ -11,6 +11,7 @@ FAILED: prior > 0``; server#7368, #8034). The call is cut only if the server doe
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -244,12 +245,12 @@ class Generation(_Stream, Iterator[Chunk]):
             return self._client._error(status.code(), status.details())
 
     def _leave(self, call: Any, opened: Opened, messages: Any) -> None:
+        if sys.is_finalizing():  # no thread starts any more
+            call.cancel()
+            return
         messages.end(leave=True)
         work = (call, self._reading, lambda: self._client._connection.give_back(opened))
-        try:
-            self._client._leave_behind(threading.Thread(target=_read_to_end, args=work))
-        except RuntimeError:  # the interpreter ends, and starts no thread any more
-            call.cancel()
+        self._client._leave_behind(threading.Thread(target=_read_to_end, args=work))
 
 
 def _read_to_end(call: Any, reading: threading.Lock, give_back: Callable[[], None]) -> None:
