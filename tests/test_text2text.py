@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from generation_cases import Streams, responses_of
 from test_generation import wait_until
+from test_ui import fetch, post
 from text2text_cases import TEXTS, write_model, write_pipeline
+from triptych.bench.bench import Bench
+from triptych.bench.points import Load, to_json
 from triptych.errors import UserError
+from triptych.generation.bench import bench_generation
 from triptych.generation.build import build_generation
-from triptych.generation.text2text import read_text2text
+from triptych.generation.describe import describe_inputs
+from triptych.generation.live import LiveGeneration, describe_generation, verify_generation
+from triptych.generation.reference import reference_answers
+from triptych.generation.text2text import Text2TextInputs, read_text2text
 from triptych.lint.checks import run_checks
+from triptych.pipeline.slo import GenerationSlo
 from triptych.pipeline.text2text_spec import load_text2text_spec
+from triptych.server.endpoint import Endpoint
 from triptych.server.server import Server
+from triptych.ui.chat import ChatPage
 
 pytestmark = pytest.mark.server
 CORES: dict[str, dict[str, object]] = {
@@ -25,10 +37,21 @@ CORES: dict[str, dict[str, object]] = {
     "bart": {"beams": 3, "min_answer": 5},
     "marian": {"no_repeat_ngram": 2},
 }
+LABELLED = "marian"
 
 
 def silent(_stage: str, _line: str) -> None:
     pass
+
+
+def write_labels(inputs: Text2TextInputs) -> None:
+    """``eval.jsonl``: half of the texts with what the original answers, half with another word."""
+    answers = reference_answers(inputs, inputs.prompts, silent, most=inputs.spec.core.max_answer)
+    rows = [
+        {**prompt.sent, "answers": [one.text if place % 2 else "another"]}
+        for place, (prompt, one) in enumerate(zip(inputs.prompts, answers, strict=True))
+    ]
+    (inputs.spec.folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +61,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, core in CORES.items():
         folder = write_pipeline(base / kind, write_model(kind, base / "models" / kind), **core)
         inputs = read_text2text(load_text2text_spec(folder), silent)
+        if kind == LABELLED:
+            write_labels(inputs)
         built = build_generation(inputs, base / "repository", silent)
         assert built.gate is not None
+        assert (built.gate.labelled is not None) == (kind == LABELLED)
         measured = {verdict.metric: verdict.value for verdict in built.gate.verdicts}
         assert measured["exact_prefix"] == measured["prompt_agreement"] == 1.0, kind
         assert not build_generation(inputs, base / "repository", silent).changed
@@ -97,6 +123,62 @@ def test_a_request_at_fault_is_refused_alone(server: Server) -> None:
     call.cancel()
     wait_until(server, "t5", running=0, waiting=0)
     streams.close()
+
+
+def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: Path) -> None:
+    def verified(kind: str, *overrides: str) -> LiveGeneration:
+        inputs = read_text2text(load_text2text_spec(repository.parent / kind, overrides), silent)
+        reached = nullcontext(Endpoint(server.grpc_url))
+        return verify_generation(inputs, repository, reached, silent, clients=4, timeout_s=30.0)
+
+    for kind in CORES:
+        found = verified(kind)
+        assert found.passed, [line for line, _ in describe_generation(found)]
+        figures = {verdict.metric: verdict.value for verdict in found.gate.verdicts}
+        assert figures["exact_prefix"] == figures["invariance"] == 1.0
+        # Of a search that chooses among beams, or may not repeat itself, the server has no such.
+        assert ("logprob_difference" in figures) == (kind == "t5")
+        assert (found.gate.labelled is not None) == (kind == LABELLED)
+    assert found.gate.labelled is not None
+    assert 0 < found.gate.labelled.candidate < 1
+    # Not what is served: another prefix.
+    other = verified("t5", "prefix=dog ")
+    assert {"prompt_agreement", "exact_prefix"} <= {
+        verdict.metric for verdict in other.gate.verdicts if not verdict.passed
+    }
+
+
+def test_it_is_described_and_measured(server: Server, repository: Path) -> None:
+    folder = repository.parent / "t5"
+    inputs = read_text2text(load_text2text_spec(folder), silent)
+    described = describe_inputs(inputs)
+    assert set(described["models"]) == {path.parent.name for path in repository.glob("t5*/1")}
+    assert described["core"]["answers"] == "1 beam; token by token"
+    assert "seed" not in described["sampling_parameters"]
+    bench = Bench(loads=(Load("concurrency", 2.0),), rounds=1, seconds=1.0, slo=GenerationSlo())
+    result = bench_generation(inputs, repository, bench, silent, url=server.grpc_url)
+    streamed = result.points[0].typical.streamed
+    assert streamed is not None
+    assert streamed.tokens > streamed.ttft.samples > 0
+    assert "continuous" not in json.dumps(to_json(result))
+    assert "ctranslate2" in result.subject.versions
+
+
+def test_a_page_streams_an_answer(server: Server, repository: Path) -> None:
+    spec, url = load_text2text_spec(repository.parent / "t5"), server.grpc_url
+    with ChatPage(spec, repository.parent / "t5", url, "127.0.0.1", 0, timeout_s=30.0) as page:
+        _, empty = fetch(f"{page.url}?example=1")
+        assert f">\n{TEXTS[1]}</textarea>" in empty
+        assert 'name="messages"' not in empty
+        status, text = post(page.url, {"say": TEXTS[1], "max_tokens": "7"})
+        assert (status, "7 tokens (length)" in text) == (200, True)
+        # The next text is one for itself.
+        _, again = post(page.url, {"messages": "[]", "say": TEXTS[1], "max_tokens": "7"})
+        tokens = re.findall(r"(\d+) prompt tokens", text + again)
+        assert tokens == [str(len(read_text2text(spec, silent).prompts[1].ids))] * 2
+        assert (
+            "must be at most the 40 tokens" in post(page.url, {"say": "a", "max_tokens": "41"})[1]
+        )
 
 
 def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:

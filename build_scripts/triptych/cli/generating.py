@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from triptych.bench.bench import Bench
     from triptych.bench.points import BenchResult
     from triptych.gate.verify import Endpoint
+    from triptych.generation.text2text import AnyInputs
     from triptych.pipeline.generation_spec import GenerationSpec
     from triptych.pipeline.slo import AnySlo
     from triptych.pipeline.spec import PipelineSpec
@@ -29,46 +30,53 @@ def load_any_spec(
     Raises:
         UserError: see `load_spec`.
     """
-    from triptych.pipeline.spec import TEXT2TEXT, task_of
+    from triptych.pipeline.generation_spec import load_generation_spec
+    from triptych.pipeline.spec import GENERATION, TEXT2TEXT, load_spec, task_of
     from triptych.pipeline.text2text_spec import load_text2text_spec
 
-    if task_of(folder) == TEXT2TEXT:
-        return load_text2text_spec(folder, overrides)
-    return load_known_spec(folder, overrides)
-
-
-def load_known_spec(folder: Path, overrides: Sequence[str]) -> PipelineSpec | GenerationSpec:
-    """The spec of a pipeline, for a verb that does not know those that make one text of another.
-
-    Raises:
-        UserError: see `load_spec`.
-    """
-    from triptych.pipeline.generation_spec import load_generation_spec
-    from triptych.pipeline.spec import GENERATION, load_spec, task_of
-
-    if task_of(folder) == GENERATION:
+    task = task_of(folder)
+    if task == GENERATION:
         return load_generation_spec(folder, overrides)
+    if task == TEXT2TEXT:
+        return load_text2text_spec(folder, overrides)
     return load_spec(folder, overrides)
 
 
+def read_generating(spec: GenerationSpec | Text2TextSpec) -> AnyInputs:
+    """What is known of a pipeline that generates text before anything is done.
+
+    Raises:
+        UserError: in the spec, the model or the traffic.
+    """
+    from triptych.generation.inputs import read_generation
+    from triptych.generation.text2text import read_text2text
+    from triptych.pipeline.generation_spec import GenerationSpec
+
+    if isinstance(spec, GenerationSpec):
+        return read_generation(spec, progress)
+    return read_text2text(spec, progress)
+
+
 def promise_of(
-    spec: PipelineSpec | GenerationSpec, limits: Sequence[str], throughput: float | None
+    spec: PipelineSpec | GenerationSpec | Text2TextSpec,
+    limits: Sequence[str],
+    throughput: float | None,
 ) -> AnySlo:
     """What options promise of a pipeline of either kind, else what its spec does.
 
     Raises:
         UserError: a limit that is none of that kind's.
     """
-    from triptych.pipeline.generation_spec import GenerationSpec
     from triptych.pipeline.slo import parse_generation_slo, parse_slo
+    from triptych.pipeline.spec import PipelineSpec
 
-    if isinstance(spec, GenerationSpec):
-        return parse_generation_slo(limits, throughput, spec.serving.slo)
-    return parse_slo(limits, throughput, spec.serving.slo)
+    if isinstance(spec, PipelineSpec):
+        return parse_slo(limits, throughput, spec.serving.slo)
+    return parse_generation_slo(limits, throughput, spec.serving.slo)
 
 
 def bench_any(
-    spec: PipelineSpec | GenerationSpec,
+    spec: PipelineSpec | GenerationSpec | Text2TextSpec,
     repository: Path,
     bench: Bench,
     *,
@@ -81,15 +89,14 @@ def bench_any(
         UserError: see `bench_pipeline`; baselines of one that generates text.
     """
     from triptych.bench.bench import bench_pipeline
-    from triptych.pipeline.generation_spec import GenerationSpec
+    from triptych.pipeline.spec import PipelineSpec
 
     places = {"url": url, "metrics_url": metrics_url}
-    if not isinstance(spec, GenerationSpec):
+    if isinstance(spec, PipelineSpec):
         from triptych.requests.inputs import read_inputs
 
         return bench_pipeline(read_inputs(spec, progress), repository, bench, progress, **places)
     from triptych.generation.bench import bench_generation
-    from triptych.generation.inputs import read_generation
 
     if bench.baselines:
         raise UserError(
@@ -98,7 +105,7 @@ def bench_any(
             given=spec.name,
             remedy="Leave it out; build_scripts/peers/generation.py has what to compare with",
         )
-    return bench_generation(read_generation(spec, progress), repository, bench, progress, **places)
+    return bench_generation(read_generating(spec), repository, bench, progress, **places)
 
 
 def build_and_show(
@@ -111,18 +118,10 @@ def build_and_show(
     """
     from triptych.generation.build import build_generation
     from triptych.generation.gate import GenerationGateFailure
-    from triptych.generation.inputs import read_generation
-    from triptych.generation.text2text import read_text2text
     from triptych.lint.rendered import LintFailure
-    from triptych.pipeline.text2text_spec import Text2TextSpec
 
     try:
-        inputs = (
-            read_text2text(spec, progress)
-            if isinstance(spec, Text2TextSpec)
-            else read_generation(spec, progress)
-        )
-        built = build_generation(inputs, repository, progress, accept=accept)
+        built = build_generation(read_generating(spec), repository, progress, accept=accept)
     except GenerationGateFailure as failure:
         print_failed_gate(status, failure.gate)
         fail(as_json, {"pipeline": spec.name, "gate": failure.gate.as_dict()}, str(failure))
@@ -138,7 +137,7 @@ def build_and_show(
 
 
 def verify_and_show(
-    spec: GenerationSpec,
+    spec: GenerationSpec | Text2TextSpec,
     repository: Path,
     server: AbstractContextManager[Endpoint],
     *,
@@ -151,11 +150,10 @@ def verify_and_show(
     Raises:
         UserError: see `verify_generation`.
     """
-    from triptych.generation.inputs import read_generation
     from triptych.generation.live import describe_generation, verify_generation
 
     result = verify_generation(
-        read_generation(spec, progress),
+        read_generating(spec),
         repository,
         server,
         progress,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from triptych.cli.generating import build_and_show, load_any_spec, load_known_spec
+from triptych.cli.generating import build_and_show, load_any_spec, read_generating
 from triptych.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
@@ -107,14 +107,13 @@ def inspect(
     from triptych.cli.describe import describe_plan
     from triptych.cli.describe_gpu import describe_rehearsal
     from triptych.generation.describe import describe_inputs
-    from triptych.generation.inputs import read_generation
     from triptych.pipeline.spec import PipelineSpec
     from triptych.repository.lock import find_lock
     from triptych.requests.inputs import read_inputs
 
-    spec = load_known_spec(pipelines / name, overrides or ())
+    spec = load_any_spec(pipelines / name, overrides or ())
     if not isinstance(spec, PipelineSpec):
-        _show(describe_inputs(read_generation(spec, progress)), as_json)
+        _show(describe_inputs(read_generating(spec)), as_json)
         return
     plan = read_inputs(spec, progress).plan
     description = describe_plan(plan)

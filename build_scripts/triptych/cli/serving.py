@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from triptych.cli.generating import load_known_spec, verify_and_show
+from triptych.cli.generating import load_any_spec, verify_and_show
 from triptych.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
@@ -261,7 +261,7 @@ def verify(
 
     if url is None:
         check_built(repository, name)
-    spec = load_known_spec(pipelines / name, overrides or ())
+    spec = load_any_spec(pipelines / name, overrides or ())
     server = served(repository, name, url, progress)
     if not isinstance(spec, PipelineSpec):
         verify_and_show(

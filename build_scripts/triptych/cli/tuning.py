@@ -115,7 +115,7 @@ def bench(
     from triptych.bench.points import to_json
     from triptych.bench.verdict import verdict_of
     from triptych.cli.bench_tables import print_bench
-    from triptych.cli.generating import bench_any, load_known_spec, promise_of
+    from triptych.cli.generating import bench_any, load_any_spec, promise_of
     from triptych.report.load_card import write_figures
     from triptych.report.load_write import write_bench_report
 
@@ -130,7 +130,7 @@ def bench(
         peak_per_s=peak_rate,
         headroom=headroom,
     )
-    spec = load_known_spec(pipelines / name, ())
+    spec = load_any_spec(pipelines / name, ())
     promised = promise_of(spec, slo or (), min_throughput)
     wanted = Bench(
         loads=loads,

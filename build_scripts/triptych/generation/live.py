@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from triptych.errors import Progress
 from triptych.gate.verify import Endpoint
 from triptych.generation.asking import LiveRuns, ask_live
 from triptych.generation.gate import PROMPTS
-from triptych.generation.inputs import GenerationInputs, Prompt
+from triptych.generation.inputs import GeneratingInputs, Prompt
 from triptych.generation.labelled import describe_labelled, judge_labelled, read_labelled
 from triptych.generation.lock import built_gate
 from triptych.generation.metrics import Answered, common_length, judge
@@ -26,6 +26,7 @@ from triptych.generation.reference import (
     answer_tokens,
     choose_prompts,
     reference_answers,
+    weighed,
 )
 from triptych.repository.plain import plain_data
 from triptych.repository.records import GateResult
@@ -68,7 +69,7 @@ class LiveGeneration:
 
 
 def verify_generation(
-    inputs: GenerationInputs,
+    inputs: GeneratingInputs,
     repository: Path,
     server: AbstractContextManager[Endpoint],
     progress: Progress,
@@ -113,12 +114,15 @@ def verify_generation(
         seconds = time.monotonic() - began
     precision = built.get("precision") or spec.core.precision
     texts = [one.answer.text for one in runs.labelled]
+    wanted = weighed(inputs, prompts, wanted, [one.answer.token_ids for one in runs.alone])
+    other_limits = inputs.other_limits(live=True)
     gate = judge(
         precision,
         prompts,
         wanted,
-        _answered(wanted, runs),
+        _answered(wanted, runs, other_limits),
         tokenizer,
+        other_limits=other_limits,
         labelled=judge_labelled(inputs, labelled, texts, [one.text for one in right]),
     )
     return LiveGeneration(
@@ -164,12 +168,15 @@ def describe_generation(result: LiveGeneration) -> Iterator[tuple[str, str]]:
         yield "passed", "green"
 
 
-def _answered(wanted: Sequence[Reference], runs: LiveRuns) -> Answered:
+def _answered(
+    wanted: Sequence[Reference], runs: LiveRuns, other_limits: Mapping[str, float | None]
+) -> Answered:
     """What the server said, as the gate judges it.
 
     A live server tells how likely it found its own tokens: those are the reference's up to where
-    the two part.
+    the two part. A search that changes probabilities (`other_limits`) tells nothing.
     """
+    told = "logprob_difference" not in other_limits
     alone = [one.answer for one in runs.alone]
     parted = [common_length(w.ids, a.token_ids) for w, a in zip(wanted, alone, strict=True)]
     same = [(w, a) for w, a, n in zip(wanted, alone, parted, strict=True) if n == len(w.ids)]
@@ -178,7 +185,7 @@ def _answered(wanted: Sequence[Reference], runs: LiveRuns) -> Answered:
         alone=[one.token_ids for one in alone],
         together=[[one.answer.token_ids for one in run] for run in runs.together],
         forced=[
-            [token["logprob"] for token in one.logprobs[:length]]
+            [token["logprob"] for token in one.logprobs[:length]] if told else []
             for one, length in zip(alone, parted, strict=True)
         ],
         streamed=[*(one.text for one in alone), *(a.text for _, a in same)],
@@ -186,7 +193,7 @@ def _answered(wanted: Sequence[Reference], runs: LiveRuns) -> Answered:
     )
 
 
-def _faults(inputs: GenerationInputs, wanted: Sequence[Reference], runs: LiveRuns) -> Iterator[str]:
+def _faults(inputs: GeneratingInputs, wanted: Sequence[Reference], runs: LiveRuns) -> Iterator[str]:
     """What the metrics do not show."""
     passes = (runs.alone, runs.whole, *runs.together)
     every = [reply for one in (*passes, runs.labelled) for reply in one]
@@ -207,7 +214,7 @@ def _faults(inputs: GenerationInputs, wanted: Sequence[Reference], runs: LiveRun
 
 
 def _scripted(
-    inputs: GenerationInputs, prompt: Prompt, tokenizer: Tokenizer, most: int
+    inputs: GeneratingInputs, prompt: Prompt, tokenizer: Tokenizer, most: int
 ) -> Reference:
     """What the scripted engine must answer."""
     ids = prompt.ids[: answer_tokens(inputs, prompt, most)]

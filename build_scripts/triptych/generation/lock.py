@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from triptych.errors import UserError
-from triptych.generation.inputs import GenerationInputs
-from triptych.generation.text2text import Text2TextInputs
+from triptych.generation.inputs import GeneratingInputs
 from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.spec import GENERATING, GENERATION
 from triptych.pipeline.text2text_spec import Text2TextSpec
@@ -24,7 +23,7 @@ SCHEMA = "generation-1"
 
 
 def lock_bytes(
-    inputs: GenerationInputs | Text2TextInputs,
+    inputs: GeneratingInputs,
     files: Mapping[str, str],
     *,
     versions: Mapping[str, str],

@@ -111,17 +111,23 @@ def judge(
         wanted: of each the reference.
         found: what answered.
         tokenizer: of the model.
-        other_limits: instead of those of the precision; None for no limit.
+        other_limits: instead of those of the precision; None for no limit. What cannot be measured
+            and has none is left out.
         labelled: the result on rows with right answers; None where there are none.
         accept: see `generation.build`.
     """
     prefixes = [common_length(one.ids, got) for one, got in zip(wanted, found.alone, strict=True)]
     values, differences = _figures(wanted, found, prefixes)
     limits = {**EVERY, **LIMITS[precision], **other_limits}
-    verdicts = tuple(_verdict(metric, values[metric.name], limits) for metric in METRICS)
+    verdicts = tuple(
+        _verdict(metric, values[metric.name], limits)
+        for metric in METRICS
+        if limits.get(metric.name) is not None or math.isfinite(values[metric.name])
+    )
+    words = {metric.name: metric.words for metric in METRICS}
     failures = tuple(
-        f"{metric.words}: {verdict.value:.6g}, limit {verdict.limit:g}"
-        for metric, verdict in zip(METRICS, verdicts, strict=True)
+        f"{words[verdict.metric]}: {verdict.value:.6g}, limit {verdict.limit:g}"
+        for verdict in verdicts
         if not verdict.passed and verdict.limit is not None
     )
     if labelled is not None and labelled.failure:

@@ -1,4 +1,4 @@
-"""What the original model says: transformers in fp32, greedy, one prompt at a time."""
+"""What the original model says: transformers in fp32, one prompt at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pydantic import TypeAdapter
 
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress, UserError
-from triptych.generation.inputs import GenerationInputs, Prompt
+from triptych.generation.inputs import GeneratingInputs, Prompt
+from triptych.generation.text2text import Text2TextInputs
 
 TOKENS = 24
 """Of an answer, at most."""
@@ -38,13 +39,12 @@ class Reference:
     logprobs: tuple[float, ...]
 
 
-def choose_prompts(inputs: GenerationInputs, most: int) -> tuple[Prompt, ...]:
+def choose_prompts(inputs: GeneratingInputs, most: int) -> tuple[Prompt, ...]:
     """The first prompts of the traffic that leave room to ask about an answer.
 
     Raises:
         UserError: none does.
     """
-    # An engine that is asked how likely tokens are makes one more behind them.
     fitting = [one for one in inputs.prompts if answer_tokens(inputs, one) > 0]
     if not fitting:
         raise UserError(
@@ -56,13 +56,13 @@ def choose_prompts(inputs: GenerationInputs, most: int) -> tuple[Prompt, ...]:
     return tuple(fitting[:most])
 
 
-def answer_tokens(inputs: GenerationInputs, prompt: Prompt, most: int = TOKENS) -> int:
+def answer_tokens(inputs: GeneratingInputs, prompt: Prompt, most: int = TOKENS) -> int:
     """Tokens that an answer to `prompt` is asked for, so that it can be checked."""
-    return min(most, inputs.max_length - len(prompt.ids) - 1)
+    return min(most, inputs.room(prompt))
 
 
 def reference_answers(
-    inputs: GenerationInputs,
+    inputs: GeneratingInputs,
     prompts: Sequence[Prompt],
     progress: Progress,
     *,
@@ -80,22 +80,50 @@ def reference_answers(
         {"sent": one.sent, "ids": one.ids, "tokens": answer_tokens(inputs, one, most)}
         for one in prompts
     ]
+    search = [inputs.search, inputs.spec.prefix] if isinstance(inputs, Text2TextInputs) else None
     key = {
         "model": inputs.model.facts.sha256,
         "stops": stops,
         "asked": asked,
+        "search": search,
         "versions": versions_of("transformers", "torch", "tokenizers"),
-        "code": code_hash("generation/reference.py"),
+        "code": code_hash("generation/reference.py", "generation/text2text_reference.py"),
     }
 
     def work(target: Path) -> None:
         progress("gate", f"{len(prompts)} prompts through transformers in fp32 ...")
-        found = _answer(inputs.weights, prompts, asked, stops)
+        if isinstance(inputs, Text2TextInputs):
+            found = _answer_texts(inputs, prompts, asked)
+        else:
+            found = _answer(inputs.weights, prompts, asked, stops)
         (target / _RESULT).write_text(json.dumps([asdict(one) for one in found]), encoding="utf-8")
 
     stage = cached_stage("generation-reference", key, work, progress)
     content = (stage.folder / _RESULT).read_bytes()
     return tuple(TypeAdapter(list[Reference]).validate_json(content))
+
+
+def weighed(
+    inputs: GeneratingInputs,
+    prompts: Sequence[Prompt],
+    wanted: tuple[Reference, ...],
+    got: Sequence[Sequence[int]],
+) -> tuple[Reference, ...]:
+    """`wanted`, with margins as the search has them that `got` something."""
+    if not isinstance(inputs, Text2TextInputs):
+        return wanted
+    from triptych.generation.text2text_reference import weigh_searches
+
+    return weigh_searches(inputs, prompts, wanted, got)
+
+
+def _answer_texts(
+    inputs: Text2TextInputs, prompts: Sequence[Prompt], asked: Sequence[Mapping[str, Any]]
+) -> list[Reference]:
+    from triptych.generation.text2text_reference import Text2TextReference
+
+    model = Text2TextReference(inputs)
+    return [model.answer(one, each["tokens"]) for one, each in zip(prompts, asked, strict=True)]
 
 
 def _answer(

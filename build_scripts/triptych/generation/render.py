@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from triptych.generation.inputs import GenerationInputs
-from triptych.generation.text2text import Text2TextInputs
+from triptych.generation.text2text import AnyInputs, Text2TextInputs
 from triptych.model.hub import WEIGHTS
+from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.spec import TEXT2TEXT
+from triptych.pipeline.text2text_spec import Text2TextSpec
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import declare
 from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_engine import MODEL_FOLDER
-from triptych.runtime.generation_wire import CONTEXT_TOKENS, TOKENIZER_FILE
+from triptych.runtime.generation_wire import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
 from triptych.tensors import Tensor
 
@@ -65,7 +66,7 @@ _OWN_DEFAULTS: Mapping[str, Mapping[str, object]] = {TEXT2TEXT: {"temperature": 
 """By task: of summaries and translations the likeliest is wanted."""
 
 
-def render_generation(inputs: GenerationInputs | Text2TextInputs) -> dict[str, Content]:
+def render_generation(inputs: AnyInputs) -> dict[str, Content]:
     """Every file of the pipeline but its lock: path relative to the repository -> content."""
     spec = inputs.spec
     name, step = spec.name, f"{spec.name}_{{}}".format
@@ -77,7 +78,7 @@ def render_generation(inputs: GenerationInputs | Text2TextInputs) -> dict[str, C
             TO_CORE,
             {
                 **inputs.prompt_settings,
-                "parameters": {**_OWN_DEFAULTS.get(spec.task, {}), **spec.parameters},
+                "parameters": own_parameters(spec),
                 "max_text_bytes": spec.max_text_bytes,
             },
             optional=True,
@@ -115,7 +116,12 @@ def render_generation(inputs: GenerationInputs | Text2TextInputs) -> dict[str, C
     return files
 
 
-def engine_files(inputs: GenerationInputs | Text2TextInputs) -> list[Path]:
+def own_parameters(spec: GenerationSpec | Text2TextSpec) -> dict[str, object]:
+    """Sampling parameters that a pipeline has other defaults for."""
+    return {**_OWN_DEFAULTS.get(spec.task, {}), **spec.parameters}
+
+
+def engine_files(inputs: AnyInputs) -> list[Path]:
     """What the engine reads of its model."""
     if isinstance(inputs, Text2TextInputs):
         return sorted(inputs.weights.iterdir())
@@ -130,24 +136,25 @@ def model_files(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def _kind(inputs: GenerationInputs | Text2TextInputs) -> str:
+def _kind(inputs: AnyInputs) -> str:
     """How Triton places the core: a model on several GPUs chooses them itself."""
     if isinstance(inputs, Text2TextInputs) or inputs.spec.core.parts == 1:
         return "KIND_CPU"
     return "KIND_MODEL"
 
 
-def _core_settings(inputs: GenerationInputs | Text2TextInputs) -> dict[str, object]:
+def _core_settings(inputs: AnyInputs) -> dict[str, object]:
     spec = inputs.spec
     settings: dict[str, object] = {
         "pipeline": spec.name,
         "max_requests": spec.serving.queue.max_size,
         "max_length": inputs.max_length,
         "max_sequences": spec.core.max_sequences,
+        "context_tokens": inputs.context_tokens,
     }
     if isinstance(inputs, Text2TextInputs):
-        return {**settings, **inputs.engine_settings, "context_tokens": 0}
-    core, settings["context_tokens"] = inputs.spec.core, CONTEXT_TOKENS
+        return {**settings, **engine_settings(inputs)}
+    core = inputs.spec.core
     if core.backend == "scripted":
         settings["token_delay_ms"] = core.token_delay_ms or 0.0
     # `lint`, which knows no model, reads the last two.
@@ -159,8 +166,10 @@ def _core_settings(inputs: GenerationInputs | Text2TextInputs) -> dict[str, obje
     }
 
 
-def engine_settings(inputs: GenerationInputs) -> dict[str, object]:
+def engine_settings(inputs: AnyInputs) -> dict[str, object]:
     """What the engine of a real model is told."""
+    if isinstance(inputs, Text2TextInputs):
+        return inputs.engine_settings
     core = inputs.spec.core
     return {
         "precision": core.precision,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from pydantic import TypeAdapter
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress, UserError
 from triptych.generation.facts import GenerationFacts, GenerationModel
-from triptych.generation.inputs import Prompt, make_prompts, read_prompt_lines
+from triptych.generation.inputs import (
+    GeneratingInputs,
+    GenerationInputs,
+    Prompt,
+    make_prompts,
+    max_length_of,
+    read_prompt_lines,
+)
 from triptych.model.source import hash_model, locate, read_tokenizer
 from triptych.pipeline.text2text_spec import Text2TextSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE
@@ -28,6 +36,19 @@ ARCHITECTURES = (
 
 GREEDY = {"beams": 1, "length_penalty": 1.0, "no_repeat_ngram": 0, "min_answer": 0}
 """How transformers searches where a model says nothing."""
+
+LIMITS_OF_OTHER_SEARCH: Mapping[str, float | None] = {
+    "exact_prefix": None,
+    "margin_at_difference": 0.25,
+}
+"""Where several beams may not repeat themselves. CTranslate2 shares out the probability of what is
+forbidden, transformers does not: scores of beams add up otherwise, and another may win."""
+
+LIMITS_WITHOUT_LOGPROBS: Mapping[str, float | None] = dict.fromkeys(
+    ("logprob_difference", "p99_logprob_difference", "perplexity_ratio")
+)
+"""Of live answers, where a search has several beams, or tokens that it may not take: there are
+none, or such as the search made of them."""
 
 LONGEST_BY_DEFAULT = 512
 """Tokens of a text where neither the model nor its tokenizer has a limit."""
@@ -51,29 +72,43 @@ class SearchFacts:
 
 
 @dataclass(frozen=True)
-class Text2TextInputs:
-    """What is known before anything is built.
+class Text2TextInputs(GeneratingInputs):
+    """What is known before a pipeline that makes one text of another is built.
 
     Attributes:
+        weights: folder of what CTranslate2 made of the model's files.
         original: folder of the model's files.
-        weights: folder of what CTranslate2 made of them.
-        max_length: tokens of a text.
         search: as `GREEDY`: by the spec, else the model.
     """
 
     spec: Text2TextSpec
-    model: GenerationModel
     original: Path
-    weights: Path
-    max_length: int
     answers: SearchFacts
     search: dict[str, int | float]
-    prompts: tuple[Prompt, ...]
 
     @property
     def prompt_settings(self) -> dict[str, Any]:
-        """What `runtime.prompts.Prompts` needs to know."""
-        return _prompt_settings(self.spec, self.model.facts, self.max_length)
+        return {
+            "special_tokens": {},
+            "max_length": self.max_length,
+            "max_answer": self.spec.core.max_answer,
+            "prefix": self.spec.prefix,
+        }
+
+    @property
+    def context_tokens(self) -> int:
+        return 0
+
+    def room(self, prompt: Prompt) -> int:
+        return self.spec.core.max_answer
+
+    def other_limits(self, *, live: bool) -> Mapping[str, float | None]:
+        beams, bound = self.search["beams"] > 1, bool(self.search["no_repeat_ngram"])
+        unlike = live and (beams or bound or self.search["min_answer"])
+        return {
+            **(LIMITS_OF_OTHER_SEARCH if beams and bound else {}),
+            **(LIMITS_WITHOUT_LOGPROBS if unlike else {}),
+        }
 
     @property
     def engine_settings(self) -> dict[str, Any]:
@@ -89,51 +124,32 @@ class Text2TextInputs:
         }
 
 
+AnyInputs = GenerationInputs | Text2TextInputs
+"""Of a pipeline of either kind."""
+
+
 def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:
     """Resolve the model, convert it, read the traffic. Writes only to the cache.
 
     Raises:
         UserError: in the spec, the model or the traffic.
     """
-    path = spec.folder / TRAFFIC_FILE
-    lines = read_prompt_lines(path)
+    lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
     original = locate(spec.model, spec.folder)
     model, answers = _read_model(original, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
-    wanted = spec.core.max_length
-    if wanted is not None and wanted > model.facts.max_length:
-        raise UserError(
-            "core.max_length",
-            f"must be at most the model's own limit of {model.facts.max_length}",
-            given=wanted,
-            remedy="Lower it, or leave it out to use the model's limit",
-        )
-    max_length = wanted or model.facts.max_length
-    settings = _prompt_settings(spec, model.facts, max_length)
-    sent = [(f"{path}:{number}", one) for number, one, _ in lines]
-    prompts = make_prompts(sent, settings, model.tokenizer.parent, progress)
     named = spec.core.model_dump(include=set(GREEDY), exclude_none=True)
-    return Text2TextInputs(
+    inputs = Text2TextInputs(
         spec=spec,
         model=model,
-        original=original,
         weights=_convert(original, spec.core.precision, model.facts.sha256, progress),
-        max_length=max_length,
+        max_length=max_length_of(spec, model.facts),
+        prompts=(),
+        original=original,
         answers=answers,
         search={**answers.own, **named},
-        prompts=prompts,
     )
-
-
-def _prompt_settings(
-    spec: Text2TextSpec, facts: GenerationFacts, max_length: int
-) -> dict[str, Any]:
-    return {
-        "special_tokens": dict(facts.special_tokens),
-        "max_length": max_length,
-        "max_answer": spec.core.max_answer,
-        "prefix": spec.prefix,
-    }
+    return replace(inputs, prompts=make_prompts(inputs, lines, progress))
 
 
 def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, SearchFacts]:

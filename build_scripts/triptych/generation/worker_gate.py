@@ -1,14 +1,16 @@
-"""Run in the environment of generation: what the engine makes of prompts, alone and together.
+"""What an engine makes of prompts, alone and together; vLLM's is run in its own environment.
 
 Usage: ``python worker_gate.py RUNTIME ORDER.json RESULT.json``, with RUNTIME the folder that has
-the package of the steps. The order: ``weights``, ``settings`` of the engine; for each prompt its
-token ids in ``prompts``, the reference's answer in ``wanted`` and its most tokens in
-``max_tokens``; ``labelled`` prompts, each with its most tokens. What the result holds says `gate`.
+the package of the steps. The order: ``engine``, a module of `runtime`, its ``weights`` and
+``settings``; for each prompt its token ids in ``prompts``, the reference's answer in ``wanted`` and
+its most tokens in ``max_tokens``; ``labelled`` prompts, each with its most tokens. What the result
+holds says `gate`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
 from collections.abc import Mapping
@@ -21,10 +23,10 @@ async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
 
     The engine is also asked how likely it finds the reference's tokens.
     """
-    from triptych.runtime.engine_vllm import Engine
     from triptych.runtime.sampling_parameters import DEFAULTS
 
-    engine = Engine(order["settings"], Path(order["weights"]), lambda load: None)
+    module = importlib.import_module(f"triptych.runtime.{order['engine']}")
+    engine = module.Engine(order["settings"], Path(order["weights"]), lambda load: None)
     await engine.start()
     started = asyncio.Event()
     asked = list(zip(order["prompts"], order["max_tokens"], strict=True))
@@ -51,7 +53,7 @@ async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
         *(join(f"joined-{i}", *one) for i, one in enumerate(asked[half:])),
     )
     forced = [
-        (await engine.score(f"forced-{i}", [*prompt, *ids]))[len(prompt) - 1 :]
+        await engine.score(f"forced-{i}", prompt, ids)
         for i, (prompt, ids) in enumerate(zip(order["prompts"], order["wanted"], strict=True))
     ]
     labelled = await asyncio.gather(

@@ -131,6 +131,7 @@ class GeneratingSpec(Frozen):
         folder: where it was read; a lock does not keep it.
         parameters: sampling parameters of a request that does not give them itself.
         max_text_bytes: a longer prompt is refused unread.
+        accuracy: how ``eval.jsonl`` is judged.
     """
 
     name: str
@@ -139,6 +140,7 @@ class GeneratingSpec(Frozen):
     parameters: dict[str, Any] = Field(default_factory=dict)
     max_text_bytes: Positive = 1_048_576
     serving: GenerationServing = GenerationServing()
+    accuracy: GenerationAccuracy = GenerationAccuracy()
 
     @field_validator("parameters")
     @classmethod
@@ -154,7 +156,6 @@ class GenerationSpec(GeneratingSpec):
 
     task: Literal["text-generation"]
     core: GenerationCore = GenerationCore()
-    accuracy: GenerationAccuracy = GenerationAccuracy()
 
 
 def load_generation_spec(folder: Path, overrides: Sequence[str] = ()) -> GenerationSpec:

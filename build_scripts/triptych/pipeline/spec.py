@@ -37,7 +37,8 @@ GENERATING = (GENERATION, TEXT2TEXT)
 _REMEDIES = {
     GENERATION: "They can be tested, inspected, built, linted, served, verified, asked, measured "
     "and deployed",
-    TEXT2TEXT: "They can be tested, built, linted, served, asked and deployed",
+    TEXT2TEXT: "They can be tested, inspected, built, linted, served, verified, asked, measured "
+    "and deployed",
 }
 
 RESERVED = ("name", "folder", "tuned")

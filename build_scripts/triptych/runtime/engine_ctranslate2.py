@@ -97,8 +97,11 @@ class Engine:
                 self._waiting.remove(job)
             self._tell()
 
-    async def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
-        """The logarithm of probability of each token of `answer`, given the prompt."""
+    async def score(self, key: str, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+        """The logarithm of probability of each token of `answer`, given the prompt.
+
+        Those that every answer begins with are certain.
+        """
 
         def run() -> list[float]:
             ended = bool(answer) and answer[-1] == self._end
@@ -107,7 +110,9 @@ class Engine:
                 [self._words(prompt)], [target], max_input_length=0
             )
             # The end is scored behind the target, whether or not the answer has it.
-            return list(found[0].log_probs[: len(answer)])
+            logprobs = list(found[0].log_probs[: len(answer)])
+            forced = min(len(self._settings["answer_begins"]), len(logprobs))
+            return [0.0] * forced + logprobs[forced:]
 
         return await self._loop.run_in_executor(self._thread, run)
 

@@ -107,8 +107,8 @@ class Engine:
         finally:
             await outputs.aclose()
 
-    async def score(self, key: str, ids: Sequence[int]) -> list[float]:
-        """The logarithm of probability of each token but the first, given those before it."""
+    async def score(self, key: str, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+        """The logarithm of probability of each token of `answer`, given those before it."""
         from vllm import SamplingParams, TokensPrompt
 
         parameters = SamplingParams(
@@ -116,10 +116,11 @@ class Engine:
         )
         found: Any = None
         async for output in self._engine.generate(
-            TokensPrompt(prompt_token_ids=list(ids)), parameters, key
+            TokensPrompt(prompt_token_ids=[*prompt, *answer]), parameters, key
         ):
             found = output.prompt_logprobs or found
-        return [float(one[token].logprob) for token, one in zip(ids[1:], found[1:], strict=True)]
+        told = zip(answer, found[len(prompt) :], strict=True)
+        return [float(one[token].logprob) for token, one in told]
 
     def close(self) -> None:
         if self._engine is not None:

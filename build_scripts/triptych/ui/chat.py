@@ -1,4 +1,7 @@
-"""The page of a pipeline that generates text: a conversation, whose answers appear as they come."""
+"""The page of a pipeline that generates text, whose answers appear as they come.
+
+It is a conversation, or, of a pipeline that makes one text of another, a text and its answer.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
 
-from triptych.client import Client, Completion, InferenceError, Sampling
+from triptych.client import Client, Completion, Generation, InferenceError, Sampling
 from triptych.pipeline.generation_spec import GenerationSpec
+from triptych.pipeline.text2text_spec import Text2TextSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
 from triptych.report.pages import lines, render
 from triptych.ui.web import PageServer, read_text
@@ -41,7 +45,7 @@ class ChatPage(PageServer):
 
     def __init__(
         self,
-        spec: GenerationSpec,
+        spec: GenerationSpec | Text2TextSpec,
         folder: Path,
         grpc_url: str,
         host: str,
@@ -52,6 +56,7 @@ class ChatPage(PageServer):
         examples = _examples(folder / TRAFFIC_FILE)
         super().__init__(host, port)
         self._spec = spec
+        self._talks = isinstance(spec, GenerationSpec)
         self._examples = examples
         self._grpc_url = grpc_url
         self._client = Client(spec.name, grpc_url, timeout_s=timeout_s)
@@ -64,7 +69,7 @@ class ChatPage(PageServer):
     def answer(self, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, Iterator[str]]:
         given = {name: str(read_text(content)) for name, content in sent.items()}
         try:
-            messages = json.loads(given.get("messages") or "[]")
+            messages = json.loads(given.get("messages") or "[]") if self._talks else []
             roles = [message["role"] + message["content"] for message in messages]
         except (ValueError, TypeError, KeyError):
             return HTTPStatus.UNPROCESSABLE_ENTITY, iter([self._render((), given)])
@@ -85,7 +90,7 @@ class ChatPage(PageServer):
         began, first_s, error = time.monotonic(), 0.0, ""
         chunks = []
         try:
-            with self._client.chat(messages, **_sampling(given)) as answer:
+            with self._ask(messages, _sampling(given)) as answer:
                 for chunk in answer:
                     first_s = first_s or time.monotonic() - began
                     chunks.append(chunk)
@@ -109,6 +114,11 @@ class ChatPage(PageServer):
         after = self._render(turns, kept, mark=mark, error=error, told=told)
         yield after.split(mark)[1]
 
+    def _ask(self, messages: Messages, sampling: Sampling) -> Generation:
+        if self._talks:
+            return self._client.chat(messages, **sampling)
+        return self._client.generate(messages[-1]["content"], **sampling)
+
     def _render(
         self,
         messages: Messages,
@@ -122,6 +132,7 @@ class ChatPage(PageServer):
             "chat.html.j2",
             name=self._spec.name,
             task=self._spec.task,
+            talks=self._talks,
             model=self._spec.model.source,
             url=self._grpc_url,
             # The last answer has been sent where the page goes on behind it.
