@@ -31,6 +31,7 @@ from triptych.runtime.generation_engine import Delta, Load
 from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Order
 from triptych.runtime.prompts import Prompts
 from triptych.runtime.sampling_parameters import DEFAULTS, FLAGS, NUMBERS, check_sampling
+from triptych.runtime.text2text_batches import next_batch
 from triptych.runtime.text_stream import MOST_WAITING, StopStrings, TextStream
 from triptych.tasks.metrics.generated import GENERATED, exact_match, rouge_l
 from triptych.tasks.metrics.labelled import compare_labelled
@@ -181,6 +182,18 @@ def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
     assert deltas[-1].finish == "length"
     assert deltas[1].logprobs == [[8, -1.0, [[8, -1.0]]]]
     assert loads[-1] == Load()
+
+
+def test_texts_of_like_length_share_a_batch_and_none_waits_for_ever() -> None:
+    assert next_batch([9, 1, 8, 2], "aaaa", most=2) == [2, 0]
+    assert next_batch([5, 1, 5, 1], "abab", most=8) == [0, 2]
+    assert next_batch([], [], most=2) == []
+    # Short ones keep coming: a long one, or one of another kind, is among the next anyhow.
+    for oldest in ((500, "a"), (5, "b")):
+        waiting = [oldest, *[(5, "a")] * 40]
+        chosen = next_batch([one for one, _ in waiting], [kind for _, kind in waiting], most=8)
+        assert 0 in chosen
+        assert len(chosen) == (8 if oldest[1] == "a" else 1)
 
 
 def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:

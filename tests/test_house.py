@@ -68,6 +68,7 @@ HEAVY = {
         "export/heads.py",
         "export/to_onnx.py",
         "generation/facts.py",
+        "generation/marian.py",
         "generation/reference.py",
         "generation/text2text.py",
         "generation/text2text_reference.py",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers_of_kinds import train
+from triptych.generation.marian import without_advice
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
@@ -16,6 +18,7 @@ TEXTS = (
     "A text with  two spaces, numbers 1234 and (brackets).",
 )
 SIZES = {"d_model": 32, "decoder_layers": 2, "encoder_layers": 2}
+MARIAN_FILES = {"source_spm": "source.spm", "target_spm": "target.spm", "vocab": "vocab.json"}
 END_BIAS = 2.0
 """Added to the score of the token that ends an answer, so that some answers end by themselves."""
 
@@ -25,7 +28,7 @@ def write_model(kind: str, folder: Path) -> Path:
     import torch
 
     torch.manual_seed(7)
-    tokenizer, model = {"t5": _t5, "bart": _bart, "marian": _marian}[kind]()
+    tokenizer, model = _marian(folder) if kind == "marian" else {"t5": _t5, "bart": _bart}[kind]()
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias[0, model.generation_config.eos_token_id] = END_BIAS
     model.save_pretrained(folder)
@@ -75,13 +78,37 @@ def _bart() -> tuple[Any, Any]:
     return tokenizer, model
 
 
-def _marian() -> tuple[Any, Any]:
-    from transformers import MarianConfig, MarianMTModel
+def _marian(folder: Path) -> tuple[Any, Any]:
+    """Tokenizers of sentencepiece, which share a vocabulary that lacks some of their pieces."""
+    import sentencepiece
+    from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
-    tokenizer = _unigram()
-    pad = tokenizer.pad_token_id
-    ids = {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": 0}
-    model = MarianMTModel(MarianConfig(**_both(len(tokenizer)), **ids, forced_eos_token_id=0))
+    folder.mkdir(parents=True)
+    pieces: set[str] = set()
+    files = {"source_spm": TEXTS, "target_spm": [text[::-1] + "\u65e5" for text in TEXTS]}
+    for file, texts in files.items():
+        trained = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts * 4),
+            model_writer=trained,
+            vocab_size=90,
+            hard_vocab_limit=False,
+            bos_id=-1,
+            minloglevel=2,
+        )
+        (folder / MARIAN_FILES[file]).write_bytes(trained.getvalue())
+        model = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+        pieces |= {model.IdToPiece(piece) for piece in range(model.GetPieceSize())}
+    special = {"</s>", "<unk>"}
+    known = [piece for place, piece in enumerate(sorted(pieces - special)) if place % 7]
+    ids = {piece: n for n, piece in enumerate([*sorted(special), *known, ">>fra<<", "<pad>"])}
+    (folder / MARIAN_FILES["vocab"]).write_text(json.dumps(ids))
+    places = {name: str(folder / file) for name, file in MARIAN_FILES.items()}
+    with without_advice():
+        tokenizer = MarianTokenizer(**places, model_max_length=128)
+    pad = ids["<pad>"]
+    own = {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": 0}
+    model = MarianMTModel(MarianConfig(**_both(len(ids)), **own, forced_eos_token_id=0))
     model.generation_config.bad_words_ids = [[pad]]
     return tokenizer, model
 
@@ -100,24 +127,3 @@ def _both(vocabulary: int) -> dict[str, Any]:
         "max_position_embeddings": 128,
         "init_std": 0.5,
     }
-
-
-def _unigram() -> Any:
-    """A fast tokenizer with Marian's order: the end first, padding last."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=120, special_tokens=["</s>", "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS * 4, trainer)
-    tokenizer.add_special_tokens(["<pad>"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 0)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
-    )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.errors import UserError
+from triptych.generation.marian import without_advice
 from triptych.runtime.engine_ctranslate2 import COMPUTE_TYPES, VOCABULARY_FILE
 
 
@@ -36,7 +37,8 @@ def convert(folder: Path, target: Path, precision: str) -> None:
             return model
 
     try:
-        Converter(str(folder)).convert(str(target), quantization=COMPUTE_TYPES[precision])
+        with without_advice():
+            Converter(str(folder)).convert(str(target), quantization=COMPUTE_TYPES[precision])
     except (ValueError, KeyError, NotImplementedError, AttributeError, RuntimeError) as error:
         raise UserError(
             "model.source",

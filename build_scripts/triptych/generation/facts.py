@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from tokenizers import Tokenizer
 
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress, UserError
@@ -47,12 +48,21 @@ class GenerationModel:
     """A model's facts, and the files that the steps read, in the cache.
 
     Attributes:
+        tokenizer: that makes ids of a text.
         chat_template: None where the model has none.
+        decoder: that makes text of ids, where it is another tokenizer.
+        pieces: see `runtime.source_pieces`; None where the tokenizer's ids are the model's.
     """
 
     facts: GenerationFacts
     tokenizer: Path
     chat_template: Path | None
+    decoder: Path | None = None
+    pieces: Path | None = None
+
+    def decoding(self) -> Tokenizer:
+        """What makes text of ids."""
+        return Tokenizer.from_file(str(self.decoder or self.tokenizer))
 
 
 def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:

@@ -123,7 +123,7 @@ def measure(
     stage = cached_stage("generation-gate", key, work, progress)
     result = json.loads((stage.folder / _RESULT).read_bytes())
     wanted = weighed(inputs, prompts, wanted, result["alone"])
-    tokenizer = Tokenizer.from_file(str(inputs.model.tokenizer))
+    tokenizer = inputs.model.decoding()
     return judge(
         inputs.spec.core.precision,
         prompts,

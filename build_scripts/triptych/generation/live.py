@@ -95,7 +95,7 @@ def verify_generation(
     spec = inputs.spec
     built = built_gate(repository, spec.name)
     prompts, labelled = choose_prompts(inputs, PROMPTS), read_labelled(inputs)
-    tokenizer = Tokenizer.from_file(str(inputs.model.tokenizer))
+    tokenizer = inputs.model.decoding()
     scripted = spec.core.backend == "scripted"
 
     def reference(prompts: Sequence[Prompt], most: int) -> tuple[Reference, ...]:

@@ -18,6 +18,7 @@ from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_engine import MODEL_FOLDER
 from triptych.runtime.generation_wire import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
+from triptych.runtime.source_pieces import PIECES_FILE
 from triptych.tensors import Tensor
 
 ENGINES = {
@@ -105,10 +106,12 @@ def render_generation(inputs: AnyInputs) -> dict[str, Content]:
     files |= _step_files(step("preprocess"), {"model.py": "generation_preprocess.py"})
     files |= _step_files(step("core"), engine)
     files |= _step_files(step("postprocess"), {"model.py": "generation_postprocess.py"})
-    for own in (step("preprocess"), step("postprocess")):
-        files[f"{own}/1/{TOKENIZER_FILE}"] = inputs.model.tokenizer
-    if inputs.model.chat_template is not None:
-        files[f"{step('preprocess')}/1/{TEMPLATE_FILE}"] = inputs.model.chat_template
+    model = inputs.model
+    files[f"{step('preprocess')}/1/{TOKENIZER_FILE}"] = model.tokenizer
+    files[f"{step('postprocess')}/1/{TOKENIZER_FILE}"] = model.decoder or model.tokenizer
+    for file, path in ((TEMPLATE_FILE, model.chat_template), (PIECES_FILE, model.pieces)):
+        if path is not None:
+            files[f"{step('preprocess')}/1/{file}"] = path
     if spec.core.backend != "scripted":
         for path in engine_files(inputs):
             files[f"{step('core')}/1/{MODEL_FOLDER}/{path.name}"] = path

@@ -21,10 +21,12 @@ from triptych.generation.inputs import (
     max_length_of,
     read_prompt_lines,
 )
+from triptych.generation.marian import is_marian, without_advice, write_marian
 from triptych.model.source import hash_model, locate, read_tokenizer
 from triptych.pipeline.text2text_spec import Text2TextSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE
 from triptych.runtime.generation_wire import TOKENIZER_FILE
+from triptych.runtime.source_pieces import PIECES_FILE
 
 ARCHITECTURES = (
     "T5ForConditionalGeneration",
@@ -53,7 +55,7 @@ none, or such as the search made of them."""
 LONGEST_BY_DEFAULT = 512
 """Tokens of a text where neither the model nor its tokenizer has a limit."""
 
-_MODEL, _FACTS = "model", "facts.json"
+_MODEL, _FACTS, _DECODER = "model", "facts.json", "decoder"
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,17 @@ def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, Sear
     inputs = {
         "model": sha256,
         "versions": versions_of("transformers", "tokenizers"),
-        "code": code_hash("generation/text2text.py", "model/source.py"),
+        "code": code_hash("generation/text2text.py", "generation/marian.py", "model/source.py"),
     }
 
     def work(target: Path) -> None:
-        facts, answers = _read_facts(folder, sha256)
-        (target / TOKENIZER_FILE).write_text(read_tokenizer(folder), encoding="utf-8")
+        with without_advice():
+            if is_marian(folder):
+                (target / _DECODER).mkdir()
+                write_marian(folder, target, target / _DECODER)
+            else:
+                (target / TOKENIZER_FILE).write_text(read_tokenizer(folder), encoding="utf-8")
+            facts, answers = _read_facts(folder, sha256)
         both = {"facts": asdict(facts), "answers": asdict(answers)}
         (target / _FACTS).write_text(json.dumps(both), encoding="utf-8")
 
@@ -170,7 +177,11 @@ def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, Sear
     both = json.loads((stage.folder / _FACTS).read_bytes())
     facts = TypeAdapter(GenerationFacts).validate_python(both["facts"])
     answers = TypeAdapter(SearchFacts).validate_python(both["answers"])
-    return GenerationModel(facts, stage.folder / TOKENIZER_FILE, None), answers
+    model = GenerationModel(facts, stage.folder / TOKENIZER_FILE, None)
+    if (stage.folder / PIECES_FILE).is_file():
+        decoder = stage.folder / _DECODER / TOKENIZER_FILE
+        model = replace(model, decoder=decoder, pieces=stage.folder / PIECES_FILE)
+    return model, answers
 
 
 def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts]:

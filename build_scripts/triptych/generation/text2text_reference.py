@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from triptych.generation.inputs import Prompt
+from triptych.generation.marian import without_advice
 from triptych.generation.reference import Reference
 from triptych.generation.text2text import Text2TextInputs
 
@@ -23,8 +24,10 @@ class Text2TextReference:
         transformers_logging.disable_progress_bar()
         self._torch = torch
         self._prefix = inputs.spec.prefix
+        self._least = int(inputs.search["min_answer"])
         self._forced = len(inputs.answers.answer_begins)
-        self._tokenizer = AutoTokenizer.from_pretrained(inputs.original)
+        with without_advice():
+            self._tokenizer = AutoTokenizer.from_pretrained(inputs.original)
         self._model = AutoModelForSeq2SeqLM.from_pretrained(
             inputs.original, dtype=torch.float32
         ).eval()
@@ -35,7 +38,6 @@ class Text2TextReference:
         config.length_penalty = search["length_penalty"]
         config.no_repeat_ngram_size = search["no_repeat_ngram"]
         config.min_length = None
-        config.min_new_tokens = search["min_answer"] or None
         # CTranslate2 ends a search when it has as many answers as beams, and forces no end.
         config.early_stopping = search["beams"] > 1
         config.forced_eos_token_id = None
@@ -45,7 +47,10 @@ class Text2TextReference:
         """The model's answer, of `most` tokens at most."""
         ids = self._torch.tensor([prompt.ids])
         mask = self._torch.ones_like(ids)
-        made = self._model.generate(ids, attention_mask=mask, max_new_tokens=most)
+        least = min(self._least, most) or None
+        made = self._model.generate(
+            ids, attention_mask=mask, min_new_tokens=least, max_new_tokens=most
+        )
         tokens = made[0, 1:].tolist()
         logprobs, margins = self.score(prompt, tokens)
         return Reference(

@@ -9,7 +9,7 @@ from triptych.model.licence import CARD
 from triptych.pipeline.spec_fields import ModelSource
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-FILES = ("*.json", "*.txt", "*.model", "*.safetensors")
+FILES = ("*.json", "*.txt", "*.model", "*.spm", "*.safetensors")
 FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
 
 

@@ -180,13 +180,14 @@ class Engine:
         sampling, settings = batch[0].sampling, self._settings
         beams = self._beams_of(sampling)
         start = self._words(settings["answer_begins"])
+        longest = max(job.sampling["max_tokens"] for job in batch)
         options: dict[str, Any] = {
             "target_prefix": [start] * len(batch) if start else None,
             "beam_size": beams,
             "length_penalty": settings["length_penalty"],
             "no_repeat_ngram_size": settings["no_repeat_ngram"],
-            "min_decoding_length": settings["min_answer"],
-            "max_decoding_length": max(job.sampling["max_tokens"] for job in batch),
+            "min_decoding_length": min(settings["min_answer"], longest),
+            "max_decoding_length": longest,
             "max_input_length": 0,
             "repetition_penalty": sampling["repetition_penalty"],
             "return_end_token": True,

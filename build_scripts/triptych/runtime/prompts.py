@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from .chat_template import ChatTemplate, Message
 from .faults import RequestError
 from .generation_wire import TOKENIZER_FILE
+from .source_pieces import PIECES_FILE, SourcePieces
 
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -23,11 +24,14 @@ class Prompts:
         settings: ``special_tokens``, name to text; ``max_length``, tokens of a prompt and its
             answer together; ``max_answer``, where an answer has a limit of its own, else None;
             ``prefix``, which is put before a text.
-        folder: with `TOKENIZER_FILE` and, where the model has a template, `TEMPLATE_FILE`.
+        folder: with `TOKENIZER_FILE` and, where the model has them, `TEMPLATE_FILE` and
+            `PIECES_FILE`.
     """
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        pieces = folder / PIECES_FILE
+        self._pieces = SourcePieces(self._tokenizer, pieces) if pieces.is_file() else None
         template = folder / TEMPLATE_FILE
         source = template.read_text(encoding="utf-8") if template.is_file() else None
         self._template = ChatTemplate(source, settings["special_tokens"])
@@ -42,8 +46,10 @@ class Prompts:
         A text that begins with the first of these (a chat template was applied before) gets no
         second one.
         """
-        rendered = bool(self._bos) and text.startswith(self._bos)
         whole = self._prefix + text
+        if self._pieces is not None:
+            return self._checked(self._pieces.encode(whole), "text_input")
+        rendered = bool(self._bos) and text.startswith(self._bos)
         ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=not rendered).ids
         return self._checked(ids, "text_input")
 
