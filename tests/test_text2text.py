@@ -219,6 +219,12 @@ def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
     too_long = load_text2text_spec(folder, ["core.max_length=129"])
     with pytest.raises(UserError, match="the model's own limit of 128"):
         read_text2text(too_long, silent)
+    search = tmp_path / "model/generation_config.json"
+    own = json.loads(search.read_bytes())
+    for changed in ({"repetition_penalty": 1.3}, {"decoder_start_token_id": 5}):
+        search.write_text(json.dumps({**own, **changed}))
+        with pytest.raises(UserError, match=f"no {next(iter(changed))} in its generation_config"):
+            read_text2text(load_text2text_spec(folder), silent)
     config = json.loads((tmp_path / "model/config.json").read_bytes())
     config["architectures"] = ["M2M100ForConditionalGeneration"]
     (tmp_path / "model/config.json").write_text(json.dumps(config))

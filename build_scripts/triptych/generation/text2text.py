@@ -39,6 +39,18 @@ ARCHITECTURES = (
 GREEDY = {"beams": 1, "length_penalty": 1.0, "no_repeat_ngram": 0, "min_answer": 0}
 """How transformers searches where a model says nothing."""
 
+NOT_SEARCHED_BY = (
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "diversity_penalty",
+    "forced_decoder_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "sequence_bias",
+)
+"""Of ``generation_config.json``; nothing, 0 and 1 are as if it were not there."""
+
 LIMITS_OF_OTHER_SEARCH: Mapping[str, float | None] = {
     "exact_prefix": None,
     "margin_at_difference": 0.25,
@@ -206,6 +218,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
         tokenizer.model_max_length,
     )
     known = [limit for limit in limits if isinstance(limit, int) and limit < 1_000_000]
+    _check_search(config, generation)
     ends = generation.eos_token_id
     facts = GenerationFacts(
         sha256=sha256,
@@ -227,6 +240,28 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
     said = {name: value for name, value in own.items() if value is not None}
     begins = () if first is None else (first,)
     return facts, SearchFacts(begins, facts.stop_token_ids[0], {**GREEDY, **said})
+
+
+def _check_search(config: Any, generation: Any) -> None:
+    """Refuse what transformers would search by, and CTranslate2 would not."""
+    ends, start = generation.eos_token_id, generation.decoder_start_token_id
+    asked = {name: getattr(generation, name, None) for name in NOT_SEARCHED_BY}
+    found = {name: value for name, value in asked.items() if value not in (None, 0, 1, [])}
+    if isinstance(ends, list) and len(ends) > 1:
+        found["eos_token_id"] = ends
+    if config.decoder_start_token_id is not None and start not in (
+        None,
+        config.decoder_start_token_id,
+    ):
+        found["decoder_start_token_id"] = start
+    if found:
+        name, value = next(iter(found.items()))
+        raise UserError(
+            "model.source",
+            f"must have no {name} in its generation_config.json that CTranslate2 does not follow",
+            given=value,
+            remedy="Take it out, so that the original model answers without it, too",
+        )
 
 
 def _convert(folder: Path, precision: str, sha256: str, progress: Progress) -> Path:
