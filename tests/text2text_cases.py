@@ -89,7 +89,7 @@ def _marian(folder: Path) -> tuple[Any, Any]:
     for file, texts in files.items():
         trained = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts * 4),
+            sentence_iterator=iter([*texts] * 4),
             model_writer=trained,
             vocab_size=90,
             hard_vocab_limit=False,

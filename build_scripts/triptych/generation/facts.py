@@ -95,7 +95,7 @@ def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
 
 
 def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -108,9 +108,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
             remedy="Choose another model, or another task",
         )
     text_config = config.get_text_config()
-    generation = GenerationConfig.from_model_config(config)
-    if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
+    generation = read_generation_config(folder, config)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     stops = generation.eos_token_id
     heads = text_config.num_attention_heads
@@ -126,6 +124,15 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
         kv_heads=kv_heads,
     )
     return facts, _chat_template(tokenizer)
+
+
+def read_generation_config(folder: Path, config: Any) -> Any:
+    """How a model generates, as transformers has it: by its own file, else by its configuration."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(config)
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, str]:

@@ -12,7 +12,11 @@ from pydantic import TypeAdapter
 
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress, UserError
-from triptych.generation.facts import GenerationFacts, GenerationModel
+from triptych.generation.facts import (
+    GenerationFacts,
+    GenerationModel,
+    read_generation_config,
+)
 from triptych.generation.inputs import (
     GeneratingInputs,
     GenerationInputs,
@@ -197,7 +201,7 @@ def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, Sear
 
 
 def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts]:
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     architecture = (config.architectures or ["unknown"])[0]
@@ -208,9 +212,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
             given=architecture,
             remedy=f"Choose one of {', '.join(ARCHITECTURES)}, or another task",
         )
-    generation = GenerationConfig.from_model_config(config)
-    if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
+    generation = read_generation_config(folder, config)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     limits = (
         getattr(config, "max_position_embeddings", None),
