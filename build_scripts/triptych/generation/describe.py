@@ -24,6 +24,7 @@ def describe_inputs(inputs: GenerationInputs) -> dict[str, Any]:
     return {
         "pipeline": spec.name,
         "task": spec.task,
+        **({"tuned": dict(spec.tuned)} if spec.tuned else {}),
         "model": {
             "source": spec.model.source,
             "architecture": facts.architecture,
@@ -45,6 +46,7 @@ def describe_inputs(inputs: GenerationInputs) -> dict[str, Any]:
             f"{room / core.max_sequences * inputs.max_length / full:.0f} tokens of KV cache each",
             **({} if core.backend == "scripted" else {"engine": engine_settings(inputs)}),
         },
+        "stream_interval": f"{amount(spec.serving.stream_interval, 'token')} a streamed response",
         "queue": f"{spec.serving.queue.max_size} requests under way at most",
         "sampling_parameters": {**DEFAULTS, **spec.parameters},
         "models": {

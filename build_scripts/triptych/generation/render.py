@@ -144,6 +144,7 @@ def _core_settings(inputs: GenerationInputs | Text2TextInputs) -> dict[str, obje
         "max_requests": spec.serving.queue.max_size,
         "max_length": inputs.max_length,
         "max_sequences": spec.core.max_sequences,
+        "stream_interval": spec.serving.stream_interval,
     }
     if isinstance(inputs, Text2TextInputs):
         return {**settings, **inputs.engine_settings, "context_tokens": 0}
