@@ -37,8 +37,15 @@ def load_any_spec(
     return load_known_spec(folder, overrides)
 
 
-def load_known_spec(folder: Path, overrides: Sequence[str]) -> PipelineSpec | GenerationSpec:
+def load_known_spec(
+    folder: Path, overrides: Sequence[str], *, untuned: bool = False
+) -> PipelineSpec | GenerationSpec:
     """The spec of a pipeline, for a verb that does not know those that make one text of another.
+
+    Args:
+        folder: the pipeline's.
+        overrides: ``KEY=VALUE`` each.
+        untuned: leave ``tuned.yaml`` out.
 
     Raises:
         UserError: see `load_spec`.
@@ -47,8 +54,8 @@ def load_known_spec(folder: Path, overrides: Sequence[str]) -> PipelineSpec | Ge
     from triptych.pipeline.spec import GENERATION, load_spec, task_of
 
     if task_of(folder) == GENERATION:
-        return load_generation_spec(folder, overrides)
-    return load_spec(folder, overrides)
+        return load_generation_spec(folder, overrides, untuned=untuned)
+    return load_spec(folder, overrides, untuned=untuned)
 
 
 def promise_of(
