@@ -33,8 +33,10 @@ class Goodput:
         limits = self.slo.model_copy(update={"throughput": None})
         return f"goodput, answers a second that keep {limits}, with as many clients as give most"
 
-    def score(self, measure_at: MeasureAt, start: int | None = None) -> Scored:
-        """See `Scoring`."""
+    def score(
+        self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
+    ) -> Scored:
+        """See `Scoring`; a setting's first round finds how many clients the others have."""
         loads = Loads(measure_at)
         if not self.slo.limits_us:
             one = loads.at(self.clients)
@@ -44,6 +46,8 @@ class Goodput:
             return self._good(loads.at(clients))
 
         ladder, at = ladder_to(self.clients, start)
+        if again:
+            return Scored(good(ladder[at]), loads.found, ladder[at])
         way = 1 if self._climbs(good, ladder, at, 1) else -1
         while self._climbs(good, ladder, at, way):
             at += way

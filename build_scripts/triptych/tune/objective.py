@@ -54,12 +54,15 @@ class Scoring(Protocol):
     def says(self) -> str:
         """What the score is, in a sentence."""
 
-    def score(self, measure_at: MeasureAt, start: int | None = None) -> Scored:
+    def score(
+        self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
+    ) -> Scored:
         """Measure one setting once.
 
         Args:
             measure_at: measures with a number of clients.
             start: clients to begin with; where the round before ended.
+            again: whether that round was of this very setting.
 
         Raises:
             LoadFailed: a request was answered with an error.
@@ -103,8 +106,10 @@ class Objective:
         limits = self.slo.model_copy(update={"throughput": None})
         return f"requests answered a second where {limits} just holds (closed loop)"
 
-    def score(self, measure_at: MeasureAt, start: int | None = None) -> Scored:
-        """See `Scoring`."""
+    def score(
+        self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
+    ) -> Scored:
+        """See `Scoring`; each round looks for the crossing anew."""
         loads = Loads(measure_at)
 
         def strain(clients: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +101,27 @@ class TrialServers:
     objective: Scoring
     seconds: float  # of each measurement
     progress: Progress
-    _start: int | None = None  # clients to begin with; see `Objective.score`
+    _start: int | None = None  # clients to begin with a new setting; see `Scoring.score`
+    _starts: dict[Slot, int] = field(default_factory=dict)  # with that of the slot
     _rounds: int = 0
     _builds: int = 0
 
     def put(self, slot: Slot, setting: Setting) -> None:
         """Build and serve `setting` in a slot; see `Slot.put`."""
         self._builds += 1  # every trial builds the same model again: only the first one tells
+        self._starts.pop(slot, None)
         slot.put(setting, self.progress, self.progress if self._builds == 1 else _quiet)
 
     def score(self, slot: Slot) -> Scored:
-        """One round of a slot; see `Objective.score`."""
-        return self.objective.score(lambda n: slot.measure(n, self.seconds), self._start)
+        """One round of a slot; see `Scoring.score`."""
+        known = self._starts.get(slot)
+        found = self.objective.score(
+            lambda n: slot.measure(n, self.seconds),
+            self._start if known is None else known,
+            again=known is not None,
+        )
+        self._starts[slot] = found.start
+        return found
 
     def begin(self, present: Setting) -> tuple[Any, Scored]:
         """Serve `present` as the best setting, and score it once."""
