@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import test_generation_load
-from conftest import quiet
+from conftest import ROOT, quiet
 from generation_cases import write_pipeline, write_tiny_model
 from load_samples import outcome, subject, trial, tuned
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
@@ -144,6 +144,8 @@ CALM = answers(1.0, good=1.0)
 def test_every_field_that_is_tried_is_tunable_and_one_of_the_spec() -> None:
     keys = [field(evidence(BUSY)).key for field in GENERATION_FIELDS]
     assert sorted(keys) == sorted(TUNABLE_GENERATION)
+    reference = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
+    assert [key for key in keys if f"| `{key}` | " not in reference] == []
     spec = evidence(BUSY).plan.spec
     for key in set(keys) - {"core.kv_cache.precision"}:
         value: Any = spec

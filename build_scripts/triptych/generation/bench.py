@@ -58,7 +58,7 @@ def subject_of(inputs: GenerationInputs, *, server: str) -> Subject:
         architecture=inputs.model.facts.architecture,
         precision=core.precision,
         layout=LAYOUT,
-        overrides={},
+        overrides=dict(spec.tuned),
         server=server,
         machine=machine(),
         versions={**versions_of("tritonclient"), **packages_versions(*SERVED_BY)},
