@@ -321,8 +321,11 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
 ) -> None:
     monkeypatch.setattr(Server, "__enter__", lambda _server: pytest.fail("a server was started"))
     folder = write_pipeline(tmp_path / "talk", write_tiny_model(tmp_path / "model"))
-    kind = Generating(folder, PROMISE, ("parameters.max_tokens=400",))
+    kind = Generating(folder, PROMISE, 12, ("parameters.max_tokens=400",))
     repository = tmp_path / "repository"
+    assert kind.start(repository, quiet) == Setting()
+    with pytest.raises(UserError, match=r"`--clients` must be at most serving.queue.max_size 12"):
+        replace(kind, clients=13).start(repository, quiet)
     assert kind.make(Setting({"core.max_sequences": 32}), repository, quiet).changed
     many = Setting({"core.max_sequences": 64, "core.max_batched_tokens": 4096})
     with pytest.raises(LintFailure, match=r"should hold core.max_sequences 64 requests"):

@@ -334,6 +334,15 @@ def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
     assert (failed.score, failed.points) == (None, ())
 
 
+def test_a_pipeline_that_answers_with_errors_as_it_is_is_not_tuned(cache: TrialCache) -> None:
+    class Refusing(Surface):
+        def begin(self, present: Setting) -> tuple[Any, Scored]:
+            raise LoadFailed(measurement(0.0, errors={"queue full": 3}))
+
+    with pytest.raises(UserError, match=r"`--clients` must be such that.*3 x queue full"):
+        searched(Refusing(good), cache)
+
+
 def test_an_interrupted_search_goes_on_where_it_was(cache: TrialCache) -> None:
     first = Surface(good)
     whole = searched(first, cache)

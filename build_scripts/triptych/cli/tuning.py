@@ -252,7 +252,7 @@ def _check(
     as_json: bool,
 ) -> None:
     """Hold the plan against new traffic, and end."""
-    from triptych.pipeline.spec import load_spec
+    from triptych.pipeline.spec import GENERATION, load_spec, task_of
     from triptych.requests.inputs import read_inputs
     from triptych.tune.capacity import measured_in
     from triptych.tune.drift import check_drift, describe_drift
@@ -260,6 +260,13 @@ def _check(
 
     if len(pages) > 2:
         raise UserError("--check", "must be given once or twice", given=f"{len(pages)} files")
+    if task_of(pipelines / name) == GENERATION:
+        raise UserError(
+            "--check",
+            "must be of a pipeline that answers at once",
+            given=name,
+            remedy="Put the new requests into traffic.jsonl and tune again",
+        )
     inputs = read_inputs(load_spec(pipelines / name), progress).as_built(repository)
     new = read_lengths(inputs, pages[-1], before=pages[0] if len(pages) > 1 else None)
     drift = check_drift(inputs, new, measured=measured_in(reports / name), rate_per_s=rate_per_s)

@@ -116,7 +116,15 @@ class Search:
         """
         self.best = start
         began = self.clock()
-        self._plan, scored = self.contest.begin(start)
+        try:
+            self._plan, scored = self.contest.begin(start)
+        except LoadFailed as error:
+            raise UserError(
+                "--clients",
+                "must be such that the pipeline as it is answers without an error",
+                given=error,
+                remedy="Lower it, or see what the server's log says",
+            ) from error
         self._last = min(self.deadline, self.end - FINAL_SCORES * (self.clock() - began))
         self._latest = scored.found[scored.start]
         self.progress("tune", f"baseline: {rounded(scored.score)} {self.unit}")

@@ -124,7 +124,8 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
 def _kind_of(folder: Path, tuning: Tuning) -> tuple[Kind, Scoring]:
     slo = tuning.slo
     if isinstance(slo, GenerationSlo):
-        return Generating(folder, slo, tuning.overrides), Goodput(slo, tuning.clients)
+        kind = Generating(folder, slo, tuning.clients, tuning.overrides)
+        return kind, Goodput(slo, tuning.clients)
     return Encoding(folder, slo, tuning.overrides), Objective(slo, tuning.clients)
 
 
