@@ -348,26 +348,25 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
 def test_a_search_finds_what_the_engine_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two places in the batch and four clients: with four places there are twice the tokens."""
-    monkeypatch.setattr(Generating, "fields", (generation_fields.sequences,))
+    """One place in the batch and eight clients: with eight there are eight times the tokens."""
+    eight = Proposal("core.max_sequences", (8,), "seven of eight clients wait")
+    monkeypatch.setattr(Generating, "fields", (lambda _evidence: eight,))
     monkeypatch.setattr(tuning, "FINAL_CLIENTS", ())
-    monkeypatch.setattr(tuning, "FINAL_ROUNDS", 2)
     folder = write_pipeline(
         tmp_path / "talk",
         write_tiny_model(tmp_path / "model"),
-        max_sequences=2,
-        token_delay_ms=10.0,
+        max_sequences=1,
+        token_delay_ms=15.0,
     )
     overrides = (
         "serving.stream_interval=3",
-        "serving.queue.max_size=4",
-        "parameters.max_tokens=16",
+        "parameters.max_tokens=6",
     )
-    wanted = Tuning(GenerationSlo(), 120.0, clients=4, seconds=0.9, overrides=overrides)
+    wanted = Tuning(GenerationSlo(), 120.0, clients=8, seconds=1.0, overrides=overrides)
     best = tune_pipeline(folder, tmp_path / "repository", wanted, quiet)
     assert [one.verdict for one in best.trials] == ["better"]
-    assert best.winner.overrides == {"core.max_sequences": 4}
-    assert best.winner.score > 1.3 * best.baseline.score
+    assert best.winner.overrides == {"core.max_sequences": 8}
+    assert best.winner.score > 2 * best.baseline.score
     assert (best.unit, best.met) == ("tokens/s", True)
     assert not list(tmp_path.glob(".tune-*"))
     assert not (tmp_path / "repository").exists()
@@ -377,8 +376,8 @@ def test_a_search_finds_what_the_engine_needs(
     lines: list[str] = []
     spec = load_generation_spec(folder)
     inputs = read_generation(spec, lambda _stage, line: lines.append(line))
-    assert "core.max_sequences=4 (tuned.yaml)" in lines
-    assert describe_inputs(inputs)["tuned"] == {"core.max_sequences": 4}
+    assert "core.max_sequences=8 (tuned.yaml)" in lines
+    assert describe_inputs(inputs)["tuned"] == {"core.max_sequences": 8}
     for point in best.winner.points:
         per_answer = point.typical.tokens_per_s / point.typical.throughput_per_s
         times = point.streamed[0].itl.samples / point.rounds[0].requests
