@@ -55,8 +55,8 @@ PURE = (
     "load_report_terminal", "load_values", "make_engine", "metrics", "mirror", "onnxruntime_pieces",
     "onnxruntime_runner", "pages", "plan", "probe", "rehearsal", "releases", "report", "rounding",
     "sample_pieces", "samples_file", "scaffold", "scaling", "scratch", "server_mistakes", "shown",
-    "spec", "store", "tensorrt_llm", "tensorrt_settings", "terminal", "tune_report", "tune_search",
-    "tuned", "watch", "widths",
+    "spec", "store", "tensorrt_llm", "tensorrt_settings", "terminal", "tune_generation",
+    "tune_report", "tune_search", "tuned", "watch", "widths",
 )
 # fmt: on
 """Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""

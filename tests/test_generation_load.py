@@ -201,6 +201,8 @@ def test_what_was_measured_is_kept_and_shown() -> None:
     assert_finite_drawing(read)
     for wanted in ("Time to first token over tokens a second", "p99 limit 25 ms", "first token"):
         assert wanted in read.text, wanted
+    for strange in ("of it in queues", "rows in the mean"):  # the engine's are not told
+        assert strange not in read.text, strange
     assert "| 4 clients | 80.0 | 8.00 | 60.0 | 60.0 | 20.0 | 20.0 |" in figures(found)
     text = StringIO()
     print_bench(Console(file=text, width=120), found)

@@ -27,7 +27,7 @@ from triptych.repository.records import GateResult
 from triptych.runtime.chat_template import ChatTemplate
 from triptych.runtime.engine_scripted import Engine
 from triptych.runtime.faults import RequestError
-from triptych.runtime.generation_engine import Delta, Load
+from triptych.runtime.generation_engine import Delta, Load, joined
 from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Order
 from triptych.runtime.prompts import Prompts
 from triptych.runtime.sampling_parameters import DEFAULTS, FLAGS, NUMBERS, check_sampling
@@ -196,6 +196,33 @@ def test_texts_of_like_length_share_a_batch_and_none_waits_for_ever() -> None:
         assert len(chosen) == (8 if oldest[1] == "a" else 1)
 
 
+def test_tokens_share_responses_but_the_first_and_the_last_never_wait() -> None:
+    async def answer(*sizes: int, end: str) -> AsyncGenerator[Delta, None]:
+        for place, size in enumerate(sizes):
+            ids = [10 * place + one for one in range(size)]
+            last = place + 1 == len(sizes)
+            yield Delta(ids, end if last else "", place, [[one, -1.0, []] for one in ids])
+
+    async def shared(tokens: int, *sizes: int, end: str = "stop") -> list[Delta]:
+        return [one async for one in joined(answer(*sizes, end=end), tokens)]
+
+    for tokens, sizes, wanted in (
+        (1, (1, 1, 1), [1, 1, 1]),
+        (3, (1, 1, 1, 1, 1, 1, 1, 1), [1, 3, 3, 1]),
+        (3, (1, 2, 2, 1), [1, 4, 1]),
+        (3, (0, 1, 1, 0), [1, 1]),  # an engine may end an answer without a token more
+        (100, (1, 1, 1), [1, 2]),
+    ):
+        found = asyncio.run(shared(tokens, *sizes))
+        assert [len(one.token_ids) for one in found] == wanted, (tokens, sizes)
+        assert [one.finish for one in found[:-1]] == [""] * (len(found) - 1)
+        assert found[-1].finish == "stop"
+        assert found[-1].cached_tokens == len(sizes) - 1
+        for one in found:
+            assert [each[0] for each in one.logprobs or ()] == one.token_ids
+    assert Delta([1]).then(Delta([2])).logprobs is None
+
+
 def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
     for override, said in (
@@ -203,6 +230,7 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         ("core.max_sequence=3", "Did you mean `max_sequences`?"),
         ("core.max_batched_tokens=16", "must be at least core.max_sequences"),
         ("core.token_delay_ms=-1", "greater than or equal to 0"),
+        ("serving.stream_interval=0", "greater than or equal to 1"),
         ("parameters.max_tokens=0", "parameters.max_tokens must be an integer from 1"),
         ("parameters.stops=a", "parameters.stops is not known"),
         ("serving.triton='24.01'", "serving.triton must be 24.10 or later"),

@@ -18,8 +18,10 @@ from triptych.cache import cache_root
 from triptych.pipeline.slo import Slo
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.tuned import TUNED_FILE, read_tuned
+from triptych.tune.encoding import Encoding
+from triptych.tune.kind import Setting
 from triptych.tune.objective import Objective
-from triptych.tune.trial_servers import Setting, trial_servers
+from triptych.tune.trial_servers import trial_servers
 from triptych.tune.tune import Tuning, tune_pipeline
 
 pytestmark = pytest.mark.long
@@ -70,7 +72,11 @@ def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
     objective = Objective(Slo(), 2)
     folder = home / "pipelines" / "tiny"
     with trial_servers(
-        folder, home / "repository", objective, 0.6, lambda _stage, line: told.append(line)
+        Encoding(folder, objective.slo),
+        home / "repository",
+        objective,
+        0.6,
+        lambda _stage, line: told.append(line),
     ) as found:
         slot = found.best_slot
         found.put(slot, Setting())

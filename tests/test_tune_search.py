@@ -16,11 +16,12 @@ from triptych.errors import UserError
 from triptych.pipeline.slo import Slo
 from triptych.pipeline.spec import PipelineSpec
 from triptych.pipeline.tuned import TUNABLE
-from triptych.tune.fields import FIELDS, Evidence, Proposal, Skip
+from triptych.tune.evidence import Evidence, Proposal, Skip
+from triptych.tune.fields import FIELDS
+from triptych.tune.kind import Setting
 from triptych.tune.objective import CLIENTS, LoadFailed, Objective, Scored
 from triptych.tune.score_comparison import MOST_ROUNDS, compare_scores, gain
 from triptych.tune.search import Search, TrialCache
-from triptych.tune.trial_servers import Setting
 
 
 def step(name: str, *, busy: float, batch: int = 4) -> StepUse:
@@ -143,7 +144,7 @@ def test_errors_have_no_score() -> None:
         Objective(Slo(), clients=4).score(at)
 
 
-def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> Evidence:
+def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> Evidence[Any]:
     """Of a pipeline with the defaults; `fields` are those of its core."""
     spec = PipelineSpec.model_validate(
         {
@@ -163,10 +164,10 @@ def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> E
         bucket_edges=(8, 16),
         padding_share=0.1,
     )
-    return Evidence(plan, one or measurement(100.0), cores, None)
+    return Evidence(plan, one or measurement(100.0), cores, {})
 
 
-def found_for(key: str, given: Evidence) -> Proposal | Skip:
+def found_for(key: str, given: Evidence[Any]) -> Proposal | Skip:
     return next(found for propose in FIELDS if (found := propose(given)).key == key)
 
 
@@ -188,9 +189,11 @@ def test_idle_steps_get_no_more_instances_and_busy_ones_do() -> None:
 def test_no_delay_where_batches_fill_by_themselves_nor_beyond_the_promise() -> None:
     full = measurement(1.0, steps=(step("core", busy=1.0, batch=30),))
     assert isinstance(found_for("serving.queue.max_delay_us", evidence(full)), Skip)
-    tight = replace(evidence(), limit_us=4e3)
+    tight = replace(evidence(), limits_us={"p99": 4e3})
     assert isinstance(found_for("serving.queue.max_delay_us", tight), Skip)
-    loose = found_for("serving.queue.max_delay_us", replace(evidence(), limit_us=50e3))
+    loose = found_for(
+        "serving.queue.max_delay_us", replace(evidence(), limits_us={"p50": 9e9, "p99": 50e3})
+    )
     assert isinstance(loose, Proposal)
     assert loose.values == (1000, 4000)
 
@@ -215,7 +218,7 @@ def test_the_other_layout_is_tried_unless_a_build_fell_back_to_this_one() -> Non
         assert isinstance(found, Proposal)
         assert found.values == ("bucketed",)
     fallen = evidence()
-    fallen.plan.layout = "bucketed"  # type: ignore[misc]  # a namespace, not a frozen plan
+    fallen.plan.layout = "bucketed"
     assert isinstance(found_for("core.layout", fallen), Skip)
 
 
@@ -276,7 +279,8 @@ def searched(
         cache,
         deadline=deadline,
         cores=2,
-        limit_us=None,
+        limits_us={},
+        fields=FIELDS,
         progress=lambda _stage, line: told.append(line),
         clock=lambda: 0.0,
     )
@@ -330,6 +334,15 @@ def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
     assert (failed.score, failed.points) == (None, ())
 
 
+def test_a_pipeline_that_answers_with_errors_as_it_is_is_not_tuned(cache: TrialCache) -> None:
+    class Refusing(Surface):
+        def begin(self, present: Setting) -> tuple[Any, Scored]:
+            raise LoadFailed(measurement(0.0, errors={"queue full": 3}))
+
+    with pytest.raises(UserError, match=r"`--clients` must be such that.*3 x queue full"):
+        searched(Refusing(good), cache)
+
+
 def test_an_interrupted_search_goes_on_where_it_was(cache: TrialCache) -> None:
     first = Surface(good)
     whole = searched(first, cache)
@@ -377,7 +390,8 @@ def test_no_round_is_begun_that_cannot_end_in_time(cache: TrialCache) -> None:
             deadline=0.65 * end,
             end=end,
             cores=2,
-            limit_us=None,
+            limits_us={},
+            fields=FIELDS,
             progress=lambda _stage, _line: None,
             clock=clock,
         )

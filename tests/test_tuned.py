@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
+import generation_cases
 from conftest import write_pipeline
 from triptych.cache import sha256_of
 from triptych.cli.describe import describe_plan
 from triptych.errors import UserError
+from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.slo import Slo, parse_slo
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.tuned import (
     TUNABLE,
     TUNED_FILE,
     Tuned,
+    describe_tuned,
     read_tuned,
     tuned_text,
     write_tuned,
@@ -66,6 +69,25 @@ def test_every_tunable_field_is_one_of_the_spec(folder: Path, key: str) -> None:
     for part in key.split("."):
         assert part in type(value).model_fields
         value = getattr(value, part)
+
+
+def test_a_pipeline_that_generates_text_is_tuned_alike(tmp_path: Path) -> None:
+    folder = generation_cases.write_pipeline(tmp_path / "talk", tmp_path / "model")
+    overrides = {"core.max_sequences": 4, "core.prefix_caching": False}
+    tuned = Tuned(overrides, {"spec_sha256": sha256_of(folder / "pipeline.yaml")})
+    write_tuned(folder, tuned, spec_file="pipeline.yaml")
+    spec = load_generation_spec(folder, ["core.max_sequences=8"])
+    assert (spec.core.max_sequences, spec.core.prefix_caching) == (8, False)
+    assert spec.tuned == overrides
+    assert load_generation_spec(folder, untuned=True).tuned == {}
+    said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
+    assert said == "core.max_sequences=4, core.prefix_caching=False (tuned.yaml)"
+    (folder / "pipeline.yaml").write_text("task: text-generation")
+    said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
+    assert "has changed since: run `triptych tune talk` again" in said
+    (folder / TUNED_FILE).write_text("set: {core.max_batch_size: 8}")
+    with pytest.raises(UserError, match=r"must be a field that tuning may set.*max_sequences"):
+        load_generation_spec(folder)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,12 @@ from triptych.pipeline.slo import Slo, parse_slo
 from triptych.pipeline.spec import SPEC_FILE
 from triptych.pipeline.tuned import TUNED_FILE
 from triptych.pipeline.yaml_text import parse_yaml
+from triptych.tune.encoding import Encoding
+from triptych.tune.kind import Setting
 from triptych.tune.objective import LoadFailed, Objective
 from triptych.tune.results import TuneResult
 from triptych.tune.score_comparison import describe
-from triptych.tune.trial_servers import Setting, Slot, trial_servers
+from triptych.tune.trial_servers import Slot, trial_servers
 from triptych.tune.tune import Tuning, tune_pipeline
 
 PACKED: Mapping[str, Sequence[Any]] = {
@@ -183,7 +185,8 @@ def _grid(
 ) -> list[Cell]:
     cells = [Cell(setting) for setting in _settings(few=options.few)]
     any_objective = next(iter(objectives.values()))
-    with trial_servers(folder, REPOSITORY, any_objective, options.seconds, _say) as servers:
+    kind = Encoding(folder, any_objective.slo)
+    with trial_servers(kind, REPOSITORY, any_objective, options.seconds, _say) as servers:
         for number, cell in enumerate(cells, start=1):
             try:
                 servers.put(servers.best_slot, cell.setting)
@@ -231,7 +234,7 @@ def _final(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=CACHE / "grid")))
         slots = {}
         for number, (one, setting) in enumerate(contenders.items()):
-            slots[one] = Slot(scratch / str(number), folder, ())
+            slots[one] = Slot(scratch / str(number), Encoding(folder, objective.slo))
             stack.callback(slots[one].close)
             slots[one].put(setting, _say, _quiet)
         for number in range(rounds):

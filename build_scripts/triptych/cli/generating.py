@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 
 
 def load_any_spec(
-    folder: Path, overrides: Sequence[str]
+    folder: Path, overrides: Sequence[str], *, untuned: bool = False
 ) -> PipelineSpec | GenerationSpec | Text2TextSpec:
     """The spec of a pipeline of any kind.
+
+    Args:
+        folder: the pipeline's.
+        overrides: ``KEY=VALUE`` each.
+        untuned: leave ``tuned.yaml`` out.
 
     Raises:
         UserError: see `load_spec`.
@@ -36,10 +41,10 @@ def load_any_spec(
 
     task = task_of(folder)
     if task == GENERATION:
-        return load_generation_spec(folder, overrides)
+        return load_generation_spec(folder, overrides, untuned=untuned)
     if task == TEXT2TEXT:
         return load_text2text_spec(folder, overrides)
-    return load_spec(folder, overrides)
+    return load_spec(folder, overrides, untuned=untuned)
 
 
 def read_generating(spec: GenerationSpec | Text2TextSpec) -> AnyInputs:

@@ -29,10 +29,6 @@ from triptych.cli.options import (
 from triptych.cli.running import stoppable
 from triptych.errors import UserError
 
-Slos = Annotated[
-    list[str] | None,
-    typer.Option("--slo", metavar="P=TIME", help="Latency promised, as p99=50ms; else the spec's."),
-]
 MinThroughput = Annotated[
     float | None, typer.Option("--min-throughput", metavar="N", help="Requests a second promised.")
 ]
@@ -48,7 +44,7 @@ PeakRate = Annotated[
     float | None, typer.Option("--peak-rate", help="Requests a second: tells the machines needed.")
 ]
 Headroom = Annotated[float, typer.Option(help="Share of a machine's rate that is kept free.")]
-LoadSlos = Annotated[
+Slos = Annotated[
     list[str] | None,
     typer.Option(
         "--slo", metavar="P=TIME", help="p99=50ms or, of text, ttft_p99=500ms; else the spec's."
@@ -84,7 +80,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Each load once a round.")] = 3,
     seconds: Annotated[float, typer.Option(min=0.3, help="Of each measurement.")] = 3.0,
     budget: Budget = "10m",
-    slo: LoadSlos = None,
+    slo: Slos = None,
     min_throughput: MinThroughput = None,
     find_rate: Annotated[
         bool, typer.Option("--find-rate", help="Search the highest rate that holds the SLO.")
@@ -201,15 +197,16 @@ def tune(
     Tried are the queue's delay, instances, batches and more, each under load.
     """
     from triptych.gate.cached import GateFailure
+    from triptych.generation.gate import GenerationGateFailure
     from triptych.lint.rendered import LintFailure
 
     if check:
         _check(name, check, pipelines, repository, reports, rate, as_json=as_json)
     from triptych.bench.bench import price_of
     from triptych.bench.points import to_json
+    from triptych.cli.generating import load_any_spec, promise_of
     from triptych.cli.tune_tables import print_tuned
-    from triptych.pipeline.slo import parse_slo
-    from triptych.pipeline.spec import load_spec
+    from triptych.pipeline.spec import TEXT2TEXT, not_known_here
     from triptych.report.tuning_report import write_tune_report
     from triptych.tune.tune import Tuning, tune_pipeline
 
@@ -221,9 +218,11 @@ def tune(
         peak_per_s=peak_rate,
         headroom=headroom,
     )
-    spec = load_spec(folder, overrides or (), untuned=True)
+    spec = load_any_spec(folder, overrides or (), untuned=True)
+    if spec.task == TEXT2TEXT:
+        raise not_known_here("task", spec.task)
     tuning = Tuning(
-        slo=parse_slo(slo or (), min_throughput, spec.serving.slo),
+        slo=promise_of(spec, slo or (), min_throughput),
         budget_s=seconds_of("--budget", budget),
         clients=clients,
         price=price,
@@ -232,7 +231,7 @@ def tune(
     try:
         with stoppable():
             result = tune_pipeline(folder, repository, tuning, progress)
-    except (GateFailure, LintFailure) as failure:
+    except (GateFailure, GenerationGateFailure, LintFailure) as failure:
         told = f"{failure}; `triptych build {name}` shows all of it"
         fail(as_json, {"pipeline": name, "failure": str(failure)}, told)
     report_into(lambda folder: write_tune_report(result, folder), reports / name / "tune")
@@ -256,7 +255,7 @@ def _check(
     as_json: bool,
 ) -> None:
     """Hold the plan against new traffic, and end."""
-    from triptych.pipeline.spec import load_spec
+    from triptych.pipeline.spec import GENERATION, load_spec, task_of
     from triptych.requests.inputs import read_inputs
     from triptych.tune.capacity import measured_in
     from triptych.tune.drift import check_drift, describe_drift
@@ -264,6 +263,13 @@ def _check(
 
     if len(pages) > 2:
         raise UserError("--check", "must be given once or twice", given=f"{len(pages)} files")
+    if task_of(pipelines / name) == GENERATION:
+        raise UserError(
+            "--check",
+            "must be of a pipeline that answers at once",
+            given=name,
+            remedy="Put the new requests into traffic.jsonl and tune again",
+        )
     inputs = read_inputs(load_spec(pipelines / name), progress).as_built(repository)
     new = read_lengths(inputs, pages[-1], before=pages[0] if len(pages) > 1 else None)
     drift = check_drift(inputs, new, measured=measured_in(reports / name), rate_per_s=rate_per_s)

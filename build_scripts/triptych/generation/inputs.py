@@ -14,8 +14,10 @@ from triptych.errors import Progress, UserError
 from triptych.generation.facts import GenerationFacts, GenerationModel, read_generation_model
 from triptych.generation.weights import find_weights
 from triptych.pipeline.generation_spec import GenerationSpec
+from triptych.pipeline.spec import SPEC_FILE
 from triptych.pipeline.text2text_spec import Text2TextSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
+from triptych.pipeline.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned
 from triptych.runtime.faults import RequestError
 from triptych.runtime.generation_wire import CONTEXT_TOKENS
 from triptych.runtime.prompts import Prompts
@@ -136,6 +138,9 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
         UserError: in the spec, the model or the traffic.
     """
     lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
+    if spec.tuned and (found := read_tuned(spec.folder, TUNABLE_GENERATION)):
+        told = Tuned(spec.tuned, found.provenance)
+        progress("tuned", describe_tuned(spec.folder, told, spec_file=SPEC_FILE))
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")

@@ -154,6 +154,7 @@ def _core_settings(inputs: AnyInputs) -> dict[str, object]:
         "max_length": inputs.max_length,
         "max_sequences": spec.core.max_sequences,
         "context_tokens": inputs.context_tokens,
+        "stream_interval": spec.serving.stream_interval,
     }
     if isinstance(inputs, Text2TextInputs):
         return {**settings, **engine_settings(inputs)}

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from triptych.pipeline.slo import GenerationSlo
 from triptych.pipeline.spec import load_as
 from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive, check_release
+from triptych.pipeline.tuned import TUNABLE_GENERATION, read_tuned
 from triptych.releases import OLDEST
 from triptych.runtime.sampling_parameters import find_fault
 
@@ -93,6 +94,7 @@ class GenerationServing(Frozen):
         triton: the oldest release (``YY.MM``) the repository must load on.
         queue: how requests wait.
         preprocess_instances: processes that make token ids of prompts.
+        stream_interval: tokens of one streamed response; the first and the last one never wait.
         gpus: of the engine, by number or UUID; None: those that the server sees.
         slo: what `bench` holds the pipeline to, where its options say nothing else.
     """
@@ -100,6 +102,7 @@ class GenerationServing(Frozen):
     triton: Annotated[str, Field(pattern=r"^\d\d\.(0[1-9]|1[0-2])$")] = str(OLDEST)
     queue: GenerationQueue = GenerationQueue()
     preprocess_instances: Annotated[int, Field(ge=1, le=64)] = 1
+    stream_interval: Annotated[int, Field(ge=1, le=1024)] = 1
     gpus: list[Annotated[int, Field(ge=0)] | Device] | None = None
     slo: GenerationSlo = GenerationSlo()
 
@@ -129,6 +132,7 @@ class GeneratingSpec(Frozen):
     Attributes:
         name: of its folder.
         folder: where it was read; a lock does not keep it.
+        tuned: fields whose values come from ``tuned.yaml``, and so from measurements.
         parameters: sampling parameters of a request that does not give them itself.
         max_text_bytes: a longer prompt is refused unread.
         accuracy: how ``eval.jsonl`` is judged.
@@ -136,6 +140,7 @@ class GeneratingSpec(Frozen):
 
     name: str
     folder: Path = Path()
+    tuned: dict[str, bool | int | str] = Field(default_factory=dict)
     model: ModelSource
     parameters: dict[str, Any] = Field(default_factory=dict)
     max_text_bytes: Positive = 1_048_576
@@ -158,10 +163,19 @@ class GenerationSpec(GeneratingSpec):
     core: GenerationCore = GenerationCore()
 
 
-def load_generation_spec(folder: Path, overrides: Sequence[str] = ()) -> GenerationSpec:
-    """Read ``folder/pipeline.yaml``, then the overrides.
+def load_generation_spec(
+    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
+) -> GenerationSpec:
+    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` where there is one, then the overrides.
+
+    Args:
+        folder: the pipeline's.
+        overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
+        untuned: leave ``tuned.yaml`` out.
 
     Raises:
         UserError: a missing file, bad YAML, an unknown key or a value out of range.
     """
-    return load_as(GenerationSpec, folder, overrides, {}, {})
+    found = None if untuned else read_tuned(folder, TUNABLE_GENERATION)
+    tuned = {} if found is None else found.overrides
+    return load_as(GenerationSpec, folder, overrides, tuned, {"tuned": tuned})

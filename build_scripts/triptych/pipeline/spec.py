@@ -35,8 +35,8 @@ TEXT2TEXT = "text2text-generation"
 
 GENERATING = (GENERATION, TEXT2TEXT)
 _REMEDIES = {
-    GENERATION: "They can be tested, inspected, built, linted, served, verified, asked, measured "
-    "and deployed",
+    GENERATION: "They can be tested, inspected, built, linted, served, verified, asked, measured, "
+    "tuned and deployed",
     TEXT2TEXT: "They can be tested, inspected, built, linted, served, verified, asked, measured "
     "and deployed",
 }

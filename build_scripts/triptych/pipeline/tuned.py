@@ -6,13 +6,14 @@ It is read after ``pipeline.yaml`` and wins over it; deleting it brings the old 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from triptych.cache import sha256_of
 from triptych.errors import UserError
 from triptych.files import write_files
 from triptych.pipeline.yaml_text import parse_yaml
@@ -32,6 +33,17 @@ TUNABLE = (
 )
 """Fields of the spec that change how fast a pipeline is and not what it answers."""
 
+TUNABLE_GENERATION = (
+    "core.kv_cache.memory_mib",
+    "core.kv_cache.precision",
+    "core.max_batched_tokens",
+    "core.max_sequences",
+    "core.prefix_caching",
+    "serving.preprocess_instances",
+    "serving.stream_interval",
+)
+"""The same of a pipeline that generates text, but for its KV cache's precision, which is gated."""
+
 _HEAD = """\
 # Written by `triptych {verb}`: what {why}. `triptych build {name}` picks it up.
 # Delete this file to go back to the numbers of {spec} and the defaults.
@@ -49,8 +61,12 @@ class Tuned:
     provenance: Mapping[str, Any]
 
 
-def read_tuned(folder: Path) -> Tuned | None:
+def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
     """The tuned numbers of the pipeline in `folder`; None where there are none.
+
+    Args:
+        folder: the pipeline's.
+        tunable: fields that the file of such a pipeline may set.
 
     Raises:
         UserError: the file is not of the form that `write_tuned` gives it.
@@ -72,13 +88,13 @@ def read_tuned(folder: Path) -> Tuned | None:
             given=f"{document!r:.100}",
             remedy=remedy,
         )
-    strange = [key for key in overrides if key not in TUNABLE]
+    strange = [key for key in overrides if key not in tunable]
     if strange:
         raise UserError(
             f"{path}: {strange[0]}",
             "must be a field that tuning may set",
             given=strange[0],
-            remedy=f"Put it into pipeline.yaml. Fields here: {', '.join(TUNABLE)}",
+            remedy=f"Put it into pipeline.yaml. Fields here: {', '.join(tunable)}",
         )
     return Tuned(overrides, provenance)
 
@@ -88,6 +104,16 @@ def write_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> Path:
     text = tuned_text(folder.name, tuned, spec_file=spec_file)
     write_files(folder, {TUNED_FILE: text})
     return folder / TUNED_FILE
+
+
+def describe_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> str:
+    """What it sets, and whether it was measured for another spec."""
+    changes = ", ".join(f"{key}={value}" for key, value in tuned.overrides.items())
+    measured_for = tuned.provenance.get("spec_sha256")
+    if measured_for in (None, sha256_of(folder / spec_file)):
+        return f"{changes} ({TUNED_FILE})"
+    again = f"{spec_file} has changed since: run `triptych tune {folder.name}` again"
+    return f"{changes} ({TUNED_FILE}; {again})"
 
 
 def tuned_text(pipeline: str, tuned: Tuned, *, spec_file: str, measured: bool = True) -> str:

@@ -89,7 +89,8 @@ def page(result: BenchResult) -> str:
         cost=cost_entries(result.cost) if result.cost else {},
         watched=[point for point in shown if point.typical.resources],
         resources=_resources(shown),
-        batches=_batches(shown[-1]) if shown else [],
+        # An engine makes its own batches of what streams: Triton's say nothing of them.
+        batches=_batches(shown[-1]) if shown and not shown[-1].streamed else [],
         largest=shown[-1].load if shown else None,
         lengths=histogram(
             "lengths", "Lengths of rows", result.subject.lengths, axes=("tokens a row", "rows")
@@ -281,10 +282,11 @@ def _budget(name: str, point: Point) -> Plot:
         text = f"{milliseconds(part.us)} ms, {share}"
         bars.append(Bar(part_name(part), max(part.us, 0.0) / 1e3, text, kind))
     total = f"{milliseconds(whole)} ms"
-    waits = sum(part.us for part in parts if part.what == "queue")
-    share = percent(waits / whole) if whole > 0 else "none"
-    says = f"{str(point.load).capitalize()}: {total} in the mean, {share} of it in queues."
-    return waterfall(name, f"A request's time with {point.load}", bars, total), says
+    says = f"{str(point.load).capitalize()}: {total} in the mean"
+    if not point.streamed:  # the queue of an engine is not told
+        waits = sum(part.us for part in parts if part.what == "queue")
+        says += f", {percent(waits / whole) if whole > 0 else 'none'} of it in queues"
+    return waterfall(name, f"A request's time with {point.load}", bars, total), f"{says}."
 
 
 def _contenders(result: BenchResult) -> Markup:

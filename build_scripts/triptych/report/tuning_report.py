@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from markupsafe import Markup
@@ -10,17 +11,91 @@ from markupsafe import Markup
 from triptych.bench.points import Point, to_json
 from triptych.bench.verdict import best_point, figures_of, warnings_of
 from triptych.files import write_files
-from triptych.formatting import NOTHING, signed_percent
-from triptych.pipeline.slo import Slo
-from triptych.report.load_page import achieved, latency_dot, origin
+from triptych.formatting import NOTHING, milliseconds, rounded, signed_percent
+from triptych.pipeline.slo import AnySlo, GenerationSlo
+from triptych.report.load_page import achieved, latency, origin
 from triptych.report.pages import render
 from triptych.report.plots import Dot, Series, curves
 from triptych.repository.plain import json_text
 from triptych.tune.pareto import pareto_front
 from triptych.tune.results import Outcome, Trial, TuneResult
 
-AXES = ("requests answered a second", "p99, ms")
 Labelled = tuple[str, Point]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the points of a tuning are compared by.
+
+    Attributes:
+        rate: the more the better, ``tokens_per_s`` of a measurement.
+        tail: the less the better, by the names of `latencies_us`.
+        titles: of both, drawn.
+        front: what the front is, in a sentence.
+        columns: of the table of points: heading to text.
+    """
+
+    rate: str
+    tail: str
+    titles: tuple[str, str]
+    title: str
+    front: str
+    columns: Mapping[str, Callable[[Point], str]]
+
+    def rate_of(self, point: Point) -> float:
+        return point.median(self.rate)
+
+    def tail_of(self, point: Point) -> float:
+        """In milliseconds."""
+        return point.latencies_us.get(self.tail, 0.0) / 1e3
+
+    def cells(self, point: Point) -> list[str]:
+        return [read(point) for read in self.columns.values()]
+
+    def dot(self, name: str, point: Point, *, detailed: bool = False) -> Dot:
+        """A point; with the span of its rounds and its number of clients, or without."""
+        dot = Dot(self.rate_of(point), self.tail_of(point), f"{name}: {figures_of(point)}")
+        if not detailed:
+            return dot
+        tails = [one.latencies_us.get(self.tail, 0.0) / 1e3 for one in point.rounds]
+        return replace(
+            dot,
+            note=f"{point.load.value:g}",
+            x_span=point.span(self.rate),
+            y_span=(min(tails), max(tails)),
+        )
+
+
+ANSWERED = Axes(
+    "throughput_per_s",
+    "p99",
+    ("requests answered a second", "p99, ms"),
+    "p99 over throughput",
+    "On the front nothing else answers more requests with as little p99.",
+    {
+        "Requests/s": lambda point: rounded(achieved(point)),
+        "p50, ms": lambda point: latency(point, "p50"),
+        "p99, ms": lambda point: latency(point, "p99"),
+    },
+)
+STREAMED = Axes(
+    "tokens_per_s",
+    "ttft_p99",
+    ("tokens a second", "p99 of the first token, ms"),
+    "First token over tokens a second",
+    "On the front nothing else makes more tokens with first tokens as soon (p99).",
+    {
+        "Tokens/s": lambda point: rounded(point.median("tokens_per_s")),
+        "Goodput/s": lambda point: rounded(point.median("goodput_per_s")),
+        "First token p99, ms": lambda point: milliseconds(point.latencies_us["ttft_p99"]),
+        "Between tokens p99, ms": lambda point: milliseconds(point.latencies_us["itl_p99"]),
+    },
+)
+
+
+def axes_of(result: TuneResult) -> Axes:
+    """Of streamed answers the wait for the first token counts, not that for the last."""
+    return STREAMED if isinstance(result.slo, GenerationSlo) else ANSWERED
 
 
 def write_tune_report(result: TuneResult, folder: Path) -> Path:
@@ -43,18 +118,22 @@ def tune_page(result: TuneResult) -> str:
     labelled += [(f"trial {one.number}", p) for one in result.trials for p in one.points]
     points = [point for _, point in labelled]
     names = {id(point): name for name, point in labelled}
-    front = [(names[id(point)], point) for point in pareto_front(points)]
+    axes = axes_of(result)
+    front = [
+        (names[id(point)], point) for point in pareto_front(points, axes.rate_of, axes.tail_of)
+    ]
     return render(
         "tune.html.j2",
         result=result,
         word=word_of(result),
         better=sum(one.verdict == "better" for one in result.trials),
-        before_after=_before_after(result),
+        axes=axes,
+        before_after=_before_after(result, axes),
         change=change_of(result),
         grown=grown,
         gained=gained,
         front=front,
-        front_plot=_front(labelled, front),
+        front_plot=_front(labelled, front, axes),
         points=points,
         warnings=warnings_of(points),
         origin=origin(result.subject),
@@ -71,7 +150,7 @@ def change_of(result: TuneResult) -> dict[str, tuple[float | None, float | None]
     """Figure to what it was and what it is; without those that neither has."""
     cost = result.winner.cost or result.baseline.cost
     pairs = {
-        name.format(currency=cost.currency if cost else ""): (
+        name.format(currency=cost.currency if cost else "", unit=result.unit): (
             read(result.baseline, result.slo),
             read(result.winner, result.slo),
         )
@@ -90,54 +169,58 @@ def gained(trial: Trial) -> str:
     return NOTHING if trial.verdict == "no difference" else grown(trial.against, trial.score)
 
 
-def _throughput(one: Outcome, slo: Slo) -> float | None:
-    best = best_point(one.points, slo)
-    return achieved(best) if best else None
+def _best(one: Outcome, slo: AnySlo) -> Point | None:
+    """Where most answers keep the promise; of those that come at once, with its figures."""
+    if any(point.median("goodput_per_s") for point in one.points):
+        return max(one.points, key=lambda point: point.median("goodput_per_s"))
+    return best_point(one.points, slo)
 
 
-def _p99(one: Outcome, slo: Slo) -> float | None:
-    best = best_point(one.points, slo)
-    return best.median("p99_us") / 1e3 if best else None
+def _at_best(read: Callable[[Point], float | None]) -> Callable[[Outcome, AnySlo], float | None]:
+    def figure(one: Outcome, slo: AnySlo) -> float | None:
+        best = _best(one, slo)
+        return read(best) if best else None
+
+    return figure
 
 
-_READ: dict[str, Callable[[Outcome, Slo], float | None]] = {
-    "Score, requests/s": lambda one, _: one.score,
-    "Best throughput, requests/s": _throughput,
-    "p99 there, ms": _p99,
+def _streamed(read: Callable[[Point], float]) -> Callable[[Outcome, AnySlo], float | None]:
+    return _at_best(lambda point: read(point) if point.streamed else None)
+
+
+_READ: dict[str, Callable[[Outcome, AnySlo], float | None]] = {
+    "Score, {unit}": lambda one, _: one.score,
+    "Best throughput, requests/s": _at_best(achieved),
+    "p99 there, ms": _at_best(lambda point: point.median("p99_us") / 1e3),
+    "Tokens there, tokens/s": _streamed(lambda point: point.median("tokens_per_s")),
+    "First token p99 there, ms": _streamed(lambda point: point.latencies_us["ttft_p99"] / 1e3),
+    "Between tokens p99 there, ms": _streamed(lambda point: point.latencies_us["itl_p99"] / 1e3),
     "Highest rate, requests/s": lambda one, _: one.rate.highest_per_s if one.rate else None,
     "Price of a million, {currency}": lambda one, _: one.cost.per_million if one.cost else None,
+    "Price of a million tokens, {currency}": lambda one, _: (
+        one.cost.per_million_tokens if one.cost else None
+    ),
     "Price of a month, {currency}": lambda one, _: one.cost.monthly if one.cost else None,
 }
 
 
-def _before_after(result: TuneResult) -> Markup:
+def _before_after(result: TuneResult, axes: Axes) -> Markup:
     outcomes = (("before", "s4", result.baseline), ("after", "s1", result.winner))
     series = [
-        Series(
-            name,
-            kind,
-            tuple(
-                latency_dot(p, "p99", f"{name}: {figures_of(p)}", rate=achieved, note=True)
-                for p in outcome.points
-            ),
-        )
+        Series(name, kind, tuple(axes.dot(name, p, detailed=True) for p in outcome.points))
         for name, kind, outcome in outcomes
     ]
-    limit = result.slo.p99_ms
-    limits = {f"p99 limit {limit:g} ms": limit} if limit is not None else {}
-    title = "p99 over throughput, before and after"
-    return curves("before-after", title, series, axes=AXES, limits=limits)
+    most = result.slo.limits_ms.get(axes.tail)
+    limits = {f"p99 limit {most:g} ms": most} if most is not None else {}
+    title = f"{axes.title}, before and after"
+    return curves("before-after", title, series, axes=axes.titles, limits=limits)
 
 
-def _front(labelled: Sequence[Labelled], front: Sequence[Labelled]) -> Markup:
+def _front(labelled: Sequence[Labelled], front: Sequence[Labelled], axes: Axes) -> Markup:
     """All points of all trials, and those of them that none beats."""
     answered = [(name, point) for name, point in labelled if point.median("requests") > 0]
     series = [
-        Series("measured", "cloud", tuple(_dot(*each) for each in answered), joined=False),
-        Series("front", "front", tuple(_dot(*each) for each in front)),
+        Series("measured", "cloud", tuple(axes.dot(*each) for each in answered), joined=False),
+        Series("front", "front", tuple(axes.dot(*each) for each in front)),
     ]
-    return curves("front", "p99 over throughput of every trial", series, axes=AXES)
-
-
-def _dot(name: str, point: Point) -> Dot:
-    return Dot(achieved(point), point.median("p99_us") / 1e3, f"{name}: {figures_of(point)}")
+    return curves("front", f"{axes.title} of every trial", series, axes=axes.titles)

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
-from triptych.cache import sha256_of
 from triptych.errors import Progress, UserError
 from triptych.model.cached import read_model
 from triptych.model.facts import ModelFacts
 from triptych.model.source import locate
 from triptych.pipeline.spec import SPEC_FILE, PipelineSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
-from triptych.pipeline.tuned import TUNED_FILE, read_tuned
+from triptych.pipeline.tuned import Tuned, describe_tuned, read_tuned
 from triptych.plan.plan import Layout, Plan, make_plan
 from triptych.repository.lock import find_lock
 from triptych.requests.feeds import Sample
@@ -173,13 +172,8 @@ def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:
     tuned = read_tuned(spec.folder) if spec.tuned else None
     if tuned is None:
         return
-    changes = ", ".join(f"{key}={value}" for key, value in spec.tuned.items())
-    measured_for = tuned.provenance.get("spec_sha256")
-    stale = measured_for not in (None, sha256_of(spec.folder / SPEC_FILE))
-    note = (
-        f"; {SPEC_FILE} has changed since: run `triptych tune {spec.name}` again" if stale else ""
-    )
-    progress("tuned", f"{changes} ({TUNED_FILE}{note})")
+    told = Tuned(spec.tuned, tuned.provenance)
+    progress("tuned", describe_tuned(spec.folder, told, spec_file=SPEC_FILE))
 
 
 def _read_labelled(

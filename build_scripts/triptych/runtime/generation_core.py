@@ -18,7 +18,7 @@ import triton_python_backend_utils as pb_utils
 from .cancelling import CancelInbox
 from .engine import Engine
 from .faults import Overloaded, RequestError, Stopping
-from .generation_engine import MODEL_FOLDER, Delta, Load
+from .generation_engine import MODEL_FOLDER, Delta, Load, joined
 from .generation_wire import CANCELLED, REFUSED, SHORTEST_NAME, Chunk, Opening, Order
 from .in_flight import InFlight
 from .sampling_parameters import FIELD
@@ -87,6 +87,7 @@ class TritonPythonModel:
         settings = settings_of(args)
         self._most_requests: int = settings["max_requests"]
         self._context_tokens: int = settings["context_tokens"]
+        self._stream_interval: int = settings["stream_interval"]
         self._in_flight = InFlight(settings["pipeline"])
         self._slot = self._in_flight.take_slot()
         self._load = self._told = Load()
@@ -174,7 +175,7 @@ class TritonPythonModel:
         answer = self._engine.generate(stream.key, prompt, order.sampling)
         finished = False
         try:
-            async for delta in answer:
+            async for delta in joined(answer, self._stream_interval):
                 finished = bool(delta.finish)
                 self._send(stream, stream.chunk(delta))
             if not finished:

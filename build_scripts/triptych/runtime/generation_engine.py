@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,26 @@ class Delta(NamedTuple):
     finish: str = ""
     cached_tokens: int = 0
     logprobs: Sequence[Sequence[Any]] | None = None
+
+    def then(self, other: Delta) -> Delta:
+        """This one and the next of the same answer as one."""
+        known = [one for one in (self.logprobs, other.logprobs) if one is not None]
+        return Delta(
+            [*self.token_ids, *other.token_ids],
+            other.finish,
+            max(self.cached_tokens, other.cached_tokens),
+            [each for one in known for each in one] if known else None,
+        )
+
+
+async def joined(deltas: AsyncIterable[Delta], tokens: int) -> AsyncGenerator[Delta, None]:
+    """The first token at once, then `tokens` at a time or more; the end waits for none."""
+    waiting, wanted = Delta([]), 1
+    async for delta in deltas:
+        waiting = waiting.then(delta) if waiting.token_ids else delta
+        if delta.finish or len(waiting.token_ids) >= wanted:
+            yield waiting
+            waiting, wanted = Delta([]), tokens
 
 
 class Load(NamedTuple):

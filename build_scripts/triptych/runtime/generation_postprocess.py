@@ -45,17 +45,22 @@ class _Answer:
 
     def add(self, ids: list[int], chunk: Chunk) -> str:
         """Take a chunk; why the answer ends with it, empty where it goes on."""
-        self._tokens += len(ids)
         self._cached_tokens = max(self._cached_tokens, chunk.cached_tokens)
-        self._unsent_ids += ids
-        self._unsent_logprobs += [self._logprob(*one) for one in chunk.logprobs or ()]
-        text = self._text.add(ids)
+        logprobs = chunk.logprobs or ()
+        # A stop string may end the answer before the last of several tokens.
+        step = 1 if self._opening.stops else max(1, len(ids))
+        for at in range(0, len(ids), step):
+            new = ids[at : at + step]
+            self._tokens += len(new)
+            self._unsent_ids += new
+            self._unsent_logprobs += [self._logprob(*one) for one in logprobs[at : at + step]]
+            self._unsent_text += self._stops.add(self._text.add(new))
+            if self._stops.stopped:
+                return "stop"
         if chunk.finish:
-            text += self._text.finish()
-        self._unsent_text += self._stops.add(text)
-        if self._stops.stopped:
-            return "stop"
-        if chunk.finish:
+            self._unsent_text += self._stops.add(self._text.finish())
+            if self._stops.stopped:
+                return "stop"
             self._unsent_text += self._stops.finish()
         return chunk.finish
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
+from triptych.formatting import rounded
 from triptych.pipeline.slo import Slo
 from triptych.plan.plan import Plan
 from triptych.tune.results import Outcome
@@ -15,7 +16,7 @@ def describe_outcome(slo: Slo, winner: Outcome) -> tuple[bool, str]:
         return True, f"nothing is promised; {winner.score:.0f}/s at the highest load"
     if winner.rate is None:
         wanted = slo.throughput or 0.0
-        return winner.score >= wanted, _against(winner.score, wanted)
+        return winner.score >= wanted, against(winner.score, wanted)
     rate = winner.rate.highest_per_s
     limits = slo.model_copy(update={"throughput": None})
     if not rate:
@@ -25,12 +26,13 @@ def describe_outcome(slo: Slo, winner: Outcome) -> tuple[bool, str]:
         said += f" and breaks at {winner.rate.lowest_broken_per_s:.0f}/s"
     if slo.throughput is None:
         return True, said
-    return rate >= slo.throughput, f"{said}: {_against(rate, slo.throughput)}"
+    return rate >= slo.throughput, f"{said}: {against(rate, slo.throughput)}"
 
 
-def _against(found: float, wanted: float) -> str:
+def against(found: float, wanted: float) -> str:
+    """How far a rate is above or below the promised one, requests a second."""
     side = "above" if found >= wanted else "below"
-    return f"{found:.0f}/s, {abs(found / wanted - 1):.0%} {side} the {wanted:g}/s promised"
+    return f"{rounded(found)}/s, {abs(found / wanted - 1):.0%} {side} the {wanted:g}/s promised"
 
 
 def advice(plan: Plan, slo: Slo, winner: Outcome) -> tuple[str, ...]:

@@ -6,59 +6,16 @@ would help: a few good trials, not a grid.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from pydantic import JsonValue
-
-from triptych.bench.points import Measurement, StepUse
 from triptych.plan.plan import MICRO_BATCH_TOKENS, Plan
+from triptych.tune.evidence import Evidence, Proposal, Propose, Skip, more_instances
 
 MOST_DELAY_US = 20_000
-BUSY = 0.6
-"""A step whose instances run for a smaller share of the time is not short of them."""
 
 FULL = 0.5
 """A batch limit that the mean batch reaches less than this share of is not what holds it."""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What the best settings so far look like under load."""
-
-    plan: Plan  # of these settings
-    measurement: Measurement | None  # at the load that decides their score; None before any
-    cores: int  # of this machine
-    limit_us: float | None  # the lowest latency limit promised; None without one
-
-    def step(self, name: str) -> StepUse | None:
-        """What the server counted for a step; None where it counted nothing."""
-        steps = () if self.measurement is None else self.measurement.steps
-        return next((use for use in steps if use.step == name), None)
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Values of one field, to be tried in turn until one is no better than the one before."""
-
-    key: str  # dotted, of the spec
-    values: tuple[JsonValue, ...]  # the way up; where even its first is no better:
-    reason: str  # why it is worth a try
-    others: tuple[JsonValue, ...] = ()  # the way down
-
-
-@dataclass(frozen=True)
-class Skip:
-    """A field that is left alone, and why."""
-
-    key: str
-    reason: str
-
-
-Propose = Callable[[Evidence], Proposal | Skip]
-
-
-def queue_delay(evidence: Evidence) -> Proposal | Skip:
+def queue_delay(evidence: Evidence[Plan]) -> Proposal | Skip:
     """How long the core waits for more rows: pays where batches are small and the core is idle."""
     key = "serving.queue.max_delay_us"
     now = evidence.plan.spec.serving.queue.max_delay_us
@@ -68,7 +25,7 @@ def queue_delay(evidence: Evidence) -> Proposal | Skip:
         return Proposal(key, lower, f"requests may wait {now} us for others", others=(now * 2,))
     if core is not None and core.mean_batch >= FULL * evidence.plan.max_batch_size:
         return Skip(key, f"batches fill by themselves: {core.mean_batch:.1f} rows on average")
-    most = min(MOST_DELAY_US, (evidence.limit_us or MOST_DELAY_US * 5) / 5)
+    most = min(MOST_DELAY_US, min(evidence.limits_us.values(), default=MOST_DELAY_US * 5) / 5)
     values = tuple(value for value in (1000, 4000, 16_000) if value <= most)
     if not values:
         return Skip(key, "the promised latency leaves no time to wait")
@@ -79,23 +36,14 @@ def queue_delay(evidence: Evidence) -> Proposal | Skip:
 def instances(step: str) -> Propose:
     """Instances of a step: more where those there are have no time left."""
 
-    def propose(evidence: Evidence) -> Proposal | Skip:
-        key = f"serving.instances.{step}"
+    def propose(evidence: Evidence[Plan]) -> Proposal | Skip:
         now: int = getattr(evidence.plan.spec.serving.instances, step)
-        use = evidence.step(step)
-        if use is not None and use.busy is not None and use.busy < BUSY:
-            return Skip(key, f"busy {use.busy:.0%} of the time")
-        most = max(2, 2 * evidence.cores)
-        values = tuple(value for value in (now + 1, now + 2, now + 4) if value <= most)
-        if not values:
-            return Skip(key, f"{now} on {evidence.cores} cores is plenty")
-        busy = "" if use is None or use.busy is None else f"busy {use.busy:.0%} of the time"
-        return Proposal(key, values, busy or "the server does not tell how busy it is")
+        return more_instances(evidence, f"serving.instances.{step}", step, now)
 
     return propose
 
 
-def token_budget(evidence: Evidence) -> Proposal | Skip:
+def token_budget(evidence: Evidence[Plan]) -> Proposal | Skip:
     """Tokens the local backend computes at a time: more amortise, fewer wait less."""
     key, core = "core.token_budget", evidence.plan.spec.core
     if core.backend != "onnxruntime" or core.device != "cpu" or evidence.plan.lengths is None:
@@ -105,7 +53,7 @@ def token_budget(evidence: Evidence) -> Proposal | Skip:
     return Proposal(key, (now * 2, now * 4), reason, others=(now // 2,))
 
 
-def threads(evidence: Evidence) -> Proposal | Skip:
+def threads(evidence: Evidence[Plan]) -> Proposal | Skip:
     """Threads of one operator: one batch on all cores, instead of a batch on each core."""
     key, core = "core.threads", evidence.plan.spec.core
     if core.device != "cpu":
@@ -118,7 +66,7 @@ def threads(evidence: Evidence) -> Proposal | Skip:
     return Proposal(key, (own,), "batches run side by side, each on one thread")
 
 
-def batch_limit(evidence: Evidence) -> Proposal | Skip:
+def batch_limit(evidence: Evidence[Plan]) -> Proposal | Skip:
     """Rows of a batch: more where batches are as large as they may be."""
     key, now = "core.max_batch_size", evidence.plan.spec.core.max_batch_size
     core = evidence.step("core")
@@ -129,7 +77,7 @@ def batch_limit(evidence: Evidence) -> Proposal | Skip:
     return Proposal(key, (now * 2, now * 4), f"mean batch {core.mean_batch:.1f} of {now}")
 
 
-def bucket_count(evidence: Evidence) -> Proposal | Skip:
+def bucket_count(evidence: Evidence[Plan]) -> Proposal | Skip:
     """Padded lengths of the bucketed layout: more pad less, fewer share batches more."""
     key, now = "core.bucket_count", evidence.plan.spec.core.bucket_count
     if evidence.plan.layout != "bucketed":
@@ -138,7 +86,7 @@ def bucket_count(evidence: Evidence) -> Proposal | Skip:
     return Proposal(key, (max(1, now // 2),), reason, others=(now * 2,))
 
 
-def layout(evidence: Evidence) -> Proposal | Skip:
+def layout(evidence: Evidence[Plan]) -> Proposal | Skip:
     key, now = "core.layout", evidence.plan.layout
     if now == "fixed":
         return Skip(key, "all rows have one shape")

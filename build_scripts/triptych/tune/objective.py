@@ -2,15 +2,18 @@
 
 A latency is promised: closed loops of 1, 2, 4, ... clients give throughput against latency, and the
 score is the throughput where the curve crosses the limit. None is: throughput with many clients.
+Of streamed answers it is `goodput`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from triptych.bench.points import Measurement
-from triptych.pipeline.slo import Slo
+from triptych.pipeline.slo import Promise, Slo
+from triptych.tune.results import REQUESTS, ScoreUnit
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Clients of the closed loops."""
@@ -31,15 +34,70 @@ class LoadFailed(Exception):
 class Scored:
     """One round of one setting."""
 
-    score: float  # requests a second
+    score: float  # above 0, in the objective's unit
     found: Mapping[int, Measurement]  # clients to what was measured with them
     start: int  # clients to begin with in the next round, where little has changed
+
+
+class Scoring(Protocol):
+    """An objective, of pipelines of one kind."""
+
+    @property
+    def slo(self) -> Promise:
+        """The promise; an empty one tunes for throughput."""
+
+    @property
+    def unit(self) -> ScoreUnit:
+        """What is counted a second."""
+
+    @property
+    def says(self) -> str:
+        """What the score is, in a sentence."""
+
+    def score(
+        self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
+    ) -> Scored:
+        """Measure one setting once.
+
+        Args:
+            measure_at: measures with a number of clients.
+            start: clients to begin with; where the round before ended.
+            again: whether that round was of this very setting.
+
+        Raises:
+            LoadFailed: a request was answered with an error.
+        """
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What is measured with each number of clients, once."""
+
+    measure_at: MeasureAt
+    found: dict[int, Measurement] = field(default_factory=dict)
+
+    def at(self, clients: int) -> Measurement:
+        """Raises `LoadFailed`."""
+        if clients not in self.found:
+            one = self.measure_at(clients)
+            if one.errors or not one.requests:
+                raise LoadFailed(one)
+            self.found[clients] = one
+        return self.found[clients]
+
+
+def ladder_to(most: int, start: int | None) -> tuple[list[int], int]:
+    """Numbers of clients up to `most`, and where among them to begin: in the middle, or `start`."""
+    ladder = [clients for clients in CLIENTS if clients < most] + [most]
+    return ladder, ladder.index(start) if start in ladder else len(ladder) // 2
 
 
 @dataclass(frozen=True)
 class Objective:
     slo: Slo
     clients: int  # of the load without a promised latency, and most of one with it
+
+    unit = REQUESTS
 
     @property
     def says(self) -> str:
@@ -48,36 +106,25 @@ class Objective:
         limits = self.slo.model_copy(update={"throughput": None})
         return f"requests answered a second where {limits} just holds (closed loop)"
 
-    def score(self, measure_at: MeasureAt, start: int | None = None) -> Scored:
-        """Measure one setting once.
-
-        Args:
-            measure_at: measures with a number of clients.
-            start: clients to begin with; where the limit was crossed before.
-
-        Raises:
-            LoadFailed: a request was answered with an error.
-        """
-        found: dict[int, Measurement] = {}
+    def score(
+        self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
+    ) -> Scored:
+        """See `Scoring`; each round looks for the crossing anew."""
+        loads = Loads(measure_at)
 
         def strain(clients: int) -> float:
-            if clients not in found:
-                one = measure_at(clients)
-                if one.errors or not one.requests:
-                    raise LoadFailed(one)
-                found[clients] = one
-            return self.slo.strain(found[clients].latencies_us)
+            return self.slo.strain(loads.at(clients).latencies_us)
 
         if not self.slo.limits_us:
-            strain(self.clients)
-            return Scored(found[self.clients].throughput_per_s, found, self.clients)
-        ladder = [clients for clients in CLIENTS if clients < self.clients] + [self.clients]
-        at = ladder.index(start) if start in ladder else len(ladder) // 2
+            one = loads.at(self.clients)
+            return Scored(one.throughput_per_s, loads.found, self.clients)
+        ladder, at = ladder_to(self.clients, start)
         while strain(ladder[at]) > 1 and at > 0:
             at -= 1
         while strain(ladder[at]) <= 1 and at + 1 < len(ladder) and strain(ladder[at + 1]) <= 1:
             at += 1
-        return Scored(self._crossing(found, ladder[at : at + 2]), found, ladder[at])
+        score = self._crossing(loads.found, ladder[at : at + 2])
+        return Scored(score, loads.found, ladder[at])
 
     def _crossing(self, found: Mapping[int, Measurement], around: list[int]) -> float:
         """Throughput at the limit: between the last number of clients that holds and the next."""

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from triptych.bench.points import Point
-
-
-def pareto_front(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The points with more throughput than any that have as little p99, ascending in throughput.
-
-    Medians of the rounds are compared. A point with errors, or without an answer, is none to
-    choose; of two that are equal the first stays.
-    """
-    usable = [point for point in points if not point.errors and point.median("requests") > 0]
-    ranked = sorted(usable, key=lambda point: (-_rate(point), _tail(point)))
-    front: list[Point] = []
-    for point in ranked:
-        if not front or _tail(point) < _tail(front[-1]):
-            front.append(point)
-    return tuple(reversed(front))
 
 
 def _rate(point: Point) -> float:
@@ -28,3 +13,27 @@ def _rate(point: Point) -> float:
 
 def _tail(point: Point) -> float:
     return point.median("p99_us")
+
+
+def pareto_front(
+    points: Sequence[Point],
+    rate: Callable[[Point], float] = _rate,
+    tail: Callable[[Point], float] = _tail,
+) -> tuple[Point, ...]:
+    """The points with more throughput than any that have as little p99, ascending in throughput.
+
+    Medians of the rounds are compared. A point with errors, or without an answer, is none to
+    choose; of two that are equal the first stays.
+
+    Args:
+        points: in any order.
+        rate: of a point, the more the better.
+        tail: of a point, the less the better.
+    """
+    usable = [point for point in points if not point.errors and point.median("requests") > 0]
+    ranked = sorted(usable, key=lambda point: (-rate(point), tail(point)))
+    front: list[Point] = []
+    for point in ranked:
+        if not front or tail(point) < tail(front[-1]):
+            front.append(point)
+    return tuple(reversed(front))

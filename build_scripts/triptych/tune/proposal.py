@@ -20,7 +20,8 @@ from triptych.pipeline.traffic import Lengths
 from triptych.pipeline.tuned import TUNED_FILE
 from triptych.plan.plan import Plan, expected_cost, make_plan
 from triptych.tune.capacity import Capacity, MeasuredLoad, estimate
-from triptych.tune.fields import Evidence, Propose, Skip, bucket_count, layout
+from triptych.tune.evidence import Evidence, Propose, Skip
+from triptych.tune.fields import bucket_count, layout
 
 PRICED: tuple[Propose, ...] = (layout, bucket_count)
 """The fields of which `plan.cost` knows both what they save and what they cost."""
@@ -75,7 +76,7 @@ def propose(
     best = _replanned(plan, {}, lengths)
     change: dict[str, JsonValue] = {}
     for field in PRICED if plan.spec.core.share is None else ():
-        found = field(Evidence(best, None, cores=1, limit_us=None))
+        found = field(Evidence(best, None, cores=1, limits_us={}))
         if isinstance(found, Skip):
             continue
         for value in (*found.values, *found.others):

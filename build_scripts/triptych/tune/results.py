@@ -8,9 +8,11 @@ from typing import Literal
 from pydantic import JsonValue
 
 from triptych.bench.points import Bottleneck, Cost, Point, RateSearch, Subject
-from triptych.pipeline.slo import Slo
+from triptych.pipeline.slo import AnySlo
 
 TrialVerdict = Literal["better", "worse", "no difference", "failed"]
+ScoreUnit = Literal["requests/s", "tokens/s"]
+REQUESTS: ScoreUnit = "requests/s"
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Trial:
     reason: str  # why it was worth a try: what the last measurement showed
     verdict: TrialVerdict  # only `better` takes the place of the best settings so far
     says: str  # the figures behind the verdict, or what failed
-    score: float | None  # requests a second, median of its rounds; None where it failed
+    score: float | None  # median of its rounds, in the result's unit; None where it failed
     against: float | None  # of the best settings, in the same rounds
     rounds: int  # that it took to tell
     points: tuple[Point, ...]  # of the trial, ascending in load
@@ -35,17 +37,17 @@ class Outcome:
     """One setting, measured at length in turns with the other one."""
 
     overrides: dict[str, JsonValue]  # all that differs from the spec; empty for the baseline
-    score: float  # what tuning maximises, in requests a second; median of the rounds
+    score: float  # what tuning maximises, in the result's unit; median of the rounds
     points: tuple[Point, ...]  # closed loops, ascending in clients
     bottleneck: Bottleneck  # at the load where throughput no longer grows
-    rate: RateSearch | None = None  # None where no latency is promised
+    rate: RateSearch | None = None  # None where no latency is promised, and of streamed answers
     cost: Cost | None = None  # where a price was given
 
 
 @dataclass(frozen=True)
 class TuneResult:
     subject: Subject  # its overrides are the winner's
-    slo: Slo
+    slo: AnySlo
     objective: str  # what the score is, in a sentence
     trials: tuple[Trial, ...]
     skipped: dict[str, str]  # key of the spec to why it was not worth a trial
@@ -56,4 +58,5 @@ class TuneResult:
     advice: tuple[str, ...]  # what else would help, a sentence each; some where it is not met
     stopped: str  # why the search ended
     seconds: float  # that it took altogether
+    unit: ScoreUnit = REQUESTS  # of all scores
     schema: Literal["triptych-tune/1"] = "triptych-tune/1"

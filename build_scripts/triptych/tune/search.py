@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import JsonValue
 
@@ -19,14 +20,15 @@ from triptych.bench.points import Load, Measurement, Point, from_json, to_json
 from triptych.cache import cache_root
 from triptych.errors import Progress, UserError
 from triptych.files import write_files
+from triptych.formatting import rounded
 from triptych.gate.cached import GateFailure
+from triptych.generation.gate import GenerationGateFailure
 from triptych.lint.rendered import LintFailure
-from triptych.plan.plan import Plan
-from triptych.tune.fields import FIELDS, Evidence, Proposal, Skip
+from triptych.tune.evidence import Evidence, Proposal, Propose, Skip
+from triptych.tune.kind import Setting
 from triptych.tune.objective import LoadFailed, Scored
-from triptych.tune.results import Trial, TrialVerdict
+from triptych.tune.results import REQUESTS, ScoreUnit, Trial, TrialVerdict
 from triptych.tune.score_comparison import compare_scores, describe
-from triptych.tune.trial_servers import Setting
 
 FINAL_SCORES = 6
 """What the comparison at the end takes at least, in times of one score: two rounds of both sides,
@@ -36,13 +38,13 @@ and as much as two for the highest rates."""
 class Contest(Protocol):
     """Measures the best setting so far and another one in turns; see `TrialServers`."""
 
-    def begin(self, present: Setting) -> tuple[Plan, Scored]: ...
+    def begin(self, present: Setting) -> tuple[Any, Scored]: ...
 
     def challenge(self, other: Setting) -> None: ...
 
     def round(self) -> tuple[Scored, Scored]: ...
 
-    def promote(self) -> Plan: ...
+    def promote(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,14 @@ class Search:
     cache: TrialCache
     deadline: float  # on the monotonic clock; no trial is begun after it, nor another round
     cores: int
-    limit_us: float | None  # the lowest latency that is promised
+    limits_us: Mapping[str, float]  # that are promised
+    fields: Sequence[Propose]  # that may be changed, in the order they are tried
     progress: Progress  # told every trial
     best: Setting = field(default_factory=Setting)  # so far
     trials: list[Trial] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # field to why it was not tried
     stopped: str = ""  # why the search ended; empty while it goes on
+    unit: ScoreUnit = REQUESTS  # of the scores
     clock: Callable[[], float] = time.monotonic
     end: float = inf  # by which the winner has been held against the baseline, too
     _longest_s: float = 0.0  # of the trials so far
@@ -112,27 +116,36 @@ class Search:
         """
         self.best = start
         began = self.clock()
-        self._plan, scored = self.contest.begin(start)
+        try:
+            self._plan, scored = self.contest.begin(start)
+        except LoadFailed as error:
+            raise UserError(
+                "--clients",
+                "must be such that the pipeline as it is answers without an error",
+                given=error,
+                remedy="Lower it, or see what the server's log says",
+            ) from error
         self._last = min(self.deadline, self.end - FINAL_SCORES * (self.clock() - began))
         self._latest = scored.found[scored.start]
-        self.progress("tune", f"baseline: {scored.score:.0f}/s")
+        self.progress("tune", f"baseline: {rounded(scored.score)} {self.unit}")
         if known is not None and known != start:
             old = start.overrides
             change = {k: v for k, v in known.overrides.items() if k not in old or old[k] != v}
             self._try(known, change, "what tuned.yaml has")
-        for propose in FIELDS:
-            found = propose(Evidence(self._plan, self._latest, self.cores, self.limit_us))
+        for propose in self.fields:
+            found = propose(Evidence(self._plan, self._latest, self.cores, self.limits_us))
             if isinstance(found, Skip):
                 self.skipped[found.key] = found.reason
                 continue
-            for values in (found.values, found.others):
-                if self._climb(found, values):
-                    break
+            if not self._climb(found, found.values, found.along):
+                self._climb(found, found.others, {})
             if self.stopped:
                 return
         self.stopped = "every field worth a trial was tried"
 
-    def _climb(self, found: Proposal, values: Sequence[JsonValue]) -> bool:
+    def _climb(
+        self, found: Proposal, values: Sequence[JsonValue], along: Mapping[str, JsonValue]
+    ) -> bool:
         """Try values until one is no better; whether any was."""
         climbed = False
         for value in values:
@@ -142,7 +155,7 @@ class Search:
             ):
                 self.stopped = "the time was up"
                 break
-            change = {found.key: value}
+            change = {found.key: value, **along}
             other = Setting({**self.best.overrides, **change})
             if self._try(other, change, found.reason) != "better":
                 break
@@ -189,7 +202,7 @@ class Search:
                 if verdict is None and 2 * self.clock() - began > self._last:
                     self.stopped = "the time was up"
                     verdict, says = "no difference", f"{says}, not proven: {self.stopped}"
-        except (GateFailure, LintFailure, UserError, LoadFailed) as error:
+        except (GateFailure, GenerationGateFailure, LintFailure, UserError, LoadFailed) as error:
             verdict, says = "failed", str(error)
         return Trial(
             number=0,
@@ -220,8 +233,6 @@ def points_of(contender: str, rounds: Sequence[Scored]) -> Iterator[Point]:
         yield Point(contender, Load("concurrency", float(clients)), tuple(found))
 
 
-def _value_of(plan: Plan, key: str) -> JsonValue:
-    value = plan.spec
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value  # type: ignore[return-value]  # a number or a word of the spec
+def _value_of(plan: Any, key: str) -> JsonValue:
+    value: JsonValue = attrgetter(key)(plan.spec)
+    return value

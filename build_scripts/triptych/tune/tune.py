@@ -9,29 +9,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from triptych.bench.bench import Price, machine, subject_of
+from triptych.bench.bench import Price, machine, tokens_of
+from triptych.bench.bench import sustained as sustained_by
 from triptych.bench.bottleneck import find_bottleneck
 from triptych.bench.points import Point
 from triptych.bench.rates import highest_rate
-from triptych.building import make_core
 from triptych.cache import code_hash, sha256_of
-from triptych.errors import Progress, UserError
-from triptych.pipeline.slo import Slo
-from triptych.pipeline.spec import SPEC_FILE, load_spec
+from triptych.errors import Progress
+from triptych.pipeline.slo import AnySlo, GenerationSlo, Slo
+from triptych.pipeline.spec import SPEC_FILE
 from triptych.pipeline.traffic import TRAFFIC_FILE
 from triptych.pipeline.tuned import TUNED_FILE, Tuned, read_tuned, write_tuned
-from triptych.precision.auto import AUTO
-from triptych.requests.inputs import PipelineInputs, read_inputs
-from triptych.tune.advice import advice, describe_outcome
-from triptych.tune.objective import Objective, Scored
+from triptych.tune.encoding import Encoding
+from triptych.tune.generating import Generating
+from triptych.tune.goodput import Goodput
+from triptych.tune.kind import Kind, Setting
+from triptych.tune.objective import Objective, Scored, Scoring
 from triptych.tune.results import Outcome, TuneResult
 from triptych.tune.score_comparison import describe, gain
 from triptych.tune.search import Search, TrialCache, points_of, scores_of
-from triptych.tune.trial_servers import Setting, Slot, TrialServers, trial_servers
+from triptych.tune.trial_servers import Slot, TrialServers, trial_servers
 
 CODE = (
     "tune/*.py",
     "bench/*.py",
+    "generation/*.py",
     "server/backends/*/*.py",
     "server/stand_in/*.py",
     "runtime/*.py",
@@ -51,7 +53,7 @@ SEARCH_SHARE = 0.65
 
 @dataclass(frozen=True)
 class Tuning:
-    slo: Slo = field(default_factory=Slo)  # an empty one tunes for throughput
+    slo: AnySlo = field(default_factory=Slo)  # of the pipeline's kind; empty: for throughput
     budget_s: float = 900.0  # for everything, the first build apart
     clients: int = 32  # of the highest load
     seconds: float = 2.4  # of each measurement
@@ -74,13 +76,11 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     Raises:
         GateFailure, LintFailure, UserError: the baseline cannot be built or served.
     """
-    inputs, start = _baseline(folder, repository, tuning, progress)
-    objective = Objective(tuning.slo, tuning.clients)
+    kind, objective = _kind_of(folder, tuning)
+    start = kind.start(repository, progress)
     cache = TrialCache(_cache_key(folder, tuning, start))
-    old = read_tuned(folder)
-    with trial_servers(
-        folder, repository, objective, tuning.seconds, progress, base=tuning.overrides
-    ) as servers:
+    old = read_tuned(folder, kind.tunable)
+    with trial_servers(kind, repository, objective, tuning.seconds, progress) as servers:
         servers.put(servers.best_slot, start)  # the first build takes the time it takes
         began = time.monotonic()
         search = Search(
@@ -89,17 +89,18 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
             deadline=began + SEARCH_SHARE * tuning.budget_s,
             end=began + tuning.budget_s,
             cores=len(os.sched_getaffinity(0)),
-            limit_us=min(tuning.slo.limits_us.values(), default=None),
+            limits_us=tuning.slo.limits_us,
+            fields=kind.fields,
+            unit=objective.unit,
             progress=progress,
         )
         search.run(start, None if old is None else Setting({**start.overrides, **old.overrides}))
-        final = _Final(servers, tuning, began + tuning.budget_s, progress)
+        final = _Final(servers, kind, tuning, began + tuning.budget_s, progress)
         before, after, doubt = final.compare(search.best, start)
         slot = servers.best_slot
-        subject = subject_of(
-            slot.served, slot.repository, server="embedded", overrides=after.overrides
-        )
-    met, said = describe_outcome(tuning.slo, after)
+        subject = kind.subject(slot.served, slot.repository, after.overrides)
+        met, said = kind.verdict(after)
+        advice = () if met else kind.advice(slot.served, after)
     result = TuneResult(
         subject=subject,
         slo=tuning.slo,
@@ -110,32 +111,22 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
         winner=after,
         met=met,
         verdict=f"{said}; {doubt}" if doubt else said,
-        advice=() if met else advice(inputs.plan, tuning.slo, after),
+        advice=advice,
         stopped=search.stopped,
         seconds=time.monotonic() - began,
+        unit=objective.unit,
     )
     _write(folder, result, progress)
     cache.clear()
     return result
 
 
-def _baseline(
-    folder: Path, repository: Path, tuning: Tuning, progress: Progress
-) -> tuple[PipelineInputs, Setting]:
-    """The spec without what was tuned before; of ``auto``, with the precision it chooses."""
-    inputs = read_inputs(load_spec(folder, tuning.overrides, untuned=True), progress)
-    owner = inputs.plan.spec.core.share
-    if owner is not None:
-        raise UserError(
-            "core.share",
-            "must not be set in a pipeline that is tuned",
-            given=owner,
-            remedy=f"Run `triptych tune {owner}`: it has the core",
-        )
-    if inputs.plan.spec.core.precision != AUTO:
-        return inputs, Setting()
-    core = make_core(inputs, repository, progress)
-    return inputs, Setting({"core.precision": core.gate.precision})
+def _kind_of(folder: Path, tuning: Tuning) -> tuple[Kind, Scoring]:
+    slo = tuning.slo
+    if isinstance(slo, GenerationSlo):
+        kind = Generating(folder, slo, tuning.clients, tuning.overrides)
+        return kind, Goodput(slo, tuning.clients)
+    return Encoding(folder, slo, tuning.overrides), Objective(slo, tuning.clients)
 
 
 def _cache_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, object]:
@@ -155,6 +146,7 @@ class _Final:
     """The baseline and the winner of the search at length, in turns."""
 
     servers: TrialServers
+    kind: Kind
     tuning: Tuning
     end: float  # of the time, on the monotonic clock: what must not be missing takes longer
     progress: Progress
@@ -193,9 +185,13 @@ class _Final:
             rounds.append(measure())
         return rounds
 
+    @property
+    def _searches_rates(self) -> bool:
+        return self.kind.searches_rates and bool(self.tuning.slo.limits_us)
+
     def _is_time_for(self, seconds: float) -> bool:
         """Whether that and the highest rates of both sides fit into what is left."""
-        rates_s = 2 * _LEAST_RATE_S * self.tuning.seconds if self.tuning.slo.limits_us else 0.0
+        rates_s = 2 * _LEAST_RATE_S * self.tuning.seconds if self._searches_rates else 0.0
         return time.monotonic() + seconds + rates_s < self.end
 
     def _outcomes(self, sides: dict[str, tuple[Slot, Setting, list[Scored]]]) -> list[Outcome]:
@@ -235,19 +231,22 @@ class _Final:
         tuning = self.tuning
         score = sorted(one.score for one in rounds)[len(rounds) // 2]
         rate = None
-        if tuning.slo.limits_us:
+        if self._searches_rates:
             left = share * (self.end - time.monotonic())
             most = tuning.budget_s * (1 - SEARCH_SHARE) / 3
             rate = highest_rate(
                 slot.target,
-                slot.served.traffic,
+                slot.served.requests,
                 tuning.slo,
                 start_per_s=max(1.0, 0.7 * score),
                 seconds=tuning.seconds,
                 budget_s=max(_LEAST_RATE_S * tuning.seconds, min(left, most)),
                 progress=self.progress,
             )
-        sustained = score if rate is None else rate.highest_per_s
+        if isinstance(tuning.slo, GenerationSlo):
+            sustained = sustained_by(points, tuning.slo, None)
+        else:
+            sustained = score if rate is None else rate.highest_per_s
         busiest = max(points, key=lambda point: point.median("throughput_per_s"))
         return Outcome(
             overrides=dict(setting.overrides),
@@ -255,7 +254,7 @@ class _Final:
             points=points,
             bottleneck=find_bottleneck(busiest.typical, busiest.load),
             rate=rate,
-            cost=tuning.price.cost(sustained) if tuning.price else None,
+            cost=tuning.price.cost(sustained, tokens_of(points)) if tuning.price else None,
         )
 
 
@@ -291,15 +290,25 @@ def _provenance(folder: Path, result: TuneResult) -> dict[str, object]:
 def _figures(outcome: Outcome) -> dict[str, object]:
     rate = {} if outcome.rate is None else {"highest_rate_per_s": outcome.rate.highest_per_s}
     return {
-        "score_per_s": round(outcome.score, 1),
+        "score_per_s": round(outcome.score, 2),
         **rate,
         "points": [
             {
                 "clients": int(point.load.value),
-                "throughput_per_s": round(point.median("throughput_per_s"), 1),
+                "throughput_per_s": round(point.median("throughput_per_s"), 2),
                 "p50_ms": round(point.median("p50_us") / 1e3, 2),
                 "p99_ms": round(point.median("p99_us") / 1e3, 2),
+                **(_streamed_figures(point) if point.streamed else {}),
             }
             for point in outcome.points
         ],
+    }
+
+
+def _streamed_figures(point: Point) -> dict[str, object]:
+    return {
+        "tokens_per_s": round(point.median("tokens_per_s"), 1),
+        "goodput_per_s": round(point.median("goodput_per_s"), 2),
+        "ttft_p99_ms": round(point.latencies_us["ttft_p99"] / 1e3, 2),
+        "itl_p99_ms": round(point.latencies_us["itl_p99"] / 1e3, 2),
     }
