@@ -29,6 +29,7 @@ def describe_inputs(inputs: GenerationInputs) -> dict[str, Any]:
             "architecture": facts.architecture,
             "own_limit": f"{facts.max_length} tokens",
             "chat_template": "its own" if inputs.model.chat_template else "none: no messages",
+            **({"adapters": _adapters(inputs)} if inputs.adapters else {}),
         },
         "traffic": {
             "prompts": f"{len(lengths)}, {sum(one.messages is not None for one in inputs.prompts)}"
@@ -53,6 +54,13 @@ def describe_inputs(inputs: GenerationInputs) -> dict[str, Any]:
             step("core"): _model("python, decoupled", TO_CORE, FROM_CORE),
             step("postprocess"): _model("python, decoupled", FROM_CORE, OUTPUTS),
         },
+    }
+
+
+def _adapters(inputs: GenerationInputs) -> dict[str, str]:
+    return {
+        one.name: f"LoRA of rank {one.rank}, from {inputs.spec.adapters[one.name].source}"
+        for one in inputs.adapters
     }
 
 

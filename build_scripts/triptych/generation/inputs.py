@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from triptych.errors import Progress, UserError
+from triptych.generation.adapters import Adapter, read_adapters
 from triptych.generation.facts import GenerationFacts, GenerationModel, read_generation_model
 from triptych.generation.weights import find_weights
 from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
 from triptych.runtime.faults import RequestError
 from triptych.runtime.prompts import Prompts
-from triptych.runtime.sampling_parameters import DEFAULTS, FIELD, check_sampling
+from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -29,10 +30,12 @@ class Prompt:
         sent: ``text_input`` or ``messages`` as a client sends it, and ``sampling_parameters``
             where the line has them.
         ids: its tokens, as preprocess makes them.
+        adapter: that is asked; empty for the model itself.
     """
 
     sent: Mapping[str, str]
     ids: tuple[int, ...]
+    adapter: str = ""
 
     @property
     def messages(self) -> list[dict[str, str]] | None:
@@ -49,6 +52,7 @@ class GenerationInputs:
     Attributes:
         weights: folder of the model's files.
         max_length: tokens of a prompt and its answer together.
+        adapters: in the order of the spec.
     """
 
     spec: GenerationSpec
@@ -56,6 +60,7 @@ class GenerationInputs:
     weights: Path
     max_length: int
     prompts: tuple[Prompt, ...]
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def kv_token_bytes(self) -> int:
@@ -93,7 +98,8 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
     max_length = _max_length(spec, model.facts)
-    inputs = GenerationInputs(spec, model, weights, max_length, ())
+    adapters = read_adapters(spec, weights, model.facts.sha256, progress)
+    inputs = GenerationInputs(spec, model, weights, max_length, (), adapters)
     _check_kv_cache(inputs)
     path = spec.folder / TRAFFIC_FILE
     prompts = make_prompts(
@@ -102,9 +108,11 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
         model.tokenizer.parent,
         progress,
     )
-    for (number, _, _), prompt in zip(lines, prompts, strict=True):
-        _check_sampling(f"{path}:{number}", prompt, max_length)
-    return GenerationInputs(spec, model, weights, max_length, prompts)
+    sampled = tuple(
+        _with_adapter(inputs, prompt, f"{path}:{number}")
+        for (number, _, _), prompt in zip(lines, prompts, strict=True)
+    )
+    return replace(inputs, prompts=sampled)
 
 
 def make_prompts(
@@ -138,7 +146,7 @@ def make_prompt(inputs: GenerationInputs, sent: Mapping[str, str], place: str) -
     """
     files = inputs.model.tokenizer.parent
     (prompt,) = _prompts(inputs.prompt_settings, files, [(place, sent)])
-    return prompt
+    return _with_adapter(inputs, prompt, place)
 
 
 def _max_length(spec: GenerationSpec, facts: GenerationFacts) -> int:
@@ -202,11 +210,18 @@ def read_prompt_lines(path: Path) -> list[tuple[int, dict[str, str], Mapping[str
     return lines
 
 
-def _check_sampling(place: str, prompt: Prompt, max_length: int) -> None:
+def _with_adapter(inputs: GenerationInputs, prompt: Prompt, place: str) -> Prompt:
+    """The prompt, and whom its sampling parameters, once checked, ask."""
     try:
-        check_sampling(prompt.sent.get(FIELD, ""), DEFAULTS, room=max_length - len(prompt.ids))
+        sampling = check_sampling(
+            prompt.sent.get(FIELD, ""),
+            {**DEFAULTS, **inputs.spec.parameters},
+            room=inputs.max_length - len(prompt.ids),
+            adapters=inputs.spec.adapter_names,
+        )
     except RequestError as error:
         raise UserError(place, "must be a request that the pipeline takes", given=error) from error
+    return replace(prompt, adapter=sampling[ADAPTER])
 
 
 def _prompts(

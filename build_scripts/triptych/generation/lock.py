@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from triptych.errors import UserError
 from triptych.generation.inputs import GenerationInputs
+from triptych.generation.render import adapters_of
 from triptych.generation.text2text import Text2TextInputs
 from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.spec import GENERATING, GENERATION
@@ -43,13 +44,14 @@ def lock_bytes(
         repository: folder of the models.
     """
     spec, facts = inputs.spec, inputs.model.facts
-    prompts = inputs.prompts
+    prompts, adapters = inputs.prompts, adapters_of(inputs)
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "built_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "spec": spec.model_dump(mode="json", exclude={"folder"}),
         "model_sha256": facts.sha256,
         "architecture": facts.architecture,
+        **({"adapters": {one.name: one.sha256 for one in adapters}} if adapters else {}),
         "versions": dict(versions),
         "plan": {"max_length": inputs.max_length},
         "traffic": {

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triptych.generation.adapters import Adapter
 from triptych.generation.inputs import GenerationInputs
 from triptych.generation.text2text import Text2TextInputs
 from triptych.model.hub import WEIGHTS
@@ -14,7 +15,7 @@ from triptych.pipeline.spec import TEXT2TEXT
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import declare
 from triptych.repository.render import RUNTIME, Content, with_imports
-from triptych.runtime.generation_engine import MODEL_FOLDER
+from triptych.runtime.generation_engine import ADAPTERS_FOLDER, MODEL_FOLDER
 from triptych.runtime.generation_wire import CONTEXT_TOKENS, TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
 from triptych.tensors import Tensor
@@ -79,6 +80,7 @@ def render_generation(inputs: GenerationInputs | Text2TextInputs) -> dict[str, C
                 **inputs.prompt_settings,
                 "parameters": {**_OWN_DEFAULTS.get(spec.task, {}), **spec.parameters},
                 "max_text_bytes": spec.max_text_bytes,
+                "adapters": spec.adapter_names,
             },
             optional=True,
             count=spec.serving.preprocess_instances,
@@ -112,7 +114,16 @@ def render_generation(inputs: GenerationInputs | Text2TextInputs) -> dict[str, C
         for path in engine_files(inputs):
             files[f"{step('core')}/1/{MODEL_FOLDER}/{path.name}"] = path
         files[f"{step('core')}/1/{MODEL_FOLDER}/{TOKENIZER_FILE}"] = inputs.model.tokenizer
+        for adapter in adapters_of(inputs):
+            for path in adapter.files:
+                place = f"{MODEL_FOLDER}/{ADAPTERS_FOLDER}/{adapter.name}/{path.name}"
+                files[f"{step('core')}/1/{place}"] = path
     return files
+
+
+def adapters_of(inputs: GenerationInputs | Text2TextInputs) -> tuple[Adapter, ...]:
+    """Its LoRA adapters; the one kind of pipeline has none."""
+    return () if isinstance(inputs, Text2TextInputs) else inputs.adapters
 
 
 def engine_files(inputs: GenerationInputs | Text2TextInputs) -> list[Path]:
@@ -173,6 +184,7 @@ def engine_settings(inputs: GenerationInputs) -> dict[str, object]:
         "pipeline_parallel": core.pipeline_parallel,
         "gpus": inputs.spec.serving.gpus,
         "stop_token_ids": list(inputs.model.facts.stop_token_ids),
+        "adapters": {adapter.name: adapter.rank for adapter in inputs.adapters},
     }
 
 

@@ -9,16 +9,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from triptych.pipeline.slo import GenerationSlo
 from triptych.pipeline.spec import load_as
 from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive, check_release
 from triptych.releases import OLDEST
-from triptych.runtime.sampling_parameters import find_fault
+from triptych.runtime.sampling_parameters import ADAPTER, MOST_NAME_CHARACTERS, find_fault
 
 Device = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
 """A GPU's UUID, as ``nvidia-smi -L`` says it."""
+
+AdapterName = Annotated[
+    str, Field(pattern=rf"^[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MOST_NAME_CHARACTERS - 1}}}$")
+]
+AdapterSource = Annotated[
+    ModelSource,
+    BeforeValidator(lambda given: {"source": given} if isinstance(given, str) else given),
+]
+"""A model's source; the text alone will do."""
 
 MiB = Annotated[int, Field(ge=1, le=1 << 20)]
 
@@ -140,6 +149,11 @@ class GeneratingSpec(Frozen):
     max_text_bytes: Positive = 1_048_576
     serving: GenerationServing = GenerationServing()
 
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """What requests may name as `adapter`."""
+        return ()
+
     @field_validator("parameters")
     @classmethod
     def _known(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -148,13 +162,36 @@ class GeneratingSpec(Frozen):
                 raise ValueError(f"parameters.{name} {fault}")
         return given
 
+    @model_validator(mode="after")
+    def _has_its_adapter(self) -> GeneratingSpec:
+        chosen = self.parameters.get(ADAPTER)
+        if chosen and chosen not in self.adapter_names:
+            known = ", ".join(self.adapter_names) or "none"
+            raise ValueError(f"parameters.{ADAPTER} must be one of the adapters: {known}")
+        return self
+
 
 class GenerationSpec(GeneratingSpec):
-    """One pipeline that goes on with a text or a conversation, as declared."""
+    """One pipeline that goes on with a text or a conversation, as declared.
+
+    Attributes:
+        adapters: LoRA adapters by the name that requests give them.
+    """
 
     task: Literal["text-generation"]
+    adapters: dict[AdapterName, AdapterSource] = Field(default_factory=dict)
     core: GenerationCore = GenerationCore()
     accuracy: GenerationAccuracy = GenerationAccuracy()
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return tuple(self.adapters)
+
+    @model_validator(mode="after")
+    def _runs_adapters(self) -> GenerationSpec:
+        if self.adapters and self.core.backend == "tensorrt_llm":
+            raise ValueError("adapters need core.backend vllm: TensorRT-LLM gets none here")
+        return self
 
 
 def load_generation_spec(folder: Path, overrides: Sequence[str] = ()) -> GenerationSpec:
