@@ -26,7 +26,6 @@ from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.server.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
-SAMPLING = {"max_tokens": 16}
 
 
 def test_the_example_passes_its_gate_streams_and_gives_up(
@@ -92,16 +91,17 @@ def ask_by_schema(chat: Streams) -> None:
         "required": ["city", "big"],
         "additionalProperties": False,
     }
+    # With white space between, this model never ends a list.
+    numbers = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2, "maxItems": 3}
 
     def ask(schema: object, adapter: str = "") -> Answer:
-        return chat.ask(
-            messages=question,
-            sampling_parameters={**SAMPLING, "json_schema": schema, "adapter": adapter},
-        )
+        most = 64 if schema else 16
+        sampling = {"max_tokens": most, "json_schema": schema, "adapter": adapter}
+        return chat.ask(messages=question, sampling_parameters=sampling)
 
     plain = ask(None)
     assert len(plain.chunks) > 2
-    with ThreadPoolExecutor(5) as pool:
+    with ThreadPoolExecutor(6) as pool:
         asked = [
             pool.submit(ask, *one)
             for one in (
@@ -110,11 +110,13 @@ def ask_by_schema(chat: Streams) -> None:
                 (fine,),
                 (fine, "pirate"),
                 (None, "pirate"),
+                (numbers,),
             )
         ]
-        beside, broken, *guided, other = [one.result() for one in asked]
+        beside, broken, *guided, other, listed = [one.result() for one in asked]
     assert beside.ids == plain.ids != other.ids
     assert "sampling_parameters" in broken.error
+    assert len(json.loads(listed.text)) in (2, 3)
     for answer in guided:
         said = json.loads(answer.text)
         assert set(said) == {"city", "big"}
