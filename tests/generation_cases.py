@@ -11,9 +11,12 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tritonclient.grpc import InferInput, service_pb2_grpc
 from tritonclient.grpc._utils import _get_inference_request
+
+from triptych.generation.adapters import CONFIG, WEIGHTS
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
@@ -89,12 +92,46 @@ def write_tiny_model(folder: Path) -> Path:
     return folder
 
 
-def write_pipeline(folder: Path, model: Path, **core: object) -> Path:
+def write_adapter(
+    folder: Path,
+    model: Path,
+    *,
+    modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.v_proj"),
+    rank: int = 4,
+    strength: float = 0.3,
+    **settings: object,
+) -> Path:
+    """A LoRA adapter of random weights as PEFT saves it, for a model in the manner of Llama."""
+    config = json.loads((model / "config.json").read_bytes())
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    keys = width // heads * config.get("num_key_value_heads", heads)
+    outputs = {"q_proj": width, "v_proj": keys, "down_proj": width}
+    rng = np.random.default_rng(rank)
+    tensors: dict[str, Any] = {}
+    for layer in range(config["num_hidden_layers"]):
+        for module in modules:
+            name = module.rpartition(".")[2]
+            inputs = config["intermediate_size"] if name == "down_proj" else width
+            key = f"base_model.model.model.layers.{layer}.{module}"
+            inner = rng.standard_normal((rank, inputs), np.float32) / np.float32(inputs**0.5)
+            outer = rng.standard_normal((outputs[name], rank), np.float32) * np.float32(strength)
+            tensors |= {f"{key}.lora_A.weight": inner, f"{key}.lora_B.weight": outer}
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS)
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", **settings}
+    (folder / CONFIG).write_text(json.dumps({**said, "target_modules": list(modules)}))
+    return folder
+
+
+def write_pipeline(
+    folder: Path, model: Path, adapters: Mapping[str, str] | None = None, **core: object
+) -> Path:
     """A pipeline of the scripted engine."""
     folder.mkdir(parents=True)
     spec = {
         "task": "text-generation",
         "model": {"source": str(model)},
+        "adapters": adapters or {},
         "core": {"backend": "scripted", "kv_cache": {"memory_mib": 2}, **core},
         "serving": {"queue": {"max_size": 12}},
     }

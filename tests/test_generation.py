@@ -29,6 +29,7 @@ from generation_cases import (
     byte_pairs,
     responses_of,
     take,
+    write_adapter,
     write_pipeline,
     write_tiny_model,
 )
@@ -37,6 +38,7 @@ from triptych.bench import measure as measuring
 from triptych.bench.bench import Bench
 from triptych.bench.measure import STREAM_ERROR
 from triptych.bench.points import Load
+from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.errors import UserError
 from triptych.generation.bench import bench_generation
@@ -44,7 +46,7 @@ from triptych.generation.build import build_generation
 from triptych.generation.describe import describe_inputs
 from triptych.generation.inputs import read_generation
 from triptych.generation.live import describe_generation, verify_generation
-from triptych.generation.metrics import METRICS
+from triptych.generation.metrics import EVERY, METRICS
 from triptych.lint.checks import run_checks
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.slo import GenerationSlo
@@ -66,8 +68,12 @@ def silent(_stage: str, _line: str) -> None:
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("generation")
     model = write_tiny_model(base / "model")
-    for name, core in (("quick", {}), ("slow", {"token_delay_ms": 20.0, "max_sequences": 2})):
-        folder = write_pipeline(base / name, model, **core)
+    write_adapter(base / "adapters/terse", model)
+    for name, adapters, core in (
+        ("quick", {"terse": "../adapters/terse"}, {}),
+        ("slow", {}, {"token_delay_ms": 20.0, "max_sequences": 2}),
+    ):
+        folder = write_pipeline(base / name, model, adapters, **core)
         inputs = read_generation(load_generation_spec(folder), silent)
         build_generation(inputs, base / "repository", silent)
         assert not build_generation(inputs, base / "repository", silent).changed
@@ -120,10 +126,12 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
         read_lock(repository, "quick")
     assert lock["spec"]["core"]["backend"] == "scripted"
     assert lock["gate"] is None
+    assert list(lock["adapters"]) == ["terse"]
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), silent)
     described = describe_inputs(inputs)
     assert set(described["models"]) == {path.parent.name for path in repository.glob("quick*/1")}
     # 2 layers with 2 heads of 8 numbers, keys and values, 2 bytes each: 128 bytes a token.
+    assert described["model"]["adapters"] == {"terse": "LoRA of rank 4, from ../adapters/terse"}
     assert described["core"]["kv_cache"].startswith("2 MiB: 32 requests of max_length, a MiB for")
     assert described["core"]["max_sequences"].endswith("512 tokens of KV cache each")
 
@@ -166,6 +174,19 @@ def test_a_conversation_is_as_the_template_has_it(quick: Streams) -> None:
     assert answer.ids == byte_pairs().encode("<s>" + answer.text, add_special_tokens=False).ids
 
 
+def test_an_adapter_answers_where_a_request_names_it(
+    server: Server, quick: Streams, slow: Streams
+) -> None:
+    """The scripted engine, which has no weights, then repeats the prompt backwards."""
+    ids = byte_pairs().encode(TEXTS[0]).ids
+    for name, wanted in (("terse", ids[::-1]), ("", ids)):
+        assert quick.ask(text_input=TEXTS[0], sampling_parameters={"adapter": name}).ids == wanted
+    with Client("quick", server.grpc_url) as client:
+        assert client.generate(TEXTS[0], adapter="terse").whole().token_ids == tuple(ids[::-1])
+    refused = slow.ask(text_input="a", sampling_parameters={"adapter": "terse"})
+    assert "adapter` must be left out: it has none" in refused.error
+
+
 def test_a_request_at_fault_is_refused_alone(quick: Streams) -> None:
     bad: tuple[tuple[dict[str, object], str], ...] = (
         ({"stream": True}, "Given: neither"),
@@ -175,6 +196,7 @@ def test_a_request_at_fault_is_refused_alone(quick: Streams) -> None:
         ({"text_input": "a", "sampling_parameters": "{"}, "must be JSON"),
         # What the engine refuses, not the steps before it.
         ({"text_input": "a", "sampling_parameters": {"json_schema": {}}}, "follows none"),
+        ({"text_input": "a", "sampling_parameters": {"adapter": "x"}}, "the pipeline's: terse"),
         ({"text_input": "dog " * 600}, "must have 1 to 511 tokens"),
         ({"messages": [{"role": "robot", "content": "b"}]}, "no such role: robot"),
         ({"text_input": "a", "exclude_input_in_output": False}, "must be true"),
@@ -293,7 +315,11 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["passed"]
-    assert {one["metric"] for one in result["gate"]["verdicts"]} == {one.name for one in METRICS}
+    figures = {one["metric"] for one in result["gate"]["verdicts"]}
+    assert figures == {
+        *(one.name for one in METRICS),
+        *(f"{one.name}[terse]" for one in METRICS if one.name not in EVERY),
+    }
     # F1 of three words of four, and of three of three.
     assert result["gate"]["labelled"]["candidate"] == pytest.approx((6 / 7 + 1) / 2)
 

@@ -13,17 +13,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from conftest import ROOT
-from generation_cases import TEMPLATE, TEXTS, byte_pairs, metaspace, write_pipeline
+from generation_cases import (
+    TEMPLATE,
+    TEXTS,
+    byte_pairs,
+    metaspace,
+    write_adapter,
+    write_pipeline,
+    write_tiny_model,
+)
 from triptych.errors import UserError
+from triptych.generation.adapters import WEIGHTS, read_adapter
 from triptych.generation.checks import check_folder
 from triptych.generation.inputs import Prompt
 from triptych.generation.metrics import EVERY, LIMITS, METRICS, Answered, judge
 from triptych.generation.reference import Reference
+from triptych.generation.worker_gate import run_engine
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.spec import load_spec
 from triptych.repository.records import GateResult
+from triptych.runtime import engine_vllm
 from triptych.runtime.chat_template import ChatTemplate
 from triptych.runtime.engine_scripted import Engine
 from triptych.runtime.faults import RequestError
@@ -97,7 +109,11 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
     assert check_sampling("", DEFAULTS, room=10) == {**DEFAULTS, "max_tokens": 10}
     given = check_sampling('{"stop": "a", "seed": null}', {**DEFAULTS, "seed": 3}, room=500)
     assert (given["stop"], given["seed"], given["max_tokens"]) == (["a"], 3, 256)
-    assert set(DEFAULTS) == {*NUMBERS, *FLAGS, "stop", "json_schema"}
+    assert set(DEFAULTS) == {*NUMBERS, *FLAGS, "stop", "json_schema", "adapter"}
+    named = check_sampling('{"adapter": "b"}', DEFAULTS, room=10, adapters=["a", "b"])
+    assert named["adapter"] == "b"
+    with pytest.raises(RequestError, match=r"must be one of the pipeline's: a, b\. Given: 'c'"):
+        check_sampling('{"adapter": "c"}', DEFAULTS, room=10, adapters=["a", "b"])
     for text, said in (
         ("[1]", "must be a JSON object"),
         ("{", "must be JSON"),
@@ -111,7 +127,9 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         ('{"stop": [""]}', "of 1 to 256 characters"),
         ('{"json_schema": "object"}', "must be a JSON schema, an object of at most 32768"),
         (json.dumps({"json_schema": {"const": "a" * 40_000}}), "must be a JSON schema"),
-        ('{"max_token": 3}', "is not known; known are: frequency_penalty"),
+        ('{"adapter": 1}', "must be a name of at most 64 characters"),
+        ('{"adapter": "a"}', "must be left out: it has none"),
+        ('{"max_token": 3}', "is not known; known are: adapter, frequency_penalty"),
     ):
         with pytest.raises(RequestError) as caught:
             check_sampling(text, DEFAULTS, room=10)
@@ -156,7 +174,7 @@ def test_what_travels_between_the_steps_arrives() -> None:
 def test_the_scripted_engine_batches_reports_and_gives_up() -> None:
     loads: list[Load] = []
     settings = {"token_delay_ms": 1.0, "max_sequences": 1, "max_length": 10}
-    sampling = {"max_tokens": 3, "logprobs": 1, "json_schema": None}
+    sampling = {**DEFAULTS, "max_tokens": 3, "logprobs": 1}
 
     async def whole(answer: AsyncGenerator[Delta, None]) -> list[Delta]:
         return [delta async for delta in answer]
@@ -233,14 +251,71 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         ("serving.stream_interval=0", "greater than or equal to 1"),
         ("parameters.max_tokens=0", "parameters.max_tokens must be an integer from 1"),
         ("parameters.stops=a", "parameters.stops is not known"),
+        ("adapters={a/b: x}", "should match pattern"),
+        ("adapters={a: {source: x, rank: 8}}", "Given: rank. Remove it"),
+        ("parameters.adapter=a", "must be one of the adapters: there are none. Given: a"),
         ("serving.triton='24.01'", "serving.triton must be 24.10 or later"),
     ):
         with pytest.raises(UserError) as caught:
             load_generation_spec(folder, [override])
         assert said in caught.value.message, override
+    with pytest.raises(UserError, match=r"`adapters` need core\.backend vllm"):
+        load_generation_spec(folder, ["core.backend=tensorrt_llm", "adapters={a: x}"])
     with pytest.raises(UserError) as caught:
         load_spec(folder)
     assert "Given: text-generation. They can be tested, inspected" in caught.value.message
+
+
+def test_an_adapter_is_a_plain_lora_of_the_models_sizes(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    sizes = {"self_attn.q_proj": (16, 16), "self_attn.v_proj": (16, 16), "mlp.down_proj": (32, 16)}
+    modules = {f"model.layers.{n}.{name}": size for n in (0, 1) for name, size in sizes.items()}
+    every = tuple(sizes)
+    found = read_adapter("a", write_adapter(tmp_path / "a", model, modules=every), modules)
+    assert (found.rank, found.scale) == (4, 2.0)
+    rooted = write_adapter(tmp_path / "b", model, use_rslora=True)
+    assert read_adapter("b", rooted, modules).scale == 4.0
+    assert read_adapter("b", rooted, modules).sha256 != found.sha256
+    other = {**modules, "model.layers.1.self_attn.v_proj": (16, 8)}
+    gone = {name: size for name, size in modules.items() if not name.startswith("model.layers.1")}
+    faults: tuple[tuple[dict[str, Any], dict[str, tuple[int, int]], str], ...] = (
+        ({"peft_type": "IA3"}, modules, "must be an adapter of peft_type LORA. Given: IA3"),
+        ({"use_dora": True, "bias": "all"}, modules, "Given: use_dora, bias. Merge it"),
+        ({"init_lora_weights": "pissa"}, modules, "Given: init_lora_weights pissa"),
+        ({"alpha_pattern": {"q_proj": 1}}, modules, "Given: alpha_pattern"),
+        ({"r": 600}, modules, "a rank r from 1 to 512. Given: 600"),
+        ({"r": 8}, modules, "lora_A of model.layers.0.self_attn.q_proj [8, 16]"),
+        ({"lora_alpha": None}, modules, "a number as lora_alpha"),
+        ({}, other, "lora_B of model.layers.1.self_attn.v_proj [8, 4]. Given: [16, 4]"),
+        ({}, gone, "Given: model.layers.1.self_attn.q_proj. Did you mean"),
+    )
+    for number, (settings, known, said) in enumerate(faults):
+        folder = write_adapter(tmp_path / f"bad{number}", model, **settings)
+        with pytest.raises(UserError) as caught:
+            read_adapter("a", folder, known)
+        assert caught.value.field == "adapters.a"
+        assert said in caught.value.message, caught.value.message
+    tensor = np.zeros((4, 16), np.float32)
+    for key, said in (
+        ("base_model.model.lm_head.weight", "and no other tensors"),
+        (f"base_model.model.{next(iter(modules))}.lora_A.weight", "Given: one of them for"),
+    ):
+        save_file({key: tensor}, tmp_path / "b" / WEIGHTS)
+        with pytest.raises(UserError, match=said):
+            read_adapter("b", tmp_path / "b", modules)
+    (tmp_path / "b" / WEIGHTS).write_bytes(b"pickled")
+    with pytest.raises(UserError, match="must have safetensors"):
+        read_adapter("b", tmp_path / "b", modules)
+    (tmp_path / "b" / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=f"b: no {WEIGHTS}. Name the folder"):
+        read_adapter("b", tmp_path / "b", modules)
+
+
+def test_vllm_has_room_for_all_adapters_and_a_spare_place_on_a_processor() -> None:
+    assert engine_vllm.room_for_adapters({}, spare=True) == {}
+    room = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 32}
+    assert engine_vllm.room_for_adapters({"a": 8, "b": 17}, spare=False) == room
+    assert engine_vllm.room_for_adapters({"a": 8, "b": 17}, spare=True) == {**room, "max_loras": 3}
 
 
 def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
@@ -353,3 +428,53 @@ def test_the_verdict_passes_what_is_right_and_names_each_fault() -> None:
     parting = replace(good, alone=[other])
     assert verdict_of(replace(wanted, margins=(0.04,) * count), parting, "bf16").passed
     assert not verdict_of(wanted, parting, "bf16").passed
+
+
+def test_each_adapter_is_judged_by_itself() -> None:
+    """One that differs does not hide among the answers of the model and of others."""
+    wanted, good = good_answers()
+    one = Prompt({"text_input": "Hi"}, (0, 40, 41))
+    prompts = [one, one, replace(one, adapter="a"), replace(one, adapter="b")]
+    doubled = {
+        name: [*getattr(good, name)] * 4
+        for name in ("prompts", "alone", "forced", "streamed", "whole")
+    }
+    found = Answered(**doubled, together=[[*good.alone] * 4])
+    gate = judge("bf16", prompts, [wanted] * 4, found, byte_pairs())
+    assert gate.passed
+    assert len(gate.verdicts) == len(METRICS) + 2 * (len(METRICS) - len(EVERY))
+    worse = (-0.58,) * len(wanted.ids)
+    gate = judge(
+        "bf16",
+        prompts,
+        [wanted] * 4,
+        replace(found, forced=[*found.forced[:3], worse]),
+        byte_pairs(),
+    )
+    failed = [verdict.metric for verdict in gate.verdicts if not verdict.passed]
+    assert failed == ["logprob_difference[b]", "perplexity_ratio[b]"]
+    assert "mean difference of log-probabilities (adapter b): 0.08" in gate.failures[0]
+
+
+class FakeVllm(Engine):
+    """In place of vLLM: the scripted engine; a token is as likely as its adapter's name is long."""
+
+    async def score(self, key: str, ids: list[int], adapter: str) -> list[float]:
+        return [float(len(adapter))] * (len(ids) - 1)
+
+
+def test_the_gate_asks_each_prompt_of_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_vllm, "Engine", FakeVllm)
+    order = {
+        "weights": "",
+        "settings": {"token_delay_ms": 0.0, "max_sequences": 4, "max_length": 10},
+        "prompts": [[7, 8, 9], [7, 8, 9], [5, 6]],
+        "adapters": ["", "sql", "sql"],
+        "wanted": [[7], [9, 8], [6]],
+        "max_tokens": [3, 2, 3],
+        "labelled": [[[1, 2], 2, ""], [[1, 2], 2, "sql"]],
+    }
+    found = asyncio.run(run_engine(order))
+    assert found["alone"] == found["together"] == [[7, 8, 9], [9, 8], [6, 5]]
+    assert found["forced"] == [[0.0], [3.0, 3.0], [3.0]]
+    assert found["labelled"] == [[1, 2], [2, 1]]

@@ -59,6 +59,7 @@ HEAVY = {
         "export/proof.py",
         "export/to_onnx.py",
         "gate/reference.py",
+        "generation/adapters.py",
         "generation/reference.py",
         "generation/text2text_reference.py",
         "generation/worker_gguf.py",
@@ -67,6 +68,7 @@ HEAVY = {
     "transformers": {
         "export/heads.py",
         "export/to_onnx.py",
+        "generation/adapters.py",
         "generation/facts.py",
         "generation/marian.py",
         "generation/reference.py",

@@ -34,6 +34,7 @@ class Sampling(TypedDict, total=False):
         frequency_penalty: the same, for each time.
         logprobs: how many likeliest tokens to tell with each.
         json_schema: that the answer is JSON of.
+        adapter: of the pipeline's, that answers; empty for the model itself.
     """
 
     max_tokens: int
@@ -48,6 +49,7 @@ class Sampling(TypedDict, total=False):
     frequency_penalty: float
     logprobs: int
     json_schema: Mapping[str, Any]
+    adapter: str
 
 
 @dataclass(frozen=True)

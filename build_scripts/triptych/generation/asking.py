@@ -22,7 +22,7 @@ from triptych.client.address import read_target
 from triptych.errors import UserError
 from triptych.generation.inputs import GeneratingInputs, Prompt
 from triptych.generation.reference import TOKENS, answer_tokens
-from triptych.runtime.sampling_parameters import DEFAULTS
+from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS
 
 if TYPE_CHECKING:
     from triptych.client import Sampling
@@ -120,7 +120,9 @@ class _Asked:
     def __init__(self, client: Client, prompt: Prompt, max_tokens: int) -> None:
         self._client = client
         self._prompt = prompt
-        self._order = cast("Sampling", {**GREEDY, "max_tokens": max_tokens})
+        self._order = cast(
+            "Sampling", {**GREEDY, "max_tokens": max_tokens, ADAPTER: prompt.adapter}
+        )
 
     def streamed(self) -> Reply:
         return self._reply(lambda: Completion.join(self._generation()))

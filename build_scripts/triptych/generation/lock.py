@@ -42,13 +42,14 @@ def lock_bytes(
         repository: folder of the models.
     """
     spec, facts = inputs.spec, inputs.model.facts
-    prompts = inputs.prompts
+    prompts, adapters = inputs.prompts, inputs.adapters
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "built_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "spec": spec.model_dump(mode="json", exclude={"folder"}),
         "model_sha256": facts.sha256,
         "architecture": facts.architecture,
+        **({"adapters": {one.name: one.sha256 for one in adapters}} if adapters else {}),
         "versions": dict(versions),
         "plan": {"max_length": inputs.max_length},
         "traffic": {

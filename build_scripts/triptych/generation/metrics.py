@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -105,6 +105,8 @@ def judge(
 ) -> GateResult:
     """The verdict on what answered, held to the limits of its precision.
 
+    Each adapter has figures of its own, behind the model's: ``exact_prefix[sql]``.
+
     Args:
         precision: of the core.
         prompts: those that were asked.
@@ -117,23 +119,30 @@ def judge(
         accept: see `generation.build`.
     """
     prefixes = [common_length(one.ids, got) for one, got in zip(wanted, found.alone, strict=True)]
-    values, differences = _figures(wanted, found, prefixes)
+    differences = _differences(wanted, found)
     limits = {**EVERY, **LIMITS[precision], **other_limits}
-    verdicts = tuple(
-        _verdict(metric, values[metric.name], limits)
-        for metric in METRICS
-        if limits.get(metric.name) is not None or math.isfinite(values[metric.name])
-    )
-    words = {metric.name: metric.words for metric in METRICS}
-    failures = tuple(
-        f"{words[verdict.metric]}: {verdict.value:.6g}, limit {verdict.limit:g}"
-        for verdict in verdicts
-        if not verdict.passed and verdict.limit is not None
-    )
+    verdicts: list[Verdict] = []
+    failures: tuple[str, ...] = ()
+    for adapter in dict.fromkeys(prompt.adapter for prompt in prompts):
+        rows = [row for row, prompt in enumerate(prompts) if prompt.adapter == adapter]
+        values = _figures(wanted, found, prefixes, differences, rows)
+        values |= {} if adapter else _text_figures(wanted, found)
+        own, told = (f"[{adapter}]", f" (adapter {adapter})") if adapter else ("", "")
+        for metric in METRICS:
+            value = values.get(metric.name, math.nan)
+            if metric.name not in values or (
+                limits.get(metric.name) is None and not math.isfinite(value)
+            ):
+                continue
+            verdict = _verdict(metric, value, limits)
+            verdicts.append(replace(verdict, metric=metric.name + own))
+            if not verdict.passed:
+                words = f"{metric.words}{told}: {verdict.value:.6g}, limit {verdict.limit:g}"
+                failures = (*failures, words)
     if labelled is not None and labelled.failure:
         failures = (*failures, labelled.failure)
-    largest = [max(row, default=math.nan) for row in differences]
-    rows = zip(prompts, wanted, found.alone, prefixes, largest, strict=True)
+    largest = [max(map(abs, row), default=math.nan) for row in differences]
+    answers = zip(prompts, wanted, found.alone, prefixes, largest, strict=True)
     worst = tuple(
         WorstRow(
             shown=next(iter(prompt.sent.values()))[:_LONGEST_SHOWN],
@@ -142,7 +151,7 @@ def judge(
             wanted=one.text,
             got=tokenizer.decode(list(ids), skip_special_tokens=True),
         )
-        for prompt, one, ids, length, difference in rows
+        for prompt, one, ids, length, difference in answers
         if length < len(one.ids)
     )
     return GateResult(
@@ -150,7 +159,7 @@ def judge(
         rows=len(prompts),
         edge_rows=0,
         finite=all(math.isfinite(value) for row in found.forced for value in row),
-        verdicts=verdicts,
+        verdicts=tuple(verdicts),
         failures=failures,
         worst=tuple(sorted(worst, key=lambda row: -row.badness)),
         row_differences=tuple(largest),
@@ -159,42 +168,52 @@ def judge(
     )
 
 
-def _figures(
-    wanted: Sequence[Reference], found: Answered, prefixes: Sequence[int]
-) -> tuple[dict[str, float], list[list[float]]]:
-    """By metric, and each prompt's differences of log-probabilities."""
-    pairs = [
-        list(zip(one.logprobs, forced, strict=False))
+def _differences(wanted: Sequence[Reference], found: Answered) -> list[list[float]]:
+    """Of each prompt: by how much the reference found its tokens likelier, each as a logarithm."""
+    return [
+        [a - b for a, b in zip(one.logprobs, forced, strict=False)]
         for one, forced in zip(wanted, found.forced, strict=True)
     ]
-    differences = [[abs(a - b) for a, b in row] for row in pairs]
-    every = sorted(value for row in differences for value in row)
+
+
+def _figures(
+    wanted: Sequence[Reference],
+    found: Answered,
+    prefixes: Sequence[int],
+    differences: Sequence[Sequence[float]],
+    rows: Sequence[int],
+) -> dict[str, float]:
+    """By metric, of these rows: what the weights that answer decide."""
+    likelier = [one for row in rows for one in differences[row]]
+    every = sorted(map(abs, likelier))
     margins = [
-        one.margins[length]
-        for one, length in zip(wanted, prefixes, strict=True)
-        if length < len(one.ids)
+        wanted[row].margins[prefixes[row]] for row in rows if prefixes[row] < len(wanted[row].ids)
     ]
     if every and all(map(math.isfinite, every)):
         mean, p99 = fmean(every), every[min(len(every) - 1, int(0.99 * len(every)))]
-        ratio = math.exp(fmean(a - b for row in pairs for a, b in row))
+        ratio = math.exp(fmean(likelier))
     else:
         mean = p99 = ratio = math.nan
     return {
-        "prompt_agreement": fmean(
-            list(one.prompt) == list(ids) for one, ids in zip(wanted, found.prompts, strict=True)
-        ),
-        "stream_agreement": fmean(a == b for a, b in zip(found.streamed, found.whole, strict=True)),
         "logprob_difference": mean,
         "p99_logprob_difference": p99,
         "perplexity_ratio": ratio,
-        "exact_prefix": sum(prefixes) / sum(len(one.ids) for one in wanted),
+        "exact_prefix": sum(prefixes[row] for row in rows)
+        / sum(len(wanted[row].ids) for row in rows),
         "margin_at_difference": max(margins, default=0.0),
         "invariance": fmean(
-            list(alone) == list(ids)
-            for run in found.together
-            for alone, ids in zip(found.alone, run, strict=True)
+            list(found.alone[row]) == list(run[row]) for run in found.together for row in rows
         ),
-    }, differences
+    }
+
+
+def _text_figures(wanted: Sequence[Reference], found: Answered) -> dict[str, float]:
+    """By metric, of all rows: what the tokenizer decides, whatever weights answer."""
+    prompts = zip(wanted, found.prompts, strict=True)
+    return {
+        "prompt_agreement": fmean(list(one.prompt) == list(ids) for one, ids in prompts),
+        "stream_agreement": fmean(a == b for a, b in zip(found.streamed, found.whole, strict=True)),
+    }
 
 
 def _verdict(metric: GenerationMetric, value: float, limits: Mapping[str, float | None]) -> Verdict:

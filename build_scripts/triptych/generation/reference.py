@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ from pydantic import TypeAdapter
 
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress, UserError
+from triptych.generation.adapters import Adapter, merge
 from triptych.generation.inputs import GeneratingInputs, Prompt
 from triptych.generation.text2text import Text2TextInputs
 
 TOKENS = 24
 """Of an answer, at most."""
+ADAPTER_PROMPTS = 2
+"""That each adapter is asked."""
 _RESULT = "reference.json"
 
 
@@ -40,7 +43,9 @@ class Reference:
 
 
 def choose_prompts(inputs: GeneratingInputs, most: int) -> tuple[Prompt, ...]:
-    """The first prompts of the traffic that leave room to ask about an answer.
+    """The first prompts of the traffic that leave room to ask about an answer, for the model.
+
+    Behind them are those for each adapter: what the traffic asks it comes first.
 
     Raises:
         UserError: none does.
@@ -53,7 +58,13 @@ def choose_prompts(inputs: GeneratingInputs, most: int) -> tuple[Prompt, ...]:
             given=f"{len(inputs.prompts)} longer ones",
             remedy="Add shorter ones, or raise core.max_length",
         )
-    return tuple(fitting[:most])
+    asked = [replace(one, adapter="") for one in fitting[:most]]
+    for adapter in inputs.adapters:
+        own = [one for one in fitting if one.adapter == adapter.name]
+        others = [one for one in fitting if one.adapter != adapter.name]
+        chosen = [*own, *others][:ADAPTER_PROMPTS]
+        asked += [replace(one, adapter=adapter.name) for one in chosen]
+    return tuple(asked)
 
 
 def answer_tokens(inputs: GeneratingInputs, prompt: Prompt, most: int = TOKENS) -> int:
@@ -73,8 +84,22 @@ def reference_answers(
     Raises:
         UserError: transformers does not run the model.
     """
-    if not prompts:
-        return ()
+    found: dict[int, Reference] = {}
+    for name in dict.fromkeys(prompt.adapter for prompt in prompts):
+        rows = [row for row, prompt in enumerate(prompts) if prompt.adapter == name]
+        adapter = next((one for one in inputs.adapters if one.name == name), None)
+        answers = _of_one_model(inputs, adapter, [prompts[row] for row in rows], progress, most)
+        found |= dict(zip(rows, answers, strict=True))
+    return tuple(found[row] for row in range(len(prompts)))
+
+
+def _of_one_model(
+    inputs: GeneratingInputs,
+    adapter: Adapter | None,
+    prompts: Sequence[Prompt],
+    progress: Progress,
+    most: int,
+) -> list[Reference]:
     stops = list(inputs.model.facts.stop_token_ids)
     asked = [
         {"sent": one.sent, "ids": one.ids, "tokens": answer_tokens(inputs, one, most)}
@@ -83,24 +108,29 @@ def reference_answers(
     search = [inputs.search, inputs.spec.prefix] if isinstance(inputs, Text2TextInputs) else None
     key = {
         "model": inputs.model.facts.sha256,
+        "adapter": None if adapter is None else adapter.sha256,
         "stops": stops,
         "asked": asked,
         "search": search,
         "versions": versions_of("transformers", "torch", "tokenizers"),
-        "code": code_hash("generation/reference.py", "generation/text2text_reference.py"),
+        "code": code_hash(
+            *("generation/reference.py", "generation/text2text_reference.py"),
+            "generation/adapters.py",
+        ),
     }
 
     def work(target: Path) -> None:
-        progress("gate", f"{len(prompts)} prompts through transformers in fp32 ...")
+        merged = "" if adapter is None else f", adapter {adapter.name} merged"
+        progress("gate", f"{len(prompts)} prompts through transformers in fp32{merged} ...")
         if isinstance(inputs, Text2TextInputs):
             found = _answer_texts(inputs, prompts, asked)
         else:
-            found = _answer(inputs.weights, prompts, asked, stops)
+            found = _answer(inputs.weights, adapter, prompts, asked, stops)
         (target / _RESULT).write_text(json.dumps([asdict(one) for one in found]), encoding="utf-8")
 
     stage = cached_stage("generation-reference", key, work, progress)
     content = (stage.folder / _RESULT).read_bytes()
-    return tuple(TypeAdapter(list[Reference]).validate_json(content))
+    return TypeAdapter(list[Reference]).validate_json(content)
 
 
 def weighed(
@@ -128,6 +158,7 @@ def _answer_texts(
 
 def _answer(
     weights: Path,
+    adapter: Adapter | None,
     prompts: Sequence[Prompt],
     asked: Sequence[Mapping[str, Any]],
     stops: Sequence[int],
@@ -147,6 +178,8 @@ def _answer(
             given=" ".join(str(error).split())[:300],
             remedy="Choose another model",
         ) from error
+    if adapter is not None:
+        merge(model, adapter)
     # Penalties and the like of the model's own files are no part of a pipeline.
     model.generation_config = GenerationConfig()
     found = []

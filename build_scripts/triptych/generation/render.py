@@ -15,7 +15,7 @@ from triptych.pipeline.text2text_spec import Text2TextSpec
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import declare
 from triptych.repository.render import RUNTIME, Content, with_imports
-from triptych.runtime.generation_engine import MODEL_FOLDER
+from triptych.runtime.generation_engine import ADAPTERS_FOLDER, MODEL_FOLDER
 from triptych.runtime.generation_wire import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
 from triptych.runtime.source_pieces import PIECES_FILE
@@ -81,6 +81,7 @@ def render_generation(inputs: AnyInputs) -> dict[str, Content]:
                 **inputs.prompt_settings,
                 "parameters": own_parameters(spec),
                 "max_text_bytes": spec.max_text_bytes,
+                "adapters": spec.adapter_names,
             },
             optional=True,
             count=spec.serving.preprocess_instances,
@@ -116,6 +117,10 @@ def render_generation(inputs: AnyInputs) -> dict[str, Content]:
         for path in engine_files(inputs):
             files[f"{step('core')}/1/{MODEL_FOLDER}/{path.name}"] = path
         files[f"{step('core')}/1/{MODEL_FOLDER}/{TOKENIZER_FILE}"] = inputs.model.tokenizer
+        for adapter in inputs.adapters:
+            for path in adapter.files:
+                place = f"{MODEL_FOLDER}/{ADAPTERS_FOLDER}/{adapter.name}/{path.name}"
+                files[f"{step('core')}/1/{place}"] = path
     return files
 
 
@@ -186,6 +191,7 @@ def engine_settings(inputs: AnyInputs) -> dict[str, object]:
         "pipeline_parallel": core.pipeline_parallel,
         "gpus": inputs.spec.serving.gpus,
         "stop_token_ids": list(inputs.model.facts.stop_token_ids),
+        "adapters": {adapter.name: adapter.rank for adapter in inputs.adapters},
     }
 
 

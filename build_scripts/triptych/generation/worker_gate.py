@@ -2,9 +2,9 @@
 
 Usage: ``python worker_gate.py RUNTIME ORDER.json RESULT.json``, with RUNTIME the folder that has
 the package of the steps. The order: ``engine``, a module of `runtime`, its ``weights`` and
-``settings``; for each prompt its token ids in ``prompts``, the reference's answer in ``wanted`` and
-its most tokens in ``max_tokens``; ``labelled`` prompts, each with its most tokens. What the result
-holds says `gate`.
+``settings``; for each prompt its token ids in ``prompts``, the reference's answer in ``wanted``,
+its most tokens in ``max_tokens`` and its adapter in ``adapters``; ``labelled`` prompts, each with
+its most tokens and its adapter. What the result holds says `gate`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
 
     The engine is also asked how likely it finds the reference's tokens.
     """
-    from triptych.runtime.sampling_parameters import DEFAULTS
+    from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS
 
     module = importlib.import_module(f"triptych.runtime.{order['engine']}")
     engine = module.Engine(order["settings"], Path(order["weights"]), lambda load: None)
     await engine.start()
     started = asyncio.Event()
-    asked = list(zip(order["prompts"], order["max_tokens"], strict=True))
+    asked = list(zip(order["prompts"], order["max_tokens"], order["adapters"], strict=True))
 
-    async def answer(key: str, prompt: list[int], most: int, *, tell: bool = False) -> list[int]:
+    async def answer(
+        key: str, prompt: list[int], most: int, adapter: str, *, tell: bool = False
+    ) -> list[int]:
         ids: list[int] = []
-        sampling = {**DEFAULTS, "temperature": 0.0, "max_tokens": most}
+        sampling = {**DEFAULTS, "temperature": 0.0, "max_tokens": most, ADAPTER: adapter}
         async for delta in engine.generate(key, prompt, sampling):
             ids += delta.token_ids
             if tell and len(ids) > 1:
@@ -41,9 +43,9 @@ async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
         started.set()
         return ids
 
-    async def join(key: str, prompt: list[int], most: int) -> list[int]:
+    async def join(key: str, *one: Any) -> list[int]:
         await started.wait()
-        return await answer(key, prompt, most)
+        return await answer(key, *one)
 
     alone = [await answer(f"alone-{i}", *one) for i, one in enumerate(asked)]
     started.clear()
@@ -53,8 +55,8 @@ async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
         *(join(f"joined-{i}", *one) for i, one in enumerate(asked[half:])),
     )
     forced = [
-        await engine.score(f"forced-{i}", prompt, ids)
-        for i, (prompt, ids) in enumerate(zip(order["prompts"], order["wanted"], strict=True))
+        await engine.score(f"forced-{i}", prompt, ids, adapter)
+        for i, ((prompt, _, adapter), ids) in enumerate(zip(asked, order["wanted"], strict=True))
     ]
     labelled = await asyncio.gather(
         *(answer(f"labelled-{i}", *one) for i, one in enumerate(order.get("labelled", [])))

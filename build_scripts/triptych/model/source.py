@@ -27,19 +27,7 @@ def locate(model: ModelSource, pipeline_folder: Path) -> Path:
     Raises:
         UserError: nothing there, not a model, or one with code of its own.
     """
-    if model.source.startswith("package:"):
-        folder = _package_folder(model.source)
-    elif (pipeline_folder / model.source).is_dir():
-        folder = (pipeline_folder / model.source).resolve()
-    elif model.source.startswith((".", "/", "~")) or model.source.count("/") != 1:
-        raise UserError(
-            "model.source",
-            "must be a folder, a Hub id `owner/name`, or `package:<module>/<folder>`",
-            given=model.source,
-            remedy="A relative folder is looked up from the pipeline's own folder",
-        )
-    else:
-        folder = hub_folder(model)
+    folder = find_folder(model, pipeline_folder)
     if not (folder / "config.json").is_file():
         raise UserError(
             "model.source",
@@ -56,6 +44,26 @@ def locate(model: ModelSource, pipeline_folder: Path) -> Path:
         )
     refuse_own_code(folder)
     return folder
+
+
+def find_folder(model: ModelSource, pipeline_folder: Path) -> Path:
+    """The local folder that a source names, whatever is in it.
+
+    Raises:
+        UserError: there is none.
+    """
+    if model.source.startswith("package:"):
+        return _package_folder(model.source)
+    if (pipeline_folder / model.source).is_dir():
+        return (pipeline_folder / model.source).resolve()
+    if model.source.startswith((".", "/", "~")) or model.source.count("/") != 1:
+        raise UserError(
+            "model.source",
+            "must be a folder, a Hub id `owner/name`, or `package:<module>/<folder>`",
+            given=model.source,
+            remedy="A relative folder is looked up from the pipeline's own folder",
+        )
+    return hub_folder(model)
 
 
 def _package_folder(source: str) -> Path:

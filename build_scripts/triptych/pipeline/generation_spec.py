@@ -9,17 +9,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from triptych.errors import UserError, closest
 from triptych.pipeline.slo import GenerationSlo
 from triptych.pipeline.spec import load_as
 from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive, check_release
 from triptych.pipeline.tuned import TUNABLE_GENERATION, read_tuned
 from triptych.releases import OLDEST
-from triptych.runtime.sampling_parameters import find_fault
+from triptych.runtime.sampling_parameters import ADAPTER, MOST_NAME_CHARACTERS, find_fault
 
 Device = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
 """A GPU's UUID, as ``nvidia-smi -L`` says it."""
+
+AdapterName = Annotated[
+    str, Field(pattern=rf"^[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MOST_NAME_CHARACTERS - 1}}}$")
+]
+AdapterSource = Annotated[
+    ModelSource,
+    BeforeValidator(lambda given: {"source": given} if isinstance(given, str) else given),
+]
+"""A model's source; the text alone will do."""
 
 MiB = Annotated[int, Field(ge=1, le=1 << 20)]
 
@@ -147,6 +157,11 @@ class GeneratingSpec(Frozen):
     serving: GenerationServing = GenerationServing()
     accuracy: GenerationAccuracy = GenerationAccuracy()
 
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """What requests may name as `adapter`."""
+        return ()
+
     @field_validator("parameters")
     @classmethod
     def _known(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -157,10 +172,19 @@ class GeneratingSpec(Frozen):
 
 
 class GenerationSpec(GeneratingSpec):
-    """One pipeline that goes on with a text or a conversation, as declared."""
+    """One pipeline that goes on with a text or a conversation, as declared.
+
+    Attributes:
+        adapters: LoRA adapters by the name that requests give them.
+    """
 
     task: Literal["text-generation"]
+    adapters: dict[AdapterName, AdapterSource] = Field(default_factory=dict)
     core: GenerationCore = GenerationCore()
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return tuple(self.adapters)
 
 
 def load_generation_spec(
@@ -178,4 +202,25 @@ def load_generation_spec(
     """
     found = None if untuned else read_tuned(folder, TUNABLE_GENERATION)
     tuned = {} if found is None else found.overrides
-    return load_as(GenerationSpec, folder, overrides, tuned, {"tuned": tuned})
+    spec = load_as(GenerationSpec, folder, overrides, tuned, {"tuned": tuned})
+    if spec.adapters and spec.core.backend == "tensorrt_llm":
+        raise UserError(
+            "adapters",
+            "need core.backend vllm: TensorRT-LLM gets none here",
+            given=", ".join(spec.adapters),
+            remedy="Choose vllm, or merge the adapter into the model",
+        )
+    check_chosen_adapter(spec)
+    return spec
+
+
+def check_chosen_adapter(spec: GeneratingSpec) -> None:
+    """Raises a `UserError` where `parameters` name an adapter that the pipeline does not have."""
+    chosen = spec.parameters.get(ADAPTER)
+    if chosen and chosen not in spec.adapter_names:
+        raise UserError(
+            f"parameters.{ADAPTER}",
+            f"must be one of the adapters: {', '.join(spec.adapter_names) or 'there are none'}",
+            given=chosen,
+            remedy=f"{closest(chosen, spec.adapter_names)}Correct it, or leave it out",
+        )

@@ -255,7 +255,9 @@ def _as_user_error(model: type[BaseModel], source: str, error: ValidationError) 
     if kind == "extra_forbidden":
         rule, given = "is not a field of the spec", first["loc"][-1]
         known = _fields_at(model, first["loc"][:-1])
-        remedy = f"{_meant(model, first['loc'], known)}Fields here: {', '.join(known)}"
+        remedy = "Remove it"
+        if known:
+            remedy = f"{_meant(model, first['loc'], known)}Fields here: {', '.join(known)}"
     elif kind == "missing":
         rule, given, remedy = "is required", "nothing", "Add it; see pipelines/README.md"
     else:

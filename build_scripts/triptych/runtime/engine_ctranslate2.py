@@ -97,7 +97,9 @@ class Engine:
                 self._waiting.remove(job)
             self._tell()
 
-    async def score(self, key: str, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+    async def score(
+        self, key: str, prompt: Sequence[int], answer: Sequence[int], _adapter: str
+    ) -> list[float]:
         """The logarithm of probability of each token of `answer`, given the prompt.
 
         Those that every answer begins with are certain.

@@ -1,6 +1,7 @@
 """A scripted engine, for tests and for writing clients: no model, it repeats the prompt's tokens.
 
 It admits, batches, reports and cancels as a real one does, and takes a set time for each token.
+An adapter, which it does not read, makes it repeat them backwards.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .generation_engine import Delta, Load, OnLoad
+from .sampling_parameters import ADAPTER, SCHEMA
 
 
 class Engine:
@@ -33,7 +35,7 @@ class Engine:
     async def generate(
         self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[Delta, None]:
-        if sampling["json_schema"] is not None:
+        if sampling[SCHEMA] is not None:
             raise ValueError("json_schema: the scripted engine follows none")
         self._waiting += 1
         self._tell()
@@ -42,7 +44,8 @@ class Engine:
         finally:
             self._waiting -= 1
         try:
-            async for delta in self._repeat(key, prompt, sampling):
+            words = prompt[::-1] if sampling[ADAPTER] else prompt
+            async for delta in self._repeat(key, words, sampling):
                 yield delta
         finally:
             self._places.release()

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .generation_engine import Delta, Load, OnLoad
+from .generation_engine import ADAPTERS_FOLDER, Delta, Load, OnLoad
 from .generation_wire import TOKENIZER_FILE
-from .sampling_parameters import SCHEMA
+from .sampling_parameters import ADAPTER, SCHEMA
 from .token_logprobs import plain_logprobs
 
 PACKAGES_VARIABLE = "TRIPTYCH_GENERATION_PACKAGES"
@@ -20,6 +20,9 @@ PACKAGES_VARIABLE = "TRIPTYCH_GENERATION_PACKAGES"
 
 PRIVATE = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
 """vLLM's processes talk to each other on one machine, and to nobody else."""
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters, that vLLM makes room for: what `max_lora_rank` may be."""
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -32,6 +35,7 @@ class Engine:
         self._folder = folder
         self._on_load = on_load
         self._engine: Any = None
+        self._adapters: dict[str, Any] = {}
         self._stop_ids: list[int] = list(settings["stop_token_ids"])
 
     async def start(self) -> None:
@@ -61,16 +65,28 @@ class Engine:
             pipeline_parallel_size=settings["pipeline_parallel"],
             # Only a schema needs the tokenizer here: text is neither read nor made.
             skip_tokenizer_init=not (self._folder / TOKENIZER_FILE).is_file(),
-            # One for all requests, so that a schema is taken or refused whatever came before it.
-            structured_outputs_config={"backend": "xgrammar"},
+            # One for all requests, so that a schema is taken or refused whatever came before it. A
+            # model that may write white space anywhere in JSON may never end it.
+            structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
             # The pipeline's parameters are the defaults, not the model's file.
             generation_config="vllm",
             enforce_eager=current_platform.is_cpu(),
             enable_log_requests=False,
+            **room_for_adapters(settings["adapters"], spare=current_platform.is_cpu()),
         )
         self._engine = AsyncLLM.from_engine_args(
             arguments, stat_loggers=[_load_teller(self._on_load)]
         )
+        await self._load_adapters()
+
+    async def _load_adapters(self) -> None:
+        """All of them, before any request: one that vLLM does not take is no request's fault."""
+        for number, name in enumerate(self._settings["adapters"], 1):
+            from vllm.lora.request import LoRARequest
+
+            path = str(self._folder / ADAPTERS_FOLDER / name)
+            self._adapters[name] = LoRARequest(name, number, path)
+            await self._engine.add_lora(self._adapters[name])
 
     async def generate(
         self, key: str, prompt: Sequence[int], sampling: Mapping[str, Any]
@@ -78,7 +94,8 @@ class Engine:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        given = {name: value for name, value in sampling.items() if name not in ("stop", SCHEMA)}
+        own = ("stop", SCHEMA, ADAPTER)
+        given = {name: value for name, value in sampling.items() if name not in own}
         schema = sampling[SCHEMA]
         parameters = SamplingParams(
             **given,
@@ -88,7 +105,8 @@ class Engine:
             output_kind=RequestOutputKind.DELTA,
         )
         tokens = TokensPrompt(prompt_token_ids=list(prompt))
-        outputs = self._engine.generate(tokens, parameters, key)
+        adapter = self._adapters.get(sampling[ADAPTER])
+        outputs = self._engine.generate(tokens, parameters, key, lora_request=adapter)
         try:
             async for output in outputs:
                 answer = output.outputs[0]
@@ -107,7 +125,9 @@ class Engine:
         finally:
             await outputs.aclose()
 
-    async def score(self, key: str, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+    async def score(
+        self, key: str, prompt: Sequence[int], answer: Sequence[int], adapter: str
+    ) -> list[float]:
         """The logarithm of probability of each token of `answer`, given those before it."""
         from vllm import SamplingParams, TokensPrompt
 
@@ -116,7 +136,10 @@ class Engine:
         )
         found: Any = None
         async for output in self._engine.generate(
-            TokensPrompt(prompt_token_ids=[*prompt, *answer]), parameters, key
+            TokensPrompt(prompt_token_ids=[*prompt, *answer]),
+            parameters,
+            key,
+            lora_request=self._adapters.get(adapter),
         ):
             found = output.prompt_logprobs or found
         told = zip(answer, found[len(prompt) :], strict=True)
@@ -125,6 +148,20 @@ class Engine:
     def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
+
+
+def room_for_adapters(ranks: Mapping[str, int], *, spare: bool) -> dict[str, Any]:
+    """The engine's arguments for adapters of these ranks: all are in memory at once.
+
+    Args:
+        ranks: by the adapters' names.
+        spare: leave a place empty. On a processor vLLM gives tokens without an adapter the one in
+            the last place, where others of the batch have one (vllm#48421): an empty one is none.
+    """
+    if not ranks:
+        return {}
+    rank = min(room for room in RANKS if room >= max(ranks.values()))
+    return {"enable_lora": True, "max_loras": len(ranks) + spare, "max_lora_rank": rank}
 
 
 def _check_there() -> None:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 MODEL_FOLDER = "weights"
 """Beside the core's files: what the engine reads."""
+ADAPTERS_FOLDER = "adapters"
+"""In it: a folder for each LoRA adapter, by its name."""
 
 
 class Delta(NamedTuple):

@@ -33,6 +33,7 @@ class TritonPythonModel:
         self._max_length: int = settings["max_length"]
         self._max_answer: int | None = settings["max_answer"]
         self._max_text_bytes: int = settings["max_text_bytes"]
+        self._adapters: list[str] = settings["adapters"]
         make_private()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -56,7 +57,9 @@ class TritonPythonModel:
     def _ordered(self, inputs: Inputs) -> tuple[list[int], Order]:
         ids = self._prompt(self._text(inputs, "text_input"), self._text(inputs, "messages"))
         room = self._max_answer or self._max_length - len(ids)
-        sampling = check_sampling(self._text(inputs, FIELD), self._defaults, room=room)
+        sampling = check_sampling(
+            self._text(inputs, FIELD), self._defaults, room=room, adapters=self._adapters
+        )
         if not _flag(inputs, ECHO, True):
             raise RequestError(
                 ECHO, "must be true: an answer has no prompt in it", "false", "Leave it out"

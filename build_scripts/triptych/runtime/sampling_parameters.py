@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from .faults import RequestError
@@ -14,6 +14,8 @@ MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 SCHEMA = "json_schema"
 MOST_SCHEMA_CHARACTERS = 32_768
+ADAPTER = "adapter"
+MOST_NAME_CHARACTERS = 64
 
 
 class Number(NamedTuple):
@@ -68,20 +70,25 @@ DEFAULTS: Mapping[str, Any] = {
     "frequency_penalty": 0.0,
     "logprobs": None,
     SCHEMA: None,
+    ADAPTER: "",
     "n": 1,
 }
-"""`logprobs` None: none are returned. `json_schema` None: any text. `n` and `ignore_eos`, which
+"""`logprobs` None: none are returned. `json_schema` None: any text. `adapter`
+empty: the model itself. `n` and `ignore_eos`, which
 Triton's OpenAI frontend always sends: one answer a request, and whether it goes on behind the
 tokens that end one. `top_k` 0: every token counts. `temperature` 0: greedy."""
 
 
-def check_sampling(text: str, defaults: Mapping[str, Any], *, room: int) -> dict[str, Any]:
+def check_sampling(
+    text: str, defaults: Mapping[str, Any], *, room: int, adapters: Collection[str] = ()
+) -> dict[str, Any]:
     """The parameters of a request, all of them, over the `defaults`.
 
     Args:
         text: a JSON object; empty for none.
         defaults: a value for each parameter, as `DEFAULTS`.
         room: tokens that there are for an answer.
+        adapters: names of those that the pipeline has.
 
     Raises:
         RequestError: no JSON object, an unknown name, a value that will not do.
@@ -101,6 +108,16 @@ def check_sampling(text: str, defaults: Mapping[str, Any], *, room: int) -> dict
             "Lower it, shorten the prompt, or raise the limit in the pipeline",
         )
     sampling = {**defaults, **given}
+    if sampling[ADAPTER] and sampling[ADAPTER] not in adapters:
+        known = (
+            f"one of the pipeline's: {', '.join(adapters)}" if adapters else "left out: it has none"
+        )
+        raise RequestError(
+            f"{FIELD}: {ADAPTER}",
+            f"must be {known}",
+            repr(sampling[ADAPTER]),
+            "Correct it, or leave it out for the model itself",
+        )
     sampling["max_tokens"] = min(sampling["max_tokens"], room)
     if isinstance(sampling["stop"], str):
         sampling["stop"] = [sampling["stop"]]
@@ -121,6 +138,9 @@ def find_fault(name: str, value: object) -> str:
             f"must be a string or a list of at most {MOST_STOPS}, of 1 to "
             f"{MOST_STOP_CHARACTERS} characters each"
         )
+    if name == ADAPTER:
+        taken = isinstance(value, str) and len(value) <= MOST_NAME_CHARACTERS
+        return "" if taken else f"must be a name of at most {MOST_NAME_CHARACTERS} characters"
     if name in FLAGS:
         return "" if isinstance(value, bool) else "must be true or false"
     if name == SCHEMA:
