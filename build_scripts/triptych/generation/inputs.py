@@ -11,6 +11,7 @@ from typing import Any
 
 from triptych.errors import Progress, UserError
 from triptych.generation.facts import GenerationFacts, GenerationModel, read_generation_model
+from triptych.generation.quantisation import CONVERTED, check_precision
 from triptych.generation.weights import find_weights
 from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
@@ -18,7 +19,8 @@ from triptych.runtime.faults import RequestError
 from triptych.runtime.prompts import Prompts
 from triptych.runtime.sampling_parameters import DEFAULTS, FIELD, check_sampling
 
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+FP8_CACHE = "+fp8kv"
+"""What follows the precision in a gate's name where the KV cache has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class GenerationInputs:
     """What is known before anything is built.
 
     Attributes:
-        weights: folder of the model's files.
+        weights: folder of the model's files; the engine may read others that are made of them.
         max_length: tokens of a prompt and its answer together.
     """
 
@@ -62,7 +64,21 @@ class GenerationInputs:
         """Of the KV cache, that one token takes on each GPU."""
         core, facts = self.spec.core, self.model.facts
         shares = min(core.tensor_parallel, facts.kv_heads) * core.pipeline_parallel
-        return -(-facts.kv_values * BYTES[core.precision] // shares)
+        computed = 4 if core.precision == "fp32" else 2
+        size = 1 if core.kv_cache.precision == "fp8" else computed
+        return -(-facts.kv_values * size // shares)
+
+    @property
+    def judged_as(self) -> str:
+        """The precision whose limits the gate holds the core to, as `metrics.limits_of` has it.
+
+        Weights alone that are quantised are held to the same in fp32, and computed in bf16.
+        """
+        core, stored = self.spec.core, self.model.facts.quantisation
+        own: str = "bf16" if core.precision in ("awq", "gptq") else core.precision
+        if stored is not None and stored.name in CONVERTED:
+            own = stored.name
+        return own + (FP8_CACHE if core.kv_cache.precision == "fp8" else "")
 
     @property
     def request_tokens(self) -> int:
@@ -92,6 +108,9 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
+    if spec.core.backend != "scripted":
+        core = spec.core
+        check_precision(core.precision, model.facts.quantisation, backend=core.backend)
     max_length = _max_length(spec, model.facts)
     inputs = GenerationInputs(spec, model, weights, max_length, ())
     _check_kv_cache(inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def lock_bytes(
         "spec": spec.model_dump(mode="json", exclude={"folder"}),
         "model_sha256": facts.sha256,
         "architecture": facts.architecture,
+        **({"quantisation": asdict(facts.quantisation)} if facts.quantisation else {}),
         "versions": dict(versions),
         "plan": {"max_length": inputs.max_length},
         "traffic": {

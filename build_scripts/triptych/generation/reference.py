@@ -1,4 +1,7 @@
-"""What the original model says: transformers in fp32, greedy, one prompt at a time."""
+"""What the original model says: transformers in fp32, greedy, one prompt at a time.
+
+Of quantised weights the original is not there: they are taken as they are, dequantised to fp32.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pydantic import TypeAdapter
 
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress, UserError
+from triptych.generation.dequantising import load_model
 from triptych.generation.inputs import GenerationInputs, Prompt
 
 TOKENS = 24
@@ -85,7 +89,7 @@ def reference_answers(
         "stops": stops,
         "asked": asked,
         "versions": versions_of("transformers", "torch", "tokenizers"),
-        "code": code_hash("generation/reference.py"),
+        "code": code_hash("generation/reference.py", "generation/dequantising.py"),
     }
 
     def work(target: Path) -> None:
@@ -105,12 +109,12 @@ def _answer(
     stops: Sequence[int],
 ) -> list[Reference]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+        model = load_model(weights)
         tokenizer = AutoTokenizer.from_pretrained(weights)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(
