@@ -111,7 +111,7 @@ def verify_generation(
             inputs, reached.grpc_url, prompts, labelled.prompts, clients, timeout_s=timeout_s
         )
         seconds = time.monotonic() - began
-    precision = built.get("precision") or spec.core.precision
+    precision = built.get("precision") or inputs.judged_as
     texts = [one.answer.text for one in runs.labelled]
     gate = judge(
         precision,
