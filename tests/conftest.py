@@ -53,10 +53,10 @@ PURE = (
     "generation_load", "generation_pieces", "gpu_peer", "gpu_plan", "history", "hook_checks",
     "house", "labelled", "lint", "lint_pains", "live_verdict", "load_report",
     "load_report_terminal", "load_values", "make_engine", "metrics", "mirror", "onnxruntime_pieces",
-    "onnxruntime_runner", "pages", "plan", "probe", "rehearsal", "releases", "report", "rounding",
-    "sample_pieces", "samples_file", "scaffold", "scaling", "scratch", "server_mistakes", "shown",
-    "spec", "store", "tensorrt_llm", "tensorrt_settings", "terminal", "tune_generation",
-    "tune_report", "tune_search", "tuned", "watch", "widths",
+    "onnxruntime_runner", "pages", "plan", "probe", "quantisation", "rehearsal", "releases",
+    "report", "rounding", "sample_pieces", "samples_file", "scaffold", "scaling", "scratch",
+    "server_mistakes", "shown", "spec", "store", "tensorrt_llm", "tensorrt_settings", "terminal",
+    "tune_generation", "tune_report", "tune_search", "tuned", "watch", "widths",
 )
 # fmt: on
 """Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""

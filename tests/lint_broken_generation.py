@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from lint_cases import error, warning
+from lint_cases import error, info, warning
 from lint_repositories import Edit, put, solo
 
 TOKENIZER = {
@@ -51,6 +51,18 @@ BROKEN_GENERATION = (
     ),
     error("engine-gpus", "solo", "4 parts, gpus 0, 1", settings(pipeline_parallel=4, gpus=[0, 1])),
     error("engine-gpus", "solo", "KIND_CPU", settings(tensor_parallel=2)),
+    info(
+        "precision-gpus",
+        "solo",
+        "core.precision bf16, core.kv_cache.precision fp8",
+        settings(precision="bf16", kv_cache_precision="fp8"),
+    ),
+    info(
+        "precision-gpus",
+        "solo",
+        "core.precision int8",
+        settings(precision="int8", kv_cache_precision="auto"),
+    ),
     error("kv-cache", "solo", "1024 tokens", kv_cache(1025, 1)),
     warning("kv-cache", "solo", "3 such requests", kv_cache(1024, 300)),
     warning(

@@ -61,6 +61,10 @@ def warning(
     return Broken(check, file, given, edits, "warning", layout, triton)
 
 
+def info(check: str, file: str, given: str, *edits: Edit) -> Broken:
+    return Broken(check, file, given, edits, "info", "packed", "24.10")
+
+
 def fine(why: str, *edits: Edit, layout: str = "packed", triton: str = "24.10") -> Fine:
     return Fine(why, edits, layout, triton)
 

@@ -3,7 +3,8 @@
 The pipeline's traffic first, then texts of the general probe, every second one as a conversation.
 
 Usage: ``.venv/bin/python build_scripts/peers/generation_exact.py [--prompts 64] [--tokens 24]
-[--precisions fp32 bf16]``, after ``make setup-generation``. Exit code 1: a limit is broken.
+[--precisions fp32 bf16 bf16+fp8kv]``, after ``make setup-generation``; behind a ``+`` the KV
+cache's. Exit code 1: a limit is broken.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def main() -> int:
     options = _parse()
     found = {}
     for precision in options.precisions:
-        spec = load_generation_spec(options.pipeline, [f"core.precision={precision}"])
+        own, _, cache = precision.partition("+")
+        overrides = [f"core.precision={own}", f"core.kv_cache.precision={cache[:3] or 'auto'}"]
+        spec = load_generation_spec(options.pipeline, overrides)
         inputs = read_generation(spec, _say)
         prompts = _prompts(inputs, options.prompts)
         found[precision] = gate = measure(inputs, prompts, _say, most=options.tokens)

@@ -35,6 +35,7 @@ def describe_inputs(inputs: AnyInputs) -> dict[str, Any]:
             "source": spec.model.source,
             "architecture": facts.architecture,
             "own_limit": f"{facts.max_length} tokens",
+            **({"weights": facts.quantisation.words} if facts.quantisation else {}),
             "chat_template": "its own" if inputs.model.chat_template else "none: no messages",
             **({"adapters": _adapters(inputs)} if inputs.adapters else {}),
         },

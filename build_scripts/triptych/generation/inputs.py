@@ -13,6 +13,7 @@ from typing import Any
 from triptych.errors import Progress, UserError
 from triptych.generation.adapters import Adapter, read_adapters
 from triptych.generation.facts import GenerationFacts, GenerationModel, read_generation_model
+from triptych.generation.quantisation import CONVERTED, check_precision
 from triptych.generation.weights import find_weights
 from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.spec import SPEC_FILE
@@ -24,7 +25,8 @@ from triptych.runtime.generation_wire import CONTEXT_TOKENS
 from triptych.runtime.prompts import Prompts
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
 
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+FP8_CACHE = "+fp8kv"
+"""What follows the precision in a gate's name where the KV cache has one of its own."""
 
 PromptLine = tuple[int, dict[str, str], Mapping[str, Any]]
 """Its number, the request as a client sends it, and the whole object."""
@@ -58,7 +60,7 @@ class GeneratingInputs(ABC):
     """What is known before a pipeline of either kind is built.
 
     Attributes:
-        weights: folder of what the engine reads.
+        weights: folder of what is read; an engine may read others that are made of them.
         max_length: tokens of a prompt; where it goes on with it, of its answer, too.
         adapters: in the order of the spec.
     """
@@ -69,6 +71,11 @@ class GeneratingInputs(ABC):
     max_length: int
     prompts: tuple[Prompt, ...]
     adapters: tuple[Adapter, ...] = field(default=(), kw_only=True)
+
+    @property
+    def judged_as(self) -> str:
+        """The precision whose limits the gate holds the core to, as `metrics.limits_of` has it."""
+        return self.spec.core.precision
 
     @property
     @abstractmethod
@@ -108,7 +115,21 @@ class GenerationInputs(GeneratingInputs):
         """Of the KV cache, that one token takes on each GPU."""
         core, facts = self.spec.core, self.model.facts
         shares = min(core.tensor_parallel, facts.kv_heads) * core.pipeline_parallel
-        return -(-facts.kv_values * BYTES[core.precision] // shares)
+        computed = 4 if core.precision == "fp32" else 2
+        size = 1 if core.kv_cache.precision == "fp8" else computed
+        return -(-facts.kv_values * size // shares)
+
+    @property
+    def judged_as(self) -> str:
+        """The precision whose limits the gate holds the core to, as `metrics.limits_of` has it.
+
+        Weights alone that are quantised are held to the same in fp32, and computed in bf16.
+        """
+        core, stored = self.spec.core, self.model.facts.quantisation
+        own: str = "bf16" if core.precision in ("awq", "gptq") else core.precision
+        if stored is not None and stored.name in CONVERTED:
+            own = stored.name
+        return own + (FP8_CACHE if core.kv_cache.precision == "fp8" else "")
 
     @property
     def request_tokens(self) -> int:
@@ -149,6 +170,9 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
+    if spec.core.backend != "scripted":
+        core = spec.core
+        check_precision(core.precision, model.facts.quantisation, backend=core.backend)
     adapters = read_adapters(spec, weights, model.facts.sha256, progress)
     max_length = max_length_of(spec, model.facts)
     inputs = GenerationInputs(spec, model, weights, max_length, (), adapters=adapters)

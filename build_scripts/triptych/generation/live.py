@@ -112,7 +112,7 @@ def verify_generation(
             inputs, reached.grpc_url, prompts, labelled.prompts, clients, timeout_s=timeout_s
         )
         seconds = time.monotonic() - began
-    precision = built.get("precision") or spec.core.precision
+    precision = built.get("precision") or inputs.judged_as
     texts = [one.answer.text for one in runs.labelled]
     wanted = weighed(inputs, prompts, wanted, [one.answer.token_ids for one in runs.alone])
     other_limits = inputs.other_limits(live=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def lock_bytes(
         "model_sha256": facts.sha256,
         "architecture": facts.architecture,
         **({"adapters": {one.name: one.sha256 for one in adapters}} if adapters else {}),
+        **({"quantisation": asdict(facts.quantisation)} if facts.quantisation else {}),
         "versions": dict(versions),
         "plan": {"max_length": inputs.max_length},
         "traffic": {

@@ -1,4 +1,7 @@
-"""What the original model says: transformers in fp32, one prompt at a time."""
+"""What the original model says: transformers in fp32, one prompt at a time.
+
+Of quantised weights the original is not there: they are taken as they are, dequantised to fp32.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pydantic import TypeAdapter
 from triptych.cache import cached_stage, code_hash, versions_of
 from triptych.errors import Progress, UserError
 from triptych.generation.adapters import Adapter, merge
+from triptych.generation.dequantising import load_model
 from triptych.generation.inputs import GeneratingInputs, Prompt
 from triptych.generation.text2text import Text2TextInputs
 
@@ -115,7 +119,7 @@ def _of_one_model(
         "versions": versions_of("transformers", "torch", "tokenizers"),
         "code": code_hash(
             *("generation/reference.py", "generation/text2text_reference.py"),
-            "generation/adapters.py",
+            *("generation/adapters.py", "generation/dequantising.py"),
         ),
     }
 
@@ -164,12 +168,12 @@ def _answer(
     stops: Sequence[int],
 ) -> list[Reference]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+        model = load_model(weights)
         tokenizer = AutoTokenizer.from_pretrained(weights)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(

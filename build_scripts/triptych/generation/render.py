@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triptych.generation.quantising import engine_weights
 from triptych.generation.text2text import AnyInputs, Text2TextInputs
 from triptych.model.hub import WEIGHTS
 from triptych.pipeline.generation_spec import GenerationSpec
@@ -133,7 +134,7 @@ def engine_files(inputs: AnyInputs) -> list[Path]:
     """What the engine reads of its model."""
     if isinstance(inputs, Text2TextInputs):
         return sorted(inputs.weights.iterdir())
-    return model_files(inputs.weights)
+    return model_files(engine_weights(inputs))
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -186,6 +187,7 @@ def engine_settings(inputs: AnyInputs) -> dict[str, object]:
         "max_sequences": core.max_sequences,
         "max_batched_tokens": core.max_batched_tokens,
         "kv_cache_mib": core.kv_cache.memory_mib,
+        "kv_cache_precision": core.kv_cache.precision,
         "prefix_caching": core.prefix_caching,
         "tensor_parallel": core.tensor_parallel,
         "pipeline_parallel": core.pipeline_parallel,

@@ -79,6 +79,7 @@ CHECKS = (
     Check("queue-wake-up", Repository.executed, batching.queue_wake_up),
     Check("instance-group", Repository.executed, config.instance_group),
     Check("engine-gpus", Repository.executed, generation.engine_gpus),
+    Check("precision-gpus", Repository.executed, generation.precision_gpus),
     Check("kv-cache", Repository.executed, generation.kv_cache),
     Check("doubled-beginning", Repository.executed, generation.doubled_beginning),
     Check("response-cache", Repository.configured, config.response_cache),

@@ -1,4 +1,4 @@
-"""Lint: a core that generates text fits its GPUs and its KV cache, and prompts begin once."""
+"""Lint: a core that generates text suits its GPUs and its KV cache, and prompts begin once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from triptych.lint.flaw import Flaw, error, warning
+from triptych.lint.flaw import Flaw, error, info, warning
 from triptych.lint.snapshot import Model, enum_name
 
 _SLICE = "MIG-"
@@ -47,6 +47,37 @@ def engine_gpus(model: Model) -> Iterator[Flaw]:
             ", ".join(sorted(kinds)) or "no instance_group",
             "Write instance_group [{ count: 1 kind: KIND_MODEL }]",
         )
+
+
+def precision_gpus(model: Model) -> Iterator[Flaw]:
+    """Which GPUs compute in 8 bits; vLLM says so only when it starts, or quietly does otherwise.
+
+    https://docs.vllm.ai/en/latest/features/quantization/
+    """
+    settings = _settings(model)
+    if "kv_cache_precision" not in settings:
+        return
+    if settings.get("precision") == "fp8" or settings["kv_cache_precision"] == "fp8":
+        yield info(
+            "fp8 is for GPUs of compute capability 8.9 or later (Ada, Hopper, Blackwell): on older "
+            "ones vLLM computes with fp8 weights in bf16, and may refuse an fp8 KV cache",
+            _eight_bits(settings),
+            "Give it such GPUs, as L4, L40S or H100; on older ones int8",
+        )
+    if settings.get("precision") == "int8":
+        yield info(
+            "int8 is for GPUs of compute capability 8.0 to 9.0 (Ampere to Hopper): vLLM refuses "
+            "it on Blackwell, and bf16, which the rest is computed in, on older ones",
+            _eight_bits(settings),
+            "Give it such GPUs; on newer ones fp8",
+        )
+
+
+def _eight_bits(settings: Mapping[str, Any]) -> str:
+    return (
+        f"core.precision {settings.get('precision')}, core.kv_cache.precision "
+        f"{settings['kv_cache_precision']}"
+    )
 
 
 def kv_cache(model: Model) -> Iterator[Flaw]:

@@ -39,9 +39,11 @@ class KvCache(Frozen):
 
     Attributes:
         memory_mib: that it may take; what running requests hold together must fit into it.
+        precision: ``auto`` is that of what is computed, two bytes or four; ``fp8`` is one.
     """
 
     memory_mib: MiB = 1024
+    precision: Literal["auto", "fp8"] = "auto"
 
 
 class GenerationCore(Frozen):
@@ -50,7 +52,10 @@ class GenerationCore(Frozen):
     Attributes:
         backend: ``vllm``, ``tensorrt_llm``; or ``scripted``, which has no model and repeats the
             prompt, for tests.
-        precision: of weights, activations and the KV cache.
+        precision: what is computed in; of ``int8`` and ``fp8``, products of 8-bit weights and
+            activations, the rest in bf16: an ordinary model is converted. Weights that are
+            quantised already are taken as they are: ``awq``, ``gptq``, ``int8``, ``fp8`` name what
+            they must be, fp16 and bf16 what is computed in.
         max_sequences: requests that share a batch; others wait.
         max_batched_tokens: that the engine computes at a time: a longer prompt takes several turns,
             between which running answers go on.
@@ -63,7 +68,7 @@ class GenerationCore(Frozen):
     """
 
     backend: Literal["vllm", "tensorrt_llm", "scripted"] = "vllm"
-    precision: Literal["fp32", "fp16", "bf16"] = "bf16"
+    precision: Literal["fp32", "fp16", "bf16", "int8", "fp8", "awq", "gptq"] = "bf16"
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 32
     max_batched_tokens: Annotated[int, Field(ge=16, le=1_000_000)] = 2048
     max_length: Annotated[int, Field(ge=2)] | None = None
@@ -84,6 +89,12 @@ class GenerationCore(Frozen):
             raise ValueError("core.max_batched_tokens must be at least core.max_sequences")
         if self.token_delay_ms is not None and self.backend != "scripted":
             raise ValueError("core.token_delay_ms is for the scripted backend")
+        quantised = self.precision not in ("fp32", "fp16", "bf16")
+        if self.backend == "tensorrt_llm" and (quantised or self.kv_cache.precision != "auto"):
+            raise ValueError(
+                "core.backend tensorrt_llm computes in fp32, fp16 or bf16 here: what it reads of "
+                "quantised weights and KV caches was never tried"
+            )
         return self
 
 

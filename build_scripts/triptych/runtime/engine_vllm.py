@@ -24,7 +24,8 @@ PRIVATE = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Of adapters, that vLLM makes room for: what `max_lora_rank` may be."""
 
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "fp16": "float16"}
+"""Of what is computed; all else is bfloat16, as with quantised weights, which say what they are."""
 
 
 class Engine:
@@ -55,11 +56,12 @@ class Engine:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         arguments = AsyncEngineArgs(
             model=str(self._folder),
-            dtype=DTYPES[settings["precision"]],
+            dtype=DTYPES.get(settings["precision"], "bfloat16"),
             max_model_len=settings["max_length"],
             max_num_seqs=settings["max_sequences"],
             max_num_batched_tokens=settings["max_batched_tokens"],
             kv_cache_memory_bytes=settings["kv_cache_mib"] << 20,
+            kv_cache_dtype=settings["kv_cache_precision"],
             enable_prefix_caching=settings["prefix_caching"],
             tensor_parallel_size=settings["tensor_parallel"],
             pipeline_parallel_size=settings["pipeline_parallel"],

@@ -1,0 +1,136 @@
+"""Which precision suits which model: what its files say of quantised weights, and the limits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triptych.errors import UserError
+from triptych.generation.describe import describe_inputs
+from triptych.generation.facts import GenerationFacts, GenerationModel
+from triptych.generation.gate import cause_of
+from triptych.generation.inputs import GenerationInputs, Prompt
+from triptych.generation.lock import lock_bytes
+from triptych.generation.metrics import LIMITS, limits_of
+from triptych.generation.quantisation import (
+    Quantisation,
+    check_precision,
+    compressed_tensors_config,
+    read_quantisation,
+)
+from triptych.pipeline.generation_spec import GenerationCore, GenerationSpec, KvCache
+from triptych.pipeline.spec_fields import ModelSource
+
+FACTS = GenerationFacts("", "LlamaForCausalLM", 64, (1,), {}, kv_values=1000, kv_heads=2)
+W4A16 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+}
+
+
+def inputs(quantised: Quantisation | None, **core: Any) -> GenerationInputs:
+    spec = GenerationSpec(
+        name="chat",
+        task="text-generation",
+        model=ModelSource(source="model"),
+        core=GenerationCore(**core),
+    )
+    model = GenerationModel(replace(FACTS, quantisation=quantised), Path(), None)
+    return GenerationInputs(spec, model, Path(), 64, ())
+
+
+def test_what_a_model_says_of_its_weights_is_named() -> None:
+    for config, name, words in (
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq", "4 bits, groups of 128"),
+        ({"quant_method": "AWQ", "w_bit": 4, "q_group_size": 64}, "awq", "4 bits, groups of 64"),
+        (
+            {"quant_method": "gptq", "bits": 8, "group_size": -1},
+            "gptq",
+            "8 bits, a scale a channel",
+        ),
+        (compressed_tensors_config("int8"), "int8", "compressed-tensors: int8"),
+        (compressed_tensors_config("fp8"), "fp8", "compressed-tensors: fp8"),
+        (W4A16, "compressed-tensors", "int4 weights alone"),
+        ({"quant_method": "mxfp4"}, "mxfp4", "mxfp4"),
+    ):
+        found = read_quantisation(config)
+        assert found is not None
+        assert found.name == name, config
+        assert words in found.words, config
+    assert read_quantisation(None) is read_quantisation({}) is None
+
+
+def test_a_precision_that_does_not_suit_the_weights_is_refused_in_words() -> None:
+    awq, other = Quantisation("awq", "awq: 4 bits"), Quantisation("mxfp4", "mxfp4")
+    for precision, stored in (
+        *((name, None) for name in ("fp32", "fp16", "bf16", "int8", "fp8")),
+        *((name, awq) for name in ("awq", "fp16", "bf16")),
+        *((name, other) for name in ("fp16", "bf16")),
+    ):
+        check_precision(precision, stored, backend="vllm")
+    for precision, stored, words in (
+        ("awq", None, "needs a model that was quantised so"),
+        ("gptq", awq, "must be awq or one of fp16, bf16"),
+        ("int8", awq, "quantised already. Given: int8, and awq: 4 bits. Set core.precision: awq"),
+        ("fp32", other, "must be one of fp16, bf16"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_precision(precision, stored, backend="vllm")
+    with pytest.raises(UserError, match="must be vllm"):
+        check_precision("bf16", awq, backend="tensorrt_llm")
+    for core in ({"precision": "int8"}, {"kv_cache": {"precision": "fp8"}}):
+        with pytest.raises(ValueError, match="never tried"):
+            GenerationCore.model_validate({"backend": "tensorrt_llm", **core})
+
+
+def test_a_token_takes_what_the_kv_cache_is_stored_in() -> None:
+    fp8 = KvCache(precision="fp8")
+    for core, size in (
+        ({"precision": "fp32"}, 4000),
+        ({"precision": "bf16"}, 2000),
+        ({"precision": "int8"}, 2000),
+        ({"precision": "awq"}, 2000),
+        ({"precision": "fp32", "kv_cache": fp8}, 1000),
+    ):
+        assert inputs(None, **core).kv_token_bytes == size, core
+
+
+def test_the_limits_are_those_of_what_is_rounded() -> None:
+    w8a8 = Quantisation("int8", "compressed-tensors: int8")
+    assert inputs(None, precision="bf16").judged_as == "bf16"
+    assert inputs(w8a8, precision="fp16").judged_as == "int8"
+    assert inputs(Quantisation("awq", "awq"), precision="awq").judged_as == "bf16"
+    both = inputs(None, precision="fp32", kv_cache=KvCache(precision="fp8")).judged_as
+    assert both == "fp32+fp8kv"
+    assert limits_of("int8") == LIMITS["int8"]
+    wider = limits_of(both)
+    assert "exact_prefix" in LIMITS["fp32"]
+    assert not wider.keys() & {"exact_prefix", "invariance"}
+    assert wider["logprob_difference"] > LIMITS["fp32"]["logprob_difference"]
+    assert limits_of("int8+fp8kv")["logprob_difference"] >= LIMITS["int8"]["logprob_difference"]
+
+
+def test_inspect_and_the_lock_name_quantised_weights(tmp_path: Path) -> None:
+    awq = Quantisation("awq", "awq: weights of 4 bits, groups of 64")
+    for quantised in (awq, None):
+        found = replace(inputs(quantised), prompts=(Prompt({"text_input": "a"}, (1, 2)),))
+        lock = json.loads(
+            lock_bytes(found, {}, versions={}, gate=None, ungated="", repository=tmp_path)
+        )
+        assert lock.get("quantisation") == (None if quantised is None else asdict(awq))
+        assert describe_inputs(found)["model"].get("weights") == (quantised and awq.words)
+
+
+def test_an_engine_that_ends_is_quoted_with_what_ended_it() -> None:
+    cause = "NotImplementedError: FP8 KV cache requires head_size divisible by 32 on CPU."
+    told = (
+        f"(EngineCore pid=7) ERROR 11-23 05:00:00 [core.py:99] {cause}\n"
+        "Traceback (most recent call last):\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed: {}\n"
+    )
+    assert cause_of(told) == cause
+    assert cause_of("killed\n") == "killed"
