@@ -31,12 +31,13 @@ from triptych.generation.checks import check_folder
 from triptych.generation.inputs import Prompt
 from triptych.generation.metrics import EVERY, LIMITS, METRICS, Answered, judge
 from triptych.generation.reference import Reference
+from triptych.generation.worker_gate import run_engine
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.spec import load_spec
 from triptych.repository.records import GateResult
+from triptych.runtime import engine_vllm
 from triptych.runtime.chat_template import ChatTemplate
 from triptych.runtime.engine_scripted import Engine
-from triptych.runtime.engine_vllm import room_for_adapters
 from triptych.runtime.faults import RequestError
 from triptych.runtime.generation_engine import Delta, Load
 from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Order
@@ -211,13 +212,13 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
         ("parameters.stops=a", "parameters.stops is not known"),
         ("adapters={a/b: x}", "should match pattern"),
         ("adapters={a: {source: x, rank: 8}}", "Given: rank. Remove it"),
-        ("parameters.adapter=a", "must be one of the adapters: none"),
+        ("parameters.adapter=a", "must be one of the adapters: there are none. Given: a"),
         ("serving.triton='24.01'", "serving.triton must be 24.10 or later"),
     ):
         with pytest.raises(UserError) as caught:
             load_generation_spec(folder, [override])
         assert said in caught.value.message, override
-    with pytest.raises(UserError, match=r"adapters need core\.backend vllm"):
+    with pytest.raises(UserError, match=r"`adapters` need core\.backend vllm"):
         load_generation_spec(folder, ["core.backend=tensorrt_llm", "adapters={a: x}"])
     with pytest.raises(UserError) as caught:
         load_spec(folder)
@@ -270,10 +271,10 @@ def test_an_adapter_is_a_plain_lora_of_the_models_sizes(tmp_path: Path) -> None:
 
 
 def test_vllm_has_room_for_all_adapters_and_a_spare_place_on_a_processor() -> None:
-    assert room_for_adapters({}, spare=True) == {}
+    assert engine_vllm.room_for_adapters({}, spare=True) == {}
     room = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 32}
-    assert room_for_adapters({"a": 8, "b": 17}, spare=False) == room
-    assert room_for_adapters({"a": 8, "b": 17}, spare=True) == {**room, "max_loras": 3}
+    assert engine_vllm.room_for_adapters({"a": 8, "b": 17}, spare=False) == room
+    assert engine_vllm.room_for_adapters({"a": 8, "b": 17}, spare=True) == {**room, "max_loras": 3}
 
 
 def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
@@ -412,3 +413,27 @@ def test_each_adapter_is_judged_by_itself() -> None:
     failed = [verdict.metric for verdict in gate.verdicts if not verdict.passed]
     assert failed == ["logprob_difference[b]", "perplexity_ratio[b]"]
     assert "mean difference of log-probabilities (adapter b): 0.08" in gate.failures[0]
+
+
+class FakeVllm(Engine):
+    """In place of vLLM: the scripted engine; a token is as likely as its adapter's name is long."""
+
+    async def score(self, key: str, ids: list[int], adapter: str) -> list[float]:
+        return [float(len(adapter))] * (len(ids) - 1)
+
+
+def test_the_gate_asks_each_prompt_of_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_vllm, "Engine", FakeVllm)
+    order = {
+        "weights": "",
+        "settings": {"token_delay_ms": 0.0, "max_sequences": 4, "max_length": 10},
+        "prompts": [[7, 8, 9], [7, 8, 9], [5, 6]],
+        "adapters": ["", "sql", "sql"],
+        "wanted": [[7], [9, 8], [6]],
+        "max_tokens": [3, 2, 3],
+        "labelled": [[[1, 2], 2, ""], [[1, 2], 2, "sql"]],
+    }
+    found = asyncio.run(run_engine(order))
+    assert found["alone"] == found["together"] == [[7, 8, 9], [9, 8], [6, 5]]
+    assert found["forced"] == [[0.0], [3.0, 3.0], [3.0]]
+    assert found["labelled"] == [[1, 2], [2, 1]]

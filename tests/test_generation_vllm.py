@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
-from generation_cases import Streams
+from generation_cases import Answer, Streams, write_adapter
 from test_generation import silent, wait_until
+from triptych.generation import build, live
+from triptych.generation.build import build_generation
 from triptych.generation.inputs import read_generation
+from triptych.generation.live import describe_generation, verify_generation
 from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.server.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
-SAMPLING = {"max_tokens": 16}
 
 
-def test_the_example_passes_its_gate_streams_and_gives_up(tmp_path: Path) -> None:
-    """`make demo-chat` as the README has it; what it built then answers more questions."""
+def test_the_example_passes_its_gate_streams_and_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make demo-chat` as the README has it; then with an adapter, which answers beside others."""
     repository = tmp_path / "repository"
     command = ["make", "demo-chat", f"CHAT_REPOSITORY={repository}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
@@ -38,21 +44,29 @@ def test_the_example_passes_its_gate_streams_and_gives_up(tmp_path: Path) -> Non
     figures = {one["metric"]: one["value"] for one in lock["gate"]["verdicts"]}
     assert figures["exact_prefix"] == figures["invariance"] == 1.0
 
-    inputs = read_generation(load_generation_spec(ROOT / "pipelines/chat"), silent)
-    sent = [dict(prompt.sent) for prompt in inputs.prompts[:4]]
+    # The gate is left out here: `verify` does the same, live.
+    monkeypatch.setattr(build, "check_generation", lambda *_, **__: None)
+    monkeypatch.setattr(live, "PROMPTS", 2)
+    folder = tmp_path / "chat"
+    shutil.copytree(ROOT / "pipelines/chat", folder)
+    inputs = read_generation(load_generation_spec(folder), silent)
+    write_adapter(tmp_path / "pirate", inputs.weights, rank=8)
+    inputs = read_generation(load_generation_spec(folder, ["adapters.pirate=../pirate"]), silent)
+    build_generation(inputs, repository, silent)
     server = Server(repository)
     try:
         server.start()
         server.wait_ready(timeout_s=900)
+        found = verify_generation(
+            inputs, repository, nullcontext(server), silent, clients=4, timeout_s=120
+        )
+        assert found.passed, list(describe_generation(found))
+        figures = {one.metric: one.value for one in found.gate.verdicts}
+        for name in ("exact_prefix", "invariance"):
+            assert figures[name] == figures[f"{name}[pirate]"] == 1
         chat = Streams(server.grpc_url, "chat")
-        alone = [chat.ask(**one, sampling_parameters=SAMPLING) for one in sent]
-        with ThreadPoolExecutor(len(sent)) as pool:
-            among = list(pool.map(lambda one: chat.ask(**one, sampling_parameters=SAMPLING), sent))
-        assert [one.ids for one in alone] == [one.ids for one in among]
-        assert all(len(one.chunks) > 2 for one in alone)
-        whole = chat.ask(**sent[0], stream=False, sampling_parameters=SAMPLING)
-        assert whole.text == alone[0].text
-        story = {"text_input": sent[0].get("text_input") or "Once upon a time"}
+        ask_by_schema(chat)
+        story = {"text_input": "Once upon a time"}
         long = {**story, "sampling_parameters": {"max_tokens": 1500, "temperature": 1, "seed": 1}}
         calls = [chat.open(long), chat.open(long)]
         for call in calls:
@@ -65,3 +79,46 @@ def test_the_example_passes_its_gate_streams_and_gives_up(tmp_path: Path) -> Non
         chat.close()
     finally:
         server.stop()
+
+
+def ask_by_schema(chat: Streams) -> None:
+    """An answer fits its schema; one that cannot be compiled is refused, and harms no neighbour."""
+    question = [{"role": "user", "content": "Which city is the capital of France? Is it big?"}]
+    city, big = {"enum": ["Paris", "Rome", "Oslo"]}, {"type": "boolean"}
+    fine = {
+        "type": "object",
+        "properties": {"city": city, "big": big},
+        "required": ["city", "big"],
+        "additionalProperties": False,
+    }
+    # With white space between, this model never ends a list.
+    numbers = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2, "maxItems": 3}
+
+    def ask(schema: object, adapter: str = "") -> Answer:
+        most = 64 if schema else 16
+        sampling = {"max_tokens": most, "json_schema": schema, "adapter": adapter}
+        return chat.ask(messages=question, sampling_parameters=sampling)
+
+    plain = ask(None)
+    assert len(plain.chunks) > 2
+    with ThreadPoolExecutor(6) as pool:
+        asked = [
+            pool.submit(ask, *one)
+            for one in (
+                (None,),
+                ({"type": "string", "pattern": "("},),
+                (fine,),
+                (fine, "pirate"),
+                (None, "pirate"),
+                (numbers,),
+            )
+        ]
+        beside, broken, *guided, other, listed = [one.result() for one in asked]
+    assert beside.ids == plain.ids != other.ids
+    assert "sampling_parameters" in broken.error
+    assert len(json.loads(listed.text)) in (2, 3)
+    for answer in guided:
+        said = json.loads(answer.text)
+        assert set(said) == {"city", "big"}
+        assert said["city"] in city["enum"]
+        assert isinstance(said["big"], bool)

@@ -271,4 +271,4 @@ def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
 
 def _weights_mib(repository: Path, spec: Spec) -> float:
     folder = repository / f"{spec.name}_core/1" / MODEL_FOLDER
-    return sum(file.stat().st_size for file in folder.glob("*")) / _MIB
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / _MIB

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from triptych.errors import UserError, closest
 from triptych.pipeline.slo import GenerationSlo
 from triptych.pipeline.spec import load_as
 from triptych.pipeline.spec_fields import Frozen, ModelSource, Positive, check_release
@@ -162,14 +163,6 @@ class GeneratingSpec(Frozen):
                 raise ValueError(f"parameters.{name} {fault}")
         return given
 
-    @model_validator(mode="after")
-    def _has_its_adapter(self) -> GeneratingSpec:
-        chosen = self.parameters.get(ADAPTER)
-        if chosen and chosen not in self.adapter_names:
-            known = ", ".join(self.adapter_names) or "none"
-            raise ValueError(f"parameters.{ADAPTER} must be one of the adapters: {known}")
-        return self
-
 
 class GenerationSpec(GeneratingSpec):
     """One pipeline that goes on with a text or a conversation, as declared.
@@ -187,12 +180,6 @@ class GenerationSpec(GeneratingSpec):
     def adapter_names(self) -> tuple[str, ...]:
         return tuple(self.adapters)
 
-    @model_validator(mode="after")
-    def _runs_adapters(self) -> GenerationSpec:
-        if self.adapters and self.core.backend == "tensorrt_llm":
-            raise ValueError("adapters need core.backend vllm: TensorRT-LLM gets none here")
-        return self
-
 
 def load_generation_spec(folder: Path, overrides: Sequence[str] = ()) -> GenerationSpec:
     """Read ``folder/pipeline.yaml``, then the overrides.
@@ -200,4 +187,25 @@ def load_generation_spec(folder: Path, overrides: Sequence[str] = ()) -> Generat
     Raises:
         UserError: a missing file, bad YAML, an unknown key or a value out of range.
     """
-    return load_as(GenerationSpec, folder, overrides, {}, {})
+    spec = load_as(GenerationSpec, folder, overrides, {}, {})
+    if spec.adapters and spec.core.backend == "tensorrt_llm":
+        raise UserError(
+            "adapters",
+            "need core.backend vllm: TensorRT-LLM gets none here",
+            given=", ".join(spec.adapters),
+            remedy="Choose vllm, or merge the adapter into the model",
+        )
+    check_chosen_adapter(spec)
+    return spec
+
+
+def check_chosen_adapter(spec: GeneratingSpec) -> None:
+    """Raises a `UserError` where `parameters` name an adapter that the pipeline does not have."""
+    chosen = spec.parameters.get(ADAPTER)
+    if chosen and chosen not in spec.adapter_names:
+        raise UserError(
+            f"parameters.{ADAPTER}",
+            f"must be one of the adapters: {', '.join(spec.adapter_names) or 'there are none'}",
+            given=chosen,
+            remedy=f"{closest(chosen, spec.adapter_names)}Correct it, or leave it out",
+        )

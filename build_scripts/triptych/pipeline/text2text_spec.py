@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from triptych.pipeline.generation_spec import GeneratingSpec
+from triptych.pipeline.generation_spec import GeneratingSpec, check_chosen_adapter
 from triptych.pipeline.spec import load_as
 from triptych.pipeline.spec_fields import Frozen, Positive
 
@@ -62,4 +62,6 @@ def load_text2text_spec(folder: Path, overrides: Sequence[str] = ()) -> Text2Tex
     Raises:
         UserError: a missing file, bad YAML, an unknown key or a value out of range.
     """
-    return load_as(Text2TextSpec, folder, overrides, {}, {})
+    spec = load_as(Text2TextSpec, folder, overrides, {}, {})
+    check_chosen_adapter(spec)
+    return spec

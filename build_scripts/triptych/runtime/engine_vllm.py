@@ -65,8 +65,9 @@ class Engine:
             pipeline_parallel_size=settings["pipeline_parallel"],
             # Only a schema needs the tokenizer here: text is neither read nor made.
             skip_tokenizer_init=not (self._folder / TOKENIZER_FILE).is_file(),
-            # One for all requests, so that a schema is taken or refused whatever came before it.
-            structured_outputs_config={"backend": "xgrammar"},
+            # One for all requests, so that a schema is taken or refused whatever came before it. A
+            # model that may write white space anywhere in JSON may never end it.
+            structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
             # The pipeline's parameters are the defaults, not the model's file.
             generation_config="vllm",
             enforce_eager=current_platform.is_cpu(),
