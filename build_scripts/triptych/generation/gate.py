@@ -199,11 +199,13 @@ def _streamed(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) 
     return "".join([*(stream.add([token]) for token in ids), stream.finish()])
 
 
-def _run_worker(python: Path, inputs: AnyInputs, order: Mapping[str, Any], result: Path) -> None:
+def _run_worker(
+    python: Path, inputs: AnyInputs, weights: Path, order: Mapping[str, Any], result: Path
+) -> None:
     with scratch_folder("triptych-generation-gate-") as scratch:
-        file, weights = scratch / "order.json", scratch / "weights"
-        _link_weights(inputs, weights)
-        file.write_text(json.dumps({**order, "weights": str(weights)}), encoding="utf-8")
+        file, folder = scratch / "order.json", scratch / "weights"
+        _link_weights(inputs, weights, folder)
+        file.write_text(json.dumps({**order, "weights": str(folder)}), encoding="utf-8")
         done = subprocess.run(
             [str(python), str(_WORKER), str(PACKAGE.parent), str(file), str(result)],
             capture_output=True,
