@@ -15,6 +15,7 @@ from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import declare
 from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_engine import MODEL_FOLDER
+from triptych.runtime.generation_series import edges_of
 from triptych.runtime.generation_wire import CONTEXT_TOKENS, TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
 from triptych.tensors import Tensor
@@ -77,6 +78,7 @@ def render_generation(inputs: GenerationInputs | Text2TextInputs) -> dict[str, C
             TO_CORE,
             {
                 **inputs.prompt_settings,
+                "pipeline": name,
                 "parameters": {**_OWN_DEFAULTS.get(spec.task, {}), **spec.parameters},
                 "max_text_bytes": spec.max_text_bytes,
             },
@@ -144,6 +146,7 @@ def _core_settings(inputs: GenerationInputs | Text2TextInputs) -> dict[str, obje
         "max_requests": spec.serving.queue.max_size,
         "max_length": inputs.max_length,
         "max_sequences": spec.core.max_sequences,
+        "time_edges_ms": edges_of(spec.serving.slo.limits_ms),
     }
     if isinstance(inputs, Text2TextInputs):
         return {**settings, **inputs.engine_settings, "context_tokens": 0}
