@@ -270,6 +270,7 @@ def test_what_streams_late_hangs_or_finds_no_place_is_told(talking: Case, tmp_pa
             'ended,how="stop"': phased(USUAL, USUAL / 2 if wrong == "fault" else USUAL),
             'ended,how="overloaded"': phased(0, USUAL / 2 if wrong == "fault" else 0),
             'ended,how="refused"': phased(0, 9 * USUAL if wrong == "client" else 0),
+            'unprepared,how="error"': phased(0, 0),
             'tokens,kind="new"': phased(USUAL, 0 if wrong == "hang" else USUAL),
             "under_way": phased(4, 4),
             "waiting": phased(0, 3 if wrong == "crowd" else 0),

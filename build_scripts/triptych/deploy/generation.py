@@ -81,7 +81,7 @@ class GenerationBasis:
     @property
     def cores(self) -> Because:
         milli = float(self.sizes.cpu_milli.value.removesuffix("m"))
-        return Because(milli / 1000, "not measured, by an estimate")
+        return Because(milli / 1000, "by an estimate")
 
     @property
     def limits_ms(self) -> Sequence[float]:

@@ -25,7 +25,8 @@ class GenerationMetrics(Metrics):
 
     def ended(self, window: str) -> str:
         """Requests that came to an end during a window, but those that were at fault."""
-        return f"sum(increase({self._ended(_OURS)}[{self.window(window)}]))"
+        span = self.window(window)
+        return f"sum(increase({self._ended(_OURS)}[{span}]))"
 
     def ended_by_how(self, window: str) -> str:
         """Requests a second that came to an end, by ``how``."""
@@ -34,7 +35,8 @@ class GenerationMetrics(Metrics):
     def faulty_share(self, window: str) -> str:
         """Share of `ended` that failed or found no room: 0 to 1; NaN without requests."""
         bad, all_ = (self._rate(self._ended(which), window) for which in (_FAULTS, _OURS))
-        return f"{bad} / {all_}"
+        lost = self._rate(self._unprepared('how="error"'), window)
+        return f"({bad} + ({lost} or vector(0))) / ({all_} + ({lost} or vector(0)))"
 
     def late_share(self, moment: str, limit_ms: float, window: str) -> str:
         """Share of the times of a moment that are above an edge; NaN without any."""
@@ -73,6 +75,13 @@ class GenerationMetrics(Metrics):
         busy = f"sum by (pod) (min_over_time({self.gauge('under_way')}[{span}])) > 0"
         tokens = self._of_pipeline(f"{PREFIX}_tokens", 'kind="new"')
         return f"{busy}\nand sum by (pod) (increase({tokens}[{span}])) == 0"
+
+    def unprepared_by_how(self, window: str) -> str:
+        """Requests a second that did not reach the core, by ``how``."""
+        return f"sum by (how) (rate({self._unprepared()}[{self.window(window)}]))"
+
+    def _unprepared(self, *where: str) -> str:
+        return self._of_pipeline(f"{PREFIX}_unprepared", *where)
 
     def _ended(self, *where: str) -> str:
         return self._of_pipeline(f"{PREFIX}_ended", *where)

@@ -203,7 +203,10 @@ def _work(metrics: GenerationMetrics) -> Iterator[Panel]:
         "Requests a second by their end. overloaded: no room, see Load. error: kubectl logs. "
         "refused: a client's mistake. cancelled: clients that left, and stop strings.",
         "reqps",
-        {"{{how}}": metrics.ended_by_how(_WINDOW)},
+        {
+            "{{how}}": metrics.ended_by_how(_WINDOW),
+            "before the core: {{how}}": metrics.unprepared_by_how(_WINDOW),
+        },
     )
     yield Panel(
         "Tokens",

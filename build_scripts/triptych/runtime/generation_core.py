@@ -233,6 +233,7 @@ class TritonPythonModel:
         self._load = load
 
     async def _tick(self) -> None:
+        sending: asyncio.Future[None] | None = None
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -242,9 +243,10 @@ class TritonPythonModel:
             self._early = {name: at for name, at in self._early.items() if now - at < EARLY_S}
             # An engine that nothing is asked of takes no steps, and tells of none.
             load = self._load if self._streams else Load()
-            due = self._counts.due(load, len(self._streams))
-            if due:  # the server is waited for elsewhere
-                await asyncio.to_thread(self._counts.send, due)
+            if sending is None or sending.done():
+                due = self._counts.due(load, len(self._streams))
+                if due:  # the server is waited for elsewhere
+                    sending = asyncio.ensure_future(asyncio.to_thread(self._counts.send, due))
 
     def _on_loop(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -19,26 +19,33 @@ import triton_python_backend_utils as pb_utils
 from .generation_engine import Delta, Load
 from .generation_series import COUNTERS, ENDS, GAUGES, MOMENTS, PREFIX, TOKENS, edge_label
 
-FLUSH_S = 2.0
+FLUSH_S, SHOW_S, CALM_S = 5.0, 0.2, 2.0
+"""Between two times that counts go out, and gauges; and from the start to the first of them.
+Seldom, and not while others start: a server of 24.10 may abort at a call (`lock_exception`), since
+its side locks what ours, done, has freed already; seen on a machine that was busy."""
+
 _Key = tuple[str, str]
 
 
-class Ends:
-    """How requests end, told at once: where few do."""
+class Unprepared:
+    """Requests that do not reach the core: ``refused`` and ``error`` of `ENDS`, told at once."""
 
     def __init__(self, pipeline: str) -> None:
         self._metrics: Mapping[str, Any] = {}
         try:
-            self._family = _family("ended", COUNTERS["ended"], pb_utils.MetricFamily.COUNTER)
-            labels = {"pipeline": pipeline}
+            # Of its own name: a metric that two models share dies with the first of them.
+            self._family = _family(
+                "unprepared", COUNTERS["unprepared"], pb_utils.MetricFamily.COUNTER
+            )
             self._metrics = {
-                how: self._family.Metric(labels={**labels, "how": how}) for how in ENDS
+                how: _metric(self._family, {"pipeline": pipeline, "how": how})
+                for how in ("refused", "error")
             }
         except Exception:  # a server without such metrics serves all the same
             return
 
     def count(self, how: str) -> None:
-        """One more, by one of `ENDS`."""
+        """One more."""
         with suppress(Exception):  # counts are no reason to fail a request
             self._metrics[how].increment(1)
 
@@ -68,12 +75,10 @@ class GenerationCounts:
         self._counted: Counter[_Key] = Counter()
         self._shown: dict[str, float] = {}
         self._due_at = 0.0
+        self._show_at: float | None = None
         self._families: list[Any] = []  # a metric dies with its family
-        self._metrics: dict[_Key, Any] = {}
-        try:
-            self._make_all(settings["pipeline"])
-        except Exception:  # a server without such metrics serves all the same
-            self._metrics = {}
+        self._metrics: dict[_Key, Any] | None = None
+        self._pipeline: str = settings["pipeline"]
 
     def take(self, clock: Clock, delta: Delta, prompt_tokens: int) -> None:
         """Count what came of an answer."""
@@ -92,16 +97,21 @@ class GenerationCounts:
 
     def end(self, how: str) -> None:
         """Count the end of a request, by one of `ENDS`."""
-        self._counted["ended", how] += 1
+        self._counted["ended", how if how in ENDS else "error"] += 1
 
     def due(self, load: Load, under_way: int) -> Mapping[_Key, float]:
         """What `send` is to send now: gauges that changed, and at times all that was counted."""
+        now = time.monotonic()
+        if self._show_at is None:
+            self._show_at = now + CALM_S
+        if now < self._show_at:
+            return {}
+        self._show_at = now + SHOW_S
         gauges = {"under_way": under_way, **load._asdict()}
         found: dict[_Key, float] = {
             (name, ""): value for name, value in gauges.items() if self._shown.get(name) != value
         }
         self._shown = gauges
-        now = time.monotonic()
         if now >= self._due_at:
             self._due_at = now + FLUSH_S
             found.update(self.rest())
@@ -124,13 +134,15 @@ class GenerationCounts:
         return {key: value for key, value in found.items() if value}
 
     def send(self, values: Mapping[_Key, float]) -> None:
-        """Put values on the page; waits for the server at each."""
+        """Put values on the page; waits for the server at each. The first call makes them."""
         try:
+            if self._metrics is None:
+                self._metrics = self._made()
             for key, value in values.items():
                 if self._metrics:
                     metric = self._metrics[key]
                     metric.set(value) if key[0] in GAUGES else metric.increment(value)
-        except Exception:  # counts are no reason to fail a request
+        except Exception:  # counts are no reason to fail a request, nor a server without metrics
             self._metrics = {}
 
     def _time(self, moment: str, seconds: float) -> None:
@@ -138,7 +150,8 @@ class GenerationCounts:
         self._buckets[moment][bisect_left(self._edges[moment], ms)] += 1
         self._sums_ms[moment] += ms
 
-    def _make_all(self, pipeline: str) -> None:
+    def _made(self) -> dict[_Key, Any]:
+        made: dict[_Key, Any] = {}
         gauge, counter = pb_utils.MetricFamily.GAUGE, pb_utils.MetricFamily.COUNTER
         for name, words, kind, label, values in (
             *((name, words, gauge, "", [""]) for name, words in GAUGES.items()),
@@ -149,8 +162,9 @@ class GenerationCounts:
             family = _family(name, words, kind)
             self._families.append(family)
             for value in values:
-                labels = {"pipeline": pipeline, **({label: value} if label else {})}
-                self._metrics[name, value] = family.Metric(labels=labels)
+                labels = {"pipeline": self._pipeline, **({label: value} if label else {})}
+                made[name, value] = _metric(family, labels)
+        return made
 
     def _histograms(self) -> Iterator[tuple[str, str, str, list[str]]]:
         """Name, description, label and its values."""
@@ -163,3 +177,7 @@ class GenerationCounts:
 
 def _family(name: str, words: str, kind: Any) -> Any:
     return pb_utils.MetricFamily(name=f"{PREFIX}_{name}", description=words, kind=kind)
+
+
+def _metric(family: Any, labels: Mapping[str, str]) -> Any:
+    return family.Metric(labels=dict(labels))

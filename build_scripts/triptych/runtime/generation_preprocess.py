@@ -10,7 +10,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .faults import RequestError
-from .generation_counts import Ends
+from .generation_counts import Unprepared
 from .generation_wire import LONGEST_NAME, SHORTEST_NAME, Order
 from .prompts import Prompts
 from .sampling_parameters import DEFAULTS, FIELD, check_sampling
@@ -34,7 +34,7 @@ class TritonPythonModel:
         self._max_length: int = settings["max_length"]
         self._max_answer: int | None = settings["max_answer"]
         self._max_text_bytes: int = settings["max_text_bytes"]
-        self._ends = Ends(settings["pipeline"])
+        self._unprepared = Unprepared(settings["pipeline"])
         make_private()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -53,7 +53,7 @@ class TritonPythonModel:
                 ]
             )
         except Exception as error:
-            self._ends.count("refused" if isinstance(error, RequestError) else "error")
+            self._unprepared.count("refused" if isinstance(error, RequestError) else "error")
             return error_response(error)
 
     def _ordered(self, inputs: Inputs) -> tuple[list[int], Order]:

@@ -13,7 +13,8 @@ GAUGES = {
 }
 COUNTERS = {
     "tokens": "Tokens, by kind",
-    "ended": "Requests that came to an end, by how",
+    "ended": "Requests that came to an end in the core, by how",
+    "unprepared": "Requests that preprocess could make no token ids of, by how",
 }
 TOKENS = ("prompt", "cached", "new")
 """Kinds: of prompts whose answers began, those of them that need not be computed, of answers."""
@@ -27,9 +28,9 @@ ENDS = ("stop", "length", "cancelled", "refused", "overloaded", "error")
 ``cancelled``: nobody waits for it, or a stop string came."""
 
 _EDGES_MS: Mapping[str, tuple[float, ...]] = {
-    "ttft": (20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 100_000),
-    "itl": (5, 10, 20, 50, 100, 200, 500, 1000, 5000),
-    "e2e": (200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 300_000),
+    "ttft": (50, 200, 500, 1000, 5000, 20_000),
+    "itl": (10, 20, 50, 100, 500),
+    "e2e": (500, 2000, 10_000, 50_000, 200_000),
 }
 
 
