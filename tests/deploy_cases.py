@@ -17,6 +17,7 @@ import yaml
 
 from conftest import ROOT, write_pipeline
 from container_cases import ENSEMBLE
+from generation_cases import write_pipeline as write_generating
 from load_samples import bench as bench_result
 from load_samples import rate_search, subject
 from triptych.bench.points import to_json
@@ -24,6 +25,7 @@ from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import Options
 from triptych.fleet.reasons import plain
+from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.pipeline.slo import Slo
 from triptych.pipeline.spec import load_spec
 from triptych.releases import parse_release
@@ -35,6 +37,7 @@ from triptych.tasks.task import Core
 KUBERNETES = ("1.37", "1.36", "1.35")
 """The newest two, and the oldest that is supported (November 2026)."""
 PROMISE = {"p99_ms": 80.0}
+WEIGHTS_MIB = 2
 ENGINE = EngineRecord(
     key="key",
     onnx_sha256="0" * 64,
@@ -98,6 +101,21 @@ def write_bench(folder: Path, **changes: Any) -> Path:
     (folder / "bench").mkdir(parents=True)
     (folder / "bench/bench.json").write_text(json_text(to_json(result)))
     return folder
+
+
+def write_generation(folder: Path, *overrides: str) -> Path:
+    """A repository with the pipeline `talk` as `build` leaves it, as far as `deploy` reads it."""
+    pipeline = write_generating(folder / "talk", folder / "model", backend="vllm")
+    spec = load_generation_spec(pipeline, ["core.max_sequences=10", *overrides])
+    repository = folder / "repository"
+    (repository / "talk").mkdir(parents=True)
+    (repository / "talk/config.pbtxt").write_text(ENSEMBLE.format(name="talk"))
+    lock = {"spec": spec.model_dump(mode="json", exclude={"folder"}), "files": {}}
+    (repository / "talk/triptych.lock.json").write_text(json.dumps(lock))
+    weights = repository / "talk_core/1/weights"
+    weights.mkdir(parents=True)
+    (weights / "model.safetensors").write_bytes(bytes(WEIGHTS_MIB << 20))
+    return repository
 
 
 def options(**changes: Any) -> Options:

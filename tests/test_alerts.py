@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from conftest import ROOT
-from deploy_cases import ENGINE, options, write_built
+from deploy_cases import ENGINE, options, write_built, write_generation
 from peers.prometheus_tools import tool
 from triptych.deploy.alertmanager import alertmanager
-from triptych.deploy.kubernetes import kubernetes_manifests
+from triptych.deploy.targets import manifests_of
 from triptych.fleet.reasons import plain, yaml_of
 from triptych.releases import parse_release
 from triptych.repository.latencies import HISTOGRAM
@@ -66,7 +66,7 @@ def deployed(
         watch_image="watch:1" if samples else None,
         **BY_HAND,
     )
-    made = kubernetes_manifests(repository, "minilm", chosen, folder / "none")
+    made = manifests_of(repository, "minilm", chosen, folder / "none")
     documents = {file: plain(document) for file, document in made.files.items()}
     return Case(f"{'-'.join(promise)}-{watched}", promise, watched, documents)
 
@@ -79,6 +79,16 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
         for number, promise in enumerate(PROMISES)
         for watched in WATCHED
     ]
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A pipeline that generates text: ten places in each replica's batch, on a GPU."""
+    limits = ("serving.slo.ttft_p99=500ms", "serving.slo.itl_p99=50ms", "serving.slo.e2e_p50=8s")
+    repository = write_generation(tmp_path_factory.mktemp("talking"), *limits)
+    made = manifests_of(repository, "talk", options(name="talk"), repository)
+    documents = {file: plain(document) for file, document in made.files.items()}
+    return Case("talk", {}, "core", documents)
 
 
 def promtool(*words: str | Path) -> str:
@@ -160,12 +170,14 @@ def write_test(
     folder: Path, name: str, case: Case, steps: list[tuple[float, float]],
     checks: list[dict[str, Any]], more: tuple[dict[str, str], ...] = (),
 ) -> Path:  # fmt: skip
+    return write_case(folder, name, case, [*series(case, steps), *more], checks)
+
+
+def write_case(
+    folder: Path, name: str, case: Case, held: list[dict[str, str]], checks: list[dict[str, Any]]
+) -> Path:
     file = folder / f"{name}.test.yaml"
-    one = {
-        "interval": f"{STEP_MIN}m",
-        "input_series": [*series(case, steps), *more],
-        "alert_rule_test": checks,
-    }
+    one = {"interval": f"{STEP_MIN}m", "input_series": held, "alert_rule_test": checks}
     content = {
         "rule_files": [write_rules(folder, case).name],
         "evaluation_interval": f"{STEP_MIN}m",
@@ -228,6 +240,78 @@ def test_a_fleet_that_is_too_small_short_of_replicas_or_unseen_is_told(
             for one in check["exp_alerts"]:
                 one["exp_labels"] = {**one["exp_labels"], "deployment": "minilm"}
     promtool("test", "rules", write_test(tmp_path, "fleet", case, busy, checks, (missing,)))
+
+
+def test_what_streams_late_hangs_or_finds_no_place_is_told(talking: Case, tmp_path: Path) -> None:
+    """A replica of ten places. An hour is well, then one thing is wrong, then all is well."""
+    alerts = talking.alerts
+    assert {name.removeprefix("Talk") for name in alerts} == {
+        *(
+            f"{what}Burn{window}"
+            for what in ("Failures", "SlowTtftP99", "SlowItlP99", "SlowE2EP50")
+            for window in ("1h", "6h", "3d")
+        ),
+        *("Silent", "Crowded", "KvCacheFull", "ReplicaNotReady", "NoMetrics"),
+    }
+    phases = (30, 30, 15)
+
+    def phased(well: float, wrong: float) -> list[float]:
+        steps = zip((well, wrong, well), phases, strict=True)
+        return [value for value, count in steps for _ in range(count)]
+
+    def story(wrong: str) -> dict[str, list[float]]:
+        """Series to their values, or for counters their increases; what is wrong meanwhile."""
+        late = {moment: 0.0 if wrong == moment else USUAL for moment in ("ttft", "itl", "e2e")}
+        return {
+            'ttft_ms_bucket,le="500"': phased(USUAL, late["ttft"]),
+            'itl_ms_bucket,le="50"': phased(USUAL, late["itl"]),
+            'e2e_ms_bucket,le="8000"': phased(USUAL, late["e2e"]),
+            **{f"{moment}_ms_count": phased(USUAL, USUAL) for moment in late},
+            'ended,how="stop"': phased(USUAL, USUAL / 2 if wrong == "fault" else USUAL),
+            'ended,how="overloaded"': phased(0, USUAL / 2 if wrong == "fault" else 0),
+            'ended,how="refused"': phased(0, 9 * USUAL if wrong == "client" else 0),
+            'unprepared,how="error"': phased(0, 0),
+            'tokens,kind="new"': phased(USUAL, 0 if wrong == "hang" else USUAL),
+            "under_way": phased(4, 4),
+            "waiting": phased(0, 3 if wrong == "crowd" else 0),
+            "kv_cache_share": phased(0.5, 0.95 if wrong == "crowd" else 0.5),
+        }
+
+    gauges = ("under_way", "waiting", "kv_cache_share")
+    files = []
+    for wrong, raises in {
+        "ttft": {"TalkSlowTtftP99Burn1h", "TalkSlowTtftP99Burn6h"},
+        "itl": {"TalkSlowItlP99Burn1h", "TalkSlowItlP99Burn6h"},
+        "e2e": {"TalkSlowE2EP50Burn1h"},
+        "fault": {"TalkFailuresBurn1h", "TalkFailuresBurn6h"},
+        "hang": {"TalkSilent"},
+        "crowd": {"TalkCrowded", "TalkKvCacheFull"},
+        "client": set(),
+    }.items():
+        where = 'namespace="default",pod="talk-1",pipeline="talk"'
+        series = [
+            {
+                "series": f"triptych_generation_{name.partition(',')[0]}"
+                f"{{{','.join((where, *name.split(',')[1:]))}}}",
+                "values": " ".join(map(str, each)) if name in gauges else counter(each),
+            }
+            for name, each in story(wrong).items()
+        ]
+        inference = f'nv_inference_count{{{where},model="talk_preprocess"}}'
+        series.append({"series": inference, "values": counter(phased(USUAL, USUAL))})
+        checks = [
+            raised(talking, minute, name, is_raised=minute == 116 and name in raises)
+            for minute in (58, 116, 148)
+            for name in alerts
+            if not (minute > 58 and ("Burn3d" in name or ("Burn6h" in name and name not in raises)))
+            and not (minute == 148 and "Burn6h" in name)
+        ]
+        if wrong == "hang":
+            for check in checks:
+                for one in check["exp_alerts"]:
+                    one["exp_labels"] = {**one["exp_labels"], "pod": "talk-1"}
+        files.append(write_case(tmp_path, wrong, talking, series, checks))
+    promtool("test", "rules", *files)
 
 
 def test_rows_that_drifted_are_told(tmp_path: Path) -> None:
@@ -308,7 +392,9 @@ def test_the_alertmanager_example_wakes_somebody_once(cases: list[Case], tmp_pat
     assert kinds == {"failures", "latency", "saturation", "replicas", "metrics"}
 
 
-def test_the_dashboard_is_as_grafana_has_it(cases: list[Case], tmp_path: Path) -> None:
+def test_the_dashboard_is_as_grafana_has_it(
+    cases: list[Case], talking: Case, tmp_path: Path
+) -> None:
     """Grafana's own types read it and lose nothing; each panel says what to do."""
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -317,7 +403,7 @@ def test_the_dashboard_is_as_grafana_has_it(cases: list[Case], tmp_path: Path) -
         tmp_path, {"p99_ms": 80.0}, "envoy", engine=ENGINE, core={"backend": "tensorrt"},
         mean_tokens=20.0, samples=True,
     )  # fmt: skip
-    for case in (*cases, gpu):
+    for case in (*cases, talking, gpu):
         (text,) = case.documents["base/dashboard.yaml"]["data"].values()
         made = json.loads(text)
         read = json.loads(JSONEncoder().encode(Dashboard.from_json(made)))
@@ -348,12 +434,13 @@ def within(part: Any, whole: Any) -> bool:
     return bool(part == whole)
 
 
-def test_the_runbook_has_an_entry_for_each_alert(cases: list[Case], tmp_path: Path) -> None:
+def test_the_runbook_has_an_entry_for_each_alert(
+    cases: list[Case], talking: Case, tmp_path: Path
+) -> None:
     drifting = deployed(tmp_path, {"p99_ms": 80.0}, "histogram", samples=True, mean_tokens=20.0)
-    names = {name for case in (*cases, drifting) for name in case.alerts}
+    names = {name for case in (*cases, talking, drifting) for name in case.alerts}
     kinds = {
-        re.sub(r"P[\d_]+(?=Burn|Missed)|(?<=Burn)\w+$", "", name.removeprefix("Minilm"))
-        for name in names
+        re.sub(r"P[\d_]+(?=Burn|Missed)|(?<=Burn)\w+$|^(Minilm|Talk)", "", name) for name in names
     }
     guide = (ROOT / "docker/README.md").read_text()
     runbook = guide.split("## Runbook")[1].split("\n## ")[0]

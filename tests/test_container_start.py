@@ -31,8 +31,8 @@ from triptych.container.lock_check import check_repository
 from triptych.container.machine import read_machine
 from triptych.container.sizes import largest_request_mib
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.kubernetes import kubernetes_manifests
 from triptych.deploy.options import Options
+from triptych.deploy.targets import manifests_of
 from triptych.releases import Release
 from triptych.server.leftovers import (
     MARK_VARIABLE,
@@ -103,7 +103,7 @@ def test_what_deploy_writes_runs_here(
         memory_mib=2048,
         gateway="public",  # the rate is the servers' own then
     )
-    made = kubernetes_manifests(repository, "minilm_packed", options, tmp_path)
+    made = manifests_of(repository, "minilm_packed", options, tmp_path)
     write_manifests(tmp_path / "out", made.files)
     text = (tmp_path / "out/base/deployment.yaml").read_text()
     (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]

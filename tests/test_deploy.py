@@ -34,8 +34,8 @@ from triptych.cli import app
 from triptych.container.flags import Options as ServerOptions
 from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.kubernetes import kubernetes_manifests
 from triptych.deploy.options import mebibytes
+from triptych.deploy.targets import manifests_of
 from triptych.errors import UserError
 from triptych.fleet.reasons import plain, reasons_of, yaml_of
 from triptych.pipeline.slo import Slo
@@ -48,7 +48,7 @@ TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
 def manifests(folder: Path, engine: Any = None, **fields: Any) -> Manifests:
     """Of a pipeline of these fields with a usual bench."""
     repository = write_built(folder, engine=engine, **fields)
-    return kubernetes_manifests(repository, "minilm", options(), write_bench(folder / "reports"))
+    return manifests_of(repository, "minilm", options(), write_bench(folder / "reports"))
 
 
 def expressions(made: Manifests) -> list[str]:
@@ -151,7 +151,7 @@ def test_replicas_follow_from_the_capacity_that_was_measured(tmp_path: Path) -> 
     slo = Slo(p99_ms=80.0, throughput=400.0)
     reports = write_bench(tmp_path / "reports", slo=slo, rate=rate_search(slo))
     usual = options(growth=0.6, ready_s=25.0, peak_per_s=1000.0)
-    made = kubernetes_manifests(repository, "minilm", usual, reports)
+    made = manifests_of(repository, "minilm", usual, reports)
     spec = document(made, "scaled-object.yaml")["spec"]
     # 25 s to ready, 30 of the window, 15 each to a scrape, KEDA and the autoscaler: 100 s, in which
     # the rate doubles at 60 % a minute; and 10 % off is left alone. 150/s held, 150 / 2 / 1.1.
@@ -164,7 +164,7 @@ def test_replicas_follow_from_the_capacity_that_was_measured(tmp_path: Path) -> 
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 300
     by_hand = replace(usual, capacity_per_s=100.0, ready_s=200.0)
-    made = kubernetes_manifests(repository, "minilm", by_hand, reports)
+    made = manifests_of(repository, "minilm", by_hand, reports)
     spec = document(made, "scaled-object.yaml")["spec"]
     assert spec["triggers"][0]["metadata"]["threshold"] == f"{100 / 3.75 / 1.1:.4g}"
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
@@ -185,7 +185,7 @@ def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:
                 cpu_cores=1.0,
                 memory_mib=2048,
             )
-            made = kubernetes_manifests(repository, "minilm", by_hand, tmp_path / "none")
+            made = manifests_of(repository, "minilm", by_hand, tmp_path / "none")
             (name, limit_ms), case = next(iter(promise.items())), (serving, release)
             budget = 1 - float(name[1:-3].replace("_", ".")) / 100
             found = alerts(made)
@@ -233,7 +233,7 @@ def test_every_number_says_why(tmp_path: Path) -> None:
         "spec.advanced.horizontalPodAutoscalerConfig.behavior.scaleDown.stabilizationWindowSeconds",
     ):
         assert by_field[field]["reason"], field
-    again = kubernetes_manifests(repository, "minilm", options(), tmp_path / "reports/minilm")
+    again = manifests_of(repository, "minilm", options(), tmp_path / "reports/minilm")
     for file, node in again.files.items():
         text = yaml_of(node)
         assert yaml.safe_load(text) == plain(node), file
@@ -304,13 +304,13 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     ]
     for folder, changes, measured, said in cases:
         with pytest.raises(UserError) as error:
-            kubernetes_manifests(folder, "minilm", options(**changes), measured)
+            manifests_of(folder, "minilm", options(**changes), measured)
         assert said in error.value.message, (changes, error.value.message)
     with pytest.raises(UserError, match="1500Mi or 2Gi"):
         mebibytes("--memory", "2 GB")
     # A result of another build is no matter where nothing of it is used; enough grace is enough.
-    assert kubernetes_manifests(repository, "minilm", options(**by_hand), old)
-    assert kubernetes_manifests(repository, "minilm", options(grace_s=50), reports)
+    assert manifests_of(repository, "minilm", options(**by_hand), old)
+    assert manifests_of(repository, "minilm", options(grace_s=50), reports)
 
 
 def test_files_of_others_and_changed_ones_are_left_alone(tmp_path: Path) -> None:

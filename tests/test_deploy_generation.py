@@ -7,46 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
-from container_cases import ENSEMBLE
-from deploy_cases import document, kustomized, options, taken
-from generation_cases import write_pipeline
+from deploy_cases import (
+    WEIGHTS_MIB,
+    document,
+    kustomized,
+    options,
+    taken,
+    write_generation,
+)
+from test_deploy_targets import compose_schema
 from triptych.cli import app
+from triptych.deploy.basis import Manifests
+from triptych.deploy.checks import check_manifests
+from triptych.deploy.checks.known import known_of
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.generation import generation_manifests
+from triptych.deploy.targets import manifests_of
 from triptych.errors import UserError
 from triptych.fleet.proxy import validate
 from triptych.fleet.reasons import reasons_of
-from triptych.generation.lock import built_spec
-from triptych.pipeline.generation_spec import load_generation_spec
-
-WEIGHTS_MIB = 2
 
 
-def built(folder: Path, *overrides: str) -> Path:
-    """A repository with the pipeline `talk` as `build` leaves it, as far as `deploy` reads it."""
-    pipeline = write_pipeline(folder / "talk", folder / "model", backend="vllm")
-    spec = load_generation_spec(pipeline, ["core.max_sequences=10", *overrides])
-    repository = folder / "repository"
-    (repository / "talk").mkdir(parents=True)
-    (repository / "talk/config.pbtxt").write_text(ENSEMBLE.format(name="talk"))
-    lock = {"spec": spec.model_dump(mode="json", exclude={"folder"}), "files": {}}
-    (repository / "talk/triptych.lock.json").write_text(json.dumps(lock))
-    weights = repository / "talk_core/1/weights"
-    weights.mkdir(parents=True)
-    (weights / "model.safetensors").write_bytes(bytes(WEIGHTS_MIB << 20))
-    return repository
-
-
-def made(repository: Path, affinity: str | None = None, **changes: Any) -> Any:
-    spec = built_spec(repository, "talk")
-    assert spec is not None
-    return generation_manifests(repository, spec, options(name="talk", **changes), affinity)
+def made(repository: Path, **changes: Any) -> Manifests:
+    return manifests_of(repository, "talk", options(name="talk", **changes), repository)
 
 
 def test_kubernetes_takes_it_and_a_pod_has_a_gpu_for_each_part(tmp_path: Path) -> None:
-    repository = built(tmp_path, "core.tensor_parallel=2", "core.pipeline_parallel=2")
+    repository = write_generation(tmp_path, "core.tensor_parallel=2", "core.pipeline_parallel=2")
     manifests = made(repository)
     found = taken(kustomized(tmp_path / "out", manifests))
     pod = found["Deployment talk"]["spec"]["template"]["spec"]
@@ -64,9 +53,9 @@ def test_kubernetes_takes_it_and_a_pod_has_a_gpu_for_each_part(tmp_path: Path) -
 
 
 def test_streams_of_one_value_go_to_one_replica(tmp_path: Path) -> None:
-    repository = built(tmp_path)
+    repository = write_generation(tmp_path)
     for affinity, policy in ((None, "LEAST_REQUEST"), ("x-session", "RING_HASH")):
-        manifests = made(repository, affinity)
+        manifests = made(repository, affinity=affinity)
         write_manifests(tmp_path / "out", manifests.files)
         assert validate(tmp_path / "out/base/envoy.yaml") == ""
         config = document(manifests, "envoy.yaml")["static_resources"]
@@ -80,12 +69,107 @@ def test_streams_of_one_value_go_to_one_replica(tmp_path: Path) -> None:
         assert "hash_policy" not in whole["route"]
 
 
+def test_all_targets_take_it(tmp_path: Path) -> None:
+    """Gateway, Argo Rollouts, both modes of KServe; two GPUs for each copy of the model."""
+    repository = write_generation(tmp_path, "core.tensor_parallel=2", "serving.slo.ttft_p99=500ms")
+    own = known_of(repository, "talk", tmp_path)
+    cases: dict[str, dict[str, Any]] = {
+        "gateway": {"gateway": "infra/web"},
+        "rollout": {"gateway": "infra/web", "rollout": "argo"},
+        "kserve": {"target": "kserve", "models": "models"},
+        "knative": {"target": "kserve", "canary_percent": 20},
+    }
+    for name, changes in cases.items():
+        manifests = made(repository, **changes)
+        objects = taken(kustomized(tmp_path / name, manifests))
+        assert check_manifests(tmp_path / name, known=own) == [], name
+        rules = str(objects["PrometheusRule talk"])
+        assert "triptych:generation_later_ttft_p99:ratio" in rules
+        if name in ("kserve", "knative"):
+            assert 'deployment=~"talk-predictor.*"' in rules
+            runtime = objects["ServingRuntime talk"]["spec"]
+            (container,) = runtime["containers"]
+            volumes = {one["name"]: one["emptyDir"] for one in runtime["volumes"]}
+            uri = objects["InferenceService talk"]["spec"]["predictor"]["model"]["storageUri"]
+            assert uri.startswith("oci+native://models:" if name == "kserve" else "pvc://talk-")
+        else:
+            pod = objects["Deployment talk"]["spec"]["template"]["spec"]
+            (container,) = pod["containers"]
+            volumes = {one["name"]: one.get("emptyDir", {}) for one in pod["volumes"]}
+            assert not [one for one in objects if "envoy" in one]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+        assert int(volumes["shm"]["sizeLimit"].removesuffix("Mi")) > 2048
+        assert volumes["tmp"]["sizeLimit"] == "1024Mi"
+        assert {"name": "HOME", "value": "/tmp"} in container["env"]
+        window = container["startupProbe"]
+        assert window["periodSeconds"] * window["failureThreshold"] >= 360
+        if name == "knative":
+            predictor = objects["InferenceService talk"]["spec"]["predictor"]
+            assert (predictor["scaleMetric"], predictor["scaleTarget"]) == ("concurrency", 8)
+            assert predictor["timeout"] > 25.6  # an answer of 256 tokens, 100 ms each
+        elif name == "rollout":
+            metrics = objects["AnalysisTemplate talk"]["spec"]["metrics"]
+            assert [one["name"] for one in metrics] == ["failures", "slowttftp99"]
+            assert objects["ScaledObject talk"]["spec"]["scaleTargetRef"]["kind"] == "Rollout"
+
+
+def test_check_finds_other_gpus_and_names_of_metrics(tmp_path: Path) -> None:
+    repository = write_generation(tmp_path, "core.tensor_parallel=2")
+    text = yaml.safe_dump_all(kustomized(tmp_path / "out", made(repository)))
+    (tmp_path / "spoilt").mkdir()
+    spoilt = text.replace("nvidia.com/gpu: 2", "nvidia.com/gpu: 1").replace(
+        "triptych_generation_waiting", "triptych_generation_wait"
+    )
+    (tmp_path / "spoilt/all.yaml").write_text(spoilt)
+    found = check_manifests(tmp_path / "spoilt", known=known_of(repository, "talk", tmp_path))
+    assert {one.id for one in found} == {"engine-gpu", "metric-known"}
+    assert any("nvidia.com/gpu: 1; it has 2" in one.given for one in found)
+    assert any("Did you mean `triptych_generation_waiting`?" in one.remedy for one in found)
+
+
+def test_compose_gives_each_copy_its_gpus(tmp_path: Path) -> None:
+    repository = write_generation(tmp_path, "core.tensor_parallel=2")
+    manifests = made(repository, target="compose", affinity="x-user")
+    write_manifests(tmp_path / "out", manifests.files)
+    assert check_manifests(tmp_path / "out") == []
+    written = yaml.safe_load((tmp_path / "out/compose.yaml").read_text())
+    compose_schema().validate(written)
+    assert validate(tmp_path / "out/envoy.yaml") == ""
+    assert "RING_HASH" in (tmp_path / "out/envoy.yaml").read_text()
+    servers = [one for name, one in written["services"].items() if name != "envoy"]
+    ids = [
+        one["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for one in servers
+    ]
+    assert ids == [["0", "1"], ["2", "3"]]
+    assert servers[0]["environment"]["HOME"] == "/tmp"
+    assert servers[0]["ulimits"] == {"memlock": -1}
+    assert servers[0]["volumes"][0]["source"].endswith("repository}")
+
+
+def test_a_text_to_text_pipeline_is_on_processors(tmp_path: Path) -> None:
+    repository = write_generation(tmp_path)
+    file = repository / "talk/triptych.lock.json"
+    lock = json.loads(file.read_text())
+    spec = {"task": "text2text-generation", "name": "talk", "model": lock["spec"]["model"]}
+    file.write_text(json.dumps({**lock, "spec": spec}))
+    cases: tuple[dict[str, Any], ...] = ({}, {"gateway": "infra/web"}, {"target": "kserve"})
+    for changes in cases:
+        objects = taken(kustomized(tmp_path / "out", made(repository, **changes)))
+        assert "nvidia.com" not in str(objects)
+        assert "kv_cache_share" not in str(objects)
+        assert check_manifests(tmp_path / "out") == []
+    with pytest.raises(UserError, match="an engine on a GPU only"):
+        made(repository, gpu="NVIDIA-L4")
+
+
 def test_what_cannot_work_is_refused_and_the_command_line_writes_the_rest(tmp_path: Path) -> None:
-    repository = built(tmp_path, "core.tensor_parallel=2")
+    repository = write_generation(tmp_path, "core.tensor_parallel=2")
     for changes, said in (
         ({"gpu": "NVIDIA-H100-MIG-1g.10gb"}, "must be whole GPUs"),
-        ({"target": "compose"}, "must be kubernetes without --gateway"),
-        ({"gateway": "infra/web"}, "must be kubernetes without --gateway"),
+        ({"gateway": "infra/web", "affinity": "x-user"}, "know no hash of a header"),
+        ({"target": "kserve", "affinity": "x-user"}, "know no hash of a header"),
+        ({"watch_image": "watch:1"}, "its answers are not sampled"),
+        ({"grace_s": 20}, "the longest answer"),
         ({"capacity_per_s": 5.0}, "scales by requests under way"),
     ):
         with pytest.raises(UserError) as caught:

@@ -6,6 +6,7 @@ import asyncio
 import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ import pytest
 
 from browser import open_tab
 from conftest import ROOT
+from deploy_cases import options
 from generation_cases import (
     TEXTS,
     Answer,
@@ -40,7 +42,9 @@ from triptych.bench.measure import STREAM_ERROR
 from triptych.bench.points import Load
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
+from triptych.deploy.targets import manifests_of
 from triptych.errors import UserError
+from triptych.fleet.reasons import plain
 from triptych.generation.bench import bench_generation
 from triptych.generation.build import build_generation
 from triptych.generation.describe import describe_inputs
@@ -58,6 +62,7 @@ pytestmark = pytest.mark.server
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 LONG = TEXTS[0] * 4
 DEADLINE_S = 30.0
+PROMISE = ("serving.slo.ttft_p99=120ms", "serving.slo.itl_p99=250ms", "serving.slo.e2e_p50=2s")
 
 
 def silent(_stage: str, _line: str) -> None:
@@ -69,12 +74,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("generation")
     model = write_tiny_model(base / "model")
     write_adapter(base / "adapters/terse", model)
-    for name, adapters, core in (
-        ("quick", {"terse": "../adapters/terse"}, {}),
-        ("slow", {}, {"token_delay_ms": 20.0, "max_sequences": 2}),
+    for name, adapters, promised, core in (
+        ("quick", {"terse": "../adapters/terse"}, (), {}),
+        ("slow", {}, PROMISE, {"token_delay_ms": 20.0, "max_sequences": 2}),
     ):
         folder = write_pipeline(base / name, model, adapters, **core)
-        inputs = read_generation(load_generation_spec(folder), silent)
+        inputs = read_generation(load_generation_spec(folder, promised), silent)
         build_generation(inputs, base / "repository", silent)
         assert not build_generation(inputs, base / "repository", silent).changed
     return base / "repository"
@@ -413,6 +418,79 @@ def test_a_browser_shows_a_conversation(repository: Path, server: Server) -> Non
 def test_the_example_is_one(tmp_path: Path) -> None:
     spec = load_generation_spec(ROOT / "pipelines/chat")
     assert (spec.core.backend, spec.core.precision) == ("vllm", "fp32")
+
+
+def test_what_deploy_asks_for_is_on_the_metrics_page(
+    server: Server, repository: Path, slow: Streams, tmp_path: Path
+) -> None:
+    """Rules, autoscaler and dashboard; and first tokens that come late are counted so."""
+    for folder in repository.glob("slow*"):
+        shutil.copytree(folder, tmp_path / "alone" / folder.name)
+    files = manifests_of(tmp_path / "alone", "slow", options(name="slow"), tmp_path).files
+    asked = json.dumps([plain(document) for document in files.values()]).replace("\\", "")
+    selected = {
+        (name, tuple(sorted(re.findall(r'(\w+)(=~|!=|=)"([^"]*)"', where))))
+        for name, where in re.findall(r"((?:nv_inference|triptych_generation)_\w+)\{(.*?)\}", asked)
+    }
+    assert {name.removeprefix("triptych_generation_") for name, _ in selected} >= {
+        *("under_way", "running", "waiting", "kv_cache_share", "tokens", "ended"),
+        "unprepared",
+        *("ttft_ms_bucket", "itl_ms_bucket", "e2e_ms_bucket", "ttft_ms_count"),
+    }
+    short = {"max_tokens": 8}
+    with ThreadPoolExecutor(4) as pool:
+        calls = [
+            pool.submit(slow.ask, text_input=TEXTS[0], sampling_parameters=short) for _ in range(4)
+        ]
+        assert [len(call.result().ids) for call in calls] == [8] * 4
+    assert "Given: -1" in slow.ask(text_input="a", sampling_parameters={"max_tokens": -1}).error
+    wait_until(server, "slow", under_way=0, running=0)
+
+    def counted(name: str, **labels: str) -> float:
+        where = {"pipeline": "slow", **labels}
+        return sum(
+            value for one, has, value in series(server) if one == name and where.items() <= has
+        )
+
+    began = time.monotonic()
+    while counted("triptych_generation_ended", how="length") < 4:
+        assert time.monotonic() < began + DEADLINE_S
+        time.sleep(0.1)
+    page = series(server)
+    for name, matchers in selected:
+        assert any(one == name and fits(has, matchers) for one, has, _ in page), (name, matchers)
+    first, late = "triptych_generation_ttft_ms", counted("triptych_generation_ttft_ms_count")
+    late -= counted(f"{first}_bucket", le="120")
+    assert 2 <= late < counted(f"{first}_bucket", le="+Inf") == counted(f"{first}_count")
+    assert counted("triptych_generation_itl_ms_count") >= 4 * 7
+    assert counted("triptych_generation_itl_ms_bucket", le="10") == 0  # 20 ms a token
+    assert counted("triptych_generation_tokens", kind="new") >= 4 * 8
+    assert counted("triptych_generation_unprepared", how="refused") >= 1
+    assert counted("triptych_generation_ended", how="error") == 0
+
+
+def series(server: Server) -> list[tuple[str, set[tuple[str, str]], float]]:
+    """Name, labels and value of all that is on the metrics page."""
+    with urllib.request.urlopen(server.metrics_url) as page:
+        found = re.findall(r"(?m)^(\w+)\{(.*)\} (\S+)$", page.read().decode())
+    return [
+        (name, set(re.findall(r'(\w+)="(.*?)"', labels)), float(value))
+        for name, labels, value in found
+    ]
+
+
+def fits(labels: set[tuple[str, str]], matchers: tuple[tuple[str, str, str], ...]) -> bool:
+    """Whether a selector takes a series; what Prometheus adds to it is not looked at."""
+    has = dict(labels)
+    return all(
+        (
+            re.fullmatch(value, has.get(label, "")) is not None
+            if kind == "=~"
+            else (has.get(label) == value) == (kind == "=")
+        )
+        for label, kind, value in matchers
+        if label not in ("namespace", "pod")
+    )
 
 
 def test_bench_measures_every_response(

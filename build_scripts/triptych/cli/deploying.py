@@ -134,19 +134,13 @@ def deploy(
             remedy="As in `triptych deploy minilm --image triptych-serve:26.08`",
         )
     from triptych.deploy.folder import write_manifests
-    from triptych.deploy.generation import generation_manifests
     from triptych.deploy.targets import manifests_of
     from triptych.fleet.mirrored import mirrored_of
     from triptych.generation.lock import built_spec
     from triptych.releases import parse_release
     from triptych.repository.lock import read_lock
 
-    generating = built_spec(repository, name)
-    if affinity is not None and generating is None:
-        raise UserError(
-            "--affinity", "must be given for a pipeline that generates text", remedy="Leave it out"
-        )
-    built = generating or read_lock(repository, name).spec
+    built = built_spec(repository, name) or read_lock(repository, name).spec
     release = triton or built.serving.triton
     options = Options(
         image=image,
@@ -172,11 +166,9 @@ def deploy(
         watch_image=watch_image,
         mirrored=None if mirror is None else mirrored_of(mirror),
         replaces=replaces,
+        affinity=affinity,
     )
-    if generating is not None:
-        manifests = generation_manifests(repository, generating, options, affinity)
-    else:
-        manifests = manifests_of(repository, name, options, reports / name)
+    manifests = manifests_of(repository, name, options, reports / name)
     folder = out if out is not None else OUT / name
     write_manifests(folder, manifests.files)
     if as_json:

@@ -6,14 +6,13 @@ from typing import Any
 
 from triptych.deploy.options import Options
 from triptych.fleet.reasons import Because
-from triptych.repository.lock import Lock
 
 SHORTEST_FOR = "5m"
 
 
-def who(lock: Lock, options: Options) -> dict[str, str]:
+def who(pipeline: str, options: Options) -> dict[str, str]:
     """Labels of all that is recorded or raised of a pipeline."""
-    return {"pipeline": lock.spec.name, "namespace": options.namespace}
+    return {"pipeline": pipeline, "namespace": options.namespace}
 
 
 def alert(

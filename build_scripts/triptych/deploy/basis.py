@@ -1,22 +1,101 @@
-"""What every target starts from: the lock, the figures of one replica and the numbers they give."""
+"""What every target starts from: the lock, the figures of one replica and the numbers they give.
+
+`Deployed` is all that targets know, whatever the task; `Basis` is of a pipeline that answers at
+once, `generation.GenerationBasis` of one that generates text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from triptych.container.locks import find_pipelines
+from triptych.deploy.dashboard import dashboard_map, rows_of
+from triptych.deploy.devices import overlay_of, placement
 from triptych.deploy.measured import Measured, measured_of
 from triptych.deploy.metrics import Metrics
+from triptych.deploy.monitoring import Objective, Promised, objectives, prometheus_rule
 from triptych.deploy.options import Options, check
+from triptych.deploy.scaling import scaled_object
 from triptych.deploy.sizing import Sizes, sizes_of
 from triptych.errors import UserError
-from triptych.fleet.reasons import reasons_of
+from triptych.fleet.reasons import Because, reasons_of
+from triptych.pipeline.spec_fields import Sample
 from triptych.repository.lock import Lock, build_id, read_lock
 
-_VERSION_DIGITS = 12
+VERSION_DIGITS = 12
+
+
+class Deployed(Protocol):
+    """What the targets know of a built pipeline that can be deployed."""
+
+    @property
+    def repository(self) -> Path:
+        """Holds the pipeline, and no other."""
+
+    @property
+    def options(self) -> Options:
+        """The user's."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """The numbers of a replica and of the fleet."""
+
+    @property
+    def version(self) -> str:
+        """The start of the lock's hash, which names the repository's image or volume."""
+
+    @property
+    def in_place(self) -> str | None:
+        """Likewise of the build that is replaced; None where it is not told."""
+
+    @property
+    def name(self) -> str:
+        """Of the pipeline."""
+
+    @property
+    def sample(self) -> Sample | None:
+        """What is sampled."""
+
+    @property
+    def gpus(self) -> int:
+        """Of a replica."""
+
+    @property
+    def cores(self) -> Because:
+        """That a replica keeps busy."""
+
+    @property
+    def limits_ms(self) -> Sequence[float]:
+        """Promised, of what Envoy can time: whole answers."""
+
+    @property
+    def environment(self) -> Mapping[str, Because]:
+        """Variables of the server, beside those that all have."""
+
+    @property
+    def requests_at_once(self) -> Because | None:
+        """That a replica is given, where that scales it; None where their rate does."""
+
+    def overlay(self) -> str:
+        """``cpu``, ``gpu`` or ``mig``."""
+
+    def placement(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Resources of the container; fields of the pod that choose its node."""
+
+    def objectives(self) -> Sequence[Objective]:
+        """What is promised of requests and can be counted."""
+
+    def rule(self) -> dict[str, Any]:
+        """The PrometheusRule."""
+
+    def scaled(self) -> dict[str, Any]:
+        """The ScaledObject."""
+
+    def dashboard(self) -> dict[str, Any]:
+        """The ConfigMap of the dashboard."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +122,56 @@ class Basis:
     def metrics(self) -> Metrics:
         """Queries on the fleet."""
         options = self.options
-        workload = f"{options.name}-predictor" if options.target == "kserve" else options.name
-        return Metrics(self.lock.spec.name, options.namespace, workload, options.envoy)
+        return Metrics(self.name, options.namespace, options.workload, options.envoy)
+
+    @property
+    def name(self) -> str:
+        return self.lock.spec.name
+
+    @property
+    def sample(self) -> Sample | None:
+        return self.lock.spec.serving.sample
+
+    @property
+    def gpus(self) -> int:
+        return len(self.lock.spec.serving.gpus) if self.lock.spec.core.device == "gpu" else 0
+
+    @property
+    def cores(self) -> Because:
+        return Because(self.measured.cpu_cores.value, "at capacity")
+
+    @property
+    def limits_ms(self) -> Sequence[float]:
+        return list(self.lock.spec.serving.slo.limits_ms.values())
+
+    @property
+    def environment(self) -> Mapping[str, Because]:
+        return {}
+
+    @property
+    def requests_at_once(self) -> Because | None:
+        return None
+
+    def overlay(self) -> str:
+        return overlay_of(self.lock, self.options)
+
+    def placement(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return placement(self.lock, self.options, self.sizes, self.measured)
+
+    def objectives(self) -> Sequence[Objective]:
+        return list(objectives(self.lock, self.options, self.metrics))
+
+    def rule(self) -> dict[str, Any]:
+        return prometheus_rule(self.lock, self.options, self.sizes, self.measured, self.metrics)
+
+    def scaled(self) -> dict[str, Any]:
+        return scaled_object(self.lock, self.options, self.sizes, self.metrics)
+
+    def dashboard(self) -> dict[str, Any]:
+        promise = Promised(self.name, str(self.lock.spec.serving.slo))
+        capacity = self.measured.capacity_per_s.value
+        rows = rows_of(self.lock, self.options, self.metrics, capacity)
+        return dashboard_map(promise, self.options, rows)
 
 
 @dataclass(frozen=True)
@@ -95,12 +222,13 @@ def basis_of(repository: Path, pipeline: str, options: Options, reports: Path) -
     """
     check(options)
     lock = read_lock(repository, pipeline)
-    _check_alone(repository, lock)
+    check_alone(repository, pipeline)
+    _check_shared(lock)
     _check_promise(lock)
     _check_sampling(lock, options)
     measured = measured_of(lock, options, reports)
     sizes = sizes_of(lock, options, measured, repository)
-    version = build_id(repository, pipeline)[:_VERSION_DIGITS]
+    version = build_id(repository, pipeline)[:VERSION_DIGITS]
     candidate = in_place = None
     if options.mirrored is not None:
         candidate = _other_build(options.mirrored.repository, pipeline, version, "--mirror")
@@ -111,7 +239,7 @@ def basis_of(repository: Path, pipeline: str, options: Options, reports: Path) -
 
 def _other_build(repository: Path, pipeline: str, version: str, option: str) -> str:
     """The start of the hash of the build that an option names."""
-    found = build_id(repository, pipeline)[:_VERSION_DIGITS]
+    found = build_id(repository, pipeline)[:VERSION_DIGITS]
     if found == version:
         raise UserError(
             option,
@@ -121,8 +249,8 @@ def _other_build(repository: Path, pipeline: str, version: str, option: str) -> 
     return found
 
 
-def _check_alone(repository: Path, lock: Lock) -> None:
-    """One Deployment serves one pipeline with a core of its own: its capacity was measured so."""
+def _check_shared(lock: Lock) -> None:
+    """A pipeline needs a core of its own: its capacity was measured so."""
     name = lock.spec.name
     if lock.spec.core.share is not None:
         raise UserError(
@@ -131,11 +259,19 @@ def _check_alone(repository: Path, lock: Lock) -> None:
             given=f"{name} uses the core of {lock.spec.core.share}",
             remedy=f"Run `triptych build {name} --set core.share=null --repository FOLDER`",
         )
+
+
+def check_alone(repository: Path, name: str) -> None:
+    """One Deployment serves one pipeline.
+
+    Raises:
+        UserError: the repository holds others, too.
+    """
     others = [pipeline.name for pipeline in find_pipelines(repository) if pipeline.name != name]
     if others:
         raise UserError(
             str(repository),
-            "must hold only the pipeline that is deployed: each scales by its own rate",
+            "must hold only the pipeline that is deployed: each scales by its own load",
             given=f"{name} and {', '.join(others)}",
             remedy=f"Run `triptych build {name} --repository FOLDER` and name that folder here",
         )

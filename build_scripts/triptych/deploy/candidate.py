@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.deploy.basis import Basis
+from triptych.deploy.basis import Basis, Deployed
 from triptych.deploy.devices import placement
 from triptych.deploy.options import Options
 from triptych.deploy.samples import MOUNT, sampling
@@ -39,7 +39,7 @@ def mirror(options: Options) -> Mirror | None:
     return Mirror(options.mirrored.share, at)
 
 
-def beside(basis: Basis, askers: Because) -> dict[str, Any]:
+def beside(basis: Deployed, askers: Because) -> dict[str, Any]:
     """All objects of the candidate, which `askers` alone reach: file to document."""
     options = basis.options
     if options.mirrored is None:
@@ -59,9 +59,9 @@ def beside(basis: Basis, askers: Because) -> dict[str, Any]:
     }
 
 
-def _deployment(basis: Basis) -> dict[str, Any]:
+def _deployment(basis: Deployed) -> dict[str, Any]:
     options = basis.options
-    if basis.candidate is None or options.mirrored is None:
+    if not isinstance(basis, Basis) or basis.candidate is None or options.mirrored is None:
         raise ValueError("no candidate")
     lock = read_lock(options.mirrored.repository, basis.lock.spec.name)
     name = candidate_name(options)

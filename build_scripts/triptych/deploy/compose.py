@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy import envoy
-from triptych.deploy.basis import Basis, Manifests, basis_of
-from triptych.deploy.devices import overlay_of
-from triptych.deploy.options import Options
+from triptych.deploy.basis import Deployed, Manifests
 from triptych.deploy.samples import (
     CONTAINER,
     MOUNT,
@@ -34,23 +31,21 @@ _PROXY_SHARES = 2048
 _WATCH_PORT = 8003
 
 
-def compose_manifests(
-    repository: Path, pipeline: str, options: Options, reports: Path
-) -> Manifests:
-    """The files of a built pipeline, from what `basis_of` takes.
+def compose_manifests(basis: Deployed) -> Manifests:
+    """The files.
 
     Raises:
-        UserError: something is missing or cannot work; says what and what to do.
+        UserError: something cannot work; says what and what to do.
     """
-    basis = basis_of(repository, pipeline, options, reports)
-    overlay_of(basis.lock, options)  # an engine that is not built, or of another GPU
+    options = basis.options
+    basis.overlay()  # an engine that is not built, or of another GPU
     services = {**_servers(basis), PROXY: _proxy(basis)}
     document = {
         "name": options.name,
         "services": services,
         "configs": {PROXY: {"file": "./envoy.yaml"}},
     }
-    if basis.lock.spec.serving.sample is not None:
+    if basis.sample is not None:
         document["volumes"] = {SAMPLES: {}}
         if options.watch_image is not None:
             services[CONTAINER] = _watch(basis)
@@ -58,10 +53,10 @@ def compose_manifests(
     return Manifests(files, basis.version, _FILE, "docker compose --file {} up --detach")
 
 
-def _servers(basis: Basis) -> dict[str, Any]:
+def _servers(basis: Deployed) -> dict[str, Any]:
     """One service of many containers; on GPUs one service for each, since each has its own."""
     count = _replicas(basis)
-    gpus = len(basis.lock.spec.serving.gpus) if basis.lock.spec.core.device == "gpu" else 0
+    gpus = basis.gpus
     if not gpus:
         server = _server(basis)
         server["deploy"] = {"replicas": count, **server["deploy"]}
@@ -83,9 +78,9 @@ def _servers(basis: Basis) -> dict[str, Any]:
     return services
 
 
-def _server(basis: Basis) -> dict[str, Any]:
+def _server(basis: Deployed) -> dict[str, Any]:
     options, sizes = basis.options, basis.sizes
-    samples = [] if basis.lock.spec.serving.sample is None else [_samples()]
+    samples = [] if basis.sample is None else [_samples()]
     return {
         "image": options.image,
         "user": f"{USER}:{USER}",
@@ -95,6 +90,7 @@ def _server(basis: Basis) -> dict[str, Any]:
                 str(sizes.connection_age_s.value), sizes.connection_age_s.reason
             ),
             **({FOLDER_VARIABLE: MOUNT} if samples else {}),
+            **basis.environment,
         },
         "labels": {
             "triptych.version": Because(
@@ -105,7 +101,7 @@ def _server(basis: Basis) -> dict[str, Any]:
         "volumes": [_models(basis), *samples],
         "shm_size": Because(f"{sizes.shm_mib.value}m", sizes.shm_mib.reason),
         "read_only": True,
-        "tmpfs": [f"/tmp:size={TMP_MIB}m,uid={USER},gid={USER},mode=0700"],
+        "tmpfs": [f"/tmp:size={sizes.tmp_mib.value}m,uid={USER},gid={USER},mode=0700"],
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         **_locked_memory(basis),
@@ -134,7 +130,7 @@ def _server(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _proxy(basis: Basis) -> dict[str, Any]:
+def _proxy(basis: Deployed) -> dict[str, Any]:
     options, exit_s = basis.options, int(basis.sizes.exit_timeout_s.value)
     script = envoy.drain_script(1, exit_s)
     ready = envoy.ready_script()
@@ -173,12 +169,12 @@ def _proxy(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _watch(basis: Basis) -> dict[str, Any]:
+def _watch(basis: Deployed) -> dict[str, Any]:
     memory = watch_memory_mib(basis)
     return {
         "image": basis.options.watch_image,
         "user": f"{USER}:{USER}",
-        "entrypoint": watch_command(basis.lock.spec.name),
+        "entrypoint": watch_command(basis.name),
         "environment": watch_environment(),
         "volumes": [_models(basis), _samples()],
         "ports": Because(
@@ -198,7 +194,7 @@ def _samples() -> dict[str, Any]:
     return {"type": "volume", "source": SAMPLES, "target": MOUNT}
 
 
-def _models(basis: Basis) -> dict[str, Any]:
+def _models(basis: Deployed) -> dict[str, Any]:
     target = str(read_settings({}).repository)
     if basis.options.models is not None:
         reference = f"{basis.options.models}:{basis.version}"
@@ -219,15 +215,15 @@ def _models(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _locked_memory(basis: Basis) -> dict[str, Any]:
-    if basis.lock.spec.core.device != "gpu":
+def _locked_memory(basis: Deployed) -> dict[str, Any]:
+    if not basis.gpus:
         return {}
     return {"ulimits": {"memlock": Because(-1, "pinned pools are locked memory")}}
 
 
-def _replicas(basis: Basis) -> Because:
+def _replicas(basis: Deployed) -> Because:
     given = basis.options.replicas
-    cores = basis.measured.cpu_cores
+    cores = basis.cores
     count, why = (
         (basis.sizes.fewest.value, basis.sizes.fewest.reason)
         if given is None
@@ -235,7 +231,7 @@ def _replicas(basis: Basis) -> Because:
     )
     return Because(
         count,
-        f"{why}. All on one host: at capacity each keeps {cores.value:.2g} cores busy, "
+        f"{why}. All on one host: {cores.reason} each keeps {cores.value:.2g} cores busy, "
         f"{count * cores.value:.2g} in all, and has no limit of them: containers share alike",
     )
 

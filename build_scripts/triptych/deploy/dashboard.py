@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from triptych.deploy.metrics import Metrics, quantile_of
-from triptych.deploy.monitoring import objectives
+from triptych.deploy.monitoring import Objective, Promised, objectives
 from triptych.deploy.options import Options
 from triptych.deploy.workload import metadata
 from triptych.fleet.reasons import Because
@@ -41,10 +41,10 @@ class Panel(NamedTuple):
 
 
 def dashboard_map(
-    lock: Lock, options: Options, metrics: Metrics, capacity_per_s: float
+    promise: Promised, options: Options, rows: Mapping[str, Sequence[Panel]]
 ) -> dict[str, Any]:
     """The ConfigMap; what is in it is `dashboard`."""
-    made = dashboard(lock, options, metrics, capacity_per_s)
+    made = dashboard(promise, options, rows)
     meta = metadata(options, name=f"{options.name}-dashboard")
     meta["labels"] = {
         **meta["labels"],
@@ -59,12 +59,12 @@ def dashboard_map(
 
 
 def dashboard(
-    lock: Lock, options: Options, metrics: Metrics, capacity_per_s: float
+    promise: Promised, options: Options, rows: Mapping[str, Sequence[Panel]]
 ) -> dict[str, Any]:
-    """Grafana's own form of it: a row of panels for each part of `rows_of`."""
+    """Grafana's own form of rows of panels, by their titles."""
     panels: list[dict[str, Any]] = []
     top = 0
-    for title, row in rows_of(lock, options, metrics, capacity_per_s).items():
+    for title, row in rows.items():
         panels.append(
             {
                 **_place(len(panels), 0, top, 24, 1),
@@ -82,8 +82,8 @@ def dashboard(
         top += -(-len(row) // _COLUMNS) * _HEIGHT
     return {
         "uid": f"triptych-{options.name}"[:40],
-        "title": f"{lock.spec.name} ({options.namespace})",
-        "description": f"{lock.spec.name} promises {lock.spec.serving.slo}",
+        "title": f"{promise.pipeline} ({options.namespace})",
+        "description": f"{promise.pipeline} promises {promise.limits}",
         "tags": ["triptych"],
         "schemaVersion": _SCHEMA,
         "refresh": "30s",
@@ -116,12 +116,12 @@ def rows_of(
     if lock.spec.serving.sample is not None:
         rows["Watch"] = list(_watch(options, metrics))
     if lock.spec.core.device == "gpu":
-        rows["GPU"] = list(_gpu(metrics))
+        rows["GPU"] = list(gpu_panels(metrics))
     return rows
 
 
-def _promise(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Panel]:
-    found = list(objectives(lock, options, metrics))
+def burn_panels(found: Sequence[Objective]) -> Iterator[Panel]:
+    """How fast the budgets burn."""
     for window in ("5m", "1h"):
         yield Panel(
             f"Burn of the budget, {window}",
@@ -131,6 +131,10 @@ def _promise(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Panel]:
             {one.name: f"{one.recorded(window)} / {one.budget:g}" for one in found},
             limit=1,
         )
+
+
+def _promise(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Panel]:
+    yield from burn_panels(list(objectives(lock, options, metrics)))
     limits_ms = lock.spec.serving.slo.limits_ms
     yield Panel(
         "Latency of each replica",
@@ -177,7 +181,11 @@ def _capacity(metrics: Metrics, capacity_per_s: float) -> Iterator[Panel]:
         {"used": f"{metrics.offered(_WINDOW)} / ({capacity_per_s:.6g} * {replicas})"},
         limit=1,
     )
-    yield Panel(
+    yield replicas_panel(metrics)
+
+
+def replicas_panel(metrics: Metrics) -> Panel:
+    return Panel(
         "Replicas",
         "Wanted, ready, and seen by Prometheus. Fewer ready than wanted for minutes: kubectl "
         "describe pod. Fewer seen than ready: the PodMonitor or the NetworkPolicy.",
@@ -185,7 +193,7 @@ def _capacity(metrics: Metrics, capacity_per_s: float) -> Iterator[Panel]:
         {
             "wanted": metrics.deployed("spec_replicas"),
             "ready": metrics.deployed("status_replicas_available"),
-            "seen": replicas,
+            "seen": metrics.replicas(),
         },
     )
 
@@ -285,7 +293,8 @@ def _watch(options: Options, metrics: Metrics) -> Iterator[Panel]:
     )
 
 
-def _gpu(metrics: Metrics) -> Iterator[Panel]:
+def gpu_panels(metrics: Metrics) -> Iterator[Panel]:
+    """Of the GPUs of all replicas."""
     yield Panel(
         "GPU busy",
         "Share of the time in which the GPU works. Low under load: the CPU steps are the "

@@ -37,6 +37,19 @@ def overlay_of(lock: Lock, options: Options) -> str:
     return "mig" if product is not None and _SLICE.fullmatch(product) else "gpu"
 
 
+def gpu_node(product: str | None, why: str) -> dict[str, Any]:
+    """Fields of a pod for nodes with GPUs, those of a product where it is known."""
+    tolerated = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    selected = {} if product is None else {"nodeSelector": {PRODUCT: Because(product, why)}}
+    return {"tolerations": [tolerated], **selected}
+
+
+def gpu_resource(product: str | None) -> str:
+    """What a container asks for: whole GPUs, or slices of the product's profile."""
+    profile = _SLICE.fullmatch(product or "")
+    return f"nvidia.com/mig-{profile[1]}" if profile else "nvidia.com/gpu"
+
+
 def placement(
     lock: Lock, options: Options, sizes: Sizes, measured: Measured
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -46,26 +59,19 @@ def placement(
     pod: dict[str, Any] = {}
     if lock.spec.core.device == "gpu":
         product = _product(lock, options)
-        profile = _SLICE.fullmatch(product or "")
-        resource = f"nvidia.com/mig-{profile[1]}" if profile else "nvidia.com/gpu"
         used = measured.gpu_memory_mib
         told = "not measured" if used is None else f"measured: {used:.0f} MiB of its memory in use"
-        limits[resource] = Because(
+        limits[gpu_resource(product)] = Because(
             len(lock.spec.serving.gpus), f"serving.gpus has {lock.spec.serving.gpus}; {told}"
         )
-        pod["tolerations"] = [
-            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-        ]
-        if product is not None:
-            pod["nodeSelector"] = {PRODUCT: Because(product, _why(lock))}
+        pod = gpu_node(product, _why(lock))
     return {"requests": requests, "limits": limits}, pod
 
 
 def resources_patch(
-    lock: Lock, options: Options, sizes: Sizes, measured: Measured
+    options: Options, resources: dict[str, Any], pod: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the overlay puts into the Deployment."""
-    resources, pod = placement(lock, options, sizes, measured)
+    """What the overlay puts into the Deployment: what `placement` returns."""
     container = {"name": CONTAINER, "resources": resources}
     return {
         "apiVersion": "apps/v1",

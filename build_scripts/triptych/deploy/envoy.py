@@ -6,16 +6,14 @@ them is taken here: what reaches no server is in it, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from triptych.container.sizes import largest_request_mib
-from triptych.deploy.basis import Basis
+from triptych.deploy.basis import Deployed
 from triptych.deploy.candidate import candidate_name, mirror
 from triptych.deploy.monitoring import pod_monitor
 from triptych.deploy.options import Options
-from triptych.deploy.sizing import PRE_STOP_S, Sizes
+from triptych.deploy.sizing import PRE_STOP_S
 from triptych.deploy.workload import (
     PORTS,
     disruption_budget,
@@ -47,17 +45,6 @@ _MARGIN_S = 5
 _UNDER_WAY = "^http[.](grpc|http)[.]downstream_rq_active"
 
 
-class Fronted(Protocol):
-    """What must be known of the servers behind: as `Basis`, whatever their task."""
-
-    @property
-    def repository(self) -> Path: ...
-    @property
-    def options(self) -> Options: ...
-    @property
-    def sizes(self) -> Sizes: ...
-
-
 def replicas_name(options: Options) -> str:
     """Of the headless Service that tells Envoy the addresses of the replicas."""
     return f"{options.name}-replicas"
@@ -74,27 +61,13 @@ def proxy_labels(options: Options) -> dict[str, str]:
     return labels(options, proxy_name(options))
 
 
-def configuration(basis: Basis, host: str) -> dict[str, Any]:
+def configuration(basis: Deployed, host: str) -> dict[str, Any]:
     """Envoy's, with the servers behind every address that `host` resolves to."""
-    return configuration_of(basis, host, basis.lock.spec.serving.slo.limits_ms.values())
-
-
-def configuration_of(
-    basis: Fronted, host: str, limits_ms: Iterable[float] = (), affinity: str | None = None
-) -> dict[str, Any]:
-    """The same for any task.
-
-    Args:
-        basis: of the servers.
-        host: whose addresses they are.
-        limits_ms: promised.
-        affinity: a header: streams that have the same value in it go to the same replica.
-    """
     settings = proxy_settings(
         replicas=basis.sizes.fewest.value,
         max_request_mib=largest_request_mib(basis.repository),
-        limits_ms=limits_ms,
-        affinity=affinity,
+        limits_ms=basis.limits_ms,
+        affinity=basis.options.affinity,
     )
     listen = Listen("0.0.0.0", PORTS["grpc"], PORTS["http"], PORTS["metrics"], ADMIN_PORT)
     replicas = EndpointNames(host, PORTS["grpc"], PORTS["http"])
@@ -135,7 +108,7 @@ def ready_script() -> str:
     )
 
 
-def memory_limit(basis: Fronted, unit: str) -> Because:
+def memory_limit(basis: Deployed, unit: str) -> Because:
     """Of a proxy; `unit` is what MiB are called."""
     request_mib = largest_request_mib(basis.repository)
     return Because(
@@ -145,7 +118,7 @@ def memory_limit(basis: Fronted, unit: str) -> Because:
     )
 
 
-def deployment(basis: Fronted) -> dict[str, Any]:
+def deployment(basis: Deployed) -> dict[str, Any]:
     """The proxies; their number is fixed, they need little."""
     options = basis.options
     exit_s = int(basis.sizes.exit_timeout_s.value)
@@ -250,7 +223,7 @@ def proxy_askers(options: Options) -> Because:
     )
 
 
-def behind_envoy(basis: Fronted) -> dict[str, Any]:
+def behind_envoy(basis: Deployed) -> dict[str, Any]:
     """All that stands in front of the Deployment: file to document."""
     options = basis.options
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.deploy.basis import Basis
+from triptych.deploy.basis import Deployed
 from triptych.deploy.candidate import beside, candidate_name
 from triptych.deploy.options import Options
 from triptych.deploy.workload import (
@@ -21,7 +21,7 @@ STABLE, CANARY = "stable", "canary"
 _MILLION = 10**6
 
 
-def behind_gateway(basis: Basis) -> dict[str, Any]:
+def behind_gateway(basis: Deployed) -> dict[str, Any]:
     """Route, Services and network: file to document."""
     options = basis.options
     namespace, _ = _gateway(options)

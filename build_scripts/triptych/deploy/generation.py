@@ -1,41 +1,51 @@
-"""`triptych deploy` of a pipeline that generates text: it scales by requests under way."""
+"""What `triptych deploy` knows of a pipeline that generates text.
+
+It scales by requests under way: an answer takes as long as it is, so that a rate says little.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.container.locks import find_pipelines
 from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
-from triptych.deploy import envoy
-from triptych.deploy.basis import Manifests
-from triptych.deploy.monitoring import pod_monitor
+from triptych.deploy.basis import VERSION_DIGITS, check_alone
+from triptych.deploy.dashboard import dashboard_map
+from triptych.deploy.devices import gpu_node, gpu_resource
+from triptych.deploy.generation_metrics import GenerationMetrics
+from triptych.deploy.generation_monitoring import (
+    FULL,
+    Spec,
+    generation_objectives,
+    generation_promise,
+    generation_rows,
+    generation_rule,
+)
+from triptych.deploy.monitoring import Objective
 from triptych.deploy.options import Options, check
 from triptych.deploy.scaling import scaled, trigger
-from triptych.deploy.sizing import FEWEST_REPLICAS, PRE_STOP_S, Sizes, delay, stable_s
-from triptych.deploy.workload import CONTAINER, deployment, disruption_budget
+from triptych.deploy.sizing import FEWEST_REPLICAS, Sizes, delay, pre_stop, stable_s
 from triptych.errors import UserError
 from triptych.fleet.reasons import Because
 from triptych.pipeline.generation_spec import GenerationSpec
-from triptych.pipeline.text2text_spec import Text2TextSpec
+from triptych.pipeline.spec_fields import Sample
 from triptych.repository.lock import build_id
 from triptych.runtime.generation_engine import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
 
-Spec = GenerationSpec | Text2TextSpec
-FULL = 0.9
-"""Of a replica's KV cache: beyond, what comes waits or is thrown out and computed again."""
-
 BUSY = 0.8
 """Of the requests that share a batch: the rest is room until another replica answers."""
+HOME = "/tmp"
 
 _READ_MIB_S, _ENGINE_S, _TIMES = 100, 120, 3
 _TOKEN_MS = 100
 _ENGINE_MIB, _STEPS_CPU = 4096, 2
-_DNS_S, _ABOVE_FEWEST, _VERSION_DIGITS = 5, 4, 12
+_PARTS_SHM_MIB, _CACHES_MIB = 2048, 1024
+_END_MARGIN_S, _ABOVE_FEWEST = 5, 4
 _MIB = 1 << 20
 
 
@@ -47,165 +57,172 @@ class GenerationBasis:
     spec: Spec
     options: Options
     sizes: Sizes
+    version: str
+    in_place: str | None = None
+
+    @property
+    def metrics(self) -> GenerationMetrics:
+        """Queries on the fleet."""
+        options = self.options
+        return GenerationMetrics(self.name, options.namespace, options.workload, options.envoy)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def sample(self) -> Sample | None:
+        return None
+
+    @property
+    def gpus(self) -> int:
+        return gpus_of(self.spec)
+
+    @property
+    def cores(self) -> Because:
+        milli = float(self.sizes.cpu_milli.value.removesuffix("m"))
+        return Because(milli / 1000, "by an estimate")
+
+    @property
+    def limits_ms(self) -> Sequence[float]:
+        return []
+
+    @property
+    def environment(self) -> Mapping[str, Because]:
+        return {
+            "HOME": Because(
+                HOME, "engines keep what they compile below it, and the file system is read-only"
+            )
+        }
+
+    @property
+    def requests_at_once(self) -> Because | None:
+        threshold = self.sizes.threshold_per_s
+        return Because(max(1, math.floor(float(threshold.value))), threshold.reason)
+
+    def overlay(self) -> str:
+        if not self.gpus:
+            return "cpu"
+        return "mig" if gpu_resource(self.options.gpu) != gpu_resource(None) else "gpu"
+
+    def placement(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        sizes, product = self.sizes, self.options.gpu
+        limits: dict[str, Any] = {"memory": sizes.memory_mib.value}
+        pod: dict[str, Any] = {}
+        if self.gpus:
+            limits[gpu_resource(product)] = Because(
+                self.gpus, "tensor_parallel x pipeline_parallel: a pod is one copy of the model"
+            )
+            pod = gpu_node(product, "--gpu")
+        return {
+            "requests": {"cpu": sizes.cpu_milli, "memory": sizes.memory_mib},
+            "limits": limits,
+        }, pod
+
+    def objectives(self) -> Sequence[Objective]:
+        return list(generation_objectives(self.spec, self.options, self.metrics))
+
+    def rule(self) -> dict[str, Any]:
+        return generation_rule(self.spec, self.options, self.sizes, self.metrics)
+
+    def scaled(self) -> dict[str, Any]:
+        metrics = self.metrics
+        under_way = Because(
+            f"sum({metrics.gauge('running')} + {metrics.gauge('waiting')})",
+            "requests in the engines and before them: an answer takes as long as it is, so that a "
+            "rate says little",
+        )
+        triggers = [trigger(self.options, "requests", under_way, self.sizes.threshold_per_s)]
+        if isinstance(self.spec, GenerationSpec):
+            cache = metrics.gauge("kv_cache_share")
+            full = Because(
+                f"(avg({cache}) > bool {FULL:g}) * (count({cache}) + 1)",
+                f"a guard: one replica more for as long as the KV caches are over {FULL:.0%} full "
+                "on average, as with prompts longer than planned",
+            )
+            triggers.append(trigger(self.options, "kv-cache", full, "1"))
+        return scaled(self.options, self.sizes, triggers)
+
+    def dashboard(self) -> dict[str, Any]:
+        rows = generation_rows(self.spec, self.options, self.metrics, on_gpu=self.gpus > 0)
+        return dashboard_map(generation_promise(self.spec), self.options, rows)
 
 
-def generation_manifests(
-    repository: Path, spec: Spec, options: Options, affinity: str | None
-) -> Manifests:
-    """The manifests: Kubernetes, our own Envoy in front.
+def generation_basis(repository: Path, spec: Spec, options: Options) -> GenerationBasis:
+    """Everything that was built of a pipeline, checked; nothing of it was measured.
 
     Args:
         repository: holds the pipeline, and no other.
         spec: that it was built by.
         options: the user's.
-        affinity: header of streams that belong to the same replica; None spreads all.
 
     Raises:
         UserError: what cannot work.
     """
     check(options)
-    if options.target != "kubernetes" or options.gateway is not None:
-        raise UserError(
-            "--target",
-            "must be kubernetes without --gateway for a pipeline that generates text",
-            given=options.target if options.gateway is None else "--gateway",
-            remedy="Leave it out",
-        )
-    for field, value in (
-        ("--capacity", options.capacity_per_s),
-        ("--peak-rate", options.peak_per_s),
-    ):
+    for field, value, why, remedy in (
+        *(
+            (field, value, "it scales by requests under way, not by their rate",
+             "Set core.max_sequences, which says how many one replica takes")
+            for field, value in (
+                ("--capacity", options.capacity_per_s), ("--peak-rate", options.peak_per_s),
+            )
+        ),
+        *(
+            (field, value, "its answers are not sampled", "Leave it out")
+            for field, value in (
+                ("--mirror", options.mirrored),
+                ("--replaces", options.replaces),
+                ("--watch-image", options.watch_image),
+            )
+        ),
+    ):  # fmt: skip
         if value is not None:
             raise UserError(
                 field,
-                "must be left out for a pipeline that generates text: it scales by requests under "
-                "way, not by their rate",
+                f"must be left out for a pipeline that generates text: {why}",
                 given=value,
-                remedy="Set core.max_sequences, which says how many one replica takes",
+                remedy=remedy,
             )
-    for field, other in (
-        ("--mirror", options.mirrored),
-        ("--replaces", options.replaces),
-        ("--watch-image", options.watch_image),
-    ):
-        if other is not None:
-            raise UserError(
-                field,
-                "must be left out for a pipeline that generates text: its answers are not sampled",
-                remedy="Leave it out",
-            )
-    others = [one.name for one in find_pipelines(repository) if one.name != spec.name]
-    if others:
+    check_alone(repository, spec.name)
+    _check_gpu(spec, options)
+    version = build_id(repository, spec.name)[:VERSION_DIGITS]
+    return GenerationBasis(repository, spec, options, _sizes(repository, spec, options), version)
+
+
+def _check_gpu(spec: Spec, options: Options) -> None:
+    count = gpus_of(spec)
+    if options.gpu is None:
+        return
+    if not count:
         raise UserError(
-            str(repository),
-            "must hold only the pipeline that is deployed",
-            given=f"{spec.name} and {', '.join(others)}",
-            remedy=f"Run `triptych build {spec.name} --repository FOLDER` and name that one",
+            "--gpu", "must be given for an engine on a GPU only", given=options.gpu,
+            remedy="Leave it out",
+        )  # fmt: skip
+    if count > 1 and gpu_resource(options.gpu) != gpu_resource(None):
+        raise UserError(
+            "--gpu",
+            "must be whole GPUs: a model is not split over slices",
+            given=f"{options.gpu}, {count} parts",
+            remedy="Name another product, or build with tensor_parallel: 1",
         )
-    basis = GenerationBasis(repository, spec, options, _sizes(repository, spec, options))
-    version = build_id(repository, spec.name)[:_VERSION_DIGITS]
-    base = {
-        "deployment.yaml": deployment(options, basis.sizes, version),
-        "disruption-budget.yaml": disruption_budget(options),
-        **envoy.behind_envoy(basis),
-        "scaled-object.yaml": _scaled(basis),
-        "pod-monitor.yaml": pod_monitor(options),
-    }
-    files: dict[str, Any] = {f"base/{name}": document for name, document in base.items()}
-    files["base/envoy.yaml"] = envoy.configuration_of(
-        basis, envoy.replicas_name(options), affinity=affinity
-    )
-    kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    config = {
-        "name": Because(
-            envoy.proxy_name(options), "its hash becomes part of its name: a change rolls out"
-        ),
-        "files": ["envoy.yaml"],
-    }
-    overlay = "gpu" if _gpus(spec) else "cpu"
-    files = {
-        "base/kustomization.yaml": {
-            **kind,
-            "resources": list(base),
-            "configMapGenerator": [config],
-        },
-        **files,
-        f"overlays/{overlay}/kustomization.yaml": {
-            **kind,
-            "namespace": options.namespace,
-            "resources": ["../../base"],
-            "patches": [{"path": "resources.yaml"}],
-        },
-        f"overlays/{overlay}/resources.yaml": _resources(basis),
-    }
-    return Manifests(files, version, f"overlays/{overlay}", "kubectl apply -k {}")
 
 
-def _gpus(spec: Spec) -> int:
-    """Of a pod."""
-    on_gpu = isinstance(spec, GenerationSpec) and spec.core.backend != "scripted"
-    return spec.core.parts if on_gpu and isinstance(spec, GenerationSpec) else 0
+def gpus_of(spec: Spec) -> int:
+    """That a pod needs: one for each part of the model."""
+    if isinstance(spec, GenerationSpec) and spec.core.backend != "scripted":
+        return spec.core.parts
+    return 0
 
 
-def _scaled(basis: GenerationBasis) -> dict[str, Any]:
-    spec, options = basis.spec, basis.options
-
-    def gauge(name: str) -> str:
-        labels = f'namespace="{options.namespace}",pipeline="{spec.name}"'
-        return f"triptych_generation_{name}{{{labels}}}"
-
-    under_way = Because(
-        f"sum({gauge('running')} + {gauge('waiting')})",
-        "requests in the engines and before them: an answer takes as long as it is, so that a rate "
-        "says little",
-    )
-    triggers = [trigger(options, "requests", under_way, basis.sizes.threshold_per_s)]
-    if isinstance(spec, GenerationSpec):
-        cache = gauge("kv_cache_share")
-        full = Because(
-            f"(avg({cache}) > bool {FULL:g}) * (count({cache}) + 1)",
-            f"a guard: one replica more for as long as the KV caches are over {FULL:.0%} full on "
-            "average, as with prompts longer than planned",
-        )
-        triggers.append(trigger(options, "kv-cache", full, "1"))
-    return scaled(options, basis.sizes, triggers)
+def generation_shm_mib(repository: Path, spec: Spec) -> int:
+    """Shared memory that the steps may need, in MiB."""
+    parts_mib = _PARTS_SHM_MIB if gpus_of(spec) > 1 else 0
+    return _processes(spec) * (STEP_SHM_MIB + largest_request_mib(repository)) + parts_mib
 
 
-def _resources(basis: GenerationBasis) -> dict[str, Any]:
-    """What the overlay puts into the Deployment."""
-    spec, options, sizes = basis.spec, basis.options, basis.sizes
-    limits: dict[str, Any] = {"memory": sizes.memory_mib.value}
-    pod: dict[str, Any] = {}
-    count = _gpus(spec)
-    if count:
-        if options.gpu is not None and "-MIG-" in options.gpu and count > 1:
-            raise UserError(
-                "--gpu",
-                "must be whole GPUs: a model is not split over slices",
-                given=f"{options.gpu}, {count} parts",
-                remedy="Name another product, or build with tensor_parallel: 1",
-            )
-        slices = options.gpu.partition("-MIG-")[2] if options.gpu is not None else ""
-        resource = f"nvidia.com/mig-{slices}" if slices else "nvidia.com/gpu"
-        limits[resource] = Because(
-            count, "tensor_parallel x pipeline_parallel: a pod is one copy of the model"
-        )
-        pod["tolerations"] = [
-            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-        ]
-        if options.gpu is not None:
-            pod["nodeSelector"] = {"nvidia.com/gpu.product": Because(options.gpu, "--gpu")}
-    resources = {
-        "requests": {"cpu": sizes.cpu_milli, "memory": sizes.memory_mib},
-        "limits": limits,
-    }
-    pod["containers"] = [{"name": CONTAINER, "resources": resources}]
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": options.name},
-        "spec": {"template": {"spec": pod}},
-    }
+def _processes(spec: Spec) -> int:
+    return spec.serving.preprocess_instances + 2
 
 
 def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
@@ -215,12 +232,18 @@ def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
     answer_s = math.ceil(
         int(spec.parameters.get("max_tokens", DEFAULTS["max_tokens"])) * _TOKEN_MS / 1e3
     )
-    pre_stop_s = PRE_STOP_S + _DNS_S
-    grace_s = options.grace_s or pre_stop_s + answer_s + math.ceil(EXIT_S) + _DNS_S
-    processes = spec.serving.preprocess_instances + 2
-    request_mib = largest_request_mib(repository)
-    shm_mib = processes * (STEP_SHM_MIB + request_mib)
-    gpus = _gpus(spec)
+    before_end = pre_stop(options)
+    drain_s = before_end.value + answer_s + math.ceil(EXIT_S)
+    if options.grace_s is not None and options.grace_s < drain_s:
+        raise UserError(
+            "--grace",
+            "must be longer than a replica takes to end: sleep, the longest answer, exit",
+            given=f"{options.grace_s} s; {before_end.value} + {answer_s} + {EXIT_S:g} s are "
+            f"{drain_s} s",
+            remedy="Give more, or build with a lower parameters.max_tokens",
+        )
+    grace_s = options.grace_s or drain_s + _END_MARGIN_S
+    gpus, shm_mib = gpus_of(spec), generation_shm_mib(repository, spec)
     memory_mib = options.memory_mib or math.ceil(2 * weights_mib) + _ENGINE_MIB + shm_mib
     cores = options.cpu_cores or _STEPS_CPU + max(1, gpus)
     at_once = spec.core.max_sequences
@@ -231,9 +254,7 @@ def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
             f"{_TIMES} times {weights_mib:.0f} MiB of weights at {_READ_MIB_S} MiB/s of a volume, "
             f"and {_ENGINE_S} s of the engine's own start; not measured",
         ),
-        pre_stop_s=Because(
-            pre_stop_s, "before SIGTERM, so that the proxy has let go of this replica"
-        ),
+        pre_stop_s=before_end,
         exit_timeout_s=Because(
             str(answer_s), f"an answer under way may take {_TOKEN_MS} ms a token, not measured"
         ),
@@ -245,8 +266,9 @@ def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
         ),
         shm_mib=Because(
             shm_mib,
-            f"{processes} Python processes x ({STEP_SHM_MIB} MiB + {request_mib} MiB, the largest "
-            "request)",
+            f"{_processes(spec)} Python processes x ({STEP_SHM_MIB} MiB + "
+            f"{largest_request_mib(repository)} MiB, the largest request)"
+            + (f"; {_PARTS_SHM_MIB} MiB in which the parts of the model talk" * (gpus > 1)),
         ),
         memory_mib=Because(
             f"{memory_mib}Mi",
@@ -266,6 +288,7 @@ def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
         fewest=Because(FEWEST_REPLICAS, "one may end, or be exchanged, while the other answers"),
         most=Because(most, f"{_ABOVE_FEWEST} times the fewest: a bound on cost"),
         stable_s=Because(stable_s(ready_s), f"a replica that goes is missed for {ready_s:.0f} s"),
+        tmp_mib=Because(_CACHES_MIB, "what the engine compiles, not measured; nothing is kept"),
     )
 
 

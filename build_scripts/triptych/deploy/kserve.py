@@ -9,16 +9,12 @@ Knative refuses (pkg/apis/serving/fieldmask.go of knative/serving) is in the oth
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-from triptych.deploy.basis import Basis, Manifests, basis_of
-from triptych.deploy.devices import placement
+from triptych.deploy.basis import Deployed, Manifests
 from triptych.deploy.kubernetes import APPLY, KUSTOMIZATION, servers
-from triptych.deploy.monitoring import pod_monitor, prometheus_rule, told_unready
-from triptych.deploy.options import Options
+from triptych.deploy.monitoring import pod_monitor, told_unready
 from triptych.deploy.samples import group, watching
-from triptych.deploy.scaling import scaled_object
 from triptych.deploy.verdict import verdict_job, verdict_policy
 from triptych.deploy.workload import (
     PORTS,
@@ -44,19 +40,18 @@ _POD_OF_STANDARD = (
 )
 
 
-def kserve_manifests(repository: Path, pipeline: str, options: Options, reports: Path) -> Manifests:
-    """The manifests of a built pipeline, from what `basis_of` takes.
+def kserve_manifests(basis: Deployed) -> Manifests:
+    """The manifests.
 
     Raises:
-        UserError: something is missing or cannot work; says what and what to do.
+        UserError: something cannot work; says what and what to do.
     """
-    basis = basis_of(repository, pipeline, options, reports)
+    options, sample = basis.options, basis.sample
     unready = Because(
         f'kube_deployment_status_replicas_unavailable{{namespace="{options.namespace}",'
-        f'deployment=~"{options.name}-predictor.*"}} > 0',
+        f'deployment=~"{options.workload}.*"}} > 0',
         "the Deployments that KServe or Knative makes",
     )
-    sample = basis.lock.spec.serving.sample
     base = {
         "serving-runtime.yaml": _runtime(basis),
         "inference-service.yaml": _inference_service(basis),
@@ -64,10 +59,7 @@ def kserve_manifests(repository: Path, pipeline: str, options: Options, reports:
         **({} if basis.in_place is None else {"verdict-policy.yaml": verdict_policy(options)}),
         "disruption-budget.yaml": disruption_budget(options),
         "pod-monitor.yaml": pod_monitor(options),
-        "prometheus-rule.yaml": told_unready(
-            prometheus_rule(basis.lock, options, basis.sizes, basis.measured, basis.metrics),
-            unready,
-        ),
+        "prometheus-rule.yaml": told_unready(basis.rule(), unready),
     }
     files = {
         "base/kustomization.yaml": {**KUSTOMIZATION, "resources": list(base)},
@@ -81,15 +73,15 @@ def kserve_manifests(repository: Path, pipeline: str, options: Options, reports:
     return Manifests(files, basis.version, f"overlays/{mode}", APPLY)
 
 
-def _pod(basis: Basis) -> dict[str, Any]:
+def _pod(basis: Deployed) -> dict[str, Any]:
     """Of the Deployment that stands without KServe: one source for both."""
     pod: dict[str, Any] = servers(basis)["spec"]["template"]
     return pod
 
 
-def _container(basis: Basis) -> dict[str, Any]:
+def _container(basis: Deployed) -> dict[str, Any]:
     (container,) = _pod(basis)["spec"]["containers"]
-    resources, _ = placement(basis.lock, basis.options, basis.sizes, basis.measured)
+    resources, _ = basis.placement()
     kept = {key: value for key, value in container.items() if key not in ("ports", "lifecycle")}
     security = {
         key: value
@@ -113,10 +105,10 @@ def _container(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _runtime(basis: Basis) -> dict[str, Any]:
+def _runtime(basis: Deployed) -> dict[str, Any]:
     options = basis.options
     pod = _pod(basis)
-    _, node = placement(basis.lock, options, basis.sizes, basis.measured)
+    _, node = basis.placement()
     spec = {
         "labels": Because(
             pod["metadata"]["labels"],
@@ -141,7 +133,7 @@ def _runtime(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _inference_service(basis: Basis) -> dict[str, Any]:
+def _inference_service(basis: Deployed) -> dict[str, Any]:
     options = basis.options
     reason = (
         f"{basis.version} is the start of the lock's SHA-256: a new build has a new name and rolls "
@@ -178,11 +170,11 @@ def _inference_service(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _standard(basis: Basis) -> dict[str, Any]:
+def _standard(basis: Deployed) -> dict[str, Any]:
     """KServe makes a Deployment: everything of the target kubernetes holds."""
     options, (container,) = basis.options, _pod(basis)["spec"]["containers"]
     pod = {key: value for key, value in _pod(basis)["spec"].items() if key in _POD_OF_STANDARD}
-    if basis.lock.spec.serving.sample is not None:
+    if basis.sample is not None:
         pod["securityContext"] = group()
     strategy = servers(basis)["spec"]["strategy"]
     runtime = [
@@ -215,9 +207,9 @@ def _standard(basis: Basis) -> dict[str, Any]:
         },
         "spec": {"predictor": {**pod, "deploymentStrategy": {"type": "RollingUpdate", **strategy}}},
     }
-    scaled = scaled_object(basis.lock, options, basis.sizes, basis.metrics)
+    scaled = basis.scaled()
     scaled["spec"]["scaleTargetRef"] = {
-        "name": Because(f"{options.name}-predictor", "the Deployment that KServe makes")
+        "name": Because(options.workload, "the Deployment that KServe makes")
     }
     return {
         "kustomization.yaml": _kustomization(
@@ -230,11 +222,11 @@ def _standard(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _knative(basis: Basis) -> dict[str, Any]:
+def _knative(basis: Deployed) -> dict[str, Any]:
     """KServe makes a Knative service: it scales itself, and splits requests between builds."""
     options = basis.options
     grpc = PORTS["grpc"]
-    rate = math.floor(float(basis.sizes.threshold_per_s.value))
+    rate, at_once = math.floor(float(basis.sizes.threshold_per_s.value)), basis.requests_at_once
     runtime = [
         _add(
             "/spec/containers/0/ports",
@@ -255,7 +247,7 @@ def _knative(basis: Basis) -> dict[str, Any]:
             f"and no spread. {basis.sizes.grace_s.reason}",
         ),
     }
-    if basis.lock.spec.serving.sample is not None:
+    if basis.sample is not None:
         fs_group = group()["fsGroup"]
         predictor["securityContext"] = {
             "fsGroup": Because(
@@ -265,7 +257,10 @@ def _knative(basis: Basis) -> dict[str, Any]:
                 "kubernetes.podspec-securitycontext and -persistent-volume-write",
             )
         }
-    if rate >= 1:
+    if at_once is not None:
+        predictor["scaleMetric"] = "concurrency"
+        predictor["scaleTarget"] = at_once
+    elif rate >= 1:
         predictor["scaleMetric"] = "rps"
         predictor["scaleTarget"] = Because(rate, basis.sizes.threshold_per_s.reason)
     if options.canary_percent is not None:
@@ -305,7 +300,7 @@ def _knative(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _kustomization(basis: Basis, resources: list[str]) -> dict[str, Any]:
+def _kustomization(basis: Deployed, resources: list[str]) -> dict[str, Any]:
     return {
         **KUSTOMIZATION,
         "namespace": Because(

@@ -1,22 +1,18 @@
-"""`triptych deploy --target kubernetes`: from a lock and its measurements to a Kustomize folder."""
+"""`triptych deploy --target kubernetes`: a Kustomize folder of a built pipeline of any task."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from triptych.deploy import envoy
 from triptych.deploy.alertmanager import alertmanager
-from triptych.deploy.basis import Basis, Manifests, basis_of
+from triptych.deploy.basis import Deployed, Manifests
 from triptych.deploy.candidate import beside
-from triptych.deploy.dashboard import dashboard_map
-from triptych.deploy.devices import overlay_of, resources_patch
+from triptych.deploy.devices import resources_patch
 from triptych.deploy.gateway import behind_gateway
-from triptych.deploy.monitoring import pod_monitor, prometheus_rule
-from triptych.deploy.options import Options
+from triptych.deploy.monitoring import pod_monitor
 from triptych.deploy.rollout import progressive
 from triptych.deploy.samples import sampling, watching
-from triptych.deploy.scaling import scaled_object
 from triptych.deploy.workload import deployment, disruption_budget
 from triptych.fleet.reasons import Because
 
@@ -24,29 +20,23 @@ KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kusto
 APPLY = "kubectl apply -k {}"
 
 
-def kubernetes_manifests(
-    repository: Path, pipeline: str, options: Options, reports: Path
-) -> Manifests:
-    """The manifests of a built pipeline, from what `basis_of` takes.
+def kubernetes_manifests(basis: Deployed) -> Manifests:
+    """The manifests.
 
     Raises:
-        UserError: something is missing or cannot work; says what and what to do.
+        UserError: something cannot work; says what and what to do.
     """
-    basis = basis_of(repository, pipeline, options, reports)
-    lock, sizes, metrics = basis.lock, basis.sizes, basis.metrics
-    overlay = overlay_of(lock, options)
-    sample = lock.spec.serving.sample
+    options, sample = basis.options, basis.sample
+    overlay = basis.overlay()
     base = {
         "deployment.yaml": servers(basis),
         "disruption-budget.yaml": disruption_budget(options),
         **_front(basis),
         **({} if sample is None else watching(basis, sample)),
-        "scaled-object.yaml": scaled_object(lock, options, sizes, metrics),
+        "scaled-object.yaml": basis.scaled(),
         "pod-monitor.yaml": pod_monitor(options),
-        "prometheus-rule.yaml": prometheus_rule(lock, options, sizes, basis.measured, metrics),
-        "dashboard.yaml": dashboard_map(
-            lock, options, metrics, basis.measured.capacity_per_s.value
-        ),
+        "prometheus-rule.yaml": basis.rule(),
+        "dashboard.yaml": basis.dashboard(),
     }
     if options.rollout is not None:
         base = progressive(basis, base)
@@ -72,21 +62,24 @@ def kubernetes_manifests(
             "resources": ["../../base"],
             "patches": [{"path": "resources.yaml"}],
         },
-        f"overlays/{overlay}/resources.yaml": resources_patch(lock, options, sizes, basis.measured),
+        f"overlays/{overlay}/resources.yaml": resources_patch(options, *basis.placement()),
         "alertmanager.example.yaml": alertmanager(),
     }
     return Manifests(files, basis.version, f"overlays/{overlay}", APPLY)
 
 
-def servers(basis: Basis) -> dict[str, Any]:
+def servers(basis: Deployed) -> dict[str, Any]:
     """The Deployment of the servers, with the samples' volume where they sample."""
     made = deployment(basis.options, basis.sizes, basis.version)
     pod = made["spec"]["template"]
-    template = sampling(pod, basis.options, basis.lock.spec.serving.sample)
+    pod["spec"]["containers"][0]["env"] += [
+        {"name": name, "value": value} for name, value in basis.environment.items()
+    ]
+    template = sampling(pod, basis.options, basis.sample)
     return {**made, "spec": {**made["spec"], "template": template}}
 
 
-def _front(basis: Basis) -> dict[str, Any]:
+def _front(basis: Deployed) -> dict[str, Any]:
     """What takes requests for the servers."""
     if basis.options.gateway is None:
         askers = envoy.proxy_askers(basis.options)

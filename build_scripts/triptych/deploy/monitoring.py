@@ -8,7 +8,7 @@ long and a short window (Google, The Site Reliability Workbook, chapter 5).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,6 +50,13 @@ BURNS = (
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 
 
+class Promised(NamedTuple):
+    """A pipeline's name, and its promise in words."""
+
+    pipeline: str
+    limits: str
+
+
 class Objective(NamedTuple):
     """One promise over requests: the share that may break it, and the series that says who does."""
 
@@ -63,6 +70,10 @@ class Objective(NamedTuple):
     says: str
     where: str
     """Labels that select the series."""
+    counted: Callable[[str], str]
+    """Of a window: the expression of all that might break it."""
+    of: str = "requests"
+    """What is counted."""
 
     def recorded(self, window: str) -> str:
         """The recorded share of a window of `WINDOWS`."""
@@ -94,23 +105,35 @@ def prometheus_rule(
     lock: Lock, options: Options, sizes: Sizes, measured: Measured, metrics: Metrics
 ) -> dict[str, Any]:
     """Recording rules and alerts of one pipeline."""
-    found = list(objectives(lock, options, metrics))
+    promise = Promised(lock.spec.name, str(lock.spec.serving.slo))
+    return rule_of(
+        promise,
+        options,
+        list(objectives(lock, options, metrics)),
+        [
+            *_percentile_alerts(lock, options, metrics),
+            *_saturation_alerts(lock, options, measured, metrics),
+            *replica_alerts(promise.pipeline, options, sizes, metrics),
+            *_row_alerts(lock, options, metrics),
+            *watch_alerts(lock, options, metrics),
+        ],
+    )
+
+
+def rule_of(
+    promise: Promised, options: Options, found: Sequence[Objective], alerts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The rules of a pipeline of any task: its objectives recorded, their burns, other alerts."""
     records = [
         {
             "record": f"{one.record}:{window}",
             "expr": one.share(window),
-            "labels": who(lock, options),
+            "labels": who(promise.pipeline, options),
         }
         for one in found
         for window in WINDOWS
     ]
-    alerts = [
-        *(_burn_alert(one, burn, lock, options, metrics) for one in found for burn in BURNS),
-        *_percentile_alerts(lock, options, metrics),
-        *_fleet_alerts(lock, options, sizes, measured, metrics),
-        *_row_alerts(lock, options, metrics),
-        *watch_alerts(lock, options, metrics),
-    ]
+    burns = [_burn_alert(one, burn, promise, options) for one in found for burn in BURNS]
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
@@ -118,7 +141,7 @@ def prometheus_rule(
         "spec": {
             "groups": [
                 {"name": f"{options.name}-records", "rules": records},
-                {"name": f"{options.name}-alerts", "rules": alerts},
+                {"name": f"{options.name}-alerts", "rules": [*burns, *alerts]},
             ]
         },
     }
@@ -144,7 +167,7 @@ def told_unready(rule: dict[str, Any], expression: Because) -> dict[str, Any]:
 def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objective]:
     """What is promised of requests and can be counted: their answer, and each latency."""
     promised = list(_promised(lock))
-    where = ",".join(f'{name}="{value}"' for name, value in who(lock, options).items())
+    where = ",".join(f'{name}="{value}"' for name, value in who(lock.spec.name, options).items())
     yield Objective(
         "Failures",
         "failures",
@@ -153,6 +176,7 @@ def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objec
         metrics.failed_share,
         "requests fail or are refused",
         where,
+        metrics.count_offered,
     )
     for name, limit_ms, budget in promised:
         share = _slow_share(lock, limit_ms, options, metrics)
@@ -165,6 +189,7 @@ def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objec
                 share,
                 f"requests are not answered within {limit_ms:g} ms",
                 where,
+                metrics.count_offered,
             )
 
 
@@ -185,9 +210,7 @@ def _promised(lock: Lock) -> Iterator[tuple[str, float, float]]:
         yield name, limit_ms, round(1 - quantile_of(name), 6)
 
 
-def _burn_alert(
-    one: Objective, burn: Burn, lock: Lock, options: Options, metrics: Metrics
-) -> dict[str, Any]:
+def _burn_alert(one: Objective, burn: Burn, promise: Promised, options: Options) -> dict[str, Any]:
     threshold = burn.threshold(one.budget)
     capped = (
         ""
@@ -199,19 +222,19 @@ def _burn_alert(
         (
             f"{one.recorded(burn.long)} > {threshold:.6g}",
             f"{one.recorded(burn.short)} > {threshold:.6g}",
-            f"on () {metrics.count_offered(burn.short)} >= {fewest}",
+            f"on () {one.counted(burn.short)} >= {fewest}",
         )
     )
     return alert(
         f"{camel(options.name)}{one.name}Burn{burn.long}",
-        {"severity": burn.severity, "kind": one.kind, **who(lock, options)},
+        {"severity": burn.severity, "kind": one.kind, **who(promise.pipeline, options)},
         Because(
             expression,
-            f"budget {one.budget:.4g} of the requests ({lock.spec.serving.slo}), burnt "
+            f"budget {one.budget:.4g} of the {one.of} ({promise.limits}), burnt "
             f"{burn.times:g} times as fast as it may: {threshold:.4g}{capped}. With fewer than "
-            f"{fewest} requests in {burn.short} a single one could raise it",
+            f"{fewest} {one.of} in {burn.short} a single one could raise it",
         ),
-        f"{lock.spec.name}: {one.says}, {burn.times:g} times what may be",
+        f"{promise.pipeline}: {one.says}, {burn.times:g} times what may be",
         "See which replica and step (triptych bench, the metrics page), whether replicas are "
         "missing, and what was rolled out last; roll that back first.",
     )
@@ -225,7 +248,7 @@ def _percentile_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterat
         shown = name.replace("_", ".")
         yield alert(
             f"{camel(options.name)}{name.upper()}Missed",
-            {"severity": "page", "kind": "latency", **who(lock, options)},
+            {"severity": "page", "kind": "latency", **who(lock.spec.name, options)},
             Because(
                 f"{metrics.percentile_us(name)} > {limit_ms * 1e3:.0f}",
                 f"{shown} <= {limit_ms:g} ms is promised. Triton {options.release} has no "
@@ -241,15 +264,14 @@ def _percentile_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterat
         )
 
 
-def _fleet_alerts(
-    lock: Lock, options: Options, sizes: Sizes, measured: Measured, metrics: Metrics
+def _saturation_alerts(
+    lock: Lock, options: Options, measured: Measured, metrics: Metrics
 ) -> Iterator[dict[str, Any]]:
-    start, name = camel(options.name), lock.spec.name
-    labels = {"severity": "page", **who(lock, options)}
+    name = lock.spec.name
     per_replica = measured.capacity_per_s.value
     yield alert(
-        f"{start}Saturated",
-        {**labels, "kind": "saturation"},
+        f"{camel(options.name)}Saturated",
+        {"severity": "page", "kind": "saturation", **who(name, options)},
         Because(
             f"{metrics.offered('5m')} > {per_replica:.6g} * {metrics.replicas()}",
             f"more comes in than all replicas were measured to hold, {per_replica:.4g}/s each",
@@ -259,6 +281,14 @@ def _fleet_alerts(
         "requests are refused.",
         metrics.window(SHORTEST_FOR),
     )
+
+
+def replica_alerts(
+    name: str, options: Options, sizes: Sizes, metrics: Metrics
+) -> Iterator[dict[str, Any]]:
+    """For replicas of pipeline `name` that do not get ready, or that nobody sees."""
+    start = camel(options.name)
+    labels = {"severity": "page", **who(name, options)}
     waiting_s = sizes.start_s.value + sizes.stable_s.value
     yield alert(
         f"{start}ReplicaNotReady",
@@ -301,7 +331,7 @@ def _row_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict
     )
     yield alert(
         f"{camel(options.name)}RowsDrifted",
-        {"severity": "ticket", "kind": "rows", **who(lock, options)},
+        {"severity": "ticket", "kind": "rows", **who(lock.spec.name, options)},
         Because(
             expression,
             f"built for rows of {built_for:g} tokens in the mean; work of {WORTH_TUNING:g} times "

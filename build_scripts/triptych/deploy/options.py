@@ -69,6 +69,7 @@ class Options:
         mirrored: a build that gets copies of some requests; None for none.
         replaces: repository of the build in place, which `shadow` holds the new one against; None
             asks it nothing.
+        affinity: header of streams that belong to the same replica; None spreads all.
     """
 
     image: str
@@ -94,12 +95,18 @@ class Options:
     watch_image: str | None = None
     mirrored: Mirrored | None = None
     replaces: Path | None = None
+    affinity: str | None = None
 
     @property
     def envoy(self) -> str | None:
         """The Deployment of the proxy in front of the servers; None where there is none of ours."""
         has_own = self.target == "kubernetes" and self.gateway is None
         return f"{self.name}-envoy" if has_own else None
+
+    @property
+    def workload(self) -> str:
+        """The Deployment of the servers, whoever makes it."""
+        return f"{self.name}-predictor" if self.target == "kserve" else self.name
 
     @property
     def monitoring_namespace(self) -> str | None:
@@ -200,6 +207,13 @@ def _check_target(options: Options) -> None:
                 given=f"--target {options.target}",
                 remedy="Leave it out",
             )
+    if options.affinity is not None and (options.gateway or options.target == "kserve"):
+        raise UserError(
+            "--affinity",
+            "must be with an Envoy of our own: a GRPCRoute and KServe know no hash of a header",
+            given=options.gateway or f"--target {options.target}",
+            remedy="Leave one of them out",
+        )
     if options.gateway is not None and not _GATEWAY.fullmatch(options.gateway):
         raise UserError(
             "--gateway", "must name a Gateway, as NAME or NAMESPACE/NAME", given=options.gateway

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from triptych.deploy.basis import Basis
+from triptych.deploy.basis import Deployed
 from triptych.deploy.gateway import canary_name
-from triptych.deploy.monitoring import BURNS, objectives, told_unready
+from triptych.deploy.monitoring import BURNS, told_unready
 from triptych.deploy.verdict import verdict_name, verdict_policy, verdict_spec
 from triptych.deploy.workload import labels, metadata
 from triptych.fleet.reasons import Because
@@ -24,7 +24,7 @@ _LOOKS = 3
 _REVISIONS = 5
 
 
-def progressive(basis: Basis, base: dict[str, Any]) -> dict[str, Any]:
+def progressive(basis: Deployed, base: dict[str, Any]) -> dict[str, Any]:
     """The files of `base` with a Rollout in charge of the Deployment's pods."""
     options = basis.options
     scaled = base["scaled-object.yaml"]
@@ -47,7 +47,7 @@ def progressive(basis: Basis, base: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _compared(basis: Basis) -> dict[str, Any]:
+def _compared(basis: Deployed) -> dict[str, Any]:
     """The verdict of `triptych shadow` as an analysis, where the build in place is known."""
     options = basis.options
     if basis.in_place is None:
@@ -65,7 +65,7 @@ def _compared(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _rollout(basis: Basis) -> dict[str, Any]:
+def _rollout(basis: Deployed) -> dict[str, Any]:
     options = basis.options
     judged = {
         "analysis": {"templates": [{"templateName": options.name}]},
@@ -128,10 +128,10 @@ def _rollout(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _analysis(basis: Basis) -> dict[str, Any]:
-    lock, options = basis.lock, basis.options
+def _analysis(basis: Deployed) -> dict[str, Any]:
+    options = basis.options
     judged = []
-    for one in objectives(lock, options, basis.metrics):
+    for one in basis.objectives():
         threshold = _BURN.threshold(one.budget)
         judged.append(
             {
@@ -163,10 +163,9 @@ def _analysis(basis: Basis) -> dict[str, Any]:
     }
 
 
-def _weights(basis: Basis) -> list[Any]:
+def _weights(basis: Deployed) -> list[Any]:
     """Percent of the requests for the new build: the first that shows one that fails them all."""
-    lock, options = basis.lock, basis.options
-    thresholds = [_BURN.threshold(one.budget) for one in objectives(lock, options, basis.metrics)]
+    thresholds = [_BURN.threshold(one.budget) for one in basis.objectives()]
     least = _STEP_PERCENT * math.floor(100 * max(thresholds) / _STEP_PERCENT + 1)
     first = Because(
         least,

@@ -12,7 +12,7 @@ from typing import Any
 
 from triptych.cache import CACHE_VARIABLE
 from triptych.container.settings import read_settings
-from triptych.deploy.basis import Basis
+from triptych.deploy.basis import Deployed
 from triptych.deploy.monitoring import pod_monitor
 from triptych.deploy.options import WATCH_EVERY, Options
 from triptych.deploy.workload import (
@@ -143,9 +143,9 @@ def watch_environment() -> dict[str, str]:
     return {"HOME": "/tmp", CACHE_VARIABLE: f"{MOUNT}/.cache", "HF_HUB_OFFLINE": "1"}
 
 
-def watch_memory_mib(basis: Basis) -> Because:
+def watch_memory_mib(basis: Deployed) -> Because:
     """Of one look."""
-    core = basis.repository / f"{basis.lock.spec.name}_core"
+    core = basis.repository / f"{basis.name}_core"
     size_mib = sum(file.stat().st_size for file in core.rglob("*") if file.is_file()) / _MIB
     mib = math.ceil((_BASE_MIB + _OF_CORE * size_mib) / _STEP_MIB) * _STEP_MIB
     return Because(
@@ -156,7 +156,7 @@ def watch_memory_mib(basis: Basis) -> Because:
     )
 
 
-def watching(basis: Basis, sample: Sample) -> dict[str, Any]:
+def watching(basis: Deployed, sample: Sample) -> dict[str, Any]:
     """The volume, and where there is an image for it the watch: file to document."""
     options = basis.options
     files = {"samples-claim.yaml": claim(options, sample)}
@@ -167,7 +167,7 @@ def watching(basis: Basis, sample: Sample) -> dict[str, Any]:
     return files
 
 
-def watch_pod(basis: Basis, container: dict[str, Any], *, version: str) -> dict[str, Any]:
+def watch_pod(basis: Deployed, container: dict[str, Any], *, version: str) -> dict[str, Any]:
     """A pod with the image of the watch, the repository of a build and the samples."""
     options = basis.options
     isolation = isolated(labels(options, watch_name(options)), USER)
@@ -205,14 +205,14 @@ def watch_pod(basis: Basis, container: dict[str, Any], *, version: str) -> dict[
     }
 
 
-def _deployment(basis: Basis) -> dict[str, Any]:
+def _deployment(basis: Deployed) -> dict[str, Any]:
     options = basis.options
     own = labels(options, watch_name(options))
     memory = watch_memory_mib(basis)
     listens = {"tcpSocket": {"port": "metrics"}}
     container = {
         "name": CONTAINER,
-        "command": watch_command(basis.lock.spec.name),
+        "command": watch_command(basis.name),
         "ports": [{"name": "metrics", "containerPort": PORTS["metrics"]}],
         "startupProbe": {**listens, "periodSeconds": 5, "failureThreshold": 24},
         "livenessProbe": {**listens, "periodSeconds": 30},

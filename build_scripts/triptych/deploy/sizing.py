@@ -54,6 +54,7 @@ class Sizes:
     fewest: Because
     most: Because
     stable_s: Because
+    tmp_mib: Because = Because(TMP_MIB, "the steps' scratch; nothing is kept there")
 
 
 def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path) -> Sizes:
@@ -68,13 +69,13 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
     threshold = share * measured.capacity_per_s.value
     fewest = _fewest(lock, threshold)
     exit_timeout = _exit_timeout(lock)
-    pre_stop = _pre_stop(options)
+    before_end = pre_stop(options)
     shm = _shm(lock, repository)
     return Sizes(
         start_s=_start(options, measured),
-        pre_stop_s=pre_stop,
+        pre_stop_s=before_end,
         exit_timeout_s=exit_timeout,
-        grace_s=_grace(options, pre_stop.value, exit_timeout.value),
+        grace_s=_grace(options, before_end.value, exit_timeout.value),
         connection_age_s=Because(
             max(60, math.ceil(2 * delay_s)),
             "a gRPC client looks for new replicas only when a connection ends: twice the "
@@ -167,7 +168,8 @@ def _exit_timeout(lock: Lock) -> Because:
     )
 
 
-def _pre_stop(options: Options) -> Because:
+def pre_stop(options: Options) -> Because:
+    """Seconds of a replica before SIGTERM."""
     if options.target == "compose":
         return Because(
             0, "Docker takes nothing out of its DNS before SIGTERM: a wait gains nothing"

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from triptych.deploy.basis import Manifests
+from triptych.deploy.basis import Deployed, Manifests, basis_of
 from triptych.deploy.compose import compose_manifests
+from triptych.deploy.generation import generation_basis
 from triptych.deploy.kserve import kserve_manifests
 from triptych.deploy.kubernetes import kubernetes_manifests
 from triptych.deploy.options import Options, Target
+from triptych.errors import UserError
+from triptych.generation.lock import built_spec
 
-WRITERS: Mapping[Target, Callable[[Path, str, Options, Path], Manifests]] = {
+WRITERS: Mapping[Target, Callable[[Deployed], Manifests]] = {
     "kubernetes": kubernetes_manifests,
     "kserve": kserve_manifests,
     "compose": compose_manifests,
@@ -19,9 +22,23 @@ WRITERS: Mapping[Target, Callable[[Path, str, Options, Path], Manifests]] = {
 
 
 def manifests_of(repository: Path, pipeline: str, options: Options, reports: Path) -> Manifests:
-    """What a target wants of a built pipeline, from what `basis_of` takes.
+    """What a target wants of a built pipeline.
+
+    Args:
+        repository: holds the pipeline, and no other.
+        pipeline: its name.
+        options: the user's.
+        reports: the pipeline's folder of reports, with the result of `bench`; one that generates
+            text takes nothing from there.
 
     Raises:
         UserError: something is missing or cannot work; says what and what to do.
     """
-    return WRITERS[options.target](repository, pipeline, options, reports)
+    spec = built_spec(repository, pipeline)
+    if spec is not None:
+        return WRITERS[options.target](generation_basis(repository, spec, options))
+    if options.affinity is not None:
+        raise UserError(
+            "--affinity", "must be given for a pipeline that generates text", remedy="Leave it out"
+        )
+    return WRITERS[options.target](basis_of(repository, pipeline, options, reports))

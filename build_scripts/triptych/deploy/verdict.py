@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from triptych.container.settings import read_settings
-from triptych.deploy.basis import Basis
-from triptych.deploy.devices import placement
+from triptych.deploy.basis import Deployed
 from triptych.deploy.options import Options
 from triptych.deploy.samples import MOUNT, watch_memory_mib, watch_pod
 from triptych.deploy.workload import closed_policy, labels, metadata, models_volume
@@ -40,12 +39,12 @@ def verdict_command(pipeline: str) -> list[Any]:
     ]
 
 
-def verdict_spec(basis: Basis) -> dict[str, Any]:
+def verdict_spec(basis: Deployed) -> dict[str, Any]:
     """Spec of the Job."""
     options = basis.options
     if basis.in_place is None:
         raise ValueError("no build in place")
-    resources, node = placement(basis.lock, options, basis.sizes, basis.measured)
+    resources, node = basis.placement()
     memory = watch_memory_mib(basis)
     server_mib = int(basis.sizes.memory_mib.value.removesuffix("Mi"))
     limit = Because(
@@ -56,7 +55,7 @@ def verdict_spec(basis: Basis) -> dict[str, Any]:
     shm_mib = _BUILDS * int(basis.sizes.shm_mib.value)
     container = {
         "name": "shadow",
-        "command": verdict_command(basis.lock.spec.name),
+        "command": verdict_command(basis.name),
         "resources": {
             "requests": {**resources["requests"], "memory": limit},
             "limits": {**resources["limits"], "memory": limit.value},
@@ -91,7 +90,7 @@ def verdict_spec(basis: Basis) -> dict[str, Any]:
     }
 
 
-def verdict_job(basis: Basis) -> dict[str, Any]:
+def verdict_job(basis: Deployed) -> dict[str, Any]:
     """The Job by itself, for whoever waits for it before a share is raised."""
     options = basis.options
     return {

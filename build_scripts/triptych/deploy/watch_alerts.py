@@ -27,7 +27,7 @@ def watch_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dic
     lost, all_ = metrics.samples_dropped(DROPPED_WINDOW), metrics.samples_drawn(DROPPED_WINDOW)
     yield alert(
         f"{camel(options.name)}SamplesDropped",
-        {"severity": "ticket", "kind": "watch", **who(lock, options)},
+        {"severity": "ticket", "kind": "watch", **who(lock.spec.name, options)},
         Because(
             f"{lost} / {all_} > {MOST_DROPPED:g}\nand {lost} >= {FEWEST_DROPPED}",
             "what the disk refused, what did not fit into a request's ticket, what the writer "
@@ -43,7 +43,7 @@ def watch_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dic
 
 def _of_looks(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[str, Any]]:
     start, name = camel(options.name), lock.spec.name
-    labels = who(lock, options)
+    labels = who(lock.spec.name, options)
     yield alert(
         f"{start}AnswersWrong",
         {"severity": "page", "kind": "answers", **labels},

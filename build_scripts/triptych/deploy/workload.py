@@ -7,7 +7,7 @@ from typing import Any
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy.options import Options
-from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, TMP_MIB, Sizes
+from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, Sizes
 from triptych.fleet.reasons import Because
 
 CONTAINER = "triton"
@@ -250,9 +250,7 @@ def _volumes(options: Options, sizes: Sizes, version: str) -> list[dict[str, Any
         },
         {
             "name": "tmp",
-            "emptyDir": {
-                "sizeLimit": Because(f"{TMP_MIB}Mi", "the steps' scratch; nothing is kept there")
-            },
+            "emptyDir": {"sizeLimit": Because(f"{sizes.tmp_mib.value}Mi", sizes.tmp_mib.reason)},
         },
     ]
 

@@ -17,6 +17,7 @@ from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import declare
 from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_engine import ADAPTERS_FOLDER, MODEL_FOLDER
+from triptych.runtime.generation_series import edges_of
 from triptych.runtime.generation_wire import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
 from triptych.runtime.source_pieces import PIECES_FILE
@@ -80,6 +81,7 @@ def render_generation(inputs: AnyInputs) -> dict[str, Content]:
             TO_CORE,
             {
                 **inputs.prompt_settings,
+                "pipeline": name,
                 "parameters": own_parameters(spec),
                 "max_text_bytes": spec.max_text_bytes,
                 "adapters": spec.adapter_names,
@@ -161,6 +163,7 @@ def _core_settings(inputs: AnyInputs) -> dict[str, object]:
         "max_sequences": spec.core.max_sequences,
         "context_tokens": inputs.context_tokens,
         "stream_interval": spec.serving.stream_interval,
+        "time_edges_ms": edges_of(spec.serving.slo.limits_ms),
     }
     if isinstance(inputs, Text2TextInputs):
         return {**settings, **engine_settings(inputs)}

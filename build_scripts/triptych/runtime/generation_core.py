@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb_utils
 from .cancelling import CancelInbox
 from .engine import Engine
 from .faults import Overloaded, RequestError, Stopping
+from .generation_counts import Clock, GenerationCounts
 from .generation_engine import MODEL_FOLDER, Delta, Load, joined
 from .generation_wire import CANCELLED, REFUSED, SHORTEST_NAME, Chunk, Opening, Order
 from .in_flight import InFlight
@@ -32,11 +33,6 @@ TICK_S = 0.1
 EARLY_S = 60.0
 """A request may come so long after the one that cancels it: several steps may work before."""
 _LONGEST_FAULT = 300
-GAUGES = {
-    "running": "Requests in the engine's batch",
-    "waiting": "Requests that have no place in the batch yet",
-    "kv_cache_share": "Of the KV cache that running requests hold, 0 to 1",
-}
 
 
 class _Stream:
@@ -52,6 +48,8 @@ class _Stream:
         self.name = name if len(name) >= SHORTEST_NAME else None
         self.sender = sender
         self.told_at = time.monotonic()
+        self.clock = Clock(streamed=opening.stream)
+        self.prompt_tokens = opening.prompt_tokens
         self._opening: Opening | None = opening
         self._cancel_at = cancel_at
 
@@ -90,8 +88,8 @@ class TritonPythonModel:
         self._stream_interval: int = settings["stream_interval"]
         self._in_flight = InFlight(settings["pipeline"])
         self._slot = self._in_flight.take_slot()
-        self._load = self._told = Load()
-        self._families, self._gauges = _new_gauges(settings["pipeline"])
+        self._load = Load()
+        self._counts = GenerationCounts(settings)
         self._streams: dict[str, _Stream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._keys: dict[str, str] = {}  # by name, of the requests that have one
@@ -132,6 +130,8 @@ class TritonPythonModel:
             except Exception as error:
                 self._outbox.put((sender, error_response(error)))
                 self._outbox.put((sender, None))
+                how = "overloaded" if isinstance(error, (Overloaded, Stopping)) else "error"
+                self._loop.call_soon_threadsafe(self._counts.end, how)
 
     def finalize(self) -> None:
         async def end() -> None:
@@ -142,6 +142,7 @@ class TritonPythonModel:
 
         self._on_loop(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._counts.send(self._counts.rest())
         self._outbox.put(None)
         self._deliverer.join()
         self._inbox.close()
@@ -173,23 +174,30 @@ class TritonPythonModel:
 
     async def _generate(self, stream: _Stream, prompt: list[int], order: Order) -> None:
         answer = self._engine.generate(stream.key, prompt, order.sampling)
+        # An answer that is sent as a whole is decoded as one, unless a stop string may end it.
+        in_pieces = order.stream or order.sampling["stop"]
+        interval = self._stream_interval if in_pieces else order.sampling["max_tokens"]
         finished = False
         try:
-            async for delta in joined(answer, self._stream_interval):
+            async for delta in joined(answer, interval):
                 finished = bool(delta.finish)
+                self._counts.take(stream.clock, delta, stream.prompt_tokens)
                 self._send(stream, stream.chunk(delta))
             if not finished:
                 raise RuntimeError("the engine ended an answer without a reason")
         except asyncio.CancelledError:
             await answer.aclose()
+            self._counts.end(CANCELLED)
             self._send(stream, stream.chunk(finish=CANCELLED))
         except ValueError as error:
             refusal = RequestError(
                 FIELD, "must be such that the engine takes them", _words(error), "Change them"
             )
+            self._counts.end(REFUSED)
             self._send(stream, stream.chunk(finish=REFUSED, error=str(refusal)))
         except Exception as error:
             words = f"{type(error).__name__}: {error}. The engine failed."
+            self._counts.end("error")
             self._send(stream, stream.chunk(finish="error", error=words))
         finally:
             self._outbox.put((stream.sender, None))
@@ -229,6 +237,7 @@ class TritonPythonModel:
         self._load = load
 
     async def _tick(self) -> None:
+        sending: asyncio.Future[None] | None = None
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -238,10 +247,10 @@ class TritonPythonModel:
             self._early = {name: at for name, at in self._early.items() if now - at < EARLY_S}
             # An engine that nothing is asked of takes no steps, and tells of none.
             load = self._load if self._streams else Load()
-            if load != self._told:
-                self._told = load
-                for name, gauge in self._gauges.items():
-                    gauge.set(getattr(load, name))
+            if sending is None or sending.done():
+                due = self._counts.due(load, len(self._streams))
+                if due:  # the server is waited for elsewhere
+                    sending = asyncio.ensure_future(asyncio.to_thread(self._counts.send, due))
 
     def _on_loop(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -250,17 +259,3 @@ class TritonPythonModel:
 def _words(error: Exception) -> str:
     """What an engine says, in one line, without its own sources' places."""
     return re.sub(r"\[[\d:]+\] \S+?:\d+: ", "", " ".join(str(error).split()))[:_LONGEST_FAULT]
-
-
-def _new_gauges(pipeline: str) -> tuple[list[Any], dict[str, Any]]:
-    """Families, which must be kept as long as their metrics count, and a metric for each gauge."""
-    families = [
-        pb_utils.MetricFamily(
-            name=f"triptych_generation_{name}",
-            description=words,
-            kind=pb_utils.MetricFamily.GAUGE,
-        )
-        for name, words in GAUGES.items()
-    ]
-    metrics = [family.Metric(labels={"pipeline": pipeline}) for family in families]
-    return families, dict(zip(GAUGES, metrics, strict=True))

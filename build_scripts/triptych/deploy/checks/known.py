@@ -10,10 +10,13 @@ from triptych.deploy.checks.composed import KIND
 from triptych.deploy.checks.objects import Server, mapping, sequence
 from triptych.deploy.checks.pods import bytes_of
 from triptych.deploy.devices import PRODUCT
+from triptych.deploy.generation import generation_shm_mib, gpus_of
 from triptych.deploy.measured import memory_seen_mib
 from triptych.deploy.sizing import shm_mib
+from triptych.generation.lock import built_spec
 from triptych.lint.flaw import Flaw, error
-from triptych.repository.lock import Lock, read_lock
+from triptych.repository.lock import read_lock
+from triptych.repository.records import EngineRecord
 
 _MIB = 2**20
 
@@ -23,11 +26,15 @@ class Known:
     """Of a pipeline.
 
     Attributes:
+        engine: of TensorRT; None where it has none.
+        gpus: that a copy of its model is on; 0 where any number will do.
         memory_mib: most that `bench` saw; None where it saw none of this build.
         shm_mib: shared memory that its steps may need.
     """
 
-    lock: Lock
+    name: str
+    engine: EngineRecord | None
+    gpus: int
     memory_mib: float | None
     shm_mib: int
 
@@ -38,8 +45,13 @@ def known_of(repository: Path, pipeline: str, reports: Path) -> Known:
     Raises:
         UserError: the pipeline was not built, or its bench cannot be read.
     """
+    spec = built_spec(repository, pipeline)
+    if spec is not None:
+        shared_mib = generation_shm_mib(repository, spec)
+        return Known(pipeline, None, gpus_of(spec), None, shared_mib)
     lock = read_lock(repository, pipeline)
-    return Known(lock, memory_seen_mib(lock, reports), shm_mib(lock, repository))
+    memory_mib = memory_seen_mib(lock, reports)
+    return Known(pipeline, lock.engine, 0, memory_mib, shm_mib(lock, repository))
 
 
 def memory_measured(server: Server, known: Known | None) -> Iterator[Flaw]:
@@ -75,14 +87,31 @@ def shared_memory_measured(server: Server, known: Known | None) -> Iterator[Flaw
 
 
 def engine_gpu(server: Server, known: Known | None) -> Iterator[Flaw]:
-    if known is None or known.lock.engine is None or server.owner.kind == KIND:
+    if known is None or server.owner.kind == KIND:
         return
-    engine = known.lock.engine
+    if known.gpus:
+        yield from _parts(server, known)
+    engine = known.engine
+    if engine is None:
+        return
     own = engine.gpu.replace(" ", "-")
     node = mapping(server.pod.get("nodeSelector")).get(PRODUCT)
     if engine.hardware == "none" and node != own:
         yield error(
             "Nodes must have the GPU that the engine was built for: no other loads it",
             f"{PRODUCT}: {node or 'not selected'}; the engine is of {own}",
-            f"Select {own}, or run `triptych engine {known.lock.spec.name}` on the other one",
+            f"Select {own}, or run `triptych engine {known.name}` on the other one",
+        )
+
+
+def _parts(server: Server, known: Known) -> Iterator[Flaw]:
+    limits = mapping(mapping(server.container.get("resources")).get("limits"))
+    given = {name: count for name, count in limits.items() if name.startswith("nvidia.com/")}
+    if [str(count) for count in given.values()] != [str(known.gpus)]:
+        shown = ", ".join(f"{name}: {count}" for name, count in given.items())
+        yield error(
+            "A pod must have a GPU for each part of the model",
+            f"{shown or 'no nvidia.com/gpu'}; it has {known.gpus} (tensor_parallel x "
+            "pipeline_parallel)",
+            f"Limit nvidia.com/gpu to {known.gpus}, or build {known.name} with as many parts",
         )

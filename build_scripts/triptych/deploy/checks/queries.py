@@ -11,6 +11,7 @@ from triptych.errors import closest
 from triptych.lint.flaw import Flaw, error, warning
 from triptych.releases import Release
 from triptych.repository.latencies import COUNTED_FROM, HISTOGRAM
+from triptych.runtime.generation_series import NAMES, PREFIX
 
 # docs/user_guide/metrics.md of the server.
 METRICS = (
@@ -30,9 +31,11 @@ _SERIES = {
     *METRICS,
     *(f"{name}_{part}" for name in METRICS if "_summary_" in name for part in ("count", "sum")),
     *(f"{HISTOGRAM}_{part}" for part in ("count", "sum", "bucket")),
+    *NAMES,
 }
-# Backends and caches add names of their own: what is checked are Triton's own families.
-_NAME = re.compile(r"\bnv_(?:inference|gpu|cpu|energy|pinned|model)_[a-z0-9_]+")
+# Backends and caches add names of their own: what is checked are Triton's own families, and those
+# of pipelines that generate text.
+_NAME = re.compile(rf"\b(?:nv_(?:inference|gpu|cpu|energy|pinned|model)|{PREFIX})_[a-z0-9_]+")
 _UTILIZATION = re.compile(
     r"DCGM_FI\w*|nv_gpu_utilization|nv_gpu_power_usage|duty_cycle|accelerator\w*", re.IGNORECASE
 )
@@ -61,7 +64,7 @@ def metric_known(query: Query) -> Iterator[Flaw]:
             yield error(
                 "A metric must be one that Triton has: an unknown one is empty, and never fires",
                 name,
-                f"{closest(name, METRICS)}See the metrics page of the server",
+                f"{closest(name, (*METRICS, *NAMES))}See the metrics page of the server",
             )
 
 
