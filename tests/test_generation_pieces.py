@@ -459,13 +459,16 @@ def test_each_adapter_is_judged_by_itself() -> None:
 class FakeVllm(Engine):
     """In place of vLLM: the scripted engine; a token is as likely as its adapter's name is long."""
 
-    async def score(self, key: str, ids: list[int], adapter: str) -> list[float]:
-        return [float(len(adapter))] * (len(ids) - 1)
+    async def score(
+        self, key: str, prompt: list[int], answer: list[int], adapter: str
+    ) -> list[float]:
+        return [float(len(adapter))] * len(answer)
 
 
 def test_the_gate_asks_each_prompt_of_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_vllm, "Engine", FakeVllm)
     order = {
+        "engine": "engine_vllm",
         "weights": "",
         "settings": {"token_delay_ms": 0.0, "max_sequences": 4, "max_length": 10},
         "prompts": [[7, 8, 9], [7, 8, 9], [5, 6]],

@@ -316,6 +316,7 @@ def test_the_verdict_is_on_the_limits_and_on_the_rate_that_holds_them() -> None:
     assert "bf16" in told
 
 
+@pytest.mark.server  # it starts none, but reads a model by transformers, which looks for torch
 def test_what_cannot_be_served_is_refused_before_a_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
