@@ -142,7 +142,7 @@ class TritonPythonModel:
 
         self._on_loop(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._counts.send(self._counts.rest())
+        self._counts.close()
         self._outbox.put(None)
         self._deliverer.join()
         self._inbox.close()

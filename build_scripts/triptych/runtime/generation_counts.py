@@ -20,9 +20,12 @@ from .generation_engine import Delta, Load
 from .generation_series import COUNTERS, ENDS, GAUGES, MOMENTS, PREFIX, TOKENS, edge_label
 
 FLUSH_S, SHOW_S, CALM_S = 5.0, 0.2, 2.0
-"""Between two times that counts go out, and gauges; and from the start to the first of them.
-Seldom, and not while others start: a server of 24.10 may abort at a call (`lock_exception`), since
-its side locks what ours, done, has freed already; seen on a machine that was busy."""
+"""Between two times that counts go out, and gauges; and from the start to the first of them."""
+
+PAUSE_S = 0.002
+"""After each call of the server. Its side still locks what ours, done, has freed: where the next
+call takes that memory at once, a server of 24.10 may abort (`lock_exception`), seen on a machine
+that was busy. So calls are few, too, and none is made while others start."""
 
 _Key = tuple[str, str]
 
@@ -142,8 +145,19 @@ class GenerationCounts:
                 if self._metrics:
                     metric = self._metrics[key]
                     metric.set(value) if key[0] in GAUGES else metric.increment(value)
+                    time.sleep(PAUSE_S)
         except Exception:  # counts are no reason to fail a request, nor a server without metrics
             self._metrics = {}
+
+    def close(self) -> None:
+        """Send what is left, and take all off the page."""
+        self.send(self.rest())
+        made = [*self._families, *(self._metrics or {}).values()]
+        self._families.clear()
+        self._metrics = {}
+        while made:  # metrics before their families
+            made.pop()
+            time.sleep(PAUSE_S)
 
     def _time(self, moment: str, seconds: float) -> None:
         ms = seconds * 1e3
@@ -162,6 +176,7 @@ class GenerationCounts:
             family = _family(name, words, kind)
             self._families.append(family)
             for value in values:
+                time.sleep(PAUSE_S)
                 labels = {"pipeline": self._pipeline, **({label: value} if label else {})}
                 made[name, value] = _metric(family, labels)
         return made
