@@ -96,7 +96,9 @@ def main() -> int:
         async def measure() -> None:
             async with (
                 AsyncClient(inputs.spec.name, ensemble.grpc_url, timeout_s=_LOAD_S) as client,
-                aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)) as session,
+                aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+                ) as session,
                 _transformers(inputs) as (one_by_one, turn),
             ):
                 contenders = {
