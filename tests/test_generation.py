@@ -509,6 +509,10 @@ def test_bench_measures_every_response(
         inputs, repository, bench, silent, url=server.grpc_url, metrics_url=server.metrics_url
     )
 
+    with pytest.raises(UserError, match=r"`--concurrency` must be at most .*max_size 12"):
+        bench_generation(
+            inputs, repository, replace(bench, loads=(Load("concurrency", 13),)), silent
+        )
     two, four, refused = (point.typical for point in result.points)
     for one in (two, four):
         assert one.streamed is not None

@@ -11,9 +11,10 @@ from triptych.bench.bench import Bench, bench_requests, machine, server_of
 from triptych.bench.points import BenchResult, Subject
 from triptych.cache import versions_of
 from triptych.client.address import check_single
-from triptych.errors import Progress
+from triptych.errors import Progress, UserError
 from triptych.generation.environment import packages_versions
 from triptych.generation.inputs import GeneratingInputs
+from triptych.pipeline.generation_spec import GeneratingSpec
 from triptych.pipeline.spec import GENERATION, TEXT2TEXT
 from triptych.runtime.sampling_parameters import FIELD
 
@@ -35,9 +36,16 @@ def bench_generation(
     url: str | None = None,
     metrics_url: str | None = None,
 ) -> BenchResult:
-    """Measure a built pipeline; see `bench_pipeline`."""
+    """Measure a built pipeline; see `bench_pipeline`.
+
+    Raises:
+        UserError: more clients than the pipeline lets in; else as `bench_pipeline`.
+    """
     if url is not None:
         check_single(url, "measure it")
+    for load in bench.loads:
+        if load.kind == "concurrency":
+            check_clients("--concurrency", int(load.value), inputs.spec)
     return bench_requests(
         subject_of(inputs, server=server_of(url)),
         requests_of(inputs),
@@ -47,6 +55,18 @@ def bench_generation(
         url=url,
         metrics_url=metrics_url,
     )
+
+
+def check_clients(option: str, clients: int, spec: GeneratingSpec) -> None:
+    """Raises a `UserError` where some would be refused: perf_analyzer waits for them for ever."""
+    most = spec.serving.queue.max_size
+    if clients > most:
+        raise UserError(
+            option,
+            f"must be at most serving.queue.max_size {most}, or some are refused",
+            given=clients,
+            remedy="Lower it, or raise serving.queue.max_size",
+        )
 
 
 def requests_of(inputs: GeneratingInputs) -> list[dict[str, str]]:

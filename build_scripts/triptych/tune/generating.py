@@ -12,9 +12,9 @@ from pydantic import JsonValue
 from triptych.bench.bench import WARM_UP_ANSWERS
 from triptych.bench.measure import Target, measure
 from triptych.bench.points import Load, Measurement, Subject
-from triptych.errors import Progress, UserError
+from triptych.errors import Progress
 from triptych.formatting import rounded
-from triptych.generation.bench import requests_of, subject_of
+from triptych.generation.bench import check_clients, requests_of, subject_of
 from triptych.generation.build import build_trial
 from triptych.generation.inputs import GenerationInputs, read_generation
 from triptych.pipeline.generation_spec import GenerationSpec, load_generation_spec
@@ -46,14 +46,7 @@ class Generating:
     searches_rates = False  # a rate wants hundreds of answers, of seconds each
 
     def start(self, repository: Path, progress: Progress) -> Setting:
-        most = self._spec(Setting()).serving.queue.max_size
-        if self.clients > most:  # perf_analyzer would wait for ever for those that are refused
-            raise UserError(
-                "--clients",
-                f"must be at most serving.queue.max_size {most}, or some are refused",
-                given=self.clients,
-                remedy="Lower it, or raise serving.queue.max_size",
-            )
+        check_clients("--clients", self.clients, self._spec(Setting()))
         return Setting()
 
     def make(self, setting: Setting, repository: Path, progress: Progress) -> Made:
