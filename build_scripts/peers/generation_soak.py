@@ -36,6 +36,7 @@ from triptych.client import (
 from triptych.generation.build import build_generation
 from triptych.generation.inputs import GenerationInputs, read_generation
 from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.runtime.generation_series import GAUGES, PREFIX
 from triptych.server.server import Server
 
 PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
@@ -203,7 +204,7 @@ def _left_behind(server: Server, pipeline: str) -> dict[str, float]:
     while True:
         with urllib.request.urlopen(server.metrics_url) as page:
             text = page.read().decode()
-        form = rf'triptych_generation_(\w+)\{{pipeline="{pipeline}"\}} (\S+)'
+        form = rf'{PREFIX}_({"|".join(GAUGES)})\{{pipeline="{pipeline}"\}} (\S+)'
         left = {name: float(value) for name, value in re.findall(form, text) if float(value)}
         if not left or time.monotonic() > end:
             return left
