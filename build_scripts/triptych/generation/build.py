@@ -117,10 +117,10 @@ def build_trial(
     return tuple(write_models(repository, {**files, f"{spec.name}/{LOCK_FILE}": lock}))
 
 
-def _numbers_of(inputs: GenerationInputs) -> tuple[object, ...]:
+def _numbers_of(inputs: GenerationInputs) -> tuple[str, str]:
     """The settings that decide what an engine computes."""
     core = inputs.spec.core
-    return core.precision, getattr(core.kv_cache, "precision", None)
+    return core.precision, core.kv_cache.precision
 
 
 def _lock(

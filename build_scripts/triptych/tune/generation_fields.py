@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
-from typing import get_args
 
 import psutil
 from pydantic import JsonValue
 
 from triptych.generation.inputs import GenerationInputs
-from triptych.pipeline.generation_spec import KvCache
 from triptych.tune.evidence import Evidence, Proposal, Propose, Skip, more_instances
 
 FULL = 0.8
@@ -106,12 +104,10 @@ def kv_memory(evidence: Seen) -> Proposal | Skip:
 def kv_precision(evidence: Seen) -> Proposal | Skip:
     """Numbers of the KV cache: smaller ones hold more tokens and are read faster; gated."""
     key = "core.kv_cache.precision"
-    now = getattr(evidence.plan.spec.core.kv_cache, "precision", None)
-    known = get_args(getattr(KvCache.model_fields.get("precision"), "annotation", None))
-    others = tuple(value for value in known if value != now and value != "auto")
-    if not others or evidence.plan.spec.core.backend == "scripted":
+    core = evidence.plan.spec.core
+    if core.kv_cache.precision == "fp8" or core.backend == "scripted":
         return Skip(key, "there is no other")
-    return Proposal(key, others, f"keys and values are kept as {now}")
+    return Proposal(key, ("fp8",), "keys and values are kept as auto")
 
 
 def interval(evidence: Seen) -> Proposal | Skip:
