@@ -45,8 +45,8 @@ BIGGEST = (
 What exports many models comes after those that export the same."""
 # fmt: off
 PURE = (
-    "accuracy_thresholds", "admission", "alerts", "bulk_formats", "capacity", "card",
-    "command_line", "comparison", "container", "container_locks", "core_config", "cost",
+    "accuracy_thresholds", "admission", "alerts", "bulk_failures", "bulk_formats", "capacity",
+    "card", "command_line", "comparison", "container", "container_locks", "core_config", "cost",
     "decoders_spans", "deploy", "deploy_check", "deploy_generation", "deploy_targets",
     "deploy_watch", "docker", "doctor", "engine_inspection", "engine_request", "engine_runner",
     "expected_cost", "fake_tensorrt", "fleet_envoy", "gate", "gate_remedy", "gate_result",

@@ -6,12 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from triptych.bulk.table import ERROR, Answers, Chunk
+from triptych.bulk.turns import Turns
 from triptych.client import (
     AsyncClient,
     Cancelled,
@@ -29,6 +31,8 @@ from triptych.client.infer import Parameter, plain_outputs, request_parameter
 _IMAGE = "image"
 _AWAY = (ServerUnreachable, PipelineNotReady, Cancelled)
 _OF_ROWS = (PipelineFailed, DeadlineExceeded, NeighbourFailed, InvalidRequest)
+_OF_BATCHES = (PipelineFailed, NeighbourFailed)
+"""Of what is a row's fault: what fails every row of a batch at the server."""
 _PAUSE_S = 1.0
 _TOO_MANY = 32
 """So many rows, none of which is answered, are not to blame themselves."""
@@ -41,6 +45,7 @@ class Asker:
     """Sends chunks of rows.
 
     Attributes:
+        turns: of all that send for the same run.
         folder: from where paths of images start.
         constants: inputs that are the same for every row.
         parameters: of every request; a row's own win.
@@ -49,6 +54,7 @@ class Asker:
 
     client: AsyncClient
     config: PipelineConfig
+    turns: Turns
     folder: Path
     constants: Mapping[str, str | bytes] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
@@ -124,7 +130,8 @@ class Asker:
         self, rows: Sequence[Mapping[str, str | bytes]], parameters: Mapping[str, Parameter]
     ) -> list[RowResult]:
         try:
-            return await self._send(rows, parameters)
+            async with self.turns.beside():
+                return await self._send(rows, parameters)
         except _OF_ROWS as error:
             if len(rows) == 1:
                 return [error]
@@ -134,6 +141,13 @@ class Asker:
             results += await self._each([row], parameters)
             if len(results) == _TOO_MANY and all(isinstance(r, InferenceError) for r in results):
                 raise next(r for r in results if isinstance(r, InferenceError))
+        broken = [at for at, result in enumerate(results) if isinstance(result, _OF_BATCHES)]
+        if broken:
+            # It may have been a row of another chunk, in the same batch at the server.
+            async with self.turns.alone():
+                for at in broken:
+                    with suppress(*_OF_ROWS):
+                        results[at : at + 1] = await self._send([rows[at]], parameters)
         return results
 
     async def _send(

@@ -25,6 +25,7 @@ from triptych.bulk.table import (
     check_columns,
     name_columns,
 )
+from triptych.bulk.turns import Turns
 from triptych.client import AsyncClient, InferenceError, PipelineConfig, Retry
 from triptych.client.infer import Parameter
 from triptych.errors import UserError
@@ -149,7 +150,7 @@ class _Run:
             scan = self._table.scan([*wanted.values(), *names])
             check_columns(wanted, scan, asked.file)
             columns = name_columns(asked.pipeline, outputs, scan.names)
-            pace, askers = Pace(config.max_batch_size), {}
+            pace, askers, turns = Pace(config.max_batch_size), {}, Turns()
             for size in pace.sizes:
                 client = AsyncClient(
                     asked.pipeline,
@@ -161,6 +162,7 @@ class _Run:
                 askers[size] = Asker(
                     await stack.enter_async_context(client),
                     config,
+                    turns,
                     asked.file.parent,
                     asked.constants,
                     asked.parameters,
