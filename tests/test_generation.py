@@ -148,7 +148,7 @@ def test_a_streamed_answer_is_the_whole_one(quick: Streams) -> None:
         assert streamed.text == whole.text == text
         assert streamed.ids == whole.ids == ids[text]
         assert (len(whole.chunks), whole.finish) == (1, "stop")
-        assert len(streamed.chunks) == len(ids[text])
+        assert 1 < len(streamed.chunks) <= len(ids[text])
         assert not any("\ufffd" in chunk for chunk in streamed.chunks)
         count = len(ids[text])
         assert streamed.usage == whole.usage
@@ -157,6 +157,20 @@ def test_a_streamed_answer_is_the_whole_one(quick: Streams) -> None:
             "completion_tokens": count,
             "cached_tokens": 0,
         }
+
+
+def test_what_an_engine_makes_too_fast_for_its_client_comes_in_longer_chunks(
+    quick: Streams,
+) -> None:
+    """Nothing waits in line before the client, and no token is lost or comes twice."""
+    calls = [quick.open({"text_input": LONG}) for _ in range(8)]
+    for call in calls:
+        answer = Answer()
+        for response in responses_of(call):
+            take(answer, response)
+        assert answer.text == "".join(answer.chunks) == LONG
+        assert answer.ids == byte_pairs().encode(LONG).ids
+        assert len(answer.chunks) < len(answer.ids) / 2
 
 
 def test_answers_end_where_the_request_says(quick: Streams) -> None:
@@ -259,7 +273,8 @@ def test_it_takes_tritons_generate_requests(server: Server, quick: Streams) -> N
     assert (whole["text_output"], whole["token_ids"]) == (wanted.text, wanted.ids)
     events = answers("generate_stream")
     assert "".join(one["text_output"] for one in events) == wanted.text
-    assert [one["finish_reason"] for one in events] == ["", "", "length"]
+    assert [one["finish_reason"] for one in events] == [""] * (len(events) - 1) + ["length"]
+    assert len(events) > 1
     with pytest.raises(urllib.error.HTTPError) as refused:
         answers("generate", stream=False, sampling_parameters="{")
     assert refused.value.code == 400
@@ -462,8 +477,10 @@ def test_what_deploy_asks_for_is_on_the_metrics_page(
     first, late = "triptych_generation_ttft_ms", counted("triptych_generation_ttft_ms_count")
     late -= counted(f"{first}_bucket", le="120")
     assert 2 <= late < counted(f"{first}_bucket", le="+Inf") == counted(f"{first}_count")
-    assert counted("triptych_generation_itl_ms_count") >= 4 * 7
-    assert counted("triptych_generation_itl_ms_bucket", le="10") == 0  # 20 ms a token
+    # 20 ms a token; where the machine is busy, two may come as one.
+    gaps = counted("triptych_generation_itl_ms_count")
+    assert gaps >= 4 * 5
+    assert counted("triptych_generation_itl_ms_bucket", le="10") < gaps / 4
     assert counted("triptych_generation_tokens", kind="new") >= 4 * 8
     assert counted("triptych_generation_unprepared", how="refused") >= 1
     assert counted("triptych_generation_ended", how="error") == 0
@@ -517,11 +534,10 @@ def test_bench_measures_every_response(
     for one in (two, four):
         assert one.streamed is not None
         assert one.streamed.tokens == 8 * one.requests
-        assert (one.streamed.ttft.samples, one.streamed.itl.samples) == (
-            one.requests,
-            7 * one.requests,
-        )
-        assert 15_000 < one.streamed.itl.p50_us < one.p50_us / 7
+        assert one.streamed.ttft.samples == one.requests
+        # Where the machine is busy, two tokens may come as one response.
+        assert 5 * one.requests < one.streamed.itl.samples <= 7 * one.requests
+        assert 15_000 < one.streamed.itl.p50_us < one.p50_us / 5
         assert 40 < one.streamed.tokens_per_s < 120
     assert four.latencies_us["ttft_p50"] > 130_000 > 2 * two.latencies_us["ttft_p50"]
     assert two.goodput_per_s > 2 * four.goodput_per_s

@@ -39,8 +39,8 @@ from triptych.runtime import engine_vllm
 from triptych.runtime.chat_template import ChatTemplate
 from triptych.runtime.engine_scripted import Engine
 from triptych.runtime.faults import RequestError
-from triptych.runtime.generation_engine import Delta, Load, joined
-from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Order
+from triptych.runtime.generation_engine import Delta, Load, Waiting
+from triptych.runtime.generation_wire import CONTEXT_TOKENS, Chunk, Opening, Order, Place
 from triptych.runtime.prompts import Prompts
 from triptych.runtime.sampling_parameters import DEFAULTS, FLAGS, NUMBERS, check_sampling
 from triptych.runtime.text2text_batches import next_batch
@@ -167,7 +167,11 @@ def test_what_travels_between_the_steps_arrives() -> None:
     order = Order({**DEFAULTS, "stop": ["a"]}, False)
     assert Order.unpack(order.pack()) == order
     opening = Opening(True, ["ü"], [1, 2], 3)
-    for chunk in (Chunk("k", "i", opening), Chunk("k", "i", None, "stop", 2, [[1, -0.5, []]])):
+    place = Place(3, 9)
+    for chunk in (
+        Chunk("k", "i", place, opening),
+        Chunk("k", "i", place, None, "stop", 2, [[1, -0.5, []]]),
+    ):
         assert Chunk.unpack(chunk.pack().encode()) == chunk
 
 
@@ -215,14 +219,16 @@ def test_texts_of_like_length_share_a_batch_and_none_waits_for_ever() -> None:
 
 
 def test_tokens_share_responses_but_the_first_and_the_last_never_wait() -> None:
-    async def answer(*sizes: int, end: str) -> AsyncGenerator[Delta, None]:
+    def shared(tokens: int, *sizes: int) -> list[Delta]:
+        found, waiting = [], Waiting(tokens)
         for place, size in enumerate(sizes):
             ids = [10 * place + one for one in range(size)]
-            last = place + 1 == len(sizes)
-            yield Delta(ids, end if last else "", place, [[one, -1.0, []] for one in ids])
-
-    async def shared(tokens: int, *sizes: int, end: str = "stop") -> list[Delta]:
-        return [one async for one in joined(answer(*sizes, end=end), tokens)]
+            end = "stop" if place + 1 == len(sizes) else ""
+            waiting.add(Delta(ids, end, place, [[one, -1.0, []] for one in ids]))
+            assert waiting.ends == bool(end)
+            if waiting.enough:
+                found.append(waiting.take())
+        return found
 
     for tokens, sizes, wanted in (
         (1, (1, 1, 1), [1, 1, 1]),
@@ -231,7 +237,7 @@ def test_tokens_share_responses_but_the_first_and_the_last_never_wait() -> None:
         (3, (0, 1, 1, 0), [1, 1]),  # an engine may end an answer without a token more
         (100, (1, 1, 1), [1, 2]),
     ):
-        found = asyncio.run(shared(tokens, *sizes))
+        found = shared(tokens, *sizes)
         assert [len(one.token_ids) for one in found] == wanted, (tokens, sizes)
         assert [one.finish for one in found[:-1]] == [""] * (len(found) - 1)
         assert found[-1].finish == "stop"

@@ -98,7 +98,11 @@ def render_generation(inputs: AnyInputs) -> dict[str, Content]:
             model_transaction_policy=_DECOUPLED,
         ),
         step("postprocess"): _python_step(
-            step("postprocess"), FROM_CORE, OUTPUTS, {}, model_transaction_policy=_DECOUPLED
+            step("postprocess"),
+            FROM_CORE,
+            OUTPUTS,
+            {"pipeline": name},
+            model_transaction_policy=_DECOUPLED,
         ),
     }
     files: dict[str, Content] = {

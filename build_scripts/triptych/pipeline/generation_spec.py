@@ -115,7 +115,7 @@ class GenerationServing(Frozen):
         triton: the oldest release (``YY.MM``) the repository must load on.
         queue: how requests wait.
         preprocess_instances: processes that make token ids of prompts.
-        stream_interval: tokens of one streamed response; the first and the last one never wait.
+        stream_interval: fewest tokens of a streamed response; the first and the last never wait.
         gpus: of the engine, by number or UUID; None: those that the server sees.
         slo: what `bench` holds the pipeline to, where its options say nothing else.
     """

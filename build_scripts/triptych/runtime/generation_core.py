@@ -19,8 +19,8 @@ from .cancelling import CancelInbox
 from .engine import Engine
 from .faults import Overloaded, RequestError, Stopping
 from .generation_counts import Clock, GenerationCounts
-from .generation_engine import MODEL_FOLDER, Delta, Load, joined
-from .generation_wire import CANCELLED, REFUSED, SHORTEST_NAME, Chunk, Opening, Order
+from .generation_engine import MODEL_FOLDER, NOTHING, Delta, Load, Waiting
+from .generation_wire import CANCELLED, REFUSED, SHORTEST_NAME, Chunk, Opening, Order, Place
 from .in_flight import InFlight
 from .sampling_parameters import FIELD
 from .shared_memory import make_private
@@ -30,6 +30,9 @@ QUIET_S = 0.5
 """A request without a new token for so long sends an empty chunk: postprocess can see only then
 whether anybody still waits for it."""
 TICK_S = 0.1
+SETTLE_S = 0.005
+LOST_S = 2.0
+"""A chunk that postprocess has not taken after so long is lost: the next one waits no longer."""
 EARLY_S = 60.0
 """A request may come so long after the one that cancels it: several steps may work before."""
 _LONGEST_FAULT = 300
@@ -41,25 +44,31 @@ class _Stream:
     Attributes:
         name: by which a later request may cancel it; None for none.
         told_at: when its last chunk was sent, on the clock of `time.monotonic`.
+        number: of that chunk, among those of all streams; 0 before.
     """
 
-    def __init__(self, sender: Any, opening: Opening, cancel_at: str, name: str) -> None:
+    def __init__(
+        self, sender: Any, opening: Opening, cancel_at: str, name: str = "", tokens: int = 1
+    ) -> None:
         self.key = secrets.token_hex(16)
         self.name = name if len(name) >= SHORTEST_NAME else None
         self.sender = sender
         self.told_at = time.monotonic()
+        self.number = 0
+        self.waiting = Waiting(tokens)
         self.clock = Clock(streamed=opening.stream)
         self.prompt_tokens = opening.prompt_tokens
         self._opening: Opening | None = opening
         self._cancel_at = cancel_at
 
-    def chunk(self, delta: Delta | None = None, *, finish: str = "", error: str = "") -> Any:
+    def chunk(self, place: Place, delta: Delta, *, finish: str = "", error: str = "") -> Any:
         """The next response."""
         self.told_at = time.monotonic()
-        delta = delta or Delta([])
+        self.number = place.number
         chunk = Chunk(
             self.key,
             self._cancel_at,
+            place,
             self._opening,
             finish or delta.finish,
             delta.cached_tokens,
@@ -88,6 +97,8 @@ class TritonPythonModel:
         self._stream_interval: int = settings["stream_interval"]
         self._in_flight = InFlight(settings["pipeline"])
         self._slot = self._in_flight.take_slot()
+        self._sent = 0  # chunks of all requests
+        self._unsettled = 0  # requests that have ended, and postprocess does not know
         self._load = Load()
         self._counts = GenerationCounts(settings)
         self._streams: dict[str, _Stream] = {}
@@ -113,7 +124,7 @@ class TritonPythonModel:
                 prompt = inputs["prompt_ids"].as_numpy().ravel().tolist()
                 order = Order.unpack(inputs["order"].as_numpy().ravel()[0])
                 if order.cancel:
-                    stream = _Stream(sender, Opening(False, [], [], 0), self._inbox.name, "")
+                    stream = _Stream(sender, Opening(False, [], [], 0), self._inbox.name)
                     self._loop.call_soon_threadsafe(self._cancel_named, stream, order.cancel)
                     continue
                 self._check_room()
@@ -123,7 +134,10 @@ class TritonPythonModel:
                     prompt[-self._context_tokens :] if self._context_tokens else [],
                     len(prompt),
                 )
-                stream = _Stream(sender, opening, self._inbox.name, request.request_id())
+                # An answer sent as a whole is decoded as one, unless a stop string may end it.
+                in_pieces = order.stream or order.sampling["stop"]
+                tokens = self._stream_interval if in_pieces else order.sampling["max_tokens"]
+                stream = _Stream(sender, opening, self._inbox.name, request.request_id(), tokens)
                 self._streams[stream.key] = stream
                 self._in_flight.wait(self._slot, 1, 1)
                 self._loop.call_soon_threadsafe(self._begin, stream, prompt, order)
@@ -138,6 +152,8 @@ class TritonPythonModel:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            while self._unsettled:
+                await asyncio.sleep(SETTLE_S)
             self._engine.close()
 
         self._on_loop(end())
@@ -174,37 +190,43 @@ class TritonPythonModel:
 
     async def _generate(self, stream: _Stream, prompt: list[int], order: Order) -> None:
         answer = self._engine.generate(stream.key, prompt, order.sampling)
-        # An answer that is sent as a whole is decoded as one, unless a stop string may end it.
-        in_pieces = order.stream or order.sampling["stop"]
-        interval = self._stream_interval if in_pieces else order.sampling["max_tokens"]
         finished = False
         try:
-            async for delta in joined(answer, interval):
+            async for delta in answer:
                 finished = bool(delta.finish)
-                self._counts.take(stream.clock, delta, stream.prompt_tokens)
-                self._send(stream, stream.chunk(delta))
+                stream.waiting.add(delta)
+                self._send_waiting(stream)
             if not finished:
                 raise RuntimeError("the engine ended an answer without a reason")
         except asyncio.CancelledError:
             await answer.aclose()
             self._counts.end(CANCELLED)
-            self._send(stream, stream.chunk(finish=CANCELLED))
+            self._send(stream, finish=CANCELLED)
         except ValueError as error:
             refusal = RequestError(
                 FIELD, "must be such that the engine takes them", _words(error), "Change them"
             )
             self._counts.end(REFUSED)
-            self._send(stream, stream.chunk(finish=REFUSED, error=str(refusal)))
+            self._send(stream, finish=REFUSED, error=str(refusal))
         except Exception as error:
             words = f"{type(error).__name__}: {error}. The engine failed."
             self._counts.end("error")
-            self._send(stream, stream.chunk(finish="error", error=words))
+            self._send(stream, finish="error", error=words)
         finally:
             self._outbox.put((stream.sender, None))
             del self._streams[stream.key], self._tasks[stream.key]
             if self._keys.get(stream.name or "") == stream.key:
                 del self._keys[stream.name or ""]
+            self._unsettled += 1
+            self._settle(stream)
+
+    def _settle(self, stream: _Stream) -> None:
+        """Count a request as answered once postprocess has its end: who stops the server waits."""
+        if self._is_clear(stream):
+            self._unsettled -= 1
             self._in_flight.wait(self._slot, -1, -1)
+        else:
+            self._loop.call_later(SETTLE_S, self._settle, stream)
 
     def _cancel(self, key: str) -> None:
         task = self._tasks.get(key)
@@ -218,10 +240,33 @@ class TritonPythonModel:
             self._cancel(self._keys[name])
         else:
             self._early[name] = time.monotonic()
-        self._send(stream, stream.chunk(finish=CANCELLED))
+        self._send(stream, finish=CANCELLED)
         self._outbox.put((stream.sender, None))
 
-    def _send(self, stream: _Stream, response: Any) -> None:
+    def _send_waiting(self, stream: _Stream) -> bool:
+        """Send what waits, if it is enough; never two chunks of a request at once, but the last.
+
+        So where the engine is faster than the way to the client, chunks get longer, not more.
+        """
+        if not stream.waiting.enough:
+            return False
+        if stream.waiting.ends or self._is_clear(stream):
+            delta = stream.waiting.take()
+            self._counts.take(stream.clock, delta, stream.prompt_tokens)
+            self._send(stream, delta)
+        return True
+
+    def _is_clear(self, stream: _Stream) -> bool:
+        """Whether postprocess has taken the last chunk; or never will."""
+        is_taken = self._in_flight.taken(self._slot) >= stream.number
+        return is_taken or time.monotonic() - stream.told_at > LOST_S
+
+    def _send(
+        self, stream: _Stream, delta: Delta = NOTHING, *, finish: str = "", error: str = ""
+    ) -> None:
+        self._sent += 1
+        place = Place(self._slot, self._sent)
+        response = stream.chunk(place, delta, finish=finish, error=error)
         self._outbox.put((stream.sender, response))
 
     def _deliver(self) -> None:
@@ -242,8 +287,9 @@ class TritonPythonModel:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             for stream in list(self._streams.values()):
-                if now - stream.told_at > QUIET_S and stream.key in self._tasks:
-                    self._send(stream, stream.chunk())
+                is_quiet = now - stream.told_at > QUIET_S and stream.key in self._tasks
+                if not self._send_waiting(stream) and is_quiet:
+                    self._send(stream)
             self._early = {name: at for name, at in self._early.items() if now - at < EARLY_S}
             # An engine that nothing is asked of takes no steps, and tells of none.
             load = self._load if self._streams else Load()

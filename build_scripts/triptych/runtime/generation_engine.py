@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -38,14 +38,39 @@ class Delta(NamedTuple):
         )
 
 
-async def joined(deltas: AsyncIterable[Delta], tokens: int) -> AsyncGenerator[Delta, None]:
-    """The first token at once, then `tokens` at a time or more; the end waits for none."""
-    waiting, wanted = Delta([]), 1
-    async for delta in deltas:
-        waiting = waiting.then(delta) if waiting.token_ids else delta
-        if delta.finish or len(waiting.token_ids) >= wanted:
-            yield waiting
-            waiting, wanted = Delta([]), tokens
+NOTHING = Delta([])
+
+
+class Waiting:
+    """What an engine made of an answer, until it is sent.
+
+    Args:
+        tokens: that are sent at a time, or more; the first goes at once, and the end waits for
+            none.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._wanted = 1
+        self._delta = NOTHING
+
+    def add(self, delta: Delta) -> None:
+        self._delta = self._delta.then(delta)
+
+    @property
+    def enough(self) -> bool:
+        """Whether it is time to send it."""
+        return self.ends or len(self._delta.token_ids) >= self._wanted
+
+    @property
+    def ends(self) -> bool:
+        """Whether the answer ends with it."""
+        return bool(self._delta.finish)
+
+    def take(self) -> Delta:
+        """All of it."""
+        delta, self._delta, self._wanted = self._delta, NOTHING, self._tokens
+        return delta
 
 
 class Load(NamedTuple):

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from .cancelling import CancelSender
 from .generation_wire import CANCELLED, REFUSED, TOKENIZER_FILE, Chunk, Opening
+from .in_flight import InFlight
 from .shared_memory import make_private
-from .stub_io import error_response, inputs_of
+from .stub_io import error_response, inputs_of, settings_of
 from .text_stream import StopStrings, TextStream
 
 LOOK_S = 0.1
@@ -121,6 +122,7 @@ class TritonPythonModel:
         self._tokenizer = Tokenizer.from_file(str(Path(__file__).parent / TOKENIZER_FILE))
         self._answers: dict[str, _Answer] = {}
         self._cancels = CancelSender()
+        self._in_flight = InFlight(settings_of(args)["pipeline"])
         make_private()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -139,6 +141,7 @@ class TritonPythonModel:
     def _take(self, request: Any, sender: Any) -> Any | None:
         inputs = inputs_of(request)
         chunk = Chunk.unpack(inputs["chunk"].as_numpy().ravel()[0])
+        self._in_flight.take(*chunk.place)
         if chunk.opening is not None:
             self._answers[chunk.key] = _Answer(self._tokenizer, chunk.opening)
         answer = self._answers.get(chunk.key)

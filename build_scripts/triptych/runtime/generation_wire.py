@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 TOKENIZER_FILE = "tokenizer.json"
 CONTEXT_TOKENS = 6
@@ -61,6 +61,18 @@ class Opening:
     prompt_tokens: int
 
 
+class Place(NamedTuple):
+    """Of a chunk among all that the core sends: postprocess tells the core how far it is.
+
+    Attributes:
+        slot: of the core, see `in_flight`.
+        number: of the chunk.
+    """
+
+    slot: int
+    number: int
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What the core sends of one request at a time, beside new token ids.
@@ -78,6 +90,7 @@ class Chunk:
 
     key: str
     cancel_at: str
+    place: Place
     opening: Opening | None = None
     finish: str = ""
     cached_tokens: int = 0
@@ -93,4 +106,5 @@ class Chunk:
     def unpack(cls, text: str | bytes) -> Chunk:
         fields = json.loads(text)
         opening = fields.pop("opening", None)
-        return cls(opening=None if opening is None else Opening(**opening), **fields)
+        place = Place(*fields.pop("place"))
+        return cls(place=place, opening=None if opening is None else Opening(**opening), **fields)

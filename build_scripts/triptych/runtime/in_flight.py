@@ -40,7 +40,7 @@ COMPARABLE = 0.5
 a core that computes batches takes longer for one row the fewer there are."""
 
 _HEADER = 9
-_FIELDS = 7
+_FIELDS = 8
 _KEY = slice(0, 2)
 _CLOSED_AT, _DEPARTED_AT, _ROW_S, _DEPTH, _WINDOW_S, _WINDOW_ROWS, _WINDOW_WAIT_S = range(2, 9)
 _SIGNED = struct.Struct("<3q")
@@ -65,8 +65,9 @@ class Ticket(NamedTuple):
 class InFlight:
     """Counts shared by all processes of one pipeline on one server.
 
-    Seven numbers a slot: the process that holds it, requests and rows of the core that it gave
-    tickets to, those of the last ticket seen of it, those that still wait for a ticket in it.
+    Eight numbers a slot: the process that holds it, requests and rows of the core that it gave
+    tickets to, those of the last ticket seen of it, those that still wait for a ticket in it, the
+    last chunk of a generation that was taken from it.
     """
 
     def __init__(self, pipeline: str) -> None:
@@ -106,7 +107,7 @@ class InFlight:
         self._words, self._times = memory.cast("q")[:_HEADER], memory.cast("d")[:_HEADER]
         fields = [memory.cast("q")[_HEADER + i * SLOTS :][:SLOTS] for i in range(_FIELDS)]
         self._holders, self._requests, self._settled, self._rows, self._settled_rows = fields[:5]
-        self._waiting, self._waiting_rows = fields[5:]
+        self._waiting, self._waiting_rows, self._taken = fields[5:]
 
     def take_slot(self) -> int:
         """A slot of the calling process's own, for `admit`; that of a dead one is used again.
@@ -120,7 +121,7 @@ class InFlight:
                 if not holder or not Path(f"/proc/{holder}").exists():
                     self._settled[slot] = self._requests[slot]
                     self._settled_rows[slot] = self._rows[slot]
-                    self._waiting[slot] = self._waiting_rows[slot] = 0
+                    self._waiting[slot] = self._waiting_rows[slot] = self._taken[slot] = 0
                     self._holders[slot] = os.getpid()
                     return slot
         raise RuntimeError(f"a pipeline has at most {SLOTS} preprocess instances")
@@ -137,6 +138,14 @@ class InFlight:
         """So many more requests wait in a slot for a ticket; fewer where the numbers are < 0."""
         self._waiting[slot] += requests
         self._waiting_rows[slot] += rows
+
+    def take(self, slot: int, number: int) -> None:
+        """Chunks that a core of generated text sent from its slot have arrived, up to `number`."""
+        self._taken[slot] = number
+
+    def taken(self, slot: int) -> int:
+        """The number of the last chunk that has arrived from a slot; 0 before."""
+        return self._taken[slot]
 
     def settle(self, ticket: Ticket) -> bool:
         """Count a request as answered; False where the ticket is none of this server's."""
