@@ -47,16 +47,18 @@ What exports many models comes after those that export the same."""
 PURE = (
     "accuracy_thresholds", "admission", "alerts", "bulk_failures", "bulk_formats", "capacity",
     "card", "command_line", "comparison", "container", "container_locks", "core_config", "cost",
-    "decoders_spans", "deploy", "deploy_check", "deploy_generation", "deploy_targets",
-    "deploy_watch", "docker", "doctor", "engine_inspection", "engine_request", "engine_runner",
-    "expected_cost", "fake_tensorrt", "fleet_envoy", "gate", "gate_remedy", "gate_result",
-    "generation_load", "generation_pieces", "gpu_peer", "gpu_plan", "history", "hook_checks",
-    "house", "labelled", "lint", "lint_pains", "live_verdict", "load_report",
-    "load_report_terminal", "load_values", "make_engine", "metrics", "mirror", "onnxruntime_pieces",
-    "onnxruntime_runner", "pages", "plan", "probe", "quantisation", "rehearsal", "releases",
-    "report", "rounding", "sample_pieces", "samples_file", "scaffold", "scaling", "scratch",
-    "server_mistakes", "shown", "spec", "store", "tensorrt_llm", "tensorrt_settings", "terminal",
-    "tune_generation", "tune_report", "tune_search", "tuned", "watch", "widths",
+    "dashboard", "decoders_spans", "deploy", "deploy_check", "deploy_generation", "deploy_targets",
+    "deploy_watch", "docker", "doctor", "drift", "engine_inspection", "engine_request",
+    "engine_runner", "expected_cost", "fake_tensorrt", "fleet_envoy", "gate", "gate_remedy",
+    "gate_result", "generation_engines", "generation_gate", "generation_load",
+    "generation_requests", "generation_spec", "generation_stream", "gpu_peer", "gpu_plan",
+    "history", "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict",
+    "load_report", "load_report_terminal", "load_values", "make_engine", "metrics", "mirror",
+    "new_traffic", "onnxruntime_pieces", "onnxruntime_runner", "pages", "plan", "probe",
+    "quantisation", "rehearsal", "releases", "report", "rounding", "sample_pieces", "samples_file",
+    "scaffold", "scaling", "scratch", "server_mistakes", "shown", "spec", "store", "tensorrt_llm",
+    "tensorrt_settings", "terminal", "tune_fields", "tune_generation", "tune_report", "tune_scores",
+    "tune_search", "tuned", "watch", "widths",
 )
 # fmt: on
 """Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""

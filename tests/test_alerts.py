@@ -1,94 +1,34 @@
-"""Rules and the dashboard of a deployment, held by promtool, amtool and Grafana's own types."""
+"""When the alerts of a deployment rise and clear, by promtool on made-up series."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import yaml
 
-from conftest import ROOT
-from deploy_cases import ENGINE, options, write_built, write_generation
+from alert_cases import Case, deployed, deployed_cases, deployed_talk
 from peers.prometheus_tools import tool
-from triptych.deploy.alertmanager import alertmanager
-from triptych.deploy.targets import manifests_of
-from triptych.fleet.reasons import plain, yaml_of
-from triptych.releases import parse_release
 from triptych.repository.latencies import HISTOGRAM
 
-BY_HAND: dict[str, Any] = {"capacity_per_s": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
-PROMISES = ({"p50_ms": 5.0}, {"p99_ms": 80.0}, {"p99_9_ms": 30_000.0})
-WATCHED = ("summary", "histogram", "envoy")
-"""Who tells latencies: Triton 24.10, Triton 26.08, an Envoy in front."""
 STEP_MIN = 2
 """Between two values of a series, and two looks at the rules."""
 USUAL = 600.0 * STEP_MIN
 """Requests in a step: 10 a second, half of what is held."""
 
 
-class Case(NamedTuple):
-    """A deployment: its rules, and how its metrics look at a share of slow requests."""
-
-    name: str
-    promise: dict[str, float]
-    watched: str
-    documents: dict[str, Any]
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.documents["base/prometheus-rule.yaml"]["spec"]["groups"]
-        return found
-
-    @property
-    def alerts(self) -> dict[str, dict[str, Any]]:
-        rules = [rule for group in self.groups for rule in group["rules"]]
-        return {rule["alert"]: rule for rule in rules if "alert" in rule}
-
-
-def deployed(
-    folder: Path, promise: dict[str, float], watched: str, *, samples: bool = False, **built: Any
-) -> Case:
-    """`samples`: with servers that sample, and somebody who looks at it."""
-    release = "24.10" if watched == "summary" else "26.08"
-    serving: dict[str, Any] = {"slo": promise, "triton": release}
-    if samples:
-        serving["sample"] = {"rate": 0.01}
-    repository = write_built(folder, serving=serving, **built)
-    chosen = options(
-        release=parse_release(release),
-        gateway=None if watched == "envoy" else "edge",
-        watch_image="watch:1" if samples else None,
-        **BY_HAND,
-    )
-    made = manifests_of(repository, "minilm", chosen, folder / "none")
-    documents = {file: plain(document) for file, document in made.files.items()}
-    return Case(f"{'-'.join(promise)}-{watched}", promise, watched, documents)
-
-
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    base = tmp_path_factory.mktemp("deployed")
-    return [
-        deployed(base / f"{number}-{watched}", promise, watched)
-        for number, promise in enumerate(PROMISES)
-        for watched in WATCHED
-    ]
+    return deployed_cases(tmp_path_factory.mktemp("deployed"))
 
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A pipeline that generates text: ten places in each replica's batch, on a GPU."""
-    limits = ("serving.slo.ttft_p99=500ms", "serving.slo.itl_p99=50ms", "serving.slo.e2e_p50=8s")
-    repository = write_generation(tmp_path_factory.mktemp("talking"), *limits)
-    made = manifests_of(repository, "talk", options(name="talk"), repository)
-    documents = {file: plain(document) for file, document in made.files.items()}
-    return Case("talk", {}, "core", documents)
+    return deployed_talk(tmp_path_factory.mktemp("talking"))
 
 
 def promtool(*words: str | Path) -> str:
@@ -371,77 +311,3 @@ def test_what_the_watch_finds_is_told_and_that_it_does_not_look(tmp_path: Path) 
     )
     gone = [raised(case, minute, "MinilmWatchSilent", is_raised=minute > 60) for minute in (50, 70)]
     promtool("test", "rules", write_test(tmp_path, "gone", case, [(USUAL, 0.0)] * 40, gone))
-
-
-def test_the_alertmanager_example_wakes_somebody_once(cases: list[Case], tmp_path: Path) -> None:
-    file = tmp_path / "alertmanager.yaml"
-    file.write_text(yaml_of(alertmanager()))
-    assert yaml.safe_load(file.read_text()) == cases[0].documents["alertmanager.example.yaml"]
-    check = [str(tool("amtool")), "check-config", str(file)]
-    done = subprocess.run(check, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    labels = {rule["labels"]["severity"]: rule["labels"] for rule in cases[0].alerts.values()}
-    for severity, receiver in (("page", "on-call"), ("ticket", "tickets")):
-        words = [f"{name}={value}" for name, value in labels[severity].items()]
-        done = subprocess.run(
-            [tool("amtool"), "config", "routes", "test", f"--config.file={file}", *words],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert done.stdout.strip() == receiver, done.stderr
-    kinds = {rule["labels"]["kind"] for case in cases for rule in case.alerts.values()}
-    assert kinds == {"failures", "latency", "saturation", "replicas", "metrics"}
-
-
-def test_the_dashboard_is_as_grafana_has_it(
-    cases: list[Case], talking: Case, tmp_path: Path
-) -> None:
-    """Grafana's own types read it and lose nothing; each panel says what to do."""
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder
-    from grafana_foundation_sdk.models.dashboard import Dashboard
-
-    gpu = deployed(
-        tmp_path, {"p99_ms": 80.0}, "envoy", engine=ENGINE, core={"backend": "tensorrt"},
-        mean_tokens=20.0, samples=True,
-    )  # fmt: skip
-    for case in (*cases, talking, gpu):
-        (text,) = case.documents["base/dashboard.yaml"]["data"].values()
-        made = json.loads(text)
-        read = json.loads(JSONEncoder().encode(Dashboard.from_json(made)))
-        assert within(made, read), case.name
-        panels = [panel for panel in made["panels"] if panel["type"] != "row"]
-        for panel in panels:
-            assert len(panel["description"].split(". ")) >= 2, panel["title"]
-        places = [(each["gridPos"]["x"], each["gridPos"]["y"]) for each in made["panels"]]
-        assert len(set(places)) == len(places)
-        records = {rule.get("record") for group in case.groups for rule in group["rules"]}
-        used = set(re.findall(r"triptych:\w+:ratio:\w+", text))
-        assert used
-        assert used <= records, case.name
-    titles = {panel["title"] for panel in made["panels"]}
-    assert titles >= {"Tokens of a row", "GPU busy", "Latency at Envoy", "Capacity used"}
-    assert titles >= {"Samples", "Evidence of wrong answers", "Looks"}
-
-
-def within(part: Any, whole: Any) -> bool:
-    """Whether all that is in a document is also in another one, which may have defaults more."""
-    if isinstance(part, dict):
-        return isinstance(whole, dict) and all(
-            value is None or (name in whole and within(value, whole[name]))
-            for name, value in part.items()
-        )
-    if isinstance(part, list):
-        return len(part) == len(whole) and all(map(within, part, whole))
-    return bool(part == whole)
-
-
-def test_the_runbook_has_an_entry_for_each_alert(
-    cases: list[Case], talking: Case, tmp_path: Path
-) -> None:
-    drifting = deployed(tmp_path, {"p99_ms": 80.0}, "histogram", samples=True, mean_tokens=20.0)
-    names = {name for case in (*cases, talking, drifting) for name in case.alerts}
-    kinds = {
-        re.sub(r"P[\d_]+(?=Burn|Missed)|(?<=Burn)\w+$|^(Minilm|Talk)", "", name) for name in names
-    }
-    guide = (ROOT / "docker/README.md").read_text()
-    runbook = guide.split("## Runbook")[1].split("\n## ")[0]
-    assert set(re.findall(r"(?m)^### (\w+)", runbook)) == kinds

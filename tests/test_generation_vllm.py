@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, quiet
 from generation_cases import Answer, Streams, write_adapter
-from test_generation import silent, wait_until
+from generation_served import wait_until
 from triptych.generation import build, live
 from triptych.generation.build import build_generation
 from triptych.generation.inputs import read_generation
@@ -49,16 +49,16 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
     monkeypatch.setattr(live, "PROMPTS", 2)
     folder = tmp_path / "chat"
     shutil.copytree(ROOT / "pipelines/chat", folder)
-    inputs = read_generation(load_generation_spec(folder), silent)
+    inputs = read_generation(load_generation_spec(folder), quiet)
     write_adapter(tmp_path / "pirate", inputs.weights, rank=8)
-    inputs = read_generation(load_generation_spec(folder, ["adapters.pirate=../pirate"]), silent)
-    build_generation(inputs, repository, silent)
+    inputs = read_generation(load_generation_spec(folder, ["adapters.pirate=../pirate"]), quiet)
+    build_generation(inputs, repository, quiet)
     server = Server(repository)
     try:
         server.start()
         server.wait_ready(timeout_s=900)
         found = verify_generation(
-            inputs, repository, nullcontext(server), silent, clients=4, timeout_s=120
+            inputs, repository, nullcontext(server), quiet, clients=4, timeout_s=120
         )
         assert found.passed, list(describe_generation(found))
         figures = {one.metric: one.value for one in found.gate.verdicts}

@@ -1,4 +1,4 @@
-"""What a hostile or careless user sends and writes: refused at once, and nobody else notices."""
+"""What a hostile or careless user sends: refused at once, and nobody else notices."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import build_into, quiet, traffic_texts, write_pipeline
+from conftest import build_into, traffic_texts, write_pipeline
 from task_models import cross_encoder, inference_model, reader, text_classifier
 from triptych.client import Client, InvalidRequest
-from triptych.errors import UserError
-from triptych.lint import run_checks
-from triptych.pipeline.spec import load_spec
-from triptych.requests.inputs import read_inputs
 from triptych.runtime.faults import RequestError
-from triptych.runtime.hooking import load_hooks
 from triptych.runtime.row_types import RowInputs
 
 PROMPT_S = 1.0
@@ -42,20 +37,6 @@ def before(rows):
             raise ValueError("no \\ud800 text")
         if row["text"] == "nul":
             raise ValueError("a\\0b")
-    return rows
-"""
-DATACLASS = """
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-
-@dataclass
-class Rule:
-    name: str
-
-
-def before(rows):
     return rows
 """
 MAKERS = {
@@ -336,72 +317,3 @@ def test_under_load_with_bad_requests(server: Any) -> None:
 def shared_memory() -> int:
     """Bytes in use by all."""
     return shutil.disk_usage("/dev/shm").used
-
-
-MISTAKES: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
-    "number for a text": ({}, "def before(rows):\n    return [{'text': 5} for _ in rows]\n", None),
-    "deep traffic": ({}, None, "[" * 100000),
-    "exit on loading": ({}, "import sys\nsys.exit(0)\n", None),
-    "parameter with a dash": ({"parameters": {"top-k": 3}}, None, None),
-    "65 instances": ({"serving": {"instances": {"preprocess": 65}}}, None, None),
-    "strings in a matrix": (
-        {
-            "task": "custom",
-            "custom": {
-                "model_class": "AutoModelForSequenceClassification",
-                "outputs": [{"name": "words", "dtype": "BYTES", "dims": [-1, -1]}],
-            },
-        },
-        "def decode(rows):\n    return rows\n",
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named(tmp_path: Path, models: dict[str, Path], mistake: str) -> None:
-    fields, hooks, traffic = MISTAKES[mistake]
-    fields = {"task": "text-classification", **fields}
-    folder = write(tmp_path / "mistaken", models["topics"], **fields)
-    if hooks is not None:
-        (folder / "hooks.py").write_text(hooks)
-    if traffic is not None:
-        (folder / "traffic.jsonl").write_text(traffic)
-    with pytest.raises(UserError):
-        read_inputs(load_spec(folder), quiet)
-
-
-def test_hooks_may_have_dataclasses(tmp_path: Path) -> None:
-    (tmp_path / "hooks.py").write_text(DATACLASS)
-    assert load_hooks(tmp_path) is not None
-
-
-def errors_of(repository: Path) -> list[str]:
-    return [f.id for f in run_checks(repository, triton="24.10") if f.severity == "error"]
-
-
-@pytest.mark.parametrize("change", ["shares itself", "shares another", "another layout"])
-def test_what_others_use_is_not_taken_away(
-    tmp_path: Path, models: dict[str, Path], change: str
-) -> None:
-    task, model, repository = "text-classification", models["topics"], tmp_path / "repository"
-    for name, core in (("owner", {}), ("user", {"share": "owner"}), ("third", {})):
-        build_into(write(tmp_path / name, model, task, core=core), repository)
-    assert errors_of(repository) == []
-    core = {
-        "shares itself": {"share": "owner"},
-        "shares another": {"share": "third"},
-        "another layout": {"layout": "bucketed"},
-    }[change]
-    shutil.rmtree(tmp_path / "owner")
-    with pytest.raises(UserError):
-        build_into(write(tmp_path / "owner", model, task, core=core), repository)
-    assert errors_of(repository) == []
-
-
-def test_a_pipeline_named_like_a_step_of_another(tmp_path: Path, models: dict[str, Path]) -> None:
-    task, model, repository = "text-classification", models["topics"], tmp_path / "repository"
-    build_into(write(tmp_path / "mail", model, task), repository)
-    with pytest.raises(UserError):
-        build_into(write(tmp_path / "mail_preprocess", model, task), repository)
-    assert errors_of(repository) == []

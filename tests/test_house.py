@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT
+from conftest import BIGGEST, PURE, ROOT
 
 PACKAGE = ROOT / "build_scripts/triptych"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ROOMS = (
     "cli",
     "api",
@@ -150,10 +151,10 @@ def test_heavy_libraries_stay_with_their_owners() -> None:
 
 
 def test_a_module_says_what_it_owns_and_stays_small() -> None:
-    for path in MODULES:
+    for path in (*MODULES, *TESTS):
         text = path.read_text(encoding="utf-8")
-        assert ast.get_docstring(ast.parse(text)), name_of(path)
-        assert len(text.splitlines()) <= 400, name_of(path)
+        assert ast.get_docstring(ast.parse(text)), path
+        assert len(text.splitlines()) <= 400, path
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -162,6 +163,12 @@ def test_a_module_says_what_it_owns_and_stays_small() -> None:
             text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
             for word in ("/" + "root/", "/" + "work/", "/" + "home/"):
                 assert word not in text, f"{name} names {word}"
+
+
+def test_lists_of_test_files_name_files() -> None:
+    names = {path.stem.removeprefix("test_") for path in TESTS}
+    assert {*PURE, *BIGGEST} <= names
+    assert list(PURE) == sorted(set(PURE))
 
 
 def test_the_map_shows_the_rooms_in_their_order() -> None:

@@ -10,10 +10,8 @@ import shutil
 import signal
 import stat
 import threading
-import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -22,9 +20,19 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from conftest import build_into, lock_data, traffic_texts, write_lock, write_pipeline
-from task_models import TOPICS, text_classifier
-from triptych.bench.metrics_page import fetch_metrics
+from conftest import build_into, lock_data, traffic_texts, write_lock
+from sampling_cases import (
+    AFTER,
+    FAILS,
+    HOOKS,
+    SECRET,
+    build_sampling,
+    counts,
+    records,
+    wait_for,
+    write_sampling,
+)
+from task_models import text_classifier
 from triptych.building import Built, build
 from triptych.cli import app
 from triptych.client import Client
@@ -36,41 +44,10 @@ from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.runtime.sample_files import FOLDER_VARIABLE, PARTIAL, list_files
 from triptych.server.server import Server
 
-SECRET = "4711-0815-SECRET"
-HOOKS = """
-import os
-import re
-import time
-
-if "CLOCK" in os.environ and not hasattr(time, "right"):
-    # A fake: the clock of this step is wrong by the file's seconds.
-    time.right = time.time_ns
-    time.time_ns = lambda: time.right() + 10**9 * int(open(os.environ["CLOCK"]).read() or 0)
-
-
-def redact(inputs, answer):
-    if "drop me" in inputs["text"]:
-        return None
-    if "break" in inputs["text"]:
-        raise KeyError(inputs["text"])
-    if "end the writer" in inputs["text"]:
-        raise SystemExit(inputs["text"])
-    return {"text": re.sub("[0-9]{4}-[0-9]{4}-SECRET", "#", inputs["text"])}, answer
-"""
 TEXTS = traffic_texts()[:30]
 PLANTED = "planted by nobody else 2718281828"  # which `redact` leaves as it is
 SAID: list[str] = []
 """All that the command said in this module: output, errors, what was raised."""
-SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
-
-
-def write_sampling(folder: Path, model: Path, **sample: Any) -> Path:
-    """A pipeline of the tiny classifier that samples every row."""
-    serving = {"sample": {**SAMPLE, **sample}}
-    fields = {"task": "text-classification", "model": {"source": str(model)}, "serving": serving}
-    made = write_pipeline(folder, **fields)
-    (made / "hooks.py").write_text(HOOKS, encoding="utf-8")
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """A folder with `pipelines/` and `repository/`: `sampled`, and `stale` with old labels."""
-    folder = tmp_path_factory.mktemp("sampling")
-    for name in ("sampled", "stale"):
-        build_into(write_sampling(folder / "pipelines" / name, model), folder / "repository")
-    config = folder / "repository/stale_postprocess/config.pbtxt"
-    text = config.read_text(encoding="utf-8")
-    config.unlink()  # it may be one file with others
-    for topic in TOPICS:
-        text = text.replace(topic, f"old {topic}")
-    config.write_text(text, encoding="utf-8")
-    return folder
+    return build_sampling(tmp_path_factory.mktemp("sampling"), model)
 
 
 @pytest.fixture(scope="module")
@@ -100,39 +67,11 @@ def server(built: Path) -> Iterator[Server]:
         yield server
 
 
-def counts(server: Server) -> Counter[str]:
-    """``kept``, ``bytes`` and reasons of dropped rows to their counts on the metrics page."""
-    return Counter(
-        {
-            labels.get("reason", name.removeprefix("triptych_sample_")): int(value)
-            for name, labels, value in fetch_metrics(server.metrics_url)
-            if name.startswith("triptych_sample_") and labels["pipeline"] == "sampled"
-        }
-    )
-
-
-def wait_for(done: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    """Every row in the folder."""
-    return [
-        json.loads(line)
-        for file in list_files(folder, "sampled")
-        for line in file.path.read_text(encoding="utf-8").split("\n")[1:-1]
-    ]
-
-
 @pytest.mark.server
 def test_rows_and_answers_are_kept_and_nothing_of_them_elsewhere(
     server: Server, built: Path
 ) -> None:
-    folder = built / "samples" / "sampled"
-    before = counts(server)
+    folder, before = built / "samples/sampled", counts(server)
     with Client("sampled", server.grpc_url) as client:
         asked = [f"hello {SECRET}", "drop me", "break", "plain"]
         answers = client.classify(asked, top_k=2)
@@ -160,8 +99,7 @@ def test_rows_and_answers_are_kept_and_nothing_of_them_elsewhere(
 
 @pytest.mark.server
 def test_a_folder_that_is_gone_costs_samples_and_no_answers(server: Server, built: Path) -> None:
-    folder = built / "samples" / "sampled"
-    before = counts(server)
+    folder, before = built / "samples/sampled", counts(server)
     folder.rename(built / "away")
     folder.write_text("in the way", encoding="utf-8")
     try:
@@ -280,15 +218,6 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
             assert not any(text in content for text in (*TEXTS, SECRET, PLANTED)), path
     timeline = json.loads((built / "reports/sampled/watch/timeline.json").read_text())
     assert len(timeline["looks"]) == 2
-
-
-AFTER = """
-
-def after(rows):
-    names = ["billing", "delivery", "returns", "technical", "account"]
-    following = dict(zip(names, names[1:] + names[:1]))
-    return [{**row, "label": [following[label] for label in row["label"]]} for row in rows]
-"""
 
 
 @pytest.mark.server
@@ -437,15 +366,6 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
     done = CliRunner().invoke(app, ["rollback", "sampled", "-r", str(repository)])
     assert done.exit_code == 0, done.output
     assert build_id(repository, "sampled") == first
-
-
-FAILS = """
-
-def {name}(rows, inputs=None):
-    if "{planted}" in str([rows, inputs]):
-        raise {error}(str([rows, inputs]))
-    return rows
-"""
 
 
 @pytest.mark.server

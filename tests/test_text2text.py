@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from generation_cases import Streams, responses_of
-from test_generation import wait_until
+from generation_served import wait_until
 from test_ui import fetch, post
 from text2text_cases import TEXTS, write_model, write_pipeline
 from triptych.bench.bench import Bench

@@ -17,7 +17,6 @@ from conftest import ROOT, quiet
 from generation_cases import write_pipeline, write_tiny_model
 from load_samples import outcome, subject, trial, tuned
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
-from test_tune_search import measurement, step
 from triptych.bench.points import Measurement, Streamed, Times, from_json, to_json
 from triptych.cli.tune_tables import print_tuned
 from triptych.errors import UserError
@@ -40,6 +39,7 @@ from triptych.tune.objective import LoadFailed
 from triptych.tune.results import TuneResult
 from triptych.tune.search import Search, TrialCache
 from triptych.tune.tune import Tuning, tune_pipeline
+from tune_cases import measurement, step
 
 PROMISE = GenerationSlo(ttft_p99="500ms", itl_p99="50ms")
 MiB = 1 << 20

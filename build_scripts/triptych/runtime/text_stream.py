@@ -17,7 +17,7 @@ class TextStream:
     """Decodes one answer.
 
     A token is decoded behind those before it, since alone it may lose its space or be a part of a
-    character. Text that ends in such a part waits for the next token.
+    character. Such a part at the end of the text waits for the next token.
 
     Args:
         tokenizer: of the model.
@@ -27,28 +27,33 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(context)
-        self._shown = len(self._ids)
-        self._text = self._decode()
+        self._context = len(self._ids)
+        self._shown = self._decode()
+        self._waiting = 0
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that has become certain with these ids."""
         self._ids += ids
-        return self._take(whole=False)
+        self._waiting += len(ids)
+        text = self._decode()
+        certain = text.rstrip(BROKEN)
+        if len(certain) <= len(self._shown) and self._waiting >= MOST_WAITING:
+            certain = text
+        return self._show(certain, ends_here=certain == text)
 
     def finish(self) -> str:
         """The text that is left, broken characters included."""
-        return self._take(whole=True)
+        return self._show(self._decode(), ends_here=True)
 
-    def _take(self, *, whole: bool) -> str:
-        text = self._decode()
-        waits = text.endswith(BROKEN) and len(self._ids) - self._shown < MOST_WAITING
-        if len(text) <= len(self._text) or (waits and not whole):
+    def _show(self, text: str, *, ends_here: bool) -> str:
+        new = text[len(self._shown) :]
+        if not new:
             return ""
-        new = text[len(self._text) :]
-        # What was shown now becomes the context of what comes next.
-        self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
-        self._text = self._decode()
+        self._shown, self._waiting = text, 0
+        if ends_here:  # at the end of a token: what came so far is the context of what comes next
+            self._ids = self._ids[self._context :]
+            self._context = len(self._ids)
+            self._shown = self._decode()
         return new
 
     def _decode(self) -> str:

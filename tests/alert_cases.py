@@ -1,0 +1,73 @@
+"""Deployments with their rules and dashboards: one for each promise and source of latencies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deploy_cases import options, write_built, write_generation
+from triptych.deploy.targets import manifests_of
+from triptych.fleet.reasons import plain
+from triptych.releases import parse_release
+
+BY_HAND: dict[str, Any] = {"capacity_per_s": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
+PROMISES = ({"p50_ms": 5.0}, {"p99_ms": 80.0}, {"p99_9_ms": 30_000.0})
+WATCHED = ("summary", "histogram", "envoy")
+"""Who tells latencies: Triton 24.10, Triton 26.08, an Envoy in front."""
+
+
+class Case(NamedTuple):
+    """A deployment: its rules, and how its metrics look at a share of slow requests."""
+
+    name: str
+    promise: dict[str, float]
+    watched: str
+    documents: dict[str, Any]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.documents["base/prometheus-rule.yaml"]["spec"]["groups"]
+        return found
+
+    @property
+    def alerts(self) -> dict[str, dict[str, Any]]:
+        rules = [rule for group in self.groups for rule in group["rules"]]
+        return {rule["alert"]: rule for rule in rules if "alert" in rule}
+
+
+def deployed(
+    folder: Path, promise: dict[str, float], watched: str, *, samples: bool = False, **built: Any
+) -> Case:
+    """`samples`: with servers that sample, and somebody who looks at it."""
+    release = "24.10" if watched == "summary" else "26.08"
+    serving: dict[str, Any] = {"slo": promise, "triton": release}
+    if samples:
+        serving["sample"] = {"rate": 0.01}
+    repository = write_built(folder, serving=serving, **built)
+    chosen = options(
+        release=parse_release(release),
+        gateway=None if watched == "envoy" else "edge",
+        watch_image="watch:1" if samples else None,
+        **BY_HAND,
+    )
+    made = manifests_of(repository, "minilm", chosen, folder / "none")
+    documents = {file: plain(document) for file, document in made.files.items()}
+    return Case(f"{'-'.join(promise)}-{watched}", promise, watched, documents)
+
+
+def deployed_cases(base: Path) -> list[Case]:
+    """One for each promise and each who tells of it."""
+    return [
+        deployed(base / f"{number}-{watched}", promise, watched)
+        for number, promise in enumerate(PROMISES)
+        for watched in WATCHED
+    ]
+
+
+def deployed_talk(folder: Path) -> Case:
+    """A pipeline that generates text: ten places in each replica's batch, on a GPU."""
+    limits = ("serving.slo.ttft_p99=500ms", "serving.slo.itl_p99=50ms", "serving.slo.e2e_p50=8s")
+    repository = write_generation(folder, *limits)
+    made = manifests_of(repository, "talk", options(name="talk"), repository)
+    documents = {file: plain(document) for file, document in made.files.items()}
+    return Case("talk", {}, "core", documents)

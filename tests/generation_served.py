@@ -1,0 +1,52 @@
+"""Two small pipelines of the scripted engine, and what the metrics page tells of them."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from pathlib import Path
+
+from conftest import quiet
+from generation_cases import TEXTS, write_adapter, write_pipeline, write_tiny_model
+from triptych.generation.build import build_generation
+from triptych.generation.inputs import read_generation
+from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.server.server import Server
+
+LONG = TEXTS[0] * 4
+DEADLINE_S = 30.0
+PROMISE = ("serving.slo.ttft_p99=120ms", "serving.slo.itl_p99=250ms", "serving.slo.e2e_p50=2s")
+
+
+def build_both(base: Path) -> Path:
+    """The repository with `quick`, which has an adapter, and `slow`: two places, 20 ms a token."""
+    model = write_tiny_model(base / "model")
+    write_adapter(base / "adapters/terse", model)
+    for name, adapters, promised, core in (
+        ("quick", {"terse": "../adapters/terse"}, (), {}),
+        ("slow", {}, PROMISE, {"token_delay_ms": 20.0, "max_sequences": 2}),
+    ):
+        folder = write_pipeline(base / name, model, adapters, **core)
+        inputs = read_generation(load_generation_spec(folder, promised), quiet)
+        build_generation(inputs, base / "repository", quiet)
+        assert not build_generation(inputs, base / "repository", quiet).changed
+    return base / "repository"
+
+
+def gauges(server: Server, pipeline: str) -> dict[str, float]:
+    with urllib.request.urlopen(server.metrics_url) as page:
+        text = page.read().decode()
+    form = rf'triptych_generation_(\w+)\{{pipeline="{pipeline}"\}} (\S+)'
+    return {name: float(value) for name, value in re.findall(form, text)}
+
+
+def wait_until(server: Server, pipeline: str, **wanted: float) -> float:
+    """Seconds until the gauges have these values."""
+    began = time.monotonic()
+    while True:
+        found = gauges(server, pipeline)
+        if all(found.get(name) == value for name, value in wanted.items()):
+            return time.monotonic() - began
+        assert time.monotonic() < began + DEADLINE_S, (wanted, found)
+        time.sleep(0.02)

@@ -1,0 +1,102 @@
+"""A pipeline that samples every row, and what its server kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conftest import build_into, write_pipeline
+from task_models import TOPICS
+from triptych.bench.metrics_page import fetch_metrics
+from triptych.runtime.sample_files import list_files
+from triptych.server.server import Server
+
+SECRET = "4711-0815-SECRET"
+HOOKS = """
+import os
+import re
+import time
+
+if "CLOCK" in os.environ and not hasattr(time, "right"):
+    # A fake: the clock of this step is wrong by the file's seconds.
+    time.right = time.time_ns
+    time.time_ns = lambda: time.right() + 10**9 * int(open(os.environ["CLOCK"]).read() or 0)
+
+
+def redact(inputs, answer):
+    if "drop me" in inputs["text"]:
+        return None
+    if "break" in inputs["text"]:
+        raise KeyError(inputs["text"])
+    if "end the writer" in inputs["text"]:
+        raise SystemExit(inputs["text"])
+    return {"text": re.sub("[0-9]{4}-[0-9]{4}-SECRET", "#", inputs["text"])}, answer
+"""
+AFTER = """
+
+def after(rows):
+    names = ["billing", "delivery", "returns", "technical", "account"]
+    following = dict(zip(names, names[1:] + names[:1]))
+    return [{**row, "label": [following[label] for label in row["label"]]} for row in rows]
+"""
+FAILS = """
+
+def {name}(rows, inputs=None):
+    if "{planted}" in str([rows, inputs]):
+        raise {error}(str([rows, inputs]))
+    return rows
+"""
+SAMPLE = {"rate": 1.0, "window_s": 0.2, "redact": "hooks.redact"}
+
+
+def write_sampling(folder: Path, model: Path) -> Path:
+    """A pipeline of the tiny classifier that samples every row."""
+    serving = {"sample": SAMPLE}
+    fields = {"task": "text-classification", "model": {"source": str(model)}, "serving": serving}
+    made = write_pipeline(folder, **fields)
+    (made / "hooks.py").write_text(HOOKS, encoding="utf-8")
+    return made
+
+
+def build_sampling(folder: Path, model: Path) -> Path:
+    """A folder with `pipelines/` and `repository/`: `sampled`, and `stale` with old labels."""
+    for name in ("sampled", "stale"):
+        build_into(write_sampling(folder / "pipelines" / name, model), folder / "repository")
+    config = folder / "repository/stale_postprocess/config.pbtxt"
+    text = config.read_text(encoding="utf-8")
+    config.unlink()  # it may be one file with others
+    for topic in TOPICS:
+        text = text.replace(topic, f"old {topic}")
+    config.write_text(text, encoding="utf-8")
+    return folder
+
+
+def counts(server: Server) -> Counter[str]:
+    """``kept``, ``bytes`` and reasons of dropped rows to their counts on the metrics page."""
+    return Counter(
+        {
+            labels.get("reason", name.removeprefix("triptych_sample_")): int(value)
+            for name, labels, value in fetch_metrics(server.metrics_url)
+            if name.startswith("triptych_sample_") and labels["pipeline"] == "sampled"
+        }
+    )
+
+
+def wait_for(done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Every row in the folder."""
+    return [
+        json.loads(line)
+        for file in list_files(folder, "sampled")
+        for line in file.path.read_text(encoding="utf-8").split("\n")[1:-1]
+    ]

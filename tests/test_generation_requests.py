@@ -1,0 +1,85 @@
+"""What a request for generated text says: its parameters, its prompt, its way between the steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from generation_cases import TEMPLATE, byte_pairs
+from triptych.runtime.chat_template import ChatTemplate
+from triptych.runtime.faults import RequestError
+from triptych.runtime.generation_wire import Chunk, Opening, Order, Place
+from triptych.runtime.prompts import Prompts
+from triptych.runtime.sampling_parameters import DEFAULTS, FLAGS, NUMBERS, check_sampling
+
+
+def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
+    assert check_sampling("", DEFAULTS, room=10) == {**DEFAULTS, "max_tokens": 10}
+    given = check_sampling('{"stop": "a", "seed": null}', {**DEFAULTS, "seed": 3}, room=500)
+    assert (given["stop"], given["seed"], given["max_tokens"]) == (["a"], 3, 256)
+    assert set(DEFAULTS) == {*NUMBERS, *FLAGS, "stop", "json_schema", "adapter"}
+    named = check_sampling('{"adapter": "b"}', DEFAULTS, room=10, adapters=["a", "b"])
+    assert named["adapter"] == "b"
+    with pytest.raises(RequestError, match=r"must be one of the pipeline's: a, b\. Given: 'c'"):
+        check_sampling('{"adapter": "c"}', DEFAULTS, room=10, adapters=["a", "b"])
+    for text, said in (
+        ("[1]", "must be a JSON object"),
+        ("{", "must be JSON"),
+        ('{"max_tokens": 0}', "must be an integer from 1 to 1000000. Given: 0"),
+        ('{"max_tokens": true}', "Given: True"),
+        ('{"max_tokens": 11}', "at most the 10 tokens that there is room for"),
+        ('{"top_p": 0}', "must be a number above 0 to 1"),
+        ('{"temperature": "hot"}', "must be a number from 0 to 2"),
+        ('{"ignore_eos": 1}', "must be true or false. Given: 1"),
+        ('{"n": 2}', "must be an integer from 1 to 1. Given: 2"),
+        ('{"stop": [""]}', "of 1 to 256 characters"),
+        ('{"json_schema": "object"}', "must be a JSON schema, an object of at most 32768"),
+        (json.dumps({"json_schema": {"const": "a" * 40_000}}), "must be a JSON schema"),
+        ('{"adapter": 1}', "must be a name of at most 64 characters"),
+        ('{"adapter": "a"}', "must be left out: it has none"),
+        ('{"max_token": 3}', "is not known; known are: adapter, frequency_penalty"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            check_sampling(text, DEFAULTS, room=10)
+        assert said in str(caught.value), text
+
+
+def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> None:
+    tokenizer = byte_pairs()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    settings = {"special_tokens": special, "max_length": 64, "max_answer": None, "prefix": ""}
+    prompts = Prompts(settings, tmp_path)
+    plain = prompts.of_text("The dog")
+    assert plain[0] == 0
+    # A template that was rendered elsewhere begins like that already.
+    assert prompts.of_text("<s>The dog") == plain
+    chat = json.dumps([{"role": "user", "content": " Hi "}])
+    assert prompts.of_messages(chat) == prompts.of_text("<s><user> Hi\n<assistant> ")
+    for messages, said in (
+        ("{", "must be JSON"),
+        ("[]", "at least one message"),
+        ('[{"role": "user"}]', "`messages[0]` must be an object with strings"),
+        ('[{"role": "tool", "content": ""}]', "no such role: tool"),
+        (json.dumps([{"role": "user", "content": "dog " * 99}]), "must have 1 to 63 tokens"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            prompts.of_messages(messages)
+        assert said in str(caught.value), messages
+    with pytest.raises(RequestError, match="the model has no chat template"):
+        ChatTemplate(None, {}).render([{"role": "user", "content": "Hi"}])
+
+
+def test_what_travels_between_the_steps_arrives() -> None:
+    order = Order({**DEFAULTS, "stop": ["a"]}, False)
+    assert Order.unpack(order.pack()) == order
+    opening = Opening(True, ["ü"], [1, 2], 3)
+    place = Place(3, 9)
+    for chunk in (
+        Chunk("k", "i", place, opening),
+        Chunk("k", "i", place, None, "stop", 2, [[1, -0.5, []]]),
+    ):
+        assert Chunk.unpack(chunk.pack().encode()) == chunk

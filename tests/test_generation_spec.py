@@ -1,0 +1,109 @@
+"""What a user writes of a pipeline that generates text: its spec, its adapters, its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from conftest import ROOT
+from generation_cases import write_adapter, write_pipeline, write_tiny_model
+from triptych.errors import UserError
+from triptych.generation.adapters import WEIGHTS, read_adapter
+from triptych.generation.checks import check_folder
+from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.pipeline.spec import load_spec
+
+
+def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
+    for override, said in (
+        ("core.backend=onnxruntime", "'tensorrt_llm' or 'scripted'"),
+        ("core.max_sequence=3", "Did you mean `max_sequences`?"),
+        ("core.max_batched_tokens=16", "must be at least core.max_sequences"),
+        ("core.token_delay_ms=-1", "greater than or equal to 0"),
+        ("serving.stream_interval=0", "greater than or equal to 1"),
+        ("parameters.max_tokens=0", "parameters.max_tokens must be an integer from 1"),
+        ("parameters.stops=a", "parameters.stops is not known"),
+        ("adapters={a/b: x}", "should match pattern"),
+        ("adapters={a: {source: x, rank: 8}}", "Given: rank. Remove it"),
+        ("parameters.adapter=a", "must be one of the adapters: there are none. Given: a"),
+        ("serving.triton='24.01'", "serving.triton must be 24.10 or later"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_generation_spec(folder, [override])
+        assert said in caught.value.message, override
+    with pytest.raises(UserError, match=r"`adapters` need core\.backend vllm"):
+        load_generation_spec(folder, ["core.backend=tensorrt_llm", "adapters={a: x}"])
+    with pytest.raises(UserError) as caught:
+        load_spec(folder)
+    assert "Given: text-generation. They can be tested, inspected" in caught.value.message
+
+
+def test_an_adapter_is_a_plain_lora_of_the_models_sizes(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    sizes = {"self_attn.q_proj": (16, 16), "self_attn.v_proj": (16, 16), "mlp.down_proj": (32, 16)}
+    modules = {f"model.layers.{n}.{name}": size for n in (0, 1) for name, size in sizes.items()}
+    every = tuple(sizes)
+    found = read_adapter("a", write_adapter(tmp_path / "a", model, modules=every), modules)
+    assert (found.rank, found.scale) == (4, 2.0)
+    rooted = write_adapter(tmp_path / "b", model, use_rslora=True)
+    assert read_adapter("b", rooted, modules).scale == 4.0
+    assert read_adapter("b", rooted, modules).sha256 != found.sha256
+    other = {**modules, "model.layers.1.self_attn.v_proj": (16, 8)}
+    gone = {name: size for name, size in modules.items() if not name.startswith("model.layers.1")}
+    faults: tuple[tuple[dict[str, Any], dict[str, tuple[int, int]], str], ...] = (
+        ({"peft_type": "IA3"}, modules, "must be an adapter of peft_type LORA. Given: IA3"),
+        ({"use_dora": True, "bias": "all"}, modules, "Given: use_dora, bias. Merge it"),
+        ({"init_lora_weights": "pissa"}, modules, "Given: init_lora_weights pissa"),
+        ({"alpha_pattern": {"q_proj": 1}}, modules, "Given: alpha_pattern"),
+        ({"r": 600}, modules, "a rank r from 1 to 512. Given: 600"),
+        ({"r": 8}, modules, "lora_A of model.layers.0.self_attn.q_proj [8, 16]"),
+        ({"lora_alpha": None}, modules, "a number as lora_alpha"),
+        ({}, other, "lora_B of model.layers.1.self_attn.v_proj [8, 4]. Given: [16, 4]"),
+        ({}, gone, "Given: model.layers.1.self_attn.q_proj. Did you mean"),
+    )
+    for number, (settings, known, said) in enumerate(faults):
+        folder = write_adapter(tmp_path / f"bad{number}", model, **settings)
+        with pytest.raises(UserError) as caught:
+            read_adapter("a", folder, known)
+        assert caught.value.field == "adapters.a"
+        assert said in caught.value.message, caught.value.message
+    tensor = np.zeros((4, 16), np.float32)
+    for key, said in (
+        ("base_model.model.lm_head.weight", "and no other tensors"),
+        (f"base_model.model.{next(iter(modules))}.lora_A.weight", "Given: one of them for"),
+    ):
+        save_file({key: tensor}, tmp_path / "b" / WEIGHTS)
+        with pytest.raises(UserError, match=said):
+            read_adapter("b", tmp_path / "b", modules)
+    (tmp_path / "b" / WEIGHTS).write_bytes(b"pickled")
+    with pytest.raises(UserError, match="must have safetensors"):
+        read_adapter("b", tmp_path / "b", modules)
+    (tmp_path / "b" / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=f"b: no {WEIGHTS}. Name the folder"):
+        read_adapter("b", tmp_path / "b", modules)
+
+
+def test_a_folder_is_checked_without_a_model(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
+    assert [check.name for check in check_folder(folder)] == ["spec", "traffic"]
+    (folder / "hooks.py").touch()
+    (folder / "eval.jsonl").write_text('{"text_input": "a", "answers": ["b"]}')
+    with (folder / "traffic.jsonl").open("a") as file:
+        file.write('\n{"messages": [{"role": "user"}]}')
+    found = {check.name: check for check in check_folder(folder)}
+    assert (found["eval"].note, found["hooks"].severity) == ("1 rows", "warning")
+    assert "traffic.jsonl:4: `messages[0]` must be" in found["messages"].note
+    for row in ("{}", '{"text_input": "a"}', '{"text_input": "a", "answers": []}'):
+        (folder / "eval.jsonl").write_text(row)
+        with pytest.raises(UserError, match=r"eval\.jsonl:1"):
+            check_folder(folder)
+
+
+def test_the_example_is_one() -> None:
+    spec = load_generation_spec(ROOT / "pipelines/chat")
+    assert (spec.core.backend, spec.core.precision) == ("vllm", "fp32")

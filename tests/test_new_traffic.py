@@ -1,0 +1,217 @@
+"""New traffic as it is read: what a server counted, and samples of requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import TRAFFIC_ROWS, traffic_texts
+from drift_cases import MAX_LENGTH, built_for, draw, exact, read_minilm
+from triptych.bench.metrics_page import read_metrics
+from triptych.errors import UserError
+from triptych.pipeline.traffic import Lengths
+from triptych.plan.plan import Layout
+from triptych.requests.inputs import PipelineInputs
+from triptych.tune.drift import check_drift
+from triptych.tune.new_traffic import count_page, read_lengths
+
+EDGES = [4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 51, 64, 81, 102, 128, 161, 203, 255, 256]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> PipelineInputs:
+    return read_minilm(tmp_path_factory.mktemp("drift"))
+
+
+def page_of(
+    lengths: Sequence[int], edges: Sequence[int] = EDGES, *, pipeline: str = "minilm"
+) -> str:
+    """The metrics page of a server that counted them, in no order, beside other metrics."""
+    lines = [
+        f'triptych_row_tokens_bucket{{le="{edge}",pipeline="{pipeline}"}} '
+        f"{sum(length <= edge for length in lengths)}"
+        for edge in edges
+    ]
+    lines += [
+        f'triptych_row_tokens_bucket{{le="+Inf",pipeline="{pipeline}"}} {len(lengths)}',
+        f'triptych_row_tokens_count{{pipeline="{pipeline}"}} {len(lengths)}',
+        f'triptych_row_tokens_sum{{pipeline="{pipeline}"}} {sum(lengths)}',
+        f'nv_inference_count{{model="{pipeline}",version="1"}} 7',
+        "# TYPE triptych_row_tokens_bucket counter",
+    ]
+    random.Random(1).shuffle(lines)
+    return "\n".join(lines) + "\n"
+
+
+# What the server counted
+
+
+@pytest.mark.parametrize("layout", ["packed", "bucketed"])
+@pytest.mark.parametrize("mean", [30, 80])
+def test_counted_rows_lead_to_what_the_rows_do(
+    inputs: PipelineInputs, mean: float, layout: Layout
+) -> None:
+    pipeline = built_for(inputs, draw(30, 400, 0), layout)
+    new = draw(mean, 3000, 1)
+    edges = sorted({*EDGES, *pipeline.plan.bucket_edges})
+    counted = count_page(pipeline.plan, read_metrics(page_of(new, edges)), "a page")
+    assert counted.lengths.rows == 3000
+    assert counted.mean == pytest.approx(sum(new) / 3000)
+    by_rows, by_page = check_drift(pipeline, exact(new)), check_drift(pipeline, counted)
+    assert by_page.work == pytest.approx(by_rows.work)
+    assert by_page.distance == pytest.approx(by_rows.distance, abs=0.03)
+    assert by_page.distance <= by_rows.distance
+    assert by_page.now.at_limit_share == by_rows.now.at_limit_share
+    assert by_page.excess == pytest.approx(by_rows.excess, abs=0.03)
+    assert by_page.action == by_rows.action
+    assert 0.15 < by_page.blur < 0.27
+    for name in ("p50_tokens", "p99_tokens"):
+        wanted = getattr(by_rows.now, name)
+        assert abs(getattr(by_page.now, name) - wanted) <= by_page.blur * wanted + 1
+
+
+def test_two_pages_count_what_lies_between(inputs: PipelineInputs, tmp_path: Path) -> None:
+    old, new = draw(30, 500, 1), draw(80, 700, 2)
+    before, after = tmp_path / "before.txt", tmp_path / "after.txt"
+    before.write_text(page_of(old))
+    after.write_text(page_of([*old, *new]) + page_of([9] * 50, pipeline="another"))
+    os.utime(before, (1000, 1000))
+    os.utime(after, (1035, 1035))
+    found = read_lengths(inputs, after, before=before)
+    assert (found.lengths.rows, found.rows_per_s) == (700, 20.0)
+    assert found.mean == pytest.approx(sum(new) / 700)
+    assert read_lengths(inputs, after, before=before, seconds=7).rows_per_s == 100.0
+    assert read_lengths(inputs, after).lengths.rows == 1200
+    assert check_drift(inputs, found).rate_per_s == 20.0
+
+
+def test_a_restart_between_the_pages_counts_from_there(inputs: PipelineInputs) -> None:
+    before, after = (read_metrics(page_of(draw(30, rows, rows))) for rows in (900, 400))
+    found = count_page(inputs.plan, after, "after", before=before, seconds=60)
+    assert (found.lengths.rows, found.rows_per_s) == (400, None)
+    assert "anew" in found.notes[0]
+
+
+def test_servers_add_up_and_other_builds_are_named(inputs: PipelineInputs) -> None:
+    one, two = draw(30, 100, 1), draw(30, 200, 2)
+    page = page_of(one) + page_of(two)
+    assert count_page(inputs.plan, read_metrics(page), "two").lengths.rows == 300
+    longer = count_page(inputs.plan, read_metrics(page_of([300], [*EDGES, 384, 512])), "longer")
+    assert longer.lengths.counts == {MAX_LENGTH: 1}
+    assert "other numbers" in check_drift(inputs, longer).notes[-1]
+    bucketed = built_for(inputs, [11, 22, 33] * 40, "bucketed")
+    found = check_drift(bucketed, count_page(bucketed.plan, read_metrics(page_of(one)), "packed"))
+    assert "other padded lengths" in found.notes[-1]
+
+
+def damage(change: Callable[[str], str]) -> str:
+    return change(page_of([9] * 20))
+
+
+def without(word: str) -> Callable[[str], str]:
+    return lambda page: "\n".join(line for line in page.splitlines() if word not in line)
+
+
+PAGES = {
+    "empty": "",
+    "no text": "\x00\xff{}{}{ 1 2 3\n" * 50,
+    "another pipeline's": page_of([9], pipeline="another"),
+    "no +Inf": damage(without("+Inf")),
+    "no sum": damage(without("_sum")),
+    "only +Inf": damage(lambda page: without('le="')(page.replace('le="+Inf"', "le='x'"))),
+    "no rows": page_of([]),
+    "not a number": damage(lambda page: page.replace("} 20", "} NaN", 1)),
+    "infinite": damage(lambda page: page.replace("} 20", "} +Inf")),
+    "negative": damage(lambda page: page.replace("} 0", "} -4", 1)),
+    "huge": damage(lambda page: page.replace("} 20", "} 1e300")),
+    "falling": page_of([3] * 20).replace(
+        'le="+Inf",pipeline="minilm"} 20', 'le="+Inf",pipeline="minilm"} 2'
+    ),
+    "odd end": damage(lambda page: page.replace('le="4"', 'le="four"')),
+    "end that is no number": damage(lambda page: page.replace('le="4"', 'le="NaN"')),
+    "too many tokens": damage(lambda page: page.replace("} 180", "} 18000000")),
+    "two builds": page_of([9] * 3) + page_of([9] * 4, [*EDGES, 512]),
+}
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_a_page_that_makes_no_sense_is_refused(
+    inputs: PipelineInputs, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "page.txt"
+    path.write_text(PAGES[kind], encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UserError) as refused:
+        read_lengths(inputs, path)
+    assert refused.value.field == str(path)
+    assert refused.value.remedy
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_window_of_no_time_is_refused(inputs: PipelineInputs, seconds: float) -> None:
+    with pytest.raises(UserError, match="must be above 0"):
+        count_page(inputs.plan, read_metrics(page_of([9])), "page", seconds=seconds)
+
+
+def test_a_page_saved_amid_a_flush_loses_no_row(inputs: PipelineInputs) -> None:
+    after = read_metrics(page_of([3] * 10 + [60] * 10))
+    torn = [
+        (name, labels, 4.0 if labels.get("le") in ("+Inf", "256", "255") else 0.0)
+        for name, labels, _ in read_metrics(page_of([3] * 4))
+    ]
+    found = count_page(inputs.plan, after, "after", before=torn)
+    assert found.lengths.rows == 20
+
+
+# A sample of requests
+
+
+def write_sample(path: Path, texts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_a_sample_is_tokenized_as_the_traffic_is(inputs: PipelineInputs, tmp_path: Path) -> None:
+    found = read_lengths(
+        inputs, write_sample(tmp_path / "new.jsonl", traffic_texts()[:TRAFFIC_ROWS])
+    )
+    assert found.lengths == inputs.plan.lengths
+    assert check_drift(inputs, found).distance == 0
+    cut = read_lengths(inputs, write_sample(tmp_path / "cut.jsonl", ["word " * 900, "word"]))
+    assert cut.lengths == Lengths({3: 1, MAX_LENGTH: 1}, rows=2, truncated_rows=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ("", "new.jsonl"),
+        ("\n\n", "new.jsonl"),
+        ('{"text": "fine"}\n{"text": 1}', "new.jsonl:2: text"),
+        ("not json", "new.jsonl:1"),
+        ('{"text": "a", "parameters": {"no_such": 1}}', "new.jsonl:1"),
+        ('{"text": "a", "parameters": 1}', "new.jsonl:1: parameters"),
+        (None, "new.jsonl"),
+    ],
+)
+def test_a_bad_sample_is_refused(
+    inputs: PipelineInputs, tmp_path: Path, content: str | None, where: str
+) -> None:
+    path = tmp_path / "new.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError) as refused:
+        read_lengths(inputs, path)
+    assert refused.value.field.endswith(where)
+
+
+def test_images_have_no_lengths(inputs: PipelineInputs, tmp_path: Path) -> None:
+    images = replace(inputs, plan=replace(inputs.plan, lengths=None))
+    for path in (write_sample(tmp_path / "new.jsonl", ["a"]), tmp_path / "page.txt"):
+        path.write_text(page_of([9])) if path.suffix == ".txt" else None
+        with pytest.raises(UserError, match="rows of tokens"):
+            read_lengths(images, path)

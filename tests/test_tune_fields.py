@@ -1,0 +1,66 @@
+"""Which settings tuning tries: by what was measured, and with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from triptych.pipeline.tuned import TUNABLE
+from triptych.tune.evidence import Evidence, Proposal, Skip
+from triptych.tune.fields import FIELDS
+from tune_cases import evidence, measurement, step
+
+
+def found_for(key: str, given: Evidence[Any]) -> Proposal | Skip:
+    return next(found for propose in FIELDS if (found := propose(given)).key == key)
+
+
+def test_every_field_that_is_tried_is_tunable() -> None:
+    keys = [propose(evidence()).key for propose in FIELDS]
+    assert set(keys) <= set(TUNABLE)
+    assert len(set(keys)) == len(FIELDS)
+    assert keys[0] == "serving.queue.max_delay_us"
+
+
+def test_idle_steps_get_no_more_instances_and_busy_ones_do() -> None:
+    assert isinstance(found_for("serving.instances.preprocess", evidence()), Skip)
+    proposal = found_for("serving.instances.core", evidence())
+    assert isinstance(proposal, Proposal)
+    assert proposal.values[0] == 2
+    assert "100%" in proposal.reason
+
+
+def test_no_delay_where_batches_fill_by_themselves_nor_beyond_the_promise() -> None:
+    full = measurement(1.0, steps=(step("core", busy=1.0, batch=30),))
+    assert isinstance(found_for("serving.queue.max_delay_us", evidence(full)), Skip)
+    tight = replace(evidence(), limits_us={"p99": 4e3})
+    assert isinstance(found_for("serving.queue.max_delay_us", tight), Skip)
+    loose = found_for(
+        "serving.queue.max_delay_us", replace(evidence(), limits_us={"p50": 9e9, "p99": 50e3})
+    )
+    assert isinstance(loose, Proposal)
+    assert loose.values == (1000, 4000)
+
+
+def test_the_batch_limit_is_raised_only_where_batches_reach_it() -> None:
+    assert isinstance(found_for("core.max_batch_size", evidence()), Skip)
+    full = measurement(1.0, steps=(step("core", busy=1.0, batch=30),))
+    found = found_for("core.max_batch_size", evidence(full))
+    assert isinstance(found, Proposal)
+    assert found.values == (64, 128)
+
+
+def test_fields_of_the_cpu_are_left_alone_on_a_gpu() -> None:
+    for key in ("core.token_budget", "core.threads"):
+        assert isinstance(found_for(key, evidence(device="gpu")), Skip)
+        assert isinstance(found_for(key, evidence(cores=4)), Proposal)
+
+
+def test_the_other_layout_is_tried_unless_a_build_fell_back_to_this_one() -> None:
+    for named in ("packed", "auto"):
+        found = found_for("core.layout", evidence(layout=named))
+        assert isinstance(found, Proposal)
+        assert found.values == ("bucketed",)
+    fallen = evidence()
+    fallen.plan.layout = "bucketed"
+    assert isinstance(found_for("core.layout", fallen), Skip)

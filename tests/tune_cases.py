@@ -1,0 +1,60 @@
+"""Made-up measurements, and a pipeline's evidence with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from triptych.bench.points import Measurement, StepUse
+from triptych.pipeline.spec import PipelineSpec
+from triptych.tune.evidence import Evidence
+
+
+def step(name: str, *, busy: float, batch: int = 4) -> StepUse:
+    return StepUse(
+        name, f"m_{name}", 1, 0, 100, 0, 100 * batch, 100, {batch: 100}, 1, 1, 1, 1, busy
+    )
+
+
+def measurement(rate: float, p99_us: float = 1e3, **fields: Any) -> Measurement:
+    half = p99_us / 2
+    base = Measurement(
+        seconds=1.0,
+        requests=max(1, int(rate)),
+        errors={},
+        throughput_per_s=rate,
+        p99_us=p99_us,
+        p99_9_us=p99_us,
+        is_stable=True,
+        steps=(step("preprocess", busy=0.1), step("core", busy=1.0), step("postprocess", busy=0.1)),
+        mean_us=half,
+        p50_us=half,
+        p90_us=half,
+        p95_us=half,
+    )
+    return replace(base, **fields)
+
+
+def evidence(one: Measurement | None = None, cores: int = 2, **fields: Any) -> Evidence[Any]:
+    """Of a pipeline with the defaults; `fields` are those of its core."""
+    spec = PipelineSpec.model_validate(
+        {
+            "name": "texts",
+            "folder": Path(),
+            "task": "text-embedding",
+            "model": {"source": "x"},
+            "core": fields,
+        }
+    )
+    lengths = SimpleNamespace(mean=10.0)
+    plan: Any = SimpleNamespace(
+        spec=spec,
+        layout="packed" if spec.core.layout == "auto" else spec.core.layout,
+        max_batch_size=spec.core.max_batch_size,
+        lengths=lengths,
+        bucket_edges=(8, 16),
+        padding_share=0.1,
+    )
+    return Evidence(plan, one or measurement(100.0), cores, {})
