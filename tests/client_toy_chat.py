@@ -103,6 +103,8 @@ class TritonPythonModel:
         tensors = [pb_utils.Tensor(name, np.array([value.encode()], np.object_))
                    for name, value in texts.items()]
         tensors.append(pb_utils.Tensor("token_ids", np.array(list(ids), np.int32)))
+        index = ids[0] + ("a-gap" in text)
+        tensors.append(pb_utils.Tensor("index", np.array([index], np.uint32)))
         sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)
 
     def finalize(self):
@@ -121,6 +123,7 @@ input [{ name: "text_input" data_type: TYPE_STRING dims: [1] optional: true },
        { name: "cancel" data_type: TYPE_STRING dims: [1] optional: true }]
 output [{ name: "text_output" data_type: TYPE_STRING dims: [1] },
         { name: "token_ids" data_type: TYPE_INT32 dims: [-1] },
+        { name: "index" data_type: TYPE_UINT32 dims: [1] },
         { name: "finish_reason" data_type: TYPE_STRING dims: [1] },
         { name: "usage" data_type: TYPE_STRING dims: [1] },
         { name: "logprobs" data_type: TYPE_STRING dims: [1] }]

@@ -225,6 +225,7 @@ def take(answer: Answer, response: Any) -> None:
     def text(name: str) -> str:
         return str(raw[name][4:], "utf-8")
 
+    assert np.frombuffer(raw["index"], np.uint32).tolist() == [len(answer.ids)]
     answer.chunks.append(text("text_output"))
     answer.ids += np.frombuffer(raw["token_ids"], np.int32).tolist()
     answer.counted += np.frombuffer(raw["num_output_tokens"], np.uint32).tolist()

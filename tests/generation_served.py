@@ -41,12 +41,14 @@ def gauges(server: Server, pipeline: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(form, text)}
 
 
-def wait_until(server: Server, pipeline: str, **wanted: float) -> float:
-    """Seconds until the gauges have these values."""
+def wait_until(server: Server, pipeline: str, above_0: str = "", **wanted: float) -> float:
+    """Seconds until the gauges have these values, which they get one after the other."""
     began = time.monotonic()
     while True:
         found = gauges(server, pipeline)
-        if all(found.get(name) == value for name, value in wanted.items()):
+        if all(found.get(name) == value for name, value in wanted.items()) and (
+            not above_0 or found[above_0] > 0
+        ):
             return time.monotonic() - began
         assert time.monotonic() < began + DEADLINE_S, (wanted, found)
         time.sleep(0.02)

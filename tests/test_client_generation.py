@@ -78,6 +78,7 @@ def test_chunks_are_the_whole_in_pieces(ask: Ask, toy: ToyChat) -> None:
     chunks, whole = ask("generate", "to be or não 😀", logprobs=0)
     assert [chunk.text for chunk in chunks] == ["to ", "be ", "or ", "não ", "😀"]
     assert [chunk.token_ids for chunk in chunks] == [(0,), (1,), (2,), (3,), (4,)]
+    assert [chunk.index for chunk in chunks] == [0, 1, 2, 3, 4]
     assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "", "stop"]
     assert [chunk.usage for chunk in chunks] == [None] * 4 + [Usage(5, 5)]
     assert chunks[1].logprobs == ({"token_id": 1, "logprob": -1.0},)
@@ -111,6 +112,8 @@ def test_what_is_wrong_is_refused_in_words(ask: Ask) -> None:
         ask("generate", "a", pipeline="nothing")
     with pytest.raises(PipelineFailed, match="it broke"):
         ask("generate", "a b break c")
+    with pytest.raises(PipelineFailed, match="Given: token 3 after 2"):
+        ask("generate", "a b a-gap c")
 
 
 def test_closing_cancels_at_the_server(toy: ToyChat) -> None:

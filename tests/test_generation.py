@@ -223,8 +223,7 @@ def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams)
     """Running and waiting ones, streamed or not: three calls for two places."""
     calls = [slow.open({"text_input": LONG, "stream": stream}) for stream in (True, False, True)]
     next(responses_of(calls[0]))
-    wait_until(server, "slow", running=2, waiting=1)
-    assert gauges(server, "slow")["kv_cache_share"] > 0
+    wait_until(server, "slow", running=2, waiting=1, above_0="kv_cache_share")
     calls[2].cancel()  # it has no token yet
     wait_until(server, "slow", running=2, waiting=0)
     calls[0].cancel()

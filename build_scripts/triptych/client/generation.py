@@ -68,6 +68,7 @@ class Chunk:
     Attributes:
         text: new text; may be empty.
         token_ids: new tokens.
+        index: place of the first of them in the answer.
         finish_reason: why it ends here (``stop``, ``length``); empty on all chunks but the last.
         usage: on the last chunk.
         logprobs: of each new token, where they were asked for, as the pipeline tells them.
@@ -75,6 +76,7 @@ class Chunk:
 
     text: str
     token_ids: tuple[int, ...]
+    index: int
     finish_reason: str = ""
     usage: Usage | None = None
     logprobs: tuple[Mapping[str, Any], ...] = ()
@@ -138,7 +140,7 @@ class Progress:
         self._deadline = deadline
         self._retries = retries
         self._tried: tuple[str, ...] = ()
-        self._chunks = 0
+        self._chunks = self._tokens = 0
         self.finished = False
 
     def ask(self, *, stream: bool) -> Asked:
@@ -163,6 +165,7 @@ class Progress:
 
         Raises:
             InvalidRequest: it is not the answer of a generation.
+            PipelineFailed: tokens are missing before it, or come twice.
         """
         if not self._chunks:
             self._retries.answered()
@@ -176,6 +179,7 @@ class Progress:
             chunk = Chunk(
                 text=texts["text_output"],
                 token_ids=tuple(outputs["token_ids"].reshape(-1).tolist()),
+                index=int(outputs["index"].reshape(-1)[0]),
                 finish_reason=texts["finish_reason"],
                 usage=_usage(texts["usage"]),
                 logprobs=tuple(json.loads(texts["logprobs"] or "[]")),
@@ -186,6 +190,12 @@ class Progress:
                 f"Given: {', '.join(sorted(outputs))} ({type(error).__name__}: {error}). "
                 "Make the call that fits its task."
             ) from error
+        if chunk.index != self._tokens:
+            raise PipelineFailed(
+                f"A chunk must go on where the one before ended. Given: token {chunk.index} after "
+                f"{self._tokens}. This is a bug of the pipeline."
+            )
+        self._tokens += len(chunk.token_ids)
         self.finished = bool(chunk.finish_reason)
         return chunk
 

@@ -51,6 +51,7 @@ OPENAI_INPUTS = tuple(
 OUTPUTS = (
     Tensor("text_output", "BYTES", (1,)),
     Tensor("token_ids", "INT32", ("new_tokens",)),
+    Tensor("index", "UINT32", (1,)),
     Tensor("finish_reason", "BYTES", (1,)),
     Tensor("usage", "BYTES", (1,), content="json"),
     Tensor("logprobs", "BYTES", (1,), content="json"),

@@ -88,7 +88,11 @@ class _Answer:
             "logprobs": logprobs,
         }
         ids = np.array(self._unsent_ids, np.int32)
-        counts = {"num_input_tokens": self._opening.prompt_tokens, "num_output_tokens": len(ids)}
+        counts = {
+            "index": self._tokens - len(ids),
+            "num_input_tokens": self._opening.prompt_tokens,
+            "num_output_tokens": len(ids),
+        }
         self._unsent_text, self._unsent_ids, self._unsent_logprobs = "", [], []
         return pb_utils.InferenceResponse(
             [
