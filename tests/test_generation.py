@@ -21,7 +21,7 @@ from generation_cases import (
     responses_of,
     take,
 )
-from generation_served import LONG, build_both, gauges, wait_until
+from generation_served import LONG, build_both, wait_until
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.errors import UserError
