@@ -92,8 +92,8 @@ def watched(pipeline: Path) -> Iterator[Watched]:
     problems: list[str] = []
 
     def note(problem: str) -> None:
-        # Triton 24.10 may abort at a call of custom metrics (see `runtime.generation_counts`), and
-        # is started again: no fault of the fleet.
+        # Triton 24.10 may abort where a step loads and gets no CPU for a second (docker/README.md),
+        # and is started again: no fault of the fleet.
         if "lock_exception" not in problem:
             problems.append(problem)
 

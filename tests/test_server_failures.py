@@ -227,6 +227,13 @@ def test_an_empty_log_says_nothing() -> None:
     assert last_words("") == "nothing"
 
 
+def test_a_step_that_got_no_cpu_while_it_loaded_is_told_as_that() -> None:
+    log = """terminate called after throwing an instance of 'boost::interprocess::lock_exception'
+  what():  boost::interprocess::lock_exception
+I0812 09:00:01.000006 2 pb_stub.cc:2145]  Non-graceful termination detected. """
+    assert "no CPU for a second" in last_words(log)
+
+
 BUCKETS = """model_metrics { metric_control {
   metric_identifier { family: "nv_inference_first_response_histogram_ms" }
   histogram_options { buckets: [50, 100] }

@@ -19,13 +19,8 @@ import triton_python_backend_utils as pb_utils
 from .generation_engine import Delta, Load
 from .generation_series import COUNTERS, ENDS, GAUGES, MOMENTS, PREFIX, TOKENS, edge_label
 
-FLUSH_S, SHOW_S, CALM_S = 5.0, 0.2, 2.0
-"""Between two times that counts go out, and gauges; and from the start to the first of them."""
-
-PAUSE_S = 0.002
-"""After each call of the server. Its side still locks what ours, done, has freed: where the next
-call takes that memory at once, a server of 24.10 may abort (`lock_exception`), seen on a machine
-that was busy. So calls are few, too, and none is made while others start."""
+FLUSH_S, SHOW_S = 5.0, 0.2
+"""Between two times that counts go out, and gauges."""
 
 _Key = tuple[str, str]
 
@@ -78,7 +73,7 @@ class GenerationCounts:
         self._counted: Counter[_Key] = Counter()
         self._shown: dict[str, float] = {}
         self._due_at = 0.0
-        self._show_at: float | None = None
+        self._show_at = 0.0
         self._families: list[Any] = []  # a metric dies with its family
         self._metrics: dict[_Key, Any] | None = None
         self._pipeline: str = settings["pipeline"]
@@ -105,8 +100,6 @@ class GenerationCounts:
     def due(self, load: Load, under_way: int) -> Mapping[_Key, float]:
         """What `send` is to send now: gauges that changed, and at times all that was counted."""
         now = time.monotonic()
-        if self._show_at is None:
-            self._show_at = now + CALM_S
         if now < self._show_at:
             return {}
         self._show_at = now + SHOW_S
@@ -145,7 +138,6 @@ class GenerationCounts:
                 if self._metrics:
                     metric = self._metrics[key]
                     metric.set(value) if key[0] in GAUGES else metric.increment(value)
-                    time.sleep(PAUSE_S)
         except Exception:  # counts are no reason to fail a request, nor a server without metrics
             self._metrics = {}
 
@@ -157,7 +149,6 @@ class GenerationCounts:
         self._metrics = {}
         while made:  # metrics before their families
             made.pop()
-            time.sleep(PAUSE_S)
 
     def _time(self, moment: str, seconds: float) -> None:
         ms = seconds * 1e3
@@ -176,7 +167,6 @@ class GenerationCounts:
             family = _family(name, words, kind)
             self._families.append(family)
             for value in values:
-                time.sleep(PAUSE_S)
                 labels = {"pipeline": self._pipeline, **({label: value} if label else {})}
                 made[name, value] = _metric(family, labels)
         return made

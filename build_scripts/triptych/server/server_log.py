@@ -31,7 +31,12 @@ _FRAME = re.compile(r"  (?P<file>\S.*)\((?P<line>\d+)\): (?P<function>.+)")
 _DEAD_STUB = re.compile(r"Stub process '[^']+' is not healthy")
 _NO_GPU = re.compile(r"specifies invalid or unsupported gpu id (?P<id>\d+)")
 
-_ERROR = re.compile(r"[EF]\d{4} |error: |failed to |.*tritonserver: ")
+_ERROR = re.compile(r"[EF]\d{4} |error: |failed to |.*tritonserver: |what\(\): ")
+
+_STARVED = (
+    "as Triton before 25.08 ends where a step that loads gets no CPU for a second: "
+    "start it again when the machine is less busy"
+)
 
 # What every machine without a GPU says: never the reason of anything.
 _HARMLESS = (
@@ -87,7 +92,8 @@ def last_words(log: str) -> str:
     said = [line for line in lines if not any(word in line for word in _HARMLESS)]
     errors = [line for line in said if _ERROR.match(line)]
     line = (errors or said[-1:] or ["nothing"])[0]
-    return " ".join(_unquoted(_HEADER.sub("", line)).split())
+    words = " ".join(_unquoted(_HEADER.sub("", line)).split())
+    return f"{words} ({_STARVED})" if "lock_exception" in words else words
 
 
 def _messages(log: str) -> Iterator[str]:
