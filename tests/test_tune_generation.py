@@ -240,6 +240,12 @@ def test_what_goes_along_is_part_of_the_trial(
         def promote(self) -> Any:
             return self._plan
 
+        def next_round_s(self) -> float:
+            return 0.0
+
+        def final_s(self) -> float:
+            return 0.0
+
     search = Search(
         Contest(),
         TrialCache({"test": 1}),

@@ -10,13 +10,20 @@ from typing import Any
 
 import pytest
 
+from triptych.bench.points import Measurement, Streamed, Times
 from triptych.errors import UserError
+from triptych.pipeline.slo import GenerationSlo
 from triptych.pipeline.spec import PipelineSpec
+from triptych.tune import trial_servers, tune
 from triptych.tune.fields import FIELDS
+from triptych.tune.goodput import Goodput
 from triptych.tune.kind import Setting
 from triptych.tune.objective import LoadFailed, Scored
 from triptych.tune.search import Search, TrialCache
 from tune_cases import evidence, measurement
+
+PROMISE = GenerationSlo(e2e_p99="1s")
+DELAY = "serving.queue.max_delay_us"
 
 
 class Surface:
@@ -43,6 +50,12 @@ class Surface:
     def promote(self) -> Any:
         self._present = self._other
         return self._plan()
+
+    def next_round_s(self) -> float:
+        return 0.0
+
+    def final_s(self) -> float:
+        return 0.0
 
     def _plan(self) -> Any:
         core: dict[str, Any] = {}
@@ -160,29 +173,29 @@ def test_time_that_is_up_ends_the_search_and_keeps_the_best(cache: TrialCache) -
     assert search.stopped == "the time was up"
 
 
-def test_no_round_is_begun_that_cannot_end_in_time(cache: TrialCache) -> None:
+class Slow(Surface):
+    """The baseline takes 10 s, a round 20 s, and so does each of two at the end."""
+
     now = 0.0
 
-    class Slow(Surface):
-        def begin(self, present: Setting) -> tuple[Any, Scored]:
-            nonlocal now
-            now += 10
-            return super().begin(present)
+    def begin(self, present: Setting) -> tuple[Any, Scored]:
+        self.now += 10
+        return super().begin(present)
 
-        def round(self) -> tuple[Scored, Scored]:
-            nonlocal now
-            now += 20
-            return super().round()
+    def round(self) -> tuple[Scored, Scored]:
+        self.now += 20
+        return super().round()
 
-    def clock() -> float:
-        return now
+    def next_round_s(self) -> float:
+        return 20.0
 
-    for end in (90, 150, 200, 400):
-        now = 0.0
+    def final_s(self) -> float:
+        return 40.0
+
+    def searched(self, cache: TrialCache, end: float) -> Search:
         cache.clear()
-        contest = Slow(good, noise=0.05)
         search = Search(
-            contest,
+            self,
             cache,
             deadline=0.65 * end,
             end=end,
@@ -190,13 +203,41 @@ def test_no_round_is_begun_that_cannot_end_in_time(cache: TrialCache) -> None:
             limits_us={},
             fields=FIELDS,
             progress=lambda _stage, _line: None,
-            clock=clock,
+            clock=lambda: self.now,
         )
         search.run(Setting())
         assert search.trials
         assert search.stopped == "the time was up"
+        return search
+
+
+def test_no_round_is_begun_that_cannot_end_in_time(cache: TrialCache) -> None:
+    for end in (90, 150, 200, 400):
+        contest = Slow(good, noise=0.05)
+        contest.searched(cache, end)
         # The first trial has two rounds where they fit; what is left is for the comparison.
-        assert now <= max(end - 60, 30), (end, now)
+        assert contest.now <= max(end - 40, 30), (end, contest.now)
+
+
+def test_what_time_leaves_open_is_proven_at_the_end_or_not_at_all(cache: TrialCache) -> None:
+    def score(overrides: Mapping[str, Any]) -> float:
+        return {0: 100.0, 1000: 120.0, 4000: 123.0}[overrides.get(DELAY, 0)]
+
+    search = Slow(score, noise=0.0).searched(cache, end=80)
+    (trial,) = search.trials
+    assert (trial.rounds, trial.verdict, trial.change) == (1, "no difference", {DELAY: 1000})
+    assert trial.says.endswith("not proven: the time was up; the comparison at the end decides")
+    assert dict(search.best.overrides) == {DELAY: 1000}
+    # What is proven is not given up for it, nor is the baseline for what is slower.
+    search = Slow(score, noise=0.0).searched(cache, end=135)
+    assert [(one.rounds, one.verdict) for one in search.trials] == [
+        (2, "better"),
+        (2, "no difference"),
+    ]
+    assert search.trials[-1].says.endswith("the time was up")
+    assert dict(search.best.overrides) == {DELAY: 1000}
+    search = Slow(lambda overrides: 97.0 if overrides else 100.0, noise=0.0).searched(cache, end=80)
+    assert search.best == Setting()
 
 
 def test_what_was_tuned_before_is_the_first_trial(cache: TrialCache) -> None:
@@ -205,3 +246,102 @@ def test_what_was_tuned_before_is_the_first_trial(cache: TrialCache) -> None:
     assert search.trials[0].change == dict(known.overrides)
     assert search.trials[0].verdict == "better"
     assert good(search.best.overrides) == pytest.approx(172.8)
+
+
+class FakeSlot:
+    """Of a clock that a measurement takes forward by 5 s a client, the first of each by more."""
+
+    def __init__(self, clock: list[float], places: int) -> None:
+        self.setting: Setting | None = None
+        self.served = SimpleNamespace(plan=None)
+        self.target = SimpleNamespace(pipeline="talk")
+        self.clock, self.places = clock, places
+        self.spoilt: set[int] = set()
+        self._seen: set[int] = set()
+
+    def put(self, setting: Setting, *_progress: object) -> None:
+        self.clock[0] += 0 if setting == self.setting else 30
+        self.setting = setting
+
+    def measure(self, clients: int, _seconds: float) -> Measurement:
+        self.clock[0] += 5 * clients * (1 if clients in self._seen else 1.5)
+        late = clients > self.places or (clients in self.spoilt and clients not in self._seen)
+        self._seen.add(clients)
+        rate = float(min(clients, self.places))
+        streamed = Streamed(
+            10, 10.0, rate / clients / 3 if late else rate, *[Times(1, *[9.0] * 6)] * 2
+        )
+        return measurement(rate, 9e6 if late else 1e3, streamed=streamed)
+
+
+@pytest.fixture
+def slots(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    clock = [0.0]
+    for module in (trial_servers, tune):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return [FakeSlot(clock, places=2), FakeSlot(clock, places=2)]
+
+
+@pytest.fixture
+def servers(slots: list[Any]) -> trial_servers.TrialServers:
+    return trial_servers.TrialServers(
+        slots[0], slots[1], Goodput(PROMISE, 32), 1.0, lambda *_told: None
+    )
+
+
+def test_what_is_left_to_do_is_known_by_what_was_measured(servers: Any, slots: list[Any]) -> None:
+    slots[1].places = 4
+    start, other = Setting(), Setting({"core.max_sequences": 4})
+    servers.put(slots[0], start)
+    _, scored = servers.begin(start)
+    # With eight, most answers are late: sixteen are not tried. With two, all are in time.
+    assert (list(scored.found), scored.score) == ([8, 4, 2], 2.0)
+    assert (servers.next_round_s(), servers.final_s()) == (30.0, 60.0)  # the first ones took longer
+    servers.challenge(other)
+    first, second = servers.round(), servers.round()
+    assert [list(one.found) for one in (*first, *second)] == [[2, 4], [2, 4, 8], [2], [4]]
+    assert servers.next_round_s() == 10 + 20
+    assert servers.final_s() == 2 * (10 + 10)
+    servers.promote()
+    assert servers.final_s() == 30 + 2 * (20 + 10) + 20 + 10
+    assert [servers.measure_s(clients) for clients in (1, 2, 16)] == [10.0, 10.0, 140.0]
+    # The baseline once more, in whatever slot: its clients are known, and those of the winner.
+    servers.challenge(Setting({"core.max_sequences": 8}))
+    servers.challenge(start)
+    assert [list(one.found) for one in servers.round()] == [[4, 2], [2, 4]]
+
+
+def test_a_spoilt_measurement_makes_no_winner(servers: Any, slots: list[Any]) -> None:
+    slots[0].spoilt = {2}  # what else ran then made all answers late
+    _, scored = servers.begin(Setting())
+    assert scored.start == 1
+    servers.challenge(Setting({"core.prefix_caching": False}))
+    for _ in range(2):
+        present, other = servers.round()
+        assert (present.score, other.score) == (2.0, 2.0)
+
+
+def test_the_comparison_at_the_end_takes_what_time_there_is(servers: Any, slots: list[Any]) -> None:
+    def compare(best: Setting, left_s: float) -> tuple[Any, Any, str, float]:
+        began = slots[0].clock[0]
+        kind: Any = SimpleNamespace(searches_rates=False)
+        wanted = tune.Tuning(PROMISE, clients=32)
+        final = tune._Final(servers, kind, wanted, began + left_s, lambda *_told: None)
+        return *final.compare(best, Setting()), slots[0].clock[0] - began
+
+    servers.begin(Setting())
+    for left_s, took_s in ((0, 0), (25, 20), (35, 30)):
+        before, after, doubt, seconds = compare(Setting(), left_s)
+        assert (before, seconds) == (after, took_s), left_s
+        assert doubt == "nothing that was tried is better than the defaults"
+        assert {point.load.value for point in after.points} >= {2, 4, 8}
+    slots[1].places = 4
+    other = Setting({"core.max_sequences": 4})
+    servers.challenge(other)
+    servers.round()
+    servers.promote()
+    foreseen_s = servers.final_s() - 30  # the baseline is served
+    before, after, doubt, seconds = compare(other, 0)
+    assert (before.score, after.score, doubt) == (2.0, 4.0, "")
+    assert seconds <= foreseen_s
+    assert after.overrides == other.overrides

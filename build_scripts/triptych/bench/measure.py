@@ -16,6 +16,9 @@ from triptych.errors import UserError
 from triptych.pipeline.slo import GenerationSlo
 
 WINDOWS = 3
+STRETCH = 1.2
+"""perf_analyzer's windows last so many times what it was asked for."""
+
 WARM_UP_CLIENTS = 8
 NO_ANSWER = "no answer in time"
 STREAM_ERROR = "refused or failed: the server counted it, its log may say why"
@@ -59,8 +62,8 @@ def measure(
         target: what is measured.
         requests: sent in turn, over and over.
         load: what is offered: clients, or a rate.
-        seconds: of all windows together; perf_analyzer stretches them by up to a fifth of a second
-            each. A warm-up of streamed answers may show that they need longer.
+        seconds: of all windows together; perf_analyzer stretches them (`STRETCH`). A warm-up of
+            streamed answers may show that they need longer.
         warmup_requests: sent before, by a few clients in a closed loop, and not counted.
         timeout_s: for each of warm-up and load. Where it runs out, `errors` say so.
 

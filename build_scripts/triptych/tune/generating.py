@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from triptych.bench import perf_analyzer
 from triptych.bench.bench import WARM_UP_ANSWERS
-from triptych.bench.measure import Target, measure
+from triptych.bench.measure import STRETCH, Target, measure
 from triptych.bench.points import Load, Measurement, Subject
 from triptych.errors import Progress
 from triptych.formatting import rounded
@@ -38,7 +39,7 @@ class Generating:
     slo: GenerationSlo
     clients: int  # of the highest load
     base: tuple[str, ...] = ()
-    _seconds: dict[int, float] = field(default_factory=dict)  # by clients, of a measurement
+    _seconds: dict[int, float] = field(default_factory=dict)  # by clients, to measure for
 
     fields = GENERATION_FIELDS
     tunable = TUNABLE_GENERATION
@@ -56,14 +57,20 @@ class Generating:
         return Made(inputs, requests_of(inputs), changed, inputs)
 
     def warm_up(self, target: Target, made: Made) -> None:
-        load = Load("concurrency", 1.0)
-        measure(
-            replace(target, promise=self.slo),
-            made.requests,
-            load,
-            seconds=0.5,
-            warmup_requests=WARM_UP_ANSWERS,
-        )
+        """A few answers at once, without the windows of a measurement; errors are seen there."""
+        count = min(WARM_UP_ANSWERS, self.clients)
+        try:
+            perf_analyzer.run(
+                target.grpc_url,
+                target.pipeline,
+                made.requests,
+                concurrency=count,
+                request_count=count,
+                streaming=True,
+            )
+        except perf_analyzer.LoadError as error:
+            if not error.errors and not error.is_late:
+                raise
 
     def measure(self, target: Target, made: Made, clients: int, seconds: float) -> Measurement:
         """The first with so many clients finds out how long the others take, too."""
@@ -76,7 +83,7 @@ class Generating:
             warmup_requests=0 if known else WARM_UP_ANSWERS,
         )
         if not known and one.requests:
-            self._seconds[clients] = one.seconds
+            self._seconds[clients] = max(seconds, one.seconds / STRETCH)
         return one
 
     def subject(self, made: Made, repository: Path, overrides: Mapping[str, JsonValue]) -> Subject:

@@ -6,7 +6,7 @@ wait, or tokens come too slowly: the score is the goodput at the number of clien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triptych.bench.points import Measurement
@@ -21,6 +21,8 @@ class Goodput:
 
     slo: GenerationSlo
     clients: int  # of the load without a promised latency, and most of one with it
+
+    keeps_clients = True
 
     @property
     def unit(self) -> ScoreUnit:
@@ -48,16 +50,26 @@ class Goodput:
         ladder, at = ladder_to(self.clients, start)
         if again:
             return Scored(good(ladder[at]), loads.found, ladder[at])
-        way = 1 if self._climbs(good, ladder, at, 1) else -1
-        while self._climbs(good, ladder, at, way):
-            at += way
+        first = loads.at(ladder[at])
+        # Where most answers come late already, a load of more would last long and tell nothing.
+        up_first = good(ladder[at]) >= first.throughput_per_s / 2
+        begun_at = at
+        for way in (1, -1) if up_first else (-1, 1):
+            while self._climbs(loads, ladder, at, way):
+                at += way
+            if at != begun_at:
+                break
         return Scored(good(ladder[at]), loads.found, ladder[at])
 
-    def _climbs(
-        self, good: Callable[[int], float], ladder: Sequence[int], at: int, way: int
-    ) -> bool:
-        """Whether the next number of clients has more."""
-        return 0 <= at + way < len(ladder) and good(ladder[at + way]) > good(ladder[at])
+    def _climbs(self, loads: Loads, ladder: Sequence[int], at: int, way: int) -> bool:
+        """Whether the next number of clients has more: fewer have not where the promise holds."""
+        here = loads.at(ladder[at])
+        if not 0 <= at + way < len(ladder) or (way < 0 and self._keeps(here)):
+            return False
+        return self._good(loads.at(ladder[at + way])) > self._good(here)
+
+    def _keeps(self, one: Measurement) -> bool:
+        return self.slo.strain(one.latencies_us) <= 1
 
     def _good(self, one: Measurement) -> float:
         """Goodput; where no answer was good, less than one would be: the nearer the more."""

@@ -24,6 +24,11 @@ class Setting:
     overrides: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
+    def key(self) -> tuple[str, ...]:
+        """The same for equal settings."""
+        return tuple(sorted(self.as_options))
+
+    @property
     def as_options(self) -> list[str]:
         """``KEY=VALUE`` each."""
         return [

@@ -54,6 +54,10 @@ class Scoring(Protocol):
     def says(self) -> str:
         """What the score is, in a sentence."""
 
+    @property
+    def keeps_clients(self) -> bool:
+        """Whether later rounds of a setting have the clients that its first one found best."""
+
     def score(
         self, measure_at: MeasureAt, start: int | None = None, *, again: bool = False
     ) -> Scored:
@@ -98,6 +102,7 @@ class Objective:
     clients: int  # of the load without a promised latency, and most of one with it
 
     unit = REQUESTS
+    keeps_clients = False
 
     @property
     def says(self) -> str:

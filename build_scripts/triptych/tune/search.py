@@ -28,11 +28,7 @@ from triptych.tune.evidence import Evidence, Proposal, Propose, Skip
 from triptych.tune.kind import Setting
 from triptych.tune.objective import LoadFailed, Scored
 from triptych.tune.results import REQUESTS, ScoreUnit, Trial, TrialVerdict
-from triptych.tune.score_comparison import compare_scores, describe
-
-FINAL_SCORES = 6
-"""What the comparison at the end takes at least, in times of one score: two rounds of both sides,
-and as much as two for the highest rates."""
+from triptych.tune.score_comparison import LEAST_GAIN, compare_scores, describe
 
 
 class Contest(Protocol):
@@ -45,6 +41,10 @@ class Contest(Protocol):
     def round(self) -> tuple[Scored, Scored]: ...
 
     def promote(self) -> Any: ...
+
+    def next_round_s(self) -> float: ...
+
+    def final_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _hash(value: object) -> str:
 class Search:
     contest: Contest
     cache: TrialCache
-    deadline: float  # on the monotonic clock; no trial is begun after it, nor another round
+    deadline: float  # on the monotonic clock; no trial is begun after it
     cores: int
     limits_us: Mapping[str, float]  # that are promised
     fields: Sequence[Propose]  # that may be changed, in the order they are tried
@@ -104,8 +104,9 @@ class Search:
     stopped: str = ""  # why the search ended; empty while it goes on
     unit: ScoreUnit = REQUESTS  # of the scores
     clock: Callable[[], float] = time.monotonic
-    end: float = inf  # by which the winner has been held against the baseline, too
-    _longest_s: float = 0.0  # of the trials so far
+    end: float = inf  # by which the winner has been held against the baseline, too; see `Contest`
+    _first_s: float = 0.0  # the longest time until the first round of a trial was over
+    _baseline: Setting = field(default_factory=Setting)
 
     def run(self, start: Setting, known: Setting | None = None) -> None:
         """Try every field once, from `start` on.
@@ -115,7 +116,7 @@ class Search:
             known: what an earlier search found best; the first trial.
         """
         self.best = start
-        began = self.clock()
+        self._baseline = start
         try:
             self._plan, scored = self.contest.begin(start)
         except LoadFailed as error:
@@ -125,7 +126,6 @@ class Search:
                 given=error,
                 remedy="Lower it, or see what the server's log says",
             ) from error
-        self._last = min(self.deadline, self.end - FINAL_SCORES * (self.clock() - began))
         self._latest = scored.found[scored.start]
         self.progress("tune", f"baseline: {rounded(scored.score)} {self.unit}")
         if known is not None and known != start:
@@ -150,9 +150,8 @@ class Search:
         climbed = False
         for value in values:
             # The first trial may be longer than what is left; the others are not begun then.
-            if self.clock() > self.deadline or (
-                self._longest_s and self.clock() + self._longest_s > self._last
-            ):
+            fits = not self._first_s or self._fits(self._first_s)
+            if self.stopped or self.clock() > self.deadline or not fits:
                 self.stopped = "the time was up"
                 break
             change = {found.key: value, **along}
@@ -170,11 +169,13 @@ class Search:
             began = self.clock()
             trial = replace(self._measured(other, change, reason), number=number)
             trial = replace(trial, seconds=self.clock() - began)
-            self._longest_s = max(self._longest_s, trial.seconds)
             if not self.stopped:
                 self.cache.add(self.best, other, trial)
         elif trial.verdict == "better":
             self.contest.challenge(other)
+        is_open = self._is_open(trial)
+        if is_open:
+            trial = replace(trial, says=f"{trial.says}; the comparison at the end decides")
         self.trials.append(replace(trial, number=number))
         told = ", ".join(f"{key} {trial.before[key]} -> {value}" for key, value in change.items())
         self.progress(
@@ -182,27 +183,44 @@ class Search:
             f"trial {number}: {told}: {trial.verdict}, {trial.says}"
             + (" (measured before)" if again else ""),
         )
-        if trial.verdict == "better":
+        if trial.verdict == "better" or is_open:
             self.best = other
             self._plan = self.contest.promote()
             self._latest = trial.points[-1].typical if trial.points else self._latest
         return trial.verdict
 
+    def _fits(self, seconds: float = 0.0) -> bool:
+        """Whether that and another round leave time for the comparison at the end."""
+        needed = seconds + self.contest.next_round_s() + self.contest.final_s()
+        return self.clock() + needed <= self.end
+
+    def _is_open(self, trial: Trial) -> bool:
+        """Whether time was up in a trial that may win: the comparison at the end can prove it.
+
+        Only against the baseline: a setting that was proven is not given up for one that is not.
+        """
+        if not self.stopped or trial.verdict != "no difference" or self.best != self._baseline:
+            return False
+        return (trial.score or 0.0) > (1 + LEAST_GAIN) * (trial.against or 0.0)
+
     def _measured(self, other: Setting, change: dict[str, JsonValue], reason: str) -> Trial:
         rounds: list[tuple[Scored, Scored]] = []
         verdict: TrialVerdict | None = None
         says = ""
+        began = self.clock()
         try:
             self.contest.challenge(other)
             while verdict is None:
-                began = self.clock()
                 rounds.append(self.contest.round())
+                if len(rounds) == 1:
+                    self._first_s = max(self._first_s, self.clock() - began)
                 scores = scores_of(rounds)
                 verdict, says = compare_scores(scores), describe(scores)
-                if verdict is None and 2 * self.clock() - began > self._last:
+                if verdict is None and not self._fits():
                     self.stopped = "the time was up"
                     verdict, says = "no difference", f"{says}, not proven: {self.stopped}"
         except (GateFailure, GenerationGateFailure, LintFailure, UserError, LoadFailed) as error:
+            self._first_s = max(self._first_s, self.clock() - began)
             verdict, says = "failed", str(error)
         return Trial(
             number=0,

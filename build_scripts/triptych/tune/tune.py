@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ from triptych.tune.objective import Objective, Scored, Scoring
 from triptych.tune.results import Outcome, TuneResult
 from triptych.tune.score_comparison import describe, gain
 from triptych.tune.search import Search, TrialCache, points_of, scores_of
-from triptych.tune.trial_servers import Slot, TrialServers, trial_servers
+from triptych.tune.trial_servers import LEAST_ROUNDS, Slot, TrialServers, trial_servers
 
 CODE = (
     "tune/*.py",
@@ -48,7 +48,7 @@ _LEAST_RATE_S = 3.0
 
 Round = TypeVar("Round")
 SEARCH_SHARE = 0.65
-"""Of the time, for trials; the rest is for the winner against the baseline."""
+"""Of the time, in which trials are begun; the rest is for the winner against the baseline."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
             servers,
             cache,
             deadline=began + SEARCH_SHARE * tuning.budget_s,
-            end=began + tuning.budget_s,
+            end=began + tuning.budget_s - _least_rates_s(kind, tuning),
             cores=len(os.sched_getaffinity(0)),
             limits_us=tuning.slo.limits_us,
             fields=kind.fields,
@@ -129,6 +129,12 @@ def _kind_of(folder: Path, tuning: Tuning) -> tuple[Kind, Scoring]:
     return Encoding(folder, slo, tuning.overrides), Objective(slo, tuning.clients)
 
 
+def _least_rates_s(kind: Kind, tuning: Tuning) -> float:
+    """What the highest rates of both sides take at least; 0 where none are searched."""
+    searched = kind.searches_rates and tuning.slo.limits_us
+    return 2 * _LEAST_RATE_S * tuning.seconds if searched else 0.0
+
+
 def _cache_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, object]:
     return {
         "files": {name: sha256_of(folder / name) for name in (SPEC_FILE, TRAFFIC_FILE)},
@@ -156,11 +162,12 @@ class _Final:
         servers = self.servers
         servers.put(servers.best_slot, best)
         if best == start:
-            rounds = self._rounds(lambda: servers.begin(best)[1])
+            seen = tuple(servers.scored(best))  # by the search: enough where no time is left
+            rounds = self._rounds(lambda: servers.begin(best)[1], sides=1) or [*seen]
             (outcome,) = self._outcomes({"winner": (servers.best_slot, best, rounds)})
             return outcome, outcome, "nothing that was tried is better than the defaults"
         servers.put(servers.trial_slot, start)
-        pairs = self._rounds(servers.round)
+        pairs = self._rounds(servers.round, sides=2)
         after, before = self._outcomes(
             {
                 "winner": (servers.best_slot, best, [pair[0] for pair in pairs]),
@@ -175,24 +182,21 @@ class _Final:
         servers.promote()  # the baseline is the best again
         return before, before, f"the winner's gain is within the noise: {describe(scores)}"
 
-    def _rounds(self, measure: Callable[[], Round]) -> list[Round]:
-        """As many rounds as there is time for; two at least, since one tells nothing of noise."""
-        began, rounds = time.monotonic(), [measure()]
+    def _rounds(self, measure: Callable[[], Round], *, sides: int) -> list[Round]:
+        """As many rounds as there is time for; of two sides `LEAST_ROUNDS` where there is none."""
+        rounds: list[Round] = []
+        least = LEAST_ROUNDS if sides > 1 else 0
         while len(rounds) < FINAL_ROUNDS:
-            a_round_s = (time.monotonic() - began) / len(rounds)
-            if len(rounds) > 1 and not self._is_time_for(a_round_s):
+            a_round_s = self.servers.next_round_s() * sides / 2
+            if len(rounds) >= least and not self._is_time_for(a_round_s):
                 break
             rounds.append(measure())
         return rounds
 
-    @property
-    def _searches_rates(self) -> bool:
-        return self.kind.searches_rates and bool(self.tuning.slo.limits_us)
-
     def _is_time_for(self, seconds: float) -> bool:
         """Whether that and the highest rates of both sides fit into what is left."""
-        rates_s = 2 * _LEAST_RATE_S * self.tuning.seconds if self._searches_rates else 0.0
-        return time.monotonic() + seconds + rates_s < self.end
+        left_s = self.end - _least_rates_s(self.kind, self.tuning) - time.monotonic()
+        return seconds < left_s
 
     def _outcomes(self, sides: dict[str, tuple[Slot, Setting, list[Scored]]]) -> list[Outcome]:
         """What each setting is worth: the rest of its throughput-latency curve is measured, too."""
@@ -202,10 +206,10 @@ class _Final:
         extra: dict[str, list[Scored]] = {name: [] for name in sides}
         for clients in sorted((wanted | {tuning.clients}) - set(first[0].found)):
             for _ in range(FINAL_ROUNDS - 1):
-                if not self._is_time_for(2 * tuning.seconds * len(sides)):
+                if not self._is_time_for(len(sides) * self.servers.measure_s(clients)):
                     break
                 for name, (slot, _, _) in sides.items():
-                    one = slot.measure(clients, tuning.seconds)
+                    one = self.servers.measure(slot, clients)
                     extra[name].append(Scored(0.0, {clients: one}, clients))
                     self.progress("tune", f"{name}, {clients} clients: {one}")
         return [
@@ -213,11 +217,20 @@ class _Final:
                 slot,
                 setting,
                 rounds,
-                tuple(points_of(slot.target.pipeline, [*rounds, *extra[name]])),
+                self._points(slot, setting, [*rounds, *extra[name]]),
                 share=1 / (len(sides) - index),
             )
             for index, (name, (slot, setting, rounds)) in enumerate(sides.items())
         ]
+
+    def _points(self, slot: Slot, setting: Setting, final: Sequence[Scored]) -> tuple[Point, ...]:
+        """All that was measured of a setting; of the search what the end had no time for."""
+        measured = {clients for one in final for clients in one.found}
+        earlier = [
+            replace(one, found={n: each for n, each in one.found.items() if n not in measured})
+            for one in self.servers.scored(setting)
+        ]
+        return tuple(points_of(slot.target.pipeline, [*final, *earlier]))
 
     def _outcome(
         self,
@@ -231,7 +244,7 @@ class _Final:
         tuning = self.tuning
         score = sorted(one.score for one in rounds)[len(rounds) // 2]
         rate = None
-        if self._searches_rates:
+        if _least_rates_s(self.kind, tuning):
             left = share * (self.end - time.monotonic())
             most = tuning.budget_s * (1 - SEARCH_SHARE) / 3
             rate = highest_rate(
