@@ -228,6 +228,8 @@ def test_what_time_leaves_open_is_proven_at_the_end_or_not_at_all(cache: TrialCa
     assert (trial.rounds, trial.verdict, trial.change) == (1, "no difference", {DELAY: 1000})
     assert trial.says.endswith("not proven: the time was up; the comparison at the end decides")
     assert dict(search.best.overrides) == {DELAY: 1000}
+    # Nothing is begun where no time is left at all.
+    assert Slow(score, noise=0.0).searched(cache, end=25).best == Setting()
     # What is proven is not given up for it, nor is the baseline for what is slower.
     search = Slow(score, noise=0.0).searched(cache, end=135)
     assert [(one.rounds, one.verdict) for one in search.trials] == [

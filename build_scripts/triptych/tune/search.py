@@ -195,11 +195,13 @@ class Search:
         return self.clock() + needed <= self.end
 
     def _is_open(self, trial: Trial) -> bool:
-        """Whether time was up in a trial that may win: the comparison at the end can prove it.
+        """Whether time was short in a trial that may win: the comparison at the end can prove it.
 
         Only against the baseline: a setting that was proven is not given up for one that is not.
         """
         if not self.stopped or trial.verdict != "no difference" or self.best != self._baseline:
+            return False
+        if self.clock() > self.end:
             return False
         return (trial.score or 0.0) > (1 + LEAST_GAIN) * (trial.against or 0.0)
 
