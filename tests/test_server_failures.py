@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from triptych.server.server import Server, ServerError
-from triptych.server.server_log import last_words, read_load_state
+from triptych.server.server import Server
+from triptych.server.server_log import ServerError, last_words, read_load_state
 
 CONFIG = """backend: "python"
 max_batch_size: 4
@@ -195,6 +195,37 @@ def test_a_port_taken_while_models_load_is_named(tmp_path: Path) -> None:
         server.stop()
     assert caught.value.step == ""
     caught.value.log_file.unlink()
+
+
+STOPPED_ONCE = """
+import os, signal, time
+from pathlib import Path
+mark = Path(__file__).with_name("stopped")
+if not mark.exists():
+    mark.touch()
+    if not os.fork():
+        time.sleep(2.5)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.server
+def test_a_server_that_a_starved_step_ended_is_started_again(tmp_path: Path) -> None:
+    """Its process is stopped while it is imported; Triton 24.10 then aborts."""
+    told: list[str] = []
+    repository = write_model(tmp_path, "step", STOPPED_ONCE + MODEL)
+    # As with pipelines that were built, no process asks the step for its config first.
+    server = Server(repository, extra_args=["--disable-auto-complete-config"])
+    server.start()
+    try:
+        server.wait_ready(timeout_s=60, on_progress=told.append)
+        assert server.living_steps()
+    finally:
+        server.stop()
+    assert "no CPU for a second" in told[0]
+    assert told[-1] == "step is ready"
 
 
 LOG = r"""

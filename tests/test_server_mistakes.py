@@ -10,7 +10,8 @@ import pytest
 
 from triptych.errors import UserError
 from triptych.server.ports import claim_ports, port_is_busy
-from triptych.server.server import Server, ServerError
+from triptych.server.server import Server
+from triptych.server.server_log import ServerError
 
 
 @pytest.fixture

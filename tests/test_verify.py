@@ -22,7 +22,8 @@ from triptych.pipeline.spec import load_spec
 from triptych.requests.edge_cases import EDGE_TEXTS
 from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.server import endpoint
-from triptych.server.server import Server, ServerError
+from triptych.server.server import Server
+from triptych.server.server_log import ServerError
 from triptych.tasks import TASKS
 from triptych.tasks.accuracy import thresholds
 

@@ -27,28 +27,14 @@ from triptych.server.leftovers import new_mark
 from triptych.server.plain_folder import new_plain_folder
 from triptych.server.ports import claim_ports
 from triptych.server.process import ServerProcess
-from triptych.server.server_log import LoadState, last_words, read_load_state
+from triptych.server.server_log import LoadState, ServerError, last_words, read_load_state, starved
 
 # Longer than any grace: `stop` alone decides how long requests in flight may take.
 _EXIT_TIMEOUT_S = 3600
 # While models load no request can be in flight, and the server does not heed SIGTERM.
 _LOADING_GRACE_S = 2.0
 _POLL_S, _WATCH_S, _DYING_S = 0.05, 0.2, 1.0
-
-
-class ServerError(UserError):
-    """A server that did not become ready, or died after it was; its `log_file` is kept.
-
-    `step` is the model that died, empty where it was the server itself; `reason` says why.
-    """
-
-    def __init__(self, step: str, rule: str, reason: str, log_file: Path) -> None:
-        self.step = step
-        self.reason = reason
-        self.log_file = log_file
-        super().__init__(
-            step or "tritonserver", rule, given=reason, remedy=f"The whole log: {log_file}"
-        )
+_MOST_STARTS = 3
 
 
 class Server:
@@ -193,15 +179,28 @@ class Server:
     ) -> None:
         """Returns once the server and every model that it was asked to serve are ready.
 
-        `on_progress` is called with one line for each model that became ready.
+        A server that ended because a step that loads got no CPU is started again, twice at most.
+
+        Args:
+            timeout_s: for all of it.
+            on_progress: called with one line for each model that became ready, and each such end.
 
         Raises:
             ServerError: a model died (it says which, and why), the server exited, or time ran out.
         """
         deadline = time.monotonic() + timeout_s
         told: set[str] = set()
+        starts = 1
         while True:
             exited = not self._started().is_running
+            if exited and starts < _MOST_STARTS and starved(self._log_text()):
+                starts += 1
+                if on_progress is not None:
+                    on_progress(f"the server starts again: {last_words(self._log_text())}")
+                if self.log_file is not None and not self._own_log:
+                    self.log_file.unlink()
+                self.restart()
+                continue
             state = self._load_state()
             for name in state.loaded:
                 if name not in told and on_progress is not None:

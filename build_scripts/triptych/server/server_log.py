@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from triptych.errors import UserError
+
 # `E1120 10:38:17.351952 5534 model_lifecycle.cc:642] "message"`, quoted and escaped.
 _HEADER = re.compile(r"[IWEF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ")
 _LOADING = re.compile(r"^loading: (\S+):\d+$")
@@ -33,9 +35,10 @@ _NO_GPU = re.compile(r"specifies invalid or unsupported gpu id (?P<id>\d+)")
 
 _ERROR = re.compile(r"[EF]\d{4} |error: |failed to |.*tritonserver: |what\(\): ")
 
+_STARVATION = "boost::interprocess::lock_exception"
 _STARVED = (
     "as Triton before 25.08 ends where a step that loads gets no CPU for a second: "
-    "start it again when the machine is less busy"
+    "give its steps the CPUs that they take to start"
 )
 
 # What every machine without a GPU says: never the reason of anything.
@@ -45,6 +48,21 @@ _HARMLESS = (
     "Failed to initialize NVML",
     "DCGM unable to start",
 )
+
+
+class ServerError(UserError):
+    """A server that did not become ready, or died after it was; its `log_file` is kept.
+
+    `step` is the model that died, empty where it was the server itself; `reason` says why.
+    """
+
+    def __init__(self, step: str, rule: str, reason: str, log_file: Path) -> None:
+        self.step = step
+        self.reason = reason
+        self.log_file = log_file
+        super().__init__(
+            step or "tritonserver", rule, given=reason, remedy=f"The whole log: {log_file}"
+        )
 
 
 class Failure(NamedTuple):
@@ -93,7 +111,12 @@ def last_words(log: str) -> str:
     errors = [line for line in said if _ERROR.match(line)]
     line = (errors or said[-1:] or ["nothing"])[0]
     words = " ".join(_unquoted(_HEADER.sub("", line)).split())
-    return f"{words} ({_STARVED})" if "lock_exception" in words else words
+    return f"{words} ({_STARVED})" if starved(log) else words
+
+
+def starved(log: str) -> bool:
+    """Whether the server ended because a step that loads got no CPU for a second."""
+    return _STARVATION in log
 
 
 def _messages(log: str) -> Iterator[str]:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from triptych.server.server import Server, ServerError
+from triptych.server.server import Server
+from triptych.server.server_log import ServerError
 
 LONGEST_PAUSE_S = 30.0
 _STEADY_S = 60.0
