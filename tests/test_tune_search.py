@@ -347,3 +347,25 @@ def test_the_comparison_at_the_end_takes_what_time_there_is(servers: Any, slots:
     assert (before.score, after.score, doubt) == (2.0, 4.0, "")
     assert seconds <= foreseen_s
     assert after.overrides == other.overrides
+
+
+def test_both_sides_are_held_together_at_their_best(
+    servers: Any, slots: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two clients the baseline has most, where the search saw late answers alone."""
+    monkeypatch.setattr(tune, "FINAL_CLIENTS", (2,))
+    slots[0].spoilt = {2}
+    slots[1].places = 4
+    _, scored = servers.begin(Setting())
+    other = Setting({"core.max_sequences": 4})
+    servers.challenge(other)
+    servers.round()
+    servers.promote()
+    assert (scored.start, scored.score) == (1, 1.0)
+    told: list[str] = []
+    kind: Any = SimpleNamespace(searches_rates=False)
+    wanted = tune.Tuning(PROMISE, clients=4)
+    final = tune._Final(servers, kind, wanted, 1e9, lambda _, line: told.append(line))
+    before, after, doubt = final.compare(other, Setting())
+    assert (before.score, after.score, doubt) == (2.0, 4.0, "")
+    assert "winner against baseline: +100.0%" in told[-1]
