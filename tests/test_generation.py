@@ -20,12 +20,14 @@ from generation_cases import (
     byte_pairs,
     responses_of,
     take,
+    write_tiny_model,
 )
 from generation_served import LONG, build_both, wait_until
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.errors import UserError
 from triptych.generation.describe import describe_inputs
+from triptych.generation.facts import GenerationFacts, read_generation_model
 from triptych.generation.inputs import read_generation
 from triptych.lint.checks import run_checks
 from triptych.pipeline.generation_spec import load_generation_spec
@@ -197,7 +199,10 @@ def test_it_takes_what_tritons_openai_frontend_sends(quick: Streams) -> None:
 
 def test_it_takes_tritons_generate_requests(server: Server, quick: Streams) -> None:
     """Plain HTTP with JSON, as a whole and as server-sent events."""
-    body = {"text_input": TEXTS[0], "sampling_parameters": json.dumps({"max_tokens": 3})}
+    body: dict[str, Any] = {
+        "text_input": TEXTS[0],
+        "sampling_parameters": json.dumps({"max_tokens": 3}),
+    }
     address = f"http://{server.http_url}/v2/models/quick"
 
     def answers(path: str, **more: object) -> list[dict[str, Any]]:
@@ -209,6 +214,14 @@ def test_it_takes_tritons_generate_requests(server: Server, quick: Streams) -> N
     wanted = quick.ask(**body)
     (whole,) = answers("generate", stream=False)
     assert (whole["text_output"], whole["token_ids"]) == (wanted.text, wanted.ids)
+    # As other backends have it: beside the inputs.
+    del body["sampling_parameters"]
+    (named,) = answers("generate", stream=False, max_tokens=3, temperature=0.5)
+    assert named["token_ids"] == wanted.ids
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        answers("generate", stream=False, parameters={"temperature": 3})
+    assert "temperature` must be a number from 0 to 2" in refused.value.read().decode()
+    body["max_tokens"] = 3
     events = answers("generate_stream")
     assert "".join(one["text_output"] for one in events) == wanted.text
     assert [one["finish_reason"] for one in events] == [""] * (len(events) - 1) + ["length"]
@@ -255,6 +268,32 @@ def test_a_request_gives_up_another_by_its_id(server: Server, slow: Streams) -> 
         take(neighbour, response)
     assert short.text == neighbour.text == TEXTS[0]
     wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
+
+
+def test_a_model_is_read_as_others_read_it(tmp_path: Path) -> None:
+    """What ends an answer, what the files suggest; what transformers does not read, in words."""
+    folder = write_tiny_model(tmp_path / "model")
+    changed = (folder / "config.json", folder / "tokenizer_config.json")
+    plain = [path.read_text() for path in changed]
+
+    def read(
+        config: dict[str, Any], tokenizer: dict[str, Any], generation: str = "{}"
+    ) -> GenerationFacts:
+        for path, text, more in zip(changed, plain, (config, tokenizer), strict=True):
+            path.write_text(json.dumps({**json.loads(text), **more}))
+        (folder / "generation_config.json").write_text(generation)
+        return read_generation_model(folder, quiet).facts
+
+    facts = read({}, {"eos_token": "<s>"}, '{"eos_token_id": [1], "top_k": 20, "top_p": 1.0}')
+    assert (facts.stop_token_ids, facts.suggested) == ((1, 0), {"top_k": 20})
+    assert facts.vocabulary == 300
+    for config, tokenizer, generation, said in (
+        ({"model_type": "x"}, {}, "{}", "must have a config.json that transformers"),
+        ({}, {}, '{"eos_token_id": "</s>"}', "eos_token_id is '</s>', and no number"),
+        ({}, {"chat_template": "{{"}, "{}", "must have a chat template that Jinja reads"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read(config, tokenizer, generation)
 
 
 def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow: Streams) -> None:

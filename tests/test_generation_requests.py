@@ -22,6 +22,12 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
     assert set(DEFAULTS) == {*NUMBERS, *FLAGS, "stop", "json_schema", "adapter"}
     named = check_sampling('{"adapter": "b"}', DEFAULTS, room=10, adapters=["a", "b"])
     assert named["adapter"] == "b"
+    # Triton's own parameters, as vLLM's backend takes them; what is for others is left alone.
+    beside = '{"max_tokens": 3, "top_k": 4, "triton_enable_empty_final_response": true, "x-a": ""}'
+    given = check_sampling('{"top_k": 5}', DEFAULTS, room=10, parameters=beside)
+    assert (given["max_tokens"], given["top_k"]) == (3, 5)
+    with pytest.raises(RequestError, match="best_of` is not known"):
+        check_sampling("", DEFAULTS, room=10, parameters='{"best_of": 3}')
     with pytest.raises(RequestError, match=r"must be one of the pipeline's: a, b\. Given: 'c'"):
         check_sampling('{"adapter": "c"}', DEFAULTS, room=10, adapters=["a", "b"])
     for text, said in (
@@ -37,6 +43,10 @@ def test_sampling_parameters_are_checked_by_name_type_and_range() -> None:
         ('{"stop": [""]}', "of 1 to 256 characters"),
         ('{"json_schema": "object"}', "must be a JSON schema, an object of at most 32768"),
         (json.dumps({"json_schema": {"const": "a" * 40_000}}), "must be a JSON schema"),
+        (
+            '{"json_schema": ' + '{"items":' * 200 + "{}" + "}" * 201,
+            "and 200 levels. Given: {'items'",
+        ),
         ('{"adapter": 1}', "must be a name of at most 64 characters"),
         ('{"adapter": "a"}', "must be left out: it has none"),
         ('{"max_token": 3}', "is not known; known are: adapter, frequency_penalty"),
@@ -51,7 +61,13 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    settings = {"special_tokens": special, "max_length": 64, "max_answer": None, "prefix": ""}
+    settings = {
+        "special_tokens": special,
+        "max_length": 64,
+        "max_answer": None,
+        "prefix": "",
+        "vocabulary": 300,
+    }
     prompts = Prompts(settings, tmp_path)
     plain = prompts.of_text("The dog")
     assert plain[0] == 0
@@ -65,10 +81,17 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
         ('[{"role": "user"}]', "`messages[0]` must be an object with strings"),
         ('[{"role": "tool", "content": ""}]', "no such role: tool"),
         (json.dumps([{"role": "user", "content": "dog " * 99}]), "must have 1 to 63 tokens"),
+        ('[{"role": "user", "content": "\\ud800"}]', "a surrogate) is none. Given: '\\ud800'"),
     ):
         with pytest.raises(RequestError) as caught:
             prompts.of_messages(messages)
         assert said in str(caught.value), messages
+    # Many a tokenizer was given tokens that the weights were not: an engine dies of their ids.
+    narrow = Prompts({**settings, "vocabulary": max(plain)}, tmp_path)
+    with pytest.raises(RequestError, match="must have no token that the tokenizer has and the mo"):
+        narrow.of_text("The dog")
+    with pytest.raises(RequestError, match=r"template takes\. Given: TypeError: "):
+        ChatTemplate("{{ messages[0].name + ':' }}", {}).render([{"name": 1}])  # type: ignore[dict-item]
     with pytest.raises(RequestError, match="the model has no chat template"):
         ChatTemplate(None, {}).render([{"role": "user", "content": "Hi"}])
 

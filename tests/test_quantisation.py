@@ -25,7 +25,7 @@ from triptych.generation.quantisation import (
 from triptych.pipeline.generation_spec import GenerationCore, GenerationSpec, KvCache
 from triptych.pipeline.spec_fields import ModelSource
 
-FACTS = GenerationFacts("", "LlamaForCausalLM", 64, (1,), {}, kv_values=1000, kv_heads=2)
+FACTS = GenerationFacts("", "LlamaForCausalLM", 64, (1,), {}, 1000, 2, vocabulary=300)
 W4A16 = {
     "quant_method": "compressed-tensors",
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},

@@ -66,6 +66,15 @@ def test_the_template_for_text_generation_is_a_pipeline(tmp_path: Path) -> None:
     assert made.commands[0].startswith("triptych build talk")
     spec = load_generation_spec(tmp_path / "talk", ["core.max_sequences=8"])
     assert spec.core.max_sequences == 8
+    # A local model is looked at: this one takes less, and has no template for chats.
+    model = tmp_path / "base"
+    model.mkdir()
+    (model / "config.json").write_text('{"n_positions": 256}')
+    made = scaffold("tale", task=GENERATION, model=str(model), with_hooks=False, pipelines=tmp_path)
+    assert made.commands[-1] == 'triptych infer tale --prompt "What is the capital of France?"'
+    assert load_generation_spec(tmp_path / "tale").core.max_length == 256
+    rows = map(json.loads, (tmp_path / "tale/traffic.jsonl").read_text().splitlines())
+    assert [list(row) for row in rows] == [["text_input"]] * 8
     commented = (tmp_path / "talk/pipeline.yaml").read_text().replace("\n#   ", "\n  ")
     (tmp_path / "talk/pipeline.yaml").write_text(
         commented.replace("\n# parameters", "\nparameters")

@@ -27,7 +27,7 @@ from triptych.bulk.table import (
 )
 from triptych.bulk.turns import Turns
 from triptych.client import AsyncClient, InferenceError, PipelineConfig, Retry
-from triptych.client.infer import Parameter
+from triptych.client.infer import Parameter, unanswered
 from triptych.errors import UserError
 
 _BATCHES = 8
@@ -113,15 +113,11 @@ def run(asked: Asked, tell: Callable[[Progress], None]) -> Progress:
     try:
         return asyncio.run(_Run(asked, table, parts, tell).run())
     except InferenceError as error:
+        told = unanswered(asked.pipeline, asked.url, error)
         kept = parts.done().rows
-        raise UserError(
-            f"{asked.pipeline} at {asked.url}",
-            "must answer",
-            given=error,
-            remedy=f"{kept} rows are kept: the same command goes on with the others"
-            if kept
-            else "Start one with `triptych serve`, or name it with --url",
-        ) from error
+        go_on = f"{kept} rows are kept: the same command goes on with the others"
+        remedy = go_on if kept else told.remedy
+        raise UserError(told.field, told.rule, given=error, remedy=remedy) from error
 
 
 class _Run:

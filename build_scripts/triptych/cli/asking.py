@@ -89,7 +89,8 @@ def infer(
 
     if chat is not None or prompt is not None:
         others = (text, text_pair, image, file, out, text_column, text_pair_column, image_column)
-        if any(other is not None for other in (*others, chat and prompt)):
+        given = (chat is None) + (prompt is None)
+        if given == 0 or any(other is not None for other in others):
             raise UserError(
                 "--chat, --prompt", "must be given alone", remedy="Leave the others out"
             )

@@ -221,9 +221,15 @@ def read_config(response: Any) -> PipelineConfig:
     """What the client needs of a ``ModelConfigResponse``.
 
     Raises:
-        InvalidRequest: the pipeline has no batch dimension.
+        InvalidRequest: the pipeline generates text, or has no batch dimension.
     """
     config = response.config
+    inputs = tuple(tensor.name for tensor in config.input)
+    if "text_input" in inputs:
+        raise InvalidRequest(
+            f"`{config.name}` generates text, and must be asked for one answer at a time. Given: "
+            "rows. Call `generate` or `chat`; on the command line give --prompt or --chat."
+        )
     if config.max_batch_size < 1:
         raise InvalidRequest(
             f"`{config.name}` must have a max_batch_size of 1 or more. "
@@ -235,7 +241,6 @@ def read_config(response: Any) -> PipelineConfig:
         dtype = _DTYPES.get("BYTES" if datatype == "STRING" else datatype, np.object_)
         outputs[output.name] = (dtype, tuple(max(size, 0) for size in output.dims))
     steps = tuple(step.model_name for step in config.ensemble_scheduling.step)
-    inputs = tuple(tensor.name for tensor in config.input)
     return PipelineConfig(config.max_batch_size, inputs, outputs, steps or (config.name,))
 
 

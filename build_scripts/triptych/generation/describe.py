@@ -16,6 +16,7 @@ from triptych.generation.render import (
     own_parameters,
 )
 from triptych.generation.text2text import AnyInputs, Text2TextInputs
+from triptych.model.source import OUT_OF_REACH
 from triptych.runtime.engine_ctranslate2 import UNKNOWN
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.tensors import Tensor
@@ -34,7 +35,10 @@ def describe_inputs(inputs: AnyInputs) -> dict[str, Any]:
         "model": {
             "source": spec.model.source,
             "architecture": facts.architecture,
-            "own_limit": f"{facts.max_length} tokens",
+            "own_limit": "none"
+            if facts.max_length == OUT_OF_REACH
+            else f"{facts.max_length} tokens",
+            **({"suggests": dict(facts.suggested)} if facts.suggested else {}),
             **({"weights": facts.quantisation.words} if facts.quantisation else {}),
             "chat_template": "its own" if inputs.model.chat_template else "none: no messages",
             **({"adapters": _adapters(inputs)} if inputs.adapters else {}),

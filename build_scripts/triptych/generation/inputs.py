@@ -15,6 +15,7 @@ from triptych.generation.adapters import Adapter, read_adapters
 from triptych.generation.facts import GenerationFacts, GenerationModel, read_generation_model
 from triptych.generation.quantisation import CONVERTED, check_precision
 from triptych.generation.weights import find_weights
+from triptych.model.source import OUT_OF_REACH
 from triptych.pipeline.generation_spec import GenerationSpec
 from triptych.pipeline.spec import SPEC_FILE
 from triptych.pipeline.text2text_spec import Text2TextSpec
@@ -146,6 +147,7 @@ class GenerationInputs(GeneratingInputs):
             "max_length": self.max_length,
             "max_answer": None,
             "prefix": "",
+            "vocabulary": self.model.facts.vocabulary,
         }
 
     @property
@@ -170,6 +172,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     weights = find_weights(spec.model, spec.folder, progress)
     model = read_generation_model(weights, progress)
     progress("source", f"{model.facts.architecture}, from {spec.model.source}")
+    _tell_of_answers(spec, model.facts, progress)
     if spec.core.backend != "scripted":
         core = spec.core
         check_precision(core.precision, model.facts.quantisation, backend=core.backend)
@@ -178,6 +181,17 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     inputs = GenerationInputs(spec, model, weights, max_length, (), adapters=adapters)
     _check_kv_cache(inputs)
     return replace(inputs, prompts=make_prompts(inputs, lines, progress))
+
+
+def _tell_of_answers(spec: GenerationSpec, facts: GenerationFacts, progress: Progress) -> None:
+    """What else might surprise: other servers take a model's own sampling parameters."""
+    suggested = ", ".join(
+        f"{name} {value}" for name, value in facts.suggested.items() if name not in spec.parameters
+    )
+    if suggested:
+        progress("sampling", f"the model suggests {suggested}: defaults only if in `parameters`")
+    if not facts.stop_token_ids:
+        progress("sampling", "the model names no token that ends an answer: max_tokens does")
 
 
 def make_prompts(
@@ -218,9 +232,16 @@ def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) 
     """The limit that a pipeline has: its own, else the model's.
 
     Raises:
-        UserError: one above the model's.
+        UserError: one above the model's, or none where the model has none.
     """
     wanted = spec.core.max_length
+    if wanted is None and facts.max_length == OUT_OF_REACH:
+        raise UserError(
+            "core.max_length",
+            "must be given: the model's files have no limit",
+            given="nothing",
+            remedy="Give the tokens of the longest prompt and its answer together, such as 4096",
+        )
     if wanted is not None and wanted > facts.max_length:
         raise UserError(
             "core.max_length",

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from triptych.generation.inputs import Prompt
 from triptych.generation.reference import Reference
 from triptych.repository.records import GateResult, Verdict, WorstRow
+from triptych.runtime.text_stream import BROKEN
 from triptych.tasks.metrics.labelled import LabelledResult
 
 _LONGEST_SHOWN = 80
@@ -235,8 +236,14 @@ def _text_figures(wanted: Sequence[Reference], found: Answered) -> dict[str, flo
     prompts = zip(wanted, found.prompts, strict=True)
     return {
         "prompt_agreement": fmean(list(one.prompt) == list(ids) for one, ids in prompts),
-        "stream_agreement": fmean(a == b for a, b in zip(found.streamed, found.whole, strict=True)),
+        "stream_agreement": fmean(map(_agree, found.streamed, found.whole)),
     }
+
+
+def _agree(streamed: str, whole: str) -> bool:
+    """Whether a stream shows a text. What bytes that are no text become depends on what follows."""
+    certain, broken, _ = whole.partition(BROKEN)
+    return streamed.startswith(certain) if broken else streamed == whole
 
 
 def _verdict(metric: GenerationMetric, value: float, limits: Mapping[str, float | None]) -> Verdict:

@@ -34,7 +34,7 @@ class Reference:
     Attributes:
         prompt: its ids, as the model's own tokenizer and chat template make them.
         ids: of the answer.
-        text: of the answer, decoded as a whole.
+        text: of the answer, decoded as a whole behind its prompt.
         margins: at each token, the difference of the two best logits.
         logprobs: of each token, the logarithm of its probability.
     """
@@ -205,12 +205,22 @@ def _answer(
             Reference(
                 prompt=_prompt_ids(tokenizer, prompt),
                 ids=tuple(tokens.tolist()),
-                text=tokenizer.decode(tokens, skip_special_tokens=True),
+                text=_text_behind(tokenizer, prompt.ids, tokens.tolist()),
                 margins=tuple((best[:, 0] - best[:, 1]).tolist()),
                 logprobs=tuple(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()),
             )
         )
     return found
+
+
+def _text_behind(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """What `answer` adds to the text of `prompt`: alone its first token may lose its space."""
+    before, both, alone = (
+        tokenizer.decode(list(ids), skip_special_tokens=True)
+        for ids in (prompt, [*prompt, *answer], answer)
+    )
+    text: str = both[len(before) :] if both.startswith(before) else alone
+    return text
 
 
 def _prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from triptych.errors import Progress, UserError
 from triptych.generation.facts import (
     GenerationFacts,
     GenerationModel,
+    read_config,
     read_generation_config,
 )
 from triptych.generation.inputs import (
@@ -111,6 +112,7 @@ class Text2TextInputs(GeneratingInputs):
             "max_length": self.max_length,
             "max_answer": self.spec.core.max_answer,
             "prefix": self.spec.prefix,
+            "vocabulary": self.model.facts.vocabulary,
         }
 
     @property
@@ -201,9 +203,9 @@ def _read_model(folder: Path, progress: Progress) -> tuple[GenerationModel, Sear
 
 
 def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts]:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_config(folder)
     architecture = (config.architectures or ["unknown"])[0]
     if architecture not in ARCHITECTURES:
         raise UserError(
@@ -230,6 +232,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
         special_tokens={},
         kv_values=0,
         kv_heads=0,
+        vocabulary=config.vocab_size,
     )
     first = generation.forced_bos_token_id
     own = {

@@ -16,15 +16,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from triptych.errors import UserError, closest
-from triptych.pipeline.spec import GENERATING, SPEC_FILE, check_folder
+from triptych.pipeline.spec import GENERATING, GENERATION, SPEC_FILE, check_folder
+from triptych.pipeline.traffic import TRAFFIC_FILE
 from triptych.pipeline.yaml_text import parse_yaml
 
 TEMPLATES = Path(__file__).parent / "templates"
 HOOKS = "hooks"
 STAGING = ".new"
 MASK_TOKEN = "<mask>"
+LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""What configurations of models call the tokens that they take."""
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -88,6 +92,8 @@ def scaffold(
         "@mask@": _mask_token(local) or MASK_TOKEN,
     }
     contents = _fill(TEMPLATES / task, with_hooks=with_hooks, marks=marks)
+    if task == GENERATION and local is not None:
+        _fit_model(contents, local)
     spec = contents[SPEC_FILE].decode()
     if model is not None:
         source = model
@@ -157,16 +163,40 @@ def _yaml_scalar(value: str) -> str:
 def _mask_token(folder: Path | None) -> str | None:
     """The mask token by the tokenizer's files in `folder`; None where they do not say."""
     for file in TOKENIZER_FILES if folder is not None else ():
-        try:
-            token = json.loads((Path(folder or "") / file).read_text(encoding="utf-8"))
-            token = token.get("mask_token")
-        except (OSError, ValueError, AttributeError):
-            continue
+        token = _read_object(Path(folder or "") / file).get("mask_token")
         if isinstance(token, dict):  # an AddedToken
             token = token.get("content")
         if isinstance(token, str):
             return token
     return None
+
+
+def _fit_model(contents: dict[str, bytes], folder: Path) -> None:
+    """Lower `max_length` to what the model takes, and leave out chats where it has no template."""
+    spec, config = contents[SPEC_FILE].decode(), _read_object(folder / "config.json")
+    config = {**config, **(config.get("text_config") or {})}
+    limits = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
+    spec = re.sub(
+        r"(?m)(?<=^  max_length: )\d+",
+        lambda found: str(min([int(found[0]), *limits])).ljust(len(found[0])),
+        spec,
+    )
+    tokenizer = _read_object(folder / TOKENIZER_FILES[0])
+    if not ("chat_template" in tokenizer or (folder / "chat_template.jinja").is_file()):
+        spec = spec.replace("--chat", "--prompt")
+        rows = map(json.loads, contents[TRAFFIC_FILE].decode().splitlines())
+        texts = [row.get("text_input") or row["messages"][-1]["content"] for row in rows]
+        lines = [json.dumps({"text_input": text}, ensure_ascii=False) for text in texts]
+        contents[TRAFFIC_FILE] = "\n".join([*lines, ""]).encode()
+    contents[SPEC_FILE] = spec.encode()
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:

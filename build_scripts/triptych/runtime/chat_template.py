@@ -66,12 +66,13 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except TemplateError as error:
+        except Exception as error:  # it is the model's own, and computes with what was sent
+            said = str(error) if isinstance(error, TemplateError) else ""
             raise RequestError(
                 "messages",
                 "must be a conversation that the model's chat template takes",
-                str(error) or type(error).__name__,
-                "Mind the order of the roles",
+                said or f"{type(error).__name__}: {error}",
+                "Mind the roles, their order, and fields besides `role` and `content`",
             ) from error
 
 

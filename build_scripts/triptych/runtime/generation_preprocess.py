@@ -46,7 +46,9 @@ class TritonPythonModel:
         try:
             inputs = inputs_of(request)
             cancel = self._text(inputs, CANCEL)
-            ids, order = ([], _cancelling(cancel)) if cancel else self._ordered(inputs)
+            ids, order = (
+                ([], _cancelling(cancel)) if cancel else self._ordered(inputs, request.parameters())
+            )
             return pb_utils.InferenceResponse(
                 [
                     pb_utils.Tensor("prompt_ids", np.array(ids, np.int32)),
@@ -57,11 +59,15 @@ class TritonPythonModel:
             self._unprepared.count("refused" if isinstance(error, RequestError) else "error")
             return error_response(error)
 
-    def _ordered(self, inputs: Inputs) -> tuple[list[int], Order]:
+    def _ordered(self, inputs: Inputs, parameters: str) -> tuple[list[int], Order]:
         ids = self._prompt(self._text(inputs, "text_input"), self._text(inputs, "messages"))
         room = self._max_answer or self._max_length - len(ids)
         sampling = check_sampling(
-            self._text(inputs, FIELD), self._defaults, room=room, adapters=self._adapters
+            self._text(inputs, FIELD),
+            self._defaults,
+            room=room,
+            adapters=self._adapters,
+            parameters=parameters,
         )
         if not _flag(inputs, ECHO, True):
             raise RequestError(
@@ -84,7 +90,7 @@ class TritonPythonModel:
     def _text(self, inputs: Inputs, field: str) -> str:
         if field not in inputs:
             return ""
-        texts = read_texts(inputs, field, self._max_text_bytes)
+        texts = read_texts(inputs, field, self._max_text_bytes, "max_text_bytes")
         if len(texts) != 1:
             raise RequestError(
                 field, "must be one text", f"{len(texts)}", "Send a request for each"

@@ -39,7 +39,7 @@ class Order:
 
     def pack(self) -> str:
         """As one string."""
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
     @classmethod
     def unpack(cls, text: str | bytes) -> Order:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from .faults import RequestError
@@ -30,8 +30,6 @@ def check_parameters(
     """The request's parameters (JSON text) checked against `rules`, over the `defaults`.
 
     A rule has ``type`` (bool, int, float, str or list) and may have ``min``, ``max``, ``choices``.
-    Parameters whose name starts with ``triton_`` or holds a ``-`` (forwarded headers) are not for
-    us.
 
     Raises:
         RequestError: an unknown name, a wrong type or a value out of range.
@@ -39,9 +37,7 @@ def check_parameters(
     if len(text) < 3:  # "{}": by far the most frequent
         return defaults
     parameters = dict(defaults)
-    for name, value in json.loads(text).items():
-        if name.startswith("triton_") or ("-" in name and name.replace("-", "_") not in rules):
-            continue
+    for name, value in own_parameters(text, rules).items():
         rule = rules.get(name)
         if rule is None:
             known = ", ".join(sorted(rules)) or "none"
@@ -50,6 +46,19 @@ def check_parameters(
             )
         parameters[name] = _checked(name, value, rule)
     return parameters
+
+
+def own_parameters(text: str, known: Container[str] = ()) -> dict[str, Any]:
+    """The request's parameters that are for us.
+
+    Those that start with ``triton_`` or hold a ``-`` (forwarded headers) are not, unless with a
+    ``_`` instead they are `known`.
+    """
+    return {
+        name: value
+        for name, value in json.loads(text).items()
+        if not name.startswith("triton_") and ("-" not in name or name.replace("-", "_") in known)
+    }
 
 
 def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ class Prompts:
     Args:
         settings: ``special_tokens``, name to text; ``max_length``, tokens of a prompt and its
             answer together; ``max_answer``, where an answer has a limit of its own, else None;
-            ``prefix``, which is put before a text.
+            ``prefix``, which is put before a text; ``vocabulary``, ids that the model knows.
         folder: with `TOKENIZER_FILE` and, where the model has them, `TEMPLATE_FILE` and
             `PIECES_FILE`.
     """
@@ -39,6 +39,7 @@ class Prompts:
         self._max_length: int = settings["max_length"]
         self._apart = settings["max_answer"] is not None
         self._prefix: str = settings["prefix"]
+        self._vocabulary: int = settings["vocabulary"]
 
     def of_text(self, text: str) -> list[int]:
         """The ids of a text, with the tokens that the tokenizer adds.
@@ -56,6 +57,15 @@ class Prompts:
     def of_messages(self, text: str) -> list[int]:
         """The ids of a conversation: a JSON list of objects with `role` and `content`."""
         rendered = self._template.render(read_messages(text))
+        try:
+            rendered.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "messages",
+                "must be text: half of a character alone (a surrogate) is none",
+                ascii(rendered[error.start]),
+                "Correct it",
+            ) from error
         # The template writes the special tokens itself.
         ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
         return self._checked(ids, "messages")
@@ -69,6 +79,13 @@ class Prompts:
                 f"must have 1 to {most} tokens{'' if self._apart else left}",
                 f"{len(ids)} tokens",
                 "Shorten it, or raise core.max_length in the pipeline",
+            )
+        if (largest := max(ids)) >= self._vocabulary:  # an engine would die of it
+            raise RequestError(
+                field,
+                "must have no token that the tokenizer has and the model has not",
+                repr(self._tokenizer.id_to_token(largest)),
+                "Leave it out",
             )
         return ids
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from .faults import RequestError
+from .parameters import own_parameters
 
 FIELD = "sampling_parameters"
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 SCHEMA = "json_schema"
 MOST_SCHEMA_CHARACTERS = 32_768
+MOST_SCHEMA_LEVELS = 200
+"""Three times those that xgrammar takes of the JSON itself: a schema has about two for each."""
 ADAPTER = "adapter"
 MOST_NAME_CHARACTERS = 64
 
@@ -80,7 +82,12 @@ tokens that end one. `top_k` 0: every token counts. `temperature` 0: greedy."""
 
 
 def check_sampling(
-    text: str, defaults: Mapping[str, Any], *, room: int, adapters: Collection[str] = ()
+    text: str,
+    defaults: Mapping[str, Any],
+    *,
+    room: int,
+    adapters: Collection[str] = (),
+    parameters: str = "{}",
 ) -> dict[str, Any]:
     """The parameters of a request, all of them, over the `defaults`.
 
@@ -89,11 +96,13 @@ def check_sampling(
         defaults: a value for each parameter, as `DEFAULTS`.
         room: tokens that there are for an answer.
         adapters: names of those that the pipeline has.
+        parameters: of Triton's request, JSON, as vLLM's own backend takes them: over HTTP fields
+            beside the inputs. What `text` says counts for more.
 
     Raises:
         RequestError: no JSON object, an unknown name, a value that will not do.
     """
-    given = _read(text)
+    given = {**own_parameters(parameters), **_read(text)}
     for name, value in given.items():
         fault = find_fault(name, value)
         if fault:
@@ -144,21 +153,28 @@ def find_fault(name: str, value: object) -> str:
     if name in FLAGS:
         return "" if isinstance(value, bool) else "must be true or false"
     if name == SCHEMA:
-        if isinstance(value, dict) and _length(value) <= MOST_SCHEMA_CHARACTERS:
+        if (
+            isinstance(value, dict)
+            and not _deeper(value, MOST_SCHEMA_LEVELS)
+            and len(json.dumps(value)) <= MOST_SCHEMA_CHARACTERS
+        ):
             return ""
-        return f"must be a JSON schema, an object of at most {MOST_SCHEMA_CHARACTERS} characters"
+        return (
+            f"must be a JSON schema, an object of at most {MOST_SCHEMA_CHARACTERS} characters and "
+            f"{MOST_SCHEMA_LEVELS} levels"
+        )
     rule = NUMBERS.get(name)
     if rule is None:
         return f"is not known; known are: {', '.join(sorted(DEFAULTS))}"
     return "" if rule.takes(value) else f"must be {rule.words}"
 
 
-def _length(value: object) -> float:
-    """Characters as JSON; infinite where it is nested too deeply to be written."""
-    try:
-        return len(json.dumps(value))
-    except RecursionError:
-        return math.inf
+def _deeper(value: object, levels: int) -> bool:
+    """Whether more levels of objects and lists than these are in each other."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper(one, levels - 1) for one in inner)
 
 
 def _read(text: str) -> dict[str, Any]:

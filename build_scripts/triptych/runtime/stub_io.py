@@ -43,8 +43,10 @@ def send(sender: Any, response: Any) -> None:
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
-def read_texts(inputs: Inputs, field: str, max_bytes: int) -> list[str]:
-    """The rows of a BYTES input ``[n, 1]`` as a list of n str.
+def read_texts(
+    inputs: Inputs, field: str, max_bytes: int, limit: str = "tokenizer.max_text_bytes"
+) -> list[str]:
+    """The rows of a BYTES input ``[n, 1]`` as a list of n str; `limit` is the field of `max_bytes`.
 
     Raises:
         RequestError: a row that is not UTF-8 or is longer than `max_bytes`.
@@ -57,7 +59,7 @@ def read_texts(inputs: Inputs, field: str, max_bytes: int) -> list[str]:
                 field,
                 f"must have at most {max_bytes} bytes",
                 f"{len(data)} bytes",
-                "Split the text, or raise tokenizer.max_text_bytes in the pipeline",
+                f"Split the text, or raise {limit} in the pipeline",
                 row,
             )
         total += len(data)
@@ -66,7 +68,7 @@ def read_texts(inputs: Inputs, field: str, max_bytes: int) -> list[str]:
                 field,
                 f"must have at most {TEXTS_A_REQUEST * max_bytes} bytes in all rows of a request",
                 f"{total} bytes up to here",
-                "Send fewer texts in one request, or raise tokenizer.max_text_bytes",
+                f"Send fewer texts in one request, or raise {limit}",
                 row,
             )
         try:
