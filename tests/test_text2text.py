@@ -23,6 +23,7 @@ from triptych.errors import UserError
 from triptych.generation.bench import bench_generation
 from triptych.generation.build import build_generation
 from triptych.generation.describe import describe_inputs
+from triptych.generation.gate import check_generation
 from triptych.generation.live import LiveGeneration, describe_generation, verify_generation
 from triptych.generation.marian import without_advice
 from triptych.generation.reference import reference_answers
@@ -204,6 +205,14 @@ def test_a_page_streams_an_answer(server: Server, repository: Path) -> None:
         assert (
             "must be at most the 40 tokens" in post(page.url, {"say": "a", "max_tokens": "41"})[1]
         )
+
+
+def test_models_in_the_manner_of_t5_pass_their_gate(tmp_path: Path) -> None:
+    """Logits that are scaled where the model does not scale them choose the same greedy tokens."""
+    for kind in ("flan", "mt5"):
+        folder = write_pipeline(tmp_path / kind, write_model(kind, tmp_path / f"model-{kind}"))
+        inputs = read_text2text(load_text2text_spec(folder), silent)
+        assert check_generation(inputs, silent).passed, kind
 
 
 def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:

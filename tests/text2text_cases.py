@@ -24,11 +24,14 @@ END_BIAS = 2.0
 
 
 def write_model(kind: str, folder: Path) -> Path:
-    """A model of ``t5``, ``bart`` or ``marian`` that says something else for every text."""
+    """A model of ``t5``, ``flan``, ``mt5``, ``bart`` or ``marian``, with answers of its own."""
     import torch
 
     torch.manual_seed(7)
-    tokenizer, model = _marian(folder) if kind == "marian" else {"t5": _t5, "bart": _bart}[kind]()
+    if kind == "marian":
+        tokenizer, model = _marian(folder)
+    else:
+        tokenizer, model = _bart() if kind == "bart" else _t5(kind)
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias[0, model.generation_config.eos_token_id] = END_BIAS
     model.save_pretrained(folder)
@@ -50,11 +53,26 @@ def write_pipeline(folder: Path, model: Path, **core: object) -> Path:
     return folder
 
 
-def _t5() -> tuple[Any, Any]:
-    from transformers import T5Config, T5ForConditionalGeneration
+def _t5(kind: str) -> tuple[Any, Any]:
+    """That of 2019; as T5 1.1 and Flan-T5 are, whose last layer is one of its own; or mT5."""
+    from transformers import (
+        MT5Config,
+        MT5ForConditionalGeneration,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
     tokenizer = train("T5Tokenizer", TEXTS)
-    config = T5Config(
+    own = (
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if kind == "flan" else {}
+    )
+    config_class, model_class = (
+        (MT5Config, MT5ForConditionalGeneration)
+        if kind == "mt5"
+        else (T5Config, T5ForConditionalGeneration)
+    )
+    config = config_class(
+        **own,
         vocab_size=len(tokenizer),
         d_model=32,
         d_kv=8,
@@ -66,7 +84,7 @@ def _t5() -> tuple[Any, Any]:
         eos_token_id=1,
         initializer_factor=1.5,
     )
-    return tokenizer, T5ForConditionalGeneration(config)
+    return tokenizer, model_class(config)
 
 
 def _bart() -> tuple[Any, Any]:

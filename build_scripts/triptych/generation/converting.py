@@ -34,6 +34,14 @@ def convert(folder: Path, target: Path, precision: str) -> None:
             if model_class.__name__ == "BartForConditionalGeneration":
                 model.config.normalize_before = False
                 model.config.normalize_embedding = True
+            # T5 1.1, Flan-T5 and mT5 do not scale what goes into the last layer. The converter asks
+            # whether embeddings are tied, which newer configurations say of all of them.
+            elif model_class.__name__ in (
+                "T5ForConditionalGeneration",
+                "MT5ForConditionalGeneration",
+            ):
+                scaled = getattr(model.config, "scale_decoder_outputs", False)
+                model.config.tie_word_embeddings = scaled
             return model
 
     try:
