@@ -86,7 +86,7 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
         with pytest.raises(RequestError) as caught:
             prompts.of_messages(messages)
         assert said in str(caught.value), messages
-    # Many a tokenizer was given tokens that the weights were not: an engine dies of their ids.
+    # Many a tokenizer was given tokens that the weights were not: vLLM reads on behind them.
     narrow = Prompts({**settings, "vocabulary": max(plain)}, tmp_path)
     with pytest.raises(RequestError, match="must have no token that the tokenizer has and the mo"):
         narrow.of_text("The dog")

@@ -80,7 +80,7 @@ class Prompts:
                 f"{len(ids)} tokens",
                 "Shorten it, or raise core.max_length in the pipeline",
             )
-        if (largest := max(ids)) >= self._vocabulary:  # an engine would die of it
+        if (largest := max(ids)) >= self._vocabulary:  # vLLM would read on behind its weights
             raise RequestError(
                 field,
                 "must have no token that the tokenizer has and the model has not",
