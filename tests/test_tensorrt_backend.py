@@ -111,7 +111,9 @@ def test_buckets_run_in_their_profile_and_as_cuda_graphs(server: Served) -> None
     assert f"{captured} of {captured} CUDA graphs" in server.text.read_text(encoding="utf-8")
     launched = served_engines.count_events(server.log, "launch")
     before = len(served_engines.engine_runs(server.log))
-    embed(server.url, "tiny_bucketed", ["short", "a text of a few more words " * 20])
+    # One after the other: what waits together may share a bucket.
+    for text in ("short", "a text of a few more words " * 20):
+        embed(server.url, "tiny_bucketed", [text])
     runs = served_engines.engine_runs(server.log)[before:]
     assert served_engines.count_events(server.log, "launch") - launched == len(runs) == 2
     assert len({place for place, _ in runs}) == 2

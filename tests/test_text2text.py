@@ -101,7 +101,7 @@ def test_answers_stream_and_are_the_same_alone_and_together(server: Server) -> N
         assert not any(one.error for one in alone)
         assert all(one.finish in ("stop", "length") for one in alone)
         # Several beams have no answer before the search has ended.
-        pieces = [len(one.chunks) == len(one.ids) for one in alone]
+        pieces = [len(one.chunks) > 1 or len(one.ids) < 2 for one in alone]
         assert all(pieces) if kind != "bart" else {len(one.chunks) for one in alone} == {1}
         streams.close()
 
