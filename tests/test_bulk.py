@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from client_toy import Toy, expected, infer, serve_toy, texts_of_many_lengths
-from triptych.bulk.run import Asked, Progress, run
+from triptych.bulk.asked import Asked
+from triptych.bulk.run import Progress, run
 from triptych.errors import UserError
 
 pytestmark = pytest.mark.server
@@ -105,7 +106,7 @@ def test_a_killed_run_goes_on_and_loses_and_doubles_nothing(toy: Toy, tmp_path: 
     killed.kill()
     killed.wait()
     assert not out.exists()
-    other = Asked("toy", file, out, toy.url, parameters={"dimensions": 4})
+    other = Asked("toy", file, out, toy.url, pairs=["dimensions=4"])
     with pytest.raises(UserError, match="other parameters than in"):
         run(other, ignore)
     done = run(Asked("toy", file, out, toy.url), ignore)
@@ -158,7 +159,7 @@ def test_rows_of_jsonl_have_parameters_of_their_own(toy: Toy, tmp_path: Path) ->
         {"text": "d"},
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
-    asked = Asked("classifier", file, out, toy.url, parameters={"top_k": 3})
+    asked = Asked("classifier", file, out, toy.url, pairs=["top_k=3"])
     done = run(asked, ignore)
     assert done.failed == 2
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -290,3 +292,58 @@ def test_the_command_streams_to_the_terminal(toy: ToyChat) -> None:
     ):
         done = CliRunner().invoke(app, [*words, *wrong])
         assert said in str(done.exception), wrong
+
+
+def test_a_file_of_prompts_and_conversations_gets_its_answers_beside(
+    toy: ToyChat, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "so they say"}]
+    rows: list[dict[str, Any]] = [
+        {"n": 0, "text_input": "to be or"},
+        {"n": 1, "messages": chat, "sampling_parameters": {"max_tokens": 2}},
+        {"n": 2, "text_input": "a", "parameters": {"temperature": 9}},
+        {"n": 3, "text_input": "a b break c"},
+        {"n": 4, "text_input": 7},
+        {"n": 5, "text_input": "a", "messages": chat},
+        *({"n": n, "text_input": f"row {n}"} for n in range(6, 200)),
+    ]
+    file, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["infer", "chat", "--url", toy.url, "-f", str(file), "-o", str(out)]
+    done = CliRunner().invoke(app, [*words, "-p", "max_tokens=3"])
+    assert done.exit_code == 1
+    assert "4 of 200 rows" in done.output
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["n"] for row in found] == list(range(200))
+    assert found[0] == {
+        **rows[0],
+        "text_output": "to be or",
+        "finish_reason": "stop",
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+    }
+    assert (found[1]["text_output"], found[1]["finish_reason"]) == ("so they", "length")
+    for row, said in enumerate(
+        ("from 0 to 2", "it broke", "must be text. Given: 7", "not both"), 2
+    ):
+        assert said in found[row]["error"]
+    assert [row["text_output"] for row in found[6:]] == [f"row {n}" for n in range(6, 200)]
+
+
+def test_columns_of_a_file_for_a_generation_are_checked(toy: ToyChat, tmp_path: Path) -> None:
+    file, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    file.write_text('question,messages\nwhy so,"[{""content"": ""as is""}]"\n')
+    words = ["infer", "chat", "--url", toy.url, "-f", str(file), "-o", str(out)]
+    for more, said in (
+        (["--text-column", "questions"], "Did you mean `question`?"),
+        (["--text-pair", "a"], "must not be given for a pipeline that generates text"),
+        (["-p", "max_tokens"], "must be KEY=VALUE"),
+    ):
+        assert said in str(CliRunner().invoke(app, [*words, *more]).exception)
+    assert CliRunner().invoke(app, words).exception is None
+    (row,) = csv.DictReader(out.read_text().splitlines())
+    assert (row["question"], row["text_output"], row["completion_tokens"]) == (
+        "why so",
+        "as is",
+        "2",
+    )

@@ -6,13 +6,15 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from triptych.bulk.table import ERROR, Answers, Chunk
+from triptych.bulk.asked import Asked
+from triptych.bulk.pace import REQUESTS, Pace
+from triptych.bulk.table import ERROR, AnswerColumn, Answers, Chunk, Scan
 from triptych.bulk.turns import Turns
 from triptych.client import (
     AsyncClient,
@@ -24,18 +26,31 @@ from triptych.client import (
     PipelineConfig,
     PipelineFailed,
     PipelineNotReady,
+    Retry,
     ServerUnreachable,
 )
-from triptych.client.infer import Parameter, plain_outputs, request_parameter
+from triptych.client.infer import (
+    TIMEOUT_S,
+    Parameter,
+    parse_parameters,
+    plain_outputs,
+    request_parameter,
+)
+from triptych.errors import UserError
 
 _IMAGE = "image"
-_AWAY = (ServerUnreachable, PipelineNotReady, Cancelled)
+AWAY = (ServerUnreachable, PipelineNotReady, Cancelled)
 _OF_ROWS = (PipelineFailed, DeadlineExceeded, NeighbourFailed, InvalidRequest)
 _OF_BATCHES = (PipelineFailed, NeighbourFailed)
 """Of what is a row's fault: what fails every row of a batch at the server."""
-_PAUSE_S = 1.0
-_TOO_MANY = 32
+PAUSE_S = 1.0
+TOO_MANY = 32
 """So many rows, none of which is answered, are not to blame themselves."""
+
+RETRY = Retry(attempts=1_000_000)
+"""A full queue is waited for as long as the deadline allows, a lost server as its budget lasts."""
+_BATCHES = 8
+"""Of the pipeline's batch limit in a chunk: rows of like length are found among so many."""
 
 RowResult = Mapping[str, Any] | InferenceError
 
@@ -58,7 +73,7 @@ class Asker:
     folder: Path
     constants: Mapping[str, str | bytes] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    timeout_s: float = 30.0
+    timeout_s: float = TIMEOUT_S
 
     async def ask(self, chunk: Chunk) -> Answers:
         """The answers of `chunk`, and why rows have none.
@@ -87,7 +102,7 @@ class Asker:
                 else:
                     for name, value in result.items():
                         answers[name][row] = value
-        if first_error and sent >= _TOO_MANY and all(errors):
+        if first_error and sent >= TOO_MANY and all(errors):
             raise first_error
         return {**answers, ERROR: errors}
 
@@ -139,7 +154,7 @@ class Asker:
         results: list[RowResult] = []
         for row in rows:
             results += await self._each([row], parameters)
-            if len(results) == _TOO_MANY and all(isinstance(r, InferenceError) for r in results):
+            if len(results) == TOO_MANY and all(isinstance(r, InferenceError) for r in results):
                 raise next(r for r in results if isinstance(r, InferenceError))
         broken = [at for at, result in enumerate(results) if isinstance(result, _OF_BATCHES)]
         if broken:
@@ -163,11 +178,11 @@ class Asker:
                     inputs, parameters=parameters, timeout_s=timeout_s
                 )
                 break
-            except _AWAY:
+            except AWAY:
                 away_until = away_until or time.monotonic() + self.timeout_s
                 if time.monotonic() >= away_until:
                     raise
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(PAUSE_S)
         return [
             each
             if isinstance(each, InferenceError)
@@ -179,3 +194,59 @@ class Asker:
             }
             for each in found
         ]
+
+
+class Inferring:
+    """Rows to a pipeline that answers each with tensors.
+
+    Attributes:
+        inputs, outputs, pace, chunk_rows: see `run.Work`.
+    """
+
+    def __init__(self, asked: Asked, config: PipelineConfig) -> None:
+        """Raises `UserError`: a name that is no input, or a parameter that is none."""
+        self._asked = asked
+        self._config = config
+        self._columns = _wanted(asked, config)
+        self._parameters = parse_parameters(asked.pairs)
+        self._turns = Turns()
+        self.inputs = list(self._columns.values())
+        self.outputs = [
+            AnswerColumn(name, name, dtype, dims) for name, (dtype, dims) in config.outputs.items()
+        ]
+        self.pace = Pace(config.max_batch_size)
+        self.chunk_rows = _BATCHES * config.max_batch_size
+
+    def wanted(self, _scan: Scan) -> dict[str, str]:
+        return self._columns
+
+    async def asker(self, size: int, stack: AsyncExitStack) -> Asker:
+        asked = self._asked
+        client = AsyncClient(
+            asked.pipeline, asked.url, rows_per_request=size, max_in_flight=REQUESTS, retry=RETRY
+        )
+        return Asker(
+            await stack.enter_async_context(client),
+            self._config,
+            self._turns,
+            asked.file.parent,
+            asked.constants,
+            self._parameters,
+            TIMEOUT_S if asked.timeout_s is None else asked.timeout_s,
+        )
+
+
+def _wanted(asked: Asked, config: PipelineConfig) -> dict[str, str]:
+    """Input -> column, for all that the pipeline wants of a row but the constants."""
+    for given in (asked.columns, asked.constants):
+        for name in given:
+            if name not in config.inputs:
+                raise UserError(
+                    name,
+                    f"must be an input of `{asked.pipeline}`",
+                    given=", ".join(given),
+                    remedy=f"It takes {', '.join(config.inputs)}",
+                )
+    return {
+        name: asked.columns.get(name, name) for name in config.inputs if name not in asked.constants
+    }

@@ -7,68 +7,33 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
-from triptych.bulk.answers import Asker
+from triptych.bulk.answers import Inferring
+from triptych.bulk.asked import Asked
 from triptych.bulk.formats import open_table
-from triptych.bulk.pace import CHUNKS, REQUESTS, Pace
+from triptych.bulk.generating import Generating
+from triptych.bulk.pace import CHUNKS, Pace
 from triptych.bulk.parts import Parts
 from triptych.bulk.table import (
     ERROR,
     AnswerColumn,
     Answers,
     Chunk,
+    Scan,
     Table,
     beside,
     check_columns,
     name_columns,
 )
-from triptych.bulk.turns import Turns
-from triptych.client import AsyncClient, InferenceError, PipelineConfig, Retry
-from triptych.client.infer import Parameter, unanswered
+from triptych.client import AsyncClient, InferenceError
+from triptych.client.infer import unanswered
 from triptych.errors import UserError
 
-_BATCHES = 8
-"""Of the pipeline's batch limit in a chunk: rows of like length are found among so many."""
 _PART_ROWS = 5_000
 _PART_S = 15.0
 """The most that a break costs: rows, or time, of one part."""
-_RETRY = Retry(attempts=1_000_000)
-"""A full queue is waited for as long as the deadline allows, a lost server as its budget lasts."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a run is asked for.
-
-    Attributes:
-        columns: input of the pipeline -> the file's column, where that has another name.
-        constants: input -> the same value for every row: a text, or bytes of an image.
-        parameters: of every request.
-        timeout_s: that a request may take, and that the server may be away.
-    """
-
-    pipeline: str
-    file: Path
-    out: Path
-    url: str
-    columns: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, str | bytes] = field(default_factory=dict)
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    timeout_s: float = 30.0
-
-    def decides(self) -> dict[str, object]:
-        """What a run that goes on must have in common with the one before."""
-        stat = self.file.stat()
-        return {
-            "pipeline": self.pipeline,
-            "file": [str(self.file.resolve()), stat.st_size, stat.st_mtime_ns],
-            "columns": dict(self.columns),
-            "constants": {name: repr(value) for name, value in self.constants.items()},
-            "parameters": dict(self.parameters),
-        }
 
 
 @dataclass(frozen=True)
@@ -120,6 +85,41 @@ def run(asked: Asked, tell: Callable[[Progress], None]) -> Progress:
         raise UserError(told.field, told.rule, given=error, remedy=remedy) from error
 
 
+class Asks(Protocol):
+    """What sends chunks."""
+
+    async def ask(self, chunk: Chunk) -> Answers:
+        """The answers of `chunk`, and why rows have none.
+
+        Raises:
+            InferenceError: no row is to blame, or none of many is answered.
+        """
+
+
+class Work(Protocol):
+    """What a run does with rows, by the kind of its pipeline."""
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """Columns that it may read."""
+
+    @property
+    def outputs(self) -> Sequence[AnswerColumn]:
+        """Columns that it adds, the one of errors apart."""
+
+    @property
+    def pace(self) -> Pace: ...
+
+    @property
+    def chunk_rows(self) -> int: ...
+
+    def wanted(self, scan: Scan, /) -> dict[str, str]:
+        """What is read of a row -> its column."""
+
+    async def asker(self, size: int, stack: AsyncExitStack, /) -> Asks:
+        """For one of the sizes of `pace`; `stack` closes it."""
+
+
 class _Run:
     def __init__(
         self, asked: Asked, table: Table, parts: Parts, tell: Callable[[Progress], None]
@@ -136,46 +136,24 @@ class _Run:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(asked.pipeline, asked.url))
             config = await client.interface(timeout_s=asked.timeout_s)
-            wanted = _wanted(asked, config)
-            outputs = [
-                AnswerColumn(name, name, dtype, dims)
-                for name, (dtype, dims) in config.outputs.items()
-            ]
-            outputs.append(AnswerColumn(ERROR, ERROR))
+            work: Work = (Generating if config.generates else Inferring)(asked, config)
+            outputs = [*work.outputs, AnswerColumn(ERROR, ERROR)]
             names = [n for o in outputs for n in (o.name, beside(asked.pipeline, o.name))]
-            scan = self._table.scan([*wanted.values(), *names])
+            scan = self._table.scan([*work.inputs, *names])
+            wanted = work.wanted(scan)
             check_columns(wanted, scan, asked.file)
             columns = name_columns(asked.pipeline, outputs, scan.names)
-            pace, askers, turns = Pace(config.max_batch_size), {}, Turns()
-            for size in pace.sizes:
-                client = AsyncClient(
-                    asked.pipeline,
-                    asked.url,
-                    rows_per_request=size,
-                    max_in_flight=REQUESTS,
-                    retry=_RETRY,
-                )
-                askers[size] = Asker(
-                    await stack.enter_async_context(client),
-                    config,
-                    turns,
-                    asked.file.parent,
-                    asked.constants,
-                    asked.parameters,
-                    asked.timeout_s,
-                )
+            askers = {size: await work.asker(size, stack) for size in work.pace.sizes}
             with self._parts.held(asked.decides()):
-                kept = self._parts.done()
-                size = _BATCHES * config.max_batch_size
-                chunks = self._table.chunks(wanted, size, kept.rows)
-                progress = await self._send_all(askers, pace, chunks, columns, scan.rows)
+                chunks = self._table.chunks(wanted, work.chunk_rows, self._parts.done().rows)
+                progress = await self._send_all(askers, work.pace, chunks, columns, scan.rows)
                 with self._parts.whole() as out:
                     self._table.join(self._parts.done().paths, columns, out)
             return progress
 
     async def _send_all(
         self,
-        askers: Mapping[int, Asker],
+        askers: Mapping[int, Asks],
         pace: Pace,
         chunks: Iterator[Chunk],
         columns: Sequence[AnswerColumn],
@@ -222,19 +200,3 @@ class _Run:
             content = self._table.pack(self._encoded)
             self._parts.add(self._first, self._done - self._first, failed, content)
             self._encoded, self._first, self._failed_before = [], self._done, self._failed
-
-
-def _wanted(asked: Asked, config: PipelineConfig) -> dict[str, str]:
-    """Input -> column, for all that the pipeline wants of a row but the constants."""
-    for given in (asked.columns, asked.constants):
-        for name in given:
-            if name not in config.inputs:
-                raise UserError(
-                    name,
-                    f"must be an input of `{asked.pipeline}`",
-                    given=", ".join(given),
-                    remedy=f"It takes {', '.join(config.inputs)}",
-                )
-    return {
-        name: asked.columns.get(name, name) for name in config.inputs if name not in asked.constants
-    }

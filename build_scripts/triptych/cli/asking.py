@@ -76,7 +76,9 @@ def infer(
         list[str] | None,
         typer.Option("--parameter", "-p", metavar="KEY=VALUE", help="For the request."),
     ] = None,
-    timeout_s: Annotated[float, typer.Option(help="Deadline.")] = 30.0,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Deadline; 30, and 600 of a file's generations.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Ask a served pipeline: texts, images, a file of rows, a chat.
@@ -85,7 +87,13 @@ def infer(
     With --out the rows of --file are written again, with columns of answers; after a break the same
     command goes on where it was.
     """
-    from triptych.client.infer import ask, describe_answer, parse_parameters, read_questions
+    from triptych.client.infer import (
+        TIMEOUT_S,
+        ask,
+        describe_answer,
+        parse_parameters,
+        read_questions,
+    )
 
     if chat is not None or prompt is not None:
         others = (text, text_pair, image, file, out, text_column, text_pair_column, image_column)
@@ -94,19 +102,20 @@ def infer(
             raise UserError(
                 "--chat, --prompt", "must be given alone", remedy="Leave the others out"
             )
-        _generate(name, url, chat, prompt, parameters or (), timeout_s, as_json=as_json)
+        limit_s = TIMEOUT_S if timeout_s is None else timeout_s
+        _generate(name, url, chat, prompt, parameters or (), limit_s, as_json=as_json)
         return
     columns = {"text": text_column, "text_pair": text_pair_column, "image": image_column}
     named = {name: column for name, column in columns.items() if column is not None}
-    asked = parse_parameters(parameters or ())
     if out is not None:
-        from triptych.bulk.run import Asked, run
+        from triptych.bulk.asked import Asked
+        from triptych.bulk.run import run
         from triptych.client.infer import read_constants
 
         if file is None:
             raise UserError("--out", "must go with --file", given=out, remedy="Give both")
         constants = read_constants(text or (), text_pair or (), image or ())
-        order = Asked(name, file, out, url, named, constants, asked, timeout_s)
+        order = Asked(name, file, out, url, named, constants, parameters or (), timeout_s)
         with _shown() as tell:
             done = run(order, tell)
         _print_run(done, out, as_json)
@@ -116,7 +125,9 @@ def infer(
             "--out", "must go with columns of a file", given="nothing", remedy="Name a file"
         )
     questions = read_questions(text or (), text_pair or (), image or (), file)
-    answers = ask(name, questions, url=url, parameters=asked, timeout_s=timeout_s)
+    asked = parse_parameters(parameters or ())
+    limit_s = TIMEOUT_S if timeout_s is None else timeout_s
+    answers = ask(name, questions, url=url, parameters=asked, timeout_s=limit_s)
     if as_json:
         print_json(answers)
         return

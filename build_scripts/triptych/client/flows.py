@@ -205,7 +205,7 @@ class PipelineClient:
         # One row cannot break the batch limit, so it costs no second round trip. Without rows only
         # `infer`, which does not keep going, has something to tell: the outputs' shapes.
         if encoded.count != 1 and (encoded.count or not keep_going):
-            yield from self._known_config(deadline)
+            (yield from self._known_config(deadline)).check_takes_rows(self.pipeline)
         work = Work(
             self.pipeline,
             encoded,

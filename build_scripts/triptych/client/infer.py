@@ -23,6 +23,8 @@ Parameter = bool | int | float | str
 PlainOutputs = Mapping[str, object]
 """Of one row by output, as JSON can say it."""
 
+TIMEOUT_S = 30.0
+"""A command's deadline."""
 _IMAGE = "image"
 _OF_COLUMNS = (".csv", ".tsv", ".parquet")
 _MOST_NUMBERS = 6
@@ -163,6 +165,7 @@ def ask(
     try:
         with Client(pipeline, url, timeout_s=timeout_s) as client:
             config = client.interface()
+            config.check_takes_rows(pipeline)
             _check_inputs(pipeline, config.inputs, questions)
             return _send(client, config, questions, parameters)
     except InferenceError as error:

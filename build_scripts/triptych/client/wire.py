@@ -39,6 +39,9 @@ class EncodedRows:
     refused: dict[int, InvalidRequest]
 
 
+_PROMPT = "text_input"
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """What the client needs to know of a pipeline's ``config.pbtxt``.
@@ -54,6 +57,20 @@ class PipelineConfig:
     inputs: tuple[str, ...]
     outputs: dict[str, tuple[type[np.generic], tuple[int, ...]]]
     steps: tuple[str, ...]
+
+    @property
+    def generates(self) -> bool:
+        """Whether it generates text: an answer to one prompt at a time."""
+        return _PROMPT in self.inputs
+
+    def check_takes_rows(self, pipeline: str) -> None:
+        """Raises `InvalidRequest` where it generates text."""
+        if self.generates:
+            raise InvalidRequest(
+                f"`{pipeline}` generates text, and must be asked for one answer at a time. Given: "
+                "rows. Call `generate` or `chat`; on the command line give --prompt, --chat, or "
+                "--file with --out."
+            )
 
     def no_rows(self) -> dict[str, NDArray[Any]]:
         return {name: np.empty((0, *row), dtype) for name, (dtype, row) in self.outputs.items()}
@@ -221,16 +238,11 @@ def read_config(response: Any) -> PipelineConfig:
     """What the client needs of a ``ModelConfigResponse``.
 
     Raises:
-        InvalidRequest: the pipeline generates text, or has no batch dimension.
+        InvalidRequest: the pipeline has no batch dimension, and does not generate text.
     """
     config = response.config
     inputs = tuple(tensor.name for tensor in config.input)
-    if "text_input" in inputs:
-        raise InvalidRequest(
-            f"`{config.name}` generates text, and must be asked for one answer at a time. Given: "
-            "rows. Call `generate` or `chat`; on the command line give --prompt or --chat."
-        )
-    if config.max_batch_size < 1:
+    if config.max_batch_size < 1 and _PROMPT not in inputs:
         raise InvalidRequest(
             f"`{config.name}` must have a max_batch_size of 1 or more. "
             f"Given: {config.max_batch_size}. Its requests have no batch dimension to put rows in."
