@@ -14,6 +14,7 @@ import pytest
 
 from container_image import image_of, server_of
 from test_server import eventually
+from test_server_failures import STOPPED_IN_INITIALIZE, write_model
 from triptych.client import Client, PipelineNotReady, ServerUnreachable
 from triptych.container.steps import step_processes
 from triptych.container.supervisor import EXIT_DEAD
@@ -91,3 +92,14 @@ def test_a_frozen_step_is_unhealthy_and_a_dead_one_ends_the_container(
             process.kill()
     assert process.returncode == EXIT_DEAD
     assert f"error: a step has died: {model} (process {dead})." in said
+
+
+def test_a_server_that_would_load_for_ever_ends_the_container(tmp_path: Path) -> None:
+    repository = write_model(tmp_path / "models", "step", STOPPED_IN_INITIALIZE)
+    with image_of(tmp_path / "image", repository) as image, image.run("entrypoint") as process:
+        try:
+            said = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+    assert process.returncode == EXIT_DEAD
+    assert "error: step would load for ever (Triton before 25.08 does so where a step" in said

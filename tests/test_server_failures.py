@@ -197,11 +197,14 @@ def test_a_port_taken_while_models_load_is_named(tmp_path: Path) -> None:
     caught.value.log_file.unlink()
 
 
-STOPPED_ONCE = """
+STOP_ONCE = """
 import os, signal, time
 from pathlib import Path
-mark = Path(__file__).with_name("stopped")
-if not mark.exists():
+
+def stop_once():
+    mark = Path(__file__).with_name("stopped")
+    if mark.exists():
+        return
     mark.touch()
     if not os.fork():
         time.sleep(2.5)
@@ -209,13 +212,24 @@ if not mark.exists():
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
 """
+STOPPED_AT_IMPORT = f"{STOP_ONCE}\nstop_once()\n{MODEL}"
+STOPPED_IN_INITIALIZE = STOP_ONCE + initializing_with("stop_once()")
 
 
 @pytest.mark.server
-def test_a_server_that_a_starved_step_ended_is_started_again(tmp_path: Path) -> None:
-    """Its process is stopped while it is imported; Triton 24.10 then aborts."""
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        pytest.param(STOPPED_AT_IMPORT, "boost::interprocess::lock_exception", id="aborts"),
+        pytest.param(STOPPED_IN_INITIALIZE, "step would load for ever", id="waits for ever"),
+    ],
+)
+def test_a_server_is_started_again_where_a_step_gets_no_cpu(
+    tmp_path: Path, code: str, said: str
+) -> None:
+    """Its process is stopped while it loads: what Triton 24.10 then does depends on where."""
     told: list[str] = []
-    repository = write_model(tmp_path, "step", STOPPED_ONCE + MODEL)
+    repository = write_model(tmp_path, "step", code)
     # As with pipelines that were built, no process asks the step for its config first.
     server = Server(repository, extra_args=["--disable-auto-complete-config"])
     server.start()
@@ -224,6 +238,7 @@ def test_a_server_that_a_starved_step_ended_is_started_again(tmp_path: Path) -> 
         assert server.living_steps()
     finally:
         server.stop()
+    assert said in told[0]
     assert "no CPU for a second" in told[0]
     assert told[-1] == "step is ready"
 

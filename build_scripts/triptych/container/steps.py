@@ -6,6 +6,7 @@ Triton 24.10 never starts a step again whose process has died, and goes on sayin
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,9 +17,19 @@ from triptych.runtime.in_flight import InFlight
 STUB = "triton_python_backend_stub"
 """The program that runs a Python step."""
 
+STARVED = (
+    "Triton before 25.08 does so where a step that loads gets no CPU for a second: "
+    "give its steps the CPUs that they take to start"
+)
+"""Said of a server that ended, or loads for ever, for that."""
+
 _POLL_S = 0.02
 # After the last answer was made it still has to be written.
 _LAST_WRITE_S = 0.2
+_LOOK_S = 1.0
+# A step that was told to end does so within this time, also on a busy machine.
+_LONGEST_END_S = 15.0
+_WAIT4 = {"x86_64": "61", "aarch64": "260"}
 
 
 def step_processes(server: int) -> dict[int, str]:
@@ -37,6 +48,49 @@ def step_processes(server: int) -> dict[int, str]:
 def dead_steps(server: int, steps: Mapping[int, str]) -> dict[int, str]:
     """Those of the server's steps, as `step_processes` found them, that live no more."""
     return {pid: model for pid, model in steps.items() if not _is_child(pid, server)}
+
+
+class EndlessLoad:
+    """Tells of a server that waits for ever for the end of a step while models load.
+
+    Triton takes a step that loads for dead where it got no CPU for a second, and waits for the end
+    of its process without having asked for it (`StubLauncher::WaitForStubProcess`, seen in 24.10).
+    Where the system does not show what threads wait for, this never tells of any.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: dict[int, float] = {}
+        self._looked_at = -_LOOK_S
+
+    def step(self, server: int) -> str:
+        """The model of such a step of the server with this process id, else an empty text.
+
+        To be called again and again while models load; it looks once a second.
+        """
+        now = time.monotonic()
+        if now < self._looked_at + _LOOK_S:
+            return ""
+        self._looked_at = now
+        awaited = _awaited_children(server)
+        self._awaited = {pid: self._awaited.get(pid, now) for pid in awaited}
+        endless = [pid for pid, since in self._awaited.items() if now - since > _LONGEST_END_S]
+        if not endless:
+            return ""
+        living = step_processes(server)
+        return next((living[pid] for pid in endless if pid in living), "")
+
+
+def _awaited_children(pid: int) -> set[int]:
+    """The children for whose end threads of a process wait, as their system calls say."""
+    wanted = _WAIT4.get(platform.machine())
+    found = set()
+    with suppress(OSError):  # gone meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # ended meanwhile, or not to be seen
+                number, *arguments = (thread / "syscall").read_text().split()
+                if number == wanted:
+                    found.add(int(arguments[0], 16))
+    return found
 
 
 def _is_child(pid: int, parent: int) -> bool:

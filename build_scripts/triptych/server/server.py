@@ -18,12 +18,18 @@ from triptych.container.conceal import conceal_keys
 from triptych.container.entrypoint import server_variables
 from triptych.container.flags import CLOSED, FREE_REQUESTS, RESTRICTED_HEADER, restricted_flags
 from triptych.container.locks import find_pipelines
-from triptych.container.shell import check_model_names, is_plain
-from triptych.container.steps import dead_steps, drain, step_processes
-from triptych.errors import UserError
+from triptych.container.shell import is_plain
+from triptych.container.steps import (
+    STARVED,
+    EndlessLoad,
+    dead_steps,
+    drain,
+    step_processes,
+)
 from triptych.server.embedded import EMBEDDED_RELEASE, Installation, find_installation
 from triptych.server.http_probe import answers
 from triptych.server.leftovers import new_mark
+from triptych.server.model_folders import check_models, model_folders
 from triptych.server.plain_folder import new_plain_folder
 from triptych.server.ports import claim_ports
 from triptych.server.process import ServerProcess
@@ -147,7 +153,7 @@ class Server:
         """
         if self._process is not None:
             raise RuntimeError("the server was started already")
-        self._check_models()
+        check_models(self.repository, self._models)
         self._ports = claim_ports(self._host, self._wanted_ports)
         mark = self._mark = new_mark()
         private = new_plain_folder()
@@ -179,7 +185,7 @@ class Server:
     ) -> None:
         """Returns once the server and every model that it was asked to serve are ready.
 
-        A server that ended because a step that loads got no CPU is started again, twice at most.
+        A server that a step without CPU ended or hangs (`STARVED`) is started again, twice at most.
 
         Args:
             timeout_s: for all of it.
@@ -190,13 +196,13 @@ class Server:
         """
         deadline = time.monotonic() + timeout_s
         told: set[str] = set()
-        starts = 1
+        starts, endless = 1, EndlessLoad()
         while True:
             exited = not self._started().is_running
-            if exited and starts < _MOST_STARTS and starved(self._log_text()):
+            if starts < _MOST_STARTS and (starved := self._starved(endless)):
                 starts += 1
                 if on_progress is not None:
-                    on_progress(f"the server starts again: {last_words(self._log_text())}")
+                    on_progress(f"the server starts again: {starved}")
                 if self.log_file is not None and not self._own_log:
                     self.log_file.unlink()
                 self.restart()
@@ -277,42 +283,15 @@ class Server:
     def _holds_pipelines_only(self) -> bool:
         """Whether all models are of pipelines that were built, whose configs are complete."""
         built = [p for p in find_pipelines(self.repository) if p.lock_file.is_file()]
-        return {step for p in built for step in (p.name, *p.steps)}.issuperset(self._folders())
+        return {step for p in built for step in (p.name, *p.steps)}.issuperset(
+            model_folders(self.repository)
+        )
 
     def _traces(self) -> bool:
         """Whether requests are traced, which Triton writes down when it ends."""
         return any(
             flag.startswith("--trace-config") and not flag.endswith("=OFF")
             for flag in (*self._profile_flags, *self._extra_args)
-        )
-
-    def _check_models(self) -> None:
-        if not self.repository.is_dir():
-            raise UserError("repository", "must be a folder", given=self.repository)
-        there = self._folders()
-        if not there:
-            raise UserError(
-                "repository",
-                "must hold at least one model",
-                given=self.repository,
-                remedy="Run `triptych build NAME` first",
-            )
-        check_model_names(self.repository)
-        for name in self._models:
-            if name not in there:
-                raise UserError(
-                    "models",
-                    "must name models of the repository",
-                    given=name,
-                    remedy=f"There are: {', '.join(there)}",
-                )
-
-    def _folders(self) -> list[str]:
-        """The repository's models: every folder is one to tritonserver."""
-        return sorted(
-            path.name
-            for path in self.repository.iterdir()
-            if path.is_dir() and not path.name.startswith(".")
         )
 
     def _open_log(self) -> Path:
@@ -349,13 +328,21 @@ class Server:
             command.append("--disable-auto-complete-config")
         if self._models or self._exchanges:
             command.append("--model-control-mode=explicit")
-            command += [f"--load-model={name}" for name in self._models or self._folders()]
+            command += [f"--load-model={name}" for name in self._wanted_models()]
         return [*command, *self._profile_flags, *self._extra_args]
 
     def _started(self) -> ServerProcess:
         if self._process is None:
             raise RuntimeError("the server was not started")
         return self._process
+
+    def _starved(self, endless: EndlessLoad) -> str:
+        """What a step that got no CPU while it loads did to the server; nothing gives no text."""
+        if self._started().is_running:
+            step = endless.step(self.pid)
+            return f"{step} would load for ever ({STARVED})" if step else ""
+        log = self._log_text()
+        return last_words(log) if starved(log) else ""
 
     def _load_state(self) -> LoadState:
         return read_load_state(self._log_text(), self._served)
@@ -366,8 +353,11 @@ class Server:
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     def _waiting_for(self) -> list[str]:
-        names = self._models or self._folders()
+        names = self._wanted_models()
         return [name for name in names if not self._answers(f"/v2/models/{name}/ready")]
+
+    def _wanted_models(self) -> Sequence[str]:
+        return self._models or model_folders(self.repository)
 
     def _answers(self, path: str) -> bool:
         """Whether a GET is answered with 200."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from triptych.container.steps import STARVED
 from triptych.errors import UserError
 
 # `E1120 10:38:17.351952 5534 model_lifecycle.cc:642] "message"`, quoted and escaped.
@@ -36,10 +37,6 @@ _NO_GPU = re.compile(r"specifies invalid or unsupported gpu id (?P<id>\d+)")
 _ERROR = re.compile(r"[EF]\d{4} |error: |failed to |.*tritonserver: |what\(\): ")
 
 _STARVATION = "boost::interprocess::lock_exception"
-_STARVED = (
-    "as Triton before 25.08 ends where a step that loads gets no CPU for a second: "
-    "give its steps the CPUs that they take to start"
-)
 
 # What every machine without a GPU says: never the reason of anything.
 _HARMLESS = (
@@ -111,7 +108,7 @@ def last_words(log: str) -> str:
     errors = [line for line in said if _ERROR.match(line)]
     line = (errors or said[-1:] or ["nothing"])[0]
     words = " ".join(_unquoted(_HEADER.sub("", line)).split())
-    return f"{words} ({_STARVED})" if starved(log) else words
+    return f"{words} ({STARVED})" if starved(log) else words
 
 
 def starved(log: str) -> bool:
