@@ -93,6 +93,11 @@ def wait_for(done: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+def wait_for_texts(folder: Path, texts: list[str]) -> None:
+    """Until every text is in the folder: a request's parts are answered in any order."""
+    wait_for(lambda: {row["inputs"]["text"] for row in records(folder)} >= set(texts), "the rows")
+
+
 def records(folder: Path) -> list[dict[str, Any]]:
     """Every row in the folder."""
     return [

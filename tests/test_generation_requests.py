@@ -75,7 +75,13 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
     assert prompts.of_text("<s>The dog") == plain
     chat = json.dumps([{"role": "user", "content": " Hi "}])
     assert prompts.of_messages(chat) == prompts.of_text("<s><user> Hi\n<assistant> ")
+    parts = [{"type": "text", "text": " Hi"}, {"type": "text", "text": "you "}]
+    in_parts = prompts.of_messages(json.dumps([{"role": "user", "content": parts}]))
+    assert in_parts == prompts.of_text("<s><user> Hi\nyou\n<assistant> ")
+    picture = [{"role": "user", "content": [parts[0], {"type": "image_url", "image_url": {}}]}]
     for messages, said in (
+        (json.dumps(picture), "`messages[0].content[1]` must be {"),
+        ('[{"role": "user", "content": null}]', "`messages[0]` must be an object with strings"),
         ("{", "must be JSON"),
         ("[]", "at least one message"),
         ('[{"role": "user"}]', "`messages[0]` must be an object with strings"),

@@ -30,6 +30,7 @@ from sampling_cases import (
     counts,
     records,
     wait_for,
+    wait_for_texts,
     write_sampling,
 )
 from task_models import text_classifier
@@ -281,9 +282,9 @@ def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
     file = built / "pipelines/sampled/traffic.jsonl"
     before = file.read_text(encoding="utf-8").splitlines()
     with Client("sampled", server.grpc_url) as client:
-        client.classify([*(f"a new request, number {row}" for row in range(40)), TEXTS[0]])
-    folder = built / "samples/sampled"
-    wait_for(lambda: "number 39" in str(records(folder)), "the new rows")
+        new = [f"a new request, number {row}" for row in range(40)]
+        client.classify([*new, TEXTS[0]])
+    wait_for_texts(built / "samples/sampled", new)
     done = triptych(built, "traffic", "sampled", "--from-sample", "--json")
     assert done.exit_code == 0, done.output
     change = json.loads(done.stdout)
@@ -317,8 +318,7 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
     def ask(texts: list[str]) -> None:
         with Client("sampled", server.grpc_url) as client:
             client.classify(texts)
-        rows = built / "samples/sampled"
-        wait_for(lambda: texts[-1] in str(records(rows)), "the rows of a request")
+        wait_for_texts(built / "samples/sampled", texts)
 
     before = files()
     ask([*TEXTS, "the last of the short ones"])

@@ -21,9 +21,10 @@ from triptych.pipeline.spec import SPEC_FILE
 from triptych.pipeline.text2text_spec import Text2TextSpec
 from triptych.pipeline.traffic import TRAFFIC_FILE, read_lines
 from triptych.pipeline.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned
+from triptych.runtime.chat_template import Message
 from triptych.runtime.faults import RequestError
 from triptych.runtime.generation_wire import CONTEXT_TOKENS
-from triptych.runtime.prompts import Prompts
+from triptych.runtime.prompts import Prompts, read_messages
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
 
 FP8_CACHE = "+fp8kv"
@@ -49,11 +50,10 @@ class Prompt:
     adapter: str = ""
 
     @property
-    def messages(self) -> list[dict[str, str]] | None:
+    def messages(self) -> list[Message] | None:
         """The conversation, where it is one."""
         text = self.sent.get("messages")
-        parsed: list[dict[str, str]] | None = None if text is None else json.loads(text)
-        return parsed
+        return None if text is None else read_messages(text)
 
 
 @dataclass(frozen=True)

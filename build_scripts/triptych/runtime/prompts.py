@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Prompts:
 
 
 def read_messages(text: str) -> list[Message]:
-    """A conversation.
+    """A conversation; parts of a message, which must be texts, are joined by line ends as in vLLM.
 
     Raises:
         RequestError: no JSON list of at least one message, or a message without its strings.
@@ -109,15 +109,33 @@ def read_messages(text: str) -> list[Message]:
             repr(text)[:80],
             'Send [{"role": "user", "content": "…"}]',
         )
-    for number, message in enumerate(messages):
-        fields = ("role", "content")
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(field), str) for field in fields
-        ):
+    return [_read_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
+
+
+def _read_message(given: Any, field: str) -> Message:
+    message = dict(given) if isinstance(given, dict) else {}
+    if isinstance(content := message.get("content"), list) and content:
+        message["content"] = _joined(content, f"{field}.content")
+    if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+        raise RequestError(
+            field,
+            "must be an object with strings for `role` and `content`",
+            repr(given)[:80],
+            "Correct it",
+        )
+    return message
+
+
+def _joined(parts: Sequence[Any], field: str) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
             raise RequestError(
-                f"messages[{number}]",
-                "must be an object with strings for `role` and `content`",
-                repr(message)[:80],
-                "Correct it",
+                f"{field}[{number}]",
+                'must be {"type": "text", "text": "…"}: the model takes nothing else',
+                repr(part)[:80],
+                "Leave it out",
             )
-    return messages
+        texts.append(text)
+    return "\n".join(texts)
