@@ -62,8 +62,8 @@ class EndlessLoad:
         self._awaited: dict[int, float] = {}
         self._looked_at = -_LOOK_S
 
-    def step(self, server: int) -> str:
-        """The model of such a step of the server with this process id, else an empty text.
+    def told(self, server: int) -> str:
+        """What is said of the server with this process id if it waits so, else an empty text.
 
         To be called again and again while models load; it looks once a second.
         """
@@ -73,11 +73,10 @@ class EndlessLoad:
         self._looked_at = now
         awaited = _awaited_children(server)
         self._awaited = {pid: self._awaited.get(pid, now) for pid in awaited}
-        endless = [pid for pid, since in self._awaited.items() if now - since > _LONGEST_END_S]
-        if not endless:
-            return ""
-        living = step_processes(server)
-        return next((living[pid] for pid in endless if pid in living), "")
+        endless = {pid for pid, since in self._awaited.items() if now - since > _LONGEST_END_S}
+        steps = step_processes(server) if endless else {}
+        models = [model for pid, model in steps.items() if pid in endless]
+        return f"{models[0]} would load for ever ({STARVED})" if models else ""
 
 
 def _awaited_children(pid: int) -> set[int]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from triptych.container.conceal import conceal_keys
-from triptych.container.steps import STARVED, EndlessLoad, dead_steps, drain, step_processes
+from triptych.container.steps import EndlessLoad, dead_steps, drain, step_processes
 
 EXIT_DEAD = 3
 _POLL_S = 0.2
@@ -65,18 +65,19 @@ def supervise(
         if dead:
             named = ", ".join(f"{model} (process {pid})" for pid, model in dead.items())
             _say(f"error: a step has died: {named}. The server cannot answer without it")
-            return _kill(server)
-        if not steps and (stuck := endless.step(server.pid)):
-            _say(f"error: {stuck} would load for ever ({STARVED})")
-            return _kill(server)
+            _kill(server)
+            return EXIT_DEAD
+        if not steps and (told := endless.told(server.pid)):
+            _say(f"error: {told}")
+            _kill(server)
+            return EXIT_DEAD
         time.sleep(_POLL_S)
     return _stop(server, grace_s)
 
 
-def _kill(server: subprocess.Popen[bytes]) -> int:
+def _kill(server: subprocess.Popen[bytes]) -> None:
     server.kill()
     server.wait()
-    return EXIT_DEAD
 
 
 def _stop(server: subprocess.Popen[bytes], grace_s: float) -> int:
@@ -87,8 +88,8 @@ def _stop(server: subprocess.Popen[bytes], grace_s: float) -> int:
     try:
         code = server.wait(min(left_s, EXIT_S) if drained else left_s)
     except subprocess.TimeoutExpired:
-        killed = _kill(server)
-        code = 0 if drained else killed
+        _kill(server)
+        code = 0 if drained else EXIT_DEAD
     return code if code >= 0 else 0 if drained else EXIT_DEAD
 
 

@@ -19,13 +19,7 @@ from triptych.container.entrypoint import server_variables
 from triptych.container.flags import CLOSED, FREE_REQUESTS, RESTRICTED_HEADER, restricted_flags
 from triptych.container.locks import find_pipelines
 from triptych.container.shell import is_plain
-from triptych.container.steps import (
-    STARVED,
-    EndlessLoad,
-    dead_steps,
-    drain,
-    step_processes,
-)
+from triptych.container.steps import EndlessLoad, dead_steps, drain, step_processes
 from triptych.server.embedded import EMBEDDED_RELEASE, Installation, find_installation
 from triptych.server.http_probe import answers
 from triptych.server.leftovers import new_mark
@@ -185,7 +179,7 @@ class Server:
     ) -> None:
         """Returns once the server and every model that it was asked to serve are ready.
 
-        A server that a step without CPU ended or hangs (`STARVED`) is started again, twice at most.
+        One that a step without CPU ended, or lets wait for ever, is started again, twice at most.
 
         Args:
             timeout_s: for all of it.
@@ -199,10 +193,10 @@ class Server:
         starts, endless = 1, EndlessLoad()
         while True:
             exited = not self._started().is_running
-            if starts < _MOST_STARTS and (starved := self._starved(endless)):
+            if starts < _MOST_STARTS and (reason := self._starved(endless)):
                 starts += 1
                 if on_progress is not None:
-                    on_progress(f"the server starts again: {starved}")
+                    on_progress(f"the server starts again: {reason}")
                 if self.log_file is not None and not self._own_log:
                     self.log_file.unlink()
                 self.restart()
@@ -339,8 +333,7 @@ class Server:
     def _starved(self, endless: EndlessLoad) -> str:
         """What a step that got no CPU while it loads did to the server; nothing gives no text."""
         if self._started().is_running:
-            step = endless.step(self.pid)
-            return f"{step} would load for ever ({STARVED})" if step else ""
+            return endless.told(self.pid)
         log = self._log_text()
         return last_words(log) if starved(log) else ""
 
