@@ -260,8 +260,12 @@ def test_a_silent_server_meets_the_deadline(call: Call) -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         options = {"url": f"127.0.0.1:{silent.getsockname()[1]}"}
-        with pytest.raises(DeadlineExceeded):
-            call("toy", "embed", ["a", "b"], options=options, timeout_s=0.3)
+        for texts, answered in ((["a"], "0 of 1 rows"), (["a", "b"], "0 of 2 rows")):
+            told = rf"deadline of 0\.3 s passed\. {answered} were answered\. Raise `timeout_s`"
+            with pytest.raises(DeadlineExceeded, match=told):
+                call("toy", "embed", texts, options=options, timeout_s=0.3)
+        with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.3 s passed\. Raise"):
+            call("toy", "interface", options=options, timeout_s=0.3)
 
 
 def test_errors_survive_a_trip_between_processes() -> None:

@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from triptych.client.address import read_target
 from triptych.client.channel import LARGEST_MESSAGE_BYTES, KeepAlive, Tls, open_channel
 from triptych.client.connection import Connection
-from triptych.client.errors import Cancelled, InferenceError, InvalidRequest, status_error
+from triptych.client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InferenceError,
+    InvalidRequest,
+    status_error,
+)
 from triptych.client.retry import Deadline, Retries, Retry
 from triptych.client.statistics import StepStatistics, read_statistics
 from triptych.client.tasks import Row, RowOutputs, TaskCall, Whole
@@ -161,6 +167,8 @@ class PipelineClient:
         while True:
             try:
                 answer = yield UnaryCall(method, request, deadline.left_s())
+            except DeadlineExceeded:
+                raise deadline.passed() from None
             except InferenceError as error:
                 tried += (error.address,)
                 yield Pause(self._retries.pause_s(error, tried, deadline))
@@ -205,7 +213,11 @@ class PipelineClient:
         # One row cannot break the batch limit, so it costs no second round trip. Without rows only
         # `infer`, which does not keep going, has something to tell: the outputs' shapes.
         if encoded.count != 1 and (encoded.count or not keep_going):
-            (yield from self._known_config(deadline)).check_takes_rows(self.pipeline)
+            try:
+                config = yield from self._known_config(deadline)
+            except DeadlineExceeded:
+                raise deadline.passed(answered=(0, encoded.count)) from None
+            config.check_takes_rows(self.pipeline)
         work = Work(
             self.pipeline,
             encoded,

@@ -19,8 +19,6 @@ from triptych.client.errors import (
 )
 from triptych.errors import UserError
 
-LATE_REMEDY = "Raise `timeout_s`, or send fewer rows a call."
-
 
 @dataclass(frozen=True)
 class Retry:
@@ -87,8 +85,16 @@ class Deadline:
             return None
         left = self.at_s - time.monotonic()
         if left <= 0:
-            raise DeadlineExceeded(f"The deadline of {self.timeout_s:g} s passed. {LATE_REMEDY}")
+            raise self.passed()
         return left
+
+    def passed(self, answered: tuple[int, int] | None = None) -> DeadlineExceeded:
+        """What the caller is told; `answered` is how many rows were, of how many."""
+        rows = "" if answered is None else f"{answered[0]} of {answered[1]} rows were answered. "
+        return DeadlineExceeded(
+            f"The deadline of {self.timeout_s:g} s passed. {rows}"
+            "Raise `timeout_s`, or send fewer rows a call."
+        )
 
 
 class Retries:

@@ -24,7 +24,7 @@ from triptych.client.errors import (
     Overloaded,
     PipelineFailed,
 )
-from triptych.client.retry import LATE_REMEDY, Deadline, Retries
+from triptych.client.retry import Deadline, Retries
 from triptych.client.wire import (
     EncodedRows,
     Parameter,
@@ -253,11 +253,7 @@ class Work:
         ]
 
     def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"The deadline of {self._deadline.timeout_s:g} s passed. "
-            f"{self._rows_answered} of {self._encoded.count} rows were answered. "
-            f"{LATE_REMEDY}"
-        )
+        return self._deadline.passed(answered=(self._rows_answered, self._encoded.count))
 
     def _put_off(self, portion: Portion) -> None:
         # Behind those due earlier: what has no pause must not wait for what has one.
