@@ -92,6 +92,11 @@ def test_a_prompt_has_one_beginning_and_room_for_an_answer(tmp_path: Path) -> No
         with pytest.raises(RequestError) as caught:
             prompts.of_messages(messages)
         assert said in str(caught.value), messages
+    # What cannot fit is not tokenized first; what can is.
+    widest = max(tokenizer.get_vocab(), key=len).replace("Ġ", " ")
+    assert len(prompts.of_text(widest * 62)) == 63
+    with pytest.raises(RequestError, match=f"of which a token has {len(widest)} at most"):
+        prompts.of_text(widest * 63 + " ")
     # Many a tokenizer was given tokens that the weights were not: vLLM reads on behind them.
     narrow = Prompts({**settings, "vocabulary": max(plain)}, tmp_path)
     with pytest.raises(RequestError, match="must have no token that the tokenizer has and the mo"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from .chat_template import ChatTemplate, Message
 from .faults import RequestError
@@ -40,6 +40,11 @@ class Prompts:
         self._apart = settings["max_answer"] is not None
         self._prefix: str = settings["prefix"]
         self._vocabulary: int = settings["vocabulary"]
+        # Characters of a token, where each is one of some token: other tokenizers may leave spaces
+        # out, or take many characters for one unknown token.
+        self._widest = None
+        if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+            self._widest = max(map(len, self._tokenizer.get_vocab()))
 
     def of_text(self, text: str) -> list[int]:
         """The ids of a text, with the tokens that the tokenizer adds.
@@ -51,8 +56,7 @@ class Prompts:
         if self._pieces is not None:
             return self._checked(self._pieces.encode(whole), "text_input")
         rendered = bool(self._bos) and text.startswith(self._bos)
-        ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=not rendered).ids
-        return self._checked(ids, "text_input")
+        return self._checked(self._encode(whole, "text_input", special=not rendered), "text_input")
 
     def of_messages(self, text: str) -> list[int]:
         """The ids of a conversation: a JSON list of objects with `role` and `content`."""
@@ -67,19 +71,37 @@ class Prompts:
                 "Correct it",
             ) from error
         # The template writes the special tokens itself.
-        ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False).ids
-        return self._checked(ids, "messages")
+        return self._checked(self._encode(rendered, "messages", special=False), "messages")
+
+    def _encode(self, text: str, field: str, *, special: bool) -> list[int]:
+        if self._widest and len(text) > self._most * self._widest:
+            # Tokenizing a megabyte takes a second, in which other requests would wait.
+            normalizer = self._tokenizer.normalizer
+            length = len(normalizer.normalize_str(text) if normalizer else text)
+            if length > self._most * self._widest:
+                characters = f"{length} characters, of which a token has {self._widest} at most"
+                raise self._too_many(field, characters)
+        # Without offsets in the text, which take as long as the rest.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
+        return ids
+
+    @property
+    def _most(self) -> int:
+        return self._max_length if self._apart else self._max_length - 1
+
+    def _too_many(self, field: str, given: str) -> RequestError:
+        left = f", so that one of the {self._max_length} that fit is left for an answer"
+        return RequestError(
+            field,
+            f"must have 1 to {self._most} tokens{'' if self._apart else left}",
+            given,
+            "Shorten it, or raise core.max_length in the pipeline",
+        )
 
     def _checked(self, ids: list[int], field: str) -> list[int]:
-        most = self._max_length if self._apart else self._max_length - 1
-        if not 0 < len(ids) <= most:
-            left = f", so that one of the {self._max_length} that fit is left for an answer"
-            raise RequestError(
-                field,
-                f"must have 1 to {most} tokens{'' if self._apart else left}",
-                f"{len(ids)} tokens",
-                "Shorten it, or raise core.max_length in the pipeline",
-            )
+        if not 0 < len(ids) <= self._most:
+            raise self._too_many(field, f"{len(ids)} tokens")
         if (largest := max(ids)) >= self._vocabulary:  # vLLM would read on behind its weights
             raise RequestError(
                 field,
