@@ -287,6 +287,10 @@ def test_a_model_is_read_as_others_read_it(tmp_path: Path) -> None:
     facts = read({}, {"eos_token": "<s>"}, '{"eos_token_id": [1], "top_k": 20, "top_p": 1.0}')
     assert (facts.stop_token_ids, facts.suggested) == ((1, 0), {"top_k": 20})
     assert facts.vocabulary == 300
+    latent = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "num_hidden_layers": 3}
+    deepseek = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], **latent}
+    facts = read(deepseek, {})
+    assert (facts.kv_values, facts.kv_heads) == (3 * 32, 1)
     for config, tokenizer, generation, said in (
         ({"model_type": "x"}, {}, "{}", "must have a config.json that transformers"),
         ({}, {}, '{"eos_token_id": "</s>"}', "eos_token_id is '</s>', and no number"),

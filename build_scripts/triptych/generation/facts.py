@@ -125,7 +125,25 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
     text_config = config.get_text_config()
     generation = read_generation_config(folder, config)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    heads = getattr(text_config, "num_attention_heads", None)
+    kv_values, kv_heads = _kv_cache(text_config, architecture)
+    facts = GenerationFacts(
+        sha256=sha256,
+        architecture=architecture,
+        max_length=_max_length(text_config),
+        stop_token_ids=_stops(generation.eos_token_id, tokenizer.eos_token_id),
+        special_tokens=_special_tokens(tokenizer),
+        kv_values=kv_values,
+        kv_heads=kv_heads,
+        vocabulary=text_config.vocab_size,
+        quantisation=read_quantisation(getattr(config, "quantization_config", None)),
+        suggested=_suggested(folder / GENERATION_FILE),
+    )
+    return facts, _chat_template(tokenizer)
+
+
+def _kv_cache(config: Any, architecture: str) -> tuple[int, int]:
+    """The numbers that the KV cache holds for a token, and of how many heads they are."""
+    heads = getattr(config, "num_attention_heads", None)
     if not heads:
         raise UserError(
             "model.source",
@@ -133,21 +151,12 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
             given=f"{architecture}, without num_attention_heads",
             remedy="Choose another model",
         )
-    head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    facts = GenerationFacts(
-        sha256=sha256,
-        architecture=architecture,
-        max_length=_max_length(text_config),
-        stop_token_ids=_stops(generation.eos_token_id, tokenizer.eos_token_id),
-        special_tokens=_special_tokens(tokenizer),
-        kv_values=2 * text_config.num_hidden_layers * kv_heads * head_size,
-        kv_heads=kv_heads,
-        vocabulary=text_config.vocab_size,
-        quantisation=read_quantisation(getattr(config, "quantization_config", None)),
-        suggested=_suggested(folder / GENERATION_FILE),
-    )
-    return facts, _chat_template(tokenizer)
+    if latent := getattr(config, "kv_lora_rank", None):
+        # DeepSeek's latent attention: one vector, and the part that has the place, for all heads.
+        return config.num_hidden_layers * (latent + config.qk_rope_head_dim), 1
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * kv_heads * head_size, kv_heads
 
 
 def read_config(folder: Path) -> Any:
