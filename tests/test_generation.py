@@ -310,7 +310,9 @@ def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow
         assert len(refused) in range(1, 5)
         assert all("must have at most 12 requests under way" in error for error in refused)
         assert all(one.text == TEXTS[0] for one in answers if not one.error)
+        wait_until(server, "slow", running=0, waiting=0)
         last = pool.submit(slow.ask, text_input=TEXTS[0])
         wait_until(server, "slow", running=1)
         server.stop()
-        assert last.result().text == TEXTS[0]
+        answer = last.result()
+        assert (answer.error, answer.text) == ("", TEXTS[0])
