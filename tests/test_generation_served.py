@@ -137,6 +137,7 @@ def test_a_page_streams_a_chat_and_leaving_it_ends_the_answer(
     assert "must be a number from 0 to 2" in text
     assert post(chat_page.url, {"messages": "{", "say": "Hi"})[0] == 422
     assert post(chat_page.url, {"say": "Hi"}, Origin="https://else.where")[0] == 404
+    wait_until(server, "slow", running=0)
     reply = urllib.request.urlopen(form(chat_page.url, {"messages": "[]", "say": LONG}))
     wait_until(server, "slow", running=1)
     reply.close()
