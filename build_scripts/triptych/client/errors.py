@@ -129,7 +129,6 @@ _CODES: dict[str, type[InferenceError]] = {
     "UNAVAILABLE": ServerUnreachable,
 }
 _REMEDIES: dict[type[InferenceError], str] = {
-    DeadlineExceeded: "Raise `timeout_s`, or send fewer rows a call",
     Overloaded: "Try again later, send less at once, or give the client a `retry`",
     PipelineNotFound: "Check the name, and that the server's repository holds it",
     PipelineNotReady: "Wait until the server reports the pipeline ready",

@@ -38,6 +38,7 @@ class Prompts:
         self._bos: str = settings["special_tokens"].get("bos_token", "")
         self._max_length: int = settings["max_length"]
         self._apart = settings["max_answer"] is not None
+        self._most = self._max_length if self._apart else self._max_length - 1
         self._prefix: str = settings["prefix"]
         self._vocabulary: int = settings["vocabulary"]
         # Characters of a token, where each is one of some token: other tokenizers may leave spaces
@@ -56,7 +57,7 @@ class Prompts:
         if self._pieces is not None:
             return self._checked(self._pieces.encode(whole), "text_input")
         rendered = bool(self._bos) and text.startswith(self._bos)
-        return self._checked(self._encode(whole, "text_input", special=not rendered), "text_input")
+        return self._encode(whole, "text_input", special=not rendered)
 
     def of_messages(self, text: str) -> list[int]:
         """The ids of a conversation: a JSON list of objects with `role` and `content`."""
@@ -71,7 +72,7 @@ class Prompts:
                 "Correct it",
             ) from error
         # The template writes the special tokens itself.
-        return self._checked(self._encode(rendered, "messages", special=False), "messages")
+        return self._encode(rendered, "messages", special=False)
 
     def _encode(self, text: str, field: str, *, special: bool) -> list[int]:
         if self._widest and len(text) > self._most * self._widest:
@@ -83,12 +84,7 @@ class Prompts:
                 raise self._too_many(field, characters)
         # Without offsets in the text, which take as long as the rest.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        ids: list[int] = encoding.ids
-        return ids
-
-    @property
-    def _most(self) -> int:
-        return self._max_length if self._apart else self._max_length - 1
+        return self._checked(encoding.ids, field)
 
     def _too_many(self, field: str, given: str) -> RequestError:
         left = f", so that one of the {self._max_length} that fit is left for an answer"
