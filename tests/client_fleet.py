@@ -47,7 +47,7 @@ class Replica:
 @contextmanager
 def serve_fleet(folder: Path) -> Iterator[list[Replica]]:
     """A server on each of `HOSTS`, all on the first one's port."""
-    settings = STEP.format(max_batch_size=4, instances=1, dim=DIM, queue_policy="")
+    settings = STEP.format(max_batch_size=4, instances=2, dim=DIM, queue_policy="")
     replicas: list[Replica] = []
 
     def start(host: str, port: int = 0) -> Replica:
@@ -148,7 +148,7 @@ class Load:
         number = 0
         while not self._ended.is_set():
             number += 1
-            text = f"sleep:0.005 {mark} {number}"
+            text = f"{mark} {number}"
             try:
                 vectors = self._client.embed([text])
             except InferenceError as error:

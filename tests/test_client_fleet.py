@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -18,12 +19,15 @@ from client_toy import caller, expected, expected_all
 from triptych.client import (
     Client,
     DeadlineExceeded,
+    InferenceError,
     InvalidRequest,
+    PipelineNotReady,
     Retry,
     ServerUnreachable,
     Tls,
 )
 from triptych.client.address import check_single, read_target
+from triptych.client.retry import Deadline, Retries
 from triptych.errors import UserError
 
 pytestmark = pytest.mark.server
@@ -84,20 +88,38 @@ def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
 
 def test_servers_leave_and_no_request_fails(fleet: list[Replica]) -> None:
     """Goes last: of the fleet one server is left."""
-    urls = ",".join(replica.url for replica in fleet)
-    with Client("toy", urls) as client, Client("toy", urls, retry=None) as without:
-        for leaving, how in ((fleet[2], signal.SIGTERM), (fleet[1], signal.SIGKILL)):
-            with Load(client, 6, f"retried {how.name}") as load:
-                with Load(without, 3, f"plain {how.name}") as plain:
+    left, stopped, killed = fleet
+    for leaving, how in ((killed, signal.SIGKILL), (stopped, signal.SIGTERM)):
+        urls = f"{left.url},{stopped.url}" + (f",{killed.url}" if leaving is killed else "")
+        with Client("toy", urls) as client, Client("toy", urls, retry=None) as without:
+            with Load(client, 40, f"retried {how.name}") as load:
+                with Load(without, 3, f"plain {how.name}") as plain, busy(leaving) as request:
                     wait_until(lambda: load.answers > 50, "load")
                     os.kill(leaving.pid, how)
                     if how is signal.SIGTERM:  # one that is killed may have had none of them
                         wait_until(lambda: plain.errors, "a request that failed")
+                    request.join()
                     leaving.server.stop()
                 after = load.answers
                 wait_until(lambda: load.answers > after + 50, "answers of the others")  # noqa: B023
             assert (load.errors, load.wrong, plain.wrong) == ([], 0, 0)
-        np.testing.assert_array_equal(client.embed(["left"]), [expected("left")])
+            np.testing.assert_array_equal(client.embed(["left"]), [expected("left")])
+
+
+@contextmanager
+def busy(replica: Replica) -> Iterator[threading.Thread]:
+    """With a request under way for 3 s: so long a server that stops refuses others."""
+
+    def ask() -> None:
+        with Client("toy", replica.url, retry=None) as client, suppress(InferenceError):
+            client.embed(["sleep:3"])
+
+    request = threading.Thread(target=ask)
+    request.start()
+    try:
+        yield request
+    finally:
+        request.join()
 
 
 @pytest.mark.parametrize("style", ["sync", "async"])
@@ -119,6 +141,17 @@ def test_tries_end_with_their_number_the_budget_or_the_deadline(
         with pytest.raises((ServerUnreachable, DeadlineExceeded), match=r"deadline of 0\.2 s"):
             call("toy", method, *texts, options=endless, timeout_s=0.2)
         assert time.monotonic() - start < 5
+
+
+def test_a_fleet_that_stays_unready_is_asked_so_often_and_no_more() -> None:
+    forever, unready = Deadline.after(None), PipelineNotReady("The server is stopping.")
+    few = Retry(attempts=3, first_pause_s=0.001)
+    for is_several, most in ((False, 3), (True, 11)):
+        retries = Retries(replace(few, budget=0 if is_several else 3), is_several=is_several)
+        for sent in range(1, most):
+            assert retries.pause_s(unready, ["a:1"] * sent, forever) <= 2
+        with pytest.raises(PipelineNotReady, match=rf"a:1 \({most} times\); `retry` allows {most}"):
+            retries.pause_s(unready, ["a:1"] * most, forever)
 
 
 def test_addresses_are_read_or_refused() -> None:

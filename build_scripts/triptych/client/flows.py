@@ -138,7 +138,7 @@ class PipelineClient:
         self._timeout_s = timeout_s
         self._rows_per_request = rows_per_request
         self._max_in_flight = max_in_flight
-        self._retries = Retries(retry)
+        self._retries = Retries(retry, is_several=self._target.is_several)
         self._config: PipelineConfig | None = None
         self._closed = False
         self._generations: WeakSet[Any] = WeakSet()

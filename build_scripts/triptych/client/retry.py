@@ -28,6 +28,9 @@ class Retry:
     answer, and where the server was going down or was still loading the pipeline; of several
     servers another one may then take it. A request whose connection broke may be computed twice.
 
+    Of several servers gRPC may choose the one that is going down again and again. What that one
+    refuses costs nobody anything, so it is not of the budget, and five times as many may meet it.
+
     The pause is what a full queue asked for, and a time drawn at random between 0 and a limit that
     doubles with every attempt, up to `longest_pause_s`, so that many clients do not come back at
     the same moment. A pause that would outlast the deadline is not begun.
@@ -100,8 +103,10 @@ class Deadline:
 class Retries:
     """What one client sends again, and its budget; for any number of threads."""
 
-    def __init__(self, retry: Retry | None) -> None:
+    def __init__(self, retry: Retry | None, *, is_several: bool = False) -> None:
+        """`is_several`: the client has more than one server."""
         self._retry = retry
+        self._is_several = is_several
         self._left = 0.0 if retry is None else float(retry.budget)
         self._turn = threading.Lock()
 
@@ -126,15 +131,17 @@ class Retries:
         retry = self._retry
         if retry is None or not isinstance(error, _SENT_AGAIN):
             raise error.after(_told(tried, "")) from None
-        pause_s = retry.pause_s(len(tried))
-        if full := isinstance(error, Overloaded):
+        pause_s, attempts = retry.pause_s(len(tried)), retry.attempts
+        if is_free := isinstance(error, Overloaded):
             pause_s += error.again_s
+        elif self._is_several and isinstance(error, PipelineNotReady):
+            is_free, attempts = True, 1 + _MORE_ELSEWHERE * (attempts - 1)
         why = ""
-        if len(tried) >= retry.attempts:
-            why = f"`retry` allows {retry.attempts}"
+        if len(tried) >= attempts:
+            why = f"`retry` allows {attempts}"
         elif time.monotonic() + pause_s >= deadline.at_s:
             why = f"the deadline of {deadline.timeout_s:g} s leaves no time for another"
-        elif not full and not self._pay():
+        elif not is_free and not self._pay():
             why = "the client's budget for more is spent"
         if why:
             raise error.after(_told(tried, why)) from None
@@ -148,6 +155,7 @@ class Retries:
             return True
 
 
+_MORE_ELSEWHERE = 5
 _SENT_AGAIN = (Overloaded, ServerUnreachable, PipelineNotReady)
 
 
