@@ -114,13 +114,15 @@ class Tab:
         attached = await self.call("Target.attachToTarget", flatten=True, **target)
         self._session = attached["sessionId"]
         await self.call("Page.enable")
+        await self.call("Page.setLifecycleEventsEnabled", enabled=True)
         await self.call("Network.enable")
 
     async def go(self, url: str) -> None:
         """Open an address and wait until it is loaded."""
         self._events.clear()
-        await self.call("Page.navigate", url=url)
-        await self._loaded()
+        navigated = await self.call("Page.navigate", url=url)
+        # Not the load of the tab's first page, which may be told late.
+        await self._loaded(loaderId=navigated["loaderId"])
 
     async def run(self, script: str) -> Any:
         """The value of an expression of JavaScript."""
@@ -151,8 +153,12 @@ class Tab:
                 "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
             )
 
-    async def _loaded(self) -> None:
-        while not any(event["method"] == "Page.loadEventFired" for event in self._events):
+    async def _loaded(self, **which: str) -> None:
+        wanted = {"name": "load", **which}.items()
+        while not any(
+            event["method"] == "Page.lifecycleEvent" and wanted <= event["params"].items()
+            for event in self._events
+        ):
             await self._receive()
 
     async def _receive(self) -> dict[str, Any]:

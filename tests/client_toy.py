@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from triptych.client import (
     Client,
 )
 from triptych.server.server import Server
+
+Found = TypeVar("Found")
 
 DIM = 8
 MAX_BATCH_SIZE = 16
@@ -38,12 +40,15 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         self.dim = int(config["output"][0]["dims"][0])
         self.seen = Path(args["model_repository"]) / "seen.jsonl"
+        self.begun = Path(args["model_repository"]) / "begun.txt"
 
     def execute(self, requests):
         return [self.answer(request) for request in requests]
 
     def answer(self, request):
         rows = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()[:, 0]
+        with self.begun.open("ab") as file:
+            file.write(b"\\n".join([*rows, b""]))
         parameters = json.loads(request.parameters())
         vectors, error = [], None
         for row, text in enumerate(rows):
@@ -69,7 +74,7 @@ class TritonPythonModel:
     def embed(self, text, parameters, request):
         decoded = parameters.get("prompt_name", "") + text.decode()
         if decoded.startswith("refuse"):
-            time.sleep(0.4 if "late" in decoded else 0)
+            self.wait_for_another(decoded.partition(" after ")[2].encode())
             raise ValueError("`text` must not be refused. Given: row 0: x. Send another.")
         if decoded == "break":
             raise KeyError("the step is broken")
@@ -80,6 +85,11 @@ class TritonPythonModel:
         vector = np.frombuffer(hashlib.sha256(decoded.encode()).digest()[:self.dim], np.uint8) + 1.0
         vector = vector[:parameters.get("dimensions")]
         return vector / np.linalg.norm(vector)
+
+    def wait_for_another(self, mark):
+        end = time.monotonic() + 30
+        while mark and self.begun.read_bytes().count(mark) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
 """
 
 PAIR = """
@@ -226,17 +236,30 @@ class Toy:
     def seen(self, containing: str, step: str = "toy_step") -> list[Seen]:
         """What `step` executed with a text that contains the string."""
         file = self.repository / step / "seen.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
+        text = file.read_text() if file.exists() else ""
+        lines = text.rpartition("\n")[0].splitlines()  # without one that is still being written
         requests = [Seen(**json.loads(line)) for line in lines]
         return [seen for seen in requests if any(containing in text for text in seen.texts)]
 
     def wait_seen(self, containing: str, step: str = "toy_step") -> list[Seen]:
         """The same, once there is some."""
-        for _ in range(500):
-            if seen := self.seen(containing, step):
-                return seen
-            time.sleep(0.01)
-        raise AssertionError(f"{step} did not execute {containing!r} within 5 s")
+        return _soon(lambda: self.seen(containing, step), f"{step} executed {containing!r}")
+
+    def has_begun(self, containing: str, step: str = "toy_step") -> bool:
+        """Whether `step` has begun, and perhaps ended, a request with the string in a text."""
+        file = self.repository / step / "begun.txt"
+        return file.exists() and containing.encode() in file.read_bytes()
+
+    def wait_begun(self, containing: str, step: str = "toy_step") -> None:
+        _soon(lambda: self.has_begun(containing, step), f"{step} has begun {containing!r}")
+
+
+def _soon(look: Callable[[], Found], what: str) -> Found:
+    for _ in range(1000):
+        if found := look():
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"{what}: not within 10 s")
 
 
 ALONE = ("toy", "single", "narrow", "pair", "measure")

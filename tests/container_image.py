@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -13,9 +14,11 @@ from typing import NamedTuple
 import psutil
 
 from container_cases import copy_of_the_images_files
+from triptych.container.steps import STARVED
 from triptych.server.embedded import find_installation
 from triptych.server.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
 from triptych.server.ports import claim_ports
+from triptych.server.server_log import starved
 
 KEY = "a-key-of-the-operators"
 WRAPPER = """#!/bin/sh
@@ -47,6 +50,36 @@ class Image(NamedTuple):
 
     def url(self, service: str) -> str:
         return f"127.0.0.1:{self.variables[f'TRIPTYCH_{service}_PORT']}"
+
+    @contextmanager
+    def serving(
+        self, *arguments: str, is_up: Callable[[], bool] | None = None
+    ) -> Iterator[subprocess.Popen[str]]:
+        """The entry point, once it is healthy; ended for want of CPU it runs again, as in a pod."""
+        is_up = is_up or (lambda: self.health()[0] == 0)
+        for _ in range(3):
+            with self.run("entrypoint", *arguments) as process:
+                try:
+                    if _comes_up(process, is_up):
+                        yield process
+                        return
+                    ended = process.poll() is not None
+                    remove_leftovers(self.variables[MARK_VARIABLE])  # they hold its pipe
+                    said = process.communicate(timeout=30)[0]
+                finally:
+                    process.kill()
+            if not (ended and (starved(said) or STARVED in said)):
+                break
+        raise AssertionError(said)
+
+
+def _comes_up(process: subprocess.Popen[str], is_up: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if is_up():
+            return True
+        time.sleep(0.05)
+    return False
 
 
 @contextmanager

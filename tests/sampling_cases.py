@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -98,10 +99,29 @@ def wait_for_texts(folder: Path, texts: list[str]) -> None:
     wait_for(lambda: {row["inputs"]["text"] for row in records(folder)} >= set(texts), "the rows")
 
 
+def rows_in(folder: Path) -> int:
+    """As the names of a pipeline's files tell."""
+    return sum(file.rows for file in list_files(folder, folder.name))
+
+
 def records(folder: Path) -> list[dict[str, Any]]:
     """Every row in the folder."""
     return [
         json.loads(line)
         for file in list_files(folder, "sampled")
-        for line in file.path.read_text(encoding="utf-8").split("\n")[1:-1]
+        for line in read_if_there(file.path).decode().split("\n")[1:-1]
     ]
+
+
+def read_if_there(path: Path, since: float = 0.0) -> bytes:
+    """The file's bytes; none where it is older, or who shares its folder removed it meanwhile."""
+    try:
+        return path.read_bytes() if path.stat().st_mtime >= since else b""
+    except FileNotFoundError:
+        return b""
+
+
+def files_with(text: str, folder: Path, *, since: float = 0.0) -> list[Path]:
+    """Files below the folder, changed since then, that hold the text."""
+    paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return [path for path in paths if text.encode() in read_if_there(path, since)]

@@ -122,7 +122,7 @@ batch_input { kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "row_stride" data_type
 output { name: "stride" data_type: TYPE_FP32 dims: [1] }
 output { name: "each" data_type: TYPE_FP32 dims: [-1, 2] }
 batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "each" source_input: "input_ids" }
-dynamic_batching { preferred_batch_size: [4] max_queue_delay_microseconds: 500000 }
+dynamic_batching { preferred_batch_size: [4] max_queue_delay_microseconds: 5000000 }
 """
 PADDED_CONFIG = """
 max_batch_size: 4

@@ -70,6 +70,7 @@ def serve(counts: InFlight, clock: Clock, tickets: list[Ticket], row_s: float) -
         assert counts.settle(ticket)
 
 
+@pytest.mark.usefixtures("clock")
 def test_so_many_are_let_in_and_no_more(in_flight: InFlight) -> None:
     admission = Admission(in_flight, 3, 1.0)
     tickets = ask(admission, 5)
@@ -78,6 +79,7 @@ def test_so_many_are_let_in_and_no_more(in_flight: InFlight) -> None:
     assert len(ask(admission, 5)) == 1
 
 
+@pytest.mark.usefixtures("clock")
 def test_the_limit_holds_over_all_instances(in_flight: InFlight) -> None:
     first, second = (Admission(other, 4, 1.0) for other in (in_flight, InFlight(PIPELINE)))
     tickets = [*ask(first), *ask(second, 2)]

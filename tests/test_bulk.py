@@ -80,17 +80,19 @@ def test_a_server_that_answers_no_row_ends_the_run(toy: Toy, tmp_path: Path) -> 
     with pytest.raises(UserError, match="the step is broken"):
         run(asked, ignore)
     assert not asked.out.exists()
-    asked = Asked("toy", asked.file, asked.out, "127.0.0.1:9", timeout_s=0.1)
+    asked = Asked("toy", asked.file, asked.out, "127.0.0.1:9", timeout_s=10)
     with pytest.raises(UserError, match="triptych serve"):
         run(asked, ignore)
 
 
 KILLED = """
 import sys
+import time
 from pathlib import Path
 from triptych.bulk import run
 run._PART_ROWS = 100
-run.run(run.Asked("toy", Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]), lambda _: None)
+asked = run.Asked("toy", Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+run.run(asked, lambda told: told.done < run._PART_ROWS or time.sleep(600))  # a part is kept
 """
 
 

@@ -25,6 +25,8 @@ from triptych.server.leftovers import MARK_VARIABLE
 pytestmark = pytest.mark.server
 
 TEXT = "my delivery is late"
+LONG = " ".join([TEXT] * 62)
+"""Of 250 tokens: many of these keep a server busy for seconds."""
 STEP_NAMES = ("core", "postprocess", "preprocess")
 
 
@@ -39,33 +41,32 @@ def alone(minilm_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
     """Requests in flight are answered, new ones refused, and no idle connection delays the end."""
-    with image_of(tmp_path / "image", alone) as image, image.run("entrypoint") as process:
-        try:
-            assert eventually(lambda: image.health()[0] == 0, 120), image.health()
+    with image_of(tmp_path / "image", alone) as image:
+        # An idle connection would hold it for so long.
+        image.variables["TRIPTYCH_EXIT_TIMEOUT_S"] = "60"
+        with image.serving() as process:
             idle = http.client.HTTPConnection(image.url("HTTP"), timeout=10)
             idle.request("GET", "/v2/health/live")
             idle.getresponse().read()
             (counts,) = InFlight.of_server(server_of(process), image.variables[MARK_VARIABLE])
             before = counts.admitted()
             with (
-                Client("minilm_packed", image.url("GRPC")) as client,
+                Client("minilm_packed", image.url("GRPC"), timeout_s=60) as client,
                 ThreadPoolExecutor(64) as pool,
             ):
-                answers = [pool.submit(client.embed, [TEXT * 12]) for _ in range(64)]
+                answers = [pool.submit(client.embed, [LONG]) for _ in range(64)]
                 assert eventually(lambda: counts.admitted() == before + 64)
-                assert counts.under_way() > 0
                 process.send_signal(signal.SIGTERM)
                 asked_at = time.monotonic()
+                assert counts.under_way() > 0
                 assert eventually(lambda: counts.closed_at > 0)
                 time.sleep(2 * LAST_CALL_S)
                 with pytest.raises((PipelineNotReady, ServerUnreachable)):
                     client.embed([TEXT])
-                assert [answer.result(timeout=30).shape for answer in answers] == [(1, 384)] * 64
+                assert [answer.result(timeout=60).shape for answer in answers] == [(1, 384)] * 64
             said = process.communicate(timeout=30)[0]
-            assert time.monotonic() - asked_at < 20
+            assert time.monotonic() - asked_at < 40
             idle.close()
-        finally:
-            process.kill()
     assert process.returncode == 0, said
     assert "warning: Triton 24.10 may end (SIGSEGV, SIGABRT) when" in said
     assert image.health()[0] == 1
@@ -74,22 +75,18 @@ def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
 def test_a_frozen_step_is_unhealthy_and_a_dead_one_ends_the_container(
     alone: Path, tmp_path: Path
 ) -> None:
-    with image_of(tmp_path / "image", alone) as image, image.run("entrypoint") as process:
-        try:
-            assert eventually(lambda: image.health()[0] == 0, 120), image.health()
-            steps = step_processes(server_of(process))
-            assert sorted(steps.values()) == [f"minilm_packed_{step}" for step in STEP_NAMES]
-            dead, model = next(iter(steps.items()))
-            os.kill(dead, signal.SIGSTOP)
-            began = time.monotonic()
-            exit_code, said = image.health()
-            assert exit_code == 1
-            assert said.startswith("unhealthy: minilm_packed does not answer (")
-            assert time.monotonic() - began < 10
-            os.kill(dead, signal.SIGKILL)
-            said = process.communicate(timeout=5)[0]
-        finally:
-            process.kill()
+    with image_of(tmp_path / "image", alone) as image, image.serving() as process:
+        steps = step_processes(server_of(process))
+        assert sorted(steps.values()) == [f"minilm_packed_{step}" for step in STEP_NAMES]
+        dead, model = next(iter(steps.items()))
+        os.kill(dead, signal.SIGSTOP)
+        began = time.monotonic()
+        exit_code, said = image.health()
+        assert exit_code == 1
+        assert said.startswith("unhealthy: minilm_packed does not answer (")
+        assert time.monotonic() - began < 10
+        os.kill(dead, signal.SIGKILL)
+        said = process.communicate(timeout=30)[0]
     assert process.returncode == EXIT_DEAD
     assert f"error: a step has died: {model} (process {dead})." in said
 

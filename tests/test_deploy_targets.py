@@ -84,15 +84,15 @@ def test_envoy_stands_in_front_and_tells_the_rate(tmp_path: Path) -> None:
 
 
 class Slow(http.server.BaseHTTPRequestHandler):
-    """A server of models that takes a while for a request."""
+    """A server of models that answers a request only once it may."""
 
     protocol_version = "HTTP/1.1"
-    asked = threading.Event()
+    asked, may_answer = threading.Event(), threading.Event()
 
     def do_GET(self) -> None:
         if self.path.endswith("/infer"):
             Slow.asked.set()
-            time.sleep(2)
+            Slow.may_answer.wait(30)
         body = b"{}"
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
@@ -170,7 +170,13 @@ def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:
             assert comes_true(lambda: page(metrics, "/ready")[0] == 200)
             assert page(metrics, "/stats")[0] == 404
             assert run(healthy).wait(30) == 0
-            assert comes_true(lambda: page(ports[PORTS["http"]], "/v2/health/ready")[0] == 200)
+            polls: list[int] = []
+
+            def is_served() -> bool:
+                polls.append(page(ports[PORTS["http"]], "/v2/health/ready")[0])
+                return polls[-1] == 200
+
+            assert comes_true(is_served)
             answers: list[int] = []
             infer = (ports[PORTS["http"]], "/v2/models/minilm/infer", "POST")
             asker = threading.Thread(target=lambda: answers.append(page(*infer)[0]))
@@ -179,6 +185,7 @@ def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:
             drain = run(command)
             assert comes_true(lambda: page(metrics, "/ready")[0] == 503)
             assert drain.poll() is None
+            Slow.may_answer.set()
             assert drain.wait(60) == 0
             asker.join(30)
             assert answers == [200]
@@ -187,12 +194,10 @@ def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:
                 "query"
             ]
             (name,) = re.findall(r"rate\((\w+)", series)
-            assert (
-                f'{name}{{envoy_http_conn_manager_prefix="http"}} 2' in page(metrics, "/metrics")[1]
-            )
-            assert (
-                f'{name}{{envoy_http_conn_manager_prefix="grpc"}} 0' in page(metrics, "/metrics")[1]
-            )
+            counted = page(metrics, "/metrics")[1]
+            asked = len(polls) + 1
+            assert f'{name}{{envoy_http_conn_manager_prefix="http"}} {asked}\n' in counted
+            assert f'{name}{{envoy_http_conn_manager_prefix="grpc"}} 0\n' in counted
         finally:
             running.terminate()
             running.wait(30)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +34,9 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> 
     return folder.parent
 
 
-def test_a_watch_tells_what_changed_once_it_is_written(tmp_path: Path) -> None:
+def test_a_watch_tells_what_changed_once_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pipeline.yaml").write_text("a")
     (tmp_path / "gone.png").write_text("a")
     watch = Watch(tmp_path)
@@ -51,20 +52,20 @@ def test_a_watch_tells_what_changed_once_it_is_written(tmp_path: Path) -> None:
     assert watch.changed() == ["gone.png", "pipeline.yaml", "samples/one.png"]
     assert watch.changed() == []
 
-    def write_slowly() -> None:
-        with (tmp_path / "pipeline.yaml").open("w") as file:
-            for _ in range(6):
-                file.write("line\n")
-                file.flush()
-                time.sleep(0.05)
+    pauses: list[float] = []
 
-    writer = threading.Thread(target=write_slowly)
-    writer.start()
-    told = []
-    while writer.is_alive():
-        told += watch.changed()
-    writer.join()
-    assert told == ["pipeline.yaml"]
+    def write_meanwhile(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) <= 6:
+            with (tmp_path / "pipeline.yaml").open("a") as file:
+                file.write("line\n")
+
+    monkeypatch.setattr("triptych.dev.watch.time.sleep", write_meanwhile)
+    monkeypatch.setattr("triptych.dev.watch._LONGEST_SETTLE_S", 60.0)
+    (tmp_path / "pipeline.yaml").write_text("")
+    assert watch.changed() == ["pipeline.yaml"]
+    assert len(pauses) == 7
+    assert watch.changed() == []
 
 
 @pytest.mark.server

@@ -234,8 +234,12 @@ def test_it_takes_tritons_generate_requests(server: Server, quick: Streams) -> N
 
 def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams) -> None:
     """Running and waiting ones, streamed or not: three calls for two places."""
-    calls = [slow.open({"text_input": LONG, "stream": stream}) for stream in (True, False, True)]
+    text = LONG * 2  # five seconds
+    calls = [slow.open({"text_input": text})]
     next(responses_of(calls[0]))
+    calls.append(slow.open({"text_input": text, "stream": False}))
+    wait_until(server, "slow", running=2)
+    calls.append(slow.open({"text_input": text}))
     wait_until(server, "slow", running=2, waiting=1, above_0="kv_cache_share")
     calls[2].cancel()  # it has no token yet
     wait_until(server, "slow", running=2, waiting=0)
@@ -311,8 +315,8 @@ def test_a_full_queue_refuses_and_a_stopping_server_answers(server: Server, slow
         assert all("must have at most 12 requests under way" in error for error in refused)
         assert all(one.text == TEXTS[0] for one in answers if not one.error)
         wait_until(server, "slow", running=0, waiting=0)
-        last = pool.submit(slow.ask, text_input=TEXTS[0])
+        last = pool.submit(slow.ask, text_input=LONG)
         wait_until(server, "slow", running=1)
         server.stop()
         answer = last.result()
-        assert (answer.error, answer.text) == ("", TEXTS[0])
+        assert (answer.error, answer.text) == ("", LONG)

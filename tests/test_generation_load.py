@@ -18,13 +18,11 @@ from rich.console import Console
 from conftest import write_pipeline
 from load_samples import bench, measurement
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
-from triptych.bench import measure as measuring
-from triptych.bench import perf_analyzer
 from triptych.bench.bench import Price, tokens_of
 from triptych.bench.bottleneck import find_bottleneck
-from triptych.bench.measure import Target
+from triptych.bench.measure import run_longer
 from triptych.bench.perf_analyzer import LoadError
-from triptych.bench.perf_output import Answer, Export, read_export
+from triptych.bench.perf_output import Answer, Export, LoadResult, read_export
 from triptych.bench.points import BenchResult, Load, Point, from_json, to_json
 from triptych.bench.resources import process_name, process_tree
 from triptych.bench.streamed import answer_parts, keeps, streamed_of
@@ -150,20 +148,17 @@ def test_what_a_step_has_started_counts_as_the_step() -> None:
         step.communicate(b"\n")
 
 
-def test_a_window_without_an_answer_is_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_without_an_answer_is_made_longer() -> None:
     asked: list[float] = []
 
-    def run(*_given: object, window_s: float, **_named: object) -> None:
-        asked.append(window_s)
+    def run(seconds: float) -> LoadResult:
+        asked.append(seconds)
         said = "No valid requests recorded" if len(asked) < 3 else "all is lost"
         raise LoadError("must be measured", said, "", said, is_late=True)
 
-    monkeypatch.setattr(perf_analyzer, "run", run)
     with pytest.raises(LoadError, match="all is lost"):
-        measuring._run_longer(
-            Target("x", "chat", promise=GenerationSlo()), [], Load("concurrency", 1), 3.0, 900.0
-        )
-    assert asked == [1.0, 2.0, 4.0]
+        run_longer(run, 3.0)
+    assert asked == [3.0, 6.0, 12.0]
 
 
 def result(*, slow: float = 1.0) -> BenchResult:

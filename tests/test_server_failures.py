@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import socket
 import urllib.request
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from client_fleet import wait_until
 from triptych.server.server import Server
 from triptych.server.server_log import ServerError, last_words, read_load_state
 
@@ -60,11 +62,14 @@ def initializing_with(statement: str) -> str:
     return MODEL.replace("        pass", f"        {statement}")
 
 
-def failure_of(repository: Path, timeout_s: float = 60.0) -> ServerError:
-    """The error of a server that cannot become ready; it is stopped, and its log removed."""
+def failure_of(
+    repository: Path, timeout_s: float = 60.0, *, loaded: Collection[str] = ()
+) -> ServerError:
+    """The error of a server that cannot become ready, `loaded` apart; it leaves nothing."""
     server = Server(repository)
     try:
         server.start()
+        wait_until(lambda: set(loaded) <= set(server._load_state().loaded), f"{loaded} ready")
         with pytest.raises(ServerError) as caught:
             server.wait_ready(timeout_s=timeout_s)
     finally:
@@ -163,10 +168,10 @@ def test_an_ensemble_that_does_not_close_is_named(
 @pytest.mark.server
 def test_a_model_that_loads_for_too_long_is_named(tmp_path: Path) -> None:
     write_model(tmp_path, "quick", MODEL)
-    write_model(tmp_path, "slow", initializing_with("import time; time.sleep(60)"))
-    error = failure_of(tmp_path, timeout_s=5.0)
+    write_model(tmp_path, "slow", initializing_with("import time; time.sleep(600)"))
+    error = failure_of(tmp_path, timeout_s=1.0, loaded=["quick"])
     assert error.step == "slow"
-    assert error.message.startswith("`slow` must be ready within 5 s. Given: still loading: slow.")
+    assert error.message.startswith("`slow` must be ready within 1 s. Given: still loading: slow.")
 
 
 @pytest.mark.server
@@ -182,13 +187,18 @@ def test_a_server_that_refuses_a_flag_says_which(tmp_path: Path) -> None:
 
 @pytest.mark.server
 def test_a_port_taken_while_models_load_is_named(tmp_path: Path) -> None:
-    server = Server(write_model(tmp_path, "step", MODEL))
+    free = tmp_path / "free"
+    waits = f"import os, time\n        while os.path.exists({str(free)!r}): time.sleep(0.1)"
+    free.touch()
+    server = Server(write_model(tmp_path / "models", "step", initializing_with(waits)))
     server.start()
     host, port = server.http_url.split(":")
     try:
         with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as any server does
             taken.bind((host, int(port)))
             taken.listen()
+            free.unlink()
             with pytest.raises(ServerError, match=f"{host}:{port}' already in use") as caught:
                 server.wait_ready()
     finally:

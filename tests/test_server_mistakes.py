@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from triptych.errors import UserError
-from triptych.server.ports import claim_ports, port_is_busy
+from triptych.server.ports import claim_ports, port_is_busy, release_ports
 from triptych.server.server import Server
 from triptych.server.server_log import ServerError
 
@@ -41,6 +41,20 @@ def test_a_picked_port_differs_from_the_wanted_ones(repository: Path) -> None:
     assert set(ports) == set(wanted)
     assert len(set(ports.values())) == 3
     assert not any(port_is_busy(port) for port in ports.values())
+    release_ports(ports.values())
+
+
+def test_a_picked_port_is_kept_for_its_server_until_it_is_released() -> None:
+    at = ("127.0.0.1", claim_ports("127.0.0.1", {"grpc_port": 0})["grpc_port"])
+    with socket.socket() as another, pytest.raises(OSError, match="already in use"):
+        another.bind(at)  # as another pick does
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(at)
+        server.listen()
+    release_ports([at[1]])
+    with socket.socket() as another:
+        another.bind(at)
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,10 @@ def test_a_request_in_no_profile_fails_alone(server: Served) -> None:
 
 def test_a_request_that_breaks_a_run_fails_alone(server: Served) -> None:
     bad = {"input_ids": np.array([[99]], np.int32), "row_length": np.ones((1, 1), np.int32)}
-    good, broken = ask_together(server.client, "packed", [packed_request(3), bad])
-    assert isinstance(good, dict)
+    requests = [packed_request(3), bad, packed_request(1, 2)]
+    first, broken, third = ask_together(server.client, "packed", requests)
+    assert isinstance(first, dict)
+    assert isinstance(third, dict)
     assert isinstance(broken, InferenceServerException)
     assert broken.status() == "StatusCode.INTERNAL"
     assert "unspecified launch failure" in broken.message()

@@ -369,7 +369,7 @@ def test_a_search_finds_what_the_engine_needs(
         "serving.stream_interval=3",
         "parameters.max_tokens=6",
     )
-    wanted = Tuning(GenerationSlo(), 120.0, clients=8, seconds=1.0, overrides=overrides)
+    wanted = Tuning(GenerationSlo(), 400.0, clients=8, seconds=1.0, overrides=overrides)
     best = tune_pipeline(folder, tmp_path / "repository", wanted, quiet)
     assert [one.verdict for one in best.trials] == ["better"]
     assert best.winner.overrides == {"core.max_sequences": 8}

@@ -94,10 +94,11 @@ def cached_stage(
         UserError: the cache cannot be written to, or has no room.
     """
     folder = cache_root() / stage / key_of(stage, inputs)[:32]
+    existed = folder.exists()  # asked first: another build may put it there in between
     there = _intact(folder)
     if there is not None:
         return Stage(folder, True, there)
-    if folder.exists():
+    if existed:
         if (folder / HASHES_FILE).exists():  # else it was made before there were hashes
             progress("cache", f"{folder}: damaged, so it is thrown away and made again")
         shutil.rmtree(folder)

@@ -10,6 +10,7 @@ from typing import Any
 
 from peers.gpu.ledger import Budget, Ledger, fit
 from triptych.bench import perf_analyzer
+from triptych.bench.measure import WINDOWS, run_longer
 from triptych.bench.perf_output import LoadResult
 from triptych.server.server import Server
 
@@ -120,9 +121,13 @@ def measure(
     with Server(repository, models=[pipeline]) as server:
 
         def load(**offered: Any) -> LoadResult:
-            return perf_analyzer.run(
-                server.grpc_url, pipeline, requests, window_s=seconds / 3, **offered
-            )
+            def run(all_windows_s: float) -> LoadResult:
+                window_s = all_windows_s / WINDOWS
+                return perf_analyzer.run(
+                    server.grpc_url, pipeline, requests, window_s=window_s, **offered
+                )
+
+            return run_longer(run, seconds)
 
         closed: dict[int, list[LoadResult]] = {count: [] for count in clients}
         for number in range(fitting):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from triptych.bench import perf_analyzer
 from triptych.bench.perf_output import Export, LoadResult, check_stability, histogram_of
@@ -27,7 +28,7 @@ LONGEST_ANSWERS = 3.0
 for each window, or a window may see no answer end."""
 
 LONGER = 2
-"""Times that windows of streamed answers are doubled where one of them saw no answer end."""
+"""Times that windows are doubled where one of them saw no answer."""
 
 STREAMS_END_S = 60.0
 """After the windows of streamed answers those under way may take so long, and as long as the
@@ -62,8 +63,8 @@ def measure(
         target: what is measured.
         requests: sent in turn, over and over.
         load: what is offered: clients, or a rate.
-        seconds: of all windows together; perf_analyzer stretches them (`STRETCH`). A warm-up of
-            streamed answers may show that they need longer.
+        seconds: of all windows together; perf_analyzer stretches them (`STRETCH`). They are longer
+            where a warm-up of streamed answers, or a window without any, shows that they must be.
         warmup_requests: sent before, by a few clients in a closed loop, and not counted.
         timeout_s: for each of warm-up and load. Where it runs out, `errors` say so.
 
@@ -94,7 +95,7 @@ def measure(
                     seconds = max(seconds, LONGEST_ANSWERS * longest_s)
                 before = counts.read()
             with Watch(target.pid, target.metrics_url) as watch:
-                result = _run_longer(target, requests, load, seconds, timeout_s)
+                result = run_longer(partial(_run, target, requests, load, timeout_s), seconds)
         except perf_analyzer.LoadError as error:
             return _failed(error, counts, before)
         after = counts.read()
@@ -112,37 +113,30 @@ def measure(
     return replace(measured, resources=watch.between(span[0], span[-1]))
 
 
-def _run_longer(
-    target: Target,
-    requests: Sequence[perf_analyzer.Request],
-    load: Load,
-    seconds: float,
-    timeout_s: float,
-) -> LoadResult:
-    """As `_run`; of streamed answers, which take seconds, longer where a window saw none end."""
-    if target.promise is None:
-        return _run(target, requests, load, seconds, timeout_s)
+def run_longer(run: Callable[[float], LoadResult], seconds: float) -> LoadResult:
+    """What `run` measures in so many seconds; in more where a window saw no answer at all.
+
+    Raises:
+        LoadError: of `run`.
+    """
     for _ in range(LONGER):
         try:
-            return _run(target, requests, load, seconds, min(timeout_s, _most_s(seconds)))
+            return run(seconds)
         except perf_analyzer.LoadError as error:
             if not error.is_empty:
                 raise
             seconds *= 2
-    return _run(target, requests, load, seconds, min(timeout_s, _most_s(seconds)))
-
-
-def _most_s(seconds: float) -> float:
-    return 2 * seconds + STREAMS_END_S
+    return run(seconds)
 
 
 def _run(
     target: Target,
     requests: Sequence[perf_analyzer.Request],
     load: Load,
-    seconds: float,
     timeout_s: float,
+    seconds: float,
 ) -> LoadResult:
+    is_streaming = target.promise is not None
     if load.kind == "in_process":
         raise UserError("load", "must be one that a server can be given", given=load)
     is_closed = load.kind == "concurrency"
@@ -155,9 +149,9 @@ def _run(
         distribution="poisson" if load.kind == "concurrency" else load.kind,
         burst=load.burst,
         window_s=seconds / WINDOWS,
-        timeout_s=timeout_s,
+        timeout_s=min(timeout_s, 2 * seconds + STREAMS_END_S) if is_streaming else timeout_s,
         exports=True,
-        streaming=target.promise is not None,
+        streaming=is_streaming,
     )
 
 

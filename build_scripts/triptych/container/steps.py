@@ -24,8 +24,10 @@ STARVED = (
 """Said of a server that ended, or loads for ever, for that."""
 
 _POLL_S = 0.02
-# After the last answer was made it still has to be written.
-_LAST_WRITE_S = 0.2
+# After the last answer was made it still has to be written, by processes that may have to wait for
+# the CPU: much longer than it takes, where there was one.
+_QUIET_S = 0.2
+_LAST_WRITE_S = 2.0
 _LOOK_S = 1.0
 # A step that was told to end does so within this time, also on a busy machine.
 _LONGEST_END_S = 15.0
@@ -118,10 +120,10 @@ def drain(server: int, grace_s: float, prefix: str = "") -> bool:
     pipelines = InFlight.of_server(server, prefix)
     for pipeline in pipelines:
         pipeline.close()
-    quiet_since = time.monotonic()
-    while time.monotonic() < quiet_since + _LAST_WRITE_S:
+    quiet_until = time.monotonic() + _QUIET_S
+    while time.monotonic() < quiet_until:
         if any(pipeline.under_way() > 0 for pipeline in pipelines):
-            quiet_since = time.monotonic()
+            quiet_until = time.monotonic() + _LAST_WRITE_S
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)

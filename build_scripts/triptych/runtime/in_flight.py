@@ -147,16 +147,24 @@ class InFlight:
         """The number of the last chunk that has arrived from a slot; 0 before."""
         return self._taken[slot]
 
-    def settle(self, ticket: Ticket) -> bool:
-        """Count a request as answered; False where the ticket is none of this server's."""
-        if ticket.seal != self._seal(*ticket[:3]):
+    def gave(self, ticket: Ticket) -> bool:
+        """Whether the ticket is one of this server's."""
+        return ticket.seal == self._seal(*ticket[:3])
+
+    def settle(self, ticket: Ticket, came_at: float | None = None) -> bool:
+        """Count a request as answered; False where the ticket is none of this server's.
+
+        `came_at` is when postprocess got it, on the clock of `time.monotonic`; None for now.
+        """
+        if not self.gave(ticket):
             return False
+        came_at = time.monotonic() if came_at is None else came_at
         slot, number = ticket.number >> SLOT_BITS, ticket.number & ((1 << SLOT_BITS) - 1)
         if number > self._settled[slot]:
             rows = ticket.rows - self._settled_rows[slot]
             self._settled[slot] = number
             self._settled_rows[slot] = ticket.rows
-            self._measure(max(rows, 1), ticket.admitted_ns / 1e9)
+            self._measure(max(rows, 1), ticket.admitted_ns / 1e9, came_at)
         return True
 
     def admitted(self) -> int:
@@ -212,16 +220,16 @@ class InFlight:
         digest = hashlib.blake2b(data, key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
-    def _measure(self, rows: int, admitted_at: float) -> None:
+    def _measure(self, rows: int, admitted_at: float, now: float) -> None:
         """Take a departure into the rate: the time since the one before, idle time left out.
 
         A pipeline that has little to do answers slower than it could. So each sample comes with the
         rows that were under way (Little's law: their waits together by the time taken), and one of
         fewer rows than the rate known is of counts only where it is faster.
         """
-        now, times = time.monotonic(), self._times
+        times = self._times
         gap_s = max(now - max(times[_DEPARTED_AT], admitted_at), 0.0)
-        times[_DEPARTED_AT] = now
+        times[_DEPARTED_AT] = max(times[_DEPARTED_AT], now)
         taken_s, taken_rows = times[_WINDOW_S], self._words[_WINDOW_ROWS]
         if taken_s >= RATE_WINDOW_S and (gap_s > BATCH_GAP_S or taken_rows >= BATCH_ROWS):
             self._believe(taken_s / taken_rows, times[_WINDOW_WAIT_S] / taken_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -50,15 +51,16 @@ class TritonPythonModel:
         return [self._respond(request) for request in requests]
 
     def _respond(self, request: Any) -> Any:
+        came_at, ticket = time.monotonic(), None
         try:
             inputs = inputs_of(request)
-            ticket = inputs["ticket"].as_numpy()
-            numbers = ticket[0, : len(Ticket._fields)].tolist()
-            if not self._in_flight.settle(Ticket(*numbers)):
+            sent = inputs["ticket"].as_numpy()
+            ticket = Ticket(*sent[0, : len(Ticket._fields)].tolist())
+            if not self._in_flight.gave(ticket):
                 raise RequestError(
                     "ticket",
                     "must be one that this server's preprocess step gave out",
-                    numbers,
+                    list(ticket),
                     "Send the request to the ensemble, not to its steps",
                 )
             parameters = check_parameters(request.parameters(), self._rules, self._defaults)
@@ -71,13 +73,16 @@ class TritonPythonModel:
                 given = self._read_given(inputs, len(rows))
                 rows = call_hook("after", self._after, rows, self._form.names, given)
                 result = self._form.tensors(rows)
-            if self._samples is not None and ticket.shape[1] > len(Ticket._fields):
-                self._samples.put(ticket, result)
+            if self._samples is not None and sent.shape[1] > len(Ticket._fields):
+                self._samples.put(sent, result)
             return pb_utils.InferenceResponse(
                 [pb_utils.Tensor(name, result[name]) for name in self._form.names]
             )
         except Exception as error:
             return error_response(error)
+        finally:
+            if ticket is not None:  # who stops the server waits until here
+                self._in_flight.settle(ticket, came_at)
 
     def _read_given(self, inputs: Inputs, count: int) -> list[Row] | None:
         if self._given is None:

@@ -215,8 +215,8 @@ class SampleWriter:
         except OSError:
             self._counts["disk"] += len(lines)
             return
-        self._counts["kept"] += len(lines)
         self._counts["bytes"] += size
+        self._counts["kept"] += len(lines)  # last: who sees them counted sees all of it
 
     def _line_safely(self, row: Taken) -> bytes:
         try:

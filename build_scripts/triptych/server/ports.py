@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import random
 import socket
+from collections.abc import Iterable
 from contextlib import ExitStack
 
 from triptych.errors import UserError
@@ -14,6 +15,7 @@ from triptych.errors import UserError
 # port between the pick and the server's own bind.
 _PICK_FROM = range(20000, 32000)
 _ATTEMPTS = 200
+_picked: dict[int, socket.socket] = {}
 
 
 def port_is_busy(port: int, host: str = "127.0.0.1") -> bool:
@@ -40,6 +42,9 @@ def is_loopback(host: str) -> bool:
 def claim_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
     """Checks the wanted ports, by the name of their field, and picks a free one for every 0.
 
+    Servers bind theirs only once their models are loaded. Until `release_ports`, or the end of this
+    process, nobody else picks one that was picked here.
+
     Raises:
         UserError: a port is busy, out of range, wanted twice, or the host is not this machine.
     """
@@ -47,10 +52,18 @@ def claim_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
     # All sockets stay open until every port is known, so that no port is picked twice.
     with ExitStack() as held:
         for field, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
-            sock = _pick(host) if port == 0 else _claim(host, field, port, claimed)
-            held.enter_context(sock)
-            claimed[field] = sock.getsockname()[1]
+            if port == 0:
+                claimed[field] = _pick(host)
+            else:
+                held.enter_context(_claim(host, field, port, claimed))
+                claimed[field] = port
     return claimed
+
+
+def release_ports(ports: Iterable[int]) -> None:
+    """Let others pick these that were picked here."""
+    for port in ports:
+        _picked.pop(port).close()
 
 
 def _claim(host: str, field: str, port: int, claimed: dict[str, int]) -> socket.socket:
@@ -74,11 +87,12 @@ def _check_range(field: str, port: int) -> None:
         raise UserError(field, "must be a port from 1 to 65535, or 0 for a free one", given=port)
 
 
-def _pick(host: str) -> socket.socket:
+def _pick(host: str) -> int:
     for port in random.sample(_PICK_FROM, _ATTEMPTS):
-        sock = _bind(host, port)
+        sock = _bind(host, port, is_pick=True)
         if sock is not None:
-            return sock
+            _picked[port] = sock
+            return port
     raise UserError(
         "port",
         f"must be free: {_ATTEMPTS} ports from {_PICK_FROM.start} to {_PICK_FROM.stop} were tried",
@@ -86,14 +100,20 @@ def _pick(host: str) -> socket.socket:
     )
 
 
-def _bind(host: str, port: int, field: str = "port") -> socket.socket | None:
-    """A socket that listens there; None where something does already."""
+def _bind(
+    host: str, port: int, field: str = "port", *, is_pick: bool = False
+) -> socket.socket | None:
+    """A socket bound there; None where something listens, or a pick holds what is to be picked."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # As the server does: a port whose last connections are still closing is free.
+        # Servers set it, for a port whose last connections are still closing to be free. With it
+        # they also bind beside a socket that has it and does not listen; a pick without it cannot.
+        if is_pick:
+            sock.bind((host, port))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(1)
+        if not is_pick:
+            sock.bind((host, port))
+            sock.listen(1)
         return sock
     except PermissionError as error:
         sock.close()

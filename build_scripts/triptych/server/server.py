@@ -25,7 +25,7 @@ from triptych.server.http_probe import answers
 from triptych.server.leftovers import new_mark
 from triptych.server.model_folders import check_models, model_folders
 from triptych.server.plain_folder import new_plain_folder
-from triptych.server.ports import claim_ports
+from triptych.server.ports import claim_ports, release_ports
 from triptych.server.process import ServerProcess
 from triptych.server.server_log import LoadState, ServerError, last_words, read_load_state, starved
 
@@ -85,6 +85,7 @@ class Server:
         self._wanted_ports = {"grpc_port": grpc_port, "http_port": http_port}
         self._wanted_ports["metrics_port"] = metrics_port
         self._ports: dict[str, int] = {}
+        self._picked: list[int] = []
         self._models = tuple(models)
         self._exchanges = exchanges
         self._key = secrets.token_urlsafe(32)
@@ -149,6 +150,7 @@ class Server:
             raise RuntimeError("the server was started already")
         check_models(self.repository, self._models)
         self._ports = claim_ports(self._host, self._wanted_ports)
+        self._picked += [self._ports[name] for name, port in self._wanted_ports.items() if not port]
         mark = self._mark = new_mark()
         private = new_plain_folder()
         try:
@@ -171,6 +173,7 @@ class Server:
             )
         except BaseException:
             shutil.rmtree(private, ignore_errors=True)
+            self._release_ports()
             raise
         conceal_keys(self._process.pid)
 
@@ -201,14 +204,15 @@ class Server:
                     self.log_file.unlink()
                 self.restart()
                 continue
-            state = self._load_state()
+            ready = not exited and self._answers("/v2/health/ready") and not self._waiting_for()
+            state = self._load_state()  # of no earlier moment: all that is ready is told
             for name in state.loaded:
                 if name not in told and on_progress is not None:
                     on_progress(f"{name} is ready")
                 told.add(name)
             if state.failures or exited:
                 raise self._failed(state)
-            if self._answers("/v2/health/ready") and not self._waiting_for():
+            if ready:
                 self.living_steps()
                 return
             if time.monotonic() > deadline:
@@ -242,7 +246,9 @@ class Server:
             UserError: see `start`.
         """
         log_file, own = self.log_file, self._own_log
+        picked, self._picked = self._picked, []  # its own all the time
         self.stop(grace_s=0.0)
+        self._picked = picked
         self.repository = self._served = (repository or self.repository).resolve()
         self._wanted_ports = self._ports
         if own and log_file is not None and log_file.exists():
@@ -270,9 +276,14 @@ class Server:
             self._process.end(grace_s)
         finally:
             self._process = None
+            self._release_ports()
             if self.log_file is not None and not (self._keep_log or died_before):
                 self.log_file.unlink(missing_ok=True)
                 self.log_file = None
+
+    def _release_ports(self) -> None:
+        picked, self._picked = self._picked, []
+        release_ports(picked)
 
     def _holds_pipelines_only(self) -> bool:
         """Whether all models are of pipelines that were built, whose configs are complete."""

@@ -16,7 +16,7 @@ from triptych.bench.bottleneck import find_bottleneck
 from triptych.bench.points import Point
 from triptych.bench.rates import highest_rate
 from triptych.cache import code_hash, sha256_of
-from triptych.errors import Progress
+from triptych.errors import Progress, UserError
 from triptych.pipeline.slo import AnySlo, GenerationSlo, Slo
 from triptych.pipeline.spec import SPEC_FILE
 from triptych.pipeline.traffic import TRAFFIC_FILE
@@ -25,7 +25,7 @@ from triptych.tune.encoding import Encoding
 from triptych.tune.generating import Generating
 from triptych.tune.goodput import Goodput
 from triptych.tune.kind import Kind, Setting
-from triptych.tune.objective import Objective, Scored, Scoring
+from triptych.tune.objective import LoadFailed, Objective, Scored, Scoring
 from triptych.tune.results import Outcome, TuneResult
 from triptych.tune.score_comparison import describe, gain
 from triptych.tune.search import Search, TrialCache, points_of, scores_of
@@ -97,7 +97,15 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
         )
         search.run(start, None if old is None else Setting({**start.overrides, **old.overrides}))
         final = _Final(servers, kind, tuning, began + tuning.budget_s, progress)
-        before, after, doubt = final.compare(search.best, start)
+        try:
+            before, after, doubt = final.compare(search.best, start)
+        except LoadFailed as error:
+            raise UserError(
+                "tune",
+                "must be answered without errors in the comparison at the end, too",
+                given=error,
+                remedy="See what the server's log says, and run it again: what was tried is kept",
+            ) from error
         slot = servers.best_slot
         subject = kind.subject(slot.served, slot.repository, after.overrides)
         met, said = kind.verdict(after)
