@@ -21,6 +21,17 @@ from triptych.repository.history import put_back
 from triptych.server.exchange import Exchange
 from triptych.server.server import Server
 
+STOPPED_ONCE = """
+import os, signal, time
+
+if "triton_python_backend_utils" in sys.modules and not os.path.exists({mark!r}):
+    open({mark!r}, "w").close()
+    if not os.fork():
+        time.sleep(2.5)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 
@@ -117,6 +128,27 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         assert asker.failures == []
         assert set(asker.labels) == {"FIRST", "SECOND"}
     assert problems == []
+
+
+@pytest.mark.server
+def test_a_step_that_would_load_for_ever_is_loaded_again(pipelines: Path, tmp_path: Path) -> None:
+    """Stopped while it loads, as one without CPU; the one before answers all the time."""
+    folder, repository = pipelines / "tickets", tmp_path / "repository"
+    (folder / "hooks.py").write_text(hooks("FIRST"))
+    build_into(folder, repository)
+    told: list[str] = []
+    with Server(repository, models=["tickets"]) as server, Asker(server.grpc_url) as asker:
+        exchange = Exchange(server, on_exchange=told.append, on_problem=told.append)
+        asker.wait_for("FIRST")
+        mark = tmp_path / "stopped"
+        (folder / "hooks.py").write_text(hooks("SECOND") + STOPPED_ONCE.format(mark=str(mark)))
+        build_into(folder, repository)
+        exchange.look()
+        assert "tickets was built anew and exchanged" in told.pop()
+        asker.wait_for("SECOND")
+        assert mark.exists()
+        assert server.death(within_s=0.5) is None
+    assert (told, asker.failures) == ([], [])
 
 
 @pytest.fixture

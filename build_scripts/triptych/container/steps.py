@@ -64,20 +64,24 @@ class EndlessLoad:
         self._awaited: dict[int, float] = {}
         self._looked_at = -_LOOK_S
 
-    def told(self, server: int) -> str:
-        """What is said of the server with this process id if it waits so, else an empty text.
+    def steps(self, server: int) -> dict[int, str]:
+        """Process id -> model of the steps that the server with this process id waits for so.
 
         To be called again and again while models load; it looks once a second.
         """
         now = time.monotonic()
         if now < self._looked_at + _LOOK_S:
-            return ""
+            return {}
         self._looked_at = now
         awaited = _awaited_children(server)
         self._awaited = {pid: self._awaited.get(pid, now) for pid in awaited}
         endless = {pid for pid, since in self._awaited.items() if now - since > _LONGEST_END_S}
-        steps = step_processes(server) if endless else {}
-        models = [model for pid, model in steps.items() if pid in endless]
+        living = step_processes(server) if endless else {}
+        return {pid: model for pid, model in living.items() if pid in endless}
+
+    def told(self, server: int) -> str:
+        """What is said of a server with such steps, else an empty text; likewise."""
+        models = list(self.steps(server).values())
         return f"{models[0]} would load for ever ({STARVED})" if models else ""
 
 
