@@ -7,11 +7,10 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -159,13 +158,3 @@ class Load:
             with self._turn:
                 self.answers += right
                 self.wrong += not right
-
-
-def wait_until(fulfilled: Callable[[], Any], what: str, within_s: float = 60.0) -> None:
-    """Wait for a condition; it fails with `what` was waited for."""
-    pause = threading.Event()
-    for _ in range(int(within_s / 0.02)):
-        if fulfilled():
-            return
-        pause.wait(0.02)
-    raise AssertionError(f"{what}: not within {within_s:g} s")

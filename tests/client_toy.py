@@ -7,12 +7,12 @@ import hashlib
 import json
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ from triptych.client import (
     Client,
 )
 from triptych.server.server import Server
-
-Found = TypeVar("Found")
 
 DIM = 8
 MAX_BATCH_SIZE = 16
@@ -243,7 +241,8 @@ class Toy:
 
     def wait_seen(self, containing: str, step: str = "toy_step") -> list[Seen]:
         """The same, once there is some."""
-        return _soon(lambda: self.seen(containing, step), f"{step} executed {containing!r}")
+        wait_until(lambda: self.seen(containing, step), f"{step} executed {containing!r}", 10)
+        return self.seen(containing, step)
 
     def has_begun(self, containing: str, step: str = "toy_step") -> bool:
         """Whether `step` has begun, and perhaps ended, a request with the string in a text."""
@@ -251,15 +250,17 @@ class Toy:
         return file.exists() and containing.encode() in file.read_bytes()
 
     def wait_begun(self, containing: str, step: str = "toy_step") -> None:
-        _soon(lambda: self.has_begun(containing, step), f"{step} has begun {containing!r}")
+        wait_until(lambda: self.has_begun(containing, step), f"{step} has begun {containing!r}", 10)
 
 
-def _soon(look: Callable[[], Found], what: str) -> Found:
-    for _ in range(1000):
-        if found := look():
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"{what}: not within 10 s")
+def wait_until(fulfilled: Callable[[], Any], what: str, within_s: float = 60.0) -> None:
+    """Wait for a condition; it fails with `what` was waited for."""
+    pause = threading.Event()
+    for _ in range(int(within_s / 0.02)):
+        if fulfilled():
+            return
+        pause.wait(0.02)
+    raise AssertionError(f"{what}: not within {within_s:g} s")
 
 
 ALONE = ("toy", "single", "narrow", "pair", "measure")

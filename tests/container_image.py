@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from container_cases import copy_of_the_images_files
+from test_server import eventually
 from triptych.container.steps import STARVED
 from triptych.server.embedded import find_installation
 from triptych.server.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
@@ -60,10 +60,11 @@ class Image(NamedTuple):
         for _ in range(3):
             with self.run("entrypoint", *arguments) as process:
                 try:
-                    if _comes_up(process, is_up):
+                    told = eventually(lambda: process.poll() is not None or is_up(), 120)
+                    ended = process.poll() is not None
+                    if told and not ended:
                         yield process
                         return
-                    ended = process.poll() is not None
                     remove_leftovers(self.variables[MARK_VARIABLE])  # they hold its pipe
                     said = process.communicate(timeout=30)[0]
                 finally:
@@ -71,15 +72,6 @@ class Image(NamedTuple):
             if not (ended and (starved(said) or STARVED in said)):
                 break
         raise AssertionError(said)
-
-
-def _comes_up(process: subprocess.Popen[str], is_up: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        if is_up():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_fleet import wait_until
 from client_toy import (
     DIM,
     MAX_BATCH_SIZE,
@@ -21,6 +20,7 @@ from client_toy import (
     expected,
     expected_all,
     texts_of_many_lengths,
+    wait_until,
 )
 from triptych.client import (
     AsyncClient,

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_fleet import HOSTS, FakeNameServer, Load, Replica, serve_fleet, wait_until
-from client_toy import caller, expected, expected_all
+from client_fleet import HOSTS, FakeNameServer, Load, Replica, serve_fleet
+from client_toy import caller, expected, expected_all, wait_until
 from triptych.client import (
     AsyncClient,
     Client,

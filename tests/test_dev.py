@@ -16,22 +16,19 @@ import pytest
 
 from conftest import build_into
 from exchange_cases import Asker, hooks, write_tickets
+from test_server_failures import STOP_ONCE
 from triptych.dev.watch import Watch
 from triptych.repository.history import put_back
 from triptych.server.exchange import Exchange
 from triptych.server.server import Server
 
-STOPPED_ONCE = """
-import os, signal, time
-
-if "triton_python_backend_utils" in sys.modules and not os.path.exists({mark!r}):
-    open({mark!r}, "w").close()
-    if not os.fork():
-        time.sleep(2.5)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
+STOPPED_ON_A_SERVER = (
+    STOP_ONCE
+    + """
+if "triton_python_backend_utils" in sys.modules:
+    stop_once({mark!r})
 """
+)
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 
 
@@ -141,7 +138,9 @@ def test_a_step_that_would_load_for_ever_is_loaded_again(pipelines: Path, tmp_pa
         exchange = Exchange(server, on_exchange=told.append, on_problem=told.append)
         asker.wait_for("FIRST")
         mark = tmp_path / "stopped"
-        (folder / "hooks.py").write_text(hooks("SECOND") + STOPPED_ONCE.format(mark=str(mark)))
+        (folder / "hooks.py").write_text(
+            hooks("SECOND") + STOPPED_ON_A_SERVER.format(mark=str(mark))
+        )
         build_into(folder, repository)
         exchange.look()
         assert "tickets was built anew and exchanged" in told.pop()

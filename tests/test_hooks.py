@@ -16,7 +16,7 @@ import pytest
 
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import TAGS, TOPICS, tagger, text_classifier
-from test_server import mark_of
+from test_server import eventually, mark_of
 from triptych.building import build
 from triptych.client import Client, InvalidRequest, PipelineFailed
 from triptych.errors import UserError
@@ -240,10 +240,7 @@ def test_a_server_that_stops_waits_for_a_slow_hook(base: Path) -> None:
         (counts,) = InFlight.of_server(server.pid, mark_of(server.pid))
         with Client("cleaned", server.grpc_url, retry=None) as client:
             answer = pool.submit(client.classify, ["be slow"])
-            deadline = time.monotonic() + 30
-            while not counts.under_way():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            assert eventually(lambda: counts.under_way() > 0, 30)
             time.sleep(0.5)  # it is in the hook, most likely
             server.stop()
             (labels,) = answer.result(timeout=5)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from client_fleet import wait_until
+from client_toy import wait_until
 from triptych.server.server import Server
 from triptych.server.server_log import ServerError, last_words, read_load_state
 
@@ -209,21 +209,20 @@ def test_a_port_taken_while_models_load_is_named(tmp_path: Path) -> None:
 
 STOP_ONCE = """
 import os, signal, time
-from pathlib import Path
 
-def stop_once():
-    mark = Path(__file__).with_name("stopped")
-    if mark.exists():
+def stop_once(mark):
+    if os.path.exists(mark):
         return
-    mark.touch()
+    open(mark, "w").close()
     if not os.fork():
         time.sleep(2.5)
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
 """
-STOPPED_AT_IMPORT = f"{STOP_ONCE}\nstop_once()\n{MODEL}"
-STOPPED_IN_INITIALIZE = STOP_ONCE + initializing_with("stop_once()")
+STOPPING = 'stop_once(__file__ + ".stopped")'
+STOPPED_AT_IMPORT = f"{STOP_ONCE}\n{STOPPING}\n{MODEL}"
+STOPPED_IN_INITIALIZE = STOP_ONCE + initializing_with(STOPPING)
 
 
 @pytest.mark.server

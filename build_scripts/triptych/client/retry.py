@@ -29,7 +29,7 @@ class Retry:
     servers another one may then take it. A request whose connection broke may be computed twice.
 
     Of several servers gRPC may choose the one that is going down again and again. What that one
-    refuses costs nobody anything, so it is not of the budget, and five times as many may meet it.
+    refuses costs nobody anything: it is not of the budget, and is sent again five times as often.
 
     The pause is what a full queue asked for, and a time drawn at random between 0 and a limit that
     doubles with every attempt, up to `longest_pause_s`, so that many clients do not come back at
