@@ -6,9 +6,13 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import accumulate
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -209,8 +213,82 @@ def test_rows_count_not_requests(in_flight: InFlight, clock: Clock) -> None:
     admission = Admission(in_flight, 1000, 2.0)
     for ticket in ask(admission, 10, rows=16):
         clock.now += 16 * 0.02
-        in_flight.settle(ticket)
+        in_flight.settle(ticket, 16)
     assert len(ask(admission, 100, rows=16)) == pytest.approx(7, abs=1)
+
+
+def test_what_got_lost_tells_little_of_the_rate(in_flight: InFlight, clock: Clock) -> None:
+    """Nobody knows whether it was computed: the rate known stays where either may be true."""
+    admission = Admission(in_flight, 1000, 1000.0)
+
+    def lose_all_but_one(taken_s: float) -> None:
+        for _ in range(20):
+            tickets = ask(admission, 40)
+            clock.now += taken_s
+            in_flight.settle(tickets[-1])
+
+    serve(in_flight, clock, ask(admission, 100), 0.02)
+    lose_all_but_one(0.4)
+    assert in_flight.row_s == pytest.approx(0.02)
+    lose_all_but_one(4.0)  # slower than that even if all were computed
+    assert in_flight.row_s == pytest.approx(0.1, rel=0.05)
+
+
+class Sender:
+    """Triton's, of one response."""
+
+    has_left = False
+
+    def is_cancelled(self) -> bool:
+        return self.has_left
+
+    def get_response_sender(self) -> Sender:
+        return self
+
+
+@pytest.fixture
+def backlog_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module as it is in a step, where Triton's own module is there."""
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
+    yield import_module("triptych.runtime.backlog")
+    for name in ("backlog", "stub_io"):
+        del sys.modules[f"triptych.runtime.{name}"]
+
+
+def test_a_core_that_says_nothing_is_given_little_more_at_first(
+    in_flight: InFlight, clock: Clock, backlog_module: Any
+) -> None:
+    """It may have lost what it had, or have no CPU: then all that it is given comes too late."""
+    slot, sender, tickets = in_flight.take_slot(), Sender(), []
+    backlog = backlog_module.Backlog(in_flight, slot, batch_rows=32, longest_wait_s=60.0)
+
+    def respond() -> None:
+        tickets.append(in_flight.admit(slot, 1))
+
+    def settled_at(rows: int) -> bool:
+        for _ in range(500):
+            if in_flight.rows_in_core() == rows:
+                break
+            time.sleep(0.01)
+        time.sleep(0.05)  # and no more
+        return in_flight.rows_in_core() == rows
+
+    backlog.take([backlog_module.Ready(sender, 1, None, respond) for _ in range(2000)])
+    given = 64
+    assert settled_at(given)
+    for more in (64, 128, 256, 512, 512):
+        clock.now += backlog_module.LEAST_PATIENCE_S + 0.01
+        given += more
+        assert settled_at(given)
+    in_flight.settle(tickets[31])  # it was slow, and goes on
+    clock.now += backlog_module.LEAST_PATIENCE_S - 0.01
+    assert settled_at(given - 32)
+    sender.has_left = True
+    for _ in range(500):
+        if not in_flight.under_way() - in_flight.rows_in_core():
+            return
+        time.sleep(0.01)
+    raise AssertionError("those who left still wait")
 
 
 def test_a_forged_ticket_settles_nothing(in_flight: InFlight) -> None:

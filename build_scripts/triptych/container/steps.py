@@ -18,8 +18,8 @@ STUB = "triton_python_backend_stub"
 """The program that runs a Python step."""
 
 STARVED = (
-    "Triton before 25.08 does so where a step that loads gets no CPU for a second: "
-    "give its steps the CPUs that they take to start"
+    "Triton does so where a step gets no CPU for a second, when it loads most of all before 25.08: "
+    "give the steps the CPUs that they take"
 )
 """Said of a server that ended, or loads for ever, for that."""
 

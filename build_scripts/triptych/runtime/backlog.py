@@ -24,8 +24,9 @@ WINDOW_BATCHES = 2
 """And at least so many of its largest batches for each instance: one computed, one queued."""
 SEEN_S = 0.05
 """Before the rate is measured, that of so many seconds stands for it."""
-LOST_TIMES = 8
-"""Who lost a whole window has left in numbers: so many times as much is given next."""
+MOST_WINDOWS = 8
+"""Who lost a window after another has left in numbers: each time twice as much is given next, up to
+so many windows. But a core that only has no CPU for a while looks the same at first."""
 POLL_S = 0.002
 """How often the thread looks for room, while something waits."""
 LEAST_PATIENCE_S = 0.25
@@ -90,7 +91,7 @@ class Backlog:
         self._waiting: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._given_at = self._departed_at = 0.0
-        self._lost_rows = 0
+        self._lost_rows = self._losses = 0
         self._seen_at, self._seen_rows, self._seen_rate = 0.0, 0, 0.0
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -156,11 +157,13 @@ class Backlog:
         window_rows = max(WINDOW_S * rows_per_s, self._least_rows)
         given_rows = counts.rows_in_core()
         if counts.departed_at > self._departed_at:
-            self._departed_at, self._lost_rows = counts.departed_at, 0
-        moved_at = max(self._departed_at, self._given_at)
-        if now - moved_at > max(LEAST_PATIENCE_S, window_rows * row_s):
+            self._departed_at, self._lost_rows, self._losses = counts.departed_at, 0, 0
+        idle_s = now - max(self._departed_at, self._given_at)
+        if given_rows > self._lost_rows and idle_s > max(LEAST_PATIENCE_S, window_rows * row_s):
             self._lost_rows = given_rows
-        return window_rows + LOST_TIMES * self._lost_rows - given_rows
+            self._losses += 1
+        windows = min(1 << max(self._losses - 1, 0), MOST_WINDOWS)
+        return windows * window_rows - (given_rows - self._lost_rows)
 
     def _seen_per_s(self, now: float) -> float:
         """Rows answered a second of late: what the pipeline can do at least, before it is busy."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import mmap
 import os
 import struct
@@ -39,10 +40,11 @@ COMPARABLE = 0.5
 """A rate measured with fewer than this share of the rows under way tells nothing about the other:
 a core that computes batches takes longer for one row the fewer there are."""
 
-_HEADER = 9
+_HEADER = 10
 _FIELDS = 8
 _KEY = slice(0, 2)
-_CLOSED_AT, _DEPARTED_AT, _ROW_S, _DEPTH, _WINDOW_S, _WINDOW_ROWS, _WINDOW_WAIT_S = range(2, 9)
+_CLOSED_AT, _DEPARTED_AT, _ROW_S, _DEPTH = range(2, 6)
+_WINDOW_S, _WINDOW_ROWS, _WINDOW_ANSWERED, _WINDOW_WAIT_S = range(6, 10)
 _SIGNED = struct.Struct("<3q")
 
 
@@ -151,20 +153,27 @@ class InFlight:
         """Whether the ticket is one of this server's."""
         return ticket.seal == self._seal(*ticket[:3])
 
-    def settle(self, ticket: Ticket, came_at: float | None = None) -> bool:
-        """Count a request as answered; False where the ticket is none of this server's.
+    def settle(self, ticket: Ticket, rows: int = 1, came_at: float | None = None) -> bool:
+        """Count a request as answered, and those of its slot before it as answered or lost.
 
-        `came_at` is when postprocess got it, on the clock of `time.monotonic`; None for now.
+        Args:
+            ticket: the request's.
+            rows: of the core that it has.
+            came_at: when postprocess got it, on the clock of `time.monotonic`; None for now.
+
+        Returns:
+            False where the ticket is none of this server's.
         """
         if not self.gave(ticket):
             return False
-        came_at = time.monotonic() if came_at is None else came_at
         slot, number = ticket.number >> SLOT_BITS, ticket.number & ((1 << SLOT_BITS) - 1)
+        settled = 0
         if number > self._settled[slot]:
-            rows = ticket.rows - self._settled_rows[slot]
+            settled = ticket.rows - self._settled_rows[slot]
             self._settled[slot] = number
             self._settled_rows[slot] = ticket.rows
-            self._measure(max(rows, 1), ticket.admitted_ns / 1e9, came_at)
+        came_at = time.monotonic() if came_at is None else came_at
+        self._measure(settled, rows, ticket.admitted_ns / 1e9, came_at)
         return True
 
     def admitted(self) -> int:
@@ -220,24 +229,40 @@ class InFlight:
         digest = hashlib.blake2b(data, key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
-    def _measure(self, rows: int, admitted_at: float, now: float) -> None:
+    def _measure(self, settled: int, answered: int, admitted_at: float, now: float) -> None:
         """Take a departure into the rate: the time since the one before, idle time left out.
 
         A pipeline that has little to do answers slower than it could. So each sample comes with the
         rows that were under way (Little's law: their waits together by the time taken), and one of
         fewer rows than the rate known is of counts only where it is faster.
+
+        Rows that got lost may have been computed or not, which nobody tells: a sample lies between
+        that of all rows settled and that of those answered.
         """
-        times = self._times
+        times, words = self._times, self._words
         gap_s = max(now - max(times[_DEPARTED_AT], admitted_at), 0.0)
         times[_DEPARTED_AT] = max(times[_DEPARTED_AT], now)
-        taken_s, taken_rows = times[_WINDOW_S], self._words[_WINDOW_ROWS]
-        if taken_s >= RATE_WINDOW_S and (gap_s > BATCH_GAP_S or taken_rows >= BATCH_ROWS):
-            self._believe(taken_s / taken_rows, times[_WINDOW_WAIT_S] / taken_s)
+        taken_s, rows = times[_WINDOW_S], words[_WINDOW_ROWS]
+        if taken_s >= RATE_WINDOW_S and (gap_s > BATCH_GAP_S or rows >= BATCH_ROWS):
+            kept = words[_WINDOW_ANSWERED]
+            self._learn(taken_s, max(rows, kept, 1), max(kept, 1), times[_WINDOW_WAIT_S])
             times[_WINDOW_S] = times[_WINDOW_WAIT_S] = 0.0
-            self._words[_WINDOW_ROWS] = 0
+            words[_WINDOW_ROWS] = words[_WINDOW_ANSWERED] = 0
         times[_WINDOW_S] += gap_s
-        times[_WINDOW_WAIT_S] += rows * (now - admitted_at)
-        self._words[_WINDOW_ROWS] += rows
+        times[_WINDOW_WAIT_S] += settled * (now - admitted_at)
+        words[_WINDOW_ROWS] += settled
+        words[_WINDOW_ANSWERED] += answered
+
+    def _learn(self, taken_s: float, settled: int, answered: int, wait_s: float) -> None:
+        """Believe of what a sample leaves open what moves the rate known the least."""
+        known_s, depth = self._times[_ROW_S], wait_s / taken_s
+        shortest_s, longest_s = taken_s / settled, taken_s / answered
+        if known_s <= 0:
+            self._believe(math.sqrt(shortest_s * longest_s), depth)
+        elif known_s > longest_s:
+            self._believe(longest_s, depth * answered / settled)
+        else:
+            self._believe(max(known_s, shortest_s), depth)
 
     def _believe(self, sample_s: float, depth: float) -> None:
         times = self._times

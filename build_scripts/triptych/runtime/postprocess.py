@@ -82,7 +82,7 @@ class TritonPythonModel:
             return error_response(error)
         finally:
             if ticket is not None:  # who stops the server waits until here
-                self._in_flight.settle(ticket, came_at)
+                self._in_flight.settle(ticket, len(sent), came_at)
 
     def _read_given(self, inputs: Inputs, count: int) -> list[Row] | None:
         if self._given is None:

@@ -112,7 +112,7 @@ def last_words(log: str) -> str:
 
 
 def starved(log: str) -> bool:
-    """Whether the server ended because a step that loads got no CPU for a second."""
+    """Whether the server ended because a step got no CPU for a second."""
     return _STARVATION in log
 
 
