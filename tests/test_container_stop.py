@@ -16,7 +16,7 @@ from container_image import image_of, server_of
 from test_server import eventually
 from test_server_failures import STOPPED_IN_INITIALIZE, write_model
 from triptych.client import Client, PipelineNotReady, ServerUnreachable
-from triptych.container.steps import step_processes
+from triptych.container.steps import STARVED, step_processes
 from triptych.container.supervisor import EXIT_DEAD
 from triptych.runtime.admission import LAST_CALL_S
 from triptych.runtime.in_flight import InFlight
@@ -99,4 +99,4 @@ def test_a_server_that_would_load_for_ever_ends_the_container(tmp_path: Path) ->
         finally:
             process.kill()
     assert process.returncode == EXIT_DEAD
-    assert "error: step would load for ever (Triton before 25.08 does so where a step" in said
+    assert f"error: step would load for ever ({STARVED})" in said
