@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from client_toy import wait_until
 from triptych.runtime import in_flight as module
 from triptych.runtime.admission import LAST_CALL_S, LEAST_REQUESTS, PATIENCE_S, Admission
 from triptych.runtime.faults import Overloaded, Stopping
@@ -71,7 +72,7 @@ def serve(counts: InFlight, clock: Clock, tickets: list[Ticket], row_s: float) -
     """Answer the requests, one row each, one after the other."""
     for ticket in tickets:
         clock.now += row_s
-        assert counts.settle(ticket)
+        assert counts.settle(ticket, 1)
 
 
 @pytest.mark.usefixtures("clock")
@@ -79,7 +80,7 @@ def test_so_many_are_let_in_and_no_more(in_flight: InFlight) -> None:
     admission = Admission(in_flight, 3, 1.0)
     tickets = ask(admission, 5)
     assert len(tickets) == 3
-    assert in_flight.settle(tickets[0])
+    assert in_flight.settle(tickets[0], 1)
     assert len(ask(admission, 5)) == 1
 
 
@@ -87,16 +88,16 @@ def test_so_many_are_let_in_and_no_more(in_flight: InFlight) -> None:
 def test_the_limit_holds_over_all_instances(in_flight: InFlight) -> None:
     first, second = (Admission(other, 4, 1.0) for other in (in_flight, InFlight(PIPELINE)))
     tickets = [*ask(first), *ask(second, 2)]
-    assert in_flight.settle(tickets[2])
+    assert in_flight.settle(tickets[2], 1)
     assert len(ask(first, 9)) == 3  # the second instance has two tickets, settled with its last
 
 
 def test_what_got_lost_is_forgotten_with_the_next_that_comes_through(in_flight: InFlight) -> None:
     tickets = ask(Admission(in_flight, 10, 1.0), 9, rows=2)
     assert (in_flight.under_way(), in_flight.rows_under_way()) == (9, 18)
-    in_flight.settle(tickets[8])  # the eight before it failed in the core, or their clients left
+    in_flight.settle(tickets[8], 2)  # the eight before it failed in the core, or their clients left
     assert (in_flight.under_way(), in_flight.rows_under_way()) == (0, 0)
-    in_flight.settle(tickets[3])  # late, out of order: takes nothing back
+    in_flight.settle(tickets[3], 2)  # late, out of order: takes nothing back
     assert in_flight.under_way() == 0
 
 
@@ -110,7 +111,7 @@ def test_a_full_pipeline_that_lost_everything_opens_again(
     probes = ask(admission, 5)
     assert len(probes) == 1  # to find out, not a flood
     assert not ask(admission)
-    in_flight.settle(probes[0])
+    in_flight.settle(probes[0], 1)
     assert len(ask(admission, 5)) == 2
 
 
@@ -169,7 +170,7 @@ def answered(
         else:
             clock.now = start + done_s
             for ticket, arrived_s in batch:
-                counts.settle(ticket)
+                counts.settle(ticket, 1)
                 latencies.append(done_s - arrived_s)
             batch.clear()
         if not batch and queue:
@@ -225,7 +226,7 @@ def test_what_got_lost_tells_little_of_the_rate(in_flight: InFlight, clock: Cloc
         for _ in range(20):
             tickets = ask(admission, 40)
             clock.now += taken_s
-            in_flight.settle(tickets[-1])
+            in_flight.settle(tickets[-1], 1)
 
     serve(in_flight, clock, ask(admission, 100), 0.02)
     lose_all_but_one(0.4)
@@ -265,30 +266,25 @@ def test_a_core_that_says_nothing_is_given_little_more_at_first(
     def respond() -> None:
         tickets.append(in_flight.admit(slot, 1))
 
-    def settled_at(rows: int) -> bool:
-        for _ in range(500):
-            if in_flight.rows_in_core() == rows:
-                break
-            time.sleep(0.01)
+    def is_given(rows: int) -> bool:
+        wait_until(lambda: in_flight.rows_in_core() == rows, f"{rows} rows in the core", 10)
         time.sleep(0.05)  # and no more
         return in_flight.rows_in_core() == rows
 
     backlog.take([backlog_module.Ready(sender, 1, None, respond) for _ in range(2000)])
     given = 64
-    assert settled_at(given)
+    assert is_given(given)
     for more in (64, 128, 256, 512, 512):
         clock.now += backlog_module.LEAST_PATIENCE_S + 0.01
         given += more
-        assert settled_at(given)
-    in_flight.settle(tickets[31])  # it was slow, and goes on
+        assert is_given(given)
+    in_flight.settle(tickets[31], 1)  # it was slow, and goes on
     clock.now += backlog_module.LEAST_PATIENCE_S - 0.01
-    assert settled_at(given - 32)
+    assert is_given(given - 32)
     sender.has_left = True
-    for _ in range(500):
-        if not in_flight.under_way() - in_flight.rows_in_core():
-            return
-        time.sleep(0.01)
-    raise AssertionError("those who left still wait")
+    wait_until(
+        lambda: in_flight.under_way() == in_flight.rows_in_core(), "those who left wait no more", 10
+    )
 
 
 def test_a_forged_ticket_settles_nothing(in_flight: InFlight) -> None:
@@ -300,7 +296,7 @@ def test_a_forged_ticket_settles_nothing(in_flight: InFlight) -> None:
         ticket._replace(rows=ticket.rows + 3),
         ticket._replace(seal=ticket.seal ^ 1),
     ):
-        assert not in_flight.settle(forged)
+        assert not in_flight.settle(forged, 1)
     assert in_flight.under_way() == 4
 
 

@@ -91,7 +91,7 @@ class Backlog:
         self._waiting: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._given_at = self._departed_at = 0.0
-        self._lost_rows = self._losses = 0
+        self._lost_rows, self._windows = 0, 1
         self._seen_at, self._seen_rows, self._seen_rate = 0.0, 0, 0.0
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -157,13 +157,13 @@ class Backlog:
         window_rows = max(WINDOW_S * rows_per_s, self._least_rows)
         given_rows = counts.rows_in_core()
         if counts.departed_at > self._departed_at:
-            self._departed_at, self._lost_rows, self._losses = counts.departed_at, 0, 0
+            self._departed_at, self._lost_rows, self._windows = counts.departed_at, 0, 1
         idle_s = now - max(self._departed_at, self._given_at)
         if given_rows > self._lost_rows and idle_s > max(LEAST_PATIENCE_S, window_rows * row_s):
+            if self._lost_rows:
+                self._windows = min(2 * self._windows, MOST_WINDOWS)
             self._lost_rows = given_rows
-            self._losses += 1
-        windows = min(1 << max(self._losses - 1, 0), MOST_WINDOWS)
-        return windows * window_rows - (given_rows - self._lost_rows)
+        return self._windows * window_rows - (given_rows - self._lost_rows)
 
     def _seen_per_s(self, now: float) -> float:
         """Rows answered a second of late: what the pipeline can do at least, before it is busy."""

@@ -153,7 +153,7 @@ class InFlight:
         """Whether the ticket is one of this server's."""
         return ticket.seal == self._seal(*ticket[:3])
 
-    def settle(self, ticket: Ticket, rows: int = 1, came_at: float | None = None) -> bool:
+    def settle(self, ticket: Ticket, rows: int, came_at: float | None = None) -> bool:
         """Count a request as answered, and those of its slot before it as answered or lost.
 
         Args:
@@ -244,8 +244,9 @@ class InFlight:
         times[_DEPARTED_AT] = max(times[_DEPARTED_AT], now)
         taken_s, rows = times[_WINDOW_S], words[_WINDOW_ROWS]
         if taken_s >= RATE_WINDOW_S and (gap_s > BATCH_GAP_S or rows >= BATCH_ROWS):
-            kept = words[_WINDOW_ANSWERED]
-            self._learn(taken_s, max(rows, kept, 1), max(kept, 1), times[_WINDOW_WAIT_S])
+            # Another process may have begun a new sample meanwhile: no row is left then.
+            kept = max(words[_WINDOW_ANSWERED], 1)
+            self._learn(taken_s, max(rows, kept), kept, times[_WINDOW_WAIT_S])
             times[_WINDOW_S] = times[_WINDOW_WAIT_S] = 0.0
             words[_WINDOW_ROWS] = words[_WINDOW_ANSWERED] = 0
         times[_WINDOW_S] += gap_s
