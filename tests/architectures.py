@@ -15,7 +15,14 @@ from triptych.cache import cached_stage, code_hash, sha256_of, versions_of
 from triptych.export.to_onnx import export_onnx
 from triptych.model.facts import ModelFacts
 from triptych.tasks.task import Core
-from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, Tensor
+from triptych.tensors import (
+    FIRST_SEGMENT,
+    INPUT_IDS,
+    ROW_LENGTH,
+    ROW_OFFSET,
+    ROW_SPAN,
+    Tensor,
+)
 
 VOCABULARY = 120
 MASK = 4
@@ -126,6 +133,12 @@ HEADS: Mapping[str, Core] = {
 """One core for each thing a core can return."""
 
 INPUTS = (INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT)
+LAYOUT_INPUTS = {
+    "bucketed": INPUTS,
+    "packed": (*INPUTS, ROW_OFFSET),
+    "packed for TensorRT": (*INPUTS, ROW_OFFSET, ROW_SPAN),
+}
+"""Inputs of the core by layout."""
 ROW_SIZES = (3, 41, 12, 1, 27, 33, 40)
 
 
@@ -153,8 +166,8 @@ def exported(name: str, head: str, layout: str) -> tuple[Path, ModelFacts]:
     def work(folder: Path) -> None:
         share_export_registry()
         facts = save_model(name, core.auto_class, folder)
-        packed = layout == "packed"
-        export_onnx(folder, facts, core, INPUTS, packed=packed, target=folder / "onnx")
+        packed, inputs = layout != "bucketed", LAYOUT_INPUTS[layout]
+        export_onnx(folder, facts, core, inputs, packed=packed, target=folder / "onnx")
 
     code = [code_hash("export/*", "model/*", "tensors.py"), sha256_of(Path(__file__))]
     versions = versions_of("torch", "transformers", "onnx", "onnxscript")
@@ -245,6 +258,33 @@ def _outputs(output: Any, core: Core, row: Sequence[int]) -> list[NDArray[Any]]:
     return [ids[:, 0], best[:, 0]] if core.returns == "token_choices" else [ids, best]
 
 
+def packed_feed(
+    rows: Sequence[Sequence[int]],
+) -> tuple[dict[str, NDArray[np.int32]], list[int]]:
+    """Return the packed graph's inputs for rows that came in requests of one to three rows.
+
+    Also returns the index of each row's first token.
+    """
+    tokens: list[int] = []
+    strides, offsets, starts = [], [], []
+    index = 0
+    while index < len(rows):
+        request = rows[index : index + 1 + index % 3]
+        index += len(request)
+        size = sum(map(len, request))
+        stride = -(-size // len(request))
+        first = len(tokens)
+        for place, row in enumerate(request):
+            starts.append(len(tokens))
+            offsets.append(len(tokens) - first - place * stride)
+            strides.append(stride)
+            tokens += row
+        tokens += [50] * (stride * len(request) - size)  # what a pad holds does not matter
+    columns = np.array(offsets, np.int32)[:, None], np.array(strides, np.int32)
+    feed = {"input_ids": np.array(tokens, np.int32)}
+    return feed | {"row_offset": columns[0], "row_stride": columns[1]}, starts
+
+
 def run_graph(
     path: Path, facts: ModelFacts, core: Core, rows: Sequence[Sequence[int]], *, packed: bool
 ) -> list[list[NDArray[Any]]]:
@@ -255,12 +295,8 @@ def run_graph(
     lengths = np.array([[len(row)] for row in rows], dtype=np.int32)
     feed = {"row_length": lengths, "first_segment": first_segments(rows)}
     if packed:
-        strides = lengths[:, 0] + np.arange(len(rows), dtype=np.int32) % 3
-        ids = np.full(int(strides.sum()), 50, dtype=np.int32)  # what a pad holds does not matter
-        starts = np.concatenate(([0], np.cumsum(strides)[:-1]))
-        for start, row in zip(starts, rows, strict=True):
-            ids[start : start + len(row)] = row
-        feed |= {"input_ids": ids, "row_stride": strides}
+        tokens, starts = packed_feed(rows)
+        feed |= tokens
     else:
         ids = np.full((len(rows), int(lengths.max()) + 2), facts.pad_token_id, dtype=np.int32)
         for target, row in zip(ids, rows, strict=True):

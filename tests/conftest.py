@@ -54,7 +54,7 @@ PURE = (
     "generation_requests", "generation_spec", "generation_stream", "gpu_peer", "gpu_plan",
     "history", "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict",
     "load_report", "load_report_terminal", "load_values", "make_engine", "metrics", "mirror",
-    "new_traffic", "onnxruntime_pieces", "onnxruntime_runner", "pages", "plan", "probe",
+    "new_traffic", "onnxruntime_pieces", "pages", "plan", "probe",
     "quantisation", "rehearsal", "releases", "report", "rounding", "sample_pieces", "samples_file",
     "scaffold", "scaling", "scratch", "server_mistakes", "shown", "spec", "store", "tensorrt_llm",
     "tensorrt_settings", "terminal", "tune_fields", "tune_generation", "tune_report", "tune_scores",

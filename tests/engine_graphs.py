@@ -90,7 +90,8 @@ def of_architecture(
     case: tuple[str, str, str], precisions: Sequence[Precision], base: Path
 ) -> Iterator[Graph]:
     """The core of a random model of `architectures`, as `test_architectures` exports it."""
-    exported = export(*case)
+    name, head, layout = case
+    exported = export(name, head, "packed for TensorRT" if layout == "packed" else layout)
     for precision in precisions:
         path, conversion = exported.path, NOTHING
         if precision != "fp32":
@@ -106,8 +107,13 @@ def _profile(*, packed: bool, rows: int = 8, tokens: int = 64) -> dict[str, Shap
     column = ShapeRange((1, 1), (rows, 1), (rows, 1))
     profile = {tensor.name: column for tensor in architectures.INPUTS}
     if packed:
-        profile["row_stride"] = ShapeRange((1,), (rows,), (rows,))
-        return {**profile, "input_ids": ShapeRange((1,), (tokens,), (rows * tokens,))}
+        every = ShapeRange((1,), (tokens,), (rows * tokens,))
+        made = {
+            "row_offset": column,
+            "row_stride": ShapeRange((1,), (rows,), (rows,)),
+            "longest": ShapeRange((1,), (tokens,), (tokens + rows,)),
+        }
+        return {**profile, **made, "input_ids": every, "row_span": every}
     return {**profile, "input_ids": ShapeRange((1, tokens), (rows, tokens), (rows, tokens))}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# One output for each kind of batch_input, spread over the batch dimension that `tag` brings.
+# One output for each kind of batch_input, broadcast over the batch dimension of `tag`.
 DESCRIBED = """
 described (int32[T] tokens, float[B,1] tag, int32[R] counts, float[R] sums, int32[Q] bounds,
            int32[M] longest, int32[B,K] shapes, int32[S] strides)
@@ -52,11 +52,11 @@ output { name: "bounds_out" data_type: TYPE_INT32 dims: [-1] }
 output { name: "longest_out" data_type: TYPE_INT32 dims: [1] }
 output { name: "shapes_out" data_type: TYPE_INT32 dims: [-1] }
 output { name: "strides_out" data_type: TYPE_INT32 dims: [-1] }
-dynamic_batching { preferred_batch_size: [4] max_queue_delay_microseconds: 1000000 }
+dynamic_batching { preferred_batch_size: [4] max_queue_delay_microseconds: 10000000 }
 instance_group { kind: KIND_CPU count: 1 }
 """
 
-# Every row's mean of a table's vectors over its first `length` tokens: a packed core in small.
+# A small packed core: the mean of a table's vectors over the first `length` tokens of each row.
 PACKED = """
 packed (int32[T] tokens, int32[B,1] length, int32[B] stride)
 => (float[B,4] mean, float[V] each)
@@ -104,7 +104,7 @@ model_warmup { name: "zeros" batch_size: 3
   inputs { key: "length" value { data_type: TYPE_INT32 dims: [1] zero_data: true } } }
 """
 
-# The same over rows padded to one length: nothing ragged, but a variable dimension.
+# Rows padded to one length: no ragged input, but a variable dimension.
 PADDED = """
 padded (int32[B,L] tokens, float[B,1] scale) => (float[B,L] scaled, float[B,1] total)
 <int64[1] last = {1}> {
@@ -159,7 +159,7 @@ TYPED_CONFIG = "max_batch_size: 4\n" + "".join(
     for name in ONNX_TYPES
 )
 
-# No batch dimension: a scalar in, a scalar out, and an input that an initializer can stand for.
+# No batch dimension; a scalar input, a scalar output, and an input with a default value.
 UNBATCHED = """
 unbatched (float[N] x, float[] factor, float[1] bias = {0.5}) => (float[N] y, float[] top) {
   scaled = Mul(x, factor)
@@ -176,7 +176,7 @@ output { name: "y" data_type: TYPE_FP32 dims: [-1] }
 output { name: "top" data_type: TYPE_FP32 dims: [1] }
 """
 
-# One number a row, without a dimension of its own: needs `reshape`.
+# One number per row, without a dimension of its own: needs `reshape`.
 PLAIN = "plain (float[B] x, float[B,3] v) => (float[B] y, float[B,3] w) {{ {} }}"
 DOUBLE = PLAIN.format("y = Add(x, x) w = Identity(v)")
 SQUARE = PLAIN.format("y = Mul(x, x) w = Identity(v)")
@@ -190,31 +190,7 @@ version_policy { all {} }
 default_model_filename: "other.onnx"
 """
 
-# Counts down from the row's first token, so that the token says how long the row takes.
-SLOW = """
-slow (int32[T] tokens, int32[B,1] length, int32[B] stride) => (int32[B,1] done)
-<int64 zero = {0}, bool go = {1}> {
-  most = ReduceMax<keepdims: int = 0>(tokens)
-  rounds = Cast<to: int = 7>(most)
-  last = Loop(rounds, go, zero) <body = step (int64 i, bool on, int64 kept)
-    => (bool next, int64 kept_next) { next = Identity(on) kept_next = Add(kept, i) }>
-  small = Sub(last, last)
-  small32 = Cast<to: int = 6>(small)
-  done = Add(length, small32)
-}
-"""
-SLOW_CONFIG = """
-max_batch_size: 3
-input { name: "tokens" data_type: TYPE_INT32 dims: [-1] allow_ragged_batch: true }
-input { name: "length" data_type: TYPE_INT32 dims: [1] }
-batch_input { kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "stride" data_type: TYPE_INT32
-  source_input: "tokens" }
-output { name: "done" data_type: TYPE_INT32 dims: [1] }
-dynamic_batching { preferred_batch_size: [3] max_queue_delay_microseconds: 1000000 }
-instance_group { kind: KIND_CPU count: 1 }
-"""
-
-# An even number of tokens only, and no output row for a row whose length is 0.
+# An output that has a row for each row whose length is not 0. The number of tokens must be even.
 FAULTY = """
 faulty (int32[T] tokens, int32[B,1] length, int32[B] stride) => (int32[B,1] kept)
 <int64[2] pairs = {2, -1}, int64 zero = {0}> {
@@ -227,12 +203,52 @@ faulty (int32[T] tokens, int32[B,1] length, int32[B] stride) => (int32[B,1] kept
   kept = Add(lengths, nothing)
 }
 """
-FAULTY_CONFIG = (
-    SLOW_CONFIG.replace('"done"', '"kept"')
-    + 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
-)
+FAULTY_CONFIG = """
+max_batch_size: 3
+input { name: "tokens" data_type: TYPE_INT32 dims: [-1] allow_ragged_batch: true }
+input { name: "length" data_type: TYPE_INT32 dims: [1] }
+batch_input { kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "stride" data_type: TYPE_INT32
+  source_input: "tokens" }
+output { name: "kept" data_type: TYPE_INT32 dims: [1] }
+dynamic_batching { preferred_batch_size: [3] max_queue_delay_microseconds: 10000000 }
+instance_group { kind: KIND_CPU count: 1 }
+"""
 
-# Config and graphs by path, as `write_model` takes them.
+# A scattered output without its last element.
+SHORT = """
+short (int32[T] tokens) => (int32[V] each)
+<int64[1] front = {0}, int64[1] back = {-1}> { each = Slice(tokens, front, back) }
+"""
+TWO_TARGETS = "two_targets (int32[T] tokens) => (int32[V] each, int32[V] negative) {"
+TWO_TARGETS += " each = Identity(tokens) negative = Neg(tokens) }"
+SCATTERED_CONFIG = """
+max_batch_size: 2
+input {{ name: "tokens" data_type: TYPE_INT32 dims: [-1] allow_ragged_batch: true }}
+{outputs}
+batch_output {{ kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: [{targets}]
+  source_input: "tokens" }}
+dynamic_batching {{ preferred_batch_size: [2] max_queue_delay_microseconds: 10000000 }}
+instance_group {{ kind: KIND_CPU count: 1 }}
+"""
+
+
+def scattered_config(*targets: str) -> str:
+    """Return the config of a model whose outputs are the targets of one `batch_output`."""
+    outputs = (f'output {{ name: "{name}" data_type: TYPE_INT32 dims: [-1] }}' for name in targets)
+    names = ", ".join(f'"{name}"' for name in targets)
+    return SCATTERED_CONFIG.format(outputs="\n".join(outputs), targets=names)
+
+
+TEXTS = "texts (string[B,1] x) => (string[B,1] y) { y = Identity(x) }"
+TEXTS_CONFIG = """
+max_batch_size: 2
+input { name: "x" data_type: TYPE_STRING dims: [1] }
+output { name: "y" data_type: TYPE_STRING dims: [1] }
+dynamic_batching { preferred_batch_size: [2] max_queue_delay_microseconds: 10000000 }
+instance_group { kind: KIND_CPU count: 1 }
+"""
+
+# Config and graphs of each model, as arguments of `write_model`.
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "described": (DESCRIBED_CONFIG, {"1/model.onnx": DESCRIBED}),
     "packed": (
@@ -252,16 +268,18 @@ MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "unbatched": (UNBATCHED_CONFIG, {"1/model.onnx": UNBATCHED}),
     "reshaped": (
         RESHAPED_CONFIG,
-        # A folder of the file's name is natively allowed too.
+        # The native backend accepts a folder in place of the file, too.
         {"1/other.onnx": DOUBLE, "2/other.onnx/model.onnx": SQUARE},
     ),
     "completed": ("", {"1/model.onnx": DOUBLE}),
     "completed_unbatched": ("", {"1/model.onnx": UNBATCHED}),
-    "slow": (SLOW_CONFIG, {"1/model.onnx": SLOW}),
     "faulty": (FAULTY_CONFIG, {"1/model.onnx": FAULTY}),
+    "short": (scattered_config("each"), {"1/model.onnx": SHORT}),
+    "two_targets": (scattered_config("each", "negative"), {"1/model.onnx": TWO_TARGETS}),
+    "texts": (TEXTS_CONFIG, {"1/model.onnx": TEXTS}),
 }
 
-# The same, with what the refusal says.
+# Config and graphs of models that must not load, with part of the error text.
 REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "no_file": (PACKED_CONFIG, {"1/elsewhere.onnx": PACKED}, "unable to find"),
     "not_ragged": (
@@ -277,7 +295,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
     "parameter": (
         PADDED_CONFIG + 'parameters { key: "execution_mode" value { string_value: "2" } }',
         {"1/model.onnx": PADDED},
-        "Expected values for execution_mode are 0 or 1 but got 2",
+        "Expected values for  execution_mode are 0 or 1 but got 2",
     ),
     "sequence": (
         PADDED_CONFIG.replace("dynamic_batching", "sequence_batching").replace(

@@ -26,12 +26,16 @@ class Exported:
     """A random model's core, and rows for it."""
 
     path: Path
-    packed: bool
+    layout: str
     pad: int
+
+    @property
+    def packed(self) -> bool:
+        return self.layout != "bucketed"
 
     def feed(self, rows: Sequence[Sequence[int]]) -> Feed:
         samples = [TokenRow(tuple(row), (len(row) + 1) // 2) for row in rows]
-        return core_feed(samples, models.INPUTS, packed=self.packed, pad_token_id=self.pad)
+        return core_feed(samples, models.LAYOUT_INPUTS[self.layout], pad_token_id=self.pad)
 
     def feeds(self, *, seed: int = 7) -> list[Feed]:
         """One row each, as for calibration."""
@@ -41,7 +45,7 @@ class Exported:
 def export(name: str, head: str, layout: str) -> Exported:
     """The core of an architecture, in a folder that is shared: not to be written to."""
     folder, facts = models.exported(name, head, layout)
-    return Exported(folder / "onnx/model.onnx", layout == "packed", facts.pad_token_id)
+    return Exported(folder / "onnx/model.onnx", layout, facts.pad_token_id)
 
 
 def run(path: Path, feed: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

@@ -20,8 +20,9 @@ def ask(
     *,
     outputs: Sequence[str] = (),
     version: str = "",
+    request_id: str = "",
 ) -> Arrays:
-    """The outputs of one request by name; all of them unless some are named."""
+    """Return the outputs of one request by name; all of them unless `outputs` names some."""
     tensors = []
     for name, value in inputs.items():
         dtype = np_to_triton_dtype(value.dtype)
@@ -30,6 +31,7 @@ def ask(
         model,
         tensors,
         model_version=version,
+        request_id=request_id,
         outputs=[InferRequestedOutput(name) for name in outputs] or None,
         client_timeout=60,
     )

@@ -131,6 +131,20 @@ input { name: "row_length" data_type: TYPE_INT32 dims: [1] }
 output { name: "total" data_type: TYPE_FP32 dims: [1] }
 output { name: "each" data_type: TYPE_FP32 dims: [-1] }
 """
+TWO_TARGETS = """
+two_targets (int32[tokens] input_ids) => (int32[tokens] each, int32[tokens] negative) {
+  each = Identity(input_ids)
+  negative = Neg(input_ids)
+}
+"""
+TWO_TARGETS_CONFIG = """
+max_batch_size: 1
+input { name: "input_ids" data_type: TYPE_INT32 dims: [-1] allow_ragged_batch: true }
+output { name: "each" data_type: TYPE_INT32 dims: [-1] }
+output { name: "negative" data_type: TYPE_INT32 dims: [-1] }
+batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: ["each", "negative"]
+  source_input: "input_ids" }
+"""
 UNBATCHED = "unbatched (float[n] x) => (float[n] y) { y = Add(x, x) }"
 UNBATCHED_CONFIG = """
 input { name: "x" data_type: TYPE_FP32 dims: [-1] }
@@ -154,6 +168,11 @@ TYPED_CONFIG = "max_batch_size: 2\n" + "".join(
 )
 MODELS: dict[str, tuple[str, str, Sequence[Ranges]]] = {
     "packed": (PACKED_CONFIG + ANY_DEVICE, PACKED, PACKED_PROFILES),
+    "two_targets": (
+        TWO_TARGETS_CONFIG + ANY_DEVICE,
+        TWO_TARGETS,
+        [{"input_ids": [[1], [8], [MOST_TOKENS]]}],
+    ),
     "unbatched": (UNBATCHED_CONFIG + ANY_DEVICE, UNBATCHED, [{"x": [[1], [4], [8]]}]),
     "typed": (
         TYPED_CONFIG + ANY_DEVICE,
@@ -217,10 +236,15 @@ REFUSED = {
         "for the model to support ragged input, the engine shape is: [-1,-1] while the model "
         "config shape is: [-1]",
     ),
+    "optional": Refused(
+        UNBATCHED_CONFIG.replace("[-1] }\noutput", "[-1] optional: true }\noutput") + ANY_DEVICE,
+        (UNBATCHED, [{"x": [[1], [4], [8]]}]),
+        "'optional' is set to true for input 'x' while the backend model doesn't support optional",
+    ),
     "unknown": Refused(
         PADDED_CONFIG.replace('"total"', '"sum"') + ANY_DEVICE,
         _PADDED,
-        "unexpected inference output 'sum', allowed are: each, total",
+        "unexpected inference output 'sum', allowed outputs are: each, total",
     ),
     "missing": Refused(
         PADDED_CONFIG.replace('input { name: "row_length" data_type: TYPE_INT32 dims: [1] }', "")

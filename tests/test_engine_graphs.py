@@ -92,5 +92,5 @@ def test_the_whole_matrix_is_parsed_and_each_operator_in_it_is_built(
         graphs += make(name, layout, PRECISIONS)
     for case in (*test_architectures.SHARED, *test_architectures.OTHERS):
         graphs += engines.of_architecture(case, ["fp16"], tmp_path)
-    assert len(graphs) == len(PRECISIONS) * (2 * len(MODELS) - 1 + len(OTHERS)) + 18
+    assert len(graphs) == len(PRECISIONS) * (2 * len(MODELS) - 1 + len(OTHERS)) + 20
     check(graphs, engines.fewest(graphs, engines.operators))

@@ -12,8 +12,7 @@ from triptych.model.facts import ModelFacts
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.cost import RowCost, row_cost
-from triptych.plan.plan import MICRO_BATCH_TOKENS, make_plan
-from triptych.server.backends.onnxruntime.ort_sessions import DEFAULT_TOKEN_BUDGET
+from triptych.plan.plan import make_plan
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
 
 FACTS = ModelFacts(
@@ -26,9 +25,8 @@ MIXED = Lengths.of([4, 9, 16, 30, 70, 200], max_length=512)
 def cost(lengths: Lengths = EVEN, edges: tuple[int, ...] = (32, 512), **more: Any) -> RowCost:
     given: dict[str, Any] = {
         "on_gpu": False,
-        "packed_rows": 32,
-        "packed_tokens": 32.0,
-        "bucketed_rows": 32,
+        "rows": 32,
+        "longest": 32.0,
         "graphs": False,
         **more,
     }
@@ -44,8 +42,8 @@ def test_padding_costs_what_it_computes() -> None:
     assert cost(edges=(64, 512)).bucketed == pytest.approx(2 * cost().bucketed, rel=0.05)
 
 
-def test_a_larger_packed_batch_costs_more_a_row() -> None:
-    figures = [cost(packed_tokens=tokens).packed for tokens in (32.0, 1000.0, 16_000.0)]
+def test_a_longer_row_in_the_packed_batch_costs_the_others_more() -> None:
+    figures = [cost(longest=tokens).packed for tokens in (32.0, 1000.0, 16_000.0)]
     assert figures == sorted(figures)
     assert figures[-1] > 3 * figures[0]
 
@@ -57,15 +55,15 @@ def test_starting_a_run_counts_on_a_gpu_and_graphs_start_faster() -> None:
 
 
 def test_more_lengths_make_more_runs_of_the_same_batch() -> None:
-    few = cost(MIXED, (512,), on_gpu=True, bucketed_rows=4).bucketed
-    one_length = cost(Lengths.of([512] * 6, max_length=512), (512,), on_gpu=True, bucketed_rows=4)
+    few = cost(MIXED, (512,), on_gpu=True, rows=4).bucketed
+    one_length = cost(Lengths.of([512] * 6, max_length=512), (512,), on_gpu=True, rows=4)
     assert few == pytest.approx(one_length.bucketed)
 
 
 @pytest.mark.parametrize(
     ("overrides", "lengths", "layout"),
     [
-        ([], MIXED, "packed"),
+        ([], Lengths.of(range(4, 200), max_length=512), "packed"),
         (["core.backend=tensorrt"], Lengths.of([500] * 9, max_length=512), "bucketed"),
     ],
 )
@@ -82,7 +80,3 @@ def test_a_layout_that_was_proven_impossible_is_not_chosen_again(tmp_path: Path)
     spec = load_spec(write_pipeline(tmp_path / "a"), ["core.layout=auto"])
     plan = make_plan(spec, FACTS, TEXT_EMBEDDING, {}, MIXED, layout="bucketed")
     assert plan.layout == "bucketed"
-
-
-def test_the_estimate_counts_with_the_local_backends_own_budget() -> None:
-    assert MICRO_BATCH_TOKENS == DEFAULT_TOKEN_BUDGET

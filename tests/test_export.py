@@ -22,9 +22,12 @@ from triptych.tasks.accuracy import CORE_METRICS, default_limits
 from triptych.tasks.metrics.vectors import COSINES
 from triptych.tasks.task import Core
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
-from triptych.tensors import INPUT_IDS, ROW_LENGTH, TokenRow
+from triptych.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
 
-INPUTS = (INPUT_IDS, ROW_LENGTH)
+INPUTS = {
+    "bucketed": (INPUT_IDS, ROW_LENGTH),
+    "packed": (INPUT_IDS, ROW_LENGTH, ROW_OFFSET),
+}
 
 
 def token_row(ids: Sequence[int]) -> TokenRow:
@@ -78,9 +81,9 @@ def test_every_pooling_equals_sentence_transformers(
     folder = tmp_path / "model"
     facts = read_facts(folder)
     core = TEXT_EMBEDDING.core(facts, {})
-    packed, pad = layout == "packed", facts.pad_token_id
-    export_onnx(folder, facts, core, INPUTS, packed=packed, target=tmp_path / "onnx")
-    run = open_onnx(tmp_path / "onnx/model.onnx", core, INPUTS, packed=packed, pad_token_id=pad)
+    packed, inputs = layout == "packed", INPUTS[layout]
+    export_onnx(folder, facts, core, inputs, packed=packed, target=tmp_path / "onnx")
+    run = open_onnx(tmp_path / "onnx/model.onnx", core, inputs, pad_token_id=facts.pad_token_id)
     texts = ["a", "hello there", "a much longer text " * 5, "one more text of a few words", "?"]
     rows = [token_row(reference.tokenizer(text)["input_ids"]) for text in texts]
     expected = reference.encode(texts)
@@ -95,9 +98,8 @@ class Artifact(NamedTuple):
     packed: bool
 
     def open(self, *, pad_token_id: int = 0) -> RunBatch:
-        return open_onnx(
-            self.path, self.core, INPUTS, packed=self.packed, pad_token_id=pad_token_id
-        )
+        inputs = INPUTS["packed" if self.packed else "bucketed"]
+        return open_onnx(self.path, self.core, inputs, pad_token_id=pad_token_id)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -108,7 +110,7 @@ def artifact(
     target = tmp_path_factory.mktemp("onnx")
     facts = read_facts(tiny_model)
     core = TEXT_EMBEDDING.core(facts, {})
-    export_onnx(tiny_model, facts, core, INPUTS, packed=packed, target=target)
+    export_onnx(tiny_model, facts, core, INPUTS[request.param], packed=packed, target=target)
     return Artifact(target / "model.onnx", core, packed)
 
 
@@ -147,7 +149,8 @@ def test_an_export_again_is_the_same_to_the_byte(
 ) -> None:
     facts = read_facts(tiny_model)
     core, packed = artifact.core, artifact.packed
-    export_onnx(tiny_model, facts, core, INPUTS, packed=packed, target=tmp_path)
+    inputs = INPUTS["packed" if packed else "bucketed"]
+    export_onnx(tiny_model, facts, core, inputs, packed=packed, target=tmp_path)
     assert (tmp_path / "model.onnx").read_bytes() == artifact.path.read_bytes()
 
 
@@ -166,6 +169,7 @@ def test_what_a_pad_holds_changes_nothing(artifact: Artifact) -> None:
         assert isinstance(row, TokenRow)
         ids[index, : len(row.ids)], lengths[index] = row.ids, len(row.ids)
     feed = {"row_length": lengths, "row_stride": np.full(3, 50, dtype=np.int32)}
+    feed["row_offset"] = np.zeros((3, 1), dtype=np.int32)
     padded = session.run(None, {"input_ids": ids.ravel(), **feed})[0]
     assert np.abs(padded - tight).max() < 1e-6
 

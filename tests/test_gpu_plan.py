@@ -14,8 +14,8 @@ from triptych.model.facts import ImageFacts, ModelFacts
 from triptych.pipeline.spec import load_spec
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.engine_spec import EnginePlan
+from triptych.plan.memory import batch_mib
 from triptych.plan.plan import Plan, make_plan
-from triptych.plan.profiles import LARGEST_SCORES_BYTES
 from triptych.tasks.image_classification import IMAGE_CLASSIFICATION
 from triptych.tasks.reranking import RERANKING
 from triptych.tasks.text_embedding import TEXT_EMBEDDING
@@ -69,7 +69,10 @@ def test_graphs_can_be_left_out(tmp_path: Path) -> None:
 def test_packed_has_one_profile_for_all_batches_and_no_graph(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "core.max_batch_size=8")
     (profile,) = engine_of(plan).profiles
-    assert set(profile) == {"input_ids", "row_length", "row_stride"}
+    made = {"row_stride", "longest"}
+    assert set(profile) == {"input_ids", "row_length", "row_offset", "row_span", *made}
+    assert profile["longest"].maximum == (256 + 8 - 1,)
+    assert profile["row_span"].maximum == (8 * 256,)
     assert profile["input_ids"].minimum == (1,)
     assert profile["input_ids"].maximum == (8 * 256,)
     assert profile["input_ids"].optimum == (round(8 * LENGTHS.mean),)
@@ -79,27 +82,20 @@ def test_packed_has_one_profile_for_all_batches_and_no_graph(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("max_length", [64, 256, 512, 8192])
-def test_attention_scores_of_a_packed_batch_are_bounded(
-    tmp_path: Path, precision: str, max_length: int
+@pytest.mark.parametrize("layout", ["packed", "bucketed"])
+def test_a_batch_has_as_many_rows_as_its_memory_allows(
+    tmp_path: Path, layout: str, precision: str, max_length: int
 ) -> None:
-    wanted = [f"core.precision={precision}", "core.max_batch_size=1024"]
-    plan = plan_of(tmp_path, *wanted, max_length=max_length)
-    element = 4 if precision == "fp32" else 2
-
-    def scores(rows: int) -> int:
-        return 12 * element * (rows * max_length) ** 2
-
-    assert scores(plan.max_batch_size) <= LARGEST_SCORES_BYTES or plan.max_batch_size == 1
-    assert plan.max_batch_size == 1024 or scores(plan.max_batch_size + 1) > LARGEST_SCORES_BYTES
-    assert plan.request_rows == plan.max_batch_size
-    assert plan.row_settings["max_core_rows"] == plan.max_batch_size
-
-
-def test_the_bound_is_for_packed_rows_on_a_gpu_only(tmp_path: Path) -> None:
-    wanted = ("core.max_batch_size=512", "core.layout=bucketed")
-    assert plan_of(tmp_path, *wanted).max_batch_size == 512
-    spec = load_spec(write_pipeline(tmp_path / "b"), ["core.max_batch_size=512"])
-    assert make_plan(spec, facts(), TEXT_EMBEDDING, {}, LENGTHS).max_batch_size == 512
+    wanted = [f"core.precision={precision}", "core.max_batch_size=1024", "core.max_batch_mib=500"]
+    plan = plan_of(tmp_path, *wanted, f"core.layout={layout}", max_length=max_length)
+    rows, element = plan.max_batch_size, 4 if precision == "fp32" else 2
+    each = batch_mib(plan.facts, rows=1, tokens=max_length, precision=precision, on_gpu=True)
+    # Two tensors of scores of 12 heads, or what the feed-forward part holds, are alive at once.
+    assert each * 2**20 > element * max_length * max(24 * max_length, 3 * 1536)
+    assert plan.batch_mib == pytest.approx(rows * each)
+    assert rows == 1024 or each > 500 or rows * each <= 500 < (rows + 1) * each
+    assert (rows == 1) == (each > 250)
+    assert plan.request_rows == rows
 
 
 def test_pairs_have_their_first_segment_in_every_shape(tmp_path: Path) -> None:
@@ -155,8 +151,7 @@ def test_tensorrt_means_a_gpu(tmp_path: Path) -> None:
         (["core.engine.refit=true"], "core.engine is for the tensorrt backend"),
         (["core.accelerator=tensorrt"], "onnxruntime backend on a gpu"),
         (["core.backend=tensorrt", "core.accelerator=tensorrt"], "onnxruntime backend on a gpu"),
-        (["core.device=gpu", "core.token_budget=9"], "for a core on the cpu"),
-        (["core.backend=tensorrt", "core.threads=2"], "for a core on the cpu"),
+        (["core.device=gpu", "core.threads=2"], "for a core on the cpu"),
         (["core.backend=tensorrt", "core.engine.optimization_level=6"], "optimization_level"),
     ],
 )

@@ -56,6 +56,9 @@ HEAVY = {
     "torch": {
         "bench/torch_model.py",
         "export/heads.py",
+        "export/packed_attention.py",
+        "export/packed_batch.py",
+        "export/packed_ops.py",
         "export/packing.py",
         "export/proof.py",
         "export/to_onnx.py",
@@ -70,6 +73,7 @@ HEAVY = {
     },
     "transformers": {
         "export/heads.py",
+        "export/packed_attention.py",
         "export/to_onnx.py",
         "generation/adapters.py",
         "generation/dequantising.py",

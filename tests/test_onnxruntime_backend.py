@@ -1,10 +1,10 @@
-"""The local ONNX Runtime backend, on real servers: its answers, its refusals, its failures."""
+"""Tests of the emulated ONNX Runtime backend on real servers: responses, refusals and failures."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,9 @@ from tritonclient.utils import InferenceServerException
 
 import onnxruntime_cases as cases
 from raw_requests import Arrays, ask, ask_together
-from triptych.server.backends.onnxruntime.ort_sessions import TOKEN_BUDGET_VARIABLE
 from triptych.server.server import Server
 
 pytestmark = pytest.mark.server
-
-BUDGET = 8
 
 
 @pytest.fixture(scope="module")
@@ -34,40 +31,21 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole_server(repository: Path) -> Iterator[Server]:
-    """A server that runs every dynamic batch as one."""
-    environment = {TOKEN_BUDGET_VARIABLE: "0"}
-    models = [name for name in cases.MODELS if name != "slow"]
-    with Server(repository, models=models, environment=environment) as server:
+def server(repository: Path) -> Iterator[Server]:
+    with Server(repository, models=list(cases.MODELS)) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def whole(whole_server: Server) -> InferenceServerClient:
-    return InferenceServerClient(whole_server.grpc_url)
-
-
-@pytest.fixture(scope="module")
-def split(repository: Path) -> Iterator[InferenceServerClient]:
-    """A server with so small a budget that most dynamic batches run in several pieces."""
-    environment = {TOKEN_BUDGET_VARIABLE: str(BUDGET)}
-    models = ["packed", "packed_twice", "warmed", "padded", "typed", "slow", "faulty"]
-    with Server(repository, models=models, environment=environment) as server:
-        yield InferenceServerClient(server.grpc_url)
-
-
-@pytest.fixture(params=["whole", "split"])
-def client(request: pytest.FixtureRequest) -> InferenceServerClient:
-    """Either server."""
-    chosen: InferenceServerClient = request.getfixturevalue(request.param)
-    return chosen
+def client(server: Server) -> InferenceServerClient:
+    return InferenceServerClient(server.grpc_url)
 
 
 def executions(client: InferenceServerClient, model: str, *, rows: int = 0) -> tuple[int, int]:
-    """How many rows the model has served, in how many dynamic batches.
+    """Return the numbers of rows and of dynamic batches that the model has served.
 
-    Counts follow the answers a moment later, and a batch's those of its requests: this waits until
-    batches of at least `rows` are counted.
+    The server updates its counters after it has sent the responses. This function therefore waits
+    until batches of at least `rows` rows are counted.
     """
     deadline = time.monotonic() + 10
     while True:
@@ -83,13 +61,13 @@ def int32(*rows: Sequence[int]) -> Any:
 
 
 def packed_request(lengths: Sequence[int], *, seed: int) -> Arrays:
-    """Rows of these lengths, padded on the right with tokens that change a wrong mean."""
+    """Return rows of these lengths. Padding tokens at their end would change a wrong mean."""
     tokens = np.random.default_rng(seed).integers(0, 10, (len(lengths), max(lengths)))
     return {"tokens": tokens.astype(np.int32), "length": int32(*[[n] for n in lengths])}
 
 
 def packed_plainly(request: Arrays, repository: Path) -> Arrays:
-    """What ONNX Runtime itself says of each row alone."""
+    """Return the outputs of ONNX Runtime itself for each row alone."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(repository / "packed/1/model.onnx")
@@ -110,20 +88,20 @@ def packed_plainly(request: Arrays, repository: Path) -> Arrays:
     }
 
 
-def test_batch_inputs_describe_the_requests_of_the_batch(whole: InferenceServerClient) -> None:
+def test_batch_inputs_describe_the_requests_of_the_batch(client: InferenceServerClient) -> None:
     requests = [
         {"tokens": int32([10, 11, 12]), "tag": np.zeros((1, 1), np.float32)},
         {"tokens": int32([20, 21], [22, 23]), "tag": np.zeros((2, 1), np.float32)},
         {"tokens": int32([30, 31, 32, 33, 34]), "tag": np.zeros((1, 1), np.float32)},
     ]
-    rows, batches = executions(whole, "described")
-    answers = ask_together(whole, "described", requests)
-    assert executions(whole, "described", rows=rows + 4) == (rows + 4, batches + 1)
+    rows, batches = executions(client, "described")
+    answers = ask_together(client, "described", requests)
+    assert executions(client, "described", rows=rows + 4) == (rows + 4, batches + 1)
 
     seen = [answer["seen"][0].tolist() for answer in answers if isinstance(answer, dict)]
     assert len(seen) == 3
     assert seen[0] == seen[1] == seen[2]
-    # Which request came first is the server's affair; the tokens tell.
+    # The requests may arrive in any order; the tokens show it.
     order = sorted(range(3), key=lambda i: seen[0].index(requests[i]["tokens"].flat[0]))
     tokens = [requests[i]["tokens"] for i in order]
     assert seen[0] == np.concatenate([t.reshape(-1) for t in tokens]).tolist()
@@ -162,9 +140,9 @@ def test_warm_up_runs_ragged_rows_as_one_dynamic_batch(
     assert executions(client, "warmed", rows=3) == (3, 1)
 
 
-def test_a_row_without_tokens_is_answered(whole: InferenceServerClient) -> None:
+def test_a_row_without_tokens_is_answered(client: InferenceServerClient) -> None:
     inputs = {"tokens": np.zeros((1, 0), np.int32), "length": int32([0])}
-    answer = ask(whole, "packed", inputs)
+    answer = ask(client, "packed", inputs)
     assert np.isnan(answer["mean"]).all()
     assert answer["each"].shape == (1, 0, 4)
 
@@ -185,15 +163,13 @@ def test_rows_of_one_length_are_stacked(client: InferenceServerClient) -> None:
         np.testing.assert_allclose(answer["total"], scaled.sum(1, keepdims=True), rtol=1e-6)
 
 
-def test_only_requested_outputs_come_back(split: InferenceServerClient) -> None:
-    # One row is returned by `execute`, several go by response senders.
-    for lengths in ([4], [4, 4, 4, 4, 4]):
-        inputs = packed_request(lengths, seed=0)
-        both = ask(split, "packed", inputs)
-        assert set(both) == {"mean", "each"}
-        one = ask(split, "packed", inputs, outputs=["each"])
-        assert list(one) == ["each"]
-        np.testing.assert_allclose(one["each"], both["each"], atol=1e-6)
+def test_only_requested_outputs_come_back(client: InferenceServerClient) -> None:
+    inputs = packed_request([4, 4], seed=0)
+    both = ask(client, "packed", inputs)
+    assert list(both) == ["each", "mean"]  # sorted by name, unlike in the config
+    one = ask(client, "packed", inputs, outputs=["each"])
+    assert list(one) == ["each"]
+    np.testing.assert_allclose(one["each"], both["each"], atol=1e-6)
 
 
 def test_every_data_type_passes_unchanged(client: InferenceServerClient) -> None:
@@ -210,117 +186,134 @@ def test_every_data_type_passes_unchanged(client: InferenceServerClient) -> None
         assert value.tolist() == expected.tolist()
 
 
+def test_text_ends_at_its_first_nul(client: InferenceServerClient) -> None:
+    texts = np.array([[b"x\0y"], [b"\0"]], dtype=object)
+    assert ask(client, "texts", {"x": texts})["y"].tolist() == [[b"x"], [b""]]
+
+
 def test_text_that_is_not_utf8_fails_alone(client: InferenceServerClient) -> None:
-    inputs: Arrays = {
-        f"{name}_in": np.zeros((1, 2), cases.NUMPY_TYPES[name])
-        for name in cases.ONNX_TYPES
-        if name != "STRING"
-    }
-    good = {**inputs, "STRING_in": np.array([[b"x", b"y"]], dtype=object)}
-    bad = {**inputs, "STRING_in": np.array([[b"x", b"\xff"]], dtype=object)}
-    failure, answer = ask_together(client, "typed", [bad, good])
-    assert isinstance(failure, InferenceServerException)
-    assert failure.status() == "StatusCode.INVALID_ARGUMENT"
-    assert "input 'STRING_in' must be UTF-8 text" in failure.message()
+    bad, good = ({"x": np.array([[text]], dtype=object)} for text in (b"\xff", b"x"))
+    failure, answer = ask_together(client, "texts", [bad, good])
+    assert_failed(failure, "INVALID_ARGUMENT", "input 'x' must be UTF-8 text")
     assert isinstance(answer, dict)
+    assert answer["y"].tolist() == [[b"x"]]
 
 
-def test_models_without_a_batch_dimension(whole: InferenceServerClient) -> None:
+def test_models_without_a_batch_dimension(client: InferenceServerClient) -> None:
     inputs = {"x": np.array([1, 2, 3], np.float32), "factor": np.array([2], np.float32)}
-    answer = ask(whole, "unbatched", inputs)
+    answer = ask(client, "unbatched", inputs)
     assert answer["y"].tolist() == [2.5, 4.5, 6.5]
     assert answer["top"].tolist() == [6.5]
-    answer = ask(whole, "unbatched", {**inputs, "bias": np.array([-1], np.float32)})
+    answer = ask(client, "unbatched", {**inputs, "bias": np.array([-1], np.float32)})
     assert answer["y"].tolist() == [1.0, 3.0, 5.0]
 
 
-def test_reshape_file_name_and_versions(whole: InferenceServerClient) -> None:
+def test_reshape_file_name_and_versions(client: InferenceServerClient) -> None:
     inputs = {
         "x": np.array([[3], [5]], np.float32),
         "v": np.arange(6, dtype=np.float32).reshape(2, 3, 1),
     }
     for version, expected in (("1", [[6.0], [10.0]]), ("2", [[9.0], [25.0]])):
-        answer = ask(whole, "reshaped", inputs, version=version)
+        answer = ask(client, "reshaped", inputs, version=version)
         assert answer["y"].tolist() == expected
         assert answer["w"].tolist() == [[[0.0, 1.0, 2.0]], [[3.0, 4.0, 5.0]]]
 
 
-def test_a_config_without_tensors_is_completed(whole: InferenceServerClient) -> None:
-    config = whole.get_model_config("completed", as_json=True)["config"]
+def test_a_config_without_tensors_is_completed(client: InferenceServerClient) -> None:
+    config = client.get_model_config("completed", as_json=True)["config"]
     assert config["max_batch_size"] == 4
     assert "dynamic_batching" in config
-    assert [(t["name"], t["dims"]) for t in config["input"]] == [("x", ["1"]), ("v", ["3"])]
-    assert config["input"][0]["reshape"] == {}
+    assert [(t["name"], t["dims"]) for t in config["input"]] == [("v", ["3"]), ("x", ["1"])]
+    assert config["input"][1]["reshape"] == {}
     inputs = {"x": np.array([[3], [5]], np.float32), "v": np.ones((2, 3), np.float32)}
-    assert ask(whole, "completed", inputs)["y"].tolist() == [[6.0], [10.0]]
+    assert ask(client, "completed", inputs)["y"].tolist() == [[6.0], [10.0]]
 
-    config = whole.get_model_config("completed_unbatched", as_json=True)["config"]
+    config = client.get_model_config("completed_unbatched", as_json=True)["config"]
     assert "max_batch_size" not in config
-    assert [(t["name"], t["dims"]) for t in config["output"]] == [("y", ["-1"]), ("top", ["1"])]
+    assert [(t["name"], t["dims"]) for t in config["output"]] == [("top", ["1"]), ("y", ["-1"])]
 
 
 @pytest.mark.parametrize("name", cases.REFUSED)
 def test_what_the_native_backend_refuses_does_not_load(
-    name: str, whole: InferenceServerClient, whole_server: Server
+    name: str, client: InferenceServerClient, server: Server
 ) -> None:
     with pytest.raises(InferenceServerException) as refusal:
-        whole.load_model(name, headers=whole_server.operator_headers)
+        client.load_model(name, headers=server.operator_headers)
     assert cases.REFUSED[name][2] in refusal.value.message()
 
 
-def test_a_request_is_answered_before_the_slowest_of_its_batch(
-    split: InferenceServerClient,
-) -> None:
-    # Each row fills the budget, so each runs by itself; the last takes seconds.
-    rows, batches = executions(split, "slow")
-    ends: dict[int, float] = {}
-
-    def send(index: int, rounds: int) -> None:
-        time.sleep(0.05 * index)  # in this order into the queue, which waits for all three
-        tokens = int32([rounds] * BUDGET)
-        ask(split, "slow", {"tokens": tokens, "length": int32([BUDGET])})
-        ends[index] = time.monotonic()
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(send, range(3), [10, 10, 6_000_000]))
-    assert executions(split, "slow", rows=rows + 3) == (rows + 3, batches + 1)
-    assert ends[2] - max(ends[0], ends[1]) > 0.2
+def assert_failed(answer: Any, code: str, pattern: str) -> None:
+    assert isinstance(answer, InferenceServerException)
+    assert answer.status() == f"StatusCode.{code}"
+    assert re.match(pattern, answer.message())
 
 
-def test_a_failing_row_fails_its_own_request_only(
+def faulty_request(tokens: Sequence[int], *lengths: int) -> Arrays:
+    """Return a request to the model `faulty`, with the same tokens in each row."""
+    return {"tokens": int32(*[tokens] * len(lengths)), "length": int32(*[[n] for n in lengths])}
+
+
+def test_a_run_that_fails_fails_its_whole_batch(client: InferenceServerClient) -> None:
+    requests = [faulty_request(tokens, 1) for tokens in ([1, 2], [1, 2, 3], [1, 2, 3, 4])]
+    answers = ask_together(client, "faulty", requests)
+    assert len({answer.message() for answer in answers if not isinstance(answer, dict)}) == 1
+    for answer in answers:
+        assert_failed(answer, "INTERNAL", r"onnx runtime error \d: Non-zero status code returned")
+    good = ask_together(client, "faulty", [requests[0]] * 3)
+    assert all(isinstance(answer, dict) for answer in good)
+
+
+def test_an_invalid_argument_of_the_run_is_an_internal_error(client: InferenceServerClient) -> None:
+    request = packed_request([4, 2], seed=0)
+    request["tokens"][1, 0] = 10
+    (failure,) = ask_together(client, "packed", [request])
+    assert_failed(failure, "INTERNAL", "onnx runtime error 2: ")
+
+
+def test_requests_beyond_the_end_of_an_output_fail_alone(client: InferenceServerClient) -> None:
+    requests = [faulty_request([1, 2], length) for length in (1, 0, 2)]
+    answers = ask_together(client, "faulty", requests)
+    # The requests may arrive in any order: the two kept rows are the first two requests' answers.
+    kept = [answer["kept"].item() for answer in answers if isinstance(answer, dict)]
+    assert sorted(kept) == [1, 2]
+    (failure,) = (answer for answer in answers if not isinstance(answer, dict))
+    assert_failed(
+        failure,
+        "UNIMPLEMENTED",
+        r"\[request id: <id_unknown>\] failed to split the output tensor 'kept' in responses: "
+        "expected batch size of at least 3 in model output, got 2",
+    )
+    with pytest.raises(InferenceServerException, match=r"\[request id: seven\] failed to split"):
+        ask(client, "faulty", faulty_request([1, 2], 1, 1, 0), request_id="seven")
+
+
+def test_a_scattered_output_that_is_too_small_fails_the_whole_batch(
     client: InferenceServerClient,
 ) -> None:
-    for bad, code, text in (
-        # A Reshape that does not fit is no fault of the input's that ONNX Runtime could name.
-        ({"tokens": int32([1, 2, 3]), "length": int32([3])}, "INTERNAL", "Reshape"),
-        (
-            {"tokens": int32([1, 2]), "length": int32([0])},
-            "INTERNAL",
-            "failed to split the output tensor 'kept'",
-        ),
-    ):
-        good = [{"tokens": int32([1, 2, 3, 4]), "length": int32([n])} for n in (1, 2)]
-        rows, batches = executions(client, "faulty")
-        first, failure, second = ask_together(client, "faulty", [good[0], bad, good[1]])
-        assert executions(client, "faulty", rows=rows + 3) == (rows + 3, batches + 1)
-        assert isinstance(failure, InferenceServerException)
-        assert failure.status() == f"StatusCode.{code}"
-        assert text in failure.message()
-        assert isinstance(first, dict)
-        assert isinstance(second, dict)
-        assert (first["kept"].item(), second["kept"].item()) == (1, 2)
+    for answer in ask_together(client, "short", [{"tokens": int32([1, 2])}] * 2):
+        text = "failed to split the output tensor 'each' in responses: expected at least 4 elements"
+        assert_failed(answer, "INTERNAL", text)
 
 
-def test_a_token_out_of_range_is_the_callers_fault(
-    client: InferenceServerClient, repository: Path
+def test_only_the_first_target_of_a_batch_output_is_answered(client: InferenceServerClient) -> None:
+    answer = ask(client, "two_targets", {"tokens": int32([1, 2], [3, 4])})
+    assert list(answer) == ["each"]
+    assert answer["each"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_the_rows_after_a_request_without_tokens_are_not_copied(
+    client: InferenceServerClient,
 ) -> None:
-    asked = [packed_request([4, 2], seed=i) for i in range(4)]
-    asked[2]["tokens"][1, 0] = 10
-    answers = ask_together(client, "packed", asked)
-    failure = answers.pop(2)
-    assert isinstance(failure, InferenceServerException)
-    assert failure.status() == "StatusCode.INVALID_ARGUMENT"
-    for answer, inputs in zip(answers, asked[:2] + asked[3:], strict=True):
-        assert isinstance(answer, dict)
-        expected = packed_plainly(inputs, repository)["mean"]
-        np.testing.assert_allclose(answer["mean"], expected, rtol=0, atol=1e-6)
+    rows = [[], [], [10, 11], [20, 21, 22]]
+    requests = [{"tokens": int32(row), "tag": np.zeros((1, 1), np.float32)} for row in rows]
+    answers = ask_together(client, "described", requests)
+    seen, counts = (
+        {tuple(answer[name][0].tolist()) for answer in answers if isinstance(answer, dict)}
+        for name in ("seen", "counts_out")
+    )
+    (tokens,), (sizes,) = seen, counts  # equal in all answers: one batch
+    assert sorted(sizes) == [0, 0, 2, 3]
+    # The requests may arrive in any order: the sizes show it.
+    arrived = [next(row for row in rows if len(row) == size) for size in sizes]
+    copied = [token for row in arrived[: sizes.index(0)] for token in row]
+    assert list(tokens) == copied + [0] * (5 - len(copied))

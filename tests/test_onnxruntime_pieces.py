@@ -1,9 +1,7 @@
-"""The local ONNX Runtime backend without a server: what it refuses, how it cuts batches."""
+"""Tests of the emulated ONNX Runtime backend without a server: refusals, sessions and feeds."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxruntime_cases import PACKED, PADDED, write_model
-from triptych.server.backends.onnxruntime import ort_contract, ort_runner, ort_sessions
+from onnxruntime_cases import PADDED, write_model
+from triptych.server.backends.onnxruntime import ort_contract, ort_sessions
 from triptych.server.stand_in import contract as contracts
 from triptych.server.stand_in import feeds
 
@@ -158,98 +156,102 @@ def test_contract_refuses(
     assert message in str(refusal.value)
 
 
-def tickets(*requests: tuple[int, int]) -> list[feeds.Ticket]:
-    """Requests as (rows, elements a row)."""
+def parsed(backend: str, **changes: Any) -> contracts.Contract:
+    return contracts.parse_contract(packed_contract(**changes), backend=backend)
+
+
+def packed_rows(*lengths: int) -> list[feeds.Arrays]:
+    """Return requests of one row each; their tokens count from 1."""
+    first = np.cumsum([1, *lengths])
     return [
-        feeds.Ticket(index, {}, rows=rows, row_cost=cost)
-        for index, (rows, cost) in enumerate(requests)
+        {
+            "input_ids": np.arange(start, start + n, dtype=np.int32)[None],
+            "row_length": np.array([[n]], np.int32),
+        }
+        for start, n in zip(first[:-1], lengths, strict=True)
     ]
 
 
-@pytest.mark.parametrize("separable", [True, False])
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
-@pytest.mark.parametrize("budget", [1, 16, 128, 1000])
-@pytest.mark.parametrize("seed", range(4))
-def test_micro_batches_hold_every_row_once_and_in_order(
-    seed: int, budget: int, workers: int, separable: bool
-) -> None:
-    rng = np.random.default_rng(seed)
-    asked = tickets(*((int(rng.integers(1, 9)), int(rng.lognormal(3, 0.8)) + 1) for _ in range(20)))
-    batches = ort_runner.form_micro_batches(
-        asked, budget=budget, workers=workers, separable=separable
-    )
-    rows = [
-        (part.ticket.caller, row)
-        for parts in batches
-        for part in parts
-        for row in range(part.start, part.stop)
-    ]
-    assert rows == [(ticket.caller, row) for ticket in asked for row in range(ticket.rows)]
-    for parts in batches:
-        assert parts
-        pieces = sum(part.stop - part.start for part in parts) if separable else len(parts)
-        cost = sum((part.stop - part.start) * part.ticket.row_cost for part in parts)
-        assert cost <= budget or pieces == 1
-        if not separable:
-            assert all((part.start, part.stop) == (0, part.ticket.rows) for part in parts)
-
-
-def test_micro_batches_keep_all_workers_busy_alike() -> None:
-    batches = ort_runner.form_micro_batches(
-        tickets(*[(1, 30)] * 32), budget=128, workers=2, separable=True
-    )
-    assert [sum(part.ticket.row_cost for part in parts) for parts in batches] == [120] * 8
-    (first, second) = ort_runner.form_micro_batches(
-        tickets((6, 20)), budget=128, workers=2, separable=True
-    )
-    assert [(part.start, part.stop) for part in first + second] == [(0, 3), (3, 6)]
-
-
-@pytest.mark.parametrize(
-    ("requests", "budget", "workers", "count"),
-    [
-        ([(1, 100)], 128, 2, 1),  # a lone row has all cores
-        ([(1, 10), (1, 10)], 128, 4, 1),  # as have fewer rows than workers
-        ([(1, 10), (1, 10)], 128, 2, 2),
-        ([(8, 500)], 0, 2, 1),  # no limit, and no splitting
-        ([(8, 1)], sys.maxsize, 2, 2),  # rows of one fixed shape
-        ([(1, 1)], sys.maxsize, 2, 1),
-    ],
-)
-def test_one_micro_batch_when_all_cores_had_better_share_it(
-    requests: list[tuple[int, int]], budget: int, workers: int, count: int
-) -> None:
-    batches = ort_runner.form_micro_batches(
-        tickets(*requests), budget=budget, workers=workers, separable=True
-    )
-    assert len(batches) == count
-
-
-def test_token_budget_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ort_sessions.TOKEN_BUDGET_VARIABLE, raising=False)
-    assert ort_sessions.token_budget({}) == 128
-    monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "64")
-    assert ort_sessions.token_budget({}) == 64
-    own: Any = {"parameters": {"token_budget": {"string_value": "192"}}}
-    assert ort_sessions.token_budget(own) == 192
-    monkeypatch.setenv(ort_sessions.TOKEN_BUDGET_VARIABLE, "much")
-    with pytest.raises(contracts.ContractError, match="must be a number of tokens"):
-        ort_sessions.token_budget({})
-
-
-def test_rows_that_left_their_request_are_described_by_themselves() -> None:
-    contract = contracts.parse_contract(packed_contract(), backend="onnxruntime")
-    requests: list[feeds.Feed] = [
+def test_a_feed_joins_the_rows_of_all_requests() -> None:
+    requests: list[feeds.Arrays] = [
         {"input_ids": np.arange(6, dtype=np.int32).reshape(3, 2), "row_length": np.ones((3, 1))},
         {"input_ids": np.arange(10, 14, dtype=np.int32)[None], "row_length": np.ones((1, 1))},
     ]
-    first, second = (feeds.new_ticket(contract, None, inputs) for inputs in requests)
-    assert (first.rows, first.row_cost, second.rows, second.row_cost) == (3, 2, 1, 4)
-    feed = feeds.build_feed(contract, [feeds.Part(first, 1, 3), feeds.Part(second, 0, 1)])
-    assert feed["input_ids"].tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
-    assert feed["row_stride"].tolist() == [2, 2, 4]
+    feed = feeds.build_feed(parsed("onnxruntime"), requests)
+    assert feed["input_ids"].tolist() == [*range(6), *range(10, 14)]
+    assert feed["row_stride"].tolist() == [2, 2, 2, 4]
     assert feed["row_stride"].dtype == np.int32
-    assert feed["row_length"].shape == (3, 1)
+    assert feed["row_length"].shape == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "by_onnxruntime", "by_tensorrt"),
+    [
+        ([2, 1], [1, 2, 3], [1, 2, 3]),
+        ([2, 1, 0], [1, 2, 3], [1, 2, 3]),
+        ([0, 2, 1], [0, 0, 0], [0, 0, 0]),
+        ([2, 0, 1], [1, 2, 0], [1, 2, 0]),
+        ([0, 2, 0], [1, 2], [0, 0]),
+        ([0], [], []),
+    ],
+)
+def test_tokens_after_an_empty_request_are_not_copied(
+    lengths: list[int], by_onnxruntime: list[int], by_tensorrt: list[int]
+) -> None:
+    for backend, tokens in (("onnxruntime", by_onnxruntime), ("tensorrt", by_tensorrt)):
+        feed = feeds.build_feed(parsed(backend), packed_rows(*lengths))
+        assert feed["input_ids"].tolist() == tokens
+        assert feed["row_stride"].tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("backend", "data_type", "content"),
+    [
+        ("onnxruntime", "TYPE_INT32", -(2**31)),
+        ("onnxruntime", "TYPE_FP32", np.nan),
+        ("tensorrt", "TYPE_INT32", 0),
+        ("tensorrt", "TYPE_FP32", 0),
+    ],
+)
+def test_a_longest_row_is_a_shape_without_contents(
+    backend: str, data_type: str, content: float
+) -> None:
+    entries = [{**STRIDE, "kind": "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE", "data_type": data_type}]
+    contract = parsed(backend, batch_input=entries)
+    longest = feeds.build_feed(contract, packed_rows(2, 3, 1))["row_stride"]
+    np.testing.assert_array_equal(longest, [content] * 3)
+
+
+def test_an_output_with_too_few_rows_fails_the_requests_beyond_its_end() -> None:
+    values = {"embedding": np.arange(2)[:, None]}
+    answers = feeds.split_outputs(parsed("onnxruntime"), values, packed_rows(2, 3, 1, 4))
+    first, second, third, fourth = answers
+    assert not isinstance(first, feeds.SplitError)
+    assert not isinstance(second, feeds.SplitError)
+    assert (first["embedding"].item(), second["embedding"].item()) == (0, 1)
+    assert str(third).endswith("expected batch size of at least 3 in model output, got 2")
+    assert str(fourth).endswith("expected batch size of at least 4 in model output, got 2")
+
+
+def scattered(dims: Sequence[int]) -> dict[str, Any]:
+    """Return a change of the config: an output with these dims, scattered like the tokens."""
+    return {
+        "output": [entry("embedding", "TYPE_FP32", dims)],
+        "batch_output": [
+            {
+                "kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
+                "target_name": ["embedding"],
+                "source_input": ["input_ids"],
+            }
+        ],
+    }
+
+
+def test_a_scattered_output_has_no_more_variable_dimensions_than_its_source() -> None:
+    parsed("onnxruntime", **scattered([-1, 2]))
+    for backend in ("onnxruntime", "tensorrt"):
+        with pytest.raises(contracts.ContractError, match="'embedding' has more variable dim"):
+            parsed(backend, **scattered([-1, -1]))
 
 
 def settings(**parameters: str) -> Any:
@@ -273,11 +275,10 @@ def settings(**parameters: str) -> Any:
             "CPU",
             "unknown Execution Accelerator 'openvino' is requested",
         ),
-        (settings(share_session_between_instances="maybe"), "CPU", "'maybe' to boolean"),
     ],
 )
 def test_settings_refuse(config: Any, kind: str, message: str) -> None:
-    ort_sessions.check_settings(settings(share_session_between_instances="TRUE"), kind="CPU")
+    ort_sessions.check_settings(settings(), kind="CPU")
     with pytest.raises(contracts.ContractError) as refusal:
         ort_sessions.check_settings(config, kind=kind)
     assert message in str(refusal.value)
@@ -287,65 +288,42 @@ def test_settings_refuse(config: Any, kind: str, message: str) -> None:
     ("parameters", "message"),
     [
         ({"inter_op_thread_count": "two"}, "failed to convert 'two' to integral number"),
+        ({"intra_op_thread_count": "2147483648"}, "failed to convert '2147483648' to integral"),
         ({"enable_mem_arena": "2"}, "failed to convert '2' to boolean"),
-        ({"execution_mode": "2"}, "Expected values for execution_mode are 0 or 1 but got 2"),
+        ({"execution_mode": "2"}, "Expected values for  execution_mode are 0 or 1 but got 2"),
     ],
 )
 def test_parameters_refuse(parameters: dict[str, str], message: str, tmp_path: Path) -> None:
-    write_model(tmp_path / "model", "", {"1/model.onnx": PADDED})
-    path = contracts.model_file(tmp_path / "model" / "1", settings(), "model.onnx")
-    for threads in ([1], [1, 2]):
-        with pytest.raises(contracts.ContractError, match=message):
-            ort_sessions.open_sessions(path, settings(**parameters), threads=threads)
+    with pytest.raises(contracts.ContractError, match=message):
+        open_padded(tmp_path, **parameters)
 
 
-def test_sessions_on_one_copy_of_the_weights_give_the_same_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_model(tmp_path / "model", "", {"1/model.onnx": PACKED})
-    path = contracts.model_file(tmp_path / "model" / "1", settings(), "model.onnx")
-    feed = {
-        "tokens": np.array([1, 2, 3, 4, 5], np.int32),
-        "length": np.array([[2], [2]], np.int32),
-        "stride": np.array([3, 2], np.int32),
-    }
-    expected = ort_sessions.open_session(path, settings(), threads=1).run(None, feed)
-    for folder in (tmp_path, tmp_path / "missing"):  # without a place to write, they still open
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        first, second = ort_sessions.open_sessions(path, settings(), threads=(2, 1))
-        for session in (first, second):
-            for value, wanted in zip(session.run(None, feed), expected, strict=True):
-                np.testing.assert_array_equal(value, wanted)
-        assert first.get_session_options().intra_op_num_threads == 2
-        assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+def open_padded(folder: Path, **parameters: str) -> Any:
+    """Return the options of a session with these parameters."""
+    write_model(folder / "model", "", {"1/model.onnx": PADDED})
+    path = contracts.model_file(folder / "model" / "1", settings(), "model.onnx")
+    return ort_sessions.open_session(path, settings(**parameters)).get_session_options()
 
 
-def test_initializers_of_odd_sizes_do_not_misalign_packed_weights(tmp_path: Path) -> None:
-    import onnx
-    from onnx import helper, numpy_helper
+def test_a_session_has_only_the_options_of_the_native_backend(tmp_path: Path) -> None:
+    import onnxruntime
 
-    generator = np.random.default_rng(0)
-    sizes = {"odd": (1, 1002), "w": (1002, 64), "odder": (1, 518), "v": (64, 518)}
-    values = {name: generator.random(size, np.float32) for name, size in sizes.items()}
-    nodes = [
-        ("Add", "x", "odd"),
-        ("MatMul", "s0", "w"),
-        ("MatMul", "s1", "v"),
-        ("Add", "s2", "odder"),
-    ]
-    graph = helper.make_graph(
-        [helper.make_node(kind, [a, b], [f"s{i}"]) for i, (kind, a, b) in enumerate(nodes)],
-        "odd",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["rows", 1002])],
-        [helper.make_tensor_value_info("s3", onnx.TensorProto.FLOAT, ["rows", 518])],
-        [numpy_helper.from_array(value, name) for name, value in values.items()],
+    usual = onnxruntime.SessionOptions()
+    allocator = "session.use_device_allocator_for_initializers"
+    plain = open_padded(tmp_path / "plain", share_session_between_instances="maybe")
+    for name in ("intra_op_num_threads", "inter_op_num_threads", "enable_mem_pattern"):
+        assert getattr(plain, name) == getattr(usual, name)
+    entries = ("session.force_spinning_stop", "session.x64quantprecision", allocator)
+    for entry_name in entries:
+        with pytest.raises(RuntimeError):
+            plain.get_session_config_entry(entry_name)
+    chosen = open_padded(
+        tmp_path / "chosen",
+        intra_op_thread_count="3",
+        inter_op_thread_count="2",
+        enable_mem_pattern="off",
+        **{allocator: "1"},
     )
-    path = tmp_path / "model.onnx"
-    opset = [helper.make_opsetid("", 18)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=9), path)
-    ort_sessions._write_packed(path, tmp_path / "packed.onnx", settings(), smallest_bytes=1024)
-    assert not ort_sessions._is_aligned(tmp_path / "packed.onnx")  # what would crash
-    x = generator.random((7, 1002), np.float32)
-    wanted = (x + values["odd"]) @ values["w"] @ values["v"] + values["odder"]
-    for session in ort_sessions.open_sessions(path, settings(), threads=(2, 1)):
-        assert np.allclose(session.run(None, {"x": x})[0], wanted, rtol=1e-4)
+    assert (chosen.intra_op_num_threads, chosen.inter_op_num_threads) == (3, 2)
+    assert not chosen.enable_mem_pattern
+    assert chosen.get_session_config_entry(allocator) == "1"

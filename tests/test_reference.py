@@ -16,7 +16,7 @@ from triptych.model.source import read_facts
 from triptych.requests.feeds import Sample
 from triptych.tasks import find_task
 from triptych.tasks.task import Core
-from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, Tensor, TokenRow
+from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_OFFSET, Tensor, TokenRow
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXTS = ["hello", "a much longer text than that, with a few commas, too", "so?", "red and green"]
@@ -259,10 +259,10 @@ def echo(folder: Path, *, packed: bool) -> Path:
     columns = ["row_length", "first_segment"]
     nodes = [helper.make_node("Identity", ["input_ids"], ["token"])]
     if packed:
-        inputs.append(value("row_stride", "rows"))
+        inputs += [value("row_offset", "rows", 1), value("row_stride", "rows")]
         nodes.append(helper.make_node("Constant", [], ["one"], value_ints=[1]))
         nodes.append(helper.make_node("Unsqueeze", ["row_stride", "one"], ["stride"]))
-        columns.append("stride")
+        columns += ["row_offset", "stride"]
     nodes.append(helper.make_node("Concat", columns, ["row"], axis=1))
     outputs = [value("row", "rows", len(columns)), value("token", *places)]
     graph = helper.make_graph(nodes, "echo", inputs, outputs)
@@ -276,7 +276,9 @@ def echo(folder: Path, *, packed: bool) -> Path:
 @pytest.mark.parametrize("per_token", [True, False])
 def test_rows_run_as_the_server_passes_them(tmp_path: Path, packed: bool, per_token: bool) -> None:
     rows = [TokenRow(tuple(range(10 * i + 1, 10 * i + 3 + i)), 2 + i % 2) for i in range(6)]
-    width = 3 if packed else 2
+    width = 4 if packed else 2
+    offset = (ROW_OFFSET,) if packed else ()
+    inputs = (INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT, *offset)
     output = (
         Tensor("token", "INT32", ("tokens",)) if per_token else Tensor("row", "INT32", (width,))
     )
@@ -284,8 +286,7 @@ def test_rows_run_as_the_server_passes_them(tmp_path: Path, packed: bool, per_to
     run = open_onnx(
         echo(tmp_path, packed=packed),
         core,
-        (INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT),
-        packed=packed,
+        inputs,
         pad_token_id=999,
     )
     results = run(rows)
@@ -296,10 +297,9 @@ def test_rows_run_as_the_server_passes_them(tmp_path: Path, packed: bool, per_to
     for row, result in zip(rows, results, strict=True):
         assert result["row"].tolist()[:2] == [len(row.ids), row.first_segment]
     if packed:
-        pads = [
-            int(result["row"][2]) - len(row.ids) for row, result in zip(rows, results, strict=True)
-        ]
-        assert pads == [0, 1, 0, 3, 0, 1]
+        # Requests of one, three and two rows of 2 to 7 tokens.
+        placed = [tuple(result["row"][2:].tolist()) for result in results]
+        assert placed == [(0, 2), (0, 4), (-1, 4), (-1, 4), (0, 7), (-1, 7)]
 
 
 def test_images_run_as_one_batch(tmp_path: Path) -> None:
@@ -315,6 +315,6 @@ def test_images_run_as_one_batch(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), tmp_path / "m.onnx")
     pixels = Tensor("pixels", "UINT8", (2, 2, 3))
     core = Core("AutoModel", "image", "logits", (Tensor("seen", "UINT8", (2, 2, 3)),))
-    run = open_onnx(tmp_path / "m.onnx", core, (pixels,), packed=False, pad_token_id=0)
+    run = open_onnx(tmp_path / "m.onnx", core, (pixels,), pad_token_id=0)
     images: list[Sample] = [np.full((2, 2, 3), i, dtype=np.uint8) for i in range(3)]
     assert [int(row["seen"].max()) for row in run(images)] == [0, 1, 2]

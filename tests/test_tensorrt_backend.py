@@ -1,4 +1,4 @@
-"""The local TensorRT backend on real servers, over a fake TensorRT and a fake GPU."""
+"""Tests of the emulated TensorRT backend on real servers, with a fake TensorRT and a fake GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.server
 
 
 class Served(NamedTuple):
-    """A server, and what its fake GPU tells of."""
+    """A server, and the log files of its fake GPU and of itself."""
 
     client: InferenceServerClient
     url: str
@@ -86,7 +86,7 @@ def embed(url: str, pipeline: str, texts: Sequence[str]) -> Any:
 
 
 def packed_request(*lengths: int) -> Arrays:
-    """Rows of these lengths, each of ones; padded on the right with tokens that count, too."""
+    """Return rows of these lengths. All tokens are ones, padding included."""
     ids = np.ones((len(lengths), max(lengths)), np.int32)
     return {"input_ids": ids, "row_length": np.array(lengths, np.int32)[:, None]}
 
@@ -132,30 +132,34 @@ def test_requests_that_wait_together_are_one_run(server: Served) -> None:
         assert answer["each"].shape == (*request["input_ids"].shape, 2)
 
 
-def test_a_request_in_no_profile_fails_alone(server: Served) -> None:
-    most = cases.MOST_TOKENS
-    requests = [packed_request(2), packed_request(most + 1), packed_request(1, 1)]
-    first, second, third = ask_together(server.client, "packed", requests)
-    assert isinstance(second, InferenceServerException)
-    assert second.status() == "StatusCode.INVALID_ARGUMENT"
-    assert second.message() == (
-        f"no optimization profile of the engine holds input 'input_ids' of shape [{most + 1}] "
-        f"(allowed: [1] to [{most}])"
-    )
-    assert isinstance(first, dict)
-    assert isinstance(third, dict)
-    assert (first["stride"].tolist(), third["stride"].tolist()) == ([[2]], [[1], [1]])
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (
+            packed_request(cases.MOST_TOKENS + 1),
+            "no optimization profile of the engine holds input",
+        ),
+        (
+            {"input_ids": np.array([[99]], np.int32), "row_length": np.ones((1, 1), np.int32)},
+            "unspecified launch failure",
+        ),
+    ],
+    ids=["shape", "launch"],
+)
+def test_a_run_that_fails_fails_its_whole_batch(server: Served, bad: Arrays, text: str) -> None:
+    requests = [packed_request(2), bad, packed_request(1, 1)]
+    for answer in ask_together(server.client, "packed", requests):
+        assert isinstance(answer, InferenceServerException)
+        assert answer.status() == "StatusCode.INTERNAL"
+        assert text in answer.message()
+    good = ask_together(server.client, "packed", [packed_request(2), packed_request(1, 1, 1)])
+    assert all(isinstance(answer, dict) for answer in good)
 
 
-def test_a_request_that_breaks_a_run_fails_alone(server: Served) -> None:
-    bad = {"input_ids": np.array([[99]], np.int32), "row_length": np.ones((1, 1), np.int32)}
-    requests = [packed_request(3), bad, packed_request(1, 2)]
-    first, broken, third = ask_together(server.client, "packed", requests)
-    assert isinstance(first, dict)
-    assert isinstance(third, dict)
-    assert isinstance(broken, InferenceServerException)
-    assert broken.status() == "StatusCode.INTERNAL"
-    assert "unspecified launch failure" in broken.message()
+def test_only_the_first_target_of_a_batch_output_is_answered(server: Served) -> None:
+    answer = ask(server.client, "two_targets", {"input_ids": np.ones((1, 3), np.int32)})
+    assert list(answer) == ["each"]
+    assert answer["each"].tolist() == [[1, 1, 1]]
 
 
 def test_a_model_without_batching_runs_each_request_by_itself(server: Served) -> None:

@@ -81,7 +81,7 @@ def test_only_the_models_that_changed_are_loaded_again(home: Path) -> None:
         slot = found.best_slot
         found.put(slot, Setting())
         pid = slot.target.pid
-        found.put(slot, Setting({"serving.queue.max_delay_us": 700, "core.token_budget": 64}))
+        found.put(slot, Setting({"serving.queue.max_delay_us": 700, "core.threads": 1}))
         found.put(slot, Setting({"core.max_batch_size": 16, "serving.instances.preprocess": 2}))
         assert slot.target.pid == pid
         assert found.score(slot).score > 0

@@ -50,10 +50,17 @@ def test_the_batch_limit_is_raised_only_where_batches_reach_it() -> None:
     assert found.values == (64, 128)
 
 
-def test_fields_of_the_cpu_are_left_alone_on_a_gpu() -> None:
-    for key in ("core.token_budget", "core.threads"):
-        assert isinstance(found_for(key, evidence(device="gpu")), Skip)
-        assert isinstance(found_for(key, evidence(cores=4)), Proposal)
+def test_fewer_threads_are_tried_on_a_cpu_with_several_cores() -> None:
+    key = "core.threads"
+    assert isinstance(found_for(key, evidence(device="gpu")), Skip)
+    assert isinstance(found_for(key, evidence(cores=1)), Skip)
+    for cores, threads in ((2, 1), (8, 4)):
+        found = found_for(key, evidence(cores=cores))
+        assert isinstance(found, Proposal)
+        assert found.values == (threads,)
+    chosen = found_for(key, evidence(cores=4, threads=2))
+    assert isinstance(chosen, Proposal)
+    assert chosen.values == (None,)
 
 
 def test_the_other_layout_is_tried_unless_a_build_fell_back_to_this_one() -> None:

@@ -39,8 +39,6 @@ class Surface:
         return self._plan(), self._scored(present)
 
     def challenge(self, other: Setting) -> None:
-        if other.overrides.get("core.threads") == 2:
-            raise UserError("core.threads", "must be something else", given=2)
         self._other = other
 
     def round(self) -> tuple[Scored, Scored]:
@@ -100,11 +98,11 @@ def searched(
 
 
 def good(overrides: Mapping[str, Any]) -> float:
-    """Best with a delay of 4,000 us, two core instances and pieces of 256 tokens: 100 x 1.728."""
+    """Return a rate that is highest, 144, with a delay of 4,000 us and two core instances."""
     rate = 100.0
     rate *= {0: 1.0, 1000: 1.1, 4000: 1.2}.get(overrides.get("serving.queue.max_delay_us", 0), 0.9)
     rate *= {1: 1.0, 2: 1.2, 3: 1.1}[overrides.get("serving.instances.core", 1)]
-    rate *= {128: 1.0, 256: 1.2, 512: 1.0, 64: 0.9}[overrides.get("core.token_budget", 128)]
+    rate *= {None: 1.0, 1: 0.9}[overrides.get("core.threads")]
     return rate * (0.5 if overrides.get("core.layout") == "bucketed" else 1.0)
 
 
@@ -119,9 +117,8 @@ def test_the_best_of_a_plain_surface_is_found_in_few_trials(cache: TrialCache) -
     assert dict(search.best.overrides) == {
         "serving.queue.max_delay_us": 4000,
         "serving.instances.core": 2,
-        "core.token_budget": 256,
     }
-    assert len(search.trials) <= 9  # of 3 x 3 x 4 x 2 x 2 combinations
+    assert len(search.trials) <= 9  # of 3 x 3 x 2 x 2 combinations
     assert {trial.verdict for trial in search.trials} == {"better", "worse"}
     assert set(search.skipped) >= {"serving.instances.preprocess", "core.max_batch_size"}
     assert [trial.number for trial in search.trials] == list(range(1, len(search.trials) + 1))
@@ -137,9 +134,15 @@ def test_what_cannot_be_served_fails_alone(cache: TrialCache) -> None:
     def score(overrides: Mapping[str, Any]) -> float:
         return 100.0 if overrides.get("serving.instances.core", 1) == 1 else 50.0
 
-    search = searched(Surface(score), cache)
+    class OneThreadFails(Surface):
+        def challenge(self, other: Setting) -> None:
+            if other.overrides.get("core.threads") == 1:
+                raise UserError("core.threads", "must be something else", given=1)
+            super().challenge(other)
+
+    search = searched(OneThreadFails(score), cache)
     (failed,) = [trial for trial in search.trials if trial.verdict == "failed"]
-    assert failed.change == {"core.threads": 2}
+    assert failed.change == {"core.threads": 1}
     assert "must be something else" in failed.says
     assert (failed.score, failed.points) == (None, ())
 
@@ -243,11 +246,11 @@ def test_what_time_leaves_open_is_proven_at_the_end_or_not_at_all(cache: TrialCa
 
 
 def test_what_was_tuned_before_is_the_first_trial(cache: TrialCache) -> None:
-    known = Setting({"serving.queue.max_delay_us": 4000, "core.token_budget": 256})
+    known = Setting({"serving.queue.max_delay_us": 4000, "serving.instances.core": 2})
     search = searched(Surface(good), cache, known=known)
     assert search.trials[0].change == dict(known.overrides)
     assert search.trials[0].verdict == "better"
-    assert good(search.best.overrides) == pytest.approx(172.8)
+    assert good(search.best.overrides) == pytest.approx(144)
 
 
 class FakeSlot:

@@ -70,6 +70,7 @@ def _feed(rows: Sequence[Sequence[int]]) -> Feed:
     return {
         "input_ids": np.concatenate([np.array(row, np.int32) for row in rows]),
         "row_length": lengths[:, None],
+        "row_offset": np.zeros_like(lengths)[:, None],
         "row_stride": lengths,
     }
 

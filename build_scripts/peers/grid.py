@@ -42,8 +42,7 @@ PACKED: Mapping[str, Sequence[Any]] = {
     "serving.queue.max_delay_us": (0, 1000, 4000),
     "serving.instances.preprocess": (1, 2),
     "serving.instances.core": (1, 2),
-    "core.token_budget": (64, 128, 256),
-    "core.threads": (None, 2),
+    "core.threads": (None, 1),
 }
 BUCKETED: Mapping[str, Sequence[Any]] = {
     "core.layout": ("bucketed",),

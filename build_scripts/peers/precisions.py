@@ -77,7 +77,6 @@ def main() -> int:
             core_feed(
                 samples[start : start + size],
                 plan.core_inputs,
-                packed=plan.packed,
                 pad_token_id=plan.facts.pad_token_id,
             )
             for start in range(0, len(samples), size)

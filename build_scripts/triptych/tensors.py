@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -53,8 +54,27 @@ TICKET = Tensor("ticket", "INT64", (4,))
 SAMPLED_TICKET = Tensor("ticket", "INT64", ("numbers",))
 """The same where requests are sampled: see `runtime.sampling`."""
 
+ROW_OFFSET = Tensor("row_offset", "INT32", (1,))
+"""Packed only: distance of a row's first token from where it would be if each row of its request
+took as many tokens as ``row_stride`` says."""
+
 ROW_STRIDE = Tensor("row_stride", "INT32", ())
-"""Packed only, made by the server: places each row occupies in `input_ids`, pads included."""
+"""Packed only, made by the server for each row: tokens of its request's `input_ids` divided by the
+request's rows."""
+
+
+ROW_SPAN = Tensor("row_span", "INT32", ("span",))
+"""Packed cores that TensorRT runs only: zeros, in number at least the request's longest row rounded
+up to a multiple of 16. TensorRT takes the size of the padded rows from a shape."""
+
+LONGEST = Tensor("longest", "INT32", ("longest",))
+"""Made by the server of the largest `ROW_SPAN` of a batch, whose size it has."""
+
+
+def made_by_server(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the inputs that Triton makes for a core of these inputs, by its ``batch_input``."""
+    stride = (ROW_STRIDE,) if ROW_OFFSET in inputs else ()
+    return (*stride, LONGEST) if ROW_SPAN in inputs else stride
 
 
 class TokenRow(NamedTuple):

@@ -120,7 +120,7 @@ def onnxruntime(name: str, graph: Path, plan: Plan, *, provider: str) -> Contend
         raise RuntimeError(f"{provider} refused the session")
 
     def prepare(rows: Sequence[TokenRow]) -> Call:
-        feed = core_feed(rows, plan.core_inputs, packed=False, pad_token_id=plan.facts.pad_token_id)
+        feed = core_feed(rows, plan.core_inputs, pad_token_id=plan.facts.pad_token_id)
         return lambda: session.run(None, feed)
 
     return Contender(name, prepare)

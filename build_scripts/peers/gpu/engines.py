@@ -170,7 +170,7 @@ def run_batch(runner: EngineRunner, plan: Plan) -> RunBatch:
     def run(samples: Sequence[Sample]) -> list[RowOutputs]:
         rows = [sample for sample in samples if isinstance(sample, TokenRow)]
         found: dict[int, RowOutputs] = {}
-        for places, feed in feeds_of(rows, plan, pads=True):
+        for places, feed in feeds_of(rows, plan):
             outputs = runner.run(feed)
             for index, place in enumerate(places):
                 found[place] = {name: outputs[name][index] for name in names}

@@ -63,9 +63,7 @@ def _equal(rows: Sequence[TokenRow], size: int) -> Load:
     return Load(f"batch {size}, {length} tokens each", size, "equal", (batch,))
 
 
-def feeds_of(
-    rows: Sequence[TokenRow], plan: Plan, *, pads: bool = False
-) -> list[tuple[list[int], Feed]]:
+def feeds_of(rows: Sequence[TokenRow], plan: Plan) -> list[tuple[list[int], Feed]]:
     """The runs that an engine makes of a batch, each with the places of its rows in `rows`.
 
     A packed engine takes as many rows as a batch may have; a bucketed one the rows of one padded
@@ -74,7 +72,6 @@ def feeds_of(
     Args:
         rows: of the batch.
         plan: of the pipeline.
-        pads: in the packed layout, put pads after some rows, as requests of several rows have.
     """
     groups: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
@@ -87,25 +84,14 @@ def feeds_of(
         for start in range(0, len(places), most)
     ]
     return [
-        (places, _feed([rows[place] for place in places], plan, edge, pads=pads))
-        for edge, places in chunks
+        (places, _feed([rows[place] for place in places], plan, edge)) for edge, places in chunks
     ]
 
 
-def _feed(rows: Sequence[TokenRow], plan: Plan, edge: int, *, pads: bool) -> Feed:
-    strides = [edge] * len(rows)
-    if plan.packed:
-        strides = [
-            min(len(row.ids) + pads * (index % 4), plan.max_length)
-            for index, row in enumerate(rows)
-        ]
-    return core_feed(
-        rows,
-        plan.core_inputs,
-        packed=plan.packed,
-        pad_token_id=plan.facts.pad_token_id,
-        strides=strides,
-    )
+def _feed(rows: Sequence[TokenRow], plan: Plan, edge: int) -> Feed:
+    width = None if plan.packed else edge
+    pad = plan.facts.pad_token_id
+    return core_feed(rows, plan.core_inputs, pad_token_id=pad, width=width)
 
 
 def padded(rows: Sequence[TokenRow], pad_token_id: int) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -48,7 +48,6 @@ class BaselineWork:
     core: Core
     core_file: Path  # the core's model.onnx, in fp32 and in the plan's layout
     core_inputs: tuple[Tensor, ...]
-    packed: bool
     rows: str  # module of `triptych.runtime` with the task's row maker
     settings: Mapping[str, object]  # of the row maker
     parameters: Mapping[str, object]  # of every request: the pipeline's defaults
@@ -76,7 +75,6 @@ def work_of(inputs: PipelineInputs, core_file: Path) -> BaselineWork:
         core=plan.core,
         core_file=core_file.resolve(),
         core_inputs=plan.core_inputs,
-        packed=plan.packed,
         rows=Path(plan.task.rows).stem,
         # Long texts are cut, as sentence-transformers and the pipelines of transformers do.
         settings={**plan.row_settings, "bucket_edges": [], "overflow": "truncate"},
@@ -157,9 +155,7 @@ def open_model(name: str, work: BaselineWork) -> Callable[[Sequence[Sample]], ob
         from triptych.gate.artifact import open_onnx
 
         pad = work.facts.pad_token_id
-        return open_onnx(
-            work.core_file, work.core, work.core_inputs, packed=work.packed, pad_token_id=pad
-        )
+        return open_onnx(work.core_file, work.core, work.core_inputs, pad_token_id=pad)
     from triptych.bench.torch_model import TorchModel
 
     return TorchModel(work.model_folder, work.facts, work.core, compiled=name == "torch.compile")

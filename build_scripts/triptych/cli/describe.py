@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from triptych.cli.describe_gpu import Described, describe_cost, describe_gpu
 from triptych.plan.plan import Plan
-from triptych.tensors import ROW_STRIDE, Tensor
+from triptych.tensors import Tensor, made_by_server
 
 AUTO = "auto"
 
 
 def describe_plan(plan: Plan) -> Described:
     core, serving, task = plan.spec.core, plan.spec.serving, plan.task
-    stride = (ROW_STRIDE,) if plan.packed else ()
+    made = made_by_server(plan.core_inputs)
     steps = {
         "preprocess": (task.inputs, (*plan.core_inputs, *plan.past_core), "python"),
-        "core": (plan.core_inputs + stride, plan.core.outputs, core.backend),
+        "core": (plan.core_inputs + made, plan.core.outputs, core.backend),
         "postprocess": ((*plan.core.outputs, *plan.past_core), task.outputs, "python"),
     }
     rules = task.parameters(plan.facts)
@@ -28,6 +28,7 @@ def describe_plan(plan: Plan) -> Described:
             "layout": _describe_layout(plan),
             "precision": core.precision,
             "max_batch_size": f"{plan.max_batch_size}: {plan.reasons['max_batch_size']}",
+            **_describe_memory(plan),
             "rows_a_request": f"{plan.request_rows}: {plan.reasons['request_rows']}",
             "bucket_edges": _describe_edges(plan),
             "padding": f"{plan.padding_share:.1%} of computed tokens on this traffic",
@@ -90,6 +91,17 @@ def _describe_traffic(plan: Plan) -> Described:
         "p50_tokens": lengths.quantile(0.5),
         "p99_tokens": lengths.quantile(0.99),
         "truncated": f"{lengths.truncated_share:.1%}",
+    }
+
+
+def _describe_memory(plan: Plan) -> Described:
+    if plan.batch_mib is None:
+        return {}
+    tokens = plan.max_batch_size * plan.max_length
+    return {
+        "max_batch_tokens": f"{tokens}: {plan.max_batch_size} rows of {plan.max_length} tokens",
+        "max_batch_memory": f"{plan.batch_mib:.0f} MiB beside the weights, estimated; the build "
+        "measures it",
     }
 
 

@@ -82,7 +82,7 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
             f"{delay_s:.0f} s from more load to a ready replica, so that each soon gets its part",
         ),
         shm_mib=shm,
-        memory_mib=_memory(options, measured, shm.value),
+        memory_mib=_memory(lock, options, measured, shm.value),
         cpu_milli=Because(
             f"{max(100, math.ceil(measured.cpu_cores.value * 10) * 100)}m",
             f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests. "
@@ -226,7 +226,7 @@ def _shm(lock: Lock, repository: Path) -> Because:
     )
 
 
-def _memory(options: Options, measured: Measured, shm_mib: int) -> Because:
+def _memory(lock: Lock, options: Options, measured: Measured, shm_mib: int) -> Because:
     if options.memory_mib is not None:
         if options.memory_mib <= shm_mib:
             raise UserError(
@@ -236,11 +236,15 @@ def _memory(options: Options, measured: Measured, shm_mib: int) -> Because:
                 remedy="Give more, or fewer instances of the Python steps",
             )
         return Because(f"{options.memory_mib}Mi", "given by hand (--memory); request and limit")
-    needed = measured.memory_mib.value + shm_mib
+    instances = lock.spec.serving.instances.core
+    batch_mib = math.ceil((lock.plan.batch_mib or 0) * instances)
+    needed = measured.memory_mib.value + batch_mib + shm_mib
     rounded = math.ceil(needed / _MEMORY_STEP_MIB) * _MEMORY_STEP_MIB
     return Because(
         f"{rounded}Mi",
-        f"{measured.memory_mib.reason}; and {shm_mib} MiB of shared memory, which counts as the "
+        f"{measured.memory_mib.reason}; {batch_mib} MiB for {lock.plan.max_batch_size} rows of "
+        f"{lock.plan.max_length} tokens in each of {instances} instances of the core, as the build "
+        f"measured; and {shm_mib} MiB of shared memory, which counts as the "
         "container's. Request and limit are one: a node must not run out of what it promised",
     )
 

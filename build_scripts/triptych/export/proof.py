@@ -6,7 +6,7 @@ No model is known by name, here or anywhere: what is tried is a mask, a reading,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,16 +25,17 @@ from triptych.export.heads import (
     logits_of,
 )
 from triptych.export.packing import (
-    MASKS,
-    BucketedEncoder,
     CannotPack,
     Counting,
-    PackedEncoder,
+    PackedCore,
+    PaddedEncoder,
+    TextCore,
     hidden_of,
     last_picked,
     takes,
 )
 from triptych.model.facts import ModelFacts
+from triptych.runtime.packed_rows import MULTIPLE
 from triptych.tasks.task import Core
 
 TOLERANCE = 1e-4
@@ -49,7 +50,6 @@ SPECIAL: Mapping[int, Mapping[int, tuple[str, ...]]] = {
 """Length of a row to the places of more special tokens in it: none in the middle, where a mask is.
 """
 LONGEST = 600
-LONGEST_TABLE = 2048
 UNICODE = 0x3000
 """Ids that models of bytes or characters, which have no vocabulary, surely know."""
 
@@ -84,30 +84,16 @@ class ProbeRow(NamedTuple):
     scale: float = 0.0
 
 
-class TextCore(nn.Module):
-    """An encoder in one of the layouts, and a head."""
-
-    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.head = head
-
-    def forward(self, *batch: Tensor | None) -> Tensor:
-        hidden, rows = self.encoder(*batch)
-        result: Tensor = self.head(hidden, rows)
-        return result
-
-
 def prove_text_core(
     model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool
-) -> TextCore:
-    """The model in a layout, run in the first of the known ways that gives the right results.
+) -> nn.Module:
+    """Return the model in a layout, run in the first of the known ways that gives right results.
 
     They are right for rows that hold special tokens of their own, too, if any way's are.
 
     Raises:
-        CannotPack: packed, and none does.
-        UserError: bucketed, and none does.
+        CannotPack: The layout is packed, and no way gives right results.
+        UserError: The layout is bucketed, and no way gives right results.
     """
     with contextlib.suppress(CannotPack, UserError):
         return _prove(model, facts, core, folder, packed=packed, special=True)
@@ -116,41 +102,65 @@ def prove_text_core(
 
 def _prove(
     model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool, special: bool
-) -> TextCore:
+) -> nn.Module:
     window = getattr(model.config, "sliding_window", None) or 0
     samples = _draw(model, facts, core, window, special=special)
-    head = _head(model, facts, core, folder, samples)
-    segments = facts.segments
+    batch: Sequence[Tensor]
+    batch = _packed_batch(samples) if packed else _padded_batch(samples, facts.pad_token_id)
+    smallest = float("inf")
+    for text_core in _ways(model, facts, core, folder, samples):
+        for tiled in (True, False) if packed else (False,):
+            probed = text_core
+            if core.reads == "pooled":  # the vectors of all tokens, of which the head keeps less
+                probed = TextCore(text_core.encoder, _TokenVectors())
+            difference = _farthest(
+                _in_layout(probed, core.per_token or core.reads == "pooled", packed, tiled),
+                batch,
+                samples,
+                starts=_starts(batch) if packed else None,
+            )
+            if difference < TOLERANCE:
+                return _in_layout(text_core, core.per_token, packed, tiled)
+            smallest = min(smallest, difference)
     if packed:
-        if head is None:
-            raise CannotPack("its head does not run on its encoder's token vectors alone")
-        packed_encoder = _pack(model.base_model, samples, segments, window)
-        chosen = TextCore(packed_encoder, head)
-        if _farthest(chosen, _packed_batch(samples), samples) >= TOLERANCE:
-            raise CannotPack("its head mixes the tokens of neighbouring rows")
-        return chosen
-    ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module, Around]] = []
-    if head is not None:
-        ways.append((model.base_model, hidden_of, head, nullcontext))
-    if core.reads != "pooled":
-        reader = LogitsReader(READINGS[core.reads][0], facts.mask_token_id)
-        ways += [(model, logits_of, reader, around) for around in (last_picked, nullcontext)]
-    batch = _padded_batch(samples, facts.pad_token_id)
-    for module, read, after, around in ways:
-        countings: list[Counting | None] = [None]
-        if takes(module, "position_ids"):
-            countings.insert(0, _counting(model.base_model, samples[0].ids))
-        for counting in countings:
-            encoder = BucketedEncoder(module, read, segments, counting=counting, around=around)
-            way = TextCore(encoder, after)
-            if _farthest(way, batch, samples) < TOLERANCE:
-                return way
+        raise CannotPack(f"rows of a batch differ by {smallest:.0e} from the same rows alone")
     raise UserError(
         "model.source",
         "must be a model whose result for a text does not depend on the padding beside it",
         given=f"{facts.architecture}, whose results do",
         remedy="Choose another model",
     )
+
+
+class _TokenVectors(nn.Module):
+    """Head that returns the vectors of all tokens."""
+
+    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+        return hidden
+
+
+def _in_layout(text_core: TextCore, per_token: bool, packed: bool, tiled: bool) -> nn.Module:
+    return PackedCore(text_core, per_token=per_token, tiled=tiled) if packed else text_core
+
+
+def _ways(
+    model: Any, facts: ModelFacts, core: Core, folder: Path, samples: Sequence[ProbeRow]
+) -> Iterator[TextCore]:
+    """Yield the known ways to run the model and its head on padded rows, the cheapest first."""
+    head = _head(model, facts, core, folder, samples)
+    ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module, Around]] = []
+    if head is not None:
+        ways.append((model.base_model, hidden_of, head, nullcontext))
+    if core.reads != "pooled":
+        reader = LogitsReader(READINGS[core.reads][0], facts.mask_token_id)
+        ways += [(model, logits_of, reader, around) for around in (last_picked, nullcontext)]
+    for module, read, after, around in ways:
+        countings: list[Counting | None] = [None]
+        if takes(module, "position_ids"):
+            countings.insert(0, _counting(model.base_model, samples[0].ids))
+        for counting in countings:
+            encoder = PaddedEncoder(module, read, facts.segments, counting=counting, around=around)
+            yield TextCore(encoder, after)
 
 
 def _draw(
@@ -250,59 +260,31 @@ def _head_distance(head: nn.Module, sample: ProbeRow) -> float:
     return _distance(head(sample.hidden[None], rows)[0], sample.logits, sample.scale)
 
 
-def _pack(encoder: Any, samples: Sequence[ProbeRow], segments: int, window: int) -> PackedEncoder:
-    """The encoder for packed rows, by the first of the known masks that gives the same results.
+def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, ...]:
+    """Return the rows end to end with pads between them, as `PackedCore` takes them.
 
-    Raises:
-        CannotPack: none does.
+    The first two rows are those of one request, which follow one another without a pad.
     """
-    counting = _counting(encoder, samples[0].ids)
-    smallest, refusal = float("inf"), ""
-    for mask in MASKS:
-        packed = PackedEncoder(encoder, segments, mask=mask, window=window, counting=counting)
-        try:
-            difference = _packed_difference(packed, samples)
-        except Exception as error:  # any that a model raises at a kind of mask it does not know
-            refusal = refusal or f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-            continue
-        if difference < TOLERANCE:
-            _check_any_size(packed, samples)
-            return packed
-        smallest = min(smallest, difference)
-    if smallest == float("inf"):
-        raise CannotPack(f"it takes no mask that keeps rows apart ({refusal})")
-    raise CannotPack(f"rows that share a sequence differ by {smallest:.0e} from rows alone")
-
-
-def _packed_difference(packed: PackedEncoder, samples: Sequence[ProbeRow]) -> float:
-    """Largest of a row in the batch from itself alone."""
-    hidden, rows = packed(*_packed_batch(samples))
-    return max(
-        _distance(hidden[0, member], sample.hidden)
-        for member, sample in zip(rows.member, samples, strict=True)
-    )
-
-
-def _check_any_size(packed: PackedEncoder, samples: Sequence[ProbeRow]) -> None:
-    """Raises `CannotPack` where a batch cannot outgrow a table of positions by place."""
-    places = getattr(packed.encoder.config, "max_position_embeddings", None) or 0
-    if packed.takes_positions or places > LONGEST_TABLE:
-        return
-    many = [*samples] * (places // sum(len(sample.ids) for sample in samples) + 1)
-    with contextlib.suppress(Exception):  # any that a model raises beyond its table
-        if _packed_difference(packed, many) < TOLERANCE:
-            return
-    raise CannotPack(f"it counts positions through a whole batch, which its {places} do not hold")
-
-
-def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The rows end to end with pads between them, as `PackedEncoder` takes them."""
-    parts = [
-        torch.cat((sample.ids, samples[0].ids[: index + 1])) for index, sample in enumerate(samples)
-    ]
-    strides = torch.tensor([len(part) for part in parts], dtype=torch.int32)
     lengths, firsts = _columns(samples)
-    return torch.cat(parts).to(torch.int32), lengths, strides, firsts
+    first, second, *others = (sample.ids for sample in samples)
+    pads = samples[0].ids[:3]
+    stride = -(-(len(first) + len(second)) // 2)
+    fill = pads[: 2 * stride - len(first) - len(second)]
+    tokens = [first, second, fill] + [torch.cat((ids, pads)) for ids in others]
+    strides = [stride, stride] + [len(ids) + len(pads) for ids in others]
+    offsets = [0, len(first) - stride] + [0] * len(others)
+    longest = -(-max(len(sample.ids) for sample in samples) // MULTIPLE) * MULTIPLE
+    tiles = sum(-(-len(sample.ids) // MULTIPLE) for sample in samples)
+    sizes = [torch.zeros(size, dtype=torch.int32) for size in (longest, MULTIPLE, tiles)]
+    columns = torch.tensor(strides, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int32)
+    return (
+        torch.cat(tokens).to(torch.int32),
+        lengths,
+        columns[1][:, None],
+        columns[0],
+        *sizes,
+        firsts,
+    )
 
 
 def _padded_batch(samples: Sequence[ProbeRow], pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,21 +337,35 @@ def _counting(encoder: Any, ids: Tensor) -> Counting:
     return Counting(first, pad if seen[0][:4] == [first, pad, first + 1, first + 2] else None)
 
 
-def _farthest(chosen: TextCore, batch: Sequence[Tensor], samples: Sequence[ProbeRow]) -> float:
-    """Largest difference of a row in the batch from itself alone; infinite where it fails."""
+def _starts(batch: Sequence[Tensor]) -> list[int]:
+    """Return the index of each row's first token in a packed batch."""
+    offset, stride = batch[2][:, 0], batch[3]
+    starts: list[int] = (stride.cumsum(0) - stride + offset).tolist()
+    return starts
+
+
+def _farthest(
+    way: nn.Module,
+    batch: Sequence[Tensor],
+    samples: Sequence[ProbeRow],
+    *,
+    starts: Sequence[int] | None,
+) -> float:
+    """Return the largest difference of a row in the batch from itself alone.
+
+    It is infinite where the model fails on the batch. `starts` are the first tokens of the rows in
+    a packed batch.
+    """
     try:
-        hidden, rows = chosen.encoder(*batch)
-        result = chosen.head(hidden, rows)
+        result = way(*batch)
     except Exception:  # any that a model raises at padding it does not expect
         return float("inf")
     largest = 0.0
     for index, sample in enumerate(samples):
-        member = rows.member[index]
-        share = 0 if len(hidden) == 1 else index
-        if sample.logits is None:
-            difference = _distance(hidden[share, member], sample.hidden)
-        else:
-            found = result[share, member] if sample.logits.dim() == 2 else result[index]
-            difference = _distance(found, sample.logits, sample.scale)
-        largest = max(largest, difference)
+        expected = sample.hidden if sample.logits is None else sample.logits
+        found, size = result[0 if starts and result.dim() == 3 else index], len(sample.ids)
+        if expected is not None and expected.dim() == 2:
+            start = starts[index] if starts else 0
+            found = found[start : start + size]
+        largest = max(largest, _distance(found, expected, sample.scale))
     return largest

@@ -15,7 +15,7 @@ from triptych.errors import UserError
 from triptych.graph.files import MODEL_FILE, save_onnx
 from triptych.model.facts import ModelFacts
 from triptych.tasks.task import Core
-from triptych.tensors import ROW_STRIDE, Tensor
+from triptych.tensors import ROW_OFFSET, ROW_SPAN, Tensor, made_by_server
 
 OPSET = 18
 RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
@@ -202,9 +202,10 @@ def export_onnx(
 ) -> None:
     """Write ``target/model.onnx``: the model in `folder` with its head, and what `core` returns.
 
-    Graph inputs: those of `inputs` in order, then ``row_stride`` if packed. Packed, ``input_ids``
-    is INT32 ``[tokens]``, every row followed by its pads, and an output that is per token is
-    ``[tokens, ...]``; bucketed both are ``[rows, tokens, ...]``. All else is ``[rows, ...]``.
+    The graph's inputs are those of `inputs` in order and, if packed, those that Triton makes.
+    Packed, ``input_ids`` is INT32 ``[tokens]``, the rows of each request end to end, and an output
+    that is per token is ``[tokens, ...]``; bucketed both are ``[rows, tokens, ...]``. All else is
+    ``[rows, ...]``.
 
     Raises:
         CannotPack: packed, and the rows of this model cannot be kept apart; bucketed may do.
@@ -213,17 +214,18 @@ def export_onnx(
     import torch
 
     from triptych.export.packing import CannotPack, any_length
+    from triptych.export.tile_sizes import SIZES, compute_from_shapes, compute_from_values
 
     model = load_model(folder, core.auto_class)
     with _quiet(), any_length(model), torch.no_grad():
         graph = _graph(model, facts, core, inputs, folder, packed=packed)
-        graph_inputs = (*inputs, ROW_STRIDE) if packed else inputs
-        examples, shapes = _examples(graph_inputs, packed=packed)
+        traced = (*inputs, *made_by_server(inputs)[:1], *SIZES) if packed else inputs
+        examples, shapes = _examples(traced, packed=packed)
         try:
             exported: Any = torch.onnx.export(
                 torch.export.export(graph.eval(), examples, dynamic_shapes=(shapes,), strict=False),
                 dynamo=True,
-                input_names=[tensor.name for tensor in graph_inputs],
+                input_names=[tensor.name for tensor in traced],
                 output_names=[output.name for output in core.outputs],
                 opset_version=OPSET,
                 verbose=False,
@@ -239,7 +241,11 @@ def export_onnx(
                 remedy="Choose another model",
             ) from error
     proto = exported.model_proto
-    _declare(proto, (*graph_inputs, *core.outputs), packed=packed)
+    if packed and ROW_SPAN in inputs:
+        compute_from_shapes(proto)
+    elif packed:
+        compute_from_values(proto, facts.max_length)
+    _declare(proto, (*inputs, *made_by_server(inputs), *core.outputs), packed=packed)
     target.mkdir(parents=True, exist_ok=True)
     save_onnx(proto, target / MODEL_FILE)
 
@@ -273,8 +279,10 @@ def _graph(
     from triptych.export.proof import prove_text_core
 
     names = [tensor.name for tensor in inputs]
-    # In the order a layout takes them; the stride is the graph's last input.
-    order = [names.index("input_ids"), names.index("row_length")] + [len(names)] * packed
+    # In the order a layout takes them, behind the inputs the stride and `SIZES`.
+    order = [names.index("input_ids"), names.index("row_length")]
+    if packed:
+        order += [names.index(ROW_OFFSET.name), *range(len(names), len(names) + 4)]
     if "first_segment" in names:
         order.append(names.index("first_segment"))
     text_core = prove_text_core(model, facts, core, folder, packed=packed)
@@ -291,7 +299,12 @@ def _examples(
     known = {
         "input_ids": torch.ones(20 if packed else (3, 9), dtype=torch.int32),
         "row_length": torch.tensor([[4], [6], [7]], dtype=torch.int32),
+        "row_offset": torch.tensor([[0], [-1], [0]], dtype=torch.int32),
         "row_stride": torch.tensor([5, 6, 9], dtype=torch.int32),
+        "row_span": torch.zeros(16, dtype=torch.int32),
+        "longest": torch.zeros(16, dtype=torch.int32),
+        "tile": torch.zeros(12, dtype=torch.int32),
+        "tiles": torch.zeros(4, dtype=torch.int32),
         "first_segment": torch.tensor([[2], [3], [4]], dtype=torch.int32),
     }
     examples, shapes = [], []
@@ -308,8 +321,8 @@ def _examples(
 
 def _axes(tensor: Tensor, *, packed: bool) -> list[int | str]:
     """The axes of a tensor in the graph: what is per token has no axis of rows when packed."""
-    per_token = "tokens" in tensor.dims
-    return [*tensor.dims] if packed and per_token else ["rows", *tensor.dims]
+    alone = {"tokens", "span", "longest", "tile", "tiles"}.intersection(tensor.dims)
+    return [*tensor.dims] if packed and alone else ["rows", *tensor.dims]
 
 
 @contextlib.contextmanager

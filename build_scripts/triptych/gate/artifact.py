@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from triptych.graph.session import open_session
 from triptych.plan.plan import Plan
-from triptych.requests.feeds import Feed, Sample, core_feed, row_strides
+from triptych.requests.feeds import Feed, Sample, core_feed, row_starts
 from triptych.tasks.task import Core
-from triptych.tensors import Tensor, TokenRow
+from triptych.tensors import ROW_OFFSET, Tensor, TokenRow
 
 RowOutputs = dict[str, NDArray[Any]]
 """What the core returned for one row, by output; per-token outputs end with the row's tokens."""
@@ -25,9 +24,7 @@ RunFeed = Callable[[Feed], Mapping[str, NDArray[Any]]]
 """Runs one batch as the graph takes it; the outputs by name."""
 
 
-def open_onnx(
-    path: Path, core: Core, inputs: tuple[Tensor, ...], *, packed: bool, pad_token_id: int
-) -> RunBatch:
+def open_onnx(path: Path, core: Core, inputs: tuple[Tensor, ...], *, pad_token_id: int) -> RunBatch:
     """A function that runs one batch of rows through a ``model.onnx`` of any precision on the CPU.
 
     The other arguments are those of `by_rows`.
@@ -38,11 +35,11 @@ def open_onnx(
     def run(feed: Feed) -> Mapping[str, NDArray[Any]]:
         return dict(zip(names, session.run(names, feed), strict=True))
 
-    return by_rows(run, core, inputs, packed=packed, pad_token_id=pad_token_id)
+    return by_rows(run, core, inputs, pad_token_id=pad_token_id)
 
 
 def by_rows(
-    run_feed: RunFeed, core: Core, inputs: tuple[Tensor, ...], *, packed: bool, pad_token_id: int
+    run_feed: RunFeed, core: Core, inputs: tuple[Tensor, ...], *, pad_token_id: int
 ) -> RunBatch:
     """A function that runs one batch of rows by whatever runs a feed.
 
@@ -50,21 +47,20 @@ def by_rows(
         run_feed: gives the outputs for a feed, by name.
         core: what it returns.
         inputs: of a feed, as `core_feed` takes them.
-        packed: the layout.
         pad_token_id: fills rows up.
     """
     names = [tensor.name for tensor in core.outputs]
 
     def run(samples: Sequence[Sample]) -> list[RowOutputs]:
-        outputs = run_feed(core_feed(samples, inputs, packed=packed, pad_token_id=pad_token_id))
+        outputs = run_feed(core_feed(samples, inputs, pad_token_id=pad_token_id))
         results = [outputs[name] for name in names]
         rows = [sample for sample in samples if isinstance(sample, TokenRow)]
         if not rows:
             return [dict(zip(names, values, strict=True)) for values in zip(*results, strict=True)]
-        starts = np.cumsum([0, *row_strides(rows, packed=packed)[:-1]])
+        starts, packed = row_starts(rows, inputs), ROW_OFFSET in inputs
         return [
             {
-                name: _cut(values, index, int(starts[index]), row, core, packed=packed)
+                name: _cut(values, index, starts[index], row, core, packed=packed)
                 for name, values in zip(names, results, strict=True)
             }
             for index, row in enumerate(rows)
@@ -76,7 +72,7 @@ def by_rows(
 def open_core(path: Path, plan: Plan) -> RunBatch:
     """`open_onnx` for the core of a plan."""
     pad = plan.facts.pad_token_id
-    return open_onnx(path, plan.core, plan.core_inputs, packed=plan.packed, pad_token_id=pad)
+    return open_onnx(path, plan.core, plan.core_inputs, pad_token_id=pad)
 
 
 def _cut(

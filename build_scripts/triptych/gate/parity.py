@@ -20,13 +20,23 @@ from triptych.gate.runs import choices_of, run_rows
 from triptych.pipeline.precisions import Precision
 from triptych.plan.engine_spec import ShapeRange
 from triptych.repository.records import GateResult
-from triptych.requests.feeds import Feed, Sample, row_strides
+from triptych.requests.feeds import Feed, Sample, core_feed
 from triptych.requests.samples import Expected, GateRequest
 from triptych.tasks.accuracy import default_limits
 from triptych.tasks.metrics.ranks import TIE
 from triptych.tasks.metrics.vectors import COSINES
 from triptych.tasks.task import Core
-from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_STRIDE, Tensor, TokenRow
+from triptych.tensors import (
+    FIRST_SEGMENT,
+    INPUT_IDS,
+    LONGEST,
+    ROW_LENGTH,
+    ROW_OFFSET,
+    ROW_SPAN,
+    ROW_STRIDE,
+    Tensor,
+    TokenRow,
+)
 
 PAD = 0
 """Any token id: what pads hold changes no result."""
@@ -57,15 +67,17 @@ def check_engine(
         precision: of the engine, which decides the limits.
         tf32: whether fp32 products may be rounded: then they are as close as fp16 is.
     """
-    packed = ROW_STRIDE.name in inputs
-    tensors = tuple(_tensor(name) for name in inputs if name != ROW_STRIDE.name)
+    made = {ROW_STRIDE.name, LONGEST.name}
+    tensors = tuple(_tensor(name) for name in inputs if name not in made)
+    packed = ROW_OFFSET in tensors
     batch_size = min(_most_rows(profile) for profile in profiles)
-    graph = open_onnx(onnx, core, tensors, packed=packed, pad_token_id=PAD)
+    graph = open_onnx(onnx, core, tensors, pad_token_id=PAD)
     wanted = run_rows(graph, rows, range(len(rows)), batch_size)
     fitted = run_feed if packed else _padded(run_feed, profiles)
-    engine = by_rows(fitted, core, tensors, packed=packed, pad_token_id=PAD)
+    engine = by_rows(fitted, core, tensors, pad_token_id=PAD)
     if packed:
-        engine = _dealt(engine, max(profile[INPUT_IDS.name].maximum[0] for profile in profiles))
+        most = max(profile[INPUT_IDS.name].maximum[0] for profile in profiles)
+        engine = _dealt(engine, tensors, most)
     closeness = "fp16" if tf32 and precision == "fp32" else precision
     metrics = _metrics_of(core)
     return check(
@@ -90,7 +102,8 @@ def _metrics_of(core: Core) -> tuple[str, ...]:
 
 
 def _tensor(name: str) -> Tensor:
-    known = {tensor.name: tensor for tensor in (INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT)}
+    texts = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, FIRST_SEGMENT)
+    known = {tensor.name: tensor for tensor in texts}
     return known.get(name, Tensor(name, "UINT8", ()))
 
 
@@ -117,12 +130,14 @@ def _padded(run_feed: RunFeed, profiles: Profiles) -> RunFeed:
     return run
 
 
-def _dealt(run: RunBatch, most_tokens: int) -> RunBatch:
-    """`run` with a batch of more tokens than the engine takes dealt out in halves."""
+def _dealt(run: RunBatch, inputs: tuple[Tensor, ...], most_tokens: int) -> RunBatch:
+    """Return `run` with each batch of more tokens than the engine takes cut into halves."""
 
     def halves(samples: Sequence[Sample]) -> list[RowOutputs]:
         tokens = [row for row in samples if isinstance(row, TokenRow)]
-        if len(tokens) < 2 or sum(row_strides(tokens, packed=True)) <= most_tokens:
+        if len(tokens) < 2:
+            return run(samples)
+        if core_feed(tokens, inputs, pad_token_id=PAD)[INPUT_IDS.name].size <= most_tokens:
             return run(samples)
         half = len(samples) // 2
         return [*halves(samples[:half]), *halves(samples[half:])]

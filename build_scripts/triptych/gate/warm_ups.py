@@ -49,9 +49,8 @@ def write_warm_ups(
                 feed = core_feed(
                     [row] * count,
                     plan.core_inputs,
-                    packed=plan.packed,
                     pad_token_id=plan.facts.pad_token_id,
-                    strides=[tokens] * count,
+                    width=tokens,
                 )
                 try:
                     outputs = session.run(None, feed)

@@ -164,6 +164,9 @@ def _target_faults(
 def _split_faults(model: Model, split: Any) -> Iterator[tuple[str, str]]:
     outputs = {tensor.name for tensor in model.config.output}
     yield from _source_faults(model, split, enum_name(split, "kind"))
+    if len(split.target_name) > 1:
+        rule = "must have one target_name: of several, Triton answers the first output alone"
+        yield rule, names(split.target_name)
     unknown = set(split.target_name) - outputs
     if unknown or not split.target_name:
         rule = "must have an output of the config as target_name"

@@ -112,11 +112,11 @@ class Core(Frozen):
             expected to cost less in.
         share: pipeline of the same repository and model whose core serves this one, too.
         max_batch_size: rows Triton may put into one batch, and a client into one request.
+        max_batch_mib: memory in MiB that the largest batch may take beside the weights; the plan
+            lowers the number of rows until a batch of rows of the maximum length stays within it.
         bucket_count: number of padded lengths of the bucketed layout.
-        threads: that share the work of one operator (``intra_op_thread_count`` of the backend);
-            None leaves the choice to it.
-        token_budget: tokens that the local backend computes at a time, at most: a larger batch is
-            dealt out in pieces; None takes its own. The container's backend takes batches whole.
+        threads: Number of threads that share the work of one operator, in each instance
+            (``intra_op_thread_count`` of the backend). None: one per physical core.
         accelerator: of ONNX Runtime on a GPU: its own CUDA kernels, or TensorRT where it takes the
             model's operators, built when the model loads.
         engine: how TensorRT builds and runs its engine.
@@ -127,9 +127,9 @@ class Core(Frozen):
     precision: Precision | Literal["auto"] = "fp32"
     layout: Literal["packed", "bucketed", "auto"] = "packed"
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
+    max_batch_mib: Annotated[int, Field(ge=1, le=1_000_000)] = 2048
     bucket_count: Annotated[int, Field(ge=1, le=32)] = 6
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    token_budget: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     share: str | None = None
     accelerator: Literal["cuda", "tensorrt"] = "cuda"
     engine: Engine = Engine()
@@ -146,8 +146,8 @@ class Core(Frozen):
     def _fits(self) -> Core:
         if self.backend == "tensorrt" and self.device != "gpu":
             raise ValueError("the tensorrt backend runs on a gpu only: leave core.device out")
-        if self.device == "gpu" and (self.threads, self.token_budget) != (None, None):
-            raise ValueError("core.threads and core.token_budget are for a core on the cpu")
+        if self.device == "gpu" and self.threads is not None:
+            raise ValueError("core.threads is only supported for a core on the cpu")
         if self.accelerator != "cuda" and (self.backend, self.device) != ("onnxruntime", "gpu"):
             raise ValueError("core.accelerator is for the onnxruntime backend on a gpu")
         if self.backend != "tensorrt" and self.engine != Engine():

@@ -25,7 +25,6 @@ TUNABLE = (
     "core.max_batch_size",
     "core.precision",
     "core.threads",
-    "core.token_budget",
     "serving.instances.core",
     "serving.instances.postprocess",
     "serving.instances.preprocess",
@@ -94,7 +93,7 @@ def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
             f"{path}: {strange[0]}",
             "must be a field that tuning may set",
             given=strange[0],
-            remedy=f"Put it into pipeline.yaml. Fields here: {', '.join(tunable)}",
+            remedy=f"Remove it, or put it into pipeline.yaml. Fields here: {', '.join(tunable)}",
         )
     return Tuned(overrides, provenance)
 

@@ -49,7 +49,7 @@ class RowCost:
     """Microseconds of the device that a row of the traffic takes, in full batches.
 
     Attributes:
-        packed: rows end to end: every token is compared with all of its batch.
+        packed: rows end to end: a token is compared with as many as the batch's longest row has.
         bucketed: rows padded to the planned lengths: a batch has rows of one length only.
     """
 
@@ -67,30 +67,28 @@ def row_cost(
     edges: Sequence[int],
     *,
     on_gpu: bool,
-    packed_rows: int,
-    packed_tokens: float,
-    bucketed_rows: int,
+    rows: int,
+    longest: float,
     graphs: bool,
 ) -> RowCost:
     """The estimate for both layouts.
 
-    A full packed batch has `packed_rows` rows, of which `packed_tokens` attend to one another; one
-    of the bucketed layout, padded to `edges`, gathers `bucketed_rows` of all lengths, and may have
-    CUDA graphs captured for it.
+    A full batch has `rows` rows, the longest of `longest` tokens. In the bucketed layout rows are
+    padded to `edges`, and CUDA graphs may be captured for a batch.
     """
     device = GPU if on_gpu else CPU
     layers = facts.layers or USUAL_LAYERS
-    packed = _row_us(facts, device, lengths.mean, packed_tokens)
-    packed += device.run_us * layers / packed_rows
+    packed = _row_us(facts, device, lengths.mean, longest)
+    packed += device.run_us * layers / rows
     shares = [
         (edge, sum(rows for n, rows in lengths.counts.items() if low < n <= edge) / lengths.rows)
         for low, edge in pairwise((0, *edges))
     ]
     bucketed = sum(share * _row_us(facts, device, edge, edge) for edge, share in shares)
     # Rows of one length share a run: a batch makes as many runs as it has lengths.
-    runs = sum(1 - (1 - share) ** bucketed_rows for _, share in shares)
+    runs = sum(1 - (1 - share) ** rows for _, share in shares)
     each = device.graph_us if graphs else device.run_us
-    return RowCost(packed, bucketed + each * layers * runs / bucketed_rows)
+    return RowCost(packed, bucketed + each * layers * runs / rows)
 
 
 def _row_us(facts: ModelFacts, device: Device, tokens: float, attended: float) -> float:

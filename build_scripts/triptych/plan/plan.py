@@ -15,7 +15,8 @@ from triptych.pipeline.spec import PipelineSpec
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.cost import RowCost, row_cost
 from triptych.plan.engine_spec import EnginePlan
-from triptych.plan.profiles import LARGEST_SCORES_BYTES, engine_plan, packed_rows
+from triptych.plan.memory import batch_mib, rows_within
+from triptych.plan.profiles import engine_plan
 from triptych.runtime.given import PREFIX
 from triptych.tasks import Core, Task
 from triptych.tensors import (
@@ -23,6 +24,8 @@ from triptych.tensors import (
     FIRST_SEGMENT,
     INPUT_IDS,
     ROW_LENGTH,
+    ROW_OFFSET,
+    ROW_SPAN,
     SAMPLED_TICKET,
     TICKET,
     Tensor,
@@ -30,9 +33,6 @@ from triptych.tensors import (
 
 TENSOR_CORE_MULTIPLE = 8
 """Padded lengths on a GPU are multiples of this: tensor cores work on blocks of 8."""
-
-MICRO_BATCH_TOKENS = 128
-"""What the local backend computes at a time unless the spec says otherwise."""
 
 GATHER_BUFFERS = 8
 """Buffers from which on a kernel that gathers them starts faster than a copy each."""
@@ -124,6 +124,20 @@ class Plan:
         return row_settings(self.spec, self.facts, self.task, max_core_rows=self.max_batch_size)
 
     @property
+    def batch_mib(self) -> float | None:
+        """Estimated MiB that the largest batch takes beside the weights; None for images."""
+        if self.lengths is None:
+            return None
+        core = self.spec.core
+        return batch_mib(
+            self.facts,
+            rows=self.max_batch_size,
+            tokens=self.max_length,
+            precision=core.precision,
+            on_gpu=core.device == "gpu",
+        )
+
+    @property
     def reasons(self) -> dict[str, str]:
         """Number to why it is what it is, for `inspect`."""
         spec, task, allowed = self.spec, self.task, self.facts.max_length
@@ -137,8 +151,8 @@ class Plan:
         full = "core.max_batch_size"
         if self.max_batch_size < spec.core.max_batch_size:
             full += (
-                f" allows {spec.core.max_batch_size}; more of the longest rows, packed, would need "
-                f"over {LARGEST_SCORES_BYTES >> 30} GiB for one layer's attention scores"
+                f" allows {spec.core.max_batch_size}; more rows of {self.max_length} tokens would "
+                f"need more than core.max_batch_mib, {spec.core.max_batch_mib} MiB"
             )
         reasons = {}
         if self.lengths is not None:
@@ -179,9 +193,25 @@ def request_rows_of(max_batch_size: int, task: Task) -> int:
 
 def core_rows_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
     """Rows that a request may become, before it is known whether rows can be packed."""
-    if spec.core.device == "gpu" and spec.core.layout != "bucketed" and facts.image is None:
-        return packed_rows(spec, facts, max_length_of(spec, facts, task))
-    return spec.core.max_batch_size
+    if facts.image is not None:
+        return spec.core.max_batch_size
+    return max_rows(spec, facts, max_length_of(spec, facts, task))
+
+
+def max_rows(spec: PipelineSpec, facts: ModelFacts, max_length: int) -> int:
+    """Return how many rows a batch may have: as the spec says, within its limit of memory.
+
+    Triton's batcher counts rows, not tokens, so all rows of a batch may have `max_length` tokens.
+    """
+    core = spec.core
+    within = rows_within(
+        facts,
+        limit_mib=core.max_batch_mib,
+        tokens=max_length,
+        precision=core.precision,
+        on_gpu=core.device == "gpu",
+    )
+    return min(core.max_batch_size, within)
 
 
 def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
@@ -251,10 +281,13 @@ def make_plan(
         chosen = layout or (cost.cheaper if named == "auto" else named)
         edges = edges if chosen == "bucketed" else ()
     packed = chosen == "packed"
-    most = packed_rows(spec, facts, max_length) if packed and on_gpu else spec.core.max_batch_size
+    most = spec.core.max_batch_size if lengths is None else max_rows(spec, facts, max_length)
     inputs = inputs_of(facts, task)
     engine = None
-    if "tensorrt" in (spec.core.backend, spec.core.accelerator):
+    by_tensorrt = "tensorrt" in (spec.core.backend, spec.core.accelerator)
+    if packed:
+        inputs += (ROW_OFFSET, ROW_SPAN) if by_tensorrt else (ROW_OFFSET,)
+    if by_tensorrt:
         packed_lengths = lengths if packed else None
         engine = engine_plan(spec, inputs, packed_lengths, edges, max_length, most)
     return Plan(
@@ -285,17 +318,14 @@ def expected_cost(
 ) -> RowCost:
     """What a row of such lengths is expected to cost, packed, and padded to `edges`."""
     core, on_gpu = spec.core, spec.core.device == "gpu"
-    rows = packed_rows(spec, facts, max_length) if on_gpu else core.max_batch_size
-    together = rows * lengths.mean
-    at_once = together if on_gpu else min(core.token_budget or MICRO_BATCH_TOKENS, together)
+    rows = max_rows(spec, facts, max_length)
     return row_cost(
         facts,
         lengths,
         edges,
         on_gpu=on_gpu,
-        packed_rows=rows,
-        packed_tokens=at_once,
-        bucketed_rows=core.max_batch_size,
+        rows=rows,
+        longest=lengths.quantile(0.5 ** (1 / rows)),  # the median of a batch's longest row
         graphs=core.backend == "tensorrt" and core.engine.cuda_graphs,
     )
 

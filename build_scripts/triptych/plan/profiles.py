@@ -1,34 +1,14 @@
-"""What a GPU core needs besides a CPU's: profiles, CUDA graphs, and a bound on packed batches."""
+"""What a TensorRT core needs besides: optimization profiles and CUDA graphs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from triptych.model.facts import ModelFacts
 from triptych.pipeline.spec import PipelineSpec
 from triptych.pipeline.traffic import Lengths
-from triptych.plan.cost import USUAL_HEAD_SIZE
 from triptych.plan.engine_spec import Dims, EnginePlan, GraphSpec, ShapeRange
-from triptych.tensors import INPUT_IDS, ROW_STRIDE, Tensor
-
-LARGEST_SCORES_BYTES = 1 << 30
-"""Of one layer's attention scores in a full packed batch of the longest rows: every token is
-compared with all of the batch, so they grow with its square."""
-
-ELEMENT_BYTES = {"fp32": 4}
-"""Of attention scores by precision; 2 in all others."""
-
-
-def packed_rows(spec: PipelineSpec, facts: ModelFacts, max_length: int) -> int:
-    """Rows that a packed batch may have on a GPU: as the spec says, within the bound of scores.
-
-    The server counts rows, not tokens: any batch may be one of the longest rows only.
-    """
-    heads = facts.heads or max(1, facts.hidden_size // USUAL_HEAD_SIZE)
-    bytes_each = heads * ELEMENT_BYTES.get(spec.core.precision, 2)
-    tokens = math.isqrt(LARGEST_SCORES_BYTES // bytes_each)
-    return max(1, min(spec.core.max_batch_size, tokens // max_length))
+from triptych.plan.memory import rounded
+from triptych.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 
 
 def engine_plan(
@@ -73,12 +53,18 @@ def _packed_profile(
     typical = max(1, round(best * lengths.mean))
     tokens = ShapeRange((1,), (min(typical, most * max_length),), (most * max_length,))
     profile = {
-        tensor.name: tokens
-        if tensor.name == INPUT_IDS.name
-        else ShapeRange(*((rows, *tensor.config_dims) for rows in (1, best, most)))
+        tensor.name: ShapeRange(*((rows, *tensor.config_dims) for rows in (1, best, most)))
         for tensor in inputs
     }
-    return {**profile, ROW_STRIDE.name: ShapeRange((1,), (best,), (most,))}
+    usual, longest = (rounded(n) for n in (lengths.quantile(0.99), max_length))
+    return {
+        **profile,
+        INPUT_IDS.name: tokens,
+        ROW_SPAN.name: ShapeRange((1,), (best * usual,), (most * longest,)),
+        ROW_STRIDE.name: ShapeRange((1,), (best,), (most,)),
+        # A request of n rows may exceed its longest one by n - 1.
+        LONGEST.name: ShapeRange((1,), (usual,), (longest + most - 1,)),
+    }
 
 
 def _graphs(inputs: Sequence[Tensor], edges: Sequence[int], most: int) -> list[GraphSpec]:

@@ -173,7 +173,7 @@ class Converter:
     def _feed(self, rows: Sequence[Sample]) -> Feed:
         plan = self._plan
         pad = plan.facts.pad_token_id
-        return core_feed(rows, plan.core_inputs, packed=plan.packed, pad_token_id=pad)
+        return core_feed(rows, plan.core_inputs, pad_token_id=pad)
 
 
 def _one_thread() -> Any:

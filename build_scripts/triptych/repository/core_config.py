@@ -5,13 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from triptych.plan.engine_spec import EnginePlan
+from triptych.plan.memory import rounded
 from triptych.plan.plan import Plan
 from triptych.releases import CONTEXT_MEMORY
 from triptych.repository.config import new_config
-from triptych.tensors import INPUT_IDS, ROW_STRIDE, Tensor
+from triptych.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
 """What ONNX Runtime's TensorRT accelerator may compute in, by the graph's precision."""
+
+
+CPU_MEMORY = {
+    "enable_mem_pattern": "0",
+    "memory.enable_memory_arena_shrinkage": "cpu:0",
+}
+"""Parameters by which ONNX Runtime returns the memory of a large batch. Its allocator would keep
+that of the largest batch, and plan anew for each new shape. Measured on MiniLM in fp32, 2 cores, a
+batch of 32 rows of 256 tokens: peak 422 MiB instead of 652, 167 instead of 628 MiB afterwards; one
+short row takes 3.6 ms with them and without."""
 
 
 def core_config(plan: Plan) -> Any:
@@ -32,7 +43,7 @@ def core_config(plan: Plan) -> Any:
             key: {"string_value": str(value)}
             for key, value in (
                 ("intra_op_thread_count", core.threads),
-                ("token_budget", core.token_budget),
+                *(CPU_MEMORY.items() if core.device == "cpu" else ()),
                 (CONTEXT_MEMORY, memory),
             )
             if value is not None
@@ -119,10 +130,20 @@ def _join_rows(plan: Plan, config: Any) -> None:
         data_type=ROW_STRIDE.config_type,
         source_input=[ragged],
     )
-    if plan.core.per_token:
+    if ROW_SPAN in plan.core_inputs:
+        next(i for i in config.input if i.name == ROW_SPAN.name).allow_ragged_batch = True
+        config.batch_input.add(
+            kind="BATCH_MAX_ELEMENT_COUNT_AS_SHAPE",
+            target_name=[LONGEST.name],
+            data_type=LONGEST.config_type,
+            source_input=[ROW_SPAN.name],
+        )
+    for tensor in plan.core.outputs if plan.core.per_token else ():
+        # One for each output: of several targets Triton's backends answer the first alone
+        # (BackendOutputResponder::ProcessBatchOutput, releases 24.10 to 26.08).
         config.batch_output.add(
             kind="BATCH_SCATTER_WITH_INPUT_SHAPE",
-            target_name=[tensor.name for tensor in plan.core.outputs],
+            target_name=[tensor.name],
             source_input=[ragged],
         )
 
@@ -135,12 +156,16 @@ def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
         "inputs": {
             tensor.name: {
                 "data_type": tensor.config_type,
-                "dims": [tokens if dim == -1 else dim for dim in tensor.config_dims],
+                "dims": [_size(tensor, tokens) if dim == -1 else dim for dim in tensor.config_dims],
                 "input_data_file": warm_up_file(tensor, tokens),
             }
             for tensor in plan.core_inputs
         },
     }
+
+
+def _size(tensor: Tensor, tokens: int) -> int:
+    return rounded(tokens) if tensor == ROW_SPAN else tokens
 
 
 def warm_up_file(tensor: Tensor, tokens: int) -> str:

@@ -40,6 +40,8 @@ class PlanRecord:
     Attributes:
         unpacked: why the layout is not packed although the spec says so; else empty.
         engine: what the engine stage builds; None where it builds nothing.
+        batch_mib: MiB that the largest batch takes beside the weights, measured on a CPU; None for
+            a core on a GPU or of another pipeline.
     """
 
     layout: Layout
@@ -49,6 +51,7 @@ class PlanRecord:
     max_batch_size: int
     core: Core
     engine: EnginePlan | None
+    batch_mib: float | None = None
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -106,6 +109,7 @@ def make_lock(
     engine: EngineRecord | None,
     rehearsal: Rehearsal | None,
     variety: Mapping[str, int | float],
+    batch_mib: float | None,
     previous: Lock | None,
 ) -> Lock:
     """The lock of a build; the time of `previous` is kept where all else is equal.
@@ -137,6 +141,7 @@ def make_lock(
             max_batch_size=plan.max_batch_size,
             core=plan.core,
             engine=planned_engine(plan, gate),
+            batch_mib=batch_mib,
         ),
         engine=engine,
         rehearsal=rehearsal,

@@ -15,7 +15,7 @@ from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import core_config, declare, warm_up_file
 from triptych.repository.latencies import latency_buckets
 from triptych.repository.lock import SAMPLES_FILE
-from triptych.tensors import Tensor
+from triptych.tensors import ROW_SPAN, Tensor
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}
@@ -62,6 +62,7 @@ def render(
     rows = {
         "encoded_inputs": [tensor.name for tensor in task.inputs if tensor.content == "image"],
         "layout": plan.layout,
+        "row_span": ROW_SPAN in plan.core_inputs,
         "core_rows": plan.rows_at_once,
         "batch_tokens": batch_tokens(plan.spec.core.device, plan.facts.hidden_size),
         "max_requests": plan.spec.serving.queue.max_size,
@@ -70,7 +71,11 @@ def render(
         "bucket_edges": list(plan.bucket_edges),
     }
     outputs = [tensor.name for tensor in plan.core.outputs]
-    answers = {"core_outputs": outputs, "outputs": plan.task.output_settings}
+    answers = {
+        "core_outputs": outputs,
+        "outputs": plan.task.output_settings,
+        "packed_tokens": plan.packed and plan.core.per_token,
+    }
     to_core = (*plan.core_inputs, *plan.past_core)
     from_core = (*plan.core.outputs, *plan.past_core)
     configs = {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, cycle
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.tensors import ROW_STRIDE, Tensor, TokenRow
+from triptych.runtime.packed_rows import pack_rows, span_of
+from triptych.tensors import LONGEST, ROW_OFFSET, ROW_STRIDE, Tensor, TokenRow, made_by_server
 
 Sample = TokenRow | NDArray[np.uint8]
 """One row for the core: tokens, or the pixels of an image, UINT8 ``[height, width, channels]``."""
@@ -16,58 +18,77 @@ Sample = TokenRow | NDArray[np.uint8]
 Feed = dict[str, NDArray[Any]]
 """The graph's inputs for one batch, by name."""
 
+REQUEST_SIZES = (1, 3, 2)
+"""Rows of the requests that a packed batch is made of, over and over."""
+
 
 def core_feed(
     samples: Sequence[Sample],
     inputs: tuple[Tensor, ...],
     *,
-    packed: bool,
     pad_token_id: int,
-    strides: Sequence[int] | None = None,
+    width: int | None = None,
 ) -> Feed:
-    """One batch of `samples`.
+    """Return one batch of `samples`.
 
     Args:
-        samples: the rows, all tokens or all pixels of one size.
-        inputs: of the graph, by the names of `triptych.tensors`; ``row_stride`` is added where
-            the layout is packed. For a core that reads images: the one input.
-        packed: the layout.
-        pad_token_id: fills rows up.
-        strides: places each row takes; those of `row_strides` where left out.
+        samples: Rows, all of tokens or all of pixels of one size.
+        inputs: Inputs of the core as its config declares them; what Triton makes is added.
+        pad_token_id: Token id that fills rows up.
+        width: Tokens to which each row is filled up, as a request of its own; None for the usual
+            feed: padded to the longest row, or packed, in requests of `REQUEST_SIZES`.
     """
     rows = [sample for sample in samples if isinstance(sample, TokenRow)]
     if not rows:
         return {inputs[0].name: np.stack([np.asarray(sample) for sample in samples])}
-    strides = row_strides(rows, packed=packed) if strides is None else strides
-    feed = {
-        "input_ids": _input_ids(rows, strides, pad_token_id, packed=packed),
-        "row_length": np.array([[len(row.ids)] for row in rows], dtype=np.int32),
+    lengths = np.array([[len(row.ids)] for row in rows], dtype=np.int32)
+    feed: Feed = {
+        "row_length": lengths,
         "first_segment": np.array([[row.first_segment] for row in rows], dtype=np.int32),
-        ROW_STRIDE.name: np.array(strides, dtype=np.int32),
     }
-    fed = [tensor.name for tensor in inputs] + [ROW_STRIDE.name] * packed
-    return {name: feed[name] for name in fed}
+    if ROW_OFFSET in inputs and width is None:
+        feed |= _packed(rows, pad_token_id)
+    else:
+        width = max(len(row.ids) for row in rows) if width is None else width
+        padded = [(*row.ids, *[pad_token_id] * (width - len(row.ids))) for row in rows]
+        ids = np.array(padded, dtype=np.int32)
+        feed |= {
+            "input_ids": ids.reshape(-1) if ROW_OFFSET in inputs else ids,
+            "row_offset": np.zeros_like(lengths),
+            ROW_STRIDE.name: np.full(len(rows), width, np.int32),
+            "row_span": span_of(np.array([[width]])).reshape(-1),
+        }
+        feed[LONGEST.name] = feed["row_span"]
+    names = [tensor.name for tensor in (*inputs, *made_by_server(inputs))]
+    return {name: feed[name] for name in names}
 
 
-def row_strides(rows: Sequence[TokenRow], *, packed: bool) -> list[int]:
-    """Places each row takes, pads included.
+def row_starts(rows: Sequence[TokenRow], inputs: Sequence[Tensor]) -> list[int]:
+    """Return the index of each row's first token in a packed feed; 0 for all in a padded one."""
+    if ROW_OFFSET not in inputs:
+        return [0] * len(rows)
+    feed = _packed(rows, 0)
+    stride = feed[ROW_STRIDE.name]
+    starts: list[int] = (np.cumsum(stride) - stride + feed["row_offset"][:, 0]).tolist()
+    return starts
 
-    In the packed layout every second row is followed by pads, as rows of a request of several
-    rows are.
-    """
-    if not packed:
-        return [max(len(row.ids) for row in rows)] * len(rows)
-    return [len(row.ids) + (index % 4 if index % 2 else 0) for index, row in enumerate(rows)]
 
-
-def _input_ids(
-    rows: Sequence[TokenRow], strides: Sequence[int], pad_token_id: int, *, packed: bool
-) -> NDArray[np.int32]:
-    """INT32 ``[places]`` where packed, ``[rows, places]`` else."""
-    padded = [
-        (*row.ids, *[pad_token_id] * (stride - len(row.ids)))
-        for row, stride in zip(rows, strides, strict=True)
-    ]
-    if packed:
-        return np.array([token for row in padded for token in row], dtype=np.int32)
-    return np.array(padded, dtype=np.int32)
+def _packed(rows: Sequence[TokenRow], pad_token_id: int) -> Feed:
+    """Return what the rows of several requests are for a packed core."""
+    sizes: list[int] = []
+    for size in cycle(REQUEST_SIZES):
+        if sum(sizes) >= len(rows):
+            break
+        sizes.append(min(size, len(rows) - sum(sizes)))
+    ends = list(accumulate(sizes))
+    requests = [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    packed = [pack_rows([row.ids for row in request], pad_token_id) for request in requests]
+    spans = [span_of(np.array([[len(row.ids)] for row in request])) for request in requests]
+    strides = [np.full(len(each.ids), each.ids.shape[1], np.int32) for each in packed]
+    return {
+        "input_ids": np.concatenate([each.ids.reshape(-1) for each in packed]),
+        "row_offset": np.concatenate([each.offset for each in packed]),
+        "row_span": np.concatenate([span.reshape(-1) for span in spans]),
+        ROW_STRIDE.name: np.concatenate(strides),
+        LONGEST.name: max(spans, key=np.size).reshape(-1),
+    }

@@ -16,6 +16,7 @@ from .faults import RequestError
 from .given import PREFIX, given_rows
 from .hooking import Row, RowForm, call_hook, find_hook
 from .in_flight import InFlight, Ticket
+from .packed_rows import unpack_rows
 from .parameters import check_parameters
 from .shared_memory import make_private
 from .stub_io import Inputs, error_response, inputs_of, read_bytes, settings_of
@@ -31,6 +32,7 @@ class TritonPythonModel:
         self._rules = settings["request_parameters"]
         self._defaults = settings["parameters"]
         self._carries = settings["carries"]
+        self._unpacks = settings["packed_tokens"]
         self._decoder = Decoder(settings, folder)
         self._after = find_hook(folder, "after")
         self._given = settings.get("given_inputs")
@@ -67,6 +69,9 @@ class TritonPythonModel:
             outputs = {name: inputs[name].as_numpy() for name in self._core_outputs}
             packed = read_bytes(inputs, "carry") if self._carries else []
             carries = [unpack(data) for data in packed]
+            if self._unpacks:
+                lengths = [len(carry.kinds) for carry in carries]
+                outputs = {name: unpack_rows(value, lengths) for name, value in outputs.items()}
             result = self._decoder.decode(outputs, carries, parameters)
             if self._after is not None:
                 rows = self._form.rows(result)

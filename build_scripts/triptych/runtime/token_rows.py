@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from .faults import RequestError
+from .packed_rows import pack_rows, span_of
 from .pairs import PairForm, kept
 from .row_types import CoreRows, Row, RowInputs
 
@@ -39,6 +40,8 @@ class TokenRowMaker(ABC):
         self.max_core_rows: int = settings["max_core_rows"]
         self._pad_token_id: int = settings["pad_token_id"]
         self._edges: list[int] = settings["bucket_edges"]
+        self._packs: bool = settings.get("layout") == "packed"
+        self._spans: bool = settings.get("row_span", False)
         self._segments: bool = settings["segments"]
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._cut: str = (self.tokenizer.truncation or {}).get("direction", "right")
@@ -182,17 +185,23 @@ class TokenRowMaker(ABC):
         return Row(ids, first if self._segments else len(ids))
 
     def _tensors(self, rows: Sequence[Row]) -> CoreRows:
-        # A tensor needs one place even where a tokenizer makes no token.
-        width = max(1, max(len(row.ids) for row in rows))
-        if self._edges:
-            width = next(edge for edge in self._edges if edge >= width)
-        lengths = np.array([[len(row.ids)] for row in rows], dtype=np.int32)
-        tensors: dict[str, NDArray[Any]] = {
-            "input_ids": pad_rows([row.ids for row in rows], width, self._pad_token_id),
-            "row_length": lengths,
-        }
+        ids = [row.ids for row in rows]
+        lengths = np.array([[len(row)] for row in ids], dtype=np.int32)
+        tensors: dict[str, NDArray[Any]] = {"row_length": lengths}
+        if self._packs:
+            packed = pack_rows(ids, self._pad_token_id)
+            tensors |= {"input_ids": packed.ids, "row_offset": packed.offset}
+            if self._spans:
+                tensors["row_span"] = span_of(lengths)
+        else:
+            # A tensor needs one slot even where a tokenizer makes no token.
+            width = max(1, int(lengths.max()))
+            if self._edges:
+                width = next(edge for edge in self._edges if edge >= width)
+            tensors["input_ids"] = pad_rows(ids, width, self._pad_token_id)
         if self._segments:
             tensors["first_segment"] = np.array([[r.first_segment] for r in rows], dtype=np.int32)
+        width = tensors["input_ids"].shape[1]
         return CoreRows(tensors, [row.carry for row in rows], width)
 
 

@@ -254,10 +254,6 @@ def _notes(plan: Plan, new: NewTraffic, measured: MeasuredLoad | None) -> Iterat
         yield "the server was built with other padded lengths: costs of padding are approximate"
     if measured is not None and measured.core_share is None:
         yield "the core's share of the work was not measured: all of it is taken to be the core's"
-    budget = plan.spec.core.token_budget
-    full = plan.max_batch_size * new.mean
-    if budget is not None and full > budget:
-        yield f"a full batch has about {full:.0f} tokens, over core.token_budget of {budget}"
 
 
 def describe_drift(drift: Drift) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ would help: a few good trials, not a grid.
 
 from __future__ import annotations
 
-from triptych.plan.plan import MICRO_BATCH_TOKENS, Plan
+from triptych.plan.plan import Plan
 from triptych.tune.evidence import Evidence, Proposal, Propose, Skip, more_instances
 
 MOST_DELAY_US = 20_000
@@ -43,27 +43,18 @@ def instances(step: str) -> Propose:
     return propose
 
 
-def token_budget(evidence: Evidence[Plan]) -> Proposal | Skip:
-    """Tokens the local backend computes at a time: more amortise, fewer wait less."""
-    key, core = "core.token_budget", evidence.plan.spec.core
-    if core.backend != "onnxruntime" or core.device != "cpu" or evidence.plan.lengths is None:
-        return Skip(key, "only the local backend, on texts, deals batches out by tokens")
-    now: int = core.token_budget or MICRO_BATCH_TOKENS
-    reason = f"{now} tokens are computed at a time"
-    return Proposal(key, (now * 2, now * 4), reason, others=(now // 2,))
-
-
 def threads(evidence: Evidence[Plan]) -> Proposal | Skip:
-    """Threads of one operator: one batch on all cores, instead of a batch on each core."""
+    """Propose the number of threads of one operator: fewer than the backend's one per core."""
     key, core = "core.threads", evidence.plan.spec.core
     if core.device != "cpu":
         return Skip(key, "the core runs on a GPU")
-    own = max(1, evidence.cores // evidence.plan.spec.serving.instances.core)
     if core.threads is not None:
         return Proposal(key, (None,), f"{core.threads} threads share an operator")
-    if own == 1:
-        return Skip(key, "each instance has one core")
-    return Proposal(key, (own,), "batches run side by side, each on one thread")
+    if evidence.cores == 1:
+        return Skip(key, "the machine has one core")
+    instances = evidence.plan.spec.serving.instances.core
+    fewer = max(1, evidence.cores // max(2, instances))
+    return Proposal(key, (fewer,), "each instance has a thread for every core")
 
 
 def batch_limit(evidence: Evidence[Plan]) -> Proposal | Skip:
@@ -102,7 +93,6 @@ FIELDS: tuple[Propose, ...] = (
     instances("core"),
     instances("postprocess"),
     batch_limit,
-    token_budget,
     threads,
     layout,
     bucket_count,

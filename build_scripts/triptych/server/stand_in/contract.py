@@ -1,4 +1,4 @@
-"""What a config.pbtxt demands of its graph: the part that all stand-ins read alike."""
+"""Fields of a config.pbtxt that the emulated backends read in the same way."""
 
 from __future__ import annotations
 
@@ -6,15 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict, TypeVar
 
-# Kinds whose tensor has one entry a request, not one a row: rows of a request must stay together.
-PER_REQUEST_KINDS = frozenset(
-    {
-        "BATCH_ELEMENT_COUNT",
-        "BATCH_ACCUMULATED_ELEMENT_COUNT",
-        "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
-        "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE",
-    }
-)
 Tensor = TypeVar("Tensor")
 
 
@@ -67,7 +58,7 @@ class OptimizationEntry(TypedDict, total=False):
 
 
 class ModelConfig(TypedDict, total=False):
-    """What a stand-in reads of a ModelConfig in JSON form; 64-bit numbers may be texts in it."""
+    """Fields of a ModelConfig in JSON form that a backend reads; 64-bit numbers may be strings."""
 
     name: str
     max_batch_size: int
@@ -86,11 +77,11 @@ class ModelConfig(TypedDict, total=False):
 
 
 class ContractError(Exception):
-    """The config, the graph and this machine do not fit: the model must not load."""
+    """Error of a model that must not load: config, graph and machine do not match."""
 
 
 class InputSpec(NamedTuple):
-    """One entry of `input`; `dims` are those the graph sees, without the batch dimension."""
+    """Entry of `input`; `dims` are the dimensions in the graph, without the batch dimension."""
 
     name: str
     data_type: str
@@ -100,16 +91,24 @@ class InputSpec(NamedTuple):
 
 
 class OutputSpec(NamedTuple):
-    """One entry of `output`; `scatter_source` is the input that gives a batch output its shape."""
+    """Entry of `output`.
+
+    Attributes:
+        dims: Dimensions in the graph, without the batch dimension.
+        scatter_source: Input that gives a batch output its shape; None for other outputs.
+        answered: Whether responses contain the output. Of a `batch_output` with several targets
+            Triton's responder answers only the first.
+    """
 
     name: str
     data_type: str
     dims: tuple[int, ...]
     scatter_source: str | None
+    answered: bool
 
 
 class BatchInputSpec(NamedTuple):
-    """One entry of `batch_input`: the graph input `targets` that describe `source`."""
+    """Entry of `batch_input`: the graph inputs `targets` that describe the input `source`."""
 
     kind: str
     targets: tuple[str, ...]
@@ -118,38 +117,26 @@ class BatchInputSpec(NamedTuple):
 
 
 class Contract(NamedTuple):
-    """The part of a ModelConfig that says how requests become feeds and results responses."""
+    """Part of a ModelConfig that defines feeds and responses.
+
+    Attributes:
+        backend: ``onnxruntime`` or ``tensorrt``.
+    """
 
     model: str
+    backend: str
     max_batch_size: int
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
     batch_inputs: tuple[BatchInputSpec, ...]
 
-    @property
-    def rows_separable(self) -> bool:
-        """Whether the rows of one request may run apart from each other."""
-        return self.max_batch_size > 0 and not any(
-            spec.kind in PER_REQUEST_KINDS for spec in self.batch_inputs
-        )
-
-    @property
-    def measured_inputs(self) -> tuple[str, ...]:
-        """The inputs whose elements are a row's cost: ragged ones, else variable ones, else all.
-
-        An image by itself exceeds any budget of tokens: each is a micro-batch of its own, which is
-        fastest on a CPU (ViT, 6 layers of 384, 2 cores: 34.7 images/s, in batches of 8 29.3).
-        """
-        ragged = tuple(spec.name for spec in self.inputs if spec.ragged)
-        variable = tuple(spec.name for spec in self.inputs if -1 in spec.dims)
-        return ragged or variable or tuple(spec.name for spec in self.inputs)
-
 
 def parse_contract(config: ModelConfig, *, backend: str) -> Contract:
-    """Read the ModelConfig that Triton hands to the stand-in of a backend.
+    """Return the contract of the ModelConfig that Triton passes to a `backend`.
 
     Raises:
-        ContractError: a field that neither the native backend nor this one can serve.
+        ContractError: The config has a field that the emulated backend does not support, or an
+            output that no backend can answer.
     """
     model = config["name"]
     if "sequence_batching" in config:
@@ -157,13 +144,14 @@ def parse_contract(config: ModelConfig, *, backend: str) -> Contract:
             f"unable to load model '{model}', sequence_batching is not supported by the local "
             f"stand-in of the {backend} backend; use dynamic_batching or the native backend"
         )
+    entries = config.get("batch_output", [])
     sources = {
-        target: entry["source_input"][0]
-        for entry in config.get("batch_output", [])
-        for target in entry["target_name"]
+        target: entry["source_input"][0] for entry in entries for target in entry["target_name"]
     }
-    return Contract(
+    unanswered = {target for entry in entries for target in entry["target_name"][1:]}
+    contract = Contract(
         model=model,
+        backend=backend,
         max_batch_size=int(config["max_batch_size"]),
         inputs=tuple(
             InputSpec(
@@ -179,6 +167,7 @@ def parse_contract(config: ModelConfig, *, backend: str) -> Contract:
             OutputSpec(
                 *(entry["name"], entry["data_type"], _graph_dims(entry)),
                 scatter_source=sources.get(entry["name"]),
+                answered=entry["name"] not in unanswered,
             )
             for entry in config.get("output", [])
         ),
@@ -190,13 +179,18 @@ def parse_contract(config: ModelConfig, *, backend: str) -> Contract:
             for entry in config.get("batch_input", [])
         ),
     )
+    _check_scattered(contract)
+    return contract
 
 
 def model_file(version_folder: Path, config: ModelConfig, default: str) -> Path:
-    """The file of one model version: the config's, or `default`; or that in a folder of the name.
+    """Return the file of one model version.
+
+    It is the file that the config names, or `default`. In place of the file there may be a folder
+    of its name that contains `default`.
 
     Raises:
-        ContractError: there is none.
+        ContractError: The file does not exist.
     """
     path = version_folder / (config.get("default_model_filename") or default)
     if path.is_dir():
@@ -206,24 +200,34 @@ def model_file(version_folder: Path, config: ModelConfig, default: str) -> Path:
     return path
 
 
-def find_tensor(role: str, name: str, known: Mapping[str, Tensor], allowed: str) -> Tensor:
-    """The tensor that a config names; a `ContractError` lists the `known` ones as `allowed`."""
+def find_tensor(role: str, name: str, known: Mapping[str, Tensor]) -> Tensor:
+    """Return the tensor `name` among the `known` tensors of the model.
+
+    The `role` of the tensor, such as ``inference input``, is for the error text.
+
+    Raises:
+        ContractError: The model has no such tensor; the message lists the `known` names.
+    """
     if name not in known:
-        raise ContractError(f"unexpected {role} '{name}', {allowed}: {', '.join(sorted(known))}")
+        raise ContractError(
+            f"unexpected {role} '{name}', allowed {role.split()[-1]}s are: "
+            f"{', '.join(sorted(known))}"
+        )
     return known[name]
 
 
 def batch_input_rank(spec: BatchInputSpec) -> int:
-    """Number of dimensions of the tensors that describe `source`."""
+    """Return the number of dimensions of the tensors that describe `source`."""
     return 2 if spec.kind == "BATCH_ITEM_SHAPE" else 1
 
 
 def dims_error(
     contract: Contract, name: str, provided: Sequence[int], wanted: Sequence[int]
 ) -> ContractError:
-    """A tensor's shape in the model is another than the config's, as both native backends say it.
+    """Return the error of a tensor whose dimensions differ between model and config.
 
-    `wanted` has the batch dimension where there is one.
+    The text is that of Triton's own backends. The model has the dimensions `provided`. The config
+    has the dimensions `wanted`, which include the batch dimension if there is one.
     """
     note = (
         " (an initial batch dimension because max_batch_size > 0 followed by the explicit "
@@ -239,10 +243,28 @@ def dims_error(
 
 
 def shape_text(dims: Sequence[int]) -> str:
-    """A shape as Triton prints it: ``[-1,384]``."""
+    """Return a shape as Triton prints it: ``[-1,384]``."""
     return "[" + ",".join(str(dim) for dim in dims) + "]"
 
 
 def _graph_dims(entry: TensorEntry) -> tuple[int, ...]:
     shape = entry["reshape"].get("shape", []) if "reshape" in entry else entry["dims"]
     return tuple(int(dim) for dim in shape)
+
+
+def _check_scattered(contract: Contract) -> None:
+    """Refuse an output whose shape its source input cannot give.
+
+    Triton's own responder would read past the end of the source's dimensions.
+    """
+    batch = (-1,) if contract.max_batch_size > 0 else ()
+    sources = {spec.name: (*batch, *spec.dims) for spec in contract.inputs}
+    for spec in contract.outputs:
+        if spec.scatter_source is None or not spec.answered:
+            continue
+        variable = [axis for axis, dim in enumerate((*batch, *spec.dims)) if dim == -1]
+        if variable and variable[-1] >= len(sources[spec.scatter_source]):
+            raise ContractError(
+                f"unable to load model '{contract.model}', batch output '{spec.name}' has more "
+                f"variable dimensions than its source input '{spec.scatter_source}'"
+            )

@@ -1,7 +1,7 @@
-"""Triton's checks of a config.pbtxt and its ONNX graph at load, and its completion of the config.
+"""Checks of a config.pbtxt and its ONNX graph at load, and completion of the config.
 
 The rules and the meaning of the messages are those of Triton's native backend (src/onnxruntime.cc
-in triton-inference-server/onnxruntime_backend), so that what loads here loads there.
+in triton-inference-server/onnxruntime_backend), so a model that loads here also loads there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triptych.server.stand_in.contract import (
     shape_text,
 )
 
-# Triton's name of a data type and ONNX Runtime's. TYPE_BF16 is missing natively too.
+# ONNX Runtime's name of each of Triton's data types. Triton 24.10 lacks TYPE_BF16, too.
 GRAPH_TYPES = {
     "TYPE_BOOL": "tensor(bool)",
     "TYPE_UINT8": "tensor(uint8)",
@@ -46,7 +46,7 @@ DEFAULT_MAX_BATCH_SIZE = 4
 
 
 class OrtTensor(NamedTuple):
-    """An input or output as the ONNX file declares it.
+    """Input or output of the ONNX graph.
 
     `type` is ONNX Runtime's name, such as ``tensor(float)``; `dims` have the batch dimension, and
     -1 for what varies.
@@ -63,7 +63,7 @@ def check_contract(
     outputs: Sequence[OrtTensor],
     initializers: Sequence[OrtTensor] = (),
 ) -> None:
-    """Refuse what Triton's native backend refuses at load, and what it could never run.
+    """Refuse a config that the native backend refuses at load, or that it could never run.
 
     The graph's overridable `initializers` serve optional inputs.
 
@@ -94,7 +94,7 @@ def check_contract(
 def complete_config(
     config: ModelConfig, inputs: Sequence[OrtTensor], outputs: Sequence[OrtTensor]
 ) -> None:
-    """Fill in (in place) what is missing of inputs, outputs and batching, as natively done.
+    """Add missing inputs, outputs and batching to the config as the native backend does.
 
     Raises:
         ContractError: `max_batch_size` is set for a graph that cannot batch.
@@ -111,13 +111,13 @@ def complete_config(
     if config["max_batch_size"] > 1 and "sequence_batching" not in config:
         config.setdefault("dynamic_batching", {})
     if needs_inputs(config):
-        config["input"] = [_completed_entry(tensor, batched=batched) for tensor in inputs]
+        config["input"] = [_completed_entry(tensor, batched=batched) for tensor in sorted(inputs)]
     if not config.get("output"):
-        config["output"] = [_completed_entry(tensor, batched=batched) for tensor in outputs]
+        config["output"] = [_completed_entry(tensor, batched=batched) for tensor in sorted(outputs)]
 
 
 def needs_inputs(config: ModelConfig) -> bool:
-    """Whether the config names no input at all, so that the graph's must be filled in."""
+    """Return whether the config names no input, so that those of the graph must be added."""
     return not config.get("input") and not config.get("batch_input")
 
 
@@ -140,7 +140,7 @@ def _check_input(contract: Contract, spec: InputSpec, known: Mapping[str, OrtTen
             f"{load}, optional input '{spec.name}' is not supported for models that support "
             "batching"
         )
-    tensor = find_tensor("inference input", spec.name, known, "allowed inputs are")
+    tensor = find_tensor("inference input", spec.name, known)
     _check_type(contract, "input", spec.data_type, tensor)
     if not spec.ragged:
         _check_dims(contract, spec.dims, tensor, exact=False)
@@ -158,7 +158,7 @@ def _check_batch_input(
     # The native backend only counts these at load and would fail every request afterwards.
     rank = batch_input_rank(spec)
     for target in spec.targets:
-        tensor = find_tensor("batch input", target, known, "allowed inputs are")
+        tensor = find_tensor("batch input", target, known)
         _check_type(contract, "input", spec.data_type, tensor)
         if len(tensor.dims) != rank:
             raise ContractError(
@@ -168,7 +168,7 @@ def _check_batch_input(
 
 
 def _check_output(contract: Contract, spec: OutputSpec, known: Mapping[str, OrtTensor]) -> None:
-    tensor = find_tensor("inference output", spec.name, known, "allowed outputs are")
+    tensor = find_tensor("inference output", spec.name, known)
     _check_type(contract, "output", spec.data_type, tensor)
     if spec.scatter_source is None:
         _check_dims(contract, spec.dims, tensor, exact=True)

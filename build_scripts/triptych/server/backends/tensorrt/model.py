@@ -1,8 +1,8 @@
-"""The local stand-in for Triton's native TensorRT backend: serves ``backend: "tensorrt"``.
+"""The emulated TensorRT backend of Triton: serves models with ``backend: "tensorrt"``.
 
-For GPU machines with TensorRT's and CUDA's Python packages but without NVIDIA's Triton image. It
-reads the same config.pbtxt; the config must be whole, for nothing is filled in from the engine.
-Triton runs this file in a process of its own for each model instance, with this folder on its path.
+It is for GPU machines with the Python packages of TensorRT and CUDA, but without NVIDIA's image of
+Triton. The config must be complete, because nothing is read from the engine to complete it.
+Triton runs this file in a process for each model instance, with this folder on its path.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from triptych.engine.cuda import Cuda
 from triptych.engine.engine_file import open_engine
 from triptych.engine.engine_runner import EngineRunner
-from triptych.engine.profile_choice import ShapeError
 from triptych.runtime.shared_memory import make_private
 from triptych.server.stand_in import contract as contracts
-from triptych.server.stand_in import feeds
+from triptych.server.stand_in import execution
 
 if TYPE_CHECKING:
     from triptych.server.backends.tensorrt import trt_contract, trt_settings
@@ -31,10 +29,10 @@ else:
 
 
 class TritonPythonModel:
-    """One instance of a model whose config says ``backend: "tensorrt"``."""
+    """Instance of a model with ``backend: "tensorrt"``."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the plan and refuse a config that does not fit it."""
+        """Load the plan, and refuse a config that does not match it."""
         make_private()
         config = json.loads(args["model_config"])
         device = trt_settings.device_of(
@@ -51,7 +49,6 @@ class TritonPythonModel:
         trt_contract.check_engine(
             self._contract, engine.inputs, engine.outputs, engine.profiles, profiles
         )
-        self._names = [spec.name for spec in self._contract.outputs]
         self._runner = EngineRunner(
             engine,
             device=device,
@@ -68,45 +65,9 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Run the dynamic batch as one; if that fails, each request by itself."""
-        tickets = [
-            feeds.new_ticket(
-                self._contract, None, {tensor.name(): tensor.as_numpy() for tensor in r.inputs()}
-            )
-            for r in requests
-        ]
-        if self._contract.max_batch_size > 0 and self._run(tickets) is None:
-            return [self._response(ticket) for ticket in tickets]
-        return [self._alone(ticket) for ticket in tickets]
+        """Run all requests as one batch, and return their responses together."""
+        inputs = [{t.name(): t.as_numpy() for t in request.inputs()} for request in requests]
+        return execution.run_batch(self._contract, requests, inputs, self._runner.run)
 
     def finalize(self) -> None:
         self._runner.close()
-
-    def _alone(self, ticket: feeds.Ticket) -> Any:
-        error = self._run([ticket])
-        return self._response(ticket) if error is None else _failure(error)
-
-    def _run(self, tickets: Sequence[feeds.Ticket]) -> Exception | None:
-        """Run the rows of all tickets as one batch; returns what went wrong."""
-        parts = [feeds.Part(ticket, 0, ticket.rows) for ticket in tickets]
-        try:
-            values = self._runner.run(feeds.build_feed(self._contract, parts))
-            feeds.hand_out(self._contract, [values[name] for name in self._names], parts)
-        except Exception as error:  # whatever it is, it must end these requests only
-            return error
-        return None
-
-    def _response(self, ticket: feeds.Ticket) -> Any:
-        # Triton itself leaves out what was not requested.
-        return pb_utils.InferenceResponse(
-            [
-                pb_utils.Tensor(name, np.ascontiguousarray(value))
-                for name, value in zip(self._names, ticket.outputs(), strict=True)
-            ]
-        )
-
-
-def _failure(error: Exception) -> Any:
-    codes = pb_utils.TritonError
-    code = codes.INVALID_ARG if isinstance(error, ShapeError) else codes.INTERNAL
-    return pb_utils.InferenceResponse(output_tensors=[], error=codes(str(error), code))

@@ -96,7 +96,12 @@ def _check_profiles(
 
 
 def _check_input(contract: Contract, spec: InputSpec, known: Tensors) -> None:
-    tensor = find_tensor("inference input", spec.name, known, "allowed are")
+    if spec.optional:
+        raise ContractError(
+            f"'optional' is set to true for input '{spec.name}' while the backend model doesn't "
+            "support optional input"
+        )
+    tensor = find_tensor("inference input", spec.name, known)
     _check_type(contract, "input", spec.data_type, tensor)
     if not spec.ragged:
         _check_dims(contract, spec.dims, tensor)
@@ -111,7 +116,7 @@ def _check_input(contract: Contract, spec: InputSpec, known: Tensors) -> None:
 def _check_batch_input(contract: Contract, spec: BatchInputSpec, known: Tensors) -> None:
     rank = batch_input_rank(spec)
     for target in spec.targets:
-        tensor = find_tensor("batch input", target, known, "allowed are")
+        tensor = find_tensor("batch input", target, known)
         _check_type(contract, "input", spec.data_type, tensor)
         if len(tensor.dims) != rank:
             raise ContractError(
@@ -122,7 +127,7 @@ def _check_batch_input(contract: Contract, spec: BatchInputSpec, known: Tensors)
 
 
 def _check_output(contract: Contract, spec: OutputSpec, known: Tensors) -> None:
-    tensor = find_tensor("inference output", spec.name, known, "allowed are")
+    tensor = find_tensor("inference output", spec.name, known)
     _check_type(contract, "output", spec.data_type, tensor)
     if spec.scatter_source is None:
         _check_dims(contract, spec.dims, tensor)

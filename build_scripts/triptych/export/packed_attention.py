@@ -1,0 +1,139 @@
+"""Attention of a packed batch: tiles of queries against the keys of their own row."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triptych.export.packed_ops import PackedOperations
+
+NAME = "triptych_packed"
+"""Name of this attention in transformers' registries."""
+
+MASK_VALUE = -1e4
+"""Added to the score of a key that a query does not attend to: its weight underflows to exactly 0
+in fp32, and the number itself still fits fp16."""
+
+_active: list[PackedOperations] = []
+
+
+@contextlib.contextmanager
+def packed_attention(model: Any, mode: PackedOperations) -> Iterator[None]:
+    """Make a model compute attention in tiles while the context is open.
+
+    It reaches models whose layers look their attention up in transformers' registry.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
+    configs = {id(config): config for module in model.modules() for config in _configs(module)}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    _active.append(mode)
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = NAME
+        yield
+    finally:
+        _active.pop()
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def _configs(module: Any) -> Iterator[Any]:
+    config = getattr(module, "config", None)
+    if hasattr(config, "_attn_implementation_internal"):
+        yield config
+
+
+def _mask(**options: Any) -> Tensor | None:
+    """Return the mask that a model asks for, BOOL ``[B, 1, L, L]``; None for padding alone."""
+    from transformers import masking_utils
+
+    plain = masking_utils.bidirectional_mask_function
+    if options["mask_function"] is plain and not options.get("use_vmap"):
+        return None
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor | None = masking_utils.sdpa_mask(**{**options, **skips})
+    return mask
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """Return FP32 ``[B, L, heads, d]`` for queries, keys and values ``[B, heads, L, d]``."""
+    mode = _active[-1]
+    if s_aux is not None:
+        raise ValueError("attention with sinks is not known")
+    with mode.paused():
+        heads = [mode.gather(tensor, 2).squeeze(0) for tensor in (query, key, value)]
+        packed = [tensor.transpose(0, 1) for tensor in heads]
+        result = _tiled(mode, packed, attention_mask, position_bias, scaling, softcap)
+        return mode.spread(result, 1), None
+
+
+def _tiled(
+    mode: PackedOperations,
+    packed: list[Tensor],
+    mask: Tensor | None,
+    position_bias: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """Return attention as packed tokens, FP32 ``[1, T, heads, d]``."""
+    batch = mode.batch
+    queries = _rows(packed[0], batch.token_of_query)
+    keys, values = (_rows(tensor, batch.token_of_key) for tensor in packed[1:])
+    if keys.shape[1] != queries.shape[1]:
+        repeats = queries.shape[1] // keys.shape[1]
+        keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
+    scores = (queries * (queries.shape[-1] ** -0.5 if scaling is None else scaling)) @ keys.mT
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    bias = batch.key_bias(MASK_VALUE)[:, None, None, :]
+    for extra in (mask, position_bias):
+        if extra is not None:
+            additive = torch.where(extra, 0.0, MASK_VALUE) if extra.dtype == torch.bool else extra
+            bias = bias + _bias_of_tiles(mode, additive)
+    weights = (scores + bias).softmax(-1)
+    result = (weights @ values).transpose(1, 2).flatten(0, 1)
+    return result.index_select(0, batch.query_of_token)[None]
+
+
+def _rows(tokens: Tensor, index: Tensor) -> Tensor:
+    """Gather tokens ``[T, heads, d]`` by an index ``[N, M]`` into ``[N, heads, M, d]``."""
+    rows = tokens.flatten(1).index_select(0, index.reshape(-1))
+    shape = (index.shape[0], index.shape[1], tokens.shape[1], tokens.shape[2])
+    return rows.reshape(shape).transpose(1, 2)
+
+
+def _bias_of_tiles(mode: PackedOperations, bias: Tensor) -> Tensor:
+    """Return an additive bias ``[B or 1, heads or 1, L or 1, L]`` for tiles, ``[N, ..., W, L]``."""
+    batch = mode.batch
+    shared, same = _is_one(bias.shape[0]), _is_one(bias.shape[2])
+    if same:
+        return bias if shared else bias.index_select(0, batch.row_of_tile)
+    place = batch.position_of_query
+    if not shared:
+        place = place + batch.row_of_tile[:, None] * batch.max_length
+    flat = bias.transpose(1, 2).flatten(0, 1).index_select(0, place.reshape(-1))
+    tiles = flat.reshape(batch.tile_count, batch.tile_size, *flat.shape[1:])
+    return tiles.transpose(1, 2)
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1

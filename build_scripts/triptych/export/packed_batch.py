@@ -1,0 +1,129 @@
+"""Indices of a packed batch: where each row's tokens are, in three arrangements of the tokens.
+
+- packed: ``[1, T, ...]``, the rows of the batch end to end with pad tokens between them;
+- padded: ``[B, L, ...]``, one row of L slots for each row of the batch;
+- tiled: ``[N, W, ...]``, each row cut into tiles of W queries.
+
+All indices are computed in the graph once for each batch, with standard ONNX operators. No
+`cumsum`: TensorRT runs it as a loop, which neither fuses nor fits a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class PackedBatch:
+    """Index tensors of one batch, all INT64.
+
+    Args:
+        tokens: INT32 ``[T]``, token ids of all rows, with pad tokens between rows.
+        length: INT32 ``[B, 1]``, tokens of each row.
+        offset: INT32 ``[B, 1]``, distance of each row's first token from where it would be if
+            each row took `stride` tokens.
+        stride: INT32 ``[B]``, tokens of the row's request, divided by its rows.
+        longest: any tensor ``[L]``: its size is a multiple of 16 that no row exceeds.
+        tile: any tensor ``[W]``: its size is the number of queries in a tile.
+        tiles: any tensor ``[N]``: its size is at least the number of tiles of all rows.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        length: Tensor,
+        offset: Tensor,
+        stride: Tensor,
+        longest: Tensor,
+        tile: Tensor,
+        tiles: Tensor,
+    ) -> None:
+        self.tokens = tokens
+        self.length = length.long()
+        self.token_count = tokens.shape[0]
+        self.row_count = length.shape[0]
+        self.max_length = longest.shape[0]
+        self.tile_size = tile.shape[0]
+        self.tile_count = tiles.shape[0]
+        places = stride.long()
+        self._start = _sums_before(places) + offset.long()[:, 0]
+        self._last = (self.length[:, 0] - 1).clamp(min=0)
+
+    @cached_property
+    def _row_of_token(self) -> Tensor:
+        """Row of each token ``[T]``; a pad token belongs to the row before it."""
+        place = torch.arange(self.token_count)
+        return ((place[:, None] >= self._start[None, :]).long().sum(1) - 1).clamp(min=0)
+
+    @cached_property
+    def _position_of_token(self) -> Tensor:
+        """Position of each token in its row ``[T]``; that of a pad token is the row's last."""
+        row = self._row_of_token
+        position = torch.arange(self.token_count) - self._start.index_select(0, row)
+        return torch.minimum(position.clamp(min=0), self._last.index_select(0, row))
+
+    @cached_property
+    def slot_of_token(self) -> Tensor:
+        """Index of each token in the padded arrangement, ``[T]``, of B * L slots."""
+        return self._row_of_token * self.max_length + self._position_of_token
+
+    @cached_property
+    def token_of_slot(self) -> Tensor:
+        """Index of the token in each padded slot, ``[B, L]``.
+
+        Slots beyond a row repeat its last token, so that nothing in them is infinite or not a
+        number.
+        """
+        position = torch.minimum(torch.arange(self.max_length)[None, :], self._last[:, None])
+        return (self._start[:, None] + position).clamp(max=self.token_count - 1)
+
+    @cached_property
+    def _first_tile(self) -> Tensor:
+        """Number of tiles before each row's first, ``[B]``."""
+        return _sums_before(self._last // self.tile_size + 1)
+
+    @cached_property
+    def row_of_tile(self) -> Tensor:
+        """Row of each tile, ``[N]``."""
+        tile = torch.arange(self.tile_count)
+        return (tile[:, None] >= self._first_tile[None, :]).long().sum(1) - 1
+
+    @cached_property
+    def position_of_query(self) -> Tensor:
+        """Position in its row of each query of a tile, ``[N, W]``, at most the row's last."""
+        row = self.row_of_tile
+        tile = torch.arange(self.tile_count) - self._first_tile.index_select(0, row)
+        within = tile * self.tile_size
+        position = within[:, None] + torch.arange(self.tile_size)[None, :]
+        return torch.minimum(position, self._last.index_select(0, row)[:, None])
+
+    @cached_property
+    def token_of_query(self) -> Tensor:
+        """Index of the token of each query of a tile, ``[N, W]``."""
+        first = self._start.index_select(0, self.row_of_tile)[:, None]
+        token = first + self.position_of_query
+        return token.clamp(max=self.token_count - 1)
+
+    @cached_property
+    def token_of_key(self) -> Tensor:
+        """Index of the token of each key of a tile's row, ``[N, L]``."""
+        return self.token_of_slot.index_select(0, self.row_of_tile)
+
+    @cached_property
+    def query_of_token(self) -> Tensor:
+        """Index of each token among the N * W queries of all tiles, ``[T]``."""
+        first = self._first_tile.index_select(0, self._row_of_token) * self.tile_size
+        return first + self._position_of_token
+
+    def key_bias(self, outside: float) -> Tensor:
+        """Return 0 for the keys of a tile's row and `outside` beyond it, FP32 ``[N, L]``."""
+        inside = torch.arange(self.max_length)[None, :] < self.length
+        return torch.where(inside, 0.0, outside).index_select(0, self.row_of_tile)
+
+
+def _sums_before(counts: Tensor) -> Tensor:
+    """Return the sum of all counts before each one, INT64 ``[B]``."""
+    index = torch.arange(counts.shape[0])
+    return torch.where(index[None, :] < index[:, None], counts[None, :], 0).sum(1)
