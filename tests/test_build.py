@@ -101,7 +101,8 @@ def test_a_core_that_fails_on_its_warm_ups_is_refused(
 ) -> None:
     graph = tmp_path / "model.onnx"
     text = f"""<ir_version: 8, opset_import: ["" : 18]>
-    g (int32[T] input_ids, int32[B, 1] row_length, int32[B] row_stride) => (float[B, 1] y)
+    g (int32[T] input_ids, int32[B, 1] row_length, int32[B, 1] row_offset,
+      int32[B] row_stride) => (float[B, 1] y)
     {{ n = Mul(row_length, row_length) f = Cast<to: int = 1>(row_length) {compute} }}"""
     onnx.save(onnx.parser.parse_model(text), graph)
     with pytest.raises(UserError, match=f"must take the warm-up of .*{given}"):

@@ -13,7 +13,6 @@ from conftest import LAYOUTS, traffic_texts
 from engine_graphs import PRECISIONS, Graph
 from served_models import SERVED, save
 from task_models import MODELS
-from test_served_architectures import UNPACKED
 from triptych.errors import UserError
 from triptych.pipeline.precisions import Precision
 
@@ -88,8 +87,7 @@ def test_the_whole_matrix_is_parsed_and_each_operator_in_it_is_built(
         for layout in ("fixed",) if name == "images" else LAYOUTS:
             graphs += make(name, layout, PRECISIONS)
     for name in OTHERS:
-        layout = "bucketed" if name in UNPACKED else SERVED[name].layout
-        graphs += make(name, layout, PRECISIONS)
+        graphs += make(name, SERVED[name].layout, PRECISIONS)
     for case in (*test_architectures.SHARED, *test_architectures.OTHERS):
         graphs += engines.of_architecture(case, ["fp16"], tmp_path)
     assert len(graphs) == len(PRECISIONS) * (2 * len(MODELS) - 1 + len(OTHERS)) + 20

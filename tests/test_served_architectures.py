@@ -49,10 +49,6 @@ QUERY = "where is my parcel"
 CONTEXTS = [" ".join(traffic_texts()[i : i + n]) for i, n in enumerate((1, 3, 8, 16))]
 CONTEXTS[1] = "Bücher  und (é) 🙂 — " + CONTEXTS[1]
 QUESTIONS = ["Where is my order?", "Who?"] * 2
-UNPACKED = {
-    "bart_labels": "its head does not run on its encoder's token vectors alone",
-    "conv_topics": "rows that share a sequence differ by",
-}
 LABELS = ["billing", "a delivery", "something else"]
 
 
@@ -100,12 +96,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
     for name, served in SERVED.items():
         folder = write_pipeline(name, served, models[name], base)
         built = build_into(folder, base / "repository")
-        if name in UNPACKED:
-            assert UNPACKED[name] in built.unpacked
-            assert built.plan.layout == "bucketed"
-        else:
-            assert built.unpacked == ""
-            assert built.plan.layout == served.layout
+        assert built.unpacked == ""
+        assert built.plan.layout == served.layout
     return base / "repository"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import numpy as np
+import onnx as onnx_pb
 
 TAG = b"FAKE-TENSORRT-PLAN\n"
 NUMPY = {
@@ -39,7 +41,14 @@ def pack_plan(header: Mapping[str, Any], onnx: bytes) -> bytes:
             ``inputs`` and ``outputs`` (name -> [type, dims]); more is kept as it is.
         onnx: the graph that the engine computes.
     """
-    return TAG + json.dumps(header).encode() + b"\n" + onnx
+    # Nodes are compressed, so that their names weigh as little beside weights as in a real plan.
+    model = onnx_pb.ModelProto.FromString(onnx)
+    weights = [bytes(tensor.raw_data) for tensor in model.graph.initializer]
+    for tensor in model.graph.initializer:
+        tensor.ClearField("raw_data")
+    sizes = {"weights": list(map(len, weights))}
+    lines = [json.dumps({**header, **sizes}).encode(), b"".join(weights)]
+    return TAG + b"\n".join(lines) + zlib.compress(model.SerializeToString())
 
 
 def unpack_plan(plan: bytes) -> tuple[dict[str, Any], bytes]:
@@ -50,8 +59,14 @@ def unpack_plan(plan: bytes) -> tuple[dict[str, Any], bytes]:
     """
     if not plan.startswith(TAG):
         raise ValueError("no fake plan")
-    header, _, onnx = plan[len(TAG) :].partition(b"\n")
-    return json.loads(header), onnx
+    line, _, rest = plan[len(TAG) :].partition(b"\n")
+    header = json.loads(line)
+    sizes = header.pop("weights")
+    model = onnx_pb.ModelProto.FromString(zlib.decompress(rest[sum(sizes) :]))
+    for tensor, size in zip(model.graph.initializer, sizes, strict=True):
+        if size:
+            tensor.raw_data, rest = rest[:size], rest[size:]
+    return header, model.SerializeToString()
 
 
 class ILogger:
@@ -88,7 +103,7 @@ class Runtime:
         own = self._trt.__version__
         try:
             header, onnx = unpack_plan(bytes(serialized_engine))
-        except ValueError:
+        except (ValueError, zlib.error):
             self._logger.log(Severity.ERROR, "Magic tag does not match")
             return None
         built = header["tensorrt"]

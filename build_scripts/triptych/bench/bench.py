@@ -34,6 +34,7 @@ from triptych.errors import Progress, UserError
 from triptych.pipeline.slo import AnySlo, GenerationSlo, Slo
 from triptych.repository.lock import build_id, find_lock
 from triptych.requests.inputs import PipelineInputs
+from triptych.server.embedded import describe_local_server
 from triptych.server.endpoint import check_built, served
 from triptych.server.processor import processor
 
@@ -142,7 +143,7 @@ def bench_pipeline(
         check_built(repository, inputs.plan.spec.name)
     core = repository / inputs.plan.step("core") / "1" / "model.onnx"
     names = ALL if bench.baselines else ()
-    subject = subject_of(inputs, repository, server=server_of(url))
+    subject = subject_of(inputs, repository, server=server_of(url, inputs.plan.spec.core.backend))
     with Baselines(inputs, core, names=names, progress=progress) as baselines:
         return bench_requests(
             subject,
@@ -156,9 +157,14 @@ def bench_pipeline(
         )
 
 
-def server_of(url: str | None) -> str:
-    """What a result calls the server: its address, or that it is one's own."""
-    return "embedded" if url is None else url
+def server_of(url: str | None, backend: str = "") -> str:
+    """Return the name of the server in a result: its address, or what is started here.
+
+    Args:
+        url: Address of a server that runs already; None for one that is started here.
+        backend: Triton backend of the pipeline's core.
+    """
+    return describe_local_server(backend) if url is None else url
 
 
 def bench_requests(

@@ -237,10 +237,9 @@ def time_parts(client_us: float, server_us: float, steps: Sequence[StepUse]) -> 
     `transport` is what the server does not see: the network, gRPC, and the wait for a processor on
     both sides. `scheduling` is what the server sees and no step does: the hops between the steps.
 
-    A backend that answers rows before their batch ends (the local stand-in for ONNX Runtime) keeps
-    the request until then, and Triton counts it up to there, in the step and in the ensemble: both
-    may come out longer than what the client saw. What is too long is taken off the core's compute,
-    because only a step that runs on after its answer can be counted so.
+    A step that answers a request before its batch ends keeps the request until then, and Triton
+    counts it up to there, in the step and in the ensemble: both times may be longer than what the
+    client saw. The excess is taken off the compute time of the core first.
 
     Args:
         client_us: mean latency seen by the client.

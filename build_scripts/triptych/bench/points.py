@@ -305,7 +305,7 @@ class Subject:
     precision: str
     layout: str
     overrides: dict[str, JsonValue]  # dotted key to value, of all that differs from the spec
-    server: str  # `tritonserver 2.51.0` and where: `embedded` or its URL
+    server: str  # its URL, or what was started here and which backend of it is replaced
     machine: dict[str, str]
     versions: dict[str, str]  # of packages
     measured_at: str  # UTC, ISO 8601

@@ -49,20 +49,20 @@ class PackedBatch:
         self.tile_count = tiles.shape[0]
         places = stride.long()
         self._start = _sums_before(places) + offset.long()[:, 0]
-        self._last = (self.length[:, 0] - 1).clamp(min=0)
+        self._last = _at_least_0(self.length[:, 0] - 1)
 
     @cached_property
     def _row_of_token(self) -> Tensor:
         """Row of each token ``[T]``; a pad token belongs to the row before it."""
         place = torch.arange(self.token_count)
-        return ((place[:, None] >= self._start[None, :]).long().sum(1) - 1).clamp(min=0)
+        return _at_least_0((place[:, None] >= self._start[None, :]).long().sum(1) - 1)
 
     @cached_property
     def _position_of_token(self) -> Tensor:
         """Position of each token in its row ``[T]``; that of a pad token is the row's last."""
         row = self._row_of_token
         position = torch.arange(self.token_count) - self._start.index_select(0, row)
-        return torch.minimum(position.clamp(min=0), self._last.index_select(0, row))
+        return torch.minimum(_at_least_0(position), self._last.index_select(0, row))
 
     @cached_property
     def slot_of_token(self) -> Tensor:
@@ -77,12 +77,13 @@ class PackedBatch:
         number.
         """
         position = torch.minimum(torch.arange(self.max_length)[None, :], self._last[:, None])
-        return (self._start[:, None] + position).clamp(max=self.token_count - 1)
+        return self._at_most_last(self._start[:, None] + position)
 
     @cached_property
     def _first_tile(self) -> Tensor:
         """Number of tiles before each row's first, ``[B]``."""
-        return _sums_before(self._last // self.tile_size + 1)
+        # Not `//`: rounding towards minus infinity takes five operators more.
+        return _sums_before(torch.div(self._last, self.tile_size, rounding_mode="trunc") + 1)
 
     @cached_property
     def row_of_tile(self) -> Tensor:
@@ -104,7 +105,7 @@ class PackedBatch:
         """Index of the token of each query of a tile, ``[N, W]``."""
         first = self._start.index_select(0, self.row_of_tile)[:, None]
         token = first + self.position_of_query
-        return token.clamp(max=self.token_count - 1)
+        return self._at_most_last(token)
 
     @cached_property
     def token_of_key(self) -> Tensor:
@@ -117,10 +118,19 @@ class PackedBatch:
         first = self._first_tile.index_select(0, self._row_of_token) * self.tile_size
         return first + self._position_of_token
 
+    def _at_most_last(self, index: Tensor) -> Tensor:
+        """Return indices of tokens, none beyond the batch's last: a row may have no token."""
+        return torch.minimum(index, torch.full((), self.token_count - 1))
+
     def key_bias(self, outside: float) -> Tensor:
         """Return 0 for the keys of a tile's row and `outside` beyond it, FP32 ``[N, L]``."""
         inside = torch.arange(self.max_length)[None, :] < self.length
         return torch.where(inside, 0.0, outside).index_select(0, self.row_of_tile)
+
+
+def _at_least_0(index: Tensor) -> Tensor:
+    """Return the larger of each index and 0, by Max: TensorRT has no Clip of INT64."""
+    return torch.maximum(index, torch.zeros((), dtype=torch.int64))
 
 
 def _sums_before(counts: Tensor) -> Tensor:

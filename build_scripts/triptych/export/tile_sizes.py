@@ -67,7 +67,7 @@ def compute_from_values(model: Any, max_length: int) -> None:
         ("Gather", ["choices", "best"], ["tile_size"], {}),
         ("Gather", ["tiles_of_choices", "best"], ["tiles_size"], {}),
     ]
-    nothing = numpy_helper.from_array(np.zeros(1, np.int32))
+    nothing = numpy_helper.from_array(np.zeros(1, np.float32))
     for tensor in SIZES:
         wide = f"{tensor.name}_shape"
         steps += [
@@ -102,7 +102,7 @@ def compute_from_shapes(model: Any) -> None:
     """
     from onnx import helper, numpy_helper
 
-    nothing = numpy_helper.from_array(np.zeros(1, np.int32))
+    nothing = numpy_helper.from_array(np.zeros(1, np.float32))
     constants = {"sizes.tile": np.array([TENSORRT_TILE], np.int64)}
     steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
         ("Shape", ["input_ids"], "sizes.tokens", {}),

@@ -52,7 +52,8 @@ def figures(result: BenchResult) -> str:
         "",
         f"Measured by `triptych bench` at {subject.measured_at} with the pipeline's own traffic "
         f"({subject.requests} different requests) on: {machine}. {subject.precision}, "
-        f"{subject.layout}. Build {subject.build[:12]} (SHA-256 of its lock).",
+        f"{subject.layout}. Server: {subject.server}. Build {subject.build[:12]} (SHA-256 of its "
+        "lock).",
     ]
     return "\n".join(lines) + "\n"
 

@@ -207,6 +207,15 @@ def _assemble(wheel: Wheel, here: Platform, directory: Path, backends: list[Path
     )
 
 
+def describe_local_server(backend: str) -> str:
+    """Return what `find_installation` starts, and whether it has Triton's own `backend`."""
+    if shutil.which("tritonserver"):
+        return "tritonserver on PATH"
+    replaced = backend and (_STAND_INS / backend).is_dir()
+    replacement = f", with a local replacement of Triton's {backend} backend" if replaced else ""
+    return f"embedded tritonserver{replacement}"
+
+
 def server_path() -> str:
     """PATH of the server: its stub finds its packages through the first `python3` on it."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

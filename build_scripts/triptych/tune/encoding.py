@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from triptych import building
-from triptych.bench.bench import subject_of
+from triptych.bench.bench import server_of, subject_of
 from triptych.bench.measure import Target, measure
 from triptych.bench.points import Load, Measurement, Subject
 from triptych.errors import Progress, UserError
@@ -74,7 +74,8 @@ class Encoding:
         return measure(target, made.requests, load, seconds=seconds)
 
     def subject(self, made: Made, repository: Path, overrides: Mapping[str, JsonValue]) -> Subject:
-        return subject_of(made.origin, repository, server="embedded", overrides=overrides)
+        server = server_of(None, made.plan.spec.core.backend)
+        return subject_of(made.origin, repository, server=server, overrides=overrides)
 
     def verdict(self, winner: Outcome) -> tuple[bool, str]:
         return describe_outcome(self.slo, winner)

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from triptych.bench import perf_analyzer
-from triptych.bench.bench import WARM_UP_ANSWERS
+from triptych.bench.bench import WARM_UP_ANSWERS, server_of
 from triptych.bench.measure import STRETCH, Target, measure
 from triptych.bench.points import Load, Measurement, Subject
 from triptych.errors import Progress
@@ -87,7 +87,7 @@ class Generating:
         return one
 
     def subject(self, made: Made, repository: Path, overrides: Mapping[str, JsonValue]) -> Subject:
-        found = subject_of(made.origin, server="embedded")
+        found = subject_of(made.origin, server=server_of(None))
         return replace(found, overrides=dict(overrides))
 
     def verdict(self, winner: Outcome) -> tuple[bool, str]:
