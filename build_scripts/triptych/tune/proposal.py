@@ -26,8 +26,9 @@ from triptych.tune.fields import bucket_count, layout
 PRICED: tuple[Propose, ...] = (layout, bucket_count)
 """The fields of which `plan.cost` knows both what they save and what they cost."""
 
-WORTH_A_REBUILD = 0.05
-"""Less work of the core than with the present settings, as a share of that."""
+WORTH_A_REBUILD = 0.1
+"""Minimum saving of the core's work, as a share of the present work, for other settings to be
+proposed. The estimates of both layouts are not more exact than that."""
 
 
 @dataclass(frozen=True)
