@@ -64,6 +64,12 @@ def test_every_row_equals_transformers_on_it_alone(name: str, head: str, layout:
             assert value.shape == target.shape
             assert np.abs(value - target).max() < TOLERANCE * max(1.0, np.abs(target).max())
     check_declared(path, head, packed=packed)
+    if packed:  # the same bits alone and in a batch
+        for row, found in zip(
+            rows[:7], models.run_graph(path, facts, core, rows, packed=True), strict=False
+        ):
+            alone = models.run_graph(path, facts, core, [row], packed=True)[0]
+            assert all(map(np.array_equal, found, alone))
     # Rows of zeros, whatever they stand for, come to numbers, too.
     zeros = models.run_graph(path, facts, core, [[0, 0], [0, 0, 0]], packed=packed)
     assert all(np.isfinite(value).all() for row in zeros for value in row)

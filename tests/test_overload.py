@@ -233,7 +233,7 @@ def test_overload_keeps_its_goodput(minilm_repository: Path) -> None:
             assert any(answers(client, within_s=1.0) for _ in range(5))
     for peak, _, loaded, ended in turns:
         print(f"peak {peak:.0f}/s, overloaded {loaded:.0f}/s {dict(ended)}")
-        assert ended["UNAVAILABLE"] > 0
+    assert any(ended["UNAVAILABLE"] for *_, ended in turns)
     # 0.73 to 1.0 was seen, as the clients take the same cores. Before there were limits it was a
     # tenth, and the next peak as low. One turn will do: a busy machine may slow down the others.
     best = max(peak for peak, *_ in turns)

@@ -178,7 +178,8 @@ class Mixed(nn.Module):
         flat = torch.addmm(self.down.bias, back.view(-1, 24), self.down.weight.T)
         scores = one @ two.transpose(1, 2) - 1e4 * (1 - valid[:, None, :])
         mixed = torch.matmul(scores.softmax(-1), three)
-        return self.down(torch.cat((mixed, two, three), -1)) + scale + flat.view(batch, slots, 8)
+        joined: Tensor = self.down(torch.cat((mixed, two, three), -1))
+        return joined + scale + flat.view(batch, slots, 8)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS[2:])

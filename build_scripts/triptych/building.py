@@ -21,7 +21,6 @@ from triptych.engine.stage import build_engine_here, missing_for_engines
 from triptych.errors import Finding, Progress
 from triptych.export.stage import LIBRARIES
 from triptych.gate.answers import check_hooks
-from triptych.gate.batch_memory import measure_batch_mib
 from triptych.gate.warm_ups import write_warm_ups
 from triptych.lint.rendered import lint_rendered
 from triptych.model.licence import read_licence
@@ -131,9 +130,6 @@ def _write(
     """Render, lint and write the pipeline around its core, and build the engine where one can."""
     plan, name = core.plan, core.plan.spec.name
     shared = plan.spec.core.share is not None
-    batch_mib = None
-    if not shared:
-        batch_mib = measure_batch_mib(core.inputs, core.file, core.files, progress)
     files = render(
         plan,
         core_file=core.file,
@@ -170,7 +166,6 @@ def _write(
         engine=None if engine is None else engine.record,
         rehearsal=rehearsed,
         variety={} if variety is None else asdict(variety),
-        batch_mib=batch_mib,
         previous=previous,
     )
     files[f"{name}/{LOCK_FILE}"] = lock.as_bytes()

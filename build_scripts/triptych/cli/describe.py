@@ -100,8 +100,7 @@ def _describe_memory(plan: Plan) -> Described:
     tokens = plan.max_batch_size * plan.max_length
     return {
         "max_batch_tokens": f"{tokens}: {plan.max_batch_size} rows of {plan.max_length} tokens",
-        "max_batch_memory": f"{plan.batch_mib:.0f} MiB beside the weights, estimated; the build "
-        "measures it",
+        "max_batch_memory": f"{plan.batch_mib:.0f} MiB beside the weights, estimated from shapes",
     }
 
 

@@ -243,8 +243,8 @@ def _memory(lock: Lock, options: Options, measured: Measured, shm_mib: int) -> B
     return Because(
         f"{rounded}Mi",
         f"{measured.memory_mib.reason}; {batch_mib} MiB for {lock.plan.max_batch_size} rows of "
-        f"{lock.plan.max_length} tokens in each of {instances} instances of the core, as the build "
-        f"measured; and {shm_mib} MiB of shared memory, which counts as the "
+        f"{lock.plan.max_length} tokens in each of {instances} instances of the core, "
+        f"estimated; and {shm_mib} MiB of shared memory, which counts as the "
         "container's. Request and limit are one: a node must not run out of what it promised",
     )
 

@@ -39,7 +39,7 @@ class Device:
 
 
 CPU = Device(flops=1e11, pair_weight=1.0, run_us=90.0, graph_us=90.0)
-"""Two cores with AVX-512 in fp32. A run of a row of 4 tokens through 2 layers of 128 took 184 us."""
+"""Two cores with AVX-512, fp32. A row of 4 tokens took 184 us through 2 layers of size 128."""
 
 GPU = Device(flops=1e14, pair_weight=6.0, run_us=60.0, graph_us=10.0)
 """Of the middle class (an A10 to an A100, half precision); `run_us` and `graph_us` are a layer's:

@@ -135,6 +135,7 @@ class Plan:
             tokens=self.max_length,
             precision=core.precision,
             on_gpu=core.device == "gpu",
+            packed=self.packed,
         )
 
     @property

@@ -40,8 +40,7 @@ class PlanRecord:
     Attributes:
         unpacked: why the layout is not packed although the spec says so; else empty.
         engine: what the engine stage builds; None where it builds nothing.
-        batch_mib: MiB that the largest batch takes beside the weights, measured on a CPU; None for
-            a core on a GPU or of another pipeline.
+        batch_mib: Estimated MiB that the largest batch takes beside the weights; None for images.
     """
 
     layout: Layout
@@ -109,7 +108,6 @@ def make_lock(
     engine: EngineRecord | None,
     rehearsal: Rehearsal | None,
     variety: Mapping[str, int | float],
-    batch_mib: float | None,
     previous: Lock | None,
 ) -> Lock:
     """The lock of a build; the time of `previous` is kept where all else is equal.
@@ -141,7 +139,7 @@ def make_lock(
             max_batch_size=plan.max_batch_size,
             core=plan.core,
             engine=planned_engine(plan, gate),
-            batch_mib=batch_mib,
+            batch_mib=None if plan.batch_mib is None else round(plan.batch_mib, 1),
         ),
         engine=engine,
         rehearsal=rehearsal,
