@@ -129,10 +129,12 @@ def scale_a_layer(graph: Any) -> None:
 
 
 def let_rows_see_each_other(graph: Any) -> None:
-    """Of the mask's "same row and no pad" only the second half is left."""
-    mask = next(node for node in graph.node if node.op_type == "And")
-    same_row = next(node for node in graph.node if node.output[0] == mask.input[0])
-    same_row.input[1] = same_row.input[0]
+    """Rows of a request are read as if each took the same number of tokens."""
+    from onnx import helper
+
+    for node in graph.node:
+        node.input[:] = ["no_offset" if name == "row_offset" else name for name in node.input]
+    graph.node.insert(0, helper.make_node("Sub", ["row_offset", "row_offset"], ["no_offset"]))
 
 
 def shift_positions(graph: Any) -> None:

@@ -29,7 +29,7 @@ class Packed(NamedTuple):
 
     Attributes:
         padded: Tensor ``[B, ..., L, ...]``; kept so that its identity stays unique.
-        packed: The same values as ``[1, ..., T, ...]``, or ``[T, ...]`` where `axis` is 0.
+        packed: Values of the tokens alone, ``[1, ..., T, ...]``; ``[T, ...]`` where `axis` is 0.
         axis: Axis of the tokens; 0 where the padded tensor is ``[B * L, ...]``.
     """
 
