@@ -128,13 +128,13 @@ class PackedOperations(TorchFunctionMode):
     def _is_padded_vectors(self, value: Tensor) -> bool:
         return value.dim() == 3 and self.find(value) is None and self.is_padded(value.shape)
 
-    def is_padded(self, shape: Sequence[Any], axis: int = 1) -> bool:
-        """Whether a shape has the batch's rows first and their slots at `axis`."""
+    def is_padded(self, shape: Sequence[Any]) -> bool:
+        """Whether a shape has the batch's rows first and their slots behind them."""
         batch = self.batch
         return (
-            len(shape) > axis
+            len(shape) > 1
             and _equal(shape[0], batch.row_count)
-            and _equal(shape[axis], batch.max_length)
+            and _equal(shape[1], batch.max_length)
         )
 
 
@@ -339,7 +339,7 @@ def _rules() -> dict[Any, Rule]:
         "hardsigmoid logsigmoid dropout tanhshrink threshold"
     )
     elementwise += [getattr(functional, name, None) for name in activations.split()]
-    elementwise += [torch.dropout, torch.nn.functional.gelu]
+    elementwise += [torch.dropout]
     first_only: list[Any] = [functional.layer_norm, getattr(functional, "rms_norm", None)]
     last_axis: list[Any] = [functional.softmax, functional.log_softmax]
     for name in ("mean", "sum", "var", "std", "norm", "amax", "amin", "softmax"):

@@ -35,7 +35,7 @@ from triptych.export.packing import (
     takes,
 )
 from triptych.model.facts import ModelFacts
-from triptych.runtime.packed_rows import MULTIPLE
+from triptych.runtime.packed_rows import MULTIPLE, slots_of
 from triptych.tasks.task import Core
 
 TOLERANCE = 1e-4
@@ -273,7 +273,7 @@ def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, ...]:
     tokens = [first, second, fill] + [torch.cat((ids, pads)) for ids in others]
     strides = [stride, stride] + [len(ids) + len(pads) for ids in others]
     offsets = [0, len(first) - stride] + [0] * len(others)
-    longest = -(-max(len(sample.ids) for sample in samples) // MULTIPLE) * MULTIPLE
+    longest = slots_of(max(len(sample.ids) for sample in samples))
     tiles = sum(-(-len(sample.ids) // MULTIPLE) for sample in samples)
     sizes = [torch.zeros(size, dtype=torch.int32) for size in (longest, MULTIPLE, tiles)]
     columns = torch.tensor(strides, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triptych.model.facts import ModelFacts
 from triptych.plan.cost import USUAL_HEAD_SIZE, USUAL_WIDENING
-from triptych.runtime.packed_rows import MULTIPLE
+from triptych.runtime.packed_rows import slots_of
 
 ELEMENT_BYTES = {"fp32": 4}
 """Bytes of an element of activations by precision; 2 in all others. On a CPU they are fp32."""
@@ -12,11 +12,6 @@ ELEMENT_BYTES = {"fp32": 4}
 MEASURED_SHARE = 1.1
 """Memory that ONNX Runtime took, divided by that of the tensors which are alive at once. Measured
 on BERT, RoBERTa and MiniLM in fp32, batches of 8 and 32 rows of 128 to 512 tokens: 1.0 to 1.17."""
-
-
-def rounded(tokens: int) -> int:
-    """Return the slots that the core makes for a longest row of so many tokens."""
-    return -(-tokens // MULTIPLE) * MULTIPLE
 
 
 SCORE_TENSORS = {True: 2, False: 4}
@@ -35,7 +30,7 @@ def batch_mib(
     (ModernBERT, MPNet, Qwen3), 4 times as much with DeBERTa's relative positions.
     """
     size = ELEMENT_BYTES.get(precision, 2) if on_gpu else 4
-    slots, hidden = rounded(tokens), facts.hidden_size
+    slots, hidden = slots_of(tokens), facts.hidden_size
     heads = facts.heads or max(1, hidden // USUAL_HEAD_SIZE)
     widened = facts.intermediate_size or USUAL_WIDENING * hidden
     attention = rows * slots * (SCORE_TENSORS[packed] * heads * slots + 4 * hidden)

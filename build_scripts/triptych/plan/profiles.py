@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from triptych.pipeline.spec import PipelineSpec
 from triptych.pipeline.traffic import Lengths
 from triptych.plan.engine_spec import Dims, EnginePlan, GraphSpec, ShapeRange
-from triptych.plan.memory import rounded
+from triptych.runtime.packed_rows import slots_of
 from triptych.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 
 
@@ -56,7 +56,7 @@ def _packed_profile(
         tensor.name: ShapeRange(*((rows, *tensor.config_dims) for rows in (1, best, most)))
         for tensor in inputs
     }
-    usual, longest = (rounded(n) for n in (lengths.quantile(0.99), max_length))
+    usual, longest = (slots_of(n) for n in (lengths.quantile(0.99), max_length))
     return {
         **profile,
         INPUT_IDS.name: tokens,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from triptych.plan.engine_spec import EnginePlan
-from triptych.plan.memory import rounded
 from triptych.plan.plan import Plan
 from triptych.releases import CONTEXT_MEMORY
 from triptych.repository.config import new_config
+from triptych.runtime.packed_rows import slots_of
 from triptych.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
@@ -165,7 +165,7 @@ def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
 
 
 def _size(tensor: Tensor, tokens: int) -> int:
-    return rounded(tokens) if tensor == ROW_SPAN else tokens
+    return slots_of(tokens) if tensor == ROW_SPAN else tokens
 
 
 def warm_up_file(tensor: Tensor, tokens: int) -> str:

@@ -55,10 +55,15 @@ def unpack_rows(values: NDArray[Any], lengths: Sequence[int]) -> NDArray[Any]:
     return rows
 
 
+def slots_of(tokens: int) -> int:
+    """Return the slots that the core makes for a longest row of so many tokens."""
+    return -(-tokens // MULTIPLE) * MULTIPLE
+
+
 def span_of(lengths: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return a tensor of zeros ``[n, s]`` whose size is that of the longest row, rounded up.
 
     A TensorRT core takes the size of its padded rows from the largest such tensor of a batch.
     """
-    longest = -(-max(int(lengths.max()), 1) // MULTIPLE) * MULTIPLE
+    longest = slots_of(max(int(lengths.max()), 1))
     return np.zeros((len(lengths), -(-longest // len(lengths))), np.int32)
