@@ -88,6 +88,9 @@ def _parse() -> argparse.Namespace:
         default=["auto"],
         help="measure the packed layout in these precisions too",
     )
+    parser.add_argument(
+        "--per-core", action="store_true", help="measure one instance of one thread a core, too"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="parts of the names to measure")
     parser.add_argument("--skip-check", action="store_true", help="do not compare the vectors")
     parser.add_argument("--output", type=Path, default=CACHE / "compare.json")
@@ -107,6 +110,8 @@ def _contenders(options: argparse.Namespace) -> list[Contender]:
         for precision in options.precision
         if _is_wanted(f"triptych, {precision}", options)
     ]
+    if options.per_core:
+        contenders += [_lowered(each, per_core=True) for each in ("fp32", *options.precision)]
     if options.bucketed:
         bucketed = build(CACHE / "bucketed", "core.layout=bucketed")
         contenders.append(Contender(Ensemble("triptych, bucketed", bucketed, _NAME), (32, 1)))
@@ -125,12 +130,21 @@ def _contenders(options: argparse.Namespace) -> list[Contender]:
     return [one for one in contenders if _is_wanted(one.server.name, options)]
 
 
-def _lowered(precision: str) -> Contender:
-    """The packed layout in another precision; of ``auto``, the name tells what it chose."""
-    repository = build(CACHE / f"packed-{precision}", f"core.precision={precision}")
+def _lowered(precision: str, *, per_core: bool = False) -> Contender:
+    """Build the packed layout in another precision; of ``auto``, the name tells what it chose.
+
+    With `per_core` the core has an instance of one thread for each processor core.
+    """
+    overrides = [f"core.precision={precision}"]
+    if per_core:
+        cores = len(os.sched_getaffinity(0))
+        overrides += [f"serving.instances.core={cores}", "core.threads=1"]
+    folder = f"packed-{precision}" + ("-per-core" if per_core else "")
+    repository = build(CACHE / folder, *overrides)
     lock = read_lock(repository, _NAME)
     built = lock.gate.precision
     name = f"triptych, {precision}" + (f": {built}" if built != precision else "")
+    name += ", an instance a core" if per_core else ""
     limit = None
     if built != "fp32":
         limit = thresholds(TASKS["text-embedding"], built, {})["mean_cosine"]

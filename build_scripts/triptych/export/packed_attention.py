@@ -80,8 +80,7 @@ def _attend(
     if s_aux is not None:
         raise ValueError("attention with sinks is not known")
     with mode.paused():
-        heads = [mode.gather(tensor, 2).squeeze(0) for tensor in (query, key, value)]
-        packed = [tensor.transpose(0, 1) for tensor in heads]
+        packed = [mode.gather(tensor, 2).squeeze(0) for tensor in (query, key, value)]
         result = _tiled(mode, packed, attention_mask, position_bias, scaling, softcap)
         return mode.spread(result, 1), None
 
@@ -94,45 +93,48 @@ def _tiled(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Return attention as packed tokens, FP32 ``[1, T, heads, d]``."""
+    """Return attention as packed tokens, FP32 ``[1, T, heads, d]``.
+
+    Heads stay the first axis from the packed tokens to the result: a gather along the second one
+    makes tiles without a transposition of their keys and values.
+    """
     batch = mode.batch
     queries = _rows(packed[0], batch.token_of_query)
     keys, values = (_rows(tensor, batch.token_of_key) for tensor in packed[1:])
-    if keys.shape[1] != queries.shape[1]:
-        repeats = queries.shape[1] // keys.shape[1]
-        keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
+    if keys.shape[0] != queries.shape[0]:
+        repeats = queries.shape[0] // keys.shape[0]
+        keys, values = (tensor.repeat_interleave(repeats, 0) for tensor in (keys, values))
     scores = (queries * (queries.shape[-1] ** -0.5 if scaling is None else scaling)) @ keys.mT
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    bias = batch.key_bias(MASK_VALUE)[:, None, None, :]
+    bias = batch.key_bias(MASK_VALUE)[None, :, None, :]
     for extra in (mask, position_bias):
         if extra is not None:
             additive = torch.where(extra, 0.0, MASK_VALUE) if extra.dtype == torch.bool else extra
             bias = bias + _bias_of_tiles(mode, additive)
     weights = (scores + bias).softmax(-1)
-    result = (weights @ values).transpose(1, 2).flatten(0, 1)
-    return result.index_select(0, batch.query_of_token)[None]
+    result = (weights @ values).flatten(1, 2).index_select(1, batch.query_of_token)
+    return result.transpose(0, 1)[None]
 
 
 def _rows(tokens: Tensor, index: Tensor) -> Tensor:
-    """Gather tokens ``[T, heads, d]`` by an index ``[N, M]`` into ``[N, heads, M, d]``."""
-    rows = tokens.flatten(1).index_select(0, index.reshape(-1))
-    shape = (index.shape[0], index.shape[1], tokens.shape[1], tokens.shape[2])
-    return rows.reshape(shape).transpose(1, 2)
+    """Gather tokens ``[heads, T, d]`` by an index ``[N, M]`` into ``[heads, N, M, d]``."""
+    rows = tokens.index_select(1, index.reshape(-1))
+    return rows.reshape(tokens.shape[0], index.shape[0], index.shape[1], tokens.shape[2])
 
 
 def _bias_of_tiles(mode: PackedOperations, bias: Tensor) -> Tensor:
-    """Return an additive bias ``[B or 1, heads or 1, L or 1, L]`` for tiles, ``[N, ..., W, L]``."""
+    """Return a bias ``[B or 1, heads or 1, L or 1, L]`` for tiles, ``[heads or 1, N or 1, ..., L]``."""
     batch = mode.batch
+    by_head = bias.transpose(0, 1)
     shared, same = _is_one(bias.shape[0]), _is_one(bias.shape[2])
     if same:
-        return bias if shared else bias.index_select(0, batch.row_of_tile)
+        return by_head if shared else by_head.index_select(1, batch.row_of_tile)
     place = batch.position_of_query
     if not shared:
         place = place + batch.row_of_tile[:, None] * batch.max_length
-    flat = bias.transpose(1, 2).flatten(0, 1).index_select(0, place.reshape(-1))
-    tiles = flat.reshape(batch.tile_count, batch.tile_size, *flat.shape[1:])
-    return tiles.transpose(1, 2)
+    flat = by_head.flatten(1, 2).index_select(1, place.reshape(-1))
+    return flat.reshape(flat.shape[0], batch.tile_count, batch.tile_size, flat.shape[2])
 
 
 def _is_one(size: Any) -> bool:

@@ -47,9 +47,12 @@ def open_session(path: Path, options: Any = None) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions() if options is None else options
-    # Without VNNI, products of unsigned by signed bytes add pairs up in 16 bits, which overflow.
-    _set_entry(options, "session.x64quantprecision", "1")
-    weights = onnx.load(path, load_external_data=False).graph.initializer
+    model_graph = onnx.load(path, load_external_data=False).graph
+    weights = model_graph.initializer
+    if not _has_unsigned_inputs(model_graph):
+        # Without VNNI, products of bytes add pairs up in 16 bits, which overflow. A GPU adds them
+        # up in 32. A graph for ONNX Runtime is judged with the kernels that serve it.
+        _set_entry(options, "session.x64quantprecision", "1")
     if any(tensor.data_type == FP8 for tensor in weights):
         _set_entry(options, "session.disable_quant_qdq", "1")
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -60,6 +63,14 @@ def open_session(path: Path, options: Any = None) -> Any:
             "session.model_external_initializers_file_folder_path", str(path.parent)
         )
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def _has_unsigned_inputs(graph: Any) -> bool:
+    """Whether layers take UINT8 inputs, as graphs for ONNX Runtime have them and TensorRT's not."""
+    import onnx
+
+    unsigned = any(one.data_type == onnx.TensorProto.UINT8 for one in graph.initializer)
+    return unsigned or any(node.op_type == "DynamicQuantizeLinear" for node in graph.node)
 
 
 def _set_entry(options: Any, key: str, value: str) -> None:
