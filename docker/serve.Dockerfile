@@ -24,7 +24,8 @@ RUN test -f "${LD_PRELOAD}" \
 COPY build_scripts/triptych/__init__.py build_scripts/triptych/errors.py \
      build_scripts/triptych/releases.py /opt/triptych/triptych/
 COPY build_scripts/triptych/container /opt/triptych/triptych/container
-COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/in_flight.py \
+COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/faults.py \
+     build_scripts/triptych/runtime/in_flight.py \
      /opt/triptych/triptych/runtime/
 
 # For samples: a new volume that is mounted there gets this owner.

@@ -22,7 +22,8 @@ class TritonPythonModel:
         for index, row in enumerate(zip(*columns)):
             if b"refuse" in b"".join(row):
                 refusal = pb_utils.TritonError(
-                    f"row {index}: `text` must not be refused.", pb_utils.TritonError.INVALID_ARG)
+                    f"[invalid_request row={index}] `text` must not be refused.",
+                    pb_utils.TritonError.INVALID_ARG)
                 return pb_utils.InferenceResponse([], error=refusal)
             rows.append(play(asked, *row))
         types = {"score": np.float32, "start": np.int32, "end": np.int32,

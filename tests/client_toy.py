@@ -53,10 +53,10 @@ class TritonPythonModel:
             try:
                 vectors.append(self.embed(text, parameters, request))
             except UnicodeDecodeError as broken:
-                error = (f"row {row}: `text` must be valid UTF-8. Given: byte "
+                error = (f"[invalid_request row={row}] `text` must be valid UTF-8. Given: byte "
                          f"0x{text[broken.start]:02x} at position {broken.start}. Send UTF-8.")
             except ValueError as broken:
-                error = f"row {row}: {broken}"
+                error = f"[invalid_request row={row}] {broken}"
             if error:
                 break
         with self.seen.open("a") as file:

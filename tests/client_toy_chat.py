@@ -95,6 +95,7 @@ class TritonPythonModel:
             file.write(json.dumps(seen) + "\\n")
 
     def refuse(self, sender, words):
+        words = f"[invalid_request] {words}"
         error = pb_utils.TritonError(words, pb_utils.TritonError.INVALID_ARG)
         sender.send(pb_utils.InferenceResponse([], error=error), flags=FINAL)
 

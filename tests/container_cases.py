@@ -88,6 +88,6 @@ def copy_of_the_images_files(folder: Path) -> Path:
         PACKAGE / "container", package / "container", ignore=shutil.ignore_patterns("__pycache__")
     )
     (package / "runtime").mkdir()
-    for name in ("__init__.py", "in_flight.py"):
+    for name in ("__init__.py", "faults.py", "in_flight.py"):
         shutil.copy(PACKAGE / "runtime" / name, package / "runtime")
     return folder

@@ -137,9 +137,9 @@ def test_requests_really_share_batches(pipeline: str, minilm_server: Any) -> Non
 
 
 BAD_ROWS = [
-    (b"\xff\xfe", ["row 0", "valid UTF-8", "0xff", "position 0"]),
-    (b"ok \xed\xa0\x80", ["row 0", "valid UTF-8", "position 3"]),
-    (b"x" * 5_000_000, ["row 0", "at most 131072 bytes", "5000000 bytes"]),
+    (b"\xff\xfe", ["row=0", "valid UTF-8", "0xff", "position 0"]),
+    (b"ok \xed\xa0\x80", ["row=0", "valid UTF-8", "position 3"]),
+    (b"x" * 5_000_000, ["row=0", "at most 131072 bytes", "5000000 bytes"]),
 ]
 
 
@@ -169,7 +169,8 @@ def test_a_bad_row_fails_alone_among_neighbours(
 
 
 def test_the_row_at_fault_is_named(raw: Any, pipeline: str) -> None:
-    with pytest.raises(InferenceServerException, match=r"row 2: `text` must be valid UTF-8"):
+    told = r"\[invalid_request row=2\] `text` must be valid UTF-8"
+    with pytest.raises(InferenceServerException, match=told):
         ask(raw, pipeline, [b"a", b"b", b"\x80", b"d"])
 
 
@@ -277,7 +278,7 @@ def test_a_long_row_is_rejected_where_the_spec_says_so(strict_server: Any, layou
         name = f"reject_{layout}"
         assert ask(raw, name, [b"word " * 14]).shape == (1, 32)
         with pytest.raises(
-            InferenceServerException, match=r"row 1: .*at most 16 tokens.*17 tokens"
+            InferenceServerException, match=r"row=1\] .*at most 16 tokens.*17 tokens"
         ):
             ask(raw, name, [b"short", b"word " * 15])
 

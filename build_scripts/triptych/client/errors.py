@@ -5,6 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from triptych.runtime.faults import (
+    ENGINE_FAILED,
+    INTERNAL,
+    INVALID_REQUEST,
+    OVERLOADED,
+    RETRY_AFTER_MS,
+    ROW,
+    STOPPING,
+    read_step_error,
+)
+
 
 class InferenceError(Exception):
     """A call that got no answer.
@@ -32,7 +43,7 @@ class InferenceError(Exception):
         if not told:
             return self
         error = type(self)(f"{self.message} {told}", self.row)
-        error.address = self.address
+        vars(error).update(vars(self) | {"message": error.message})
         return error
 
 
@@ -44,13 +55,11 @@ class Overloaded(InferenceError):
     """The pipeline has more work than its queue takes; later, or slower, it may answer.
 
     Attributes:
-        again_s: when the server expects to have room, in seconds; 0 where it did not say.
+        again_s: Time after which the server expects to take a request, in seconds; 0 if it did not
+            give one.
     """
 
-    @property
-    def again_s(self) -> float:
-        said = _AGAIN.search(self.message)
-        return int(said[1]) / 1e3 if said else 0.0
+    again_s: float = 0.0
 
 
 class NeighbourFailed(InferenceError):
@@ -89,16 +98,23 @@ class ServerUnreachable(InferenceError):
     """No server answered: wrong address, not running, not the same TLS, or the line was cut."""
 
 
-# Triton says UNAVAILABLE for a full queue as well as gRPC does for a refused connection, so the
-# text decides; the first row that fits does. A text that no row knows leaves it to `_CODES`.
+_STEPS: dict[str, type[InferenceError]] = {
+    INVALID_REQUEST: InvalidRequest,
+    OVERLOADED: Overloaded,
+    STOPPING: PipelineNotReady,
+    INTERNAL: PipelineFailed,
+    ENGINE_FAILED: PipelineFailed,
+}
+"""Error class of each code that a step of a pipeline gives."""
+# What Triton itself says has no code. It answers UNAVAILABLE for a full queue, as gRPC does for a
+# refused connection, so the text decides; the first row that fits does. A text that no row knows
+# leaves it to `_CODES`.
 _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
-    ("UNAVAILABLE", "requests under way", Overloaded),  # `runtime.admission`
     ("UNAVAILABLE", "exceeds maximum queue size", Overloaded),
     ("UNAVAILABLE", "request timeout expired", Overloaded),
     ("UNAVAILABLE", "protocol is restricted", AccessDenied),
     ("UNAVAILABLE", "request for unknown model", PipelineNotReady),
     ("UNAVAILABLE", "is not ready", PipelineNotReady),
-    ("UNAVAILABLE", "server is stopping", PipelineNotReady),  # `runtime.admission`
     ("UNAVAILABLE", "server exiting", PipelineNotReady),
     ("NOT_FOUND", "has no available versions", PipelineNotReady),
     ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequest),
@@ -110,12 +126,6 @@ _UNCODED = (
     ("unexpected inference input", "INVALID_ARGUMENT"),
 )
 """What Triton says of a stream's request before any model has seen it."""
-_OURS = (
-    ("this is a bug of the pipeline", "INTERNAL"),  # `runtime.stub_io`
-    ("the engine failed", "INTERNAL"),  # `runtime.generation_core`
-    (" must ", "INVALID_ARGUMENT"),  # `runtime.faults`
-)
-"""What a pipeline's steps say in a stream, first match first."""
 _CODES: dict[str, type[InferenceError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
     "OUT_OF_RANGE": InvalidRequest,
@@ -135,29 +145,34 @@ _REMEDIES: dict[type[InferenceError], str] = {
     AccessDenied: "Give the header in `headers`",
     ServerUnreachable: "Check the address and `tls`, and that the server is running",
 }
-_AGAIN = re.compile(r"Try again in (\d+) ms")  # `runtime.admission`
 # An address in gRPC's own words.
 _PLACE = re.compile(r"\bipv[46]:(\[[0-9a-fA-F:%]+\]:\d+|[\d.]+:\d+)")
-# What Triton puts before a step's own message.
-_PREFIX = re.compile(r"(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*(?:row (\d+): )?")
+# What Triton puts before a model's own message.
+_PREFIX = re.compile(r"^(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*")
 
 
 def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ()) -> InferenceError:
-    """The typed error for a gRPC status.
+    """Return the typed error for a gRPC status.
 
     Args:
-        code: name of the status code, ``UNAVAILABLE``.
-        details: the status' message.
-        url: where the client's requests go, for the message.
-        rows: the caller's index of each row of the request: a message that names a row of the
-            request (``row 0: …``) becomes an error that names the caller's row.
+        code: Name of the status code, ``UNAVAILABLE``.
+        details: Message of the status. If a step of a pipeline wrote it, it begins with a code
+            (`triptych.runtime.faults`), which decides alone.
+        url: Address that the client's requests go to, for the message.
+        rows: The caller's index of each row of the request: an error of a row of the request
+            becomes an error of the caller's row.
     """
-    prefix = _PREFIX.match(details)
-    said = details[prefix.end() :] if prefix else details
-    row = None
-    if prefix and prefix[1] is not None and int(prefix[1]) < len(rows):
-        row = rows[int(prefix[1])]
-    kind = _kind(code, said.lower())
+    step = read_step_error(details)
+    row, again_s = None, 0.0
+    if step is not None:
+        said = step.text
+        kind = _STEPS.get(step.code) or _CODES.get(code, PipelineFailed)
+        number = step.numbers.get(ROW)
+        row = rows[number] if number is not None and number < len(rows) else None
+        again_s = step.numbers.get(RETRY_AFTER_MS, 0) / 1e3
+    else:
+        said = _PREFIX.sub("", details, count=1)
+        kind = _kind(code, said.lower())
     if kind is ServerUnreachable:
         said = f"No Triton server answered at {url}: {said}"
     elif kind is InvalidRequest and code == "RESOURCE_EXHAUSTED":
@@ -165,19 +180,21 @@ def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ())
     remedy = _REMEDIES.get(kind)
     message = said if remedy is None else f"{said.rstrip('.')}. {remedy}."
     error = kind(message, row)
+    if isinstance(error, Overloaded):
+        error.again_s = again_s
     place = _PLACE.search(details)
     error.address = place[1] if place else url
     return error
 
 
 def stream_error(said: str, *, url: str) -> InferenceError:
-    """The typed error for the text of a stream's response, which Triton sends without a code.
+    """Return the typed error for the text of a stream's response, which has no gRPC status.
 
     With the header ``triton_grpc_error`` it ends the stream with a status, but may then read the
     stream's state after it is freed: 32 clients' refused requests aborted 24.10 in 2 of 3 runs.
     """
     uncoded = ((text, code) for code, text, _ in _TEXTS)
-    codes = (code for text, code in (*_UNCODED, *uncoded, *_OURS) if text in said.lower())
+    codes = (code for text, code in (*_UNCODED, *uncoded) if text in said.lower())
     return status_error(next(codes, "INTERNAL"), said, url=url)
 
 

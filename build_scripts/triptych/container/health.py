@@ -7,6 +7,7 @@ that one is frozen never is. The question is a row of the pipeline's own traffic
 
 from __future__ import annotations
 
+import json
 import sys
 import urllib.error
 import urllib.request
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from triptych.container.locks import Pipeline, find_pipelines
 from triptych.container.settings import read_settings
 from triptych.errors import UserError
+from triptych.runtime.faults import OVERLOADED, read_step_error
 
 QUESTION_FILE = "health.request"
 """In an ensemble's folder: a request as Triton takes it over HTTP, its JSON in the first line."""
@@ -24,8 +26,6 @@ COMMAND = ("python3", "-m", "triptych.container.health")
 """As the image's health check and an orchestrator's probes run it."""
 
 _TIMEOUT_S = 3.0
-# Said by `runtime.admission`: a pipeline that has all the work it takes is a healthy one.
-_BUSY = "requests under way"
 
 
 def find_fault(url: str, pipelines: list[Pipeline]) -> str | None:
@@ -70,11 +70,23 @@ def _fault(
     except urllib.error.HTTPError as error:
         said = error.read(1000).decode("utf-8", "replace")
         if body is not None:
-            return None if _BUSY in said else f"{what} does not answer (HTTP {error.code}: {said})"
+            # A pipeline that has as much work as it takes is a healthy one.
+            busy = error_code(said) == OVERLOADED
+            return None if busy else f"{what} does not answer (HTTP {error.code}: {said})"
         return f"{what} is not ready (HTTP {error.code})"
     except OSError as error:
         return f"{what} does not answer ({getattr(error, 'reason', error)})"
     return None
+
+
+def error_code(body: str) -> str | None:
+    """Return the code of a step's error in the body of an HTTP response; None if it has none."""
+    try:
+        message = json.loads(body)["error"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    error = read_step_error(str(message))
+    return None if error is None else error.code
 
 
 def main() -> int:

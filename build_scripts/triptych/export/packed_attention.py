@@ -124,7 +124,10 @@ def _rows(tokens: Tensor, index: Tensor) -> Tensor:
 
 
 def _bias_of_tiles(mode: PackedOperations, bias: Tensor) -> Tensor:
-    """Return a bias ``[B or 1, heads or 1, L or 1, L]`` for tiles, ``[heads or 1, N or 1, ..., L]``."""
+    """Return a bias ``[B or 1, heads or 1, L or 1, L]`` for tiles, heads first.
+
+    The result is ``[heads or 1, N or 1, W or 1, L]``.
+    """
     batch = mode.batch
     by_head = bias.transpose(0, 1)
     shared, same = _is_one(bias.shape[0]), _is_one(bias.shape[2])

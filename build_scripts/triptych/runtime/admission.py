@@ -81,7 +81,7 @@ class Admission:
             Stopping: the server is about to stop.
         """
         if self._closed:
-            raise Stopping("The server is stopping. Send the request to another one, or later.")
+            raise Stopping
         own_s = None if left_s is None else DEADLINE_SHARE * left_s
         limit_s = self._longest_s if own_s is None else min(self._longest_s, own_s)
         wait_s = self._wait_s()
@@ -91,15 +91,17 @@ class Admission:
             hint_ms = max(1e3 * (wait_s - 0.5 * limit_s), SHORTEST_HINT_MS)
             again = f"Try again in {hint_ms:.0f} ms"
             if late:
-                whose = "for its sender's deadline" if limit_s == own_s else "the limit"
+                whose = ", by the deadline of the request" if limit_s == own_s else ""
                 raise Overloaded(
-                    f"`queue` must answer requests under way within {1e3 * limit_s:.0f} ms, "
-                    f"{whose}. Given: work for {1e3 * wait_s:.0f} ms. {again}, or raise "
-                    "serving.queue.max_wait_ms in the pipeline."
+                    f"The requests under way take {1e3 * wait_s:.0f} ms; the limit is "
+                    f"{1e3 * limit_s:.0f} ms{whose}. {again}, or raise "
+                    "serving.queue.max_wait_ms in the pipeline.",
+                    hint_ms,
                 )
             raise Overloaded(
-                f"`queue` must have at most {self._most} requests under way. Given: one more. "
-                f"{again}, or raise serving.queue.max_size in the pipeline."
+                f"The pipeline takes at most {self._most} requests at a time. {again}, or raise "
+                "serving.queue.max_size in the pipeline.",
+                hint_ms,
             )
         self._requests += 1
         self._rows += self._rows_a_request

@@ -181,12 +181,13 @@ class Backlog:
             return error_response(error)
 
     def _refusal(self, one: Waiting, now: float) -> Any:
+        again_ms = 500 * self._longest_s
         return error_response(
             Overloaded(
-                f"`queue` must begin a request within {1e3 * self._longest_s:.0f} ms and while its "
-                f"sender waits. Given: {1e3 * (now - one.since):.0f} ms so far. Try again in "
-                f"{500 * self._longest_s:.0f} ms, or raise serving.queue.max_wait_ms in the "
-                "pipeline."
+                f"The request waited for {1e3 * (now - one.since):.0f} ms; the limit is "
+                f"{1e3 * self._longest_s:.0f} ms, or the time that its sender waits. Try again in "
+                f"{again_ms:.0f} ms, or raise serving.queue.max_wait_ms in the pipeline.",
+                again_ms,
             )
         )
 

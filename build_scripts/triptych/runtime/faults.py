@@ -1,21 +1,118 @@
-"""What a request can be at fault for, in words its sender can act on."""
+"""Errors of the steps, and the code in front of each message that a program can read.
+
+A message is ``[CODE NAME=NUMBER ...] TEXT``, for example ``[overloaded retry_after_ms=250] ...`` or
+``[invalid_request row=2] ...``. Codes and names are part of the interface; texts may change.
+"""
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
 
-class RequestError(Exception):
-    """A request at fault: what is wrong, by row where a row is at fault."""
+INVALID_REQUEST = "invalid_request"
+OVERLOADED = "overloaded"
+STOPPING = "stopping"
+INTERNAL = "internal"
+ENGINE_FAILED = "engine_failed"
+
+ROW = "row"
+RETRY_AFTER_MS = "retry_after_ms"
+
+_TRITON_PREFIX = r"(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*"
+_HEADER = re.compile(_TRITON_PREFIX + r"\[([a-z_]+)((?: [a-z_]+=\d+)*)\] ")
+
+
+class StepError(Exception):
+    """Error of a step with a code for programs.
+
+    Args:
+        text: What happened and what to do about it.
+        numbers: Values of the code, such as ``row`` or ``retry_after_ms``; each at least 0.
+
+    Attributes:
+        code: One of the codes of this module.
+    """
+
+    code = INTERNAL
+
+    def __init__(self, text: str, **numbers: int) -> None:
+        super().__init__(text)
+        self.text = text
+        self.numbers = numbers
+
+    @property
+    def message(self) -> str:
+        """The text with the code in front, as a client receives it."""
+        values = "".join(f" {name}={number}" for name, number in self.numbers.items())
+        return f"[{self.code}{values}] {self.text}"
+
+
+class RequestError(StepError):
+    """A request breaks a rule; `row` is the index of the row that does, if one does."""
+
+    code = INVALID_REQUEST
 
     def __init__(
         self, field: str, rule: str, given: object, remedy: str, row: int | None = None
     ) -> None:
-        where = "" if row is None else f"row {row}: "
-        super().__init__(f"{where}`{field}` {rule}. Given: {given}. {remedy}.")
+        numbers = {} if row is None else {ROW: row}
+        super().__init__(f"`{field}` {rule}. Given: {given}. {remedy}.", **numbers)
+
+    def __str__(self) -> str:
+        return f"row {self.numbers[ROW]}: {self.text}" if ROW in self.numbers else self.text
 
 
-class Overloaded(Exception):
-    """There is no room for another request."""
+class Overloaded(StepError):
+    """The pipeline takes no further request at present; `retry_after_ms` says when it may."""
+
+    code = OVERLOADED
+
+    def __init__(self, text: str, retry_after_ms: float) -> None:
+        super().__init__(text, **{RETRY_AFTER_MS: max(0, round(retry_after_ms))})
 
 
-class Stopping(Exception):
+class Stopping(StepError):
     """The server takes no more requests."""
+
+    code = STOPPING
+
+    def __init__(self) -> None:
+        super().__init__("The server is stopping. Send the request to another server, or later.")
+
+
+class EngineFailed(StepError):
+    """The engine that generates text failed on a request."""
+
+    code = ENGINE_FAILED
+
+
+class InternalError(StepError):
+    """A step failed by a fault of its own."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}. This is a bug of the pipeline.")
+
+
+class ReadError(NamedTuple):
+    """A step's message, read.
+
+    Attributes:
+        code: One of the codes of this module, or one of a newer server.
+        numbers: Values of the code by name.
+        text: The message without Triton's prefix and without the code.
+    """
+
+    code: str
+    numbers: dict[str, int]
+    text: str
+
+
+def read_step_error(message: str) -> ReadError | None:
+    """Read the message of a failed response; None if no step of this project wrote it."""
+    header = _HEADER.match(message)
+    if header is None:
+        return None
+    pairs = (pair.split("=") for pair in header[2].split())
+    return ReadError(
+        header[1], {name: int(number) for name, number in pairs}, message[header.end() :]
+    )

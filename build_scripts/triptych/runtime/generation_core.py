@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 
 from .cancelling import CancelInbox
 from .engine import Engine
-from .faults import Overloaded, RequestError, Stopping
+from .faults import EngineFailed, Overloaded, RequestError, Stopping
 from .generation_counts import Clock, GenerationCounts
 from .generation_engine import MODEL_FOLDER, NOTHING, Delta, Load, Waiting
 from .generation_wire import CANCELLED, REFUSED, SHORTEST_NAME, Chunk, Opening, Order, Place
@@ -35,6 +35,8 @@ LOST_S = 2.0
 """A chunk that postprocess has not taken after so long is lost: the next one waits no longer."""
 EARLY_S = 60.0
 """A request may come so long after the one that cancels it: several steps may work before."""
+RETRY_MS = 1000
+"""Wait that a refused request is told: answers differ too much in length to estimate one."""
 _LONGEST_FAULT = 300
 
 
@@ -173,11 +175,12 @@ class TritonPythonModel:
 
     def _check_room(self) -> None:
         if self._in_flight.closed_at:
-            raise Stopping("The server is stopping. Send the request to another one, or later.")
+            raise Stopping
         if len(self._streams) >= self._most_requests:
             raise Overloaded(
-                f"`queue` must have at most {self._most_requests} requests under way. Given: one "
-                "more. Try again later, or raise serving.queue.max_size in the pipeline."
+                f"The pipeline takes at most {self._most_requests} requests at a time. Try again "
+                "later, or raise serving.queue.max_size in the pipeline.",
+                RETRY_MS,
             )
 
     def _begin(self, stream: _Stream, prompt: list[int], order: Order) -> None:
@@ -207,11 +210,11 @@ class TritonPythonModel:
                 FIELD, "must be such that the engine takes them", _words(error), "Change them"
             )
             self._counts.end(REFUSED)
-            self._send(stream, finish=REFUSED, error=str(refusal))
+            self._send(stream, finish=REFUSED, error=refusal.message)
         except Exception as error:
-            words = f"{type(error).__name__}: {error}. The engine failed."
+            failure = EngineFailed(f"{type(error).__name__}: {error}. The engine failed.")
             self._counts.end("error")
-            self._send(stream, finish="error", error=words)
+            self._send(stream, finish="error", error=failure.message)
         finally:
             self._outbox.put((stream.sender, None))
             del self._streams[stream.key], self._tasks[stream.key]

@@ -8,7 +8,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .faults import Overloaded, RequestError, Stopping
+from .faults import InternalError, Overloaded, RequestError, StepError, Stopping
 
 Inputs = Mapping[str, Any]
 LONGEST_MESSAGE = 4000
@@ -22,20 +22,19 @@ def settings_of(args: Mapping[str, str]) -> dict[str, Any]:
     return {name: json.loads(value["string_value"]) for name, value in parameters.items()}
 
 
-def error_response(error: Exception) -> Any:
-    """A response that fails its own request: InvalidArgument for a fault of the request."""
-    if isinstance(error, RequestError):
-        code = pb_utils.TritonError.INVALID_ARG
-        message = str(error)
-    elif isinstance(error, Overloaded | Stopping):
-        code = pb_utils.TritonError.UNAVAILABLE
-        message = str(error)
+def error_response(fault: Exception) -> Any:
+    """Return a response that fails its own request, with the status of the error's kind."""
+    if isinstance(fault, RequestError):
+        status = pb_utils.TritonError.INVALID_ARG
+    elif isinstance(fault, Overloaded | Stopping):
+        status = pb_utils.TritonError.UNAVAILABLE
     else:
-        code = pb_utils.TritonError.INTERNAL
-        message = f"{type(error).__name__}: {error}. This is a bug of the pipeline."
+        status = pb_utils.TritonError.INTERNAL
+    message = (fault if isinstance(fault, StepError) else InternalError(fault)).message
     # A hook's own words may be anything: a lone surrogate, or megabytes, would fail a whole batch.
     message = message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode("utf-8")
-    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message, code))
+    error = pb_utils.TritonError(message, status)
+    return pb_utils.InferenceResponse(output_tensors=[], error=error)
 
 
 def send(sender: Any, response: Any) -> None:

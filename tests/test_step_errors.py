@@ -1,0 +1,200 @@
+"""The codes of the steps' errors: what a step sends, and what a client and a health check read."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+import triptych.runtime
+from client_toy import wait_until
+from triptych.client import (
+    InferenceError,
+    InvalidRequest,
+    Overloaded,
+    PipelineFailed,
+    PipelineNotReady,
+)
+from triptych.client.errors import status_error, stream_error
+from triptych.container.health import error_code
+from triptych.runtime import faults
+from triptych.runtime.admission import Admission
+from triptych.runtime.in_flight import InFlight
+
+URL = "127.0.0.1:8001"
+KINDS: dict[str, tuple[type[InferenceError], str]] = {
+    faults.INVALID_REQUEST: (InvalidRequest, "INVALID_ARGUMENT"),
+    faults.OVERLOADED: (Overloaded, "UNAVAILABLE"),
+    faults.STOPPING: (PipelineNotReady, "UNAVAILABLE"),
+    faults.INTERNAL: (PipelineFailed, "INTERNAL"),
+    faults.ENGINE_FAILED: (PipelineFailed, "INTERNAL"),
+}
+"""The client's error class and the gRPC status of each code."""
+
+
+class Refusal(NamedTuple):
+    """What a step sends instead of an answer."""
+
+    message: str
+    status: str
+
+
+class Sender:
+    """A request, and the sender of its response, whose client has left."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def get_response_sender(self) -> Sender:
+        return self
+
+    def is_cancelled(self) -> bool:
+        return True
+
+    def send(self, response: Any, flags: int) -> None:
+        self.sent.append(response)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Modules of the steps, with a module in the place of the one that Triton gives them."""
+    statuses = {"INVALID_ARG": "INVALID_ARGUMENT", "UNAVAILABLE": "UNAVAILABLE"}
+    error = type("TritonError", (), {**statuses, "INTERNAL": "INTERNAL", "__new__": _refusal})
+    given = SimpleNamespace(
+        TritonError=error,
+        InferenceResponse=lambda output_tensors, error: error,
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+    )
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", given)
+    names = ("stub_io", "backlog")
+    yield SimpleNamespace(**{name: import_module(f"triptych.runtime.{name}") for name in names})
+    for name in names:
+        del sys.modules[f"triptych.runtime.{name}"]
+
+
+def _refusal(_class: type, message: str, status: str) -> Refusal:
+    return Refusal(message, status)
+
+
+@pytest.fixture
+def in_flight() -> Iterator[InFlight]:
+    counts = InFlight(f"test-errors-{os.getpid()}")
+    yield counts
+    counts.path.unlink()
+
+
+def overloads(steps: Any, counts: InFlight) -> Iterator[Any]:
+    """The refusals of admission and of the backlog, as they are raised under load."""
+    admission = Admission(counts, 1, 2.0)
+    admission.begin()
+    admission.check(None)
+    admission.admit(1)
+    with pytest.raises(faults.Overloaded) as full:
+        admission.check(None)
+    yield steps.stub_io.error_response(full.value)
+    admission = Admission(counts, 1000, 2.0)
+    admission.begin()
+    admission._rows, admission._row_s, admission._known_rows = 1000.0, 0.01, 1e9
+    with pytest.raises(faults.Overloaded) as late:
+        admission.check(1.0)
+    yield steps.stub_io.error_response(late.value)
+    backlog = steps.backlog.Backlog(counts, counts.take_slot(), batch_rows=1, longest_wait_s=5.0)
+    senders = [Sender() for _ in range(100)]
+
+    def give() -> None:
+        counts.admit(0, 1)
+
+    backlog.take([steps.backlog.Ready(sender, 1, None, give) for sender in senders])
+    wait_until(lambda: bool(senders[-1].sent), "a refusal of the backlog", 10)
+    yield senders[-1].sent[0]
+
+
+def check(refusal: Refusal, code: str) -> tuple[InferenceError, InferenceError]:
+    """Check what the client and the health check read; returns the client's two errors."""
+    kind, status = KINDS[code]
+    assert refusal.status == status
+    told = f"in ensemble 'minilm', [request id: 7] {refusal.message}"
+    assert error_code(json.dumps({"error": told})) == code
+    error = status_error(status, told, url=URL, rows=[10, 11, 12])
+    streamed = stream_error(refusal.message, url=URL)
+    for one in (error, streamed):
+        assert type(one) is kind
+        assert "[" + code not in str(one)
+    return error, streamed
+
+
+def test_an_overload_is_read_with_its_pause(steps: Any, in_flight: InFlight) -> None:
+    pauses = []
+    for refusal in overloads(steps, in_flight):
+        for error in check(refusal, faults.OVERLOADED):
+            assert isinstance(error, Overloaded)
+            assert f"Try again in {1e3 * error.again_s:.0f} ms" in error.message
+            pauses.append(error.again_s)
+            assert error.after("twice").message.endswith(" twice")
+            assert error.after("twice").again_s == error.again_s  # type: ignore[attr-defined]
+    assert len(pauses) == 6
+    assert min(pauses) > 0
+
+
+def test_every_other_error_is_read(steps: Any) -> None:
+    rows = {None: None, 0: 10, 2: 12, 3: None}
+    for row, own in rows.items():
+        refusal = steps.stub_io.error_response(
+            faults.RequestError("text", "must be valid UTF-8", "row 0: [stopping] ", "Send it", row)
+        )
+        error, _ = check(refusal, faults.INVALID_REQUEST)
+        assert error.row == own
+        assert error.message == "`text` must be valid UTF-8. Given: row 0: [stopping] . Send it."
+    check(steps.stub_io.error_response(faults.Stopping()), faults.STOPPING)
+    check(steps.stub_io.error_response(faults.EngineFailed("it ended")), faults.ENGINE_FAILED)
+    check(steps.stub_io.error_response(KeyError("requests under way must")), faults.INTERNAL)
+    unpaired = steps.stub_io.error_response(ValueError("\ud800" + "x" * 10**6))
+    assert len(unpaired.message) <= steps.stub_io.LONGEST_MESSAGE
+    check(unpaired, faults.INTERNAL)
+
+
+def test_every_kind_of_error_has_a_code_of_its_own() -> None:
+    codes = [kind.code for kind in faults.StepError.__subclasses__()]
+    assert sorted(codes) == sorted(KINDS)
+
+
+def test_steps_make_errors_in_one_place() -> None:
+    """A `TritonError` elsewhere would reach clients without a code."""
+    places = []
+    for path in Path(triptych.runtime.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr == "TritonError":
+                places.append(path.name)
+    # The second passes on what the core, which made it an error with a code, has told it.
+    assert set(places) == {"stub_io.py", "generation_postprocess.py"}
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "kind"),
+    [
+        ("UNAVAILABLE", "[new_code row=1] It is full", Overloaded),
+        ("INVALID_ARGUMENT", "[Given] is no code", InvalidRequest),
+        ("UNAVAILABLE", "Exceeds maximum queue size", Overloaded),
+        ("INTERNAL", "the server is stopping", PipelineFailed),
+    ],
+)
+def test_what_has_no_known_code_is_read_by_its_status(
+    status: str, said: str, kind: type[InferenceError]
+) -> None:
+    error = status_error(status, said, url=URL)
+    if said.startswith("[new_code"):
+        kind = type(status_error(status, "It is full", url=URL))
+    assert type(error) is kind
+
+
+def test_a_body_without_an_error_has_no_code() -> None:
+    for body in ("", "{", "[]", "{}", '{"error": 7}', '{"error": "is full"}'):
+        assert error_code(body) is None
