@@ -81,15 +81,15 @@ def _attend(
         raise ValueError("attention with sinks is not known")
     with mode.paused():
         packed = [mode.gather(tensor, 2).squeeze(0) for tensor in (query, key, value)]
-        result = _tiled(mode, packed, attention_mask, position_bias, scaling, softcap)
+        biases = [mode.values(one) for one in (attention_mask, position_bias) if one is not None]
+        result = _tiled(mode, packed, biases, scaling, softcap)
         return mode.spread(result, 1), None
 
 
 def _tiled(
     mode: PackedOperations,
     packed: list[Tensor],
-    mask: Tensor | None,
-    position_bias: Tensor | None,
+    biases: list[Tensor],
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
@@ -108,10 +108,9 @@ def _tiled(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     bias = batch.key_bias(MASK_VALUE)[None, :, None, :]
-    for extra in (mask, position_bias):
-        if extra is not None:
-            additive = torch.where(extra, 0.0, MASK_VALUE) if extra.dtype == torch.bool else extra
-            bias = bias + _bias_of_tiles(mode, additive)
+    for extra in biases:
+        additive = torch.where(extra, 0.0, MASK_VALUE) if extra.dtype == torch.bool else extra
+        bias = bias + _bias_of_tiles(mode, additive)
     weights = (scores + bias).softmax(-1)
     result = (weights @ values).flatten(1, 2).index_select(1, batch.query_of_token)
     return result.transpose(0, 1)[None]

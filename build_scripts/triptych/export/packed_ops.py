@@ -3,10 +3,10 @@
 A model is called on padded rows ``[B, L, ...]``, as in the bucketed layout, so that its own code
 makes masks, positions and attention biases. While `PackedOperations` is active, the result of each
 token-wise operation (a linear layer, a normalization, an activation, an addition) is computed on
-the packed tokens ``[1, T, ...]`` and then spread over the padded slots. The next token-wise
-operation takes the packed tensor again, so the padded one is dead code in the exported graph unless
-another operation reads it. Operations that are not known to be token-wise compute on padded rows:
-they cost more, but every result is that of the padded model.
+the packed tokens ``[1, T, ...]``. The model is given a tensor of the padded shape without values
+for it, and the next token-wise operation takes the packed tensor again. For an operation that is
+not known to be token-wise, the packed tokens are spread over padded rows: it costs more, but every
+result is that of the padded model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from triptych.export.packed_batch import PackedBatch
 
@@ -28,7 +29,8 @@ class Packed(NamedTuple):
     """Packed form of a padded tensor.
 
     Attributes:
-        padded: Tensor ``[B, ..., L, ...]``; kept so that its identity stays unique.
+        padded: Tensor ``[B, ..., L, ...]``, without values unless `PackedOperations.values` has
+            made them; kept so that its identity stays unique.
         packed: Values of the tokens alone, ``[1, ..., T, ...]``; ``[T, ...]`` where `axis` is 0.
         axis: Axis of the tokens; 0 where the padded tensor is ``[B * L, ...]``.
     """
@@ -50,13 +52,14 @@ class PackedOperations(TorchFunctionMode):
         self.batch = batch
         self._known: dict[int, Packed] = {}
         self._gathered: dict[int, Packed] = {}
+        self._values: dict[int, Tensor] = {}
         self._paused = False
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
         options = options or {}
-        if self._paused:
+        if self._paused or function in DESCRIPTIONS:
             return function(*arguments, **options)
         if function in LOOKUPS and self.find(arguments[0]) is None:
             return self._look_up(function, arguments, options)
@@ -71,7 +74,7 @@ class PackedOperations(TorchFunctionMode):
                 return tuple(self.spread(packed, axis) for packed, axis in computed)
             if computed is not None:
                 return self.spread(*computed)
-        return function(*arguments, **options)
+        return function(*tree_map(self.values, arguments), **tree_map(self.values, options))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -91,35 +94,50 @@ class PackedOperations(TorchFunctionMode):
         slots = ids.dim() == 2 and _equal(ids.shape[1], batch.max_length)
         if slots and (_equal(ids.shape[0], 1) or _equal(ids.shape[0], batch.row_count)):
             packed = self.gather(ids.expand(batch.row_count, batch.max_length))
-            self.remember(result, function(packed, *arguments[1:], **options), 1)
+            vectors = function(packed, *arguments[1:], **options)
+            self._known[id(result)] = Packed(result, vectors, 1)
+            self._values[id(result)] = result
         return result
 
     def find(self, value: object) -> Packed | None:
         """Return the packed form of a padded tensor, or None if it has none."""
         return self._known.get(id(value)) if isinstance(value, Tensor) else None
 
-    def remember(self, padded: Tensor, packed: Tensor, axis: int) -> Tensor:
-        """Register the packed form of `padded`, and return `padded`."""
+    def spread(self, packed: Tensor, axis: int) -> Tensor:
+        """Return a tensor of the padded shape that stands for a packed tensor."""
+        batch = self.batch
+        if axis:
+            before, after = packed.shape[1:axis], packed.shape[axis + 1 :]
+            shape = (batch.row_count, *before, batch.max_length, *after)
+        else:
+            shape = (batch.row_count * batch.max_length, *packed.shape[1:])
+        padded = packed.new_empty(shape)
         self._known[id(padded)] = Packed(padded, packed, axis)
         return padded
 
-    def spread(self, packed: Tensor, axis: int) -> Tensor:
-        """Return the padded form of a packed tensor, and remember the packed one."""
-        batch, slots = self.batch, self.batch.token_of_slot.reshape(-1)
-        padded = packed.index_select(axis, slots)
-        if axis:
-            padded = padded.squeeze(0)
-            before, after = padded.shape[: axis - 1], padded.shape[axis:]
-            rows = padded.reshape(*before, batch.row_count, batch.max_length, *after)
-            padded = rows.movedim(axis - 1, 0).contiguous()  # as `view` needs it
-        return self.remember(padded, packed, axis)
+    def values(self, value: Any) -> Any:
+        """Return a tensor with its values: the padded rows of one that stands for packed tokens."""
+        known = self.find(value)
+        if known is None:
+            return value
+        if id(value) not in self._values:
+            packed, axis, batch = known.packed, known.axis, self.batch
+            padded = packed.index_select(axis, batch.token_of_slot.reshape(-1))
+            if axis:
+                padded = padded.squeeze(0)
+                before, after = padded.shape[: axis - 1], padded.shape[axis:]
+                rows = padded.reshape(*before, batch.row_count, batch.max_length, *after)
+                padded = rows.movedim(axis - 1, 0).contiguous()  # as `view` needs it
+            self._values[id(value)] = padded
+        return self._values[id(value)]
 
     def gather(self, padded: Tensor, axis: int = 1) -> Tensor:
         """Return a padded tensor, ``[B, ..., L, ...]``, as packed tokens ``[1, ..., T, ...]``."""
         known = self.find(padded) or self._gathered.get(id(padded))
         if known is not None and known.axis == axis:
             return known.packed
-        flat = padded.movedim(axis, 1).flatten(0, 1).index_select(0, self.batch.slot_of_token)
+        rows = self.values(padded).movedim(axis, 1).flatten(0, 1)
+        flat = rows.index_select(0, self.batch.slot_of_token)
         packed = flat[None].movedim(1, axis)
         # Not `_known`: the padded tensor may have something else in the slots beyond a row.
         self._gathered[id(padded)] = Packed(padded, packed, axis)
@@ -316,6 +334,12 @@ def _joined(
         return None
     return function([one.packed for one in known if one], *arguments[1:], **options), first.axis
 
+
+DESCRIPTIONS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
+}
+"""What reads no value of a tensor."""
 
 LOOKUPS = {functional.embedding, torch.embedding}
 """Operations that look vectors up in a table by token ids or positions."""

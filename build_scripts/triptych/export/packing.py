@@ -164,7 +164,7 @@ class PackedCore(nn.Module):
         ids = mode.spread(input_ids.long()[None], 1)
         with mode, self._attention(mode):
             result: Tensor = self.core(ids, row_length, first_segment)
-        return mode.gather(result) if self.per_token else result
+        return mode.gather(result) if self.per_token else mode.values(result)
 
     def _attention(self, mode: PackedOperations) -> AbstractContextManager[None]:
         return packed_attention(self.core.encoder.encoder, mode) if self.tiled else nullcontext()
