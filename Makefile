@@ -41,12 +41,12 @@ $(GENERATION)/.installed: $(INSTALLED) build_scripts/generation.txt
 
 demo: setup  ## Build MiniLM, start a real tritonserver, send real requests, stop it
 	$(BIN)/triptych build minilm
-	$(BIN)/python -m triptych.cli.demo model_repository minilm
+	$(BIN)/python -m triptych.interface.cli.demo model_repository minilm
 
 CHAT_REPOSITORY ?= model_repository
 demo-chat: setup setup-generation  ## Build SmolLM2 on vLLM, serve it, stream an answer, stop it
 	$(BIN)/triptych build chat --repository $(CHAT_REPOSITORY)
-	$(BIN)/python -m triptych.cli.demo_chat $(CHAT_REPOSITORY) chat
+	$(BIN)/python -m triptych.interface.cli.demo_chat $(CHAT_REPOSITORY) chat
 
 # The lanes of tests. `make test` has all but the long ones; .ci/run runs both in one.
 PYTEST := $(BIN)/python -m pytest

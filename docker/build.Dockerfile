@@ -27,5 +27,5 @@ sys.exit(any(not (v or '').startswith('${TENSORRT_VERSION}') for v in found))"
 USER 1000
 WORKDIR /triptych
 HEALTHCHECK NONE
-ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "python3", "-m", "triptych.cli"]
+ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "python3", "-m", "triptych.interface.cli"]
 CMD ["--help"]

@@ -21,8 +21,9 @@ RUN test -f "${LD_PRELOAD}" \
     --only-binary=:all: --require-hashes --requirement /opt/triptych/requirements.txt \
  && python3 -c "import numpy, PIL, tokenizers"
 
-COPY build_scripts/triptych/__init__.py build_scripts/triptych/errors.py \
-     build_scripts/triptych/releases.py /opt/triptych/triptych/
+COPY build_scripts/triptych/__init__.py /opt/triptych/triptych/
+COPY build_scripts/triptych/base/__init__.py build_scripts/triptych/base/errors.py \
+     build_scripts/triptych/base/releases.py /opt/triptych/triptych/base/
 COPY build_scripts/triptych/container /opt/triptych/triptych/container
 COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/faults.py \
      build_scripts/triptych/runtime/in_flight.py \

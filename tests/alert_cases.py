@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deploy_cases import options, write_built, write_generation
+from triptych.base.explained import plain
+from triptych.base.releases import parse_release
 from triptych.deploy.targets import manifests_of
-from triptych.fleet.reasons import plain
-from triptych.releases import parse_release
 
 BY_HAND: dict[str, Any] = {"capacity_per_s": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
 PROMISES = ({"p50_ms": 5.0}, {"p99_ms": 80.0}, {"p99_9_ms": 30_000.0})

@@ -11,11 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conftest import share_export_registry
-from triptych.cache import cached_stage, code_hash, sha256_of, versions_of
-from triptych.export.to_onnx import export_onnx
-from triptych.model.facts import ModelFacts
-from triptych.tasks.task import Core
-from triptych.tensors import (
+from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
+from triptych.base.tensors import (
     FIRST_SEGMENT,
     INPUT_IDS,
     ROW_LENGTH,
@@ -23,6 +20,9 @@ from triptych.tensors import (
     ROW_SPAN,
     Tensor,
 )
+from triptych.core.export.to_onnx import export_onnx
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.tasks.task import Core
 
 VOCABULARY = 120
 MASK = 4
@@ -169,7 +169,10 @@ def exported(name: str, head: str, layout: str) -> tuple[Path, ModelFacts]:
         packed, inputs = layout != "bucketed", LAYOUT_INPUTS[layout]
         export_onnx(folder, facts, core, inputs, packed=packed, target=folder / "onnx")
 
-    code = [code_hash("export/*", "model/*", "tensors.py"), sha256_of(Path(__file__))]
+    code = [
+        code_hash("core/export/*.py", "spec/model_*.py", "base/tensors.py"),
+        sha256_of(Path(__file__)),
+    ]
     versions = versions_of("torch", "transformers", "onnx", "onnxscript")
     inputs = {"case": [name, head, layout], "code": code, "versions": versions}
     folder = cached_stage("test_exports", inputs, work, lambda _stage, _line: None).folder

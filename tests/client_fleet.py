@@ -16,7 +16,7 @@ import numpy as np
 
 from client_toy import DIM, EMBED, STEP, expected, write_model
 from triptych.client import Client, InferenceError
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 """Of this machine alone, so that several servers can have one port, as pods have."""

@@ -22,7 +22,7 @@ from triptych.client import (
     AsyncClient,
     Client,
 )
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 DIM = 8
 MAX_BATCH_SIZE = 16

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from client_toy import write_model
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 CHAT = """
 import json, queue, threading, time

@@ -52,13 +52,13 @@ PURE = (
     "engine_runner", "expected_cost", "fake_tensorrt", "fleet_envoy", "gate", "gate_remedy",
     "gate_result", "generation_engines", "generation_gate", "generation_load",
     "generation_requests", "generation_spec", "generation_stream", "gpu_peer", "gpu_plan",
-    "history", "hook_checks", "house", "labelled", "lint", "lint_pains", "live_verdict",
-    "load_report", "load_report_terminal", "load_values", "make_engine", "metrics", "mirror",
-    "new_traffic", "onnxruntime_pieces", "pages", "plan", "probe",
-    "quantisation", "rehearsal", "releases", "report", "rounding", "sample_pieces", "samples_file",
-    "scaffold", "scaling", "scratch", "server_mistakes", "shown", "spec", "store", "tensorrt_llm",
-    "tensorrt_settings", "terminal", "tune_fields", "tune_generation", "tune_report", "tune_scores",
-    "tune_search", "tuned", "watch", "widths",
+    "history", "hook_checks", "labelled", "lint", "lint_pains", "live_verdict", "load_report",
+    "load_report_terminal", "load_values", "make_engine", "metrics", "mirror", "new_traffic",
+    "onnxruntime_pieces", "pages", "plan", "probe", "quantisation", "rehearsal", "releases",
+    "report", "rounding", "sample_pieces", "samples_file", "scaffold", "scaling", "scratch",
+    "server_mistakes", "shown", "spec", "store", "structure", "tensorrt_llm", "tensorrt_settings",
+    "terminal", "tune_fields", "tune_generation", "tune_report", "tune_scores", "tune_search",
+    "tuned", "watch", "widths",
 )
 # fmt: on
 """Files whose tests need neither a server nor a model, nor torch: `make check` runs these."""
@@ -168,9 +168,9 @@ def share_export_registry() -> None:
 
 def build_into(folder: Path, repository: Path, *overrides: str, rehearsal: bool = False) -> Any:
     """Build the pipeline in `folder`; returns what `build` does. To rehearse takes seconds."""
-    from triptych.building import build
-    from triptych.pipeline.spec import load_spec
-    from triptych.requests.inputs import read_inputs
+    from triptych.building.build import build
+    from triptych.core.inputs import read_inputs
+    from triptych.spec.spec import load_spec
 
     share_export_registry()
     inputs = read_inputs(load_spec(folder, overrides), quiet)
@@ -212,7 +212,7 @@ def minilm_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def minilm_server(minilm_repository: Path) -> Iterator[Any]:
     """A real tritonserver with both pipelines."""
-    from triptych.server.server import Server
+    from triptych.serving.server import Server
 
     with Server(minilm_repository) as server:
         yield server

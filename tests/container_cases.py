@@ -12,6 +12,7 @@ from conftest import ROOT
 from triptych.container.machine import Machine, VisibleGpu
 
 PACKAGE = ROOT / "build_scripts/triptych"
+IMAGE_PACKAGE = "/opt/triptych/triptych"
 GRAPH, PLAN = b"a graph", b"a plan"
 ENSEMBLE = """
 name: "{name}"
@@ -79,15 +80,17 @@ def write_pipeline(
 
 
 def copy_of_the_images_files(folder: Path) -> Path:
-    """What serve.Dockerfile copies of triptych, and nothing else; for PYTHONPATH."""
-    package = folder / "triptych"
-    package.mkdir(parents=True)
-    for name in ("__init__.py", "errors.py", "releases.py"):
-        shutil.copy(PACKAGE / name, package)
-    shutil.copytree(
-        PACKAGE / "container", package / "container", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    (package / "runtime").mkdir()
-    for name in ("__init__.py", "faults.py", "in_flight.py"):
-        shutil.copy(PACKAGE / "runtime" / name, package / "runtime")
+    """Copy what serve.Dockerfile copies of triptych into a folder for PYTHONPATH."""
+    text = (ROOT / "docker/serve.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        words = line.split()
+        if words[:1] != ["COPY"] or not words[-1].startswith(IMAGE_PACKAGE):
+            continue
+        target = folder / "triptych" / words[-1].removeprefix(IMAGE_PACKAGE).strip("/")
+        for source in (ROOT / word for word in words[1:-1]):
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
     return folder

@@ -15,10 +15,10 @@ import psutil
 from container_cases import copy_of_the_images_files
 from test_server import eventually
 from triptych.container.steps import STARVED
-from triptych.server.embedded import find_installation
-from triptych.server.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
-from triptych.server.ports import claim_ports
-from triptych.server.server_log import starved
+from triptych.serving.embedded import find_installation
+from triptych.serving.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
+from triptych.serving.ports import claim_ports
+from triptych.serving.server_log import starved
 
 KEY = "a-key-of-the-operators"
 WRAPPER = """#!/bin/sh

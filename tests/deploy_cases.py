@@ -20,19 +20,19 @@ from container_cases import ENSEMBLE
 from generation_cases import write_pipeline as write_generating
 from load_samples import bench as bench_result
 from load_samples import rate_search, subject
-from triptych.bench.points import to_json
+from triptych.base.explained import plain
+from triptych.base.releases import parse_release
 from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import Options
-from triptych.fleet.reasons import plain
-from triptych.pipeline.generation_spec import load_generation_spec
-from triptych.pipeline.slo import Slo
-from triptych.pipeline.spec import load_spec
-from triptych.releases import parse_release
 from triptych.repository.lock import SCHEMA, Lock, PlanRecord
 from triptych.repository.plain import json_text
 from triptych.repository.records import EngineCheck, EngineRecord, GateResult
-from triptych.tasks.task import Core
+from triptych.serving.bench.points import to_json
+from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.slo import Slo
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.task import Core
 
 KUBERNETES = ("1.37", "1.36", "1.35")
 """The newest two, and the oldest that is supported (November 2026)."""

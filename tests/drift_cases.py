@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from conftest import quiet, write_pipeline
-from triptych.pipeline.spec import load_spec
-from triptych.pipeline.traffic import Lengths
-from triptych.plan.plan import Layout, make_plan
-from triptych.requests.inputs import PipelineInputs, read_inputs
-from triptych.tune.new_traffic import NewTraffic
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.operate.tune.new_traffic import NewTraffic
+from triptych.spec.plan import Layout, make_plan
+from triptych.spec.spec import load_spec
+from triptych.spec.traffic import Lengths
 
 MAX_LENGTH = 256
 

@@ -15,22 +15,22 @@ import architectures
 from conftest import quiet, share_export_registry
 from precision_cases import export
 from test_precision_tasks import CONVERT, traffic_of
-from triptych.engine import rtx
-from triptych.engine.make import make_engine
-from triptych.engine.parsed_products import check_products
-from triptych.engine.rehearsal_worker import rehearse
-from triptych.engine.request import make_request
-from triptych.export.stage import export_model
-from triptych.graph.files import MODEL_FILE
-from triptych.graph.nodes import all_nodes
-from triptych.graph.value_types import value_types
-from triptych.pipeline.precisions import Precision
-from triptych.pipeline.spec import load_spec
-from triptych.plan.engine_spec import EnginePlan, ShapeRange
-from triptych.precision.converter import Converter
-from triptych.precision.recipe import Recipe
+from triptych.base.onnx_files import MODEL_FILE
+from triptych.base.onnx_nodes import all_nodes
+from triptych.base.onnx_types import value_types
+from triptych.core.engine import rtx
+from triptych.core.engine.make import make_engine
+from triptych.core.engine.parsed_products import check_products
+from triptych.core.engine.rehearsal_worker import rehearse
+from triptych.core.engine.request import make_request
+from triptych.core.export.stage import export_model
+from triptych.core.inputs import read_inputs
+from triptych.core.precision.converter import Converter
+from triptych.core.precision.recipe import Recipe
 from triptych.repository.records import Conversion
-from triptych.requests.inputs import read_inputs
+from triptych.spec.engine_spec import EnginePlan, ShapeRange
+from triptych.spec.precisions import Precision
+from triptych.spec.spec import load_spec
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "fp8")
 NOTHING = Conversion(())

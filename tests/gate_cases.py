@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.gate.artifact import RowOutputs, RunBatch
-from triptych.gate.check import check
+from triptych.base.tensors import Tensor, TokenRow
+from triptych.core.feeds import Sample
+from triptych.core.gate.artifact import RowOutputs, RunBatch
+from triptych.core.gate.check import check
+from triptych.core.samples import Expected, GateRequest
 from triptych.repository.records import GateResult
-from triptych.requests.feeds import Sample
-from triptych.requests.samples import Expected, GateRequest
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import metrics_of, thresholds
-from triptych.tasks.task import Core, Returns, Task
-from triptych.tensors import Tensor, TokenRow
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import metrics_of, thresholds
+from triptych.spec.tasks.task import Core, Returns, Task
 
 CLASSES = 7
 KEPT = 3

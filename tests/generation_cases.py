@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tritonclient.grpc import InferInput, service_pb2_grpc
 from tritonclient.grpc._utils import _get_inference_request
 
-from triptych.generation.adapters import CONFIG, WEIGHTS
+from triptych.building.generation.adapters import CONFIG, WEIGHTS
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",

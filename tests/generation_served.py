@@ -9,10 +9,10 @@ from pathlib import Path
 
 from conftest import quiet
 from generation_cases import TEXTS, write_adapter, write_pipeline, write_tiny_model
-from triptych.generation.build import build_generation
-from triptych.generation.inputs import read_generation
-from triptych.pipeline.generation_spec import load_generation_spec
-from triptych.server.server import Server
+from triptych.building.generation.build import build_generation
+from triptych.building.generation.inputs import read_generation
+from triptych.serving.server import Server
+from triptych.spec.generation_spec import load_generation_spec
 
 LONG = TEXTS[0] * 4
 DEADLINE_S = 30.0

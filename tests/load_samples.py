@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from triptych.bench.cost import cost_of
-from triptych.bench.points import (
+from triptych.operate.tune.results import Outcome, Trial, TuneResult
+from triptych.serving.bench.cost import cost_of
+from triptych.serving.bench.points import (
     BenchResult,
     Bottleneck,
     GpuUse,
@@ -20,8 +21,7 @@ from triptych.bench.points import (
     StepUse,
     Subject,
 )
-from triptych.pipeline.slo import Slo
-from triptych.tune.results import Outcome, Trial, TuneResult
+from triptych.spec.slo import Slo
 
 PROMISE = Slo(p99_ms=80.0)
 NO_STEPS: tuple[StepUse, ...] = ()

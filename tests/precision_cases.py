@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 import architectures as models
-from triptych.graph.session import open_session
-from triptych.requests.feeds import core_feed
-from triptych.tensors import TokenRow
+from triptych.base.onnx_session import open_session
+from triptych.base.tensors import TokenRow
+from triptych.core.feeds import core_feed
 
 Feed = dict[str, NDArray[Any]]
 WIDTH = 32

@@ -8,8 +8,8 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
-from triptych.formatting import MINUS, TIMES
-from triptych.report.gate_write import About
+from triptych.base.formatting import MINUS, TIMES
+from triptych.interface.report.gate_write import About
 from triptych.repository.records import (
     Candidate,
     Conversion,
@@ -18,7 +18,7 @@ from triptych.repository.records import (
     Verdict,
     WorstRow,
 )
-from triptych.tasks.metrics.labelled import LabelledResult
+from triptych.spec.tasks.metrics_labelled import LabelledResult
 
 VOID = {"meta", "br", "wbr"}
 LAYERS = tuple(f"encoder.layer.{index}.{name}" for index in range(20) for name in ("query", "out"))

@@ -12,9 +12,9 @@ from typing import Any
 
 from conftest import build_into, write_pipeline
 from task_models import TOPICS
-from triptych.bench.metrics_page import fetch_metrics
 from triptych.runtime.sample_files import list_files
-from triptych.server.server import Server
+from triptych.serving.bench.metrics_page import fetch_metrics
+from triptych.serving.server import Server
 
 SECRET = "4711-0815-SECRET"
 HOOKS = """

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from triptych.pipeline.scaffold import scaffold
+from triptych.spec.scaffold import scaffold
 
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 

@@ -7,12 +7,12 @@ from typing import get_args
 
 import pytest
 
-from triptych.errors import UserError
-from triptych.pipeline.precisions import Precision
-from triptych.pipeline.spec_fields import Custom
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import METRICS, TOLERANCES, Metric, metrics_of, thresholds
-from triptych.tasks.custom import custom_task
+from triptych.base.errors import UserError
+from triptych.spec.precisions import Precision
+from triptych.spec.spec_fields import Custom
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, Metric, metrics_of, thresholds
+from triptych.spec.tasks.custom import custom_task
 
 ORDER = {"higher": 1, "lower": -1}
 

@@ -13,10 +13,10 @@ import torch
 import transformers
 
 import architectures as models
-from triptych.errors import UserError
-from triptych.export.packing import CannotPack
-from triptych.export.to_onnx import export_onnx, load_model
-from triptych.model.source import read_facts
+from triptych.base.errors import UserError
+from triptych.core.export.packing import CannotPack
+from triptych.core.export.to_onnx import export_onnx, load_model
+from triptych.spec.model_source import read_facts
 
 TOLERANCE = 2e-6
 SHARED = [

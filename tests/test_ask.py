@@ -11,6 +11,7 @@ import pytest
 
 from client_play import PLAYED
 from client_toy import Toy, infer, serve_toy
+from triptych.base.errors import UserError
 from triptych.client.infer import (
     Question,
     ask,
@@ -18,7 +19,6 @@ from triptych.client.infer import (
     parse_parameters,
     read_questions,
 )
-from triptych.errors import UserError
 
 
 @pytest.fixture(scope="module")

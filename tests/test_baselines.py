@@ -23,7 +23,11 @@ from PIL import Image
 from conftest import quiet, write_pipeline
 from gate_benches import write_task
 from task_models import MODELS
-from triptych.bench.baseline_calls import (
+from triptych.base.errors import UserError
+from triptych.core.export.to_onnx import export_onnx
+from triptych.core.gate.reference import reference_outputs
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.serving.bench.baseline_calls import (
     LARGEST_BATCH,
     ROWS_A_CALL,
     BaselineWork,
@@ -35,13 +39,9 @@ from triptych.bench.baseline_calls import (
     work_of,
     write_work,
 )
-from triptych.bench.baselines import ALL, Baselines, WorkerFailed, WorkerProcess
-from triptych.bench.points import Load
-from triptych.errors import UserError
-from triptych.export.to_onnx import export_onnx
-from triptych.gate.reference import reference_outputs
-from triptych.pipeline.spec import load_spec
-from triptych.requests.inputs import PipelineInputs, read_inputs
+from triptych.serving.bench.baselines import ALL, Baselines, WorkerFailed, WorkerProcess
+from triptych.serving.bench.points import Load
+from triptych.spec.spec import load_spec
 
 SECONDS = 0.2
 
@@ -143,7 +143,7 @@ def test_a_worker_dies_with_its_parent(
     write_work(work_of(tiny, core_file), tmp_path / "work")
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from triptych.bench.baselines import WorkerProcess\n"
+        "from triptych.serving.bench.baselines import WorkerProcess\n"
         "base = Path(sys.argv[1]); worker = WorkerProcess(base / 'work', 'onnxruntime', base)\n"
         "worker.answer(120); worker.ask(600); print(worker.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)"

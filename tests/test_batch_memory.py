@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from conftest import LAYOUTS
+from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
+from triptych.core.feeds import core_feed
 from triptych.repository.lock import read_lock
-from triptych.requests.feeds import core_feed
-from triptych.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
 
 pytestmark = pytest.mark.server  # it takes the repository that the tests of servers share
 

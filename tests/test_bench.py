@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from conftest import TRAFFIC_ROWS, build_into, write_pipeline
-from triptych.bench.bench import Price, parse_loads, price_of, sustained
-from triptych.bench.points import BenchResult, Load, Measurement, Point, from_json
-from triptych.errors import UserError
-from triptych.pipeline.slo import Slo
+from triptych.base.errors import UserError
+from triptych.serving.bench.bench import Price, parse_loads, price_of, sustained
+from triptych.serving.bench.points import BenchResult, Load, Measurement, Point, from_json
+from triptych.spec.slo import Slo
 
 
 def triptych(*words: str, status: int = 0) -> str:
-    command = [sys.executable, "-m", "triptych.cli", *words]
+    command = [sys.executable, "-m", "triptych.interface.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout if status != 2 else done.stderr
@@ -132,7 +132,7 @@ def test_what_is_not_built_is_not_measured(home: Path, tmp_path: Path) -> None:
 def test_a_baseline_is_measured_in_the_same_rounds(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triptych.bench.baselines import ALL
+    from triptych.serving.bench.baselines import ALL
 
     monkeypatch.setenv("CXX", "no-such-compiler")  # compiling takes minutes: see test_baselines
     words = [*options(home, "e"), "-c", "2", "--baseline", "--json"]

@@ -25,20 +25,20 @@ from conftest import (
     traffic_texts,
     write_pipeline,
 )
-from triptych.building import build
-from triptych.cache import cache_root
-from triptych.errors import UserError
-from triptych.export.stage import export_model
-from triptych.gate.cached import GateFailure
-from triptych.gate.warm_ups import write_warm_ups
-from triptych.lint import run_checks
-from triptych.pipeline.spec import load_spec
+from triptych.base.cache import cache_root
+from triptych.base.errors import UserError
+from triptych.building.build import build
+from triptych.core.export.stage import export_model
+from triptych.core.gate.cached import GateFailure
+from triptych.core.gate.warm_ups import write_warm_ups
+from triptych.core.inputs import read_inputs
 from triptych.repository.config import read_config
+from triptych.repository.lint import run_checks
 from triptych.repository.lock import LOCK_FILE
 from triptych.repository.store import locked, write_models
-from triptych.requests.inputs import read_inputs
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import metrics_of
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import metrics_of
 
 
 def tree(folder: Path) -> dict[str, bytes]:

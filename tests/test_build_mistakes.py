@@ -10,11 +10,11 @@ import pytest
 
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import text_classifier
-from triptych.errors import UserError
-from triptych.lint import run_checks
-from triptych.pipeline.spec import load_spec
-from triptych.requests.inputs import read_inputs
+from triptych.base.errors import UserError
+from triptych.core.inputs import read_inputs
+from triptych.repository.lint import run_checks
 from triptych.runtime.hooking import load_hooks
+from triptych.spec.spec import load_spec
 
 DATACLASS = """
 from __future__ import annotations

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from client_toy import Toy, expected, infer, serve_toy, texts_of_many_lengths
-from triptych.bulk.asked import Asked
-from triptych.bulk.run import Progress, run
-from triptych.errors import UserError
+from triptych.base.errors import UserError
+from triptych.client.bulk.asked import Asked
+from triptych.client.bulk.run import Progress, run
 
 pytestmark = pytest.mark.server
 
@@ -89,7 +89,7 @@ KILLED = """
 import sys
 import time
 from pathlib import Path
-from triptych.bulk import run
+from triptych.client.bulk import run
 run._PART_ROWS = 100
 asked = run.Asked("toy", Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
 run.run(asked, lambda told: told.done < run._PART_ROWS or time.sleep(600))  # a part is kept

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triptych.bulk.answers import Asker
-from triptych.bulk.table import ERROR, Chunk
-from triptych.bulk.turns import Turns
 from triptych.client import PipelineConfig, PipelineFailed
+from triptych.client.bulk.answers import Asker
+from triptych.client.bulk.table import ERROR, Chunk
+from triptych.client.bulk.turns import Turns
 
 CONFIG = PipelineConfig(16, ("text",), {"label": (np.object_, (1,))}, ("step",))
 

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from triptych.bulk.formats import open_table
-from triptych.bulk.pace import Pace
-from triptych.bulk.parts import Parts
-from triptych.bulk.table import ERROR, AnswerColumn, Table, check_columns, name_columns
-from triptych.errors import UserError
+from triptych.base.errors import UserError
+from triptych.client.bulk.formats import open_table
+from triptych.client.bulk.pace import Pace
+from triptych.client.bulk.parts import Parts
+from triptych.client.bulk.table import ERROR, AnswerColumn, Table, check_columns, name_columns
 
 COLUMNS = [
     AnswerColumn("label", "label", np.object_, (0,)),

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, quiet
-from triptych import cache
-from triptych.cache import cached_stage, code_hash, sha256_of
-from triptych.engine.stage import CODE as ENGINE_CODE
-from triptych.export.stage import CODE as EXPORT_CODE
-from triptych.gate.cached import CODE as GATE_CODE
+from triptych.base import cache
+from triptych.base.cache import cached_stage, code_hash, sha256_of
+from triptych.core.engine.stage import CODE as ENGINE_CODE
+from triptych.core.export.stage import CODE as EXPORT_CODE
+from triptych.core.gate.cached import CODE as GATE_CODE
 
 PACKAGE = ROOT / "build_scripts/triptych"
 
@@ -34,7 +34,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_pattern_that_matches_nothing_is_an_error(package: Path) -> None:
     with pytest.raises(ValueError, match=r"no source file of this package matches 'gone/\*\.py'"):
-        code_hash("export/*.py", "gone/*.py")
+        code_hash("core/export/*.py", "gone/*.py")
 
 
 def edit(package: Path, file: str) -> None:
@@ -55,10 +55,10 @@ def test_the_key_of_a_stage_changes_with_its_code_alone(
     before = {name: code_hash(*patterns) for name, patterns in stages.items()}
     change(package, "repository/lock.py")
     assert {name: code_hash(*patterns) for name, patterns in stages.items()} == before
-    change(package, "export/packing.py")
+    change(package, "core/export/packing.py")
     after = {name: code_hash(*patterns) for name, patterns in stages.items()}
     assert {name for name in stages if after[name] != before[name]} == {"export"}
-    change(package, "gate/check.py")
+    change(package, "core/gate/check.py")
     after = {name: code_hash(*patterns) for name, patterns in stages.items()}
     assert after["gate"] != before["gate"]
 
@@ -155,7 +155,7 @@ def test_an_entry_without_hashes_is_not_there(root: Path) -> None:
 
 STUCK = """
 import sys, time
-from triptych.cache import cached_stage
+from triptych.base.cache import cached_stage
 def work(target):
     (target / "model.onnx").write_bytes(bytes(1000))
     print(target, flush=True)

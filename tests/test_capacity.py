@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from load_samples import bench
-from triptych.bench.points import Load, Measurement, Point, RateSearch, StepUse
-from triptych.errors import UserError
-from triptych.pipeline.slo import Slo
-from triptych.report.load_write import write_bench_report
-from triptych.tune.capacity import MeasuredLoad, estimate, measured_in
+from triptych.base.errors import UserError
+from triptych.interface.report.load_write import write_bench_report
+from triptych.operate.tune.capacity import MeasuredLoad, estimate, measured_in
+from triptych.serving.bench.points import Load, Measurement, Point, RateSearch, StepUse
+from triptych.spec.slo import Slo
 
 
 def step(name: str, busy_us: float) -> StepUse:

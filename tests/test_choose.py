@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from conftest import lock_data, quiet, write_pipeline
-from triptych import building
-from triptych.building import Built
-from triptych.engine.stage import EngineFailure
-from triptych.errors import UserError
-from triptych.gate.cached import GateFailure
-from triptych.pipeline.spec import load_spec
-from triptych.precision import auto as choose
-from triptych.precision import race
-from triptych.precision.race import Throughput
+from triptych.base.errors import UserError
+from triptych.building import auto as choose
+from triptych.building import build as building
+from triptych.building import race
+from triptych.building.build import Built
+from triptych.building.race import Throughput
+from triptych.core.engine.stage import EngineFailure
+from triptych.core.gate.cached import GateFailure
+from triptych.core.inputs import read_inputs
 from triptych.repository.records import GateResult
-from triptych.requests.inputs import read_inputs
+from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.long
 CANDIDATES = ("fp32", "int8", "int8_dynamic", "fp16")

@@ -22,6 +22,7 @@ from client_toy import (
     texts_of_many_lengths,
     wait_until,
 )
+from triptych.base.errors import UserError
 from triptych.client import (
     AsyncClient,
     Client,
@@ -32,7 +33,6 @@ from triptych.client import (
     StepStatistics,
     Tls,
 )
-from triptych.errors import UserError
 
 pytestmark = pytest.mark.server
 

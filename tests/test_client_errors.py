@@ -41,7 +41,7 @@ from triptych.client import (
     Retry,
     ServerUnreachable,
 )
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 

@@ -18,6 +18,7 @@ import pytest
 
 from client_fleet import HOSTS, FakeNameServer, Load, Replica, serve_fleet
 from client_toy import caller, expected, expected_all, wait_until
+from triptych.base.errors import UserError
 from triptych.client import (
     AsyncClient,
     Client,
@@ -31,7 +32,6 @@ from triptych.client import (
 )
 from triptych.client.address import check_single, read_target
 from triptych.client.retry import Deadline, Retries
-from triptych.errors import UserError
 
 pytestmark = pytest.mark.server
 

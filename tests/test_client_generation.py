@@ -19,7 +19,6 @@ import pytest
 from typer.testing import CliRunner
 
 from client_toy_chat import ToyChat, serve_toy_chat
-from triptych.cli import app
 from triptych.client import (
     AsyncClient,
     AsyncGeneration,
@@ -37,6 +36,7 @@ from triptych.client import (
     Usage,
     streams,
 )
+from triptych.interface.cli import app
 
 pytestmark = pytest.mark.server
 

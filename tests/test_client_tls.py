@@ -24,7 +24,7 @@ from triptych.client import (
     ServerUnreachable,
     Tls,
 )
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from triptych.cli import ORDER, app
-from triptych.errors import UserError
-from triptych.pipeline.scaffold import tasks
-from triptych.pipeline.traffic import read_traffic
+from triptych.base.errors import UserError
+from triptych.interface.cli import ORDER, app
+from triptych.spec.scaffold import tasks
+from triptych.spec.traffic import read_traffic
 
 
 def shown(*words: str) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from load_samples import NASTY, NOTHING_ANSWERED, baseline, bench, measurement, point, subject
-from triptych.bench.comparison import Change, compare, read_bench
-from triptych.bench.points import BenchResult, Load, Point
-from triptych.errors import UserError
-from triptych.report.load_write import write_bench_report
+from triptych.base.errors import UserError
+from triptych.interface.report.load_write import write_bench_report
+from triptych.serving.bench.comparison import Change, compare, read_bench
+from triptych.serving.bench.points import BenchResult, Load, Point
 
 
 def rounds(*rates: float) -> BenchResult:

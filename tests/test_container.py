@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from container_cases import PACKAGE, copy_of_the_images_files, write_pipeline
+from triptych.base.errors import UserError
+from triptych.base.releases import TRITON_VERSIONS, Release
 from triptych.container.entrypoint import find_release, flags_for, main
 from triptych.container.flags import Options, Trace, production_flags
 from triptych.container.machine import Machine, VisibleGpu
 from triptych.container.settings import read_settings
 from triptych.container.sizes import MOST_MIB, TEXTS_A_REQUEST, largest_request_mib
-from triptych.errors import UserError
-from triptych.releases import TRITON_VERSIONS, Release
-from triptych.server.embedded import find_installation
+from triptych.serving.embedded import find_installation
 
 OLD, NEW = Release(24, 10), Release(26, 8)
 KEY = "a-key-of-the-operators"

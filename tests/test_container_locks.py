@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from container_cases import H100, H200, L4, T4, machine, write_pipeline
+from triptych.base.errors import UserError
 from triptych.container.lock_check import check_repository, has_version_compatible_plans, main
 from triptych.container.machine import Machine, VisibleGpu, find_driver, find_gpus, find_tensorrt
-from triptych.errors import UserError
 
 HERE = machine(H200)
 

@@ -23,7 +23,7 @@ import yaml
 from conftest import lock_data, write_lock
 from container_image import KEY, Image, image_of, server_of
 from test_server import eventually, mark_of, write_model
-from triptych.bench.metrics_page import fetch_metrics
+from triptych.base.releases import Release
 from triptych.client import AccessDenied, Client, InvalidRequest
 from triptych.container.entrypoint import flags_for
 from triptych.container.flags import Options as ServerOptions
@@ -33,8 +33,8 @@ from triptych.container.sizes import largest_request_mib
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import Options
 from triptych.deploy.targets import manifests_of
-from triptych.releases import Release
-from triptych.server.leftovers import (
+from triptych.serving.bench.metrics_page import fetch_metrics
+from triptych.serving.leftovers import (
     MARK_VARIABLE,
     SHM,
     marked_processes,

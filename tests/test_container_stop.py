@@ -20,7 +20,7 @@ from triptych.container.steps import STARVED, step_processes
 from triptych.container.supervisor import EXIT_DEAD
 from triptych.runtime.admission import LAST_CALL_S
 from triptych.runtime.in_flight import InFlight
-from triptych.server.leftovers import MARK_VARIABLE
+from triptych.serving.leftovers import MARK_VARIABLE
 
 pytestmark = pytest.mark.server
 

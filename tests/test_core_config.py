@@ -10,16 +10,16 @@ import pytest
 
 from conftest import ROOT, write_pipeline
 from test_gpu_plan import facts
-from triptych.cli.describe_gpu import describe_gpu
-from triptych.pipeline.spec import load_spec
-from triptych.pipeline.traffic import Lengths
-from triptych.plan.plan import Plan, make_plan
-from triptych.releases import parse_release, without_newer_fields
+from triptych.base.releases import parse_release, without_newer_fields
+from triptych.interface.cli.describe_gpu import describe_gpu
 from triptych.repository.config import parse_config, print_config
 from triptych.repository.core_config import core_config
 from triptych.repository.render import render
-from triptych.tasks.text_embedding import TEXT_EMBEDDING
-from triptych.tasks.token_classification import TOKEN_CLASSIFICATION
+from triptych.spec.plan import Plan, make_plan
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.spec.tasks.token_classification import TOKEN_CLASSIFICATION
+from triptych.spec.traffic import Lengths
 
 CONFIGS = ROOT / "tests/data/configs"
 LENGTHS = Lengths.of([5, 9, 12, 17, 30], max_length=32)

@@ -15,8 +15,8 @@ from alert_cases import Case, deployed, deployed_cases, deployed_talk
 from conftest import ROOT
 from deploy_cases import ENGINE
 from peers.prometheus_tools import tool
+from triptych.base.explained import yaml_of
 from triptych.deploy.alertmanager import alertmanager
-from triptych.fleet.reasons import yaml_of
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from conftest import quiet
 from gate_benches import write_task
 from gate_cases import make
 from task_models import MODELS
-from triptych.gate.cached import decoding_of
-from triptych.gate.decoded import Decoded, decode, reference_row_outputs
-from triptych.gate.reference_rows import reference_of
-from triptych.gate.verdicts import describe_answer
-from triptych.pipeline.spec import load_spec
-from triptych.requests.inputs import PipelineInputs, read_inputs
-from triptych.requests.samples import rows_of
+from triptych.core.gate.cached import decoding_of
+from triptych.core.gate.decoded import Decoded, decode, reference_row_outputs
+from triptych.core.gate.reference_rows import reference_of
+from triptych.core.gate.verdicts import describe_answer
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.core.samples import rows_of
+from triptych.spec.spec import load_spec
 
 NAMES = [name for name in MODELS if name != "images"]
 

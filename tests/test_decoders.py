@@ -21,7 +21,7 @@ from triptych.runtime import (
     postprocess_text_embedding,
     postprocess_zero_shot_classification,
 )
-from triptych.tasks import TASKS
+from triptych.spec.tasks import TASKS
 
 RUNTIME = ROOT / "build_scripts/triptych/runtime"
 TEXTS = ("The tram to Zürich is late.", "Refund me!", "Ada wrote the first program.")
@@ -264,7 +264,7 @@ NLI = (
 def test_hypotheses_score_as_in_the_pipeline(
     tokenizer: Any, classes: list[str], labels: list[str], multi_label: bool
 ) -> None:
-    from triptych.model.facts import ModelFacts
+    from triptych.spec.model_facts import ModelFacts
 
     names = {name: index for index, name in enumerate(classes)}
     id2label = dict(enumerate(classes))

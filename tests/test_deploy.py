@@ -30,16 +30,16 @@ from deploy_cases import (
     write_built,
 )
 from load_samples import point, rate_search
-from triptych.cli import app
+from triptych.base.errors import UserError
+from triptych.base.explained import plain, reasons_of, yaml_of
+from triptych.base.releases import parse_release
 from triptych.container.flags import Options as ServerOptions
 from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import mebibytes
 from triptych.deploy.targets import manifests_of
-from triptych.errors import UserError
-from triptych.fleet.reasons import plain, reasons_of, yaml_of
-from triptych.pipeline.slo import Slo
-from triptych.releases import parse_release
+from triptych.interface.cli import app
+from triptych.spec.slo import Slo
 
 MIG = replace(ENGINE, gpu="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
 TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from deploy_cases import ENGINE, KUBERNETES, options, write_bench, write_built
 from manifest_cases import BROKEN, fine, text_of
 from manifest_charts import CHARTS
-from triptych.cli import app
+from triptych.base.errors import Finding, UserError
 from triptych.deploy.checks import CHECKS, check_manifests
 from triptych.deploy.checks.known import Known, known_of
 from triptych.deploy.checks.pods import FIELDS
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.targets import manifests_of
-from triptych.errors import Finding, UserError
+from triptych.interface.cli import app
 
 
 @pytest.fixture(scope="module")

@@ -19,15 +19,15 @@ from deploy_cases import (
     write_generation,
 )
 from test_deploy_targets import compose_schema
-from triptych.cli import app
+from triptych.base.errors import UserError
+from triptych.base.explained import reasons_of
 from triptych.deploy.basis import Manifests
 from triptych.deploy.checks import check_manifests
 from triptych.deploy.checks.known import known_of
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.targets import manifests_of
-from triptych.errors import UserError
-from triptych.fleet.proxy import validate
-from triptych.fleet.reasons import reasons_of
+from triptych.interface.cli import app
+from triptych.serving.fleet.proxy import validate
 
 
 def made(repository: Path, **changes: Any) -> Manifests:

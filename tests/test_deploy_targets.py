@@ -22,16 +22,16 @@ import yaml
 
 from conftest import ROOT
 from deploy_cases import ENGINE, document, kustomized, options, taken, write_bench, write_built
+from triptych.base.errors import UserError
+from triptych.base.explained import plain
 from triptych.deploy import envoy
 from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.kserve import MODELS_MOUNT
 from triptych.deploy.targets import manifests_of
 from triptych.deploy.workload import PORTS
-from triptych.errors import UserError
-from triptych.fleet.proxy import envoy_command, find_envoy, validate
-from triptych.fleet.reasons import plain
-from triptych.server.ports import claim_ports
+from triptych.serving.fleet.proxy import envoy_command, find_envoy, validate
+from triptych.serving.ports import claim_ports
 
 TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
 

@@ -22,13 +22,13 @@ from deploy_cases import (
     write_built,
 )
 from test_deploy_targets import compose_schema
-from triptych.cli import app
+from triptych.base.errors import UserError
 from triptych.deploy.basis import Manifests
 from triptych.deploy.checks import check_manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.targets import manifests_of
-from triptych.errors import UserError
-from triptych.pipeline.slo import Slo
+from triptych.interface.cli import app
+from triptych.spec.slo import Slo
 
 SAMPLING: dict[str, Any] = {"serving": {"slo": {"p99_ms": 80.0}, "sample": {"rate": 0.01}}}
 

@@ -17,10 +17,10 @@ import pytest
 from conftest import build_into
 from exchange_cases import Asker, hooks, write_tickets
 from test_server_failures import STOP_ONCE
-from triptych.dev.watch import Watch
+from triptych.building.dev import Watch
 from triptych.repository.history import put_back
-from triptych.server.exchange import Exchange
-from triptych.server.server import Server
+from triptych.serving.exchange import Exchange
+from triptych.serving.server import Server
 
 STOPPED_ON_A_SERVER = (
     STOP_ONCE
@@ -68,8 +68,8 @@ def test_a_watch_tells_what_changed_once_it_is_written(
             with (tmp_path / "pipeline.yaml").open("a") as file:
                 file.write("line\n")
 
-    monkeypatch.setattr("triptych.dev.watch.time.sleep", write_meanwhile)
-    monkeypatch.setattr("triptych.dev.watch._LONGEST_SETTLE_S", 60.0)
+    monkeypatch.setattr("triptych.building.dev.time.sleep", write_meanwhile)
+    monkeypatch.setattr("triptych.building.dev._LONGEST_SETTLE_S", 60.0)
     (tmp_path / "pipeline.yaml").write_text("")
     assert watch.changed() == ["pipeline.yaml"]
     assert len(pauses) == 7

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from conftest import ROOT
-from triptych.releases import TENSORRT_VERSIONS, TRITON_VERSIONS, parse_release
+from triptych.base.releases import TENSORRT_VERSIONS, TRITON_VERSIONS, parse_release
 
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
@@ -177,14 +177,19 @@ sys.meta_path.insert(0, Refuse())
 for module in sys.argv[2:]:
     importlib.import_module(module)
 from typer.testing import CliRunner
-result = CliRunner().invoke(importlib.import_module("triptych.cli").app, ["engine", "--help"])
+app = importlib.import_module("triptych.interface.cli").app
+result = CliRunner().invoke(app, ["engine", "--help"])
 sys.exit(result.exit_code)
 """
 
 
 def test_the_engine_verb_needs_nothing_that_its_image_lacks() -> None:
     pins = list(pins_of(DOCKER / "requirements-build.txt"))
-    modules = ["triptych.engine.stage", "triptych.gate.parity", "triptych.requests.samples_file"]
+    modules = [
+        "triptych.core.engine.stage",
+        "triptych.core.engine.parity",
+        "triptych.core.samples_file",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", ONLY_WHAT_IS_PINNED, json.dumps(pins), *modules],
         capture_output=True,

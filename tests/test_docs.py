@@ -124,7 +124,7 @@ def test_a_request_without_the_client_is_as_shown(served: None) -> None:
 
 
 def verbs() -> list[str]:
-    from triptych.cli import app
+    from triptych.interface.cli import app
 
     return [c.callback.__name__ for c in app.registered_commands if c.callback is not None]
 
@@ -174,7 +174,7 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 
 def test_every_field_of_the_spec_is_documented() -> None:
-    from triptych.pipeline.spec import RESERVED, PipelineSpec
+    from triptych.spec.spec import RESERVED, PipelineSpec
 
     def names(schema: dict[str, object], definitions: dict[str, dict[str, object]]) -> set[str]:
         found: set[str] = set()
@@ -207,9 +207,9 @@ def table(heading: str) -> list[dict[str, str]]:
 
 
 def test_numbers_of_rows_are_those_of_the_gate() -> None:
-    from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, GATE_ROWS
-    from triptych.requests.inputs import LABELLED_ROWS
-    from triptych.requests.samples import FEW_ROWS
+    from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, GATE_ROWS
+    from triptych.core.inputs import LABELLED_ROWS
+    from triptych.core.samples import FEW_ROWS
 
     text = " ".join(PIPELINES.split())
     for words in (
@@ -224,8 +224,8 @@ def test_numbers_of_rows_are_those_of_the_gate() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8"])
 def test_limits_are_those_of_the_gate(precision: str) -> None:
-    from triptych.tasks import TASKS
-    from triptych.tasks.accuracy import METRICS, TOLERANCES, thresholds
+    from triptych.spec.tasks import TASKS
+    from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, thresholds
 
     rows = table("Metrics and limits")
     assert [row["metric"] for row in rows] == list(METRICS)
@@ -243,8 +243,8 @@ def test_limits_are_those_of_the_gate(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int8_dynamic", "fp8"])
 def test_limits_are_those_of_the_probe(precision: str) -> None:
-    from triptych.tasks import TASKS
-    from triptych.tasks.accuracy import probe_limits
+    from triptych.spec.tasks import TASKS
+    from triptych.spec.tasks.accuracy import probe_limits
 
     rows = table("Outside your traffic")
     (column,) = [name for name in rows[0] if precision in name.split(", ")]
@@ -261,10 +261,10 @@ def choices(annotation: Any) -> set[Any]:
 
 
 def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
-    from triptych.errors import UserError
-    from triptych.pipeline.precisions import check_runs
-    from triptych.pipeline.spec_fields import Core
-    from triptych.precision.auto import RUNS
+    from triptych.base.errors import UserError
+    from triptych.building.auto import RUNS
+    from triptych.spec.precisions import check_runs
+    from triptych.spec.spec_fields import Core
 
     rows = {row["precision"]: row for row in table("Precision")}
     assert set(rows) == choices(Core.model_fields["precision"].annotation)
@@ -291,8 +291,8 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
 
 @pytest.mark.parametrize("row", table("Labelled rows: eval.jsonl"), ids=lambda row: row["task"])
 def test_labelled_rows_are_as_shown(row: dict[str, str], tmp_path: Path) -> None:
-    from triptych.tasks import TASKS
-    from triptych.tasks.eval_file import EVAL_FILE, read_labels
+    from triptych.spec.tasks import TASKS
+    from triptych.spec.tasks.eval_file import EVAL_FILE, read_labels
 
     shown = json.loads(row["a line"])
     other = {**shown, **{key: 0 for key in ("relevant", "score") if key in shown}}
@@ -305,6 +305,6 @@ def test_labelled_rows_are_as_shown(row: dict[str, str], tmp_path: Path) -> None
 
 
 def test_every_task_has_its_labelled_row() -> None:
-    from triptych.tasks import TASKS
+    from triptych.spec.tasks import TASKS
 
     assert {row["task"] for row in table("Labelled rows: eval.jsonl")} == set(TASKS)

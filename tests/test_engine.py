@@ -14,14 +14,14 @@ from conftest import lock_data, quiet, write_lock
 from container_cases import H200, L4
 from engine_cases import build_repository, change_plan, contents, copied, header_of, machine
 from fake_tensorrt import MAJORS
-from triptych.engine.api import Api
-from triptych.engine.graph import read_graph
-from triptych.engine.rtx import installed_version
-from triptych.engine.stage import build_engine
-from triptych.errors import UserError
-from triptych.plan.engine_spec import EnginePlan
+from triptych.base.errors import UserError
+from triptych.core.engine.api import Api
+from triptych.core.engine.graph import read_graph
+from triptych.core.engine.rtx import installed_version
+from triptych.core.engine.stage import build_engine
 from triptych.repository.records import plain_record
 from triptych.repository.store import hash_files
+from triptych.spec.engine_spec import EnginePlan
 
 NAMES = ("packed_fp32", "packed_fp16", "packed_int8", "bucketed_fp16")
 PRECISION = {name: name.split("_")[1] for name in NAMES}
@@ -102,7 +102,7 @@ def test_a_build_without_a_gpu_rehearses_each_engine(built: Path) -> None:
 
 
 def test_a_rehearsal_is_left_out_made_later_and_shown(built: Path, tmp_path: Path) -> None:
-    from triptych.cli import app
+    from triptych.interface.cli import app
 
     def triptych(*arguments: str) -> Any:
         done = CliRunner().invoke(app, [*arguments, "--repository", str(repository)])
@@ -285,7 +285,7 @@ def test_a_long_build_says_where_it_is_where_there_are_no_monitors(
     built: Path, tmp_path: Path, on: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on("8.6")
-    monkeypatch.setattr("triptych.engine.messages.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("triptych.core.engine.messages.TELL_EVERY_S", 0.0)
     lines: Lines = []
     repository = copied(built, tmp_path / "repository", "packed_fp32")
     build_engine(repository, "packed_fp32", lambda *line: lines.append(line))

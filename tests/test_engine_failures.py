@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from conftest import lock_data, quiet, write_lock
 from engine_cases import build_repository, contents, copied, machine
 from fake_tensorrt import MAJORS
-from triptych.engine.graph import read_graph
-from triptych.engine.stage import EngineFailure, build_engine
-from triptych.errors import UserError
+from triptych.base.errors import UserError
+from triptych.core.engine.graph import read_graph
+from triptych.core.engine.stage import EngineFailure, build_engine
 
 NAME = "packed_fp16"
 
@@ -159,8 +159,8 @@ class Refuse:
                                       "safetensors", "tokenizers"}:
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Refuse())
-import triptych.cli.engines, triptych.engine.stage, triptych.gate.parity
-import triptych.requests.samples_file
+import triptych.interface.cli.engines, triptych.core.engine.stage, triptych.core.engine.parity
+import triptych.core.samples_file
 """
 
 
@@ -251,7 +251,7 @@ def test_an_engine_that_computes_something_else_is_not_written(
 def test_the_command_prints_what_failed_and_exits_with_1(
     repository: Path, on: Callable[[str], Any]
 ) -> None:
-    from triptych.cli import app
+    from triptych.interface.cli import app
 
     trt = on("11")
     arguments = ["engine", NAME, "--repository", str(repository), "--json"]
@@ -319,7 +319,7 @@ def test_a_build_that_ends_meanwhile_wins(repository: Path, on: Callable[[str], 
 
 
 @pytest.mark.parametrize(
-    "place", ["triptych.repository.store._stage", "triptych.engine.timing.save"]
+    "place", ["triptych.repository.store._stage", "triptych.core.engine.timing.save"]
 )
 def test_a_full_disk_is_told_and_harms_nothing(
     repository: Path, on: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, place: str

@@ -13,8 +13,8 @@ from conftest import LAYOUTS, traffic_texts
 from engine_graphs import PRECISIONS, Graph
 from served_models import SERVED, save
 from task_models import MODELS
-from triptych.errors import UserError
-from triptych.pipeline.precisions import Precision
+from triptych.base.errors import UserError
+from triptych.spec.precisions import Precision
 
 BUILT: Sequence[tuple[str, str, Precision]] = (
     ("topics", "packed", "int8"),

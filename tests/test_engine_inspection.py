@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from triptych.engine.graph import EngineGraph, fused_layers, onnx_nodes
-from triptych.engine.inspection import Layer, judge_products, read_layers
-from triptych.engine.request import Request
-from triptych.errors import UserError
-from triptych.plan.engine_spec import EnginePlan
+from triptych.base.errors import UserError
+from triptych.core.engine.graph import EngineGraph, fused_layers, onnx_nodes
+from triptych.core.engine.inspection import Layer, judge_products, read_layers
+from triptych.core.engine.request import Request
+from triptych.spec.engine_spec import EnginePlan
 
 
 def tensor(said: str, *, form: str = "Format/Datatype") -> dict[str, Any]:

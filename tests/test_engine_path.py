@@ -17,8 +17,8 @@ from container_cases import machine as facts_of
 from engine_cases import contents, machine
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
-from triptych.lint import run_checks
-from triptych.server.server import Server
+from triptych.repository.lint import run_checks
+from triptych.serving.server import Server
 
 ENGINE = "core.backend=tensorrt"
 

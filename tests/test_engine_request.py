@@ -14,11 +14,11 @@ from onnx import TensorProto, helper, numpy_helper
 import fake_tensorrt
 from engine_options import OPTIONS
 from fake_tensorrt import MAJORS
-from triptych.engine.api import Api
-from triptych.engine.graph import read_graph
-from triptych.engine.request import make_request
-from triptych.errors import UserError
-from triptych.plan.engine_spec import EnginePlan, ShapeRange
+from triptych.base.errors import UserError
+from triptych.core.engine.api import Api
+from triptych.core.engine.graph import read_graph
+from triptych.core.engine.request import make_request
+from triptych.spec.engine_spec import EnginePlan, ShapeRange
 
 FINE = {"x": ShapeRange((1, 4), (2, 4), (8, 4))}
 

@@ -252,7 +252,7 @@ def strict_server(
     import json
     import shutil
 
-    from triptych.server.server import Server
+    from triptych.serving.server import Server
 
     base = tmp_path_factory.mktemp("strict")
     repository = Path(shutil.copytree(minilm_repository, base / "repository"))

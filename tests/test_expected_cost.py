@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from conftest import write_pipeline
-from triptych.model.facts import ModelFacts
-from triptych.pipeline.spec import load_spec
-from triptych.pipeline.traffic import Lengths
-from triptych.plan.cost import RowCost, row_cost
-from triptych.plan.plan import make_plan
-from triptych.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.spec.cost import RowCost, row_cost
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.plan import make_plan
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.spec.traffic import Lengths
 
 FACTS = ModelFacts(
     sha256="0", architecture="B", hidden_size=384, max_length=512, pad_token_id=0, layers=6

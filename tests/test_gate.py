@@ -21,14 +21,14 @@ from gate_cases import (
     make,
     requests_of,
 )
-from triptych.gate.artifact import RowOutputs
-from triptych.gate.check import check
+from triptych.core.feeds import Sample
+from triptych.core.gate.artifact import RowOutputs
+from triptych.core.gate.check import check
+from triptych.core.samples import Expected
 from triptych.repository.records import GateResult
-from triptych.requests.feeds import Sample
-from triptych.requests.samples import Expected
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import CORE_METRICS, metrics_of
-from triptych.tasks.task import Returns
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import CORE_METRICS, metrics_of
+from triptych.spec.tasks.task import Returns
 
 LIMITS = {"max_difference": 1e-5, "neighbour_effect": 1e-5}
 

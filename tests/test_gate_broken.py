@@ -19,18 +19,18 @@ from gate_benches import (
     shift_positions,
     write_task,
 )
-from triptych.gate.artifact import RowOutputs
-from triptych.gate.cached import decoding_of
-from triptych.gate.check import Labelled
-from triptych.gate.decoded import decode, reference_row_outputs
-from triptych.gate.reference import reference_outputs
+from triptych.core.gate.artifact import RowOutputs
+from triptych.core.gate.cached import decoding_of
+from triptych.core.gate.check import Labelled
+from triptych.core.gate.decoded import decode, reference_row_outputs
+from triptych.core.gate.reference import reference_outputs
+from triptych.core.samples import GateRequest, by_request, rows_of
 from triptych.repository.records import GateResult
-from triptych.requests.samples import GateRequest, by_request, rows_of
 from triptych.runtime.carry import pack, unpack
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import METRICS, metrics_of, thresholds
-from triptych.tasks.metrics.labels import LabelledRow
-from triptych.tasks.metrics.spans import read_entities
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
+from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.tasks.metrics_spans import read_entities
 
 GRAVE = "caught at the limits of int8, too"
 KINDS = (

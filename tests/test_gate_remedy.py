@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from triptych.gate.cached import GateFailure
-from triptych.pipeline.spec import PipelineSpec
+from triptych.core.gate.cached import GateFailure
 from triptych.repository.records import GateResult, Verdict
+from triptych.spec.spec import PipelineSpec
 
 
 def said(precision: Any, **fields: Any) -> str:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from gate_cases import CHOOSING, EVERY, SAMPLES, Case, answer, make, requests_of, task_of
-from triptych.gate.artifact import RowOutputs
-from triptych.gate.check import check
-from triptych.gate.differences import core_error
-from triptych.gate.runs import BATCH_TOKENS
-from triptych.requests.feeds import Sample
-from triptych.tasks.accuracy import CORE_METRICS, metrics_of, thresholds
-from triptych.tasks.task import Returns
-from triptych.tensors import TokenRow
+from triptych.base.tensors import TokenRow
+from triptych.core.feeds import Sample
+from triptych.core.gate.artifact import RowOutputs
+from triptych.core.gate.check import check
+from triptych.core.gate.differences import core_error
+from triptych.core.gate.runs import BATCH_TOKENS
+from triptych.spec.tasks.accuracy import CORE_METRICS, metrics_of, thresholds
+from triptych.spec.tasks.task import Returns
 
 
 @pytest.mark.parametrize("returns", ["vector", "token_choices"])

@@ -15,15 +15,15 @@ from conftest import ROOT, quiet, write_pipeline
 from gate_benches import write_task
 from task_models import MODELS
 from task_reference import image_bytes
-from triptych.gate.reference_rows import reference_of
-from triptych.pipeline.spec import load_spec
-from triptych.requests import edge_cases
-from triptych.requests.gate_rows import CALIBRATION_ROWS, GATE_ROWS, split_traffic
-from triptych.requests.inputs import PipelineInputs, read_inputs
-from triptych.requests.probe import probe_texts
-from triptych.requests.samples import GateRequest, hash_requests, rows_of
+from triptych.base.tensors import TokenRow
+from triptych.core import edge_cases
+from triptych.core.gate.reference_rows import reference_of
+from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_ROWS, split_traffic
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.core.probe import probe_texts
+from triptych.core.samples import GateRequest, hash_requests, rows_of
 from triptych.runtime.carry import unpack
-from triptych.tensors import TokenRow
+from triptych.spec.spec import load_spec
 
 TEXT_TASKS = [name for name in MODELS if name not in ("images", "flags")]
 
@@ -224,7 +224,7 @@ def test_few_rows_are_said(inputs: dict[str, PipelineInputs]) -> None:
 def test_images_are_split_as_texts_are(
     tmp_path: Path, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.requests.gate_rows.GATE_IMAGES", 4)
+    monkeypatch.setattr("triptych.core.gate_rows.GATE_IMAGES", 4)
     folder = write_task(tmp_path, "images", minilm_folder)
     encoded = image_bytes()
     for number, data in enumerate(encoded):
@@ -245,7 +245,7 @@ def test_images_are_split_as_texts_are(
 def test_labelled_rows_are_requests_too(
     tmp_path: Path, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.requests.inputs.LABELLED_ROWS", 3)
+    monkeypatch.setattr("triptych.core.inputs.LABELLED_ROWS", 3)
     folder = write_task(tmp_path, "topics", minilm_folder)
     (folder / "hooks.py").write_text(
         "def before(rows):\n    return [{'text': row['text'].upper()} for row in rows]\n"
@@ -273,7 +273,7 @@ def test_the_reference_is_kept_and_comes_back_as_it_was(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the reference ran again")
 
-    monkeypatch.setattr("triptych.gate.reference.reference_outputs", refuse)
+    monkeypatch.setattr("triptych.core.gate.reference.reference_outputs", refuse)
     again = reference_of(made, rows, quiet)
     assert len(again) == len(rows)
     for one, other in zip(first, again, strict=True):

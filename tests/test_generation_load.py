@@ -18,23 +18,23 @@ from rich.console import Console
 from conftest import write_pipeline
 from load_samples import bench, measurement
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
-from triptych.bench.bench import Price, tokens_of
-from triptych.bench.bottleneck import find_bottleneck
-from triptych.bench.measure import run_longer
-from triptych.bench.perf_analyzer import LoadError
-from triptych.bench.perf_output import Answer, Export, LoadResult, read_export
-from triptych.bench.points import BenchResult, Load, Point, from_json, to_json
-from triptych.bench.resources import process_name, process_tree
-from triptych.bench.streamed import answer_parts, keeps, streamed_of
-from triptych.bench.verdict import headline, verdict_of
-from triptych.cli.bench_tables import print_bench
-from triptych.errors import UserError
-from triptych.pipeline.generation_spec import load_generation_spec
-from triptych.pipeline.slo import GenerationSlo, parse_generation_slo
-from triptych.pipeline.spec import load_spec
-from triptych.report.load_card import figures
-from triptych.report.load_page import page
-from triptych.report.load_write import as_csv
+from triptych.base.errors import UserError
+from triptych.interface.cli.bench_tables import print_bench
+from triptych.interface.report.load_card import figures
+from triptych.interface.report.load_page import page
+from triptych.interface.report.load_write import as_csv
+from triptych.serving.bench.bench import Price, tokens_of
+from triptych.serving.bench.bottleneck import find_bottleneck
+from triptych.serving.bench.measure import run_longer
+from triptych.serving.bench.perf_analyzer import LoadError
+from triptych.serving.bench.perf_output import Answer, Export, LoadResult, read_export
+from triptych.serving.bench.points import BenchResult, Load, Point, from_json, to_json
+from triptych.serving.bench.resources import process_name, process_tree
+from triptych.serving.bench.streamed import answer_parts, keeps, streamed_of
+from triptych.serving.bench.verdict import headline, verdict_of
+from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.slo import GenerationSlo, parse_generation_slo
+from triptych.spec.spec import load_spec
 
 MS = 1_000_000
 TEXT = "task: text-generation\nmodel: {source: m}\nserving: {slo: {%s}}\n"

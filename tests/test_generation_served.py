@@ -26,21 +26,21 @@ from deploy_cases import options
 from generation_cases import TEXTS, Streams
 from generation_served import DEADLINE_S, LONG, build_both, wait_until
 from test_ui import fetch, form, post
-from triptych.bench import measure as measuring
-from triptych.bench.bench import Bench
-from triptych.bench.measure import STREAM_ERROR
-from triptych.bench.points import Load, Measurement
+from triptych.base.errors import UserError
+from triptych.base.explained import plain
+from triptych.building.generation.bench import bench_generation
+from triptych.building.generation.inputs import read_generation
+from triptych.building.generation.live import describe_generation, verify_generation
+from triptych.building.generation.metrics import EVERY, METRICS
 from triptych.deploy.targets import manifests_of
-from triptych.errors import UserError
-from triptych.fleet.reasons import plain
-from triptych.generation.bench import bench_generation
-from triptych.generation.inputs import read_generation
-from triptych.generation.live import describe_generation, verify_generation
-from triptych.generation.metrics import EVERY, METRICS
-from triptych.pipeline.generation_spec import load_generation_spec
-from triptych.pipeline.slo import GenerationSlo
-from triptych.server.server import Server
-from triptych.ui.chat import ChatPage
+from triptych.interface.page.chat import ChatPage
+from triptych.serving.bench import measure as measuring
+from triptych.serving.bench.bench import Bench
+from triptych.serving.bench.measure import STREAM_ERROR
+from triptych.serving.bench.points import Load, Measurement
+from triptych.serving.server import Server
+from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.slo import GenerationSlo
 
 pytestmark = pytest.mark.server
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))

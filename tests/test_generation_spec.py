@@ -11,11 +11,11 @@ from safetensors.numpy import save_file
 
 from conftest import ROOT
 from generation_cases import write_adapter, write_pipeline, write_tiny_model
-from triptych.errors import UserError
-from triptych.generation.adapters import WEIGHTS, read_adapter
-from triptych.generation.checks import check_folder
-from triptych.pipeline.generation_spec import load_generation_spec
-from triptych.pipeline.spec import load_spec
+from triptych.base.errors import UserError
+from triptych.building.generation.adapters import WEIGHTS, read_adapter
+from triptych.building.generation.checks import check_folder
+from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.spec import load_spec
 
 
 def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ import pytest
 from conftest import ROOT, quiet
 from generation_cases import Answer, Streams, write_adapter
 from generation_served import wait_until
-from triptych.generation import build, live
-from triptych.generation.build import build_generation
-from triptych.generation.inputs import read_generation
-from triptych.generation.live import describe_generation, verify_generation
-from triptych.pipeline.generation_spec import load_generation_spec
-from triptych.server.server import Server
+from triptych.building.generation import build, live
+from triptych.building.generation.build import build_generation
+from triptych.building.generation.inputs import read_generation
+from triptych.building.generation.live import describe_generation, verify_generation
+from triptych.serving.server import Server
+from triptych.spec.generation_spec import load_generation_spec
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 

@@ -20,7 +20,7 @@ from peers.gpu.ledger import Budget, Ledger, fit, one_line
 from peers.gpu.machine import Machine
 from peers.gpu.report import ALL_MET, BAD, FAKE, INCOMPLETE, Findings
 from peers.gpu.served import Loop, Served
-from triptych.tensors import TokenRow
+from triptych.base.tensors import TokenRow
 
 ROWS = [TokenRow(tuple(range(1, length + 1)), length) for length in (3, 9, 5)]
 SINGLE = Load("batch 1, mixed lengths", 1, "mixed", ((ROWS[0],), (ROWS[1],)))

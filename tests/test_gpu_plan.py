@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from conftest import write_pipeline
-from triptych.errors import UserError
-from triptych.model.facts import ImageFacts, ModelFacts
-from triptych.pipeline.spec import load_spec
-from triptych.pipeline.traffic import Lengths
-from triptych.plan.engine_spec import EnginePlan
-from triptych.plan.memory import batch_mib
-from triptych.plan.plan import Plan, make_plan
-from triptych.tasks.image_classification import IMAGE_CLASSIFICATION
-from triptych.tasks.reranking import RERANKING
-from triptych.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.base.errors import UserError
+from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.memory import batch_mib
+from triptych.spec.model_facts import ImageFacts, ModelFacts
+from triptych.spec.plan import Plan, make_plan
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.image_classification import IMAGE_CLASSIFICATION
+from triptych.spec.tasks.reranking import RERANKING
+from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.spec.traffic import Lengths
 
 LENGTHS = Lengths.of([5, 9, 12, 17, 30, 31, 60, 200], max_length=256)
 TENSORRT = ("core.backend=tensorrt", "core.precision=fp16")

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from conftest import lock_data
 from deploy_cases import write_built
-from triptych.cli import app
-from triptych.errors import UserError
+from triptych.base.errors import UserError
+from triptych.interface.cli import app
 from triptych.repository.history import put_back
 from triptych.repository.kept import (
     KEPT,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from scaffolding import triptych, write
-from triptych.errors import UserError
-from triptych.requests.hook_tests import Check, check_pipeline
+from triptych.base.errors import UserError
+from triptych.building.hook_tests import Check, check_pipeline
 from triptych.runtime.hooking import RowForm
 
 
@@ -228,7 +228,7 @@ WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys({refused}))  # importing one of them raises ModuleNotFoundError
 sys.argv = ["triptych", "test", "mine", "--pipelines", {pipelines!r}]
-from triptych.cli import main
+from triptych.interface.cli import main
 main()
 """
 

@@ -17,16 +17,16 @@ import pytest
 from conftest import build_into, quiet, traffic_texts, write_pipeline
 from task_models import TAGS, TOPICS, tagger, text_classifier
 from test_server import eventually, mark_of
-from triptych.building import build
+from triptych.base.errors import UserError
+from triptych.building.build import build
 from triptych.client import Client, InvalidRequest, PipelineFailed
-from triptych.errors import UserError
-from triptych.gate.answers import check_hooks, reference_answers
-from triptych.lint import run_checks
-from triptych.pipeline.spec import load_spec
-from triptych.requests.inputs import read_inputs
+from triptych.core.gate.answers import check_hooks, reference_answers
+from triptych.core.inputs import read_inputs
+from triptych.repository.lint import run_checks
 from triptych.runtime.given import given_rows, given_tensors
 from triptych.runtime.in_flight import InFlight
-from triptych.server.server import Server
+from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
 
 HOOKS = """
 import re

@@ -18,7 +18,7 @@ from test_server import mark_of, regions
 from triptych.client import Client, InvalidRequest
 from triptych.runtime.faults import RequestError
 from triptych.runtime.row_types import RowInputs
-from triptych.server.leftovers import SHM
+from triptych.serving.leftovers import SHM
 
 PROMPT_S = 1.0
 """Longest that a request of a few kilobytes may keep preprocess from the others."""
@@ -76,7 +76,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Any]:
-    from triptych.server.server import Server
+    from triptych.serving.server import Server
 
     with Server(repository) as server:
         yield server

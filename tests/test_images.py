@@ -20,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from triptych.errors import UserError
-from triptych.model.facts import ImageFacts
-from triptych.model.image_core import ImageCore
-from triptych.model.image_source import read_image_facts
+from triptych.base.errors import UserError
 from triptych.runtime.faults import RequestError
 from triptych.runtime.row_types import CoreRows, RowInputs
 from triptych.runtime.rows_image import RowMaker
+from triptych.spec.image_core import ImageCore
+from triptych.spec.image_source import read_image_facts
+from triptych.spec.model_facts import ImageFacts
 
 CLASSES = 7
 MAX_BYTES, MAX_PIXELS = 200_000, 1_000_000

@@ -22,15 +22,15 @@ from decoded_cases import (
     tokens,
     vector,
 )
-from triptych.errors import UserError
-from triptych.pipeline.spec_fields import Custom
-from triptych.tasks import TASKS
-from triptych.tasks.custom import custom_task
-from triptych.tasks.eval_file import first_rows, read_labels
-from triptych.tasks.metrics.bootstrap import LOSSES_TO_SHOW, difference_interval, ratio
-from triptych.tasks.metrics.labelled import LABEL_ACCURACY, LabelledResult, compare_labelled
-from triptych.tasks.metrics.labels import LabelledRow
-from triptych.tasks.metrics.ranks import rank_correlation
+from triptych.base.errors import UserError
+from triptych.spec.spec_fields import Custom
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.custom import custom_task
+from triptych.spec.tasks.eval_file import first_rows, read_labels
+from triptych.spec.tasks.metrics_bootstrap import LOSSES_TO_SHOW, difference_interval, ratio
+from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY, LabelledResult, compare_labelled
+from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.tasks.metrics_ranks import rank_correlation
 
 FIELDS = {
     "question-answering": ("text", "text_pair"),

@@ -13,13 +13,13 @@ import tritonclient.grpc as triton
 
 from client_toy import write_model
 from conftest import LAYOUTS, TRAFFIC_ROWS, quiet, traffic_texts
-from triptych.bench.metrics_page import fetch_metrics
 from triptych.client import Client, InvalidRequest
-from triptych.pipeline.spec import load_spec
-from triptych.requests.inputs import read_inputs
-from triptych.server.server import Server
-from triptych.tune.drift import check_drift
-from triptych.tune.new_traffic import count_page
+from triptych.core.inputs import read_inputs
+from triptych.operate.tune.drift import check_drift
+from triptych.operate.tune.new_traffic import count_page
+from triptych.serving.bench.metrics_page import fetch_metrics
+from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
 
 RUNTIME = Path(__file__).parents[1] / "build_scripts/triptych/runtime"
 NAME = "triptych_row_tokens"

@@ -15,9 +15,9 @@ from lint_broken_wires import BROKEN_WIRES
 from lint_cases import Broken, Fine
 from lint_fine import FINE
 from lint_repositories import LAYOUTS, good_files, put, write_repository
-from triptych.errors import Finding, UserError
-from triptych.lint import CHECKS, run_checks
-from triptych.server.server import Server
+from triptych.base.errors import Finding, UserError
+from triptych.repository.lint import CHECKS, run_checks
+from triptych.serving.server import Server
 
 BROKEN = BROKEN_MODELS + BROKEN_WIRES + BROKEN_ENGINES + BROKEN_GENERATION
 

@@ -14,7 +14,7 @@ from lint_broken_models import BROKEN_MODELS
 from lint_broken_wires import BROKEN_WIRES
 from lint_cases import Broken
 from lint_repositories import write_repository
-from triptych.lint import run_checks
+from triptych.repository.lint import run_checks
 
 BROKEN = BROKEN_MODELS + BROKEN_WIRES + BROKEN_ENGINES
 

@@ -12,12 +12,12 @@ import pytest
 from numpy.typing import NDArray
 
 from triptych.client import DeadlineExceeded, InvalidRequest, PipelineFailed
-from triptych.gate.live.closeness import differences, is_finite, same, shape_fault, show_answer
-from triptych.gate.live.replies import LiveCase, Rules
-from triptych.gate.live.send import WAYS, LiveRuns, Reply, live_request
-from triptych.gate.live.verdict import ALIKE, LiveVerdict, judge_live
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import TOLERANCES, thresholds
+from triptych.core.gate.live_closeness import differences, is_finite, same, shape_fault, show_answer
+from triptych.core.gate.live_replies import LiveCase, Rules
+from triptych.core.gate.live_send import WAYS, LiveRuns, Reply, live_request
+from triptych.core.gate.live_verdict import ALIKE, LiveVerdict, judge_live
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import TOLERANCES, thresholds
 
 Answer = Mapping[str, NDArray[Any]]
 

@@ -12,16 +12,16 @@ import pytest
 
 from conftest import traffic_texts
 from test_perf_analyzer import write_model
-from triptych.bench import perf_analyzer, rates
-from triptych.bench.bottleneck import find_bottleneck
-from triptych.bench.measure import NO_ANSWER, Target, measure
-from triptych.bench.points import Kind, Load, from_json, to_json
-from triptych.bench.points import Measurement as Measured
-from triptych.bench.rates import highest_rate
-from triptych.bench.statistics import STEPS
-from triptych.errors import UserError
-from triptych.pipeline.slo import Slo
-from triptych.server.server import Server
+from triptych.base.errors import UserError
+from triptych.serving.bench import perf_analyzer, rates
+from triptych.serving.bench.bottleneck import find_bottleneck
+from triptych.serving.bench.measure import NO_ANSWER, Target, measure
+from triptych.serving.bench.points import Kind, Load, from_json, to_json
+from triptych.serving.bench.points import Measurement as Measured
+from triptych.serving.bench.rates import highest_rate
+from triptych.serving.bench.statistics import STEPS
+from triptych.serving.server import Server
+from triptych.spec.slo import Slo
 
 TEXTS = ["one", "two", "three"]
 SECONDS = 0.9

@@ -21,11 +21,17 @@ from load_samples import (
     subject,
 )
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
-from triptych.bench.points import BenchResult, Load, RateSearch, from_json
-from triptych.bench.verdict import best_point, bottleneck_of, headline, verdict_of, warnings_of
-from triptych.pipeline.slo import Slo
-from triptych.report.load_page import page, shown_points
-from triptych.report.load_write import write_bench_report
+from triptych.interface.report.load_page import page, shown_points
+from triptych.interface.report.load_write import write_bench_report
+from triptych.serving.bench.points import BenchResult, Load, RateSearch, from_json
+from triptych.serving.bench.verdict import (
+    best_point,
+    bottleneck_of,
+    headline,
+    verdict_of,
+    warnings_of,
+)
+from triptych.spec.slo import Slo
 
 
 def test_every_figure_is_shown() -> None:

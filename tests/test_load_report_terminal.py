@@ -9,9 +9,9 @@ from rich.console import Console
 
 from load_samples import NASTY, bench, hostile, subject
 from report_pages import typed
-from triptych.bench.comparison import compare
-from triptych.bench.points import BenchResult
-from triptych.cli.bench_tables import print_bench, print_comparison
+from triptych.interface.cli.bench_tables import print_bench, print_comparison
+from triptych.serving.bench.comparison import compare
+from triptych.serving.bench.points import BenchResult
 
 
 def printed(result: BenchResult) -> str:

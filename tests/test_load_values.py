@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from triptych.bench.bottleneck import find_bottleneck
-from triptych.bench.measure import error_kind, time_parts
-from triptych.bench.metrics_page import read_metrics
-from triptych.bench.perf_output import (
+from triptych.serving.bench.bottleneck import find_bottleneck
+from triptych.serving.bench.measure import error_kind, time_parts
+from triptych.serving.bench.metrics_page import read_metrics
+from triptych.serving.bench.perf_output import (
     BIN_GROWTH,
     Export,
     check_stability,
     histogram_of,
     read_export,
 )
-from triptych.bench.points import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
-from triptych.bench.rates import CLOSE, holds, next_rate
-from triptych.bench.resources import Snapshot, Watch, model_of, summarise
-from triptych.pipeline.slo import Slo
+from triptych.serving.bench.points import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
+from triptych.serving.bench.rates import CLOSE, holds, next_rate
+from triptych.serving.bench.resources import Snapshot, Watch, model_of, summarise
+from triptych.spec.slo import Slo
 
 PAGE = """
 # HELP nv_gpu_utilization GPU utilization rate [0.0 - 1.0)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from triptych.errors import UserError
-from triptych.model.source import locate, read_facts
-from triptych.pipeline.spec_fields import ModelSource
+from triptych.base.errors import UserError
+from triptych.spec.model_source import locate, read_facts
+from triptych.spec.spec_fields import ModelSource
 
 
 def test_a_package_source_is_found(minilm_folder: Path) -> None:

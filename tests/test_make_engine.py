@@ -10,12 +10,12 @@ import pytest
 
 from engine_options import OPTIONS
 from test_engine_request import FINE, LOWER, PRODUCT, QUANTISED, SAME, write
-from triptych.engine.make import make_engine
-from triptych.engine.parsed_products import check_products
-from triptych.engine.request import make_request
-from triptych.engine.rtx import RtxApi, buildable
-from triptych.errors import UserError
-from triptych.plan.engine_spec import EnginePlan, ShapeRange
+from triptych.base.errors import UserError
+from triptych.core.engine.make import make_engine
+from triptych.core.engine.parsed_products import check_products
+from triptych.core.engine.request import make_request
+from triptych.core.engine.rtx import RtxApi, buildable
+from triptych.spec.engine_spec import EnginePlan, ShapeRange
 
 SETTINGS: dict[str, Any] = {
     "refit": True,
@@ -88,7 +88,7 @@ def test_a_plan_of_int8_without_one_such_product_fails(tmp_path: Path) -> None:
 
 
 def test_a_build_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triptych.engine.messages.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("triptych.core.engine.messages.TELL_EVERY_S", 0.0)
     lines: list[str] = []
     make(write(tmp_path, PRODUCT), lines=lines)
     assert lines[0].startswith("TensorRT for RTX 1.")

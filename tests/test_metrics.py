@@ -20,12 +20,12 @@ from decoded_cases import (
     vectors,
     words,
 )
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import METRICS, metrics_of, thresholds
-from triptych.tasks.metrics.outputs import Comparison
-from triptych.tasks.metrics.passages import compare_anything
-from triptych.tasks.metrics.ranks import rank_correlation, spearman
-from triptych.tasks.metrics.vectors import MOST_PAIRS, NEIGHBOUR_TOLERANCE
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
+from triptych.spec.tasks.metrics_outputs import Comparison
+from triptych.spec.tasks.metrics_passages import compare_anything
+from triptych.spec.tasks.metrics_ranks import rank_correlation, spearman
+from triptych.spec.tasks.metrics_vectors import MOST_PAIRS, NEIGHBOUR_TOLERANCE
 
 NAN, INF = float("nan"), float("inf")
 

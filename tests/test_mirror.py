@@ -18,15 +18,15 @@ import pytest
 
 from deploy_cases import PROMISE, document, kustomized, options, taken, write_bench, write_built
 from test_deploy_targets import comes_true, page
+from triptych.base.errors import UserError
+from triptych.base.explained import plain
 from triptych.deploy.targets import manifests_of
-from triptych.errors import UserError
-from triptych.fleet.bootstrap import Listen, bootstrap
-from triptych.fleet.clusters import EndpointNames, Mirror
-from triptych.fleet.mirrored import Mirrored, check_alike, mirrored_of
-from triptych.fleet.proxy import envoy_command, find_envoy
-from triptych.fleet.reasons import plain
-from triptych.fleet.settings import ProxySettings, proxy_settings
-from triptych.server.ports import claim_ports
+from triptych.serving.fleet.bootstrap import Listen, bootstrap
+from triptych.serving.fleet.clusters import EndpointNames, Mirror
+from triptych.serving.fleet.mirrored import Mirrored, check_alike, mirrored_of
+from triptych.serving.fleet.proxy import envoy_command, find_envoy
+from triptych.serving.fleet.settings import ProxySettings, proxy_settings
+from triptych.serving.ports import claim_ports
 
 LOOPBACK = "127.0.0.1"
 SHARE = 0.25

@@ -13,13 +13,13 @@ import pytest
 
 from conftest import TRAFFIC_ROWS, traffic_texts
 from drift_cases import MAX_LENGTH, built_for, draw, exact, read_minilm
-from triptych.bench.metrics_page import read_metrics
-from triptych.errors import UserError
-from triptych.pipeline.traffic import Lengths
-from triptych.plan.plan import Layout
-from triptych.requests.inputs import PipelineInputs
-from triptych.tune.drift import check_drift
-from triptych.tune.new_traffic import count_page, read_lengths
+from triptych.base.errors import UserError
+from triptych.core.inputs import PipelineInputs
+from triptych.operate.tune.drift import check_drift
+from triptych.operate.tune.new_traffic import count_page, read_lengths
+from triptych.serving.bench.metrics_page import read_metrics
+from triptych.spec.plan import Layout
+from triptych.spec.traffic import Lengths
 
 EDGES = [4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 51, 64, 81, 102, 128, 161, 203, 255, 256]
 

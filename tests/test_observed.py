@@ -24,6 +24,8 @@ import pytest
 from conftest import build_into, write_pipeline
 from peers.prometheus_tools import running
 from test_watch import look
+from triptych.base.explained import plain
+from triptych.base.releases import Release
 from triptych.client import Client, InferenceError
 from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.dashboard import rows_of
@@ -33,17 +35,15 @@ from triptych.deploy.monitoring import prometheus_rule
 from triptych.deploy.options import Options
 from triptych.deploy.scaling import scaled_object
 from triptych.deploy.sizing import sizes_of
-from triptych.fleet.bootstrap import Listen
-from triptych.fleet.proxy import Proxy
-from triptych.fleet.reasons import plain
-from triptych.fleet.settings import proxy_settings
-from triptych.releases import Release
+from triptych.operate.watch.gauges import gauges_text
+from triptych.operate.watch.page import GaugesPage, gauges_page
 from triptych.repository.lock import read_lock
 from triptych.runtime.sample_files import FOLDER_VARIABLE
-from triptych.server.ports import claim_ports
-from triptych.server.server import Server
-from triptych.watch.gauges import gauges_text
-from triptych.watch.page import GaugesPage, gauges_page
+from triptych.serving.fleet.bootstrap import Listen
+from triptych.serving.fleet.proxy import Proxy
+from triptych.serving.fleet.settings import proxy_settings
+from triptych.serving.ports import claim_ports
+from triptych.serving.server import Server
 
 LOOPBACK = "127.0.0.1"
 LIMIT_MS, SLOW_S = 300.0, 0.4

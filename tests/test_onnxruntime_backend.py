@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 import onnxruntime_cases as cases
 from raw_requests import Arrays, ask, ask_together
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from onnxruntime_cases import PADDED, write_model
-from triptych.server.backends.onnxruntime import ort_contract, ort_sessions
-from triptych.server.stand_in import contract as contracts
-from triptych.server.stand_in import feeds
+from triptych.serving.backends import contract as contracts
+from triptych.serving.backends import feeds
+from triptych.serving.backends.onnxruntime import ort_contract, ort_sessions
 
 PACKED_INPUTS = [
     ort_contract.OrtTensor("input_ids", "tensor(int32)", (-1,)),

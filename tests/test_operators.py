@@ -12,12 +12,12 @@ import pytest
 
 import precision_cases as cases
 from precision_cases import node
-from triptych.errors import UserError
-from triptych.export.operators import support_of, unsupported
-from triptych.pipeline.precisions import Precision
-from triptych.precision import float16, fp8, int8
-from triptych.precision.recipe import Recipe
+from triptych.base.errors import UserError
+from triptych.core.precision import float16, fp8, int8
+from triptych.core.precision.recipe import Recipe
+from triptych.repository.lint.operators import support_of, unsupported
 from triptych.repository.records import Conversion
+from triptych.spec.precisions import Precision
 
 MAJORS = (8, 10, 11)
 CONVERT: dict[Precision, Callable[..., Conversion]] = {

@@ -29,7 +29,7 @@ from test_server import eventually
 from triptych.client import Client, InferenceError
 from triptych.client.wire import infer_request
 from triptych.container.steps import step_processes
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 LARGE_BYTES = 40 * 10**6

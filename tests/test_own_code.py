@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from test_source import change, write
-from triptych.errors import UserError
-from triptych.export.to_onnx import load_model
-from triptych.model.source import locate, read_facts, read_tokenizer
-from triptych.pipeline.spec_fields import ModelSource
+from triptych.base.errors import UserError
+from triptych.core.export.to_onnx import load_model
+from triptych.spec.model_source import locate, read_facts, read_tokenizer
+from triptych.spec.spec_fields import ModelSource
 
 OWN_CODE = """
 from pathlib import Path

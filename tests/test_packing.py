@@ -14,18 +14,18 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 from torch.nn import functional
 
-from triptych.export.packed_batch import PackedBatch
-from triptych.export.packed_ops import PackedOperations
-from triptych.export.tile_sizes import (
+from triptych.base.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, TokenRow
+from triptych.core.export.packed_batch import PackedBatch
+from triptych.core.export.packed_ops import PackedOperations
+from triptych.core.export.tile_sizes import (
     SIZES,
     TENSORRT_TILE,
     TILE_OVERHEAD,
     compute_from_shapes,
     compute_from_values,
 )
-from triptych.requests.feeds import core_feed, row_starts
+from triptych.core.feeds import core_feed, row_starts
 from triptych.runtime.packed_rows import MULTIPLE, pack_rows, span_of, unpack_rows
-from triptych.tensors import INPUT_IDS, ROW_LENGTH, ROW_OFFSET, ROW_SPAN, TokenRow
 
 PACKED = (INPUT_IDS, ROW_LENGTH, ROW_OFFSET)
 LENGTHS = ([1], [16], [17, 1, 40], [256, *[16] * 31], [256] * 4, [5, 64, 3, 3, 120, 7])

@@ -11,8 +11,8 @@ import pytest
 from jinja2 import UndefinedError
 
 from report_pages import Page, assert_finite_drawing, assert_stands_alone, typed
-from triptych.files import write_files
-from triptych.formatting import (
+from triptych.base.files import write_files
+from triptych.base.formatting import (
     LONGEST_TEXT,
     TIMES,
     amount,
@@ -26,9 +26,9 @@ from triptych.formatting import (
     shown,
     signed_percent,
 )
-from triptych.report.drawing import linear, snug
-from triptych.report.pages import PAGES, render
-from triptych.report.plots import (
+from triptych.interface.report.drawing import linear, snug
+from triptych.interface.report.pages import PAGES, render
+from triptych.interface.report.plots import (
     MOST_BINS,
     Bar,
     Dot,

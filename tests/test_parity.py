@@ -14,11 +14,11 @@ from conftest import lock_data, quiet, traffic_texts
 from engine_cases import copied, machine
 from task_models import MODELS
 from test_precision_tasks import traffic_of
-from triptych.building import build
-from triptych.engine.stage import EngineFailure, build_engine
-from triptych.pipeline.spec import load_spec
+from triptych.building.build import build
+from triptych.core.engine.stage import EngineFailure, build_engine
+from triptych.core.inputs import read_inputs
 from triptych.repository.records import plain_record
-from triptych.requests.inputs import read_inputs
+from triptych.spec.spec import load_spec
 
 CASES = (
     ("topics", "bucketed", "fp16"),

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from triptych.bench.measure import Target, measure
-from triptych.bench.perf_analyzer import LoadError, LoadResult, run
-from triptych.bench.perf_binary import VERSION, find_perf_analyzer
-from triptych.bench.points import Load
-from triptych.errors import UserError
-from triptych.server.server import Server
+from triptych.base.errors import UserError
+from triptych.serving.bench.measure import Target, measure
+from triptych.serving.bench.perf_analyzer import LoadError, LoadResult, run
+from triptych.serving.bench.perf_binary import VERSION, find_perf_analyzer
+from triptych.serving.bench.points import Load
+from triptych.serving.server import Server
 
 TEXTS = ["hello", "nul \0 inside", "😀 é", "", 'quote " \\ \n \t \x01', "\u2028", "x" * 3000]
 PAUSE_S = 0.02

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from conftest import write_pipeline
-from triptych.model.facts import ModelFacts
-from triptych.pipeline.spec import PipelineSpec, load_spec
-from triptych.pipeline.traffic import Lengths
-from triptych.plan.plan import Plan, bucket_of, choose_edges, make_plan
-from triptych.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.plan import Plan, bucket_of, choose_edges, make_plan
+from triptych.spec.spec import PipelineSpec, load_spec
+from triptych.spec.tasks.text_embedding import TEXT_EMBEDDING
+from triptych.spec.traffic import Lengths
 
 FACTS = ModelFacts(
     sha256="0", architecture="BertModel", hidden_size=8, max_length=64, pad_token_id=0

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from conftest import build_into, lock_data, quiet, write_pipeline
-from triptych import building
-from triptych.errors import UserError
-from triptych.pipeline.precisions import Precision
-from triptych.pipeline.spec import load_spec
-from triptych.precision.keep_layers import Lowered, lower
+from triptych.base.errors import UserError
+from triptych.building import build as building
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.core.precision.keep_layers import Lowered, lower
 from triptych.repository.records import GateResult
-from triptych.requests.inputs import PipelineInputs, read_inputs
+from triptych.spec.precisions import Precision
+from triptych.spec.spec import load_spec
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ import pytest
 
 import precision_cases as cases
 from precision_cases import node
-from triptych.graph.session import runnable
-from triptych.pipeline.precisions import Precision
-from triptych.precision import float_nodes
-from triptych.precision.activations import model_ranges
-from triptych.precision.float16 import convert
-from triptych.precision.recipe import Recipe
+from triptych.base.onnx_session import runnable
+from triptych.core.precision import float_nodes
+from triptych.core.precision.activations import model_ranges
+from triptych.core.precision.float16 import convert
+from triptych.core.precision.recipe import Recipe
 from triptych.repository.records import Conversion, plain_record, read_record
+from triptych.spec.precisions import Precision
 
 FP16, BF16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 KIND = {"fp16": FP16, "bf16": BF16}

@@ -12,10 +12,10 @@ import pytest
 
 import precision_cases as cases
 from precision_cases import node
-from triptych.errors import UserError
-from triptych.graph.nodes import OPSET
-from triptych.precision.fp8 import LARGEST, convert
-from triptych.precision.recipe import Recipe
+from triptych.base.errors import UserError
+from triptych.base.onnx_nodes import OPSET
+from triptych.core.precision.fp8 import LARGEST, convert
+from triptych.core.precision.recipe import Recipe
 
 FP8 = onnx.TensorProto.FLOAT8E4M3FN
 RECIPE = Recipe("fp8")

@@ -13,13 +13,13 @@ import pytest
 
 import precision_cases as cases
 from conftest import LAYOUTS
-from triptych.errors import UserError
-from triptych.graph.files import read_model, write_model
-from triptych.graph.value_types import value_types
-from triptych.pipeline.precisions import Precision
-from triptych.precision.int8 import Quantiser, convert
-from triptych.precision.linear import find_groups
-from triptych.precision.recipe import Recipe
+from triptych.base.errors import UserError
+from triptych.base.onnx_files import read_model, write_model
+from triptych.base.onnx_types import value_types
+from triptych.core.precision.int8 import Quantiser, convert
+from triptych.core.precision.linear import find_groups
+from triptych.core.precision.recipe import Recipe
+from triptych.spec.precisions import Precision
 
 BOTH: tuple[Precision, ...] = ("int8", "int8_dynamic")
 HEAD = "embedding"

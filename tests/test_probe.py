@@ -14,8 +14,12 @@ import pytest
 
 from conftest import ROOT
 from gate_cases import EVERY, SAMPLES, Case, make, requests_of, task_of
-from triptych.gate.artifact import RowOutputs
-from triptych.gate.probe import OUTSIDE, describe_probe, judge_probe
+from triptych.core.feeds import Sample
+from triptych.core.gate.artifact import RowOutputs
+from triptych.core.gate.probe import OUTSIDE, describe_probe, judge_probe
+from triptych.core.probe import probe_texts
+from triptych.core.samples import GateRequest
+from triptych.core.variety import Variety, variety_of
 from triptych.repository.records import (
     GateResult,
     ProbeResult,
@@ -23,13 +27,9 @@ from triptych.repository.records import (
     plain_record,
     read_record,
 )
-from triptych.requests.feeds import Sample
-from triptych.requests.probe import probe_texts
-from triptych.requests.samples import GateRequest
-from triptych.requests.variety import Variety, variety_of
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import METRICS, above_rounding, probe_limits
-from triptych.tasks.task import Returns
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import METRICS, above_rounding, probe_limits
+from triptych.spec.tasks.task import Returns
 
 TEXTS_SHA256 = "dfd3e2c78165097d0ff6acd4d4203f5f8ac4fd3c011f122e42c972f44ca3cc4c"
 """Of all texts: the same on every Python, and changed only on purpose."""

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from conftest import build_into, lock_data, quiet, write_lock, write_pipeline
-from triptych.building import Built
-from triptych.export.stage import export_model
-from triptych.gate.cached import Gate
-from triptych.gate.probe import OUTSIDE
-from triptych.graph.files import MODEL_FILE
-from triptych.pipeline.spec import load_spec
-from triptych.precision.converter import Converter
+from triptych.base.onnx_files import MODEL_FILE
+from triptych.building.build import Built
+from triptych.core.export.stage import export_model
+from triptych.core.gate.cached import Gate
+from triptych.core.gate.probe import OUTSIDE
+from triptych.core.inputs import read_inputs
+from triptych.core.precision.converter import Converter
 from triptych.repository.lock import read_lock
-from triptych.requests.inputs import read_inputs
+from triptych.spec.spec import load_spec
 
 
 @pytest.fixture(scope="module")

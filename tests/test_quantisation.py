@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from triptych.errors import UserError
-from triptych.generation.describe import describe_inputs
-from triptych.generation.facts import GenerationFacts, GenerationModel
-from triptych.generation.gate import cause_of
-from triptych.generation.inputs import GenerationInputs, Prompt
-from triptych.generation.lock import lock_bytes
-from triptych.generation.metrics import LIMITS, limits_of
-from triptych.generation.quantisation import (
+from triptych.base.errors import UserError
+from triptych.building.generation.describe import describe_inputs
+from triptych.building.generation.facts import GenerationFacts, GenerationModel
+from triptych.building.generation.gate import cause_of
+from triptych.building.generation.inputs import GenerationInputs, Prompt
+from triptych.building.generation.lock import lock_bytes
+from triptych.building.generation.metrics import LIMITS, limits_of
+from triptych.building.generation.quantisation import (
     Quantisation,
     check_precision,
     compressed_tensors_config,
     read_quantisation,
 )
-from triptych.pipeline.generation_spec import GenerationCore, GenerationSpec, KvCache
-from triptych.pipeline.spec_fields import ModelSource
+from triptych.spec.generation_spec import GenerationCore, GenerationSpec, KvCache
+from triptych.spec.spec_fields import ModelSource
 
 FACTS = GenerationFacts("", "LlamaForCausalLM", 64, (1,), {}, 1000, 2, vocabulary=300)
 W4A16 = {

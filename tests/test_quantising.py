@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from triptych.errors import UserError
-from triptych.generation.dequantising import UnknownLayoutError, dequantise, load_model
-from triptych.generation.quantising import quantise
+from triptych.base.errors import UserError
+from triptych.building.generation.dequantising import UnknownLayoutError, dequantise, load_model
+from triptych.building.generation.quantising import quantise
 
 INPUTS, OUTPUTS, GROUP = 32, 16, 8
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triptych.gate.artifact import open_onnx
-from triptych.gate.reference import pixel_values, reference_outputs
-from triptych.model.facts import ModelFacts
-from triptych.model.source import read_facts
-from triptych.requests.feeds import Sample
-from triptych.tasks import find_task
-from triptych.tasks.task import Core
-from triptych.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_OFFSET, Tensor, TokenRow
+from triptych.base.tensors import FIRST_SEGMENT, INPUT_IDS, ROW_LENGTH, ROW_OFFSET, Tensor, TokenRow
+from triptych.core.feeds import Sample
+from triptych.core.gate.artifact import open_onnx
+from triptych.core.gate.reference import pixel_values, reference_outputs
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_source import read_facts
+from triptych.spec.tasks import find_task
+from triptych.spec.tasks.task import Core
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXTS = ["hello", "a much longer text than that, with a few commas, too", "so?", "red and green"]

@@ -11,12 +11,12 @@ import pytest
 
 from conftest import quiet
 from engine_options import OPTIONS
-from triptych.cache import sha256_of
-from triptych.engine import rehearsal, rtx
-from triptych.engine.rehearsal import ask, rehearse
-from triptych.errors import UserError
-from triptych.plan.engine_spec import EnginePlan, ShapeRange
+from triptych.base.cache import sha256_of
+from triptych.base.errors import UserError
+from triptych.core.engine import rehearsal, rtx
+from triptych.core.engine.rehearsal import ask, rehearse
 from triptych.repository.records import Rehearsal
+from triptych.spec.engine_spec import EnginePlan, ShapeRange
 
 ROWS = ({"x": ShapeRange((1, 16), (4, 16), (8, 16))},)
 WEIGHT = "<float16[16,16] weight = {" + ",".join(["1"] * 256) + "}>"

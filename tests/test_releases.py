@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
-from triptych.errors import UserError
-from triptych.releases import (
+from triptych.base.errors import UserError
+from triptych.base.releases import (
     BACKEND_PARAMETERS,
     CONFIG_FIELDS,
     OLDEST,

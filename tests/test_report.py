@@ -28,8 +28,8 @@ from report_pages import (
     probe_of,
     verdict,
 )
-from triptych.report import plots
-from triptych.report.gate_write import About, write_report
+from triptych.interface.report import plots
+from triptych.interface.report.gate_write import About, write_report
 from triptych.repository.plain import plain_data
 from triptych.repository.records import Candidate, Conversion, GateResult, WorstRow
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import precision_cases as cases
-from triptych.precision.activations import Activations
-from triptych.precision.rounding import round_nearest, round_together, scale_of
-from triptych.precision.smoothing import find_smoothing, quantised
+from triptych.core.precision.activations import Activations
+from triptych.core.precision.rounding import round_nearest, round_together, scale_of
+from triptych.core.precision.smoothing import find_smoothing, quantised
 
 
 def correlated(rows: int, width: int = 64, *, rank: int = 6) -> Any:

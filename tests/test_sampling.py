@@ -36,16 +36,16 @@ from sampling_cases import (
     write_sampling,
 )
 from task_models import text_classifier
-from triptych.building import Built, build
-from triptych.cli import app
+from triptych.base.errors import Progress, UserError
+from triptych.building.build import Built, build
 from triptych.client import Client
 from triptych.container.steps import step_processes
-from triptych.errors import Progress, UserError
-from triptych.pipeline.spec import load_spec
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.interface.cli import app
 from triptych.repository.lock import build_id
-from triptych.requests.inputs import PipelineInputs, read_inputs
 from triptych.runtime.sample_files import FOLDER_VARIABLE, PARTIAL, list_files
-from triptych.server.server import Server
+from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
 
 TEXTS = traffic_texts()[:30]
 PLANTED = "planted by nobody else 2718281828"  # which `redact` leaves as it is
@@ -348,7 +348,7 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
         raise UserError("engine", "must compute what its graph does")
 
     with monkeypatch.context() as patch:
-        patch.setattr("triptych.watch.apply.build", breaks)
+        patch.setattr("triptych.operate.watch.apply.build", breaks)
         code, look = watch("--apply")
     assert (code, "must compute" in look["applied"]["failure"]) == (1, True)
     assert (build_id(repository, "sampled"), files()) == (first, before)

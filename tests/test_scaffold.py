@@ -20,19 +20,19 @@ from PIL import Image
 
 from conftest import ROOT
 from scaffolding import triptych, write
-from triptych.errors import UserError
-from triptych.model.facts import ModelFacts
-from triptych.pipeline.generation_spec import load_generation_spec
-from triptych.pipeline.scaffold import TEMPLATES, Scaffold, scaffold, tasks
-from triptych.pipeline.spec import GENERATING, GENERATION, TEXT2TEXT, load_spec
-from triptych.pipeline.text2text_spec import load_text2text_spec
-from triptych.pipeline.traffic import read_traffic
-from triptych.requests.hook_tests import check_pipeline
-from triptych.requests.inputs import task_of
+from triptych.base.errors import UserError
+from triptych.base.tensors import Tensor
+from triptych.building.hook_tests import check_pipeline
+from triptych.core.inputs import task_of
 from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook
 from triptych.runtime.rows_image import Limits, open_image
-from triptych.tasks import TASKS
-from triptych.tensors import Tensor
+from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.scaffold import TEMPLATES, Scaffold, scaffold, tasks
+from triptych.spec.spec import GENERATING, GENERATION, TEXT2TEXT, load_spec
+from triptych.spec.tasks import TASKS
+from triptych.spec.text2text_spec import load_text2text_spec
+from triptych.spec.traffic import read_traffic
 
 ENCODERS = [task for task in tasks() if task not in GENERATING]
 README = (ROOT / "pipelines/reference.md").read_text(encoding="utf-8")
@@ -159,7 +159,7 @@ def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from triptych.pipeline.scaffold import scaffold
+from triptych.spec.scaffold import scaffold
 
 def audit(event, arguments):
     if event == "open" and str(arguments[0]).endswith(sys.argv[1]):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from triptych.files import scratch_folder
-from triptych.lint.rendered import LintFailure, lint_rendered
+from triptych.base.files import scratch_folder
+from triptych.repository.lint.rendered import LintFailure, lint_rendered
 
 HOLD = """
 import sys
-from triptych.files import scratch_folder
+from triptych.base.files import scratch_folder
 with scratch_folder("triptych-lint-") as folder:
     (folder / "model").mkdir()
     print(folder, flush=True)

@@ -24,9 +24,9 @@ from served_models import (
     save,
 )
 from tokenizers_of_kinds import LONGEST
+from triptych.base.errors import UserError
 from triptych.client import Client
-from triptych.errors import UserError
-from triptych.export.operators import unsupported
+from triptych.repository.lint.operators import unsupported
 from triptych.runtime.carry import OUTSIDE, WORD_START, Carry
 from triptych.runtime.postprocess_question_answering import Decoder
 
@@ -103,7 +103,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Any]:
-    from triptych.server.server import Server
+    from triptych.serving.server import Server
 
     with Server(repository) as server:
         yield server

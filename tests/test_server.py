@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from triptych.server.leftovers import MARK_VARIABLE, SHM, marked_processes
-from triptych.server.server import Server
+from triptych.serving.leftovers import MARK_VARIABLE, SHM, marked_processes
+from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 
@@ -298,7 +298,7 @@ def test_a_server_outlives_the_thread_that_started_it(repository: Path) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 server = Server(Path(sys.argv[1]), log_file=Path(sys.argv[2]) if sys.argv[2:] else None)
 try:

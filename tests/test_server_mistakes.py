@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from triptych.errors import UserError
-from triptych.server.ports import claim_ports, port_is_busy, release_ports
-from triptych.server.server import Server
-from triptych.server.server_log import ServerError
+from triptych.base.errors import UserError
+from triptych.serving.ports import claim_ports, port_is_busy, release_ports
+from triptych.serving.server import Server
+from triptych.serving.server_log import ServerError
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from test_server import ask, mark_of, regions, write_model
+from triptych.base.errors import UserError
 from triptych.client import Client
-from triptych.errors import UserError
-from triptych.server.leftovers import SHM, marked_processes
-from triptych.server.server import Server
+from triptych.serving.leftovers import SHM, marked_processes
+from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from triptych.errors import UserError
-from triptych.model.facts import Dense, Normalize
-from triptych.model.source import read_facts, read_tokenizer
+from triptych.base.errors import UserError
+from triptych.spec.model_facts import Dense, Normalize
+from triptych.spec.model_source import read_facts, read_tokenizer
 
 
 def write(path: Path, value: object) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from conftest import write_pipeline
-from triptych.errors import UserError
-from triptych.pipeline.spec import load_spec
-from triptych.pipeline.traffic import Lengths, read_traffic
-from triptych.tasks import find_task
+from triptych.base.errors import UserError
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks import find_task
+from triptych.spec.traffic import Lengths, read_traffic
 
 
 def test_two_fields_suffice(tmp_path: Path) -> None:

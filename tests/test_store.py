@@ -13,9 +13,9 @@ import pytest
 
 from killed_commits import tree
 from test_server import write_model
-from triptych.errors import UserError
+from triptych.base.errors import UserError
 from triptych.repository.store import complete, work_beside, write_models
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 TESTS = Path(__file__).parent
 OLD = {"a/x": b"old", "b/x": b"old", "c/x": b"old"}
@@ -124,8 +124,8 @@ def test_what_killed_work_left_goes_with_the_next_command(tmp_path: Path) -> Non
 WRITES = """
 import sys
 from pathlib import Path
-from triptych.cache import cached_stage
-from triptych.errors import UserError
+from triptych.base.cache import cached_stage
+from triptych.base.errors import UserError
 from triptych.repository.store import write_models
 folder = Path(sys.argv[1])
 content = bytes(500_000)
@@ -203,7 +203,7 @@ mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" || exit 9
 ONE_MODEL = """
 import sys
 from pathlib import Path
-from triptych.errors import UserError
+from triptych.base.errors import UserError
 from triptych.repository.store import complete, write_models
 folder = Path(sys.argv[1])
 try:

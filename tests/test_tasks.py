@@ -19,8 +19,8 @@ from task_reference import answer_spans, image_bytes
 from triptych.client import Client, InvalidRequest
 from triptych.container.health import QUESTION_FILE, find_fault
 from triptych.container.locks import find_pipelines
-from triptych.pipeline.spec import load_spec
-from triptych.ui.page import answer, open_pipeline
+from triptych.interface.page.page import answer, open_pipeline
+from triptych.spec.spec import load_spec
 
 pytestmark = pytest.mark.server
 TEXTS = [
@@ -105,7 +105,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Any]:
-    from triptych.server.server import Server
+    from triptych.serving.server import Server
 
     with Server(repository) as server:
         yield server

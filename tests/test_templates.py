@@ -16,9 +16,9 @@ import pytest
 
 from conftest import build_into, traffic_texts
 from task_models import MODELS
-from triptych.pipeline.scaffold import scaffold
-from triptych.server.server import Server
-from triptych.tasks import TASKS
+from triptych.serving.server import Server
+from triptych.spec.scaffold import scaffold
+from triptych.spec.tasks import TASKS
 
 pytestmark = pytest.mark.server
 MAKERS = dict(reversed(MODELS.values()))

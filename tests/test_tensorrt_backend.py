@@ -18,7 +18,7 @@ from conftest import LAYOUTS, build_into, traffic_texts, write_pipeline
 from fake_cuda import LOG_VARIABLE
 from raw_requests import Arrays, ask, ask_together
 from triptych.client import Client
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
 

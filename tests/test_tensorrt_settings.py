@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from triptych.plan.engine_spec import GraphSpec
-from triptych.server.backends.tensorrt import trt_settings
-from triptych.server.stand_in.contract import ContractError
+from triptych.serving.backends.contract import ContractError
+from triptych.serving.backends.tensorrt import trt_settings
+from triptych.spec.engine_spec import GraphSpec
 
 
 def config(**fields: Any) -> Any:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from triptych.cli.shown import print_failed_gate
-from triptych.cli.tables import Terminal, print_table, say
-from triptych.errors import inert
+from triptych.base.errors import inert
+from triptych.interface.cli.shown import print_failed_gate
+from triptych.interface.cli.tables import Terminal, print_table, say
 from triptych.repository.records import GateResult, Verdict, WorstRow
 
 HOSTILE = (

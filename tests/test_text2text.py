@@ -17,24 +17,24 @@ from generation_cases import Streams, responses_of
 from generation_served import wait_until
 from test_ui import fetch, post
 from text2text_cases import TEXTS, write_model, write_pipeline
-from triptych.bench.bench import Bench
-from triptych.bench.points import Load, to_json
-from triptych.errors import UserError
-from triptych.generation.bench import bench_generation
-from triptych.generation.build import build_generation
-from triptych.generation.describe import describe_inputs
-from triptych.generation.gate import check_generation
-from triptych.generation.live import LiveGeneration, describe_generation, verify_generation
-from triptych.generation.marian import without_advice
-from triptych.generation.reference import reference_answers
-from triptych.generation.text2text import Text2TextInputs, read_text2text
-from triptych.lint.checks import run_checks
-from triptych.pipeline.slo import GenerationSlo
-from triptych.pipeline.text2text_spec import load_text2text_spec
+from triptych.base.errors import UserError
+from triptych.building.generation.bench import bench_generation
+from triptych.building.generation.build import build_generation
+from triptych.building.generation.describe import describe_inputs
+from triptych.building.generation.gate import check_generation
+from triptych.building.generation.live import LiveGeneration, describe_generation, verify_generation
+from triptych.building.generation.marian import without_advice
+from triptych.building.generation.reference import reference_answers
+from triptych.building.generation.text2text import Text2TextInputs, read_text2text
+from triptych.interface.page.chat import ChatPage
+from triptych.repository.lint.checks import run_checks
 from triptych.runtime.source_pieces import PIECES_FILE, SourcePieces
-from triptych.server.endpoint import Endpoint
-from triptych.server.server import Server
-from triptych.ui.chat import ChatPage
+from triptych.serving.bench.bench import Bench
+from triptych.serving.bench.points import Load, to_json
+from triptych.serving.endpoint import Endpoint
+from triptych.serving.server import Server
+from triptych.spec.slo import GenerationSlo
+from triptych.spec.text2text_spec import load_text2text_spec
 
 pytestmark = pytest.mark.server
 CORES: dict[str, dict[str, object]] = {

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 from gate_cases import SAMPLES, make, requests_of
-from triptych.errors import UserError
-from triptych.gate.check import Labelled, check
-from triptych.gate.decoded import Decoding
+from triptych.base.errors import UserError
+from triptych.core.gate.check import Labelled, check
+from triptych.core.gate.decoded import Decoding
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.row_types import RowMaker, TextRowMaker
 from triptych.runtime.rows_image import RowMaker as ImageRowMaker
 from triptych.runtime.rows_text import RowMaker as PlainTextRowMaker
-from triptych.tasks.accuracy import metrics_of, thresholds
-from triptych.tasks.eval_file import first_rows, read_labels
-from triptych.tasks.metrics.bootstrap import ratio
-from triptych.tasks.metrics.labelled import LabelledMetric
-from triptych.tasks.metrics.labels import Truth
-from triptych.tasks.metrics.outputs import Comparison, numbers
-from triptych.tasks.reranking import RERANKING
-from triptych.tasks.task import Task
+from triptych.spec.tasks.accuracy import metrics_of, thresholds
+from triptych.spec.tasks.eval_file import first_rows, read_labels
+from triptych.spec.tasks.metrics_bootstrap import ratio
+from triptych.spec.tasks.metrics_labelled import LabelledMetric
+from triptych.spec.tasks.metrics_labels import Truth
+from triptych.spec.tasks.metrics_outputs import Comparison, numbers
+from triptych.spec.tasks.reranking import RERANKING
+from triptych.spec.tasks.task import Task
 
 
 def _compare(got: Any, wanted: Any, queries: Any) -> Comparison:

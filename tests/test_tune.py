@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from conftest import build_into, quiet, write_pipeline
-from triptych.bench.points import to_json
-from triptych.cache import cache_root
-from triptych.pipeline.slo import Slo
-from triptych.pipeline.spec import load_spec
-from triptych.pipeline.tuned import TUNED_FILE, read_tuned
-from triptych.tune.encoding import Encoding
-from triptych.tune.kind import Setting
-from triptych.tune.objective import Objective
-from triptych.tune.trial_servers import trial_servers
-from triptych.tune.tune import Tuning, tune_pipeline
+from triptych.base.cache import cache_root
+from triptych.operate.tune.encoding import Encoding
+from triptych.operate.tune.kind import Setting
+from triptych.operate.tune.objective import Objective
+from triptych.operate.tune.trial_servers import trial_servers
+from triptych.operate.tune.tune import Tuning, tune_pipeline
+from triptych.serving.bench.points import to_json
+from triptych.spec.slo import Slo
+from triptych.spec.spec import load_spec
+from triptych.spec.tuned import TUNED_FILE, read_tuned
 
 pytestmark = pytest.mark.long
 
@@ -104,7 +104,7 @@ def test_an_interrupted_run_leaves_nothing_but_what_it_has_measured(
         if stage.name != "tune":
             (cache / stage.name).symlink_to(stage)
     before = snapshot(home)
-    command = [sys.executable, "-m", "triptych.cli", "tune", "tiny", "--clients", "2"]
+    command = [sys.executable, "-m", "triptych.interface.cli", "tune", "tiny", "--clients", "2"]
     command += ["--pipelines", str(home / "pipelines"), "--repository", str(home / "repository")]
     process = subprocess.Popen(
         command,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from triptych.pipeline.tuned import TUNABLE
-from triptych.tune.evidence import Evidence, Proposal, Skip
-from triptych.tune.fields import FIELDS
+from triptych.operate.tune.evidence import Evidence, Proposal, Skip
+from triptych.operate.tune.fields import FIELDS
+from triptych.spec.tuned import TUNABLE
 from tune_cases import evidence, measurement, step
 
 

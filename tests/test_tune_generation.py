@@ -17,28 +17,28 @@ from conftest import ROOT, quiet
 from generation_cases import write_pipeline, write_tiny_model
 from load_samples import outcome, subject, trial, tuned
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
-from triptych.bench.points import Measurement, Streamed, Times, from_json, to_json
-from triptych.cli.tune_tables import print_tuned
-from triptych.errors import UserError
-from triptych.generation.describe import describe_inputs
-from triptych.generation.inputs import GenerationInputs, Prompt, read_generation
-from triptych.lint.rendered import LintFailure
-from triptych.pipeline.generation_spec import GenerationSpec, load_generation_spec
-from triptych.pipeline.slo import GenerationSlo
-from triptych.pipeline.tuned import TUNABLE_GENERATION, read_tuned
-from triptych.report.tuning_report import tune_page
-from triptych.server.server import Server
-from triptych.tune import generation_fields
-from triptych.tune import tune as tuning
-from triptych.tune.evidence import Evidence, Proposal, Skip
-from triptych.tune.generating import Generating, describe_goodput, generation_advice
-from triptych.tune.generation_fields import GENERATION_FIELDS, shared_beginnings
-from triptych.tune.goodput import Goodput
-from triptych.tune.kind import Setting
-from triptych.tune.objective import LoadFailed
-from triptych.tune.results import TuneResult
-from triptych.tune.search import Search, TrialCache
-from triptych.tune.tune import Tuning, tune_pipeline
+from triptych.base.errors import UserError
+from triptych.building.generation.describe import describe_inputs
+from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
+from triptych.interface.cli.tune_tables import print_tuned
+from triptych.interface.report.tuning_report import tune_page
+from triptych.operate.tune import generation_fields
+from triptych.operate.tune import tune as tuning
+from triptych.operate.tune.evidence import Evidence, Proposal, Skip
+from triptych.operate.tune.generating import Generating, describe_goodput, generation_advice
+from triptych.operate.tune.generation_fields import GENERATION_FIELDS, shared_beginnings
+from triptych.operate.tune.goodput import Goodput
+from triptych.operate.tune.kind import Setting
+from triptych.operate.tune.objective import LoadFailed
+from triptych.operate.tune.results import TuneResult
+from triptych.operate.tune.search import Search, TrialCache
+from triptych.operate.tune.tune import Tuning, tune_pipeline
+from triptych.repository.lint.rendered import LintFailure
+from triptych.serving.bench.points import Measurement, Streamed, Times, from_json, to_json
+from triptych.serving.server import Server
+from triptych.spec.generation_spec import GenerationSpec, load_generation_spec
+from triptych.spec.slo import GenerationSlo
+from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
 from tune_cases import measurement, step
 
 PROMISE = GenerationSlo(ttft_p99="500ms", itl_p99="50ms")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from triptych.bench.points import Measurement
-from triptych.pipeline.slo import Slo
-from triptych.tune.objective import CLIENTS, LoadFailed, Objective
-from triptych.tune.score_comparison import MOST_ROUNDS, compare_scores, gain
+from triptych.operate.tune.objective import CLIENTS, LoadFailed, Objective
+from triptych.operate.tune.score_comparison import MOST_ROUNDS, compare_scores, gain
+from triptych.serving.bench.points import Measurement
+from triptych.spec.slo import Slo
 from tune_cases import measurement
 
 

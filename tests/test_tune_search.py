@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from triptych.bench.points import Measurement, Streamed, Times
-from triptych.errors import UserError
-from triptych.pipeline.slo import GenerationSlo
-from triptych.pipeline.spec import PipelineSpec
-from triptych.tune import trial_servers, tune
-from triptych.tune.fields import FIELDS
-from triptych.tune.goodput import Goodput
-from triptych.tune.kind import Setting
-from triptych.tune.objective import LoadFailed, Scored
-from triptych.tune.search import Search, TrialCache
+from triptych.base.errors import UserError
+from triptych.operate.tune import trial_servers, tune
+from triptych.operate.tune.fields import FIELDS
+from triptych.operate.tune.goodput import Goodput
+from triptych.operate.tune.kind import Setting
+from triptych.operate.tune.objective import LoadFailed, Scored
+from triptych.operate.tune.search import Search, TrialCache
+from triptych.serving.bench.points import Measurement, Streamed, Times
+from triptych.spec.slo import GenerationSlo
+from triptych.spec.spec import PipelineSpec
 from tune_cases import evidence, measurement
 
 PROMISE = GenerationSlo(e2e_p99="1s")

@@ -8,13 +8,14 @@ import pytest
 
 import generation_cases
 from conftest import write_pipeline
-from triptych.cache import sha256_of
-from triptych.cli.describe import describe_plan
-from triptych.errors import UserError
-from triptych.pipeline.generation_spec import load_generation_spec
-from triptych.pipeline.slo import Slo, parse_slo
-from triptych.pipeline.spec import load_spec
-from triptych.pipeline.tuned import (
+from triptych.base.cache import sha256_of
+from triptych.base.errors import UserError
+from triptych.core.inputs import read_inputs
+from triptych.interface.cli.describe import describe_plan
+from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.slo import Slo, parse_slo
+from triptych.spec.spec import load_spec
+from triptych.spec.tuned import (
     TUNABLE,
     TUNED_FILE,
     Tuned,
@@ -23,7 +24,6 @@ from triptych.pipeline.tuned import (
     tuned_text,
     write_tuned,
 )
-from triptych.requests.inputs import read_inputs
 
 
 @pytest.fixture

@@ -20,14 +20,14 @@ import pytest
 from browser import open_tab
 from conftest import build_into, traffic_texts, write_pipeline
 from task_models import tagger
+from triptych.base.formatting import figure
 from triptych.client import Client, StepStatistics
-from triptych.formatting import figure
-from triptych.pipeline.spec import load_spec
-from triptych.tasks import TASKS
-from triptych.ui.asking import Times
-from triptych.ui.form import SECOND, Form
-from triptych.ui.page import DemoPage, open_pipeline
-from triptych.ui.shown import Bar, Piece, mark, show
+from triptych.interface.page.asking import Times
+from triptych.interface.page.form import SECOND, Form
+from triptych.interface.page.page import DemoPage, open_pipeline
+from triptych.interface.page.shown import Bar, Piece, mark, show
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks import TASKS
 
 TRIPTYCH = str(Path(sys.executable).with_name("triptych"))
 HOSTILE = "</textarea><script>window.ran = 1</script><img src=x onerror='window.ran = 1'>\u202e"

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 
 from load_samples import measurement
 from report_pages import assert_stands_alone
-from triptych.errors import UserError
-from triptych.report.shadow_page import write_shadow_report
+from triptych.base.errors import UserError
+from triptych.interface.report.shadow_page import write_shadow_report
+from triptych.operate.watch.found import Look, MeanTest
+from triptych.operate.watch.gauges import gauges_text
+from triptych.operate.watch.mixes import compare_mixes, script_of
+from triptych.operate.watch.pairs import Answers, PairFigure, PairTest
+from triptych.operate.watch.sample import read_sample
+from triptych.operate.watch.scores import Figure
+from triptych.operate.watch.sequential import Evidence
+from triptych.operate.watch.timeline import TIMELINE_FILE, Timeline, read_timeline
+from triptych.operate.watch.verdict import Shadow, describe_shadow, judge, speeds_of
 from triptych.runtime.sample_files import write_file
-from triptych.watch.found import Look, MeanTest
-from triptych.watch.gauges import gauges_text
-from triptych.watch.mixes import compare_mixes, script_of
-from triptych.watch.pairs import Answers, PairFigure, PairTest
-from triptych.watch.sample import read_sample
-from triptych.watch.scores import Figure
-from triptych.watch.sequential import Evidence
-from triptych.watch.timeline import TIMELINE_FILE, Timeline, read_timeline
-from triptych.watch.verdict import Shadow, describe_shadow, judge, speeds_of
 
 NEEDED = math.log(1000)
 Losses = NDArray[np.float64]

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from triptych.bench.points import Measurement, StepUse
-from triptych.pipeline.spec import PipelineSpec
-from triptych.tune.evidence import Evidence
+from triptych.operate.tune.evidence import Evidence
+from triptych.serving.bench.points import Measurement, StepUse
+from triptych.spec.spec import PipelineSpec
 
 
 def step(name: str, *, busy: float, batch: int = 4) -> StepUse:

@@ -24,11 +24,11 @@ from peers.litserve_peer import LitServe
 from peers.measurement import Measurement, Summary, summarise
 from peers.mlserver_peer import MLServer
 from peers.model import CACHE, PIPELINE, build, cosines, reference
-from triptych.pipeline.traffic import read_traffic
 from triptych.repository.lock import read_lock
-from triptych.server.processor import processor
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import TOLERANCES, thresholds
+from triptych.serving.processor import processor
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import TOLERANCES, thresholds
+from triptych.spec.traffic import read_traffic
 
 _NAME = PIPELINE.name
 _CHECKED_TEXTS = 96

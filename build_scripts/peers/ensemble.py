@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peers.measurement import Measurement, closed_loop
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 _ANSWER_TIMEOUT_S = 120.0
 _EMBED_CLIENTS = 16

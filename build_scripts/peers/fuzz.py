@@ -29,7 +29,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from triptych.client import Client
 from triptych.container.locks import find_pipelines
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 DEADLINE_S = 20.0
 CLIENTS = 8

@@ -28,17 +28,17 @@ from statistics import median
 import aiohttp
 
 from peers.model import CACHE
-from triptych.bench.child_process import ChildProcess
-from triptych.bench.resources import process_tree
+from triptych.building.generation.build import build_generation
+from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
 from triptych.client import AsyncClient
-from triptych.generation.build import build_generation
-from triptych.generation.environment import environment_python
-from triptych.generation.inputs import GenerationInputs, Prompt, read_generation
-from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.runtime.engine_vllm import DTYPES, PRIVATE
-from triptych.server.http_probe import answers
-from triptych.server.ports import claim_ports
-from triptych.server.server import Server
+from triptych.serving.bench.child_process import ChildProcess
+from triptych.serving.bench.resources import process_tree
+from triptych.serving.environment import environment_python
+from triptych.serving.http_probe import answers
+from triptych.serving.ports import claim_ports
+from triptych.serving.server import Server
+from triptych.spec.generation_spec import load_generation_spec
 
 PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
 TOKENS = 32

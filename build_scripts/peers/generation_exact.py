@@ -16,13 +16,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peers.model import CACHE
-from triptych.generation.gate import measure
-from triptych.generation.inputs import GenerationInputs, Prompt, make_prompt, read_generation
-from triptych.generation.metrics import METRICS
-from triptych.generation.reference import TOKENS, answer_tokens
-from triptych.pipeline.generation_spec import load_generation_spec
+from triptych.building.generation.gate import measure
+from triptych.building.generation.inputs import (
+    GenerationInputs,
+    Prompt,
+    make_prompt,
+    read_generation,
+)
+from triptych.building.generation.metrics import METRICS
+from triptych.building.generation.reference import TOKENS, answer_tokens
+from triptych.core.probe import probe_texts
 from triptych.repository.records import GateResult
-from triptych.requests.probe import probe_texts
+from triptych.spec.generation_spec import load_generation_spec
 
 PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
 

@@ -26,6 +26,8 @@ from typing import Any
 
 from peers.model import CACHE
 from peers.soak import growths_of, sample, table_of
+from triptych.building.generation.build import build_generation
+from triptych.building.generation.inputs import GenerationInputs, read_generation
 from triptych.client import (
     AsyncClient,
     AsyncGeneration,
@@ -33,11 +35,9 @@ from triptych.client import (
     InferenceError,
     InvalidRequest,
 )
-from triptych.generation.build import build_generation
-from triptych.generation.inputs import GenerationInputs, read_generation
-from triptych.pipeline.generation_spec import load_generation_spec
 from triptych.runtime.generation_series import GAUGES, PREFIX
-from triptych.server.server import Server
+from triptych.serving.server import Server
+from triptych.spec.generation_spec import load_generation_spec
 
 PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
 CANCELLED_SHARE = 0.2

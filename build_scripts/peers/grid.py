@@ -24,19 +24,19 @@ from statistics import median
 from typing import Any
 
 from peers.model import CACHE, PIPELINE
-from triptych.bench.points import Measurement
-from triptych.errors import UserError
-from triptych.pipeline.slo import Slo, parse_slo
-from triptych.pipeline.spec import SPEC_FILE
-from triptych.pipeline.tuned import TUNED_FILE
-from triptych.pipeline.yaml_text import parse_yaml
-from triptych.tune.encoding import Encoding
-from triptych.tune.kind import Setting
-from triptych.tune.objective import LoadFailed, Objective
-from triptych.tune.results import TuneResult
-from triptych.tune.score_comparison import describe
-from triptych.tune.trial_servers import Slot, trial_servers
-from triptych.tune.tune import Tuning, tune_pipeline
+from triptych.base.errors import UserError
+from triptych.base.yaml_text import parse_yaml
+from triptych.operate.tune.encoding import Encoding
+from triptych.operate.tune.kind import Setting
+from triptych.operate.tune.objective import LoadFailed, Objective
+from triptych.operate.tune.results import TuneResult
+from triptych.operate.tune.score_comparison import describe
+from triptych.operate.tune.trial_servers import Slot, trial_servers
+from triptych.operate.tune.tune import Tuning, tune_pipeline
+from triptych.serving.bench.points import Measurement
+from triptych.spec.slo import Slo, parse_slo
+from triptych.spec.spec import SPEC_FILE
+from triptych.spec.tuned import TUNED_FILE
 
 PACKED: Mapping[str, Sequence[Any]] = {
     "serving.queue.max_delay_us": (0, 1000, 4000),

@@ -22,8 +22,8 @@ from typing_extensions import Self
 
 from peers.measurement import Measurement, closed_loop
 from peers.model import CACHE
-from triptych.bench.child_process import ChildProcess
-from triptych.server.ports import claim_ports
+from triptych.serving.bench.child_process import ChildProcess
+from triptych.serving.ports import claim_ports
 
 HOST = "127.0.0.1"
 MODEL = "minilm"

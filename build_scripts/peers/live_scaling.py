@@ -36,14 +36,14 @@ from peers.autoscaler import (
 from peers.fleet_simulation import Outcome, arrivals
 from peers.live_fleet import NAMESPACE, LiveFleet, live_fleet
 from peers.model import CACHE, PIPELINE, build
-from triptych.bench.bench import machine
+from triptych.base.explained import plain
+from triptych.base.releases import Release
 from triptych.deploy.basis import Basis, basis_of
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import Options
 from triptych.deploy.scaling import scaled_object
 from triptych.deploy.sizing import SCRAPE_S, SYNC_S
-from triptych.fleet.reasons import plain
-from triptych.releases import Release
+from triptych.serving.bench.bench import machine
 
 MOST = 4
 """Replicas at once: two cores hold no more, also where each only sleeps."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from triptych.bench import perf_analyzer
+from triptych.serving.bench import perf_analyzer
 
 
 @dataclass(frozen=True)

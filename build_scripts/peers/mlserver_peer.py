@@ -13,7 +13,7 @@ from typing import Any
 
 from peers.http_server import HOST, MODEL, HttpServer
 from peers.model import model_folder
-from triptych.server.ports import claim_ports
+from triptych.serving.ports import claim_ports
 
 BATCH_TIME_S = 0.01
 _RUNTIME = Path(__file__).with_name("mlserver_runtime.py")

@@ -28,8 +28,8 @@ from peers.path_cost import Cost
 from peers.path_table import Load, limits_text, middle_of, row, several_text, table
 from peers.path_tasks import TASKS, build_task
 from peers.tokenizing import Limit
-from triptych.bench.perf_analyzer import Request
-from triptych.pipeline.traffic import read_traffic
+from triptych.serving.bench.perf_analyzer import Request
+from triptych.spec.traffic import read_traffic
 
 _NAME = PIPELINE.name
 _REPOSITORIES = CACHE / "path"

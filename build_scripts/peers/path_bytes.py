@@ -15,7 +15,7 @@ from tritonclient import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
-from triptych.bench.perf_analyzer import Request
+from triptych.serving.bench.perf_analyzer import Request
 
 _TIMEOUT_S = 30.0
 

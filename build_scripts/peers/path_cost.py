@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from peers import tutorial
-from triptych.bench import perf_analyzer
-from triptych.bench.resources import SERVER, model_of, process_name, process_tree
-from triptych.bench.statistics import STEPS, ServerCounts
+from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.resources import SERVER, model_of, process_name, process_tree
+from triptych.serving.bench.statistics import STEPS, ServerCounts
 
 CLIENT = "client"
 _SWITCHES = re.compile(r"ctxt_switches:\s+(\d+)")

@@ -11,9 +11,9 @@ from typing import Any
 
 from peers.model import CACHE
 from peers.zoo import EXHIBITS, Exhibit, requests_of, write_model
-from triptych.building import build
-from triptych.pipeline.spec import load_spec
-from triptych.requests.inputs import read_inputs
+from triptych.building.build import build
+from triptych.core.inputs import read_inputs
+from triptych.spec.spec import load_spec
 
 _FOLDER = CACHE / "path-tasks"
 TASKS = {

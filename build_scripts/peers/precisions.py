@@ -20,18 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peers.model import CACHE, PIPELINE, build
-from triptych.cache import sha256_of
-from triptych.gate.cached import Gate
-from triptych.graph.files import MODEL_FILE
-from triptych.pipeline.precisions import Precision
-from triptych.pipeline.spec import load_spec
-from triptych.precision.keep_layers import Lowered, lower
+from triptych.base.cache import sha256_of
+from triptych.base.onnx_files import MODEL_FILE
+from triptych.core.feeds import Feed, core_feed
+from triptych.core.gate.cached import Gate
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.core.precision.keep_layers import Lowered, lower
 from triptych.repository.lock import read_lock
 from triptych.repository.records import Conversion
-from triptych.requests.feeds import Feed, core_feed
-from triptych.requests.inputs import PipelineInputs, read_inputs
-from triptych.tasks import TASKS
-from triptych.tasks.accuracy import thresholds
+from triptych.spec.precisions import Precision
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.accuracy import thresholds
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8")
 BATCHES = (1, 8, 32)

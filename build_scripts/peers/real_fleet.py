@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.server.server import Server
+from triptych.serving.server import Server
 
 MOST_ROWS = 8
 FIRST_S, ROW_S = 0.1, 0.025

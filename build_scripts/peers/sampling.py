@@ -22,9 +22,9 @@ from statistics import fmean, median, stdev
 from peers import hops, path_cost
 from peers.model import CACHE, PIPELINE, build
 from peers.path_cost import CLIENT, Cost
-from triptych.pipeline.traffic import read_traffic
 from triptych.runtime.sample_files import FOLDER_VARIABLE
-from triptych.server.server import Server
+from triptych.serving.server import Server
+from triptych.spec.traffic import read_traffic
 
 _NAME = PIPELINE.name
 _OFF = "off"

@@ -19,10 +19,10 @@ import psutil
 
 from peers.ensemble import Ensemble
 from peers.model import CACHE, PIPELINE, build
-from triptych.bench import perf_analyzer
-from triptych.bench.resources import process_name, process_tree
-from triptych.errors import UserError
-from triptych.pipeline.traffic import read_traffic
+from triptych.base.errors import UserError
+from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.resources import process_name, process_tree
+from triptych.spec.traffic import read_traffic
 
 _SHARED_MEMORY = "/dev/shm"
 _MIB = 1024 * 1024

@@ -19,13 +19,13 @@ from peers import own_pipeline
 from peers.images import photographs
 from peers.model import CACHE, PIPELINE
 from peers.zoo import EXHIBITS, Exhibit, requests_of, write_model
-from triptych.bench import perf_analyzer
-from triptych.building import build
+from triptych.building.build import build
 from triptych.client import Client
-from triptych.pipeline.spec import load_spec
-from triptych.pipeline.traffic import read_traffic
-from triptych.requests.inputs import read_inputs
-from triptych.server.server import Server
+from triptych.core.inputs import read_inputs
+from triptych.serving.bench import perf_analyzer
+from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
+from triptych.spec.traffic import read_traffic
 
 CLIENTS = 16
 CHECKED = 64

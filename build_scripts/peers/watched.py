@@ -24,20 +24,20 @@ from typing import Any
 
 from peers import path_cost
 from peers.model import CACHE, PIPELINE, model_folder
-from triptych.building import build
+from triptych.base.errors import UserError
+from triptych.building.build import build
 from triptych.client import Client
-from triptych.errors import UserError
-from triptych.pipeline.spec import load_spec
-from triptych.pipeline.traffic import TRAFFIC_FILE, read_traffic
-from triptych.requests.inputs import PipelineInputs, read_inputs
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.operate.tune.drift import describe_drift
+from triptych.operate.watch.found import Look
+from triptych.operate.watch.look import look_at
+from triptych.operate.watch.new_rows import take_rows
+from triptych.operate.watch.sample import Sample, read_sample
+from triptych.operate.watch.sequential import Evidence
 from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files
-from triptych.server.server import Server
-from triptych.tune.drift import describe_drift
-from triptych.watch.found import Look
-from triptych.watch.look import look_at
-from triptych.watch.new_rows import take_rows
-from triptych.watch.sample import Sample, read_sample
-from triptych.watch.sequential import Evidence
+from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
+from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
 
 _FOLDER = CACHE / "watched"
 _REPOSITORY, _SAMPLES = _FOLDER / "repository", _FOLDER / "samples"

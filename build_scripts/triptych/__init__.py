@@ -12,17 +12,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from triptych.api.verbs import Build, Served, build, new, serve
+    from triptych.base.errors import UserError
     from triptych.client import Client
-    from triptych.errors import UserError
-    from triptych.gate.cached import GateFailure
+    from triptych.core.gate.cached import GateFailure
+    from triptych.interface.api import Build, Served, build, new, serve
 
 __all__ = ["Build", "Client", "GateFailure", "Served", "UserError", "build", "new", "serve"]
 
 _ELSEWHERE = {
     "Client": "triptych.client",
-    "GateFailure": "triptych.gate.cached",
-    "UserError": "triptych.errors",
+    "GateFailure": "triptych.core.gate.cached",
+    "UserError": "triptych.base.errors",
 }
 
 
@@ -32,4 +32,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_ELSEWHERE.get(name, "triptych.api.verbs")), name)
+    return getattr(import_module(_ELSEWHERE.get(name, "triptych.interface.api")), name)

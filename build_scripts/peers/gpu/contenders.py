@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peers.gpu.feeds import feeds_of, padded
-from triptych.engine.engine_runner import EngineRunner
-from triptych.export.to_onnx import load_model
-from triptych.plan.plan import Plan
-from triptych.requests.feeds import core_feed
-from triptych.requests.inputs import PipelineInputs
-from triptych.tensors import TokenRow
+from triptych.base.tensors import TokenRow
+from triptych.core.engine.engine_runner import EngineRunner
+from triptych.core.export.to_onnx import load_model
+from triptych.core.feeds import core_feed
+from triptych.core.inputs import PipelineInputs
+from triptych.spec.plan import Plan
 
 Call = Callable[[], object]
 TorchType = Literal["fp32", "fp16"]
@@ -72,7 +72,7 @@ def torch_model(
         UserError: transformers cannot load the model.
     """
     torch: Any = importlib.import_module("torch")
-    heads: Any = importlib.import_module("triptych.export.heads")
+    heads: Any = importlib.import_module("triptych.core.export.heads")
     facts, folder = inputs.plan.facts, inputs.model_folder
     kind = torch.float32 if precision == "fp32" else torch.float16
     encoder = load_model(folder, inputs.plan.core.auto_class).to(device, kind)

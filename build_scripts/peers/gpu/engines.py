@@ -10,25 +10,25 @@ from typing import Any
 
 from peers.gpu.feeds import feeds_of
 from peers.gpu.subjects import Subject, write_pipeline
-from triptych.building import build
-from triptych.engine.engine_runner import EngineRunner
-from triptych.engine.stage import EngineFailure
-from triptych.engine.stage import build_engine as engine_stage
-from triptych.errors import Progress
-from triptych.gate.artifact import RowOutputs, RunBatch
-from triptych.gate.cached import decoding_of, limits_of
-from triptych.gate.check import check
-from triptych.gate.reference_rows import load, reference_of, save
-from triptych.graph.files import MODEL_FILE
-from triptych.pipeline.spec import load_spec
-from triptych.plan.plan import Plan
+from triptych.base.errors import Progress
+from triptych.base.onnx_files import MODEL_FILE
+from triptych.base.tensors import TokenRow
+from triptych.building.build import build
+from triptych.core.engine.engine_runner import EngineRunner
+from triptych.core.engine.stage import EngineFailure
+from triptych.core.engine.stage import build_engine as engine_stage
+from triptych.core.feeds import Sample
+from triptych.core.gate.artifact import RowOutputs, RunBatch
+from triptych.core.gate.cached import decoding_of, limits_of
+from triptych.core.gate.check import check
+from triptych.core.gate.reference_rows import load, reference_of, save
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.core.samples import rows_of
 from triptych.repository.lock import PLAN_FILE, find_lock, read_lock
 from triptych.repository.records import plain_record
-from triptych.requests.feeds import Sample
-from triptych.requests.inputs import PipelineInputs, read_inputs
-from triptych.requests.samples import rows_of
-from triptych.tasks.accuracy import metrics_of
-from triptych.tensors import TokenRow
+from triptych.spec.plan import Plan
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.accuracy import metrics_of
 
 ACCEPTED = "measured only, never served"
 """Why a graph that fails its gate is built all the same: the table says that it failed."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.plan.plan import Plan, bucket_of
-from triptych.requests.feeds import Feed, core_feed
-from triptych.tensors import TokenRow
+from triptych.base.tensors import TokenRow
+from triptych.core.feeds import Feed, core_feed
+from triptych.spec.plan import Plan, bucket_of
 
 BATCHES = (1, 8, 32, 128)
 CALLS = 16

@@ -12,10 +12,10 @@ from shutil import which
 from typing import Any
 
 from peers.gpu.ledger import one_line
-from triptych.bench.perf_binary import DEFAULT_CACHE, VERSION
+from triptych.base.errors import UserError
 from triptych.container.machine import find_driver, find_gpus
-from triptych.errors import UserError
-from triptych.server import embedded
+from triptych.serving import embedded
+from triptych.serving.bench.perf_binary import DEFAULT_CACHE, VERSION
 
 CUDA = "cuda"
 CUDA_PROVIDER = "CUDAExecutionProvider"

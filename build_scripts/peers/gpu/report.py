@@ -14,7 +14,7 @@ from peers.gpu.ledger import Entry, Ledger
 from peers.gpu.machine import Machine
 from peers.gpu.served import Loop, Served
 from peers.gpu.targets import Target
-from triptych.files import write_files
+from triptych.base.files import write_files
 
 ALL_MET, BAD, INCOMPLETE = 0, 1, 3
 """Exit codes; 2 is a mistake in what was asked."""

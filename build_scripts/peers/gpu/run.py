@@ -18,9 +18,9 @@ from peers.gpu.ledger import Budget, Ledger
 from peers.gpu.machine import PARTS, Machine, Seams
 from peers.gpu.report import Findings
 from peers.gpu.subjects import HOME, LAYOUTS, MODELS, PRECISIONS, Model, subjects_of
-from triptych.bench.perf_binary import find_perf_analyzer
-from triptych.errors import UserError
-from triptych.pipeline.precisions import Precision
+from triptych.base.errors import UserError
+from triptych.serving.bench.perf_binary import find_perf_analyzer
+from triptych.spec.precisions import Precision
 
 TORCH_TYPES: tuple[TorchType, ...] = ("fp32", "fp16")
 BUILD_SHARE = 0.5

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 from peers.gpu.ledger import Budget, Ledger, fit
-from triptych.bench import perf_analyzer
-from triptych.bench.measure import WINDOWS, run_longer
-from triptych.bench.perf_output import LoadResult
-from triptych.server.server import Server
+from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.measure import WINDOWS, run_longer
+from triptych.serving.bench.perf_output import LoadResult
+from triptych.serving.server import Server
 
 CLIENTS = (1, 16, 64, 256)
 SHARE = 0.7

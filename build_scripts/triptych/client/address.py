@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from triptych.errors import UserError
+from triptych.base.errors import UserError
 
 _FOREIGN_SCHEMES = ("http://", "https://", "grpc://", "grpcs://")
 _NAMED = "dns:///"

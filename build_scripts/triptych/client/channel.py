@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
+from triptych.base.errors import UserError
 from triptych.client.address import Target
-from triptych.errors import UserError
 
 # The most a gRPC message can carry, and what Triton itself allows.
 LARGEST_MESSAGE_BYTES = 2**31 - 1

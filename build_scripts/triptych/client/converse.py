@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from triptych.base.errors import UserError
+from triptych.base.yaml_text import parse_yaml
 from triptych.client.infer import unanswered
-from triptych.errors import UserError
-from triptych.pipeline.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from triptych.client import Chunk, Sampling

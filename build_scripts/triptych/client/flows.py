@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from numpy.typing import NDArray
 
+from triptych.base.errors import UserError
 from triptych.client.address import read_target
 from triptych.client.channel import LARGEST_MESSAGE_BYTES, KeepAlive, Tls, open_channel
 from triptych.client.connection import Connection
@@ -40,7 +41,6 @@ from triptych.client.wire import (
     statistics_request,
 )
 from triptych.client.work import Work
-from triptych.errors import UserError
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from numpy.typing import NDArray
 
-from triptych.errors import UserError
-from triptych.pipeline.traffic import PARAMETERS
-from triptych.pipeline.yaml_text import parse_yaml
+from triptych.base.errors import UserError
+from triptych.base.yaml_text import parse_yaml
+from triptych.spec.traffic import PARAMETERS
 
 if TYPE_CHECKING:
     from triptych.client import Client, InferenceError, PipelineConfig
@@ -194,7 +194,7 @@ def plain_outputs(
 
 @functools.cache
 def _outputs_in_json() -> frozenset[str]:
-    from triptych.tasks import TASKS
+    from triptych.spec.tasks import TASKS
 
     tensors = (tensor for task in TASKS.values() for tensor in task.outputs)
     return frozenset(tensor.name for tensor in tensors if tensor.content == "json")

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from triptych.base.errors import UserError
 from triptych.client.address import read_target
-from triptych.errors import UserError
 
 _TIMEOUT_S = 120.0
 _ANSWER_S = 10.0

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from triptych.base.errors import UserError
 from triptych.client.errors import (
     DeadlineExceeded,
     InferenceError,
@@ -17,7 +18,6 @@ from triptych.client.errors import (
     PipelineNotReady,
     ServerUnreachable,
 )
-from triptych.errors import UserError
 
 
 @dataclass(frozen=True)

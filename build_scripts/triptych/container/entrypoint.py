@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from triptych.base.errors import UserError, inert
+from triptych.base.releases import Release, parse_release, risk_of
 from triptych.container.flags import Options, production_flags, uses_rate_limiter
 from triptych.container.health import find_server_fault
 from triptych.container.lock_check import (
@@ -28,8 +30,6 @@ from triptych.container.settings import KEY_VARIABLE, Settings, read_settings
 from triptych.container.shell import PLAIN, check_model_names, is_plain
 from triptych.container.sizes import largest_request_mib
 from triptych.container.supervisor import supervise
-from triptych.errors import UserError, inert
-from triptych.releases import Release, parse_release, risk_of
 
 # Each step is a process of its own: threads of tokenizers would fight over the cores.
 _STEPS = {"TOKENIZERS_PARALLELISM": "false"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from triptych.releases import Release, flags_newer_than
+from triptych.base.releases import Release, flags_newer_than
 
 # Header that opens the restricted services: as it is over HTTP, behind the prefix over gRPC.
 RESTRICTED_HEADER = "triptych-key"

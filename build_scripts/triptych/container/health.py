@@ -14,9 +14,9 @@ import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from triptych.base.errors import UserError
 from triptych.container.locks import Pipeline, find_pipelines
 from triptych.container.settings import read_settings
-from triptych.errors import UserError
 from triptych.runtime.faults import OVERLOADED, read_step_error
 
 QUESTION_FILE = "health.request"

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from triptych.base.errors import UserError, inert
 from triptych.container.lock_files import find_wrong_files
 from triptych.container.locks import EngineRecord, Lock, LockError, Pipeline, find_pipelines
 from triptych.container.machine import Machine, VisibleGpu, read_machine, version_numbers
 from triptych.container.settings import Settings, read_settings
-from triptych.errors import UserError, inert
 
 EXIT_REFUSED = 1
 EXIT_MISTAKE = 2

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from triptych.base.errors import UserError
 from triptych.container.flags import Options, Trace
-from triptych.errors import UserError
 
 LockCheckMode = Literal["enforce", "warn", "off"]
 

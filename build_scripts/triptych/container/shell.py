@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from triptych.errors import UserError
+from triptych.base.errors import UserError
 
 PLAIN = "letters, digits and any of @%+=:,./_-"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.deploy.options import Options
-from triptych.fleet.reasons import Because
 
 SHORTEST_FOR = "5m"
 

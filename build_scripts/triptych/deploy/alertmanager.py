@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.fleet.reasons import Because
+from triptych.base.explained import Because
 
 ON_CALL = "https://on-call.example.com/triptych"
 TICKETS = "https://tickets.example.com/triptych"

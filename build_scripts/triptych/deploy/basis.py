@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from triptych.base.errors import UserError
+from triptych.base.explained import Because, reasons_of
 from triptych.container.locks import find_pipelines
 from triptych.deploy.dashboard import dashboard_map, rows_of
 from triptych.deploy.devices import overlay_of, placement
@@ -20,10 +22,8 @@ from triptych.deploy.monitoring import Objective, Promised, objectives, promethe
 from triptych.deploy.options import Options, check
 from triptych.deploy.scaling import scaled_object
 from triptych.deploy.sizing import Sizes, sizes_of
-from triptych.errors import UserError
-from triptych.fleet.reasons import Because, reasons_of
-from triptych.pipeline.spec_fields import Sample
 from triptych.repository.lock import Lock, build_id, read_lock
+from triptych.spec.spec_fields import Sample
 
 VERSION_DIGITS = 12
 

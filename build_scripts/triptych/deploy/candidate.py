@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.deploy.basis import Basis, Deployed
 from triptych.deploy.devices import placement
 from triptych.deploy.options import Options
@@ -20,10 +21,9 @@ from triptych.deploy.workload import (
     network_policy,
     service,
 )
-from triptych.fleet.clusters import EndpointNames, Mirror
-from triptych.fleet.mirrored import FOLDER
-from triptych.fleet.reasons import Because
 from triptych.repository.lock import read_lock
+from triptych.serving.fleet.clusters import EndpointNames, Mirror
+from triptych.serving.fleet.mirrored import FOLDER
 
 
 def candidate_name(options: Options) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy import envoy
@@ -18,7 +19,6 @@ from triptych.deploy.samples import (
 )
 from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, TMP_MIB
 from triptych.deploy.workload import PORTS, USER
-from triptych.fleet.reasons import Because
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 SERVERS, PROXY = "triton", "envoy"

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from triptych.base.explained import Because
 from triptych.deploy.metrics import Metrics, quantile_of
 from triptych.deploy.monitoring import Objective, Promised, objectives
 from triptych.deploy.options import Options
 from triptych.deploy.workload import metadata
-from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 SIDECAR_LABEL = "grafana_dashboard"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from triptych.base.errors import UserError
+from triptych.base.explained import Because
 from triptych.deploy.measured import Measured
 from triptych.deploy.options import Options
 from triptych.deploy.sizing import Sizes
 from triptych.deploy.workload import CONTAINER
-from triptych.errors import UserError
-from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 _SLICE = re.compile(r".*-MIG-(\d+g\.\d+gb)")

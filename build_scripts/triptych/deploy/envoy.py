@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.container.sizes import largest_request_mib
 from triptych.deploy.basis import Deployed
 from triptych.deploy.candidate import candidate_name, mirror
@@ -26,10 +27,9 @@ from triptych.deploy.workload import (
     servers_policy,
     service,
 )
-from triptych.fleet.bootstrap import Listen, bootstrap
-from triptych.fleet.clusters import EndpointNames
-from triptych.fleet.reasons import Because
-from triptych.fleet.settings import proxy_settings
+from triptych.serving.fleet.bootstrap import Listen, bootstrap
+from triptych.serving.fleet.clusters import EndpointNames
+from triptych.serving.fleet.settings import proxy_settings
 
 ADMIN_PORT = 9901
 CONFIG_FOLDER = "/etc/envoy-config"

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from triptych.errors import UserError
-from triptych.files import scratch_folder, sync_folder, told_to_user
-from triptych.fleet.reasons import yaml_of
+from triptych.base.errors import UserError
+from triptych.base.explained import yaml_of
+from triptych.base.files import scratch_folder, sync_folder, told_to_user
 
 _MARK = "# Written by `triptych deploy`; put changes into an overlay of your own. sha256 "
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.deploy.basis import Deployed
 from triptych.deploy.candidate import beside, candidate_name
 from triptych.deploy.options import Options
@@ -15,7 +16,6 @@ from triptych.deploy.workload import (
     servers_policy,
     service,
 )
-from triptych.fleet.reasons import Because
 
 STABLE, CANARY = "stable", "canary"
 _MILLION = 10**6

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from triptych.base.errors import UserError
+from triptych.base.explained import Because
 from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.basis import VERSION_DIGITS, check_alone
@@ -29,13 +31,11 @@ from triptych.deploy.monitoring import Objective
 from triptych.deploy.options import Options, check
 from triptych.deploy.scaling import scaled, trigger
 from triptych.deploy.sizing import FEWEST_REPLICAS, Sizes, delay, pre_stop, stable_s
-from triptych.errors import UserError
-from triptych.fleet.reasons import Because
-from triptych.pipeline.generation_spec import GenerationSpec
-from triptych.pipeline.spec_fields import Sample
 from triptych.repository.lock import build_id
 from triptych.runtime.generation_engine import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
+from triptych.spec.generation_spec import GenerationSpec
+from triptych.spec.spec_fields import Sample
 
 BUSY = 0.8
 """Of the requests that share a batch: the rest is room until another replica answers."""

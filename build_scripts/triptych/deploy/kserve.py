@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.deploy.basis import Deployed, Manifests
 from triptych.deploy.kubernetes import APPLY, KUSTOMIZATION, servers
 from triptych.deploy.monitoring import pod_monitor, told_unready
@@ -23,7 +24,6 @@ from triptych.deploy.workload import (
     metadata,
     servers_policy,
 )
-from triptych.fleet.reasons import Because
 
 KSERVE_CONTAINER = "kserve-container"
 """KServe mounts models for the container of this name, and gives it its defaults."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.deploy import envoy
 from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.basis import Deployed, Manifests
@@ -14,7 +15,6 @@ from triptych.deploy.monitoring import pod_monitor
 from triptych.deploy.rollout import progressive
 from triptych.deploy.samples import sampling, watching
 from triptych.deploy.workload import deployment, disruption_budget
-from triptych.fleet.reasons import Because
 
 KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
 APPLY = "kubectl apply -k {}"

@@ -6,11 +6,11 @@ import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
-from triptych.bench.points import BenchResult, Measurement, Resources, read_result
+from triptych.base.errors import UserError
+from triptych.base.explained import Because
 from triptych.deploy.options import Options
-from triptych.errors import UserError
-from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
+from triptych.serving.bench.points import BenchResult, Measurement, Resources, read_result
 
 MEMORY_MARGIN = 1.25
 """Over the most that was seen: a longer run and other requests need more than a bench does."""

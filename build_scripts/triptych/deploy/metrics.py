@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from triptych.operate.tune.new_traffic import ROW_TOKENS
 from triptych.repository.latencies import HISTOGRAM
-from triptych.tune.new_traffic import ROW_TOKENS
 
 STEPS = ("preprocess", "core", "postprocess")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from triptych.base.explained import Because
 from triptych.deploy.alerting import SHORTEST_FOR, alert, camel, who
 from triptych.deploy.measured import Measured
 from triptych.deploy.metrics import Metrics, quantile_of
@@ -19,10 +20,9 @@ from triptych.deploy.options import Options
 from triptych.deploy.sizing import SCRAPE_S, Sizes
 from triptych.deploy.watch_alerts import watch_alerts
 from triptych.deploy.workload import labels, metadata
-from triptych.fleet.reasons import Because
+from triptych.operate.tune.drift import WORTH_TUNING
 from triptych.repository.latencies import COUNTED_FROM, has_edge
 from triptych.repository.lock import Lock
-from triptych.tune.drift import WORTH_TUNING
 
 DRIFT_WINDOW = "6h"
 FEWEST_ROWS = 1000

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from triptych.errors import UserError
-from triptych.fleet.mirrored import Mirrored
-from triptych.releases import Release
+from triptych.base.errors import UserError
+from triptych.base.releases import Release
+from triptych.serving.fleet.mirrored import Mirrored
 
 Target = Literal["kubernetes", "kserve", "compose"]
 TARGETS: tuple[Target, ...] = ("kubernetes", "kserve", "compose")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.deploy.basis import Deployed
 from triptych.deploy.gateway import canary_name
 from triptych.deploy.monitoring import BURNS, told_unready
 from triptych.deploy.verdict import verdict_name, verdict_policy, verdict_spec
 from triptych.deploy.workload import labels, metadata
-from triptych.fleet.reasons import Because
 
 PLUGIN = "argoproj-labs/gatewayAPI"
 _BURN = BURNS[1]

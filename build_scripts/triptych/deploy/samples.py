@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from triptych.cache import CACHE_VARIABLE
+from triptych.base.cache import CACHE_VARIABLE
+from triptych.base.explained import Because
 from triptych.container.settings import read_settings
 from triptych.deploy.basis import Deployed
 from triptych.deploy.monitoring import pod_monitor
@@ -26,9 +27,8 @@ from triptych.deploy.workload import (
     models_volume,
     restricted,
 )
-from triptych.fleet.reasons import Because
-from triptych.pipeline.spec_fields import Sample
 from triptych.runtime.sample_files import FOLDER_VARIABLE
+from triptych.spec.spec_fields import Sample
 
 MOUNT = "/samples"
 REPORTS = f"{MOUNT}/.watch"

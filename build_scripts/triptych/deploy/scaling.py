@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import Options
 from triptych.deploy.sizing import POLL_S, RATE_WINDOW_S, Sizes
 from triptych.deploy.workload import metadata
-from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 WAITING_SHARE = 0.5

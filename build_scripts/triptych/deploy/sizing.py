@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from triptych.base.errors import UserError
+from triptych.base.explained import Because
 from triptych.container.flags import Options as ServerOptions
 from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.measured import Measured
 from triptych.deploy.options import Options
-from triptych.errors import UserError
-from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 START_S = 300

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from triptych.base.errors import UserError
+from triptych.building.generation.lock import built_spec
 from triptych.deploy.basis import Deployed, Manifests, basis_of
 from triptych.deploy.compose import compose_manifests
 from triptych.deploy.generation import generation_basis
 from triptych.deploy.kserve import kserve_manifests
 from triptych.deploy.kubernetes import kubernetes_manifests
 from triptych.deploy.options import Options, Target
-from triptych.errors import UserError
-from triptych.generation.lock import built_spec
 
 WRITERS: Mapping[Target, Callable[[Deployed], Manifests]] = {
     "kubernetes": kubernetes_manifests,

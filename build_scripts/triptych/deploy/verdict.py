@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.container.settings import read_settings
 from triptych.deploy.basis import Deployed
 from triptych.deploy.options import Options
 from triptych.deploy.samples import MOUNT, watch_memory_mib, watch_pod
 from triptych.deploy.workload import closed_policy, labels, metadata, models_volume
-from triptych.fleet.reasons import Because
 
 IN_PLACE = "/in-place"
 """Where the build that the new one replaces is mounted."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.deploy.alerting import SHORTEST_FOR, alert, camel, who
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import WATCH_EVERY, Options
-from triptych.fleet.reasons import Because
 from triptych.repository.lock import Lock
 
 SILENT = "3h"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from triptych.base.explained import Because
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy.options import Options
 from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, Sizes
-from triptych.fleet.reasons import Because
 
 CONTAINER = "triton"
 USER = 1000

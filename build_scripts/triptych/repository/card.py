@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from triptych.formatting import amount, figures
-from triptych.plan.plan import Plan
+from triptych.base.formatting import amount, figures
 from triptych.repository.lock import FIGURES_FILE
 from triptych.repository.records import GateResult
+from triptych.spec.plan import Plan
 
 CARD_FILE = "README.md"
 _SPEED = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from triptych.errors import UserError
+from triptych.base.errors import UserError
 
 CONFIG_FILE = "config.pbtxt"
 

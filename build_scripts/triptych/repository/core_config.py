@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.plan.engine_spec import EnginePlan
-from triptych.plan.plan import Plan
-from triptych.releases import CONTEXT_MEMORY
+from triptych.base.releases import CONTEXT_MEMORY
+from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
 from triptych.repository.config import new_config
 from triptych.runtime.packed_rows import slots_of
-from triptych.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
+from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.plan import Plan
 
 ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
 """What ONNX Runtime's TensorRT accelerator may compute in, by the graph's precision."""

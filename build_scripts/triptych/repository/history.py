@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from triptych.errors import UserError
+from triptych.base.errors import UserError
 from triptych.repository.kept import (
     FEWEST_DIGITS,
     BuildRecord,

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.cache import sha256_of
-from triptych.errors import UserError
-from triptych.files import scratch_folder
+from triptych.base.cache import sha256_of
+from triptych.base.errors import UserError
+from triptych.base.files import scratch_folder
 from triptych.repository.lock import FIGURES_FILE, LOCK_FILE, build_id
 
 KEPT = 5

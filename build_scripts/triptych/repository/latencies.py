@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.pipeline.slo import Slo
-from triptych.pipeline.spec import PipelineSpec
-from triptych.releases import Release, first_release, parse_release
+from triptych.base.releases import Release, first_release, parse_release
+from triptych.spec.slo import Slo
+from triptych.spec.spec import PipelineSpec
 
 HISTOGRAM = "nv_inference_first_response_histogram_ms"
 USUAL_EDGES_MS = (100.0, 500.0, 2000.0, 5000.0)

@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from triptych.errors import UserError
-from triptych.pipeline.spec import GENERATING, PipelineSpec, not_known_here
-from triptych.plan.engine_spec import EnginePlan
-from triptych.plan.plan import Layout, Plan
+from triptych.base.errors import UserError
 from triptych.repository.plain import plain_data
 from triptych.repository.records import EngineRecord, GateResult, Rehearsal
-from triptych.tasks.task import Core
+from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.plan import Layout, Plan
+from triptych.spec.spec import GENERATING, PipelineSpec, not_known_here
+from triptych.spec.tasks.task import Core
 
 LOCK_FILE = "triptych.lock.json"
 PLAN_FILE = "model.plan"

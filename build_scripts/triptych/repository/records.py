@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, TypeAdapter
 
-from triptych.pipeline.precisions import Precision
-from triptych.plan.engine_spec import ShapeRange
 from triptych.repository.plain import plain_data
-from triptych.tasks.metrics.labelled import LabelledResult
+from triptych.spec.engine_spec import ShapeRange
+from triptych.spec.precisions import Precision
+from triptych.spec.tasks.metrics_labelled import LabelledResult
 
 Record = TypeVar("Record")
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from triptych.base.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
+from triptych.base.tensors import ROW_SPAN, Tensor
 from triptych.container.health import QUESTION_FILE
-from triptych.plan.plan import Plan
-from triptych.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
 from triptych.repository.config import CONFIG_FILE, new_config, print_config
 from triptych.repository.core_config import core_config, declare, warm_up_file
 from triptych.repository.latencies import latency_buckets
 from triptych.repository.lock import SAMPLES_FILE
-from triptych.tensors import ROW_SPAN, Tensor
+from triptych.spec.plan import Plan
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
 BATCH_TOKENS = {"cpu": 0, "gpu": 512}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from triptych.errors import UserError
-from triptych.pipeline.precisions import Precision
-from triptych.pipeline.spec import PipelineSpec
+from triptych.base.errors import UserError
 from triptych.repository.lock import LOCK_FILE, Lock, find_lock
+from triptych.spec.precisions import Precision
+from triptych.spec.spec import PipelineSpec
 
 
 def owner_of_core(repository: Path, spec: PipelineSpec) -> Lock:

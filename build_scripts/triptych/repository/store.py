@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from triptych.cache import sha256_of
-from triptych.errors import UserError
-from triptych.files import clear_scratch, scratch_folder, sync, sync_folder, told_to_user
+from triptych.base.cache import sha256_of
+from triptych.base.errors import UserError
+from triptych.base.files import clear_scratch, scratch_folder, sync, sync_folder, told_to_user
 from triptych.repository.kept import keep_build, link
 from triptych.repository.lock import FIGURES_FILE
 from triptych.repository.render import Content

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from triptych.base.errors import Finding
+from triptych.base.releases import Release
 from triptych.deploy.checks import fleet, known, pods, queries
 from triptych.deploy.checks.known import Known
 from triptych.deploy.checks.objects import Folder, Server, Unread, read_folder
-from triptych.errors import Finding
-from triptych.lint.flaw import Flaw, error
-from triptych.releases import Release
+from triptych.repository.lint.flaw import Flaw, error
 
 _SEVERITIES = ("error", "warning", "info")
 _TAG = re.compile(r":(\d\d)\.(\d\d)\b")

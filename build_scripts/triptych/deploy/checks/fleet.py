@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from triptych.deploy.checks.objects import Folder, Object, Server, mapping, sequence
-from triptych.lint.flaw import Flaw, error, warning
+from triptych.repository.lint.flaw import Flaw, error, warning
 
 # Group and version, and the Kubernetes that has it no more (its deprecation guide).
 REMOVED = {

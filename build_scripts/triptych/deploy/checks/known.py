@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from triptych.building.generation.lock import built_spec
 from triptych.deploy.checks.composed import KIND
 from triptych.deploy.checks.objects import Server, mapping, sequence
 from triptych.deploy.checks.pods import bytes_of
@@ -13,8 +14,7 @@ from triptych.deploy.devices import PRODUCT
 from triptych.deploy.generation import generation_shm_mib, gpus_of
 from triptych.deploy.measured import memory_seen_mib
 from triptych.deploy.sizing import shm_mib
-from triptych.generation.lock import built_spec
-from triptych.lint.flaw import Flaw, error
+from triptych.repository.lint.flaw import Flaw, error
 from triptych.repository.lock import read_lock
 from triptych.repository.records import EngineRecord
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from triptych.base.errors import UserError
 from triptych.deploy.checks.composed import KIND, pod_of, services_of
-from triptych.errors import UserError
 
 _KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 _KUBECTL_S = 60

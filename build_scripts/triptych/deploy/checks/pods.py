@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from triptych.base.errors import closest
 from triptych.container.flags import Options as ServerOptions
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.checks.composed import KIND
 from triptych.deploy.checks.objects import Server, mapping, sequence
-from triptych.errors import closest
-from triptych.lint.flaw import Flaw, error, warning
+from triptych.repository.lint.flaw import Flaw, error, warning
 
 # Fields of Kubernetes 1.37's API; a cluster drops others, with a warning at most.
 FIELDS = {

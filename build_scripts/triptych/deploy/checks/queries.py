@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from triptych.base.errors import closest
+from triptych.base.releases import Release
 from triptych.deploy.checks.objects import Folder, Object, mapping, sequence
-from triptych.errors import closest
-from triptych.lint.flaw import Flaw, error, warning
-from triptych.releases import Release
 from triptych.repository.latencies import COUNTED_FROM, HISTOGRAM
+from triptych.repository.lint.flaw import Flaw, error, warning
 from triptych.runtime.generation_series import NAMES, PREFIX
 
 # docs/user_guide/metrics.md of the server.

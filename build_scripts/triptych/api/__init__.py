@@ -1,1 +1,0 @@
-"""What `import triptych` offers: `new`, `build` and `serve` as functions; prints nothing."""

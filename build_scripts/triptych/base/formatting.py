@@ -1,0 +1,151 @@
+"""Words and numbers of a page: hostile text made inert, no fault rounded away."""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import groupby
+from math import floor, log10
+from typing import Any
+
+from markupsafe import Markup
+
+from triptych.base.errors import is_unseen
+
+NOTHING = "\N{EM DASH}"
+MINUS = "\N{MINUS SIGN}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+LONGEST_TEXT = 240
+"""Characters of a client's text that are shown; the rest is only counted."""
+
+_LARGEST = 1e300
+_NAMED = {"\n": "↵", "\r": "␍", "\t": "⇥"}
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: Any) -> float | None:
+    """`value` as a finite float that arithmetic cannot overflow; None where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < _LARGEST else None
+
+
+def plain(text: Any) -> Markup:
+    """`text` escaped for HTML, an attribute or SVG; what cannot be seen is spelled out."""
+    return _spelled(str(text), "[{}]")
+
+
+def shown(text: Any, most: int = LONGEST_TEXT) -> Markup:
+    """The first `most` characters as HTML: escaped, of their own direction, the unseen spelled."""
+    if text is None:
+        return Markup(NOTHING)
+    body = _spelled(str(text)[:most], '<span class="mark">{}</span>')
+    left_out = len(str(text)) - most
+    more = f' <span class="quiet">… {left_out:,} more characters</span>' if left_out > 0 else ""
+    if not str(text).strip(" "):
+        blanks = amount(len(str(text)), "blank") if body else "empty"
+        body = Markup(f'<span class="quiet">{blanks}</span>')
+    return Markup(f"<bdi>{body}</bdi>{more}")
+
+
+def code(name: Any) -> Markup:
+    """A name as HTML that may break after its underscores, dots and slashes."""
+    text = str(plain(name))
+    for sign in "_./":
+        text = text.replace(sign, f"{sign}<wbr>")
+    return Markup(f"<code>{text}</code>")
+
+
+def figure(value: Any, digits: int = 4) -> str:
+    """A number as text with `digits` decimals; in powers of ten where those would say nothing.
+
+    A share that is nearly 1 keeps as many digits as tell it from 1.
+    """
+    given = number(value)
+    if not given:
+        return NOTHING if given is None else "0"
+    size = abs(given)
+    if size >= 1e6 or size < 1e-3:
+        return _scientific(given, max(1, digits - 3))
+    while size < 10**-digits:
+        digits += 1
+    while digits < 9 and given < 1 and float(f"{given:.{digits}f}") == 1:
+        digits += 1
+    return f"{given:,.{digits}f}".replace("-", MINUS)
+
+
+def rounded(value: Any) -> str:
+    """A measured number as text with three digits that count, and all of those before the point."""
+    given = number(value)
+    if not given:
+        return NOTHING if given is None else "0"
+    size = abs(given)
+    if size >= 1e9 or size < 1e-3:
+        return _scientific(given, 1)
+    digits = max(0, 2 - floor(log10(size)))
+    return f"{given:,.{digits}f}".replace("-", MINUS)
+
+
+def milliseconds(us: Any) -> str:
+    """Microseconds as a number of milliseconds, `rounded`; less than a nanosecond is none."""
+    given = number(us)
+    return rounded(given and (given / 1e3 if abs(given) >= 1e-3 else 0))
+
+
+def percent(share: Any) -> str:
+    """A share of 1 as ``12 %``; a decimal where it is under a tenth or nearly all."""
+    given = number(share)
+    if given is None:
+        return NOTHING
+    near = 0 < abs(given) < 0.1 or 0.99 < given < 1
+    text = f"{given * 100:,.{1 if near else 0}f}".replace("-", MINUS)
+    return f"{text}\N{NO-BREAK SPACE}%"
+
+
+def signed_percent(share: float) -> str:
+    """A relative change: `percent` with its sign."""
+    return f"+{percent(share)}" if share > 0 else percent(share)
+
+
+def signed(value: float) -> str:
+    """A change: `figure` with its sign."""
+    return f"+{figure(value)}" if value > 0 else figure(value)
+
+
+def figures(value: Any, limit: Any) -> tuple[str, str]:
+    """`value` and its `limit` as texts that differ wherever the numbers do."""
+    digits = 4
+    texts = figure(value), figure(limit)
+    while texts[0] == texts[1] and number(value) != number(limit) and digits < 15:
+        digits += 1
+        texts = figure(value, digits), figure(limit, digits)
+    return texts
+
+
+def power(value: float) -> str:
+    """A tick of a logarithmic axis: 1, 10, 10³, 10⁻⁶."""
+    exponent = round(log10(value))
+    return {0: "1", 1: "10"}.get(exponent, f"10{str(exponent).translate(_SUPERSCRIPTS)}")
+
+
+def amount(count: int, noun: str, plural: str = "s") -> str:
+    """``1 row``, ``1,200 rows``; `plural` is what several have at the end."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{plural}"
+
+
+def _scientific(value: float, digits: int) -> str:
+    head, _, tail = f"{value:.{digits}e}".partition("e")
+    words = (head.replace("-", MINUS), TIMES, f"10{str(int(tail)).translate(_SUPERSCRIPTS)}")
+    return "\N{NO-BREAK SPACE}".join(words)
+
+
+def _spelled(text: str, form: str) -> Markup:
+    """`text` escaped, with `form` around the name of each character that cannot be seen."""
+    parts = []
+    for character, run in groupby(text):
+        times = len(list(run))
+        if not is_unseen(character):
+            parts.append(escape(character) * times)
+            continue
+        mark = _NAMED.get(character, f"U+{ord(character):04X}")
+        parts.append(form.format(mark if times == 1 else f"{mark} {TIMES}{times}"))
+    return Markup("".join(parts))

@@ -1,0 +1,247 @@
+"""What each Triton release knows: its version, TensorRT, config fields, flags and known faults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from triptych.base.errors import UserError
+
+
+@dataclass(frozen=True, order=True)
+class Release:
+    """A monthly Triton release, as in the image tag: ``24.10``."""
+
+    year: int
+    month: int
+
+    def __str__(self) -> str:
+        return f"{self.year:02d}.{self.month:02d}"
+
+
+@dataclass(frozen=True)
+class Since:
+    """Something that exists from one release on.
+
+    Attributes:
+        name: a dotted path into the config (``ensemble_scheduling.max_inflight_requests``), a key
+            of `parameters`, or a server flag without its dashes (``metrics-config.x`` for a setting
+            within one).
+        release: the first release that knows it, and does by it what it says for models such as
+            ours.
+    """
+
+    name: str
+    release: Release
+
+
+OLDEST = Release(24, 10)
+"""The oldest release that is supported, the embedded server's."""
+
+CANCELS_SAFELY = Release(25, 4)
+"""From here on the server outlives gRPC clients that cancel much: 24.12 mends the common case
+(server issue 7368, pull 7840), this one a rarer race (issue 8034, pull 8078)."""
+
+# The numbers below are pull requests; a release has one when its branch rYY.MM has the commit.
+
+# Release -> Triton version: `TRITON_VERSION` of the server's branches, for 26.09 that of its main.
+TRITON_VERSIONS: dict[Release, str] = {
+    Release(24, 10): "2.51.0",
+    Release(24, 11): "2.52.0",
+    Release(24, 12): "2.53.0",
+    Release(25, 1): "2.54.0",
+    Release(25, 2): "2.55.0",
+    Release(25, 3): "2.56.0",
+    Release(25, 4): "2.57.0",
+    Release(25, 5): "2.58.0",
+    Release(25, 6): "2.59.0",
+    Release(25, 7): "2.59.1",
+    Release(25, 8): "2.60.0",
+    Release(25, 9): "2.61.0",
+    Release(25, 10): "2.62.0",
+    Release(25, 11): "2.63.0",
+    Release(25, 12): "2.64.0",
+    Release(26, 1): "2.65.0",
+    Release(26, 2): "2.66.0",
+    Release(26, 3): "2.67.0",
+    Release(26, 4): "2.68.0",
+    Release(26, 5): "2.69.0",
+    Release(26, 6): "2.70.0",
+    Release(26, 7): "2.71.0",
+    Release(26, 8): "2.72.0",
+    Release(26, 9): "2.73.0",
+}
+
+# TensorRT of the -py3 image, where it is known to the last digit: its release notes, and images of
+# that month that print it. What only follows from other images of the same month is left out.
+TENSORRT_VERSIONS: dict[Release, str] = {
+    Release(26, 5): "10.16.1.11",
+    Release(26, 6): "11.0.0.114",
+    Release(26, 7): "11.1.0.106",
+    Release(26, 8): "11.2.1.2",
+}
+
+_TENSORRT_11 = Release(26, 6)
+"""The first image with it; those before have TensorRT 10."""
+
+# A field that is not listed here is known to every release (`model_config.proto` of common).
+CONFIG_FIELDS: tuple[Since, ...] = (
+    Since("model_metrics", Release(24, 11)),  # common #126, core #405
+    Since("ensemble_scheduling.max_inflight_requests", Release(25, 11)),  # common #141, core #455
+)
+
+# Of the server (`src/command_line_parser.cc` of each branch), in order of release; what is not here
+# is known to every release.
+SERVER_FLAGS: tuple[Since, ...] = (
+    Since("grpc-max-response-pool-size", Release(25, 3)),  # server #7879
+    Since("grpc-infer-thread-count", Release(25, 4)),  # server #8061
+    Since("http-max-input-size", Release(25, 6)),  # server #8174
+    # 24.11 to 25.12 take it (core #396) and have histograms of decoupled models alone (core #464).
+    Since("metrics-config.histogram_latencies", Release(26, 1)),
+    Since("allow-client-shm", Release(26, 4)),  # server #8739
+)
+CONTEXT_MEMORY = "execution_context_allocation_strategy"
+"""Of the tensorrt backend: when scratch memory for its contexts is found (its #108)."""
+# Keys of `parameters` by backend: an older backend takes no notice of them.
+BACKEND_PARAMETERS: Mapping[str, tuple[Since, ...]] = {
+    "tensorrt": (Since(CONTEXT_MEMORY, Release(25, 5)),),
+}
+
+# First and last release whose dynamic batcher answers in completion order in spite of
+# `preserve_ordering` (core #449, mended by core #520).
+PRESERVE_ORDERING_BROKEN = (Release(25, 9), Release(26, 7))
+# Before it, a request hangs for ever when one step refuses it for `max_queue_size` while another
+# step of it runs (core #466).
+STEP_QUEUE_LIMIT_SAFE = Release(26, 2)
+
+
+def parse_release(text: str) -> Release:
+    """The release named by `text`: ``24.10``, an image tag ``24.10-py3`` or a version ``2.51.0``.
+
+    Raises:
+        UserError: none of the three, a version not in `TRITON_VERSIONS`, or older than `OLDEST`.
+    """
+    match = re.fullmatch(r"(\d\d)\.(\d\d)(?:-[\w.-]+)?", text.strip())
+    if match and 1 <= int(match[2]) <= 12:
+        release = Release(int(match[1]), int(match[2]))
+        if release >= OLDEST:
+            return release
+        raise UserError(
+            "triton",
+            f"must be Triton {OLDEST} or later",
+            given=text,
+            remedy="Use a newer image: nothing is known of releases before it",
+        )
+    for release, version in TRITON_VERSIONS.items():
+        if text.strip() == version:
+            return release
+    raise UserError(
+        "triton",
+        "must be a Triton release as in its image tag, YY.MM",
+        given=text,
+        remedy="Write for example 24.10, or 26.08 for the image tritonserver:26.08-py3",
+    )
+
+
+def risk_of(release: Release) -> str | None:
+    """What may end a server of this release without any fault of a pipeline, in one sentence."""
+    if release >= CANCELS_SAFELY:
+        return None
+    return (
+        f"Triton {release} may end (SIGSEGV, SIGABRT) when many gRPC clients give up within "
+        f"milliseconds, as any before {CANCELS_SAFELY}"
+    )
+
+
+def first_release(name: str) -> Release:
+    """The first release that knows a config field (dotted), a flag or a backend's parameter.
+
+    Raises:
+        KeyError: none of the tables has it.
+    """
+    tables = (CONFIG_FIELDS, SERVER_FLAGS, *BACKEND_PARAMETERS.values())
+    return {one.name: one.release for table in tables for one in table}[name]
+
+
+def fields_newer_than(config: Any, release: Release) -> list[Since]:
+    """The fields set in `config` that a release does not know: it refuses the config over one."""
+    return [
+        field
+        for field in CONFIG_FIELDS
+        if field.release > release and any(_holders(config, field.name))
+    ]
+
+
+def parameters_newer_than(config: Any, release: Release) -> list[Since]:
+    """The `parameters` of `config` that its backend in a release takes no notice of."""
+    known = BACKEND_PARAMETERS.get(config.backend, ())
+    return [since for since in known if since.release > release and since.name in config.parameters]
+
+
+def without_newer_fields(config: Any, release: Release) -> Any:
+    """A copy of `config` without the fields and parameters that a release lacks."""
+    copy = type(config)()
+    copy.CopyFrom(config)
+    for field in fields_newer_than(config, release):
+        for holder in list(_holders(copy, field.name)):
+            holder.ClearField(field.name.rpartition(".")[2])
+    for parameter in parameters_newer_than(config, release):
+        del copy.parameters[parameter.name]
+    return copy
+
+
+def flags_newer_than(flags: Iterable[str], release: Release) -> list[Since]:
+    """What of a server's command line a release does not know.
+
+    It refuses to start over a flag, and takes no notice of a setting within one.
+
+    Args:
+        flags: words of the command line (``--grpc-infer-thread-count=8``; a value may be a word of
+            its own); or names of flags without their dashes.
+        release: that is to take them.
+    """
+    given = set(_flag_names(flags))
+    return [flag for flag in SERVER_FLAGS if flag.release > release and flag.name in given]
+
+
+def _flag_names(words: Iterable[str]) -> Iterator[str]:
+    """``--a=b=c`` is the flag ``a`` and, within it, the setting ``a.b``."""
+    flag = ""
+    for word in words:
+        name, _, value = word.partition("=")
+        if name.startswith("--") or not flag:
+            flag = name.removeprefix("--")
+            yield flag
+        else:
+            value = word
+        if value:
+            yield f"{flag}.{value.partition('=')[0]}"
+        if value or not word.startswith("--"):
+            flag = ""
+
+
+def tensorrt_major(release: Release) -> int | None:
+    """The major version of the TensorRT inside the image of a release; None where not known."""
+    if release > max(TRITON_VERSIONS):
+        return None
+    return 11 if release >= _TENSORRT_11 else 10
+
+
+def releases_with(tensorrt: str) -> list[Release]:
+    """The releases whose image is known to have exactly this TensorRT."""
+    return [release for release, version in TENSORRT_VERSIONS.items() if version == tensorrt]
+
+
+def _holders(message: Any, path: str) -> Iterator[Any]:
+    """The messages within `message` in which the last field of the dotted `path` is set."""
+    head, _, rest = path.partition(".")
+    value = next((value for field, value in message.ListFields() if field.name == head), None)
+    if value is None:
+        return
+    if not rest:
+        yield message
+        return
+    for child in [value] if hasattr(value, "ListFields") else value:
+        yield from _holders(child, rest)

@@ -1,0 +1,1 @@
+"""The order of a build, for every kind of pipeline."""

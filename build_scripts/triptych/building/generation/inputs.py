@@ -1,0 +1,337 @@
+"""Everything that is read before a pipeline that generates text is built: spec, model, prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from triptych.base.errors import Progress, UserError
+from triptych.building.generation.adapters import Adapter, read_adapters
+from triptych.building.generation.facts import (
+    GenerationFacts,
+    GenerationModel,
+    read_generation_model,
+)
+from triptych.building.generation.quantisation import CONVERTED, check_precision
+from triptych.building.generation.weights import find_weights
+from triptych.runtime.chat_template import Message
+from triptych.runtime.faults import RequestError
+from triptych.runtime.generation_wire import CONTEXT_TOKENS
+from triptych.runtime.prompts import Prompts, read_messages
+from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
+from triptych.spec.generation_spec import GenerationSpec
+from triptych.spec.model_source import OUT_OF_REACH
+from triptych.spec.spec import SPEC_FILE
+from triptych.spec.text2text_spec import Text2TextSpec
+from triptych.spec.traffic import TRAFFIC_FILE, read_lines
+from triptych.spec.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned
+
+FP8_CACHE = "+fp8kv"
+"""What follows the precision in a gate's name where the KV cache has one of its own."""
+
+PromptLine = tuple[int, dict[str, str], Mapping[str, Any]]
+"""Its number, the request as a client sends it, and the whole object."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of the traffic.
+
+    Attributes:
+        sent: ``text_input`` or ``messages`` as a client sends it, and ``sampling_parameters``
+            where the line has them.
+        ids: its tokens, as preprocess makes them.
+        adapter: that is asked; empty for the model itself.
+    """
+
+    sent: Mapping[str, str]
+    ids: tuple[int, ...]
+    adapter: str = ""
+
+    @property
+    def messages(self) -> list[Message] | None:
+        """The conversation, where it is one."""
+        text = self.sent.get("messages")
+        return None if text is None else read_messages(text)
+
+
+@dataclass(frozen=True)
+class GeneratingInputs(ABC):
+    """What is known before a pipeline of either kind is built.
+
+    Attributes:
+        weights: folder of what is read; an engine may read others that are made of them.
+        max_length: tokens of a prompt; where it goes on with it, of its answer, too.
+        adapters: in the order of the spec.
+    """
+
+    spec: GenerationSpec | Text2TextSpec
+    model: GenerationModel
+    weights: Path
+    max_length: int
+    prompts: tuple[Prompt, ...]
+    adapters: tuple[Adapter, ...] = field(default=(), kw_only=True)
+
+    @property
+    def judged_as(self) -> str:
+        """The precision whose limits the gate holds the core to, as `metrics.limits_of` has it."""
+        return self.spec.core.precision
+
+    @property
+    @abstractmethod
+    def prompt_settings(self) -> dict[str, Any]:
+        """What `runtime.prompts.Prompts` needs to know."""
+
+    @property
+    @abstractmethod
+    def context_tokens(self) -> int:
+        """Of a prompt, that its answer is decoded behind."""
+
+    @abstractmethod
+    def room(self, prompt: Prompt) -> int:
+        """Tokens that an answer to `prompt` may have where it is checked."""
+
+    def other_limits(self, *, live: bool) -> Mapping[str, float | None]:
+        """The gate's, instead of those of the precision: None where there is none.
+
+        Args:
+            live: of answers that a server gives, else of an engine that can be asked more.
+        """
+        return {}
+
+
+@dataclass(frozen=True)
+class GenerationInputs(GeneratingInputs):
+    """What is known before a pipeline that goes on with a text is built.
+
+    Attributes:
+        weights: folder of the model's files.
+    """
+
+    spec: GenerationSpec
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Of the KV cache, that one token takes on each GPU."""
+        core, facts = self.spec.core, self.model.facts
+        shares = min(core.tensor_parallel, facts.kv_heads) * core.pipeline_parallel
+        computed = 4 if core.precision == "fp32" else 2
+        size = 1 if core.kv_cache.precision == "fp8" else computed
+        return -(-facts.kv_values * size // shares)
+
+    @property
+    def judged_as(self) -> str:
+        """The precision whose limits the gate holds the core to, as `metrics.limits_of` has it.
+
+        Weights alone that are quantised are held to the same in fp32, and computed in bf16.
+        """
+        core, stored = self.spec.core, self.model.facts.quantisation
+        own: str = "bf16" if core.precision in ("awq", "gptq") else core.precision
+        if stored is not None and stored.name in CONVERTED:
+            own = stored.name
+        return own + (FP8_CACHE if core.kv_cache.precision == "fp8" else "")
+
+    @property
+    def request_tokens(self) -> int:
+        """Of the traffic's mean prompt, and the longest answer to one that does not say."""
+        most = self.spec.parameters.get("max_tokens", DEFAULTS["max_tokens"])
+        mean = sum(len(prompt.ids) for prompt in self.prompts) / len(self.prompts)
+        return min(self.max_length, math.ceil(mean) + int(most))
+
+    @property
+    def prompt_settings(self) -> dict[str, Any]:
+        """What `runtime.prompts.Prompts` needs to know."""
+        return {
+            "special_tokens": dict(self.model.facts.special_tokens),
+            "max_length": self.max_length,
+            "max_answer": None,
+            "prefix": "",
+            "vocabulary": self.model.facts.vocabulary,
+        }
+
+    @property
+    def context_tokens(self) -> int:
+        return CONTEXT_TOKENS
+
+    def room(self, prompt: Prompt) -> int:
+        # An engine that is asked how likely tokens are makes one more behind them.
+        return self.max_length - len(prompt.ids) - 1
+
+
+def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInputs:
+    """Resolve the model, read the traffic. Writes only to the cache.
+
+    Raises:
+        UserError: in the spec, the model or the traffic.
+    """
+    lines = read_prompt_lines(spec.folder / TRAFFIC_FILE)
+    if spec.tuned and (found := read_tuned(spec.folder, TUNABLE_GENERATION)):
+        told = Tuned(spec.tuned, found.provenance)
+        progress("tuned", describe_tuned(spec.folder, told, spec_file=SPEC_FILE))
+    weights = find_weights(spec.model, spec.folder, progress)
+    model = read_generation_model(weights, progress)
+    progress("source", f"{model.facts.architecture}, from {spec.model.source}")
+    _tell_of_answers(spec, model.facts, progress)
+    if spec.core.backend != "scripted":
+        core = spec.core
+        check_precision(core.precision, model.facts.quantisation, backend=core.backend)
+    adapters = read_adapters(spec, weights, model.facts.sha256, progress)
+    max_length = max_length_of(spec, model.facts)
+    inputs = GenerationInputs(spec, model, weights, max_length, (), adapters=adapters)
+    _check_kv_cache(inputs)
+    return replace(inputs, prompts=make_prompts(inputs, lines, progress))
+
+
+def _tell_of_answers(spec: GenerationSpec, facts: GenerationFacts, progress: Progress) -> None:
+    """What else might surprise: other servers take a model's own sampling parameters."""
+    suggested = ", ".join(
+        f"{name} {value}" for name, value in facts.suggested.items() if name not in spec.parameters
+    )
+    if suggested:
+        progress("sampling", f"the model suggests {suggested}: defaults only if in `parameters`")
+    if not facts.stop_token_ids:
+        progress("sampling", "the model names no token that ends an answer: max_tokens does")
+
+
+def make_prompts(
+    inputs: GeneratingInputs, lines: Sequence[PromptLine], progress: Progress
+) -> tuple[Prompt, ...]:
+    """The prompts of a pipeline's traffic.
+
+    Args:
+        inputs: of the pipeline; its prompts are not looked at.
+        lines: of the traffic.
+        progress: told how many there are.
+
+    Raises:
+        UserError: one that the pipeline would refuse.
+    """
+    path = inputs.spec.folder / TRAFFIC_FILE
+    sent = [(f"{path}:{number}", one) for number, one, _ in lines]
+    prompts = tuple(
+        _with_adapter(inputs, prompt, place)
+        for (place, _), prompt in zip(sent, _prompts(inputs, sent), strict=True)
+    )
+    mean = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
+    progress("traffic", f"{len(prompts)} prompts, {mean:.1f} tokens on average")
+    return prompts
+
+
+def make_prompt(inputs: GeneratingInputs, sent: Mapping[str, str], place: str) -> Prompt:
+    """What preprocess makes of a request that is none of the traffic; `place` is where it is from.
+
+    Raises:
+        UserError: it refuses it.
+    """
+    (prompt,) = _prompts(inputs, [(place, sent)])
+    return _with_adapter(inputs, prompt, place)
+
+
+def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) -> int:
+    """The limit that a pipeline has: its own, else the model's.
+
+    Raises:
+        UserError: one above the model's, or none where the model has none.
+    """
+    wanted = spec.core.max_length
+    if wanted is None and facts.max_length == OUT_OF_REACH:
+        raise UserError(
+            "core.max_length",
+            "must be given: the model's files have no limit",
+            given="nothing",
+            remedy="Give the tokens of the longest prompt and its answer together, such as 4096",
+        )
+    if wanted is not None and wanted > facts.max_length:
+        raise UserError(
+            "core.max_length",
+            f"must be at most the model's own limit of {facts.max_length}",
+            given=wanted,
+            remedy="Lower it, or leave it out to use the model's limit",
+        )
+    return wanted or facts.max_length
+
+
+def _check_kv_cache(inputs: GenerationInputs) -> None:
+    """One request of full length must fit, or the engine would never run it: lint comes later."""
+    memory_mib = inputs.spec.core.kv_cache.memory_mib
+    needed = -(-inputs.kv_token_bytes * inputs.max_length // 2**20)
+    if needed > memory_mib:
+        raise UserError(
+            "core.kv_cache.memory_mib",
+            f"must hold one request of core.max_length {inputs.max_length}: {needed} MiB",
+            given=memory_mib,
+            remedy="Raise it, or lower core.max_length",
+        )
+
+
+def read_prompt_lines(path: Path) -> list[PromptLine]:
+    """The lines of a file of requests.
+
+    Raises:
+        UserError: no such file, a line that is no request, or none at all.
+    """
+    form = '{"messages": [{"role": "user", "content": "…"}]} or {"text_input": "…"}'
+    if not path.is_file():
+        raise UserError(
+            str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
+        )
+    lines: list[PromptLine] = []
+    for number, line, row in read_lines(path):
+        row = row or {}
+        text, messages = row.get("text_input"), row.get("messages")
+        if isinstance(text, str) and messages is None:
+            lines.append((number, {"text_input": text}, row))
+        elif isinstance(messages, list) and text is None:
+            sent = {"messages": json.dumps(messages, ensure_ascii=False)}
+            lines.append((number, sent, row))
+        else:
+            raise UserError(
+                f"{path}:{number}",
+                "must be a JSON object with either text_input or messages",
+                given=repr(line[:80]),
+                remedy=f"Write {form}",
+            )
+        if FIELD in row:
+            lines[-1][1][FIELD] = json.dumps(row[FIELD])
+    if not lines:
+        raise UserError(
+            str(path), "must have rows", given="none", remedy=f"Add real requests: {form}"
+        )
+    return lines
+
+
+def _with_adapter(inputs: GeneratingInputs, prompt: Prompt, place: str) -> Prompt:
+    """The prompt, and whom its sampling parameters, once checked, ask."""
+    try:
+        sampling = check_sampling(
+            prompt.sent.get(FIELD, ""),
+            {**DEFAULTS, **inputs.spec.parameters},
+            room=inputs.prompt_settings["max_answer"] or inputs.max_length - len(prompt.ids),
+            adapters=inputs.spec.adapter_names,
+        )
+    except RequestError as error:
+        raise UserError(place, "must be a request that the pipeline takes", given=error) from error
+    return replace(prompt, adapter=sampling[ADAPTER])
+
+
+def _prompts(
+    inputs: GeneratingInputs, sent: Sequence[tuple[str, Mapping[str, str]]]
+) -> Iterator[Prompt]:
+    maker = Prompts(inputs.prompt_settings, inputs.model.tokenizer.parent)
+    for place, one in sent:
+        try:
+            ids = (
+                maker.of_text(one["text_input"])
+                if "text_input" in one
+                else maker.of_messages(one["messages"])
+            )
+        except RequestError as error:
+            raise UserError(
+                place, "must be a request that the pipeline takes", given=error
+            ) from error
+        yield Prompt(one, tuple(ids))

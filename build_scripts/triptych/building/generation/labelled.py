@@ -1,0 +1,102 @@
+"""`eval.jsonl` of a pipeline that generates text: prompts with right answers, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from triptych.base.errors import UserError
+from triptych.building.generation.inputs import (
+    GeneratingInputs,
+    Prompt,
+    make_prompt,
+    read_prompt_lines,
+)
+from triptych.building.generation.reference import answer_tokens
+from triptych.spec.tasks.eval_file import EVAL_FILE
+from triptych.spec.tasks.metrics_generated import GENERATED, OUTPUT, TEXTS
+from triptych.spec.tasks.metrics_labelled import LabelledResult, compare_labelled
+from triptych.spec.tasks.metrics_labels import LabelledRow
+
+MOST_ROWS = 200
+"""Of more rows, only the first ones are answered."""
+
+
+class Labelled(NamedTuple):
+    """Rows of ``eval.jsonl``, and the prompt of each."""
+
+    rows: tuple[LabelledRow, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+
+
+def read_labelled(inputs: GeneratingInputs) -> Labelled:
+    """The first rows of the file; none where there is no file.
+
+    Raises:
+        UserError: a line that is no prompt with right answers, or leaves no room for an answer.
+    """
+    path = inputs.spec.folder / EVAL_FILE
+    if not path.is_file():
+        return Labelled()
+    rows, prompts = read_rows(path)[:MOST_ROWS], []
+    for row in rows:
+        place = f"{path}:{row.line}"
+        prompt = make_prompt(inputs, row.requests[0], place)
+        if answer_tokens(inputs, prompt) < 1:
+            raise UserError(
+                place,
+                f"must be below {inputs.max_length - 1} tokens",
+                given=len(prompt.ids),
+                remedy="Shorten it, or raise core.max_length",
+            )
+        prompts.append(prompt)
+    return Labelled(tuple(rows), tuple(prompts))
+
+
+def read_rows(path: Path) -> list[LabelledRow]:
+    """Every row of ``eval.jsonl``.
+
+    Raises:
+        UserError: a line that is no prompt with right answers, or no line at all.
+    """
+    rows = []
+    for number, sent, line in read_prompt_lines(path):
+        try:
+            truth = TEXTS.read(line.get(TEXTS.key), "")
+        except ValueError as error:
+            raise UserError(
+                f"{path}:{number}",
+                f"must have {TEXTS.rule} as `{TEXTS.key}`",
+                given=repr(line.get(TEXTS.key))[:80],
+                remedy=f'Write for example {{"text_input": "…", "{TEXTS.key}": {TEXTS.example}}}',
+            ) from error
+        rows.append(LabelledRow(number, (dict(sent),), {}, truth))
+    return rows
+
+
+def judge_labelled(
+    inputs: GeneratingInputs, labelled: Labelled, got: Sequence[str], reference: Sequence[str]
+) -> LabelledResult | None:
+    """Whether texts are worse than the reference's, beyond chance; None where there are no rows."""
+    if not labelled.rows:
+        return None
+    accuracy = inputs.spec.accuracy
+    return compare_labelled(
+        GENERATED[accuracy.metric],
+        labelled.rows,
+        [{OUTPUT: np.array([text])} for text in got],
+        [{OUTPUT: np.array([text])} for text in reference],
+        max_drop=accuracy.max_drop,
+    )
+
+
+def describe_labelled(result: LabelledResult) -> str:
+    """The result in one line."""
+    return (
+        f"{result.metric} on {result.rows} rows: {result.candidate:.4f}, the original's "
+        f"{result.reference:.4f}; difference {result.difference:+.4f} "
+        f"(95 % interval {result.low:+.4f} to {result.high:+.4f}), may drop by {result.max_drop:g}"
+    )

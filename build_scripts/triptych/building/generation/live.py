@@ -1,0 +1,228 @@
+"""`triptych verify` of a pipeline that generates text: the gate through a live ensemble."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from triptych.base.errors import Progress
+from triptych.building.generation.asking import LiveRuns, ask_live
+from triptych.building.generation.gate import PROMPTS
+from triptych.building.generation.inputs import GeneratingInputs, Prompt
+from triptych.building.generation.labelled import describe_labelled, judge_labelled, read_labelled
+from triptych.building.generation.lock import built_gate
+from triptych.building.generation.metrics import Answered, common_length, judge
+from triptych.building.generation.reference import (
+    TOKENS,
+    Reference,
+    answer_tokens,
+    choose_prompts,
+    reference_answers,
+    weighed,
+)
+from triptych.core.gate.verify import Endpoint
+from triptych.repository.plain import plain_data
+from triptych.repository.records import GateResult
+
+
+@dataclass(frozen=True)
+class LiveGeneration:
+    """What the live gate found, and where.
+
+    Attributes:
+        pipeline: its name.
+        url: ``host:port`` of the server's gRPC endpoint.
+        clients: requests under way at once where they were sent together.
+        seconds: that the requests took.
+        accepted: why the build was let pass a failed gate; empty where it was not.
+        scripted: whether there is no model behind it.
+        gate: figures, failures and rows.
+        faults: requests that failed, and answers that end for another reason than the reference's.
+    """
+
+    pipeline: str
+    url: str
+    clients: int
+    seconds: float
+    accepted: str
+    scripted: bool
+    gate: GateResult
+    faults: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the pipeline served is right."""
+        return not (self.faults or self.gate.failures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``: a figure that is no number is null."""
+        fields = {**asdict(self), "gate": None, "passed": self.passed}
+        plain: dict[str, Any] = plain_data(fields)
+        return {**plain, "gate": self.gate.as_dict()}
+
+
+def verify_generation(
+    inputs: GeneratingInputs,
+    repository: Path,
+    server: AbstractContextManager[Endpoint],
+    progress: Progress,
+    *,
+    clients: int,
+    timeout_s: float,
+) -> LiveGeneration:
+    """Send the gate's prompts to the served pipeline and compare with the reference.
+
+    Each is asked alone, as a stream and as a whole, and twice among the others.
+
+    Args:
+        inputs: of the pipeline.
+        repository: folder of the models: its lock tells the precision that was built.
+        server: that serves the pipeline; entered once all else is ready.
+        progress: told what becomes of each stage.
+        clients: requests under way at once where they are sent together.
+        timeout_s: deadline of each request, in seconds.
+
+    Raises:
+        UserError: there is no server, or it does not serve this pipeline (any more).
+    """
+    spec = inputs.spec
+    built = built_gate(repository, spec.name)
+    prompts, labelled = choose_prompts(inputs, PROMPTS), read_labelled(inputs)
+    tokenizer = inputs.model.decoding()
+    scripted = spec.core.backend == "scripted"
+
+    def reference(prompts: Sequence[Prompt], most: int) -> tuple[Reference, ...]:
+        if scripted:
+            return tuple(_scripted(inputs, one, tokenizer, most) for one in prompts)
+        return reference_answers(inputs, prompts, progress, most=most)
+
+    wanted = reference(prompts, TOKENS)
+    right = reference(labelled.prompts, spec.accuracy.max_tokens)
+    with server as reached:
+        progress("verify", f"{len(prompts)} prompts, alone and {clients} at a time ...")
+        began = time.monotonic()
+        runs = ask_live(
+            inputs, reached.grpc_url, prompts, labelled.prompts, clients, timeout_s=timeout_s
+        )
+        seconds = time.monotonic() - began
+    precision = built.get("precision") or inputs.judged_as
+    texts = [one.answer.text for one in runs.labelled]
+    wanted = weighed(inputs, prompts, wanted, [one.answer.token_ids for one in runs.alone])
+    other_limits = inputs.other_limits(live=True)
+    gate = judge(
+        precision,
+        prompts,
+        wanted,
+        _answered(wanted, runs, other_limits),
+        tokenizer,
+        other_limits=other_limits,
+        labelled=judge_labelled(inputs, labelled, texts, [one.text for one in right]),
+    )
+    return LiveGeneration(
+        pipeline=spec.name,
+        url=reached.grpc_url,
+        clients=clients,
+        seconds=seconds,
+        accepted=built.get("accepted", ""),
+        scripted=scripted,
+        gate=gate,
+        faults=tuple(_faults(inputs, wanted, runs)),
+    )
+
+
+def describe_generation(result: LiveGeneration) -> Iterator[tuple[str, str]]:
+    """The lines that show a result, each with its style: figures, what is wrong."""
+    gate = result.gate
+    yield f"{result.pipeline} at {result.url}, held to the limits of {gate.precision}", "bold"
+    for verdict in gate.verdicts:
+        limit = "" if verdict.limit is None else f"limit {verdict.limit:g}"
+        state = "ok" if verdict.passed else "FAILED"
+        line = f"  {verdict.metric:24} {verdict.value:>12.5g}  {limit:14} {state if limit else ''}"
+        yield line.rstrip(), "" if verdict.passed else "red"
+    yield (
+        f"  {gate.rows} prompts, each alone as a stream and as a whole, and twice beside others"
+        f" ({result.clients} at a time), in {result.seconds:.1f} s",
+        "",
+    )
+    if gate.labelled is not None:
+        yield f"  {describe_labelled(gate.labelled)}", "red" if gate.labelled.failure else ""
+    if result.scripted:
+        yield "  note: the scripted engine has no model; it must repeat the prompt", "yellow"
+    if result.accepted:
+        yield f"  note: built although the gate failed, since: {result.accepted}", "yellow"
+    for row in gate.worst if gate.failures else ():
+        yield f"  {row.shown!r}", ""
+        yield f"    wanted {row.wanted!r}", ""
+        yield f"    got    {row.got!r}", ""
+    failures = (*result.faults, *gate.failures)
+    for failure in failures:
+        yield f"failed: {failure}", "red"
+    if not failures:
+        yield "passed", "green"
+
+
+def _answered(
+    wanted: Sequence[Reference], runs: LiveRuns, other_limits: Mapping[str, float | None]
+) -> Answered:
+    """What the server said, as the gate judges it.
+
+    A live server tells how likely it found its own tokens: those are the reference's up to where
+    the two part. A search that changes probabilities (`other_limits`) tells nothing.
+    """
+    told = "logprob_difference" not in other_limits
+    alone = [one.answer for one in runs.alone]
+    parted = [common_length(w.ids, a.token_ids) for w, a in zip(wanted, alone, strict=True)]
+    same = [(w, a) for w, a, n in zip(wanted, alone, parted, strict=True) if n == len(w.ids)]
+    return Answered(
+        prompts=runs.prompts,
+        alone=[one.token_ids for one in alone],
+        together=[[one.answer.token_ids for one in run] for run in runs.together],
+        forced=[
+            [token["logprob"] for token in one.logprobs[:length]] if told else []
+            for one, length in zip(alone, parted, strict=True)
+        ],
+        streamed=[*(one.text for one in alone), *(a.text for _, a in same)],
+        whole=[*(one.answer.text for one in runs.whole), *(w.text for w, _ in same)],
+    )
+
+
+def _faults(inputs: GeneratingInputs, wanted: Sequence[Reference], runs: LiveRuns) -> Iterator[str]:
+    """What the metrics do not show."""
+    passes = (runs.alone, runs.whole, *runs.together)
+    every = [reply for one in (*passes, runs.labelled) for reply in one]
+    failed = [str(one.error) for one in every if one.error is not None]
+    if failed:
+        yield f"{len(failed)} of {len(every)} requests: {failed[0]}"
+    if inputs.spec.core.backend == "scripted":
+        return
+    stops = inputs.model.facts.stop_token_ids
+    ends = sum(
+        reply.answer.finish_reason != ("stop" if reference.ids[-1] in stops else "length")
+        for one in passes
+        for reference, reply in zip(wanted, one, strict=True)
+        if reply.answer.token_ids == reference.ids
+    )
+    if ends:
+        yield f"{ends} answers have another finish_reason than their last token tells"
+
+
+def _scripted(
+    inputs: GeneratingInputs, prompt: Prompt, tokenizer: Tokenizer, most: int
+) -> Reference:
+    """What the scripted engine must answer."""
+    repeated = prompt.ids[::-1] if prompt.adapter else prompt.ids
+    ids = repeated[: answer_tokens(inputs, prompt, most)]
+    return Reference(
+        prompt=prompt.ids,
+        ids=ids,
+        text=tokenizer.decode(list(ids), skip_special_tokens=True),
+        margins=(math.inf,) * len(ids),
+        logprobs=tuple(-float(place) for place in range(len(ids))),
+    )

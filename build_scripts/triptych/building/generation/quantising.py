@@ -1,0 +1,167 @@
+"""An ordinary model -> int8 or fp8 weights with a scale a channel, as vLLM reads them.
+
+No calibration: a channel's largest value decides its scale, activations get theirs at run time.
+A tensor at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from triptych.base.cache import cached_stage, code_hash, versions_of
+from triptych.base.errors import Progress, UserError
+from triptych.building.generation.inputs import GenerationInputs
+from triptych.building.generation.quantisation import CONVERTED, compressed_tensors_config
+
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+_INDEX = "model.safetensors.index.json"
+_SCALE = "_scale"
+_MODEL = "model"
+
+
+def engine_weights(inputs: GenerationInputs, progress: Progress = lambda *_: None) -> Path:
+    """The folder that the engine reads: the model's own, or one that is made of it, once.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    precision, facts = inputs.spec.core.precision, inputs.model.facts
+    if precision not in CONVERTED or facts.quantisation is not None:
+        return inputs.weights
+    key = {
+        "model": facts.sha256,
+        "precision": precision,
+        "versions": versions_of("torch", "safetensors", "transformers"),
+        "code": code_hash(
+            "building/generation/quantising.py", "building/generation/quantisation.py"
+        ),
+    }
+
+    def work(target: Path) -> None:
+        progress("convert", f"{precision} weights ...")
+        quantise(inputs.weights, target / _MODEL, precision)
+
+    return cached_stage("quantised", key, work, progress).folder / _MODEL
+
+
+def quantise(folder: Path, target: Path, precision: str) -> None:
+    """Write what the engine reads of the model in `folder`, quantised, to the new `target`.
+
+    Raises:
+        UserError: no safetensors, or no linear layers in them, or none that stand alone.
+    """
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise UserError(
+            "core.precision",
+            f"{precision} is made of *.safetensors",
+            given="none in the model's folder",
+            remedy="Save the model with `save_pretrained(safe_serialization=True)`",
+        )
+    layers, left = _matrices_of(folder)
+    if odd := sorted(layers ^ (_matrices_in(shards) - left)):
+        raise UserError(
+            "core.precision",
+            f"{precision} is for models of plain linear layers, each with its own weight",
+            given=", ".join(odd[:2]),
+            remedy="Choose bf16, or a checkpoint that was quantised elsewhere (compressed-tensors)",
+        )
+    target.mkdir()
+    places: dict[str, str] = {}
+    for shard in shards:
+        written = _quantise_shard(shard, target / shard.name, layers, precision)
+        places |= dict.fromkeys(written, shard.name)
+    if (folder / _INDEX).is_file():
+        size = sum((target / shard.name).stat().st_size for shard in shards)
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (target / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_bytes())
+    config["quantization_config"] = compressed_tensors_config(precision)
+    (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+
+
+def _matrices_in(shards: Sequence[Path]) -> set[str]:
+    """Names of the weights with rows and columns."""
+    from safetensors import safe_open
+
+    found = set()
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        found |= {name for name, shape in shapes.items() if len(shape) > 1}
+    return found
+
+
+def _matrices_of(folder: Path) -> tuple[set[str], set[str]]:
+    """Names of the weights of linear layers; of embeddings and of the layer that makes logits."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    last = model.get_output_embeddings()
+    layers, left = set(), set()
+    for name, module in model.named_modules():
+        if module is last or isinstance(module, torch.nn.Embedding):
+            left.add(f"{name}.weight")
+        elif isinstance(module, torch.nn.Linear):
+            layers.add(f"{name}.weight")
+    return layers, left
+
+
+def _quantise_shard(source: Path, target: Path, layers: set[str], precision: str) -> list[str]:
+    """One file of the model; names of the tensors in the new one."""
+    import torch
+    from safetensors import safe_open
+
+    kinds = {"int8": ("I8", torch.int8), "fp8": ("F8_E4M3", torch.float8_e4m3fn)}
+    code, dtype = kinds[precision]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+
+    def declare(name: str, kind: str, shape: list[int], size: int) -> None:
+        nonlocal end
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+
+    with safe_open(source, framework="pt") as file:
+        names = list(file.keys())
+        for name in names:
+            part = file.get_slice(name)
+            shape = part.get_shape()
+            if name in layers:
+                declare(name, code, shape, shape[0] * shape[1])
+                declare(name + _SCALE, "F32", [shape[0], 1], 4 * shape[0])
+            else:
+                tensor = file.get_tensor(name)
+                declare(name, part.get_dtype(), shape, tensor.numel() * tensor.element_size())
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # the tensors are aligned by it
+        with target.open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                tensor = file.get_tensor(name)
+                if name not in layers:
+                    out.write(_bytes_of(tensor))
+                    continue
+                values = tensor.float()
+                scale = values.abs().amax(1, keepdim=True).clamp(min=1e-12) / _LARGEST[precision]
+                scaled = values / scale
+                out.write(_bytes_of((scaled.round() if precision == "int8" else scaled).to(dtype)))
+                out.write(_bytes_of(scale))
+    return [name for name in header if name != "__metadata__"]
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    import torch
+
+    found: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return found

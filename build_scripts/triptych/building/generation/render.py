@@ -1,0 +1,268 @@
+"""A pipeline that generates text -> the files of its models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from triptych.base.tensors import Tensor
+from triptych.building.generation.quantising import engine_weights
+from triptych.building.generation.text2text import AnyInputs, Text2TextInputs
+from triptych.repository.config import CONFIG_FILE, new_config, print_config
+from triptych.repository.core_config import declare
+from triptych.repository.render import RUNTIME, Content, with_imports
+from triptych.runtime.generation_engine import ADAPTERS_FOLDER, MODEL_FOLDER
+from triptych.runtime.generation_series import edges_of
+from triptych.runtime.generation_wire import TOKENIZER_FILE
+from triptych.runtime.prompts import TEMPLATE_FILE
+from triptych.runtime.source_pieces import PIECES_FILE
+from triptych.spec.generation_spec import GenerationSpec
+from triptych.spec.model_hub import WEIGHTS
+from triptych.spec.spec import TEXT2TEXT
+from triptych.spec.text2text_spec import Text2TextSpec
+
+ENGINES = {
+    "vllm": "engine_vllm.py",
+    "tensorrt_llm": "engine_tensorrt_llm.py",
+    "scripted": "engine_scripted.py",
+    "ctranslate2": "engine_ctranslate2.py",
+}
+
+INPUTS = (
+    Tensor("text_input", "BYTES", (1,)),
+    Tensor("messages", "BYTES", (1,), content="json"),
+    Tensor("sampling_parameters", "BYTES", (1,), content="json"),
+    Tensor("stream", "BOOL", (1,)),
+    Tensor("cancel", "BYTES", (1,)),
+)
+OPENAI_INPUTS = tuple(
+    Tensor(name, "BOOL", (1,))
+    for name in (
+        "exclude_input_in_output",
+        "return_logprobs",
+        "return_num_input_tokens",
+        "return_num_output_tokens",
+    )
+)
+"""What Triton's OpenAI frontend sends besides (``--backend vllm``, python/openai of the server)."""
+
+OUTPUTS = (
+    Tensor("text_output", "BYTES", (1,)),
+    Tensor("token_ids", "INT32", ("new_tokens",)),
+    Tensor("index", "UINT32", (1,)),
+    Tensor("finish_reason", "BYTES", (1,)),
+    Tensor("usage", "BYTES", (1,), content="json"),
+    Tensor("logprobs", "BYTES", (1,), content="json"),
+    # What Triton's OpenAI frontend counts: the prompt's, and those new in a response.
+    Tensor("num_input_tokens", "UINT32", (1,)),
+    Tensor("num_output_tokens", "UINT32", (1,)),
+)
+TO_CORE = (Tensor("prompt_ids", "INT32", ("tokens",)), Tensor("order", "BYTES", (1,)))
+FROM_CORE = (Tensor("token_ids", "INT32", ("new_tokens",)), Tensor("chunk", "BYTES", (1,)))
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer_config.json"),
+    *("*.safetensors.index.json", *WEIGHTS),
+)
+_DECOUPLED = {"decoupled": True}
+_OWN_DEFAULTS: Mapping[str, Mapping[str, object]] = {TEXT2TEXT: {"temperature": 0.0}}
+"""By task: of summaries and translations the likeliest is wanted."""
+
+
+def render_generation(inputs: AnyInputs) -> dict[str, Content]:
+    """Every file of the pipeline but its lock: path relative to the repository -> content."""
+    spec = inputs.spec
+    name, step = spec.name, f"{spec.name}_{{}}".format
+    configs = {
+        name: _ensemble(name),
+        step("preprocess"): _python_step(
+            step("preprocess"),
+            [*INPUTS, *OPENAI_INPUTS],
+            TO_CORE,
+            {
+                **inputs.prompt_settings,
+                "pipeline": name,
+                "parameters": own_parameters(spec),
+                "max_text_bytes": spec.max_text_bytes,
+                "adapters": spec.adapter_names,
+            },
+            optional=True,
+            count=spec.serving.preprocess_instances,
+        ),
+        step("core"): _python_step(
+            step("core"),
+            TO_CORE,
+            FROM_CORE,
+            _core_settings(inputs),
+            kind=_kind(inputs),
+            model_transaction_policy=_DECOUPLED,
+        ),
+        step("postprocess"): _python_step(
+            step("postprocess"),
+            FROM_CORE,
+            OUTPUTS,
+            {"pipeline": name},
+            model_transaction_policy=_DECOUPLED,
+        ),
+    }
+    files: dict[str, Content] = {
+        f"{model}/{CONFIG_FILE}": print_config(config).encode() for model, config in configs.items()
+    }
+    # Triton wants a version folder for an ensemble, too, and git and archives drop empty ones.
+    files[f"{name}/1/.keep"] = b""
+    engine = {"model.py": "generation_core.py", "engine.py": ENGINES[spec.core.backend]}
+    files |= _step_files(step("preprocess"), {"model.py": "generation_preprocess.py"})
+    files |= _step_files(step("core"), engine)
+    files |= _step_files(step("postprocess"), {"model.py": "generation_postprocess.py"})
+    model = inputs.model
+    files[f"{step('preprocess')}/1/{TOKENIZER_FILE}"] = model.tokenizer
+    files[f"{step('postprocess')}/1/{TOKENIZER_FILE}"] = model.decoder or model.tokenizer
+    for file, path in ((TEMPLATE_FILE, model.chat_template), (PIECES_FILE, model.pieces)):
+        if path is not None:
+            files[f"{step('preprocess')}/1/{file}"] = path
+    if spec.core.backend != "scripted":
+        for path in engine_files(inputs):
+            files[f"{step('core')}/1/{MODEL_FOLDER}/{path.name}"] = path
+        files[f"{step('core')}/1/{MODEL_FOLDER}/{TOKENIZER_FILE}"] = inputs.model.tokenizer
+        for adapter in inputs.adapters:
+            for path in adapter.files:
+                place = f"{MODEL_FOLDER}/{ADAPTERS_FOLDER}/{adapter.name}/{path.name}"
+                files[f"{step('core')}/1/{place}"] = path
+    return files
+
+
+def own_parameters(spec: GenerationSpec | Text2TextSpec) -> dict[str, object]:
+    """Sampling parameters that a pipeline has other defaults for."""
+    return {**_OWN_DEFAULTS.get(spec.task, {}), **spec.parameters}
+
+
+def engine_files(inputs: AnyInputs) -> list[Path]:
+    """What the engine reads of its model."""
+    if isinstance(inputs, Text2TextInputs):
+        return sorted(inputs.weights.iterdir())
+    return model_files(engine_weights(inputs))
+
+
+def model_files(folder: Path) -> list[Path]:
+    """What vLLM reads of a model's folder."""
+    found = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
+    if any(path.suffix == ".safetensors" for path in found):  # the same weights are not read twice
+        found = {path for path in found if path.suffix != ".bin"}
+    return sorted(found)
+
+
+def _kind(inputs: AnyInputs) -> str:
+    """How Triton places the core: a model on several GPUs chooses them itself."""
+    if isinstance(inputs, Text2TextInputs) or inputs.spec.core.parts == 1:
+        return "KIND_CPU"
+    return "KIND_MODEL"
+
+
+def _core_settings(inputs: AnyInputs) -> dict[str, object]:
+    spec = inputs.spec
+    settings: dict[str, object] = {
+        "pipeline": spec.name,
+        "max_requests": spec.serving.queue.max_size,
+        "max_length": inputs.max_length,
+        "max_sequences": spec.core.max_sequences,
+        "context_tokens": inputs.context_tokens,
+        "stream_interval": spec.serving.stream_interval,
+        "time_edges_ms": edges_of(spec.serving.slo.limits_ms),
+    }
+    if isinstance(inputs, Text2TextInputs):
+        return {**settings, **engine_settings(inputs)}
+    core = inputs.spec.core
+    if core.backend == "scripted":
+        settings["token_delay_ms"] = core.token_delay_ms or 0.0
+    # `lint`, which knows no model, reads the last two.
+    return {
+        **settings,
+        **engine_settings(inputs),
+        "kv_token_bytes": inputs.kv_token_bytes,
+        "request_tokens": inputs.request_tokens,
+    }
+
+
+def engine_settings(inputs: AnyInputs) -> dict[str, object]:
+    """What the engine of a real model is told."""
+    if isinstance(inputs, Text2TextInputs):
+        return inputs.engine_settings
+    core = inputs.spec.core
+    return {
+        "precision": core.precision,
+        "max_length": inputs.max_length,
+        "max_sequences": core.max_sequences,
+        "max_batched_tokens": core.max_batched_tokens,
+        "kv_cache_mib": core.kv_cache.memory_mib,
+        "kv_cache_precision": core.kv_cache.precision,
+        "prefix_caching": core.prefix_caching,
+        "tensor_parallel": core.tensor_parallel,
+        "pipeline_parallel": core.pipeline_parallel,
+        "gpus": inputs.spec.serving.gpus,
+        "stop_token_ids": list(inputs.model.facts.stop_token_ids),
+        "adapters": {adapter.name: adapter.rank for adapter in inputs.adapters},
+    }
+
+
+def _step_files(model: str, modules: Mapping[str, str]) -> dict[str, Content]:
+    return {
+        f"{model}/1/{target}": (RUNTIME / source).read_bytes()
+        for target, source in with_imports(modules).items()
+    }
+
+
+def _ensemble(name: str) -> Any:
+    steps = [
+        ("preprocess", [*INPUTS, *OPENAI_INPUTS], TO_CORE),
+        ("core", TO_CORE, FROM_CORE),
+        ("postprocess", FROM_CORE, OUTPUTS),
+    ]
+    # What the core writes goes by a name of its own where the ensemble has an output of that name.
+    inner = {tensor.name: f"core_{tensor.name}" for tensor in FROM_CORE}
+    return new_config(
+        name=name,
+        platform="ensemble",
+        input=[{**declare(tensor), "optional": True} for tensor in (*INPUTS, *OPENAI_INPUTS)],
+        output=[declare(tensor) for tensor in OUTPUTS],
+        ensemble_scheduling={
+            "step": [
+                {
+                    "model_name": f"{name}_{step}",
+                    "model_version": -1,
+                    "input_map": _wires(read, inner if step == "postprocess" else {}),
+                    "output_map": _wires(written, inner if step == "core" else {}),
+                }
+                for step, read, written in steps
+            ]
+        },
+    )
+
+
+def _wires(tensors: Sequence[Tensor], renamed: Mapping[str, str]) -> dict[str, str]:
+    return {tensor.name: renamed.get(tensor.name, tensor.name) for tensor in tensors}
+
+
+def _python_step(
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    settings: Mapping[str, object],
+    *,
+    optional: bool = False,
+    count: int = 1,
+    kind: str = "KIND_CPU",
+    **fields: Any,
+) -> Any:
+    texts = {key: json.dumps(value, sort_keys=True) for key, value in settings.items()}
+    return new_config(
+        name=name,
+        backend="python",
+        input=[{**declare(tensor), "optional": optional} for tensor in inputs],
+        output=[declare(tensor) for tensor in outputs],
+        # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build; the engine
+        # finds its devices itself.
+        instance_group=[{"kind": kind, "count": count}],
+        parameters={key: {"string_value": value} for key, value in texts.items()},
+        **fields,
+    )

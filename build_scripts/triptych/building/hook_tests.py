@@ -1,0 +1,330 @@
+"""A pipeline's own files, checked without server or model: spec, traffic, hooks, their tests."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from triptych.base.errors import UserError
+from triptych.building.made_up_answers import make_up_answers
+from triptych.core.inputs import task_of
+from triptych.runtime.faults import RequestError
+from triptych.runtime.hooking import (
+    FUNCTIONS,
+    HOOKS_FILE,
+    MODULE_NAME,
+    REDACT,
+    Hook,
+    Row,
+    RowForm,
+    call_before,
+    call_hook,
+    load_hooks,
+    takes_inputs,
+)
+from triptych.spec.spec import load_spec
+from triptych.spec.tasks.task import Task
+from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
+
+TESTS_FILE = "test_hooks.py"
+NO_TESTS_FOUND = 5  # pytest's exit code
+Kinds = Mapping[str, type]
+"""Inputs of the task and what a row holds for each: str, or bytes for an image."""
+Rows = Mapping[int, Row]
+"""The traffic, by line."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at.
+
+    Attributes:
+        name: stable, in kebab case.
+        severity: ``error`` makes the command exit with 1.
+        note: what was found: the problem, if there is one.
+    """
+
+    name: str
+    severity: Literal["ok", "warning", "error"] = "ok"
+    note: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        """For ``--json``: ``ok`` is false for errors alone, ``problem`` empty where all is well."""
+        fine = self.severity == "ok"
+        return {
+            **asdict(self),
+            "ok": self.severity != "error",
+            "problem": "" if fine else self.note,
+        }
+
+
+def check_pipeline(folder: Path) -> list[Check]:
+    """Look at everything in a pipeline's folder that needs neither the model nor a server.
+
+    Raises:
+        UserError: the spec or the traffic cannot be read, or pytest is not installed.
+    """
+    spec = load_spec(folder)
+    task = task_of(spec)
+    kinds = {tensor.name: bytes if tensor.content == "image" else str for tensor in task.inputs}
+    rows = _read_rows(folder, kinds)
+    checks = [Check("spec"), Check("traffic", note=f"{len(rows)} rows")]
+    needed = ("decode",) if spec.custom is not None else ()
+    if (folder / HOOKS_FILE).is_file():
+        # Hooks may print; stdout is for results.
+        with redirect_stdout(sys.stderr), _no_bytecode():
+            checks += _check_hooks(folder, task, kinds, rows, needed)
+        checks.append(_run_tests(folder))
+    elif needed:
+        note = f"{HOOKS_FILE} with a function `decode` is what a custom task is made of"
+        checks.append(Check("hooks-load", "error", note))
+    else:
+        checks.append(Check("hooks", note=f"none: there is no {HOOKS_FILE}"))
+    return checks
+
+
+def _read_rows(folder: Path, kinds: Kinds) -> Rows:
+    """The traffic as `before` sees it, images read."""
+    rows: dict[int, Row] = {}
+    for line, inputs, _ in read_traffic(folder, list(kinds)):
+        rows[line] = {
+            name: inputs[name] if kind is str else _read_file(folder, inputs[name], line)
+            for name, kind in kinds.items()
+        }
+    return rows
+
+
+def _read_file(folder: Path, path: str, line: int) -> bytes:
+    try:
+        return (folder / path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise UserError(
+            f"{folder / TRAFFIC_FILE}:{line}",
+            "must name a file that can be read",
+            given=error,
+            remedy="Paths start at the pipeline's folder",
+        ) from error
+
+
+def _check_hooks(
+    folder: Path, task: Task, kinds: Kinds, rows: Rows, needed: Sequence[str]
+) -> list[Check]:
+    try:
+        module = load_hooks(folder)
+        imports = _check_imports(folder)
+    except (Exception, SystemExit) as error:
+        return [Check("hooks-load", "error", f"{HOOKS_FILE}: {type(error).__name__}: {error}")]
+    if module is None:
+        raise FileNotFoundError(folder / HOOKS_FILE)
+    known = [name for name in FUNCTIONS if name in needed or name != "decode"]
+    functions = _check_functions(module, known, needed)
+    checks = [Check("hooks-load"), imports, functions]
+    if functions.severity == "error":
+        return checks
+    before, after = getattr(module, "before", None), getattr(module, "after", None)
+    if before is not None:
+        checks += _check_before(before, rows, kinds)
+    if after is not None and all(check.severity != "error" for check in checks):
+        given = list(rows.values()) if before is None else _call(before, [*rows.values()], kinds)
+        checks.append(_check_after(after, task, given))
+    return checks
+
+
+def _check_imports(folder: Path) -> Check:
+    tree = ast.parse((folder / HOOKS_FILE).read_bytes())
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names.add(node.module.partition(".")[0])
+    foreign = sorted(names - {"numpy"} - set(sys.stdlib_module_names))
+    if not foreign:
+        return Check("hooks-imports")
+    note = (
+        f"{HOOKS_FILE} imports {', '.join(foreign)}: a server's container has the standard library"
+        " and numpy alone"
+    )
+    return Check("hooks-imports", "warning", note)
+
+
+def _check_functions(module: ModuleType, known: Sequence[str], needed: Sequence[str]) -> Check:
+    problems = [f"`{name}` is missing" for name in needed if not hasattr(module, name)]
+    found = []
+    for name, value in vars(module).items():
+        if name == REDACT:
+            found.append(name)
+            if not _is_called_with(value, {}, {}):
+                problems.append(f"`{name}` must be an ordinary function of inputs and answer")
+        elif name in known and value is not None:
+            found.append(name)
+            if not _takes_rows(value, *(["inputs"] if name == "after" else [])):
+                also = " (and may take `inputs`)" if name == "after" else ""
+                problems.append(
+                    f"`{name}` must be an ordinary function of one argument, the rows{also}"
+                )
+        elif _is_own_function(name, value):
+            problems.append(
+                f"`{name}` is called by nobody: the functions are {', '.join(known)}; begin the"
+                " name of a function for your own use with `_`"
+            )
+    if not found and not problems:
+        problems.append(f"there is none of the functions {', '.join(known)} in it")
+    if problems:
+        return Check("hooks-functions", "error", f"{HOOKS_FILE}: {'; '.join(problems)}")
+    return Check("hooks-functions", note=", ".join(found))
+
+
+def _is_own_function(name: str, value: object) -> bool:
+    own = inspect.isfunction(value) and value.__module__ == MODULE_NAME
+    return own and not name.startswith("_")
+
+
+def _takes_rows(value: Any, *optional: str) -> bool:
+    return _is_called_with(value, [], **{name: [] for name in optional})
+
+
+def _is_called_with(value: Any, *arguments: object, **optional: object) -> bool:
+    if not callable(value) or inspect.isclass(value):
+        return False
+    if inspect.iscoroutinefunction(value) or inspect.isgeneratorfunction(value):
+        return False
+    try:
+        signature = inspect.signature(value)
+        named = {name: it for name, it in optional.items() if name in signature.parameters}
+        signature.bind(*arguments, **named)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _check_before(before: Hook, rows: Rows, kinds: Kinds) -> list[Check]:
+    """`before` on the traffic: its form, the same twice, and each row by itself."""
+    together, alone = [*rows.values()], [[row] for row in rows.values()]
+    try:
+        result = _call(before, together, kinds)
+    except (RequestError, RuntimeError) as error:
+        return [Check("before-rows", "error", _first_fault(before, rows, kinds) or str(error))]
+    checks = [Check("before-rows", note=f"{len(rows)} rows")]
+    try:
+        again = _call(before, together, kinds)
+        singly = [_call(before, row, kinds)[0] for row in alone]
+    except (RequestError, RuntimeError) as error:
+        note = f"hooks.before took all rows at once, but not again or one by one: {error}"
+        return [*checks, Check("before-repeatable", "error", note)]
+    changed = _first_difference(rows, result, again)
+    if changed is not None:
+        note = f"{changed} when hooks.before is called again with the same rows"
+        return [*checks, Check("before-repeatable", "error", note)]
+    checks.append(Check("before-repeatable"))
+    mixed = _first_difference(rows, result, singly)
+    if mixed is not None:
+        note = f"{mixed} when hooks.before is called with it alone: a row must stand for itself"
+        return [*checks, Check("before-row-by-row", "error", note)]
+    return [*checks, Check("before-row-by-row")]
+
+
+def _check_after(after: Hook, task: Task, inputs: list[Row]) -> Check:
+    """`after` on answers that no model made, to these inputs: what it returns has their form."""
+    form = RowForm(task.output_settings)
+    given = make_up_answers(task, form, len(inputs))
+    chunks = [slice(0, len(given)), *(slice(place, place + 1) for place in range(len(given)))]
+    for chunk in chunks:
+        seen = [dict(row) for row in inputs[chunk]] if takes_inputs(after) else None
+        try:
+            answers = call_hook("after", after, deepcopy(given[chunk]), form.names, seen)
+        except (RequestError, RuntimeError) as error:
+            if error.__cause__ is None:  # what it returned
+                return Check("after-rows", "error", str(error))
+            note = f"{error} (of a made-up answer: `build` asks with the model's own)"
+            return Check("after-rows", "warning", note)
+        try:
+            form.tensors(answers)
+        except RuntimeError as error:
+            return Check("after-rows", "error", str(error))
+    return Check("after-rows", note=f"{len(given)} made-up answers")
+
+
+def _call(before: Hook, rows: Sequence[Row], kinds: Kinds) -> list[Row]:
+    """What `before` makes of copies of `rows`, by input.
+
+    Raises:
+        RequestError: it refuses the rows.
+        RuntimeError: it fails, or returns something that the server will not take.
+    """
+    encoded = [name for name, kind in kinds.items() if kind is bytes]
+    return call_before(before, [dict(row) for row in rows], list(kinds), encoded=encoded)
+
+
+def _first_fault(before: Hook, rows: Rows, kinds: Kinds) -> str | None:
+    """The first row at fault by itself, and its fault."""
+    for line, row in rows.items():
+        try:
+            _call(before, [row], kinds)
+        except (RequestError, RuntimeError) as error:
+            return f"{TRAFFIC_FILE}:{line}: {error}"
+    return None
+
+
+def _first_difference(lines: Iterable[int], first: list[Row], second: list[Row]) -> str | None:
+    for line, one, other in zip(lines, first, second, strict=True):
+        for name in one:
+            if one[name] != other[name]:
+                return (
+                    f"{TRAFFIC_FILE}:{line}: `{name}` is {one[name]!r:.60}, but {other[name]!r:.60}"
+                )
+    return None
+
+
+def _run_tests(folder: Path) -> Check:
+    """``test_hooks.py`` under pytest, in a process of its own."""
+    if not (folder / TESTS_FILE).is_file():
+        return Check("tests", "warning", f"there is no {TESTS_FILE}: the hooks are not tested")
+    if find_spec("pytest") is None:
+        raise UserError(
+            TESTS_FILE,
+            "needs pytest to run",
+            given="pytest is not installed",
+            remedy="pip install pytest",
+        )
+    # No settings but the folder's own: a pytest.ini further up is of other tests.
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=.", "--confcutdir=."]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, TESTS_FILE],
+        cwd=folder,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    said = done.stdout.strip()
+    if done.returncode == NO_TESTS_FOUND:
+        return Check("tests", "error", f"{TESTS_FILE} has no tests: name them `test_…`")
+    if done.returncode:
+        return Check("tests", "error", f"{TESTS_FILE}:\n{said}")
+    return Check("tests", note=said.splitlines()[-1] if said else "")
+
+
+@contextmanager
+def _no_bytecode() -> Iterator[None]:
+    """Loading a module leaves no ``__pycache__`` in the user's folder."""
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before

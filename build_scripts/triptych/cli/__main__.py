@@ -1,5 +1,0 @@
-"""``python -m triptych.cli``."""
-
-from triptych.cli import main
-
-main()

@@ -1,0 +1,1 @@
+"""The compiled model: export, precision, TensorRT engines and the accuracy gate."""

@@ -1,0 +1,166 @@
+"""What the ONNX graph says that the engine must keep to: inputs, outputs, types of its nodes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triptych.base.onnx_nodes import PRODUCTS, initializers, node_name
+from triptych.base.onnx_types import BFLOAT16, FLOAT, FLOAT16, FP8, value_types
+from triptych.spec.engine_spec import Dims
+
+
+class ElementType(NamedTuple):
+    """TensorRT's name, bytes of an element, and `core.precision`'s name if products have it."""
+
+    tensorrt: str
+    size: int
+    precision: str = ""
+
+
+ELEMENT_TYPES = {
+    FLOAT: ElementType("FLOAT", 4, "fp32"),
+    2: ElementType("UINT8", 1),
+    3: ElementType("INT8", 1, "int8"),
+    6: ElementType("INT32", 4),
+    7: ElementType("INT64", 8),
+    9: ElementType("BOOL", 1),
+    FLOAT16: ElementType("HALF", 2, "fp16"),
+    BFLOAT16: ElementType("BF16", 2, "bf16"),
+    FP8: ElementType("FP8", 1, "fp8"),
+}
+"""By the number of `onnx.TensorProto.DataType`."""
+
+_UNKNOWN = ElementType("", 4)
+_CASTS = frozenset(("Cast", "QuantizeLinear", "DequantizeLinear"))
+_SEEN_THROUGH = ("Identity", "Reshape", "Transpose")
+_NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=\s|\x1e|\[|$)")
+_FUSED = re.compile(r"\s*\+\s*")
+_MYELIN = re.compile(r"_myl\d*_\d+$")
+
+
+class GraphValue(NamedTuple):
+    """An input or output of the graph: TensorRT's name of its type; -1 for a dim that varies."""
+
+    dtype: str
+    dims: Dims
+
+
+@dataclass(frozen=True)
+class EngineGraph:
+    """What is known of a graph without its weights.
+
+    Attributes:
+        node_types: node to the type of its floating-point results, as `core.precision` names it.
+        products: node that multiplies matrices to the precision it asks for.
+        casts: nodes that convert types.
+        stored_bytes: of all weights, in their own types.
+        wide_bytes: more that would be, if the 16- and 8-bit weights of `products` were fp32.
+    """
+
+    inputs: Mapping[str, GraphValue]
+    outputs: Mapping[str, GraphValue]
+    node_types: Mapping[str, str]
+    products: Mapping[str, str]
+    casts: frozenset[str]
+    stored_bytes: int
+    wide_bytes: int
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """All precisions that something in the graph asks for."""
+        return frozenset((*self.node_types.values(), *self.products.values()))
+
+
+def read_graph(path: Path) -> EngineGraph:
+    """Read a ``model.onnx``; weights in a file beside it stay there.
+
+    Nodes go by the names that TensorRT's parser gives their layers: `node_name`.
+    """
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    graph, types = model.graph, value_types(model)
+    sources = {name: node for node in graph.node for name in node.output}
+    weights = initializers(graph)
+    products: dict[str, str] = {}
+    node_types: dict[str, str] = {}
+    multiplied: set[str] = set()
+    for node in graph.node:
+        kind = types.get(node.output[0], 0) if node.output else 0
+        if kind in (FLOAT, FLOAT16, BFLOAT16):
+            node_types[node_name(node)] = ELEMENT_TYPES[kind].precision
+        if node.op_type in PRODUCTS and (wanted := _wanted(node, types, sources)):
+            products[node_name(node)] = wanted
+            origins = (_origin(value, sources, "DequantizeLinear") for value in node.input)
+            multiplied |= weights.keys() & set(origins)
+    stored = {
+        name: math.prod(tensor.dims) * ELEMENT_TYPES.get(tensor.data_type, _UNKNOWN).size
+        for name, tensor in weights.items()
+    }
+    wide = 0
+    for name in multiplied:
+        known = ELEMENT_TYPES.get(weights[name].data_type, _UNKNOWN)
+        if known.precision:
+            wide += stored[name] // known.size * (4 - known.size)
+    return EngineGraph(
+        inputs={value.name: _value(value) for value in graph.input if value.name not in weights},
+        outputs={value.name: _value(value) for value in graph.output},
+        node_types=node_types,
+        products=products,
+        casts=frozenset(node_name(node) for node in graph.node if node.op_type in _CASTS),
+        stored_bytes=sum(stored.values()),
+        wide_bytes=wide,
+    )
+
+
+def onnx_nodes(metadata: str) -> list[str]:
+    """The nodes that ``[ONNX Layer: name][ONNX Layer: …]`` in a layer's metadata names."""
+    return _NODE.findall(metadata)
+
+
+def fused_layers(name: str) -> list[str]:
+    """The layers that one was fused from: ``a + b``, or ``a+b_myl0_16`` of Myelin's."""
+    return [part for part in _FUSED.split(_MYELIN.sub("", name)) if part]
+
+
+def _wanted(node: Any, types: Mapping[str, int], sources: Mapping[str, Any]) -> str:
+    """The precision a product asks for; empty where it multiplies integers.
+
+    One whose operands are both dequantised is to be computed on what they were quantised to.
+    """
+    kinds = []
+    for value in node.input[:2]:
+        source = sources.get(_origin(value, sources))
+        if source is not None and source.op_type == "DequantizeLinear":
+            kinds.append(types.get(source.input[0], 0))
+        else:
+            kinds.append(0)
+    if all(kind in (2, 3) for kind in kinds):
+        return "int8"
+    if all(kind == FP8 for kind in kinds):
+        return "fp8"
+    return ELEMENT_TYPES.get(types.get(node.input[0], 0), _UNKNOWN).precision
+
+
+def _origin(value: str, sources: Mapping[str, Any], *through: str) -> str:
+    """The value that `value` was before it was moved, or passed the operators in `through`."""
+    while (source := sources.get(value)) is not None and source.op_type in (
+        *_SEEN_THROUGH,
+        *through,
+    ):
+        value = source.input[0]
+    return value
+
+
+def _value(value: Any) -> GraphValue:
+    tensor = value.type.tensor_type
+    dims = tuple(
+        int(dim.dim_value) if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim
+    )
+    known = ELEMENT_TYPES.get(tensor.elem_type)
+    return GraphValue(known.tensorrt if known else str(tensor.elem_type), dims)

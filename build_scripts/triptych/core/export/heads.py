@@ -1,0 +1,272 @@
+"""Heads as torch modules: from token vectors to logits or vectors, and on to a core's outputs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from triptych.base.errors import UserError
+from triptych.spec.model_facts import Activation, Dense, ModelFacts, Normalize
+from triptych.spec.tasks.task import Returns
+
+Reading = Literal["cls", "mean", "lasttoken", "lastword", "max", "mask", "all"]
+"""What of a row a head works on: its first token, ..., the last token but for the model's pad token
+(a text may have one of its own), ..., its mask token, or every token."""
+
+ROW_READINGS: tuple[Reading, ...] = ("cls", "mean", "lasttoken", "lastword", "max")
+"""What a model's own head may read of a row, in the order they are tried."""
+
+
+class Rows(NamedTuple):
+    """Where the rows of a batch are in a tensor ``[R, N, ...]``: R the rows, or 1 if they share it.
+
+    Attributes:
+        ids: INT64 ``[R, N]``.
+        position: INT64 ``[R or 1, N]``, each token's position in its row.
+        member: BOOL ``[B, N]``, the tokens of each row.
+        length: INT64 ``[B, 1]``.
+    """
+
+    ids: Tensor
+    position: Tensor
+    member: Tensor
+    length: Tensor
+
+
+def pool(mode: str, hidden: Tensor, rows: Rows) -> Tensor:
+    """One vector a row, by a pooling mode of sentence-transformers: ``[R, N, H]`` to ``[B, H]``."""
+    member, position, length = rows.member, rows.position, rows.length
+    if mode == "max":
+        # A row without tokens must not become -inf.
+        lowest = torch.finfo(hidden.dtype).min
+        return torch.where(member[:, :, None], hidden, lowest).amax(dim=1)
+    if mode == "cls":
+        weight = (member & (position == 0)).to(hidden.dtype)
+    elif mode == "lasttoken":
+        weight = (member & (position == length - 1)).to(hidden.dtype)
+    elif mode == "weightedmean":
+        weight = member.to(hidden.dtype) * (position + 1).to(hidden.dtype)
+        weight = weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-9)
+    else:
+        tokens = length.to(hidden.dtype).clamp(min=1.0)
+        weight = member.to(hidden.dtype)
+        weight = weight / (tokens.sqrt() if mode == "mean_sqrt_len_tokens" else tokens)
+    return weighted(weight, hidden)
+
+
+def weighted(weight: Tensor, hidden: Tensor) -> Tensor:
+    """Sum ``[R, N, H]`` over a row's tokens with weights ``[B, N]``: ``[B, H]``."""
+    if hidden.shape[0] == 1:
+        return weight @ hidden[0]
+    return (weight[:, None, :] @ hidden)[:, 0]
+
+
+class SentenceHead(nn.Module):
+    """Token vectors to one vector a row, as sentence-transformers' Pooling, Dense and Normalize."""
+
+    def __init__(self, facts: ModelFacts, folder: Path) -> None:
+        super().__init__()
+        self.pooling = facts.pooling
+        self.after = nn.ModuleList(
+            _UnitLength() if isinstance(module, Normalize) else load_dense(module, folder)
+            for module in facts.head
+        )
+
+    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """FP32 ``[R, N, H]`` to FP32 ``[B, dim]``."""
+        pooled = [pool(mode, hidden, rows) for mode in self.pooling]
+        vector = torch.cat(pooled, dim=-1) if len(pooled) > 1 else pooled[0]
+        for module in self.after:
+            vector = module(vector)
+        return vector
+
+
+class _UnitLength(nn.Module):
+    def forward(self, vector: Tensor) -> Tensor:
+        return functional.normalize(vector, p=2.0, dim=1)
+
+
+def load_dense(dense: Dense, folder: Path) -> nn.Module:
+    """The layer with its weights from a model's folder, then its activation.
+
+    Raises:
+        UserError: an activation that is not a torch.nn module.
+    """
+    linear = nn.Linear(dense.in_features, dense.out_features, bias=dense.bias)
+    path = folder / dense.folder
+    if (path / "model.safetensors").is_file():
+        from safetensors.torch import load_file
+
+        weights = load_file(path / "model.safetensors")
+    else:
+        weights = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    linear.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
+    activation = getattr(nn, dense.activation.rsplit(".", 1)[-1], None)
+    if not (isinstance(activation, type) and issubclass(activation, nn.Module)):
+        raise UserError(
+            str(path / "config.json"),
+            "must name an activation of torch.nn",
+            given=dense.activation,
+            remedy="Choose a model with a plain activation",
+        )
+    return nn.Sequential(linear, activation())
+
+
+class OwnHead(nn.Module):
+    """A model's own head, run on what it reads of each row and on nothing else."""
+
+    def __init__(self, model: Any, reading: Reading, mask_token_id: int | None) -> None:
+        super().__init__()
+        self.reading = reading
+        self.mask_token_id = mask_token_id
+        # The head is whatever the model does after its encoder: the model itself is called, with
+        # a stand-in for the encoder. A shallow copy leaves the caller's model as it is.
+        self.model = copy.copy(model)
+        self.model._modules = dict(model._modules)
+        setattr(self.model, model.base_model_prefix, _Encoded(model.base_model))
+        self.pad_token_id = getattr(model.config, "pad_token_id", None)
+        if self.pad_token_id is None:
+            # Some heads refuse a batch without one, though what they are given has no padding.
+            self.model.config = copy.copy(model.config)
+            self.model.config.pad_token_id = 0
+
+    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """FP32 ``[R, N, H]`` to logits, FP32 ``[B, K]``, or ``[R, N, K]`` of every token."""
+        if self.reading == "all":
+            return logits_of(self.model(inputs_embeds=hidden))
+        if self.reading != "mask":
+            if self.reading == "lastword":
+                read = self._last_word(hidden, rows)
+            else:
+                read = pool(self.reading, hidden, rows)
+            return logits_of(self.model(inputs_embeds=read[:, None]))
+        read = _at_mask(hidden, rows, self.mask_token_id)
+        return logits_of(self.model(inputs_embeds=read[:, None]))[:, 0]
+
+    def _last_word(self, hidden: Tensor, rows: Rows) -> Tensor:
+        words = rows.member & (rows.ids != self.pad_token_id)
+        place = torch.where(words, rows.position, 0)
+        last = place.amax(1, keepdim=True)
+        return weighted((rows.member & (rows.position == last)).to(hidden.dtype), hidden)
+
+
+class LogitsReader(nn.Module):
+    """For a model run with its own head: picks of its logits what the task reads."""
+
+    def __init__(self, reading: Reading, mask_token_id: int | None) -> None:
+        super().__init__()
+        self.reading = reading
+        self.mask_token_id = mask_token_id
+
+    def forward(self, logits: Tensor, rows: Rows) -> Tensor:
+        """FP32 ``[B, N, K]`` to ``[B, K]`` where the mask token is read, else as they are."""
+        if self.reading != "mask":
+            return logits
+        return _at_mask(logits, rows, self.mask_token_id)
+
+
+def _at_mask(values: Tensor, rows: Rows, mask_token_id: int | None) -> Tensor:
+    """``[R, N, K]`` to ``[B, K]`` at each row's mask token; 0 in rows without one."""
+    masked = rows.member & (rows.ids == mask_token_id)
+    return weighted(masked.to(values.dtype), values)
+
+
+class _Encoded(nn.Module):
+    """Stands in for a model's encoder: the embeddings it is given are its result already."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Some heads use the encoder's word embeddings.
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, *unused: object, inputs_embeds: Tensor, **more: object) -> Any:
+        # The output class with every field that a head passes on.
+        from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+        return BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=inputs_embeds, pooler_output=self._pooled(inputs_embeds)
+        )
+
+    def _pooled(self, hidden: Tensor) -> Tensor | None:
+        pooler = getattr(self.base, "pooler", None)
+        if not isinstance(pooler, nn.Linear):
+            return None if pooler is None else pooler(hidden)
+        # The encoder itself does the rest, as ALBERT and BigBird.
+        named = (getattr(self.base, name, None) for name in ("pooler_activation", "activation"))
+        activation = next((function for function in named if function is not None), nn.Identity())
+        pooled: Tensor = activation(pooler(hidden[:, 0]))
+        return pooled
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in a model's output; those of start and end as a last axis of 2.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if getattr(output, "start_logits", None) is not None:
+        return torch.stack((output.start_logits, output.end_logits), dim=-1)
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"{type(output).__name__} has no logits")
+    return logits
+
+
+class Returned(nn.Module):
+    """What leaves the core, of the results of the head."""
+
+    def __init__(
+        self, returns: Returns, activation: Activation, *, kept: int, flatten: bool
+    ) -> None:
+        super().__init__()
+        self.returns = returns
+        self.activation = activation
+        self.kept = kept
+        self.flatten = flatten
+
+    def forward(self, result: Tensor) -> tuple[Tensor, ...]:
+        """Vectors or logits, FP32 ``[B, K]`` or ``[R, N, K]``, to the core's outputs."""
+        if self.flatten:
+            result = result[0]
+        if self.returns in ("vector", "logits"):
+            return (result,)
+        if self.returns == "spans":
+            return result[..., 0], result[..., 1]
+        if self.returns == "token_scores":
+            return (result.softmax(-1),)
+        if self.returns == "token_choices":
+            best = result.argmax(-1)
+            return best.to(torch.int32), result.softmax(-1).amax(-1)
+        if self.activation == "softmax":
+            result = result.softmax(-1)
+        elif self.activation == "sigmoid":
+            result = result.sigmoid()
+        if self.returns == "scores":
+            return (result,)
+        top = torch.topk(result, self.kept, dim=-1, sorted=True)
+        return top.indices.to(torch.int32), top.values
+
+
+class CoreGraph(nn.Module):
+    """The graph that is exported: inputs, what computes on them in another order, outputs."""
+
+    def __init__(self, compute: nn.Module, returned: Returned, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.returned = returned
+        self.order = order
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = self.returned(self.compute(*[inputs[i] for i in self.order]))
+        return result

@@ -1,0 +1,387 @@
+"""Run a model on padded rows while its token-wise operations compute on packed tokens.
+
+A model is called on padded rows ``[B, L, ...]``, as in the bucketed layout, so that its own code
+makes masks, positions and attention biases. While `PackedOperations` is active, the result of each
+token-wise operation (a linear layer, a normalization, an activation, an addition) is computed on
+the packed tokens ``[1, T, ...]``. The model is given a tensor of the padded shape without values
+for it, and the next token-wise operation takes the packed tensor again. For an operation that is
+not known to be token-wise, the packed tokens are spread over padded rows: it costs more, but every
+result is that of the padded model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from triptych.core.export.packed_batch import PackedBatch
+
+
+class Packed(NamedTuple):
+    """Packed form of a padded tensor.
+
+    Attributes:
+        padded: Tensor ``[B, ..., L, ...]``, without values unless `PackedOperations.values` has
+            made them; kept so that its identity stays unique.
+        packed: Values of the tokens alone, ``[1, ..., T, ...]``; ``[T, ...]`` where `axis` is 0.
+        axis: Axis of the tokens; 0 where the padded tensor is ``[B * L, ...]``.
+    """
+
+    padded: Tensor
+    packed: Tensor
+    axis: int
+
+
+Rule = Callable[["PackedOperations", Any, Sequence[Any], Mapping[str, Any]], Any]
+"""Compute an operation on packed operands; return its result and token axis, None to decline."""
+
+
+class PackedOperations(TorchFunctionMode):
+    """Context in which token-wise operations compute on the packed tokens of `batch`."""
+
+    def __init__(self, batch: PackedBatch) -> None:
+        super().__init__()
+        self.batch = batch
+        self._known: dict[int, Packed] = {}
+        self._gathered: dict[int, Packed] = {}
+        self._values: dict[int, Tensor] = {}
+        self._paused = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        options = options or {}
+        if self._paused or function in DESCRIPTIONS:
+            return function(*arguments, **options)
+        if function in LOOKUPS and self.find(arguments[0]) is None:
+            return self._look_up(function, arguments, options)
+        if function is functional.linear and self._is_padded_vectors(arguments[0]):
+            # Worth packing the tokens for, where an operation before computed on padded rows.
+            packed = self.gather(arguments[0])
+            return self.spread(function(packed, *arguments[1:], **options), 1)
+        rule = RULES.get(function)
+        if rule is not None and any(self.find(value) for value in _operands(arguments, options)):
+            computed = rule(self, function, arguments, options)
+            if isinstance(computed, list):
+                return tuple(self.spread(packed, axis) for packed, axis in computed)
+            if computed is not None:
+                return self.spread(*computed)
+        return function(*tree_map(self.values, arguments), **tree_map(self.values, options))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Compute as without this mode while the context is open."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _look_up(
+        self, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> Tensor:
+        """Look up vectors for ids that are the same in all rows, such as positions ``[1, L]``."""
+        result: Tensor = function(*arguments, **options)
+        ids, batch = arguments[0], self.batch
+        slots = ids.dim() == 2 and _equal(ids.shape[1], batch.max_length)
+        if slots and (_equal(ids.shape[0], 1) or _equal(ids.shape[0], batch.row_count)):
+            packed = self.gather(ids.expand(batch.row_count, batch.max_length))
+            vectors = function(packed, *arguments[1:], **options)
+            self._known[id(result)] = Packed(result, vectors, 1)
+            self._values[id(result)] = result
+        return result
+
+    def find(self, value: object) -> Packed | None:
+        """Return the packed form of a padded tensor, or None if it has none."""
+        return self._known.get(id(value)) if isinstance(value, Tensor) else None
+
+    def spread(self, packed: Tensor, axis: int) -> Tensor:
+        """Return a tensor of the padded shape that stands for a packed tensor."""
+        batch = self.batch
+        if axis:
+            before, after = packed.shape[1:axis], packed.shape[axis + 1 :]
+            shape = (batch.row_count, *before, batch.max_length, *after)
+        else:
+            shape = (batch.row_count * batch.max_length, *packed.shape[1:])
+        padded = packed.new_empty(shape)
+        self._known[id(padded)] = Packed(padded, packed, axis)
+        return padded
+
+    def values(self, value: Any) -> Any:
+        """Return a tensor with its values: the padded rows of one that stands for packed tokens."""
+        known = self.find(value)
+        if known is None:
+            return value
+        if id(value) not in self._values:
+            packed, axis, batch = known.packed, known.axis, self.batch
+            padded = packed.index_select(axis, batch.token_of_slot.reshape(-1))
+            if axis:
+                padded = padded.squeeze(0)
+                before, after = padded.shape[: axis - 1], padded.shape[axis:]
+                rows = padded.reshape(*before, batch.row_count, batch.max_length, *after)
+                padded = rows.movedim(axis - 1, 0).contiguous()  # as `view` needs it
+            self._values[id(value)] = padded
+        return self._values[id(value)]
+
+    def gather(self, padded: Tensor, axis: int = 1) -> Tensor:
+        """Return a padded tensor, ``[B, ..., L, ...]``, as packed tokens ``[1, ..., T, ...]``."""
+        known = self.find(padded) or self._gathered.get(id(padded))
+        if known is not None and known.axis == axis:
+            return known.packed
+        rows: Tensor = self.values(padded)
+        slots = rows.movedim(axis, 1).flatten(0, 1)
+        packed = slots.index_select(0, self.batch.slot_of_token)[None].movedim(1, axis)
+        # Not `_known`: the padded tensor may have something else in the slots beyond a row.
+        self._gathered[id(padded)] = Packed(padded, packed, axis)
+        return packed
+
+    def _is_padded_vectors(self, value: Tensor) -> bool:
+        return value.dim() == 3 and self.find(value) is None and self.is_padded(value.shape)
+
+    def is_padded(self, shape: Sequence[Any]) -> bool:
+        """Whether a shape has the batch's rows first and their slots behind them."""
+        batch = self.batch
+        return (
+            len(shape) > 1
+            and _equal(shape[0], batch.row_count)
+            and _equal(shape[1], batch.max_length)
+        )
+
+
+def _operands(arguments: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of an operation, those in lists included."""
+    operands: list[Any] = []
+    for value in (*arguments, *options.values()):
+        operands += value if isinstance(value, (list, tuple)) else [value]
+    return operands
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are known to be equal, without making the exporter assume that they are."""
+    if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
+        return bool(one.node.expr == other.node.expr)
+    return isinstance(one, int) and isinstance(other, int) and one == other
+
+
+def _elementwise(
+    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Rule of operations on elements, with operands that broadcast against one another."""
+    operands = [value for value in _operands(arguments, options) if isinstance(value, Tensor)]
+    known = [packed for packed in map(mode.find, operands) if packed is not None]
+    axis, rank = known[0].axis, max(operand.dim() for operand in operands)
+    if any(packed.axis != axis or packed.padded.dim() != rank for packed in known):
+        return None
+    mapped: dict[int, Tensor] = {}
+    for operand in operands:
+        packed = _aligned(mode, operand, axis, rank)
+        if packed is None:
+            return None
+        mapped[id(operand)] = packed
+
+    def swap(value: Any) -> Any:
+        return mapped[id(value)] if isinstance(value, Tensor) else value
+
+    swapped = {name: swap(value) for name, value in options.items()}
+    return function(*map(swap, arguments), **swapped), axis
+
+
+def _aligned(mode: PackedOperations, operand: Tensor, axis: int, rank: int) -> Tensor | None:
+    """Return an operand as it broadcasts against packed tokens; None if it cannot."""
+    known = mode.find(operand)
+    if known is not None:
+        return known.packed
+    missing = rank - operand.dim()
+    without_tokens = missing > axis or (axis and _equal(operand.shape[axis - missing], 1))
+    if without_tokens and (missing > 0 or _equal(operand.shape[0], 1)):
+        return operand
+    if not axis or _equal(operand.shape[-1], 1):
+        # One value for each slot, such as a mask: it may blank the slots beyond a row, which a
+        # convolution reads, and packed tokens have no such slots.
+        return None
+    shape = [1] * missing + list(operand.shape)
+    batch = mode.batch
+    if not (_equal(shape[0], 1) or _equal(shape[0], batch.row_count)):
+        return None
+    if not (_equal(shape[axis], 1) or _equal(shape[axis], batch.max_length)):
+        return None
+    shape[0], shape[axis] = batch.row_count, batch.max_length
+    return mode.gather(operand.expand(shape), axis)
+
+
+def _first_only(
+    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Rule of operations on the vector of each token: the other operands are weights."""
+    known = mode.find(arguments[0])
+    others = _operands(arguments[1:], options)
+    if known is None or any(mode.find(value) for value in others):
+        return None
+    last = known.padded.dim() - 1
+    if function is functional.layer_norm or function is getattr(functional, "rms_norm", None):
+        shape = arguments[1] if len(arguments) > 1 else options["normalized_shape"]
+        if len(shape) > last - known.axis:
+            return None
+    elif function not in LOOKUPS and known.axis >= last:
+        return None
+    if function in PRODUCTS and any(isinstance(v, Tensor) and v.dim() > 2 for v in others):
+        return None
+    return function(known.packed, *arguments[1:], **options), known.axis
+
+
+def _last_axis(
+    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Rule of reductions, and of softmax, over the last axis alone."""
+    known = mode.find(arguments[0])
+    if known is None:
+        return None
+    dim = options.get("dim", arguments[1] if len(arguments) > 1 else None)
+    dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
+    last = known.padded.dim() - 1
+    if dims not in ([-1], [last]) or known.axis >= last:
+        return None
+    result = function(known.packed, *arguments[1:], **options)
+    return (result, known.axis) if isinstance(result, Tensor) else None
+
+
+def _reshape(
+    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Rule of changes of shape that leave rows and slots as they are, or join them."""
+    known = mode.find(arguments[0])
+    if known is None or known.axis > 1 or isinstance(arguments[1], torch.dtype):
+        return None
+    shape = function(*arguments, **options).shape
+    batch = mode.batch
+    if mode.is_padded(shape):
+        return known.packed.reshape(1, batch.token_count, *shape[2:]), 1
+    slots = batch.row_count * batch.max_length
+    if len(shape) > 1 and (shape[0] is slots or _equal(shape[0], slots)):
+        return known.packed.reshape(batch.token_count, *shape[1:]), 0
+    return None
+
+
+def _permute(
+    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Rule of transpositions that leave the rows first."""
+    known = mode.find(arguments[0])
+    if known is None or not known.axis or options:
+        return None
+    rank = known.padded.dim()
+    if function in (Tensor.permute, torch.permute):
+        dims = arguments[1] if isinstance(arguments[1], (list, tuple)) else arguments[1:]
+        order = [dim % rank for dim in dims]
+    else:
+        one, other = (dim % rank for dim in arguments[1:3])
+        order = list(range(rank))
+        order[one], order[other] = other, one
+    if order[0] != 0:
+        return None
+    return known.packed.permute(order), order.index(known.axis)
+
+
+def _index(
+    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Rule of slices of the axes behind the tokens."""
+    known = mode.find(arguments[0])
+    if known is None or not known.axis:
+        return None
+    index = arguments[1] if isinstance(arguments[1], tuple) else (arguments[1],)
+    if any(not isinstance(item, (slice, int)) and item is not Ellipsis for item in index):
+        return None
+    if Ellipsis in index:
+        place = index.index(Ellipsis)
+        missing = known.padded.dim() - len(index) + 1
+        index = (*index[:place], *[slice(None)] * missing, *index[place + 1 :])
+    if any(item != slice(None) for item in index[: known.axis + 1]):
+        return None
+    return known.packed[index], known.axis
+
+
+def _pieces(
+    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Rule of cuts along the last axis, whose results are a list."""
+    known = mode.find(arguments[0])
+    dim = options.get("dim", arguments[2] if len(arguments) > 2 else 0)
+    if known is None or dim not in (-1, known.padded.dim() - 1) or dim == known.axis:
+        return None
+    parts = function(known.packed, *arguments[1:], **options)
+    return [(part, known.axis) for part in parts]
+
+
+def _joined(
+    mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Rule of a concatenation along the last axis."""
+    known = [mode.find(value) for value in arguments[0]]
+    dim = options.get("dim", arguments[1] if len(arguments) > 1 else 0)
+    first = known[0]
+    if first is None or dim not in (-1, first.padded.dim() - 1) or dim == first.axis:
+        return None
+    if any(one is None or one.axis != first.axis for one in known):
+        return None
+    return function([one.packed for one in known if one], *arguments[1:], **options), first.axis
+
+
+DESCRIPTIONS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
+}
+"""What reads no value of a tensor."""
+
+LOOKUPS = {functional.embedding, torch.embedding}
+"""Operations that look vectors up in a table by token ids or positions."""
+
+PRODUCTS = {functional.linear, Tensor.matmul, torch.matmul, Tensor.__matmul__}
+
+
+def _rules() -> dict[Any, Rule]:
+    elementwise: list[Any] = [operator.add, operator.mul]
+    names = (
+        "add sub rsub mul div true_divide pow neg abs exp log sqrt rsqrt reciprocal tanh sigmoid "
+        "relu erf sin cos square clamp clip where maximum minimum masked_fill eq ne lt le gt ge "
+        "logical_and logical_or logical_not to type float half double int long bool contiguous "
+        "clone detach type_as __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ "
+        "__rtruediv__ __pow__ __rpow__ __neg__ __and__ __or__ __invert__ add_ mul_ sub_ div_"
+    )
+    for name in names.split():
+        elementwise += [getattr(owner, name, None) for owner in (Tensor, torch)]
+    activations = (
+        "gelu silu relu relu6 leaky_relu elu selu mish tanh sigmoid softplus hardtanh hardswish "
+        "hardsigmoid logsigmoid dropout tanhshrink threshold"
+    )
+    elementwise += [getattr(functional, name, None) for name in activations.split()]
+    elementwise += [torch.dropout]
+    first_only: list[Any] = [functional.layer_norm, getattr(functional, "rms_norm", None)]
+    last_axis: list[Any] = [functional.softmax, functional.log_softmax]
+    for name in ("mean", "sum", "var", "std", "norm", "amax", "amin", "softmax"):
+        last_axis += [getattr(owner, name, None) for owner in (Tensor, torch)]
+    table: list[tuple[Rule, list[Any]]] = [
+        (_elementwise, elementwise),
+        (_first_only, [*first_only, *LOOKUPS, *PRODUCTS]),
+        (_last_axis, last_axis),
+        (_reshape, [Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten]),
+        (_permute, [Tensor.transpose, torch.transpose, Tensor.permute, torch.permute]),
+        (_index, [Tensor.__getitem__]),
+        (_pieces, [Tensor.chunk, torch.chunk, Tensor.split, torch.split]),
+        (_joined, [torch.cat, torch.concat]),
+    ]
+    rules = {function: rule for rule, functions in table for function in functions}
+    rules.pop(None, None)
+    return rules
+
+
+RULES: Mapping[Any, Rule] = _rules()
+"""Operations that can compute on packed tokens, and the rule of each."""

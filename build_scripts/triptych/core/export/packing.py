@@ -1,0 +1,244 @@
+"""A text model and its head as torch modules for both layouts: padded rows, or packed tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from triptych.core.export.heads import Rows, weighted
+from triptych.core.export.packed_attention import packed_attention
+from triptych.core.export.packed_batch import PackedBatch
+from triptych.core.export.packed_ops import PackedOperations
+
+
+class CannotPack(Exception):
+    """The model cannot be run on packed tokens; the message gives the reason."""
+
+
+class Counting(NamedTuple):
+    """Numbering of the tokens of a row.
+
+    Attributes:
+        first: Number of the first token: RoBERTa and its family count from past the padding.
+        skipped: Token that is not counted, wherever it stands, and has its own id as its number.
+    """
+
+    first: int = 0
+    skipped: int | None = None
+
+    def numbers(self, ids: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+        """Return ``position_ids``, INT64 ``[B, L]``.
+
+        Args:
+            ids: INT64 ``[B, L]``.
+            position: Position of each slot in its row, INT64 ``[1, L]``.
+            valid: Whether a slot holds a token of its row, BOOL ``[B, L]``.
+        """
+        if self.skipped is None:
+            return (position + self.first).expand(ids.shape)
+        counted = valid & (ids != self.skipped)
+        # Not `cumsum`: TensorRT runs it as a loop, which neither fuses with what is around it nor
+        # fits a CUDA graph. INT32 takes a quarter of the memory of a layer's scores at most.
+        before = position < position.T
+        earlier = (before & counted[..., None, :]).sum(-1, dtype=torch.int32)
+        return torch.where(counted, earlier.long() + self.first, self.skipped)
+
+
+class PaddedEncoder(nn.Module):
+    """A model on rows padded to one length, its mask computed from the rows' lengths.
+
+    Args:
+        encoder: Model, with or without its own head.
+        read: Picks the result from the model's output.
+        segments: Number of segments of a row.
+        counting: Numbering of the positions that the model is given; None leaves it to the model.
+            RoBERTa and its family count by a running sum, which TensorRT runs as a loop.
+        around: Context in which the model runs.
+    """
+
+    def __init__(
+        self,
+        encoder: Any,
+        read: Callable[[Any], Tensor],
+        segments: int,
+        *,
+        counting: Counting | None = None,
+        around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.read = read
+        # Without a table of token types a model may take them for words, as GPT-2.
+        typed = segments > 1 or getattr(encoder.config, "type_vocab_size", None)
+        self.takes_types = bool(typed) and takes(encoder, "token_type_ids")
+        self.segments = segments
+        self.counting = counting
+        self.around = around
+
+    def forward(
+        self, input_ids: Tensor, row_length: Tensor, first_segment: Tensor | None = None
+    ) -> tuple[Tensor, Rows]:
+        """Return what the model computes for each token, and where the rows are.
+
+        The result is FP32 ``[B, L, H]``, or the logits of a model with its own head.
+
+        Args:
+            input_ids: INT32 or INT64 ``[B, L]``, rows padded on the right.
+            row_length: INT32 ``[B, 1]``, tokens of each row.
+            first_segment: INT32 ``[B, 1]``, tokens of each row before its second segment.
+        """
+        # The packed layout knows these ids by their identity.
+        ids = input_ids if input_ids.dtype == torch.int64 else input_ids.long()
+        length = row_length.long()
+        position = torch.arange(input_ids.shape[1])[None, :]
+        valid = position < length
+        extra = dict(self._types(position.expand(ids.shape), first_segment))
+        if self.counting is not None:
+            extra["position_ids"] = self.counting.numbers(ids, position, valid)
+        with self.around(self.encoder):
+            output = self.encoder(input_ids=ids, attention_mask=valid.long(), **extra)
+        return self.read(output), Rows(ids, position, valid, length)
+
+    def _types(self, position: Tensor, first_segment: Tensor | None) -> Mapping[str, Tensor]:
+        """Return ``token_type_ids`` like `position`, where the model takes them."""
+        if not self.takes_types:
+            return {}
+        if first_segment is None or self.segments < 2:
+            return {"token_type_ids": torch.zeros_like(position)}
+        return {"token_type_ids": (position >= first_segment).long()}
+
+
+class TextCore(nn.Module):
+    """A model on padded rows, and a head."""
+
+    def __init__(self, encoder: PaddedEncoder, head: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = head
+
+    def forward(self, *batch: Tensor | None) -> Tensor:
+        """Return the head's result, ``[B, K]`` or ``[B, L, K]``."""
+        hidden, rows = self.encoder(*batch)
+        result: Tensor = self.head(hidden, rows)
+        return result
+
+
+class PackedCore(nn.Module):
+    """A text core whose token-wise operations compute on packed tokens.
+
+    Args:
+        core: Model and head on padded rows.
+        per_token: Whether the result has an entry for each token.
+        tiled: Whether attention is computed in tiles of queries; else by the model's own code, on
+            padded rows.
+    """
+
+    def __init__(self, core: TextCore, *, per_token: bool, tiled: bool) -> None:
+        super().__init__()
+        self.core = core
+        self.per_token = per_token
+        self.tiled = tiled
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        row_length: Tensor,
+        row_offset: Tensor,
+        row_stride: Tensor,
+        longest: Tensor,
+        tile: Tensor,
+        tiles: Tensor,
+        first_segment: Tensor | None = None,
+    ) -> Tensor:
+        """Return the head's result, ``[B, K]`` or ``[1, T, K]``; arguments as `PackedBatch`."""
+        batch = PackedBatch(input_ids, row_length, row_offset, row_stride, longest, tile, tiles)
+        mode = PackedOperations(batch)
+        ids = mode.spread(input_ids.long()[None], 1)
+        with mode, self._attention(mode):
+            result: Tensor = self.core(ids, row_length, first_segment)
+        return mode.gather(result) if self.per_token else mode.values(result)
+
+    def _attention(self, mode: PackedOperations) -> AbstractContextManager[None]:
+        return packed_attention(self.core.encoder.encoder, mode) if self.tiled else nullcontext()
+
+
+def hidden_of(output: Any) -> Tensor:
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def takes(model: Any, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Give an attribute another value while the context is open."""
+    own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def any_length(model: Any) -> Iterator[None]:
+    """Keep a model from computing with the sequence's length in Python, which fixes it in a graph.
+
+    DeBERTa cuts its table of relative positions to the length; the full table gives the same.
+    """
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            if hasattr(module, "compute_attention_span"):
+                full_span = _replaced(module, "compute_attention_span", lambda _q, _k, span: span)
+                stack.enter_context(full_span)
+        yield
+
+
+@contextlib.contextmanager
+def last_picked(model: Any) -> Iterator[None]:
+    """Where a model picks vectors by a mask over tokens, let it pick the last one of each row.
+
+    The heads of BART and its kin read the last end-of-sequence token so: they take all that the
+    mask marks, as many of each row, and keep a row's last one. Rows with an unequal number of them
+    cannot share a batch then, and a graph has a NonZero, which fails on a row with none and is
+    nothing that TensorRT takes.
+    """
+    checks = {sys.modules[type(module).__module__] for module in model.modules()}
+    with contextlib.ExitStack() as stack:
+        for module in checks:
+            if hasattr(module, "torch_compilable_check"):
+                unchecked = _replaced(module, "torch_compilable_check", lambda *_, **__: None)
+                stack.enter_context(unchecked)
+        stack.enter_context(_PickLast())
+        yield
+
+
+class _PickLast(TorchFunctionMode):
+    """``values[mask]``, of FP32 ``[B, N, H]`` and BOOL ``[B, N]``, is ``[B, H]``; 0 where none."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        mask = arguments[1] if function is Tensor.__getitem__ else None
+        if isinstance(mask, tuple) and mask[1:] == (slice(None),):
+            mask = mask[0]
+        if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 2):
+            return function(*arguments, **(options or {}))
+        values = arguments[0]
+        place = torch.arange(mask.shape[1], dtype=torch.int32)
+        last = torch.where(mask, place, -1).amax(1, keepdim=True)
+        return weighted((place == last).to(values.dtype), values)

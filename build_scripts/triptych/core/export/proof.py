@@ -1,0 +1,371 @@
+"""How a model is run in a layout, chosen by proof: random rows must come out as they do alone.
+
+No model is known by name, here or anywhere: what is tried is a mask, a reading, a way to run it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from triptych.base.errors import UserError
+from triptych.core.export.heads import (
+    ROW_READINGS,
+    LogitsReader,
+    OwnHead,
+    Reading,
+    Rows,
+    SentenceHead,
+    logits_of,
+)
+from triptych.core.export.packing import (
+    CannotPack,
+    Counting,
+    PackedCore,
+    PaddedEncoder,
+    TextCore,
+    hidden_of,
+    last_picked,
+    takes,
+)
+from triptych.runtime.packed_rows import MULTIPLE, slots_of
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.tasks.task import Core
+
+TOLERANCE = 1e-4
+"""Largest difference between a row in a batch and alone, relative to the largest element."""
+
+SMALLEST_SCALE = 1e-2
+LENGTHS = (23, 5, 11)
+SPECIAL: Mapping[int, Mapping[int, tuple[str, ...]]] = {
+    5: {-2: ("eos", "sep"), -1: ("pad",)},
+    11: {2: ("eos", "sep"), 6: ("pad",)},
+}
+"""Length of a row to the places of more special tokens in it: none in the middle, where a mask is.
+"""
+LONGEST = 600
+UNICODE = 0x3000
+"""Ids that models of bytes or characters, which have no vocabulary, surely know."""
+
+READINGS: Mapping[str, tuple[Reading, ...]] = {
+    "row": ROW_READINGS,
+    "mask": ("mask",),
+    "tokens": ("all",),
+}
+"""What a head may read, by `Core.reads`."""
+
+
+Around = Callable[[Any], AbstractContextManager[None]]
+"""What is open while a model runs."""
+
+
+class ProbeRow(NamedTuple):
+    """A random row, and what the model computes for it alone and unpadded.
+
+    Attributes:
+        ids: INT64 ``[N]``.
+        first_segment: tokens before the second segment.
+        hidden: FP32 ``[N, H]``, of the encoder; None for a model without a part that is its
+            encoder.
+        logits: of the model with its head, ``[K]`` or ``[N, K]``; None where there is no head.
+        scale: largest element of the logits of all rows: a single one may happen to be near 0.
+    """
+
+    ids: Tensor
+    first_segment: int
+    hidden: Tensor | None
+    logits: Tensor | None
+    scale: float = 0.0
+
+
+def prove_text_core(
+    model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool
+) -> nn.Module:
+    """Return the model in a layout, run in the first of the known ways that gives right results.
+
+    They are right for rows that hold special tokens of their own, too, if any way's are.
+
+    Raises:
+        CannotPack: The layout is packed, and no way gives right results.
+        UserError: The layout is bucketed, and no way gives right results.
+    """
+    with contextlib.suppress(CannotPack, UserError):
+        return _prove(model, facts, core, folder, packed=packed, special=True)
+    return _prove(model, facts, core, folder, packed=packed, special=False)
+
+
+def _prove(
+    model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool, special: bool
+) -> nn.Module:
+    window = getattr(model.config, "sliding_window", None) or 0
+    samples = _draw(model, facts, core, window, special=special)
+    batch: Sequence[Tensor]
+    batch = _packed_batch(samples) if packed else _padded_batch(samples, facts.pad_token_id)
+    smallest = float("inf")
+    for text_core in _ways(model, facts, core, folder, samples):
+        for tiled in (True, False) if packed else (False,):
+            probed = text_core
+            if core.reads == "pooled":  # the vectors of all tokens, of which the head keeps less
+                probed = TextCore(text_core.encoder, _TokenVectors())
+            difference = _farthest(
+                _in_layout(probed, core.per_token or core.reads == "pooled", packed, tiled),
+                batch,
+                samples,
+                starts=_starts(batch) if packed else None,
+            )
+            if difference < TOLERANCE:
+                return _in_layout(text_core, core.per_token, packed, tiled)
+            smallest = min(smallest, difference)
+    if packed:
+        raise CannotPack(f"rows of a batch differ by {smallest:.0e} from the same rows alone")
+    raise UserError(
+        "model.source",
+        "must be a model whose result for a text does not depend on the padding beside it",
+        given=f"{facts.architecture}, whose results do",
+        remedy="Choose another model",
+    )
+
+
+class _TokenVectors(nn.Module):
+    """Head that returns the vectors of all tokens."""
+
+    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+        return hidden
+
+
+def _in_layout(text_core: TextCore, per_token: bool, packed: bool, tiled: bool) -> nn.Module:
+    return PackedCore(text_core, per_token=per_token, tiled=tiled) if packed else text_core
+
+
+def _ways(
+    model: Any, facts: ModelFacts, core: Core, folder: Path, samples: Sequence[ProbeRow]
+) -> Iterator[TextCore]:
+    """Yield the known ways to run the model and its head on padded rows, the cheapest first."""
+    head = _head(model, facts, core, folder, samples)
+    ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module, Around]] = []
+    if head is not None:
+        ways.append((model.base_model, hidden_of, head, nullcontext))
+    if core.reads != "pooled":
+        reader = LogitsReader(READINGS[core.reads][0], facts.mask_token_id)
+        ways += [(model, logits_of, reader, around) for around in (last_picked, nullcontext)]
+    for module, read, after, around in ways:
+        countings: list[Counting | None] = [None]
+        if takes(module, "position_ids"):
+            countings.insert(0, _counting(model.base_model, samples[0].ids))
+        for counting in countings:
+            encoder = PaddedEncoder(module, read, facts.segments, counting=counting, around=around)
+            yield TextCore(encoder, after)
+
+
+def _draw(
+    model: Any, facts: ModelFacts, core: Core, window: int, *, special: bool
+) -> list[ProbeRow]:
+    """Random rows of different lengths; one goes beyond the window of local attention.
+
+    With `special`, rows hold more tokens that end or fill up a row, as a text may that writes them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    config = model.config
+    names = ("pad", "mask", "bos", "eos", "cls", "sep", "decoder_start")
+    aside = {getattr(config, f"{name}_token_id", None) for name in names}
+    aside |= {facts.pad_token_id, facts.mask_token_id}
+    vocabulary = getattr(config, "vocab_size", None) or UNICODE
+    plain = torch.tensor([index for index in range(vocabulary) if index not in aside])
+    limit = min(facts.max_length, LONGEST)
+    samples = []
+    for length in (max(LENGTHS[0], window + 9 if window else 0), *LENGTHS[1:]):
+        size = min(length, limit)
+        ids = plain[torch.randint(len(plain), (size,), generator=generator)]
+        # Some heads look for special tokens; what of that is seen here is not missed later.
+        for place, kinds in ((0, ("cls", "bos")), (size // 2 - 1, ("sep",)), (-1, ("eos", "sep"))):
+            ids[place] = _special(config, kinds, vocabulary, int(ids[place]))
+        for place in SPECIAL.get(length, ()) if special and size == length else ():
+            ids[place] = _special(config, SPECIAL[length][place], vocabulary, int(ids[place]))
+        if core.reads == "mask":
+            ids[size // 2] = torch.tensor(facts.mask_token_id)
+        samples.append(_alone(model, facts, core, ids))
+    logits = [sample.logits for sample in samples if sample.logits is not None]
+    scale = max((float(value.abs().max()) for value in logits), default=0.0)
+    return [sample._replace(scale=scale) for sample in samples]
+
+
+def _special(config: Any, kinds: Sequence[str], vocabulary: int, otherwise: int) -> int:
+    """The first of these special tokens that the config has an id for."""
+    known = (getattr(config, f"{kind}_token_id", None) for kind in kinds)
+    fitting = (token for token in known if isinstance(token, int) and 0 <= token < vocabulary)
+    return next(fitting, otherwise)
+
+
+def _alone(model: Any, facts: ModelFacts, core: Core, ids: Tensor) -> ProbeRow:
+    first_segment = len(ids) // 2 if facts.segments > 1 else len(ids)
+    types = (torch.arange(len(ids)) >= first_segment).long()[None]
+
+    def inputs(module: Any) -> dict[str, Tensor]:
+        typed = facts.segments > 1 and takes(module, "token_type_ids")
+        return {"input_ids": ids[None]} | ({"token_type_ids": types} if typed else {})
+
+    hidden, logits = None, None
+    try:
+        if core.reads == "pooled":
+            hidden = hidden_of(model(**inputs(model)))[0]
+        else:
+            logits = logits_of(model(**inputs(model)))[0]
+            if core.reads == "mask":
+                logits = logits[ids == facts.mask_token_id][0]
+    except Exception as error:
+        raise UserError(
+            "model.source",
+            "must be an encoder that runs on token ids alone",
+            given=f"{facts.architecture}: {' '.join(str(error).split())[:300]}",
+            remedy="Choose another model",
+        ) from error
+    base = model.base_model
+    if base is not model:
+        # An encoder-decoder, say, has no such result of its own: it is run with its own head.
+        with contextlib.suppress(Exception):
+            hidden = hidden_of(base(**inputs(base)))[0]
+    return ProbeRow(ids, first_segment, hidden, logits)
+
+
+def _head(
+    model: Any, facts: ModelFacts, core: Core, folder: Path, samples: Sequence[ProbeRow]
+) -> nn.Module | None:
+    """The head that computes the model's logits from its encoder's token vectors, if one does."""
+    if core.reads == "pooled":
+        return SentenceHead(facts, folder)
+    if model.base_model is model:
+        return None
+    for reading in READINGS[core.reads]:
+        head = OwnHead(model, reading, facts.mask_token_id)
+        try:
+            if all(_head_distance(head, sample) < TOLERANCE for sample in samples):
+                return head
+        except Exception:  # any that a model raises at vectors in place of ids
+            continue
+    return None
+
+
+def _head_distance(head: nn.Module, sample: ProbeRow) -> float:
+    if sample.hidden is None:
+        return float("inf")
+    size = len(sample.ids)
+    member = torch.ones((1, size), dtype=torch.bool)
+    rows = Rows(sample.ids[None], torch.arange(size)[None], member, torch.tensor([[size]]))
+    return _distance(head(sample.hidden[None], rows)[0], sample.logits, sample.scale)
+
+
+def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, ...]:
+    """Return the rows end to end with pads between them, as `PackedCore` takes them.
+
+    The first two rows are those of one request, which follow one another without a pad.
+    """
+    lengths, firsts = _columns(samples)
+    first, second, *others = (sample.ids for sample in samples)
+    pads = samples[0].ids[:3]
+    stride = -(-(len(first) + len(second)) // 2)
+    fill = pads[: 2 * stride - len(first) - len(second)]
+    tokens = [first, second, fill] + [torch.cat((ids, pads)) for ids in others]
+    strides = [stride, stride] + [len(ids) + len(pads) for ids in others]
+    offsets = [0, len(first) - stride] + [0] * len(others)
+    longest = slots_of(max(len(sample.ids) for sample in samples))
+    tiles = sum(-(-len(sample.ids) // MULTIPLE) for sample in samples)
+    sizes = [torch.zeros(size, dtype=torch.int32) for size in (longest, MULTIPLE, tiles)]
+    columns = torch.tensor(strides, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int32)
+    return (
+        torch.cat(tokens).to(torch.int32),
+        lengths,
+        columns[1][:, None],
+        columns[0],
+        *sizes,
+        firsts,
+    )
+
+
+def _padded_batch(samples: Sequence[ProbeRow], pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows padded to one length, as `BucketedEncoder` takes them."""
+    rows = [sample.ids.to(torch.int32) for sample in samples]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    return (ids, *_columns(samples))
+
+
+def _columns(samples: Sequence[ProbeRow]) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([[len(sample.ids)] for sample in samples], dtype=torch.int32)
+    firsts = torch.tensor([[sample.first_segment] for sample in samples], dtype=torch.int32)
+    return lengths, firsts
+
+
+def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> float:
+    """Largest difference, relative to `scale` or the largest element expected if that is above."""
+    if expected is None or result.shape != expected.shape:
+        return float("inf")
+    largest = max(float(expected.abs().max()), scale, SMALLEST_SCALE)
+    difference = float((result - expected).abs().max()) / largest
+    return float("inf") if difference != difference else difference
+
+
+def _counting(encoder: Any, ids: Tensor) -> Counting:
+    """How the encoder numbers a row's tokens, by what it looks up in its table of positions."""
+    pad = getattr(encoder.config, "pad_token_id", None)
+    row = ids.clone()
+    if pad is not None:
+        row[1] = pad
+    seen: list[list[int]] = []
+
+    def note(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if arguments and isinstance(arguments[0], Tensor) and not arguments[0].is_floating_point():
+            seen.append(arguments[0].flatten().tolist())
+
+    hooks = [
+        module.register_forward_pre_hook(note)
+        for name, module in encoder.named_modules()
+        if name.endswith("position_embeddings")
+    ]
+    try:
+        encoder(input_ids=row[None])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not seen:
+        return Counting()
+    first = seen[0][0]
+    return Counting(first, pad if seen[0][:4] == [first, pad, first + 1, first + 2] else None)
+
+
+def _starts(batch: Sequence[Tensor]) -> list[int]:
+    """Return the index of each row's first token in a packed batch."""
+    offset, stride = batch[2][:, 0], batch[3]
+    starts: list[int] = (stride.cumsum(0) - stride + offset).tolist()
+    return starts
+
+
+def _farthest(
+    way: nn.Module,
+    batch: Sequence[Tensor],
+    samples: Sequence[ProbeRow],
+    *,
+    starts: Sequence[int] | None,
+) -> float:
+    """Return the largest difference of a row in the batch from itself alone.
+
+    It is infinite where the model fails on the batch. `starts` are the first tokens of the rows in
+    a packed batch.
+    """
+    try:
+        result = way(*batch)
+    except Exception:  # any that a model raises at padding it does not expect
+        return float("inf")
+    largest = 0.0
+    for index, sample in enumerate(samples):
+        expected = sample.hidden if sample.logits is None else sample.logits
+        found, size = result[0 if starts and result.dim() == 3 else index], len(sample.ids)
+        if expected is not None and expected.dim() == 2:
+            start = starts[index] if starts else 0
+            found = found[start : start + size]
+        largest = max(largest, _distance(found, expected, sample.scale))
+    return largest

@@ -1,0 +1,163 @@
+"""What the ensemble should answer: reference, decoder and the pipeline's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.base.errors import Progress, UserError
+from triptych.core.gate.cached import decoding_of
+from triptych.core.gate.decoded import Decoded, decode, reference_row_outputs
+from triptych.core.gate.reference_rows import reference_of
+from triptych.core.inputs import PipelineInputs
+from triptych.core.samples import GateRequest, by_request, rows_of
+from triptych.runtime.faults import RequestError
+from triptych.runtime.hooking import HOOKS_FILE, Hook, Row, RowForm, call_hook, find_hook
+from triptych.spec.plan import Plan
+
+ROUNDING = 1e-5
+"""What arrays of several rows may round another way than those of one row."""
+
+
+class Answer(NamedTuple):
+    """To one request of one row.
+
+    Attributes:
+        outputs: of the ensemble; none where the request is refused.
+        refusal: words of the function that refuses it; else empty.
+    """
+
+    outputs: Decoded
+    refusal: str = ""
+
+
+def reference_answers(
+    inputs: PipelineInputs, progress: Progress, *, keep: bool = True
+) -> list[Answer]:
+    """What the ensemble should answer to each request of the gate, by PyTorch fp32.
+
+    Without `keep` nothing of the requests gets into the cache.
+
+    Raises:
+        UserError: a function of the pipeline's fails on what the reference made of a row.
+    """
+    decoded = _decode(inputs, progress, keep=keep)
+    after = find_hook(inputs.plan.spec.folder, "after")
+    return decoded if after is None else _call_after(after, inputs, decoded)
+
+
+def check_hooks(inputs: PipelineInputs, progress: Progress) -> None:
+    """Call `decode` and `after` as a server would, on the model's answers to the gate's requests.
+
+    Raises:
+        UserError: one of them fails on a row, returns what the outputs cannot hold, or `after`
+            makes something else of a row that stands beside others.
+    """
+    plan = inputs.plan
+    after = find_hook(plan.spec.folder, "after")
+    if after is None and plan.spec.custom is None:
+        return
+    decoded = _decode(inputs, progress)
+    if after is not None:
+        _check_together(after, inputs, decoded, _call_after(after, inputs, decoded))
+    progress("hooks", f"{len(decoded)} answers of the model taken, as the outputs are declared")
+
+
+def _decode(inputs: PipelineInputs, progress: Progress, *, keep: bool = True) -> list[Answer]:
+    plan, requests = inputs.plan, inputs.requests
+    expected = reference_of(inputs, rows_of(requests), progress, keep=keep)
+    outputs = reference_row_outputs(plan.core, expected)
+    decoding = decoding_of(inputs)
+    try:
+        return [Answer(decoded) for decoded in decode(decoding, requests, outputs)]
+    except (RequestError, RuntimeError):  # of a custom task's own function: on which rows?
+        own = by_request(requests, outputs)
+        return _one_by_one(inputs, lambda place: decode(decoding, [requests[place]], own[place])[0])
+
+
+def _call_after(after: Hook, inputs: PipelineInputs, decoded: Sequence[Answer]) -> list[Answer]:
+    """`after` on each answer by itself."""
+    plan, form = inputs.plan, RowForm(inputs.plan.task.output_settings)
+
+    def answer(place: int) -> Decoded:
+        rows = form.rows(decoded[place].outputs)
+        return form.tensors(_after(after, plan, [inputs.requests[place]], rows, form))
+
+    return _one_by_one(inputs, answer, [answer.refusal for answer in decoded])
+
+
+def _one_by_one(
+    inputs: PipelineInputs, answer: Callable[[int], Decoded], refusals: Sequence[str] = ()
+) -> list[Answer]:
+    """What `answer` makes of each request, of the traffic first; one that is refused stays so.
+
+    Raises:
+        UserError: a function fails, or refuses a request that was not made up.
+    """
+    requests = inputs.requests
+    answers = {place: Answer({}, words) for place, words in enumerate(refusals) if words}
+    for place in sorted(range(len(requests)), key=lambda place: requests[place].edge):
+        try:
+            if place not in answers:
+                answers[place] = Answer(answer(place))
+        except (RequestError, RuntimeError) as error:
+            answers[place] = _refused(inputs.plan, requests[place], error)
+    return [answers[place] for place in range(len(requests))]
+
+
+def _check_together(
+    after: Hook, inputs: PipelineInputs, decoded: Sequence[Answer], alone: Sequence[Answer]
+) -> None:
+    """All answers as the rows of one request: each becomes what it becomes by itself."""
+    plan, form = inputs.plan, RowForm(inputs.plan.task.output_settings)
+    file = str(plan.spec.folder / HOOKS_FILE)
+    taken = [place for place, answer in enumerate(alone) if not answer.refusal]
+    requests = [inputs.requests[place] for place in taken]
+    given = [row for place in taken for row in form.rows(decoded[place].outputs)]
+    try:
+        together = [form.tensors([row]) for row in _after(after, plan, requests, given, form)]
+    except (RequestError, RuntimeError) as error:
+        raise UserError(
+            file,
+            f"`after` must take {len(given)} rows at once that it takes one by one",
+            given=error,
+            remedy="Treat each row by itself",
+        ) from error
+    for place, got in zip(taken, together, strict=True):
+        for name, value in alone[place].outputs.items():
+            if not _equal(got[name], value):
+                raise UserError(
+                    file,
+                    "`after` must make the same of a row whatever stands beside it",
+                    given=f"another `{name}` for {inputs.requests[place].shown!r}",
+                    remedy="Treat each row by itself",
+                )
+
+
+def _equal(got: NDArray[Any], wanted: NDArray[Any]) -> bool:
+    if got.shape != wanted.shape or not np.issubdtype(wanted.dtype, np.floating):
+        return np.array_equal(got, wanted)
+    return np.allclose(got, wanted, rtol=ROUNDING, atol=ROUNDING, equal_nan=True)
+
+
+def _after(
+    after: Hook, plan: Plan, requests: Sequence[GateRequest], rows: list[Row], form: RowForm
+) -> list[Row]:
+    given = [dict(request.inputs) for request in requests] if plan.gives_inputs else None
+    return call_hook("after", after, rows, form.names, given)
+
+
+def _refused(plan: Plan, request: GateRequest, error: Exception) -> Answer:
+    """A request that was made up a function may refuse, with ValueError; nothing else may fail."""
+    if request.edge and isinstance(error, RequestError):
+        return Answer({}, str(error))
+    edge = ", a row made up as an edge case" if request.edge else ""
+    raise UserError(
+        str(plan.spec.folder / HOOKS_FILE),
+        f"must take what the model makes of {request.shown!r}{edge}",
+        given=error,
+        remedy="Mend the function; ValueError refuses a request in your words",
+    ) from error

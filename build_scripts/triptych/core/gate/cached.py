@@ -1,0 +1,235 @@
+"""The gate of one artifact, cached: the limits of its precision, the reference, the verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
+from triptych.base.errors import Progress
+from triptych.core.gate.artifact import open_core
+from triptych.core.gate.check import Labelled, check
+from triptych.core.gate.decoded import Decoding
+from triptych.core.gate.probe import describe_probe, judge_probe
+from triptych.core.gate.reference_rows import reference_of
+from triptych.core.gate.remedy import remedy_of
+from triptych.core.gate.rounding import measure_rounding
+from triptych.core.inputs import PipelineInputs
+from triptych.core.samples import hash_requests, rows_of
+from triptych.repository.records import GateResult, read_record
+from triptych.spec.plan import Plan
+from triptych.spec.precisions import Precision
+from triptych.spec.tasks.accuracy import above_rounding, metrics_of, probe_limits, thresholds
+
+CODE = (
+    "core/gate/*.py",
+    "spec/tasks/*.py",
+    "runtime/*.py",
+    "core/feeds.py",
+    "core/samples.py",
+    "base/onnx_session.py",
+    "repository/records.py",
+)
+GATE_FILE = "gate.json"
+
+
+class _Failed(Exception):
+    """A gate's result that is not to be kept in the cache."""
+
+    def __init__(self, result: GateResult) -> None:
+        self.result = result
+        super().__init__()
+
+
+class GateFailure(Exception):
+    """The artifact is not right: nothing was written."""
+
+    def __init__(self, plan: Plan, gate: GateResult) -> None:
+        self.plan = plan
+        self.gate = gate
+        failed = f"{plan.spec.name} failed the accuracy gate: {'; '.join(gate.failures)}"
+        super().__init__(f"{failed}. {remedy_of(plan, gate)}")
+
+
+class Gate:
+    """The gate of a pipeline's cores in one precision.
+
+    Args:
+        inputs: of the pipeline, with the gate's rows.
+        precision: of the cores, which decides the limits.
+        progress: told each result.
+
+    Attributes:
+        precision: see above.
+        judged_by: hash of what decides a verdict besides the artifact, in hex.
+
+    Raises:
+        UserError: the spec overrides the limit of what is no metric of the task.
+    """
+
+    def __init__(self, inputs: PipelineInputs, precision: Precision, progress: Progress) -> None:
+        self.precision = precision
+        self._inputs = inputs
+        self._progress = progress
+        self._limits = limits_of(inputs, precision)
+        self._probe_limits = _probe_limits(inputs, precision)
+        plan, labelled = inputs.plan, inputs.labelled
+        key = {
+            "precision": precision,
+            "model": plan.facts.sha256,
+            "rows": hash_requests(inputs.requests),
+            "labelled": hash_requests(labelled.requests),
+            "truth": [[row.line, repr(row.truth)] for row in labelled.rows],
+            "limits": self._limits,
+            "own_limits": overrides_of(inputs),
+            "probe": hash_requests(inputs.probe),
+            "probe_limits": self._probe_limits,
+            "max_drop": plan.spec.accuracy.max_drop,
+            "notes": labelled.notes,
+            "batch_size": plan.max_batch_size,
+            "onnxruntime": versions_of("onnxruntime"),
+            "code": code_hash(*CODE),
+        }
+        self.judged_by = key_of("gate", key)
+
+    def run(self, artifact: Path, files: Mapping[str, str]) -> GateResult:
+        """Check an artifact. What passed stays in the cache; what failed is run again when asked.
+
+        Args:
+            artifact: the ``model.onnx``.
+            files: hashes of the file and of those of weights beside it.
+        """
+
+        def work(target: Path) -> None:
+            rows = len(self._inputs.requests)
+            self._progress("gate", f"{rows} requests against PyTorch fp32 ...")
+            result = self._check(artifact)
+            if not result.passed:
+                raise _Failed(result)
+            (target / GATE_FILE).write_text(json.dumps(result.as_dict()), encoding="utf-8")
+
+        try:
+            stage = {"artifact": files, "judged_by": self.judged_by}
+            folder, cached, _ = cached_stage("gate", stage, work, self._progress)
+        except _Failed as failed:
+            return self._told(failed.result, "")
+        text = (folder / GATE_FILE).read_text(encoding="utf-8")
+        result = read_record(GateResult, json.loads(text))
+        return self._told(result, " (cached)" if cached else "")
+
+    def _check(self, artifact: Path) -> GateResult:
+        inputs, plan, task = self._inputs, self._inputs.plan, self._inputs.plan.task
+        labelled = None
+        if inputs.labelled.rows:
+            labelled = Labelled(
+                rows=inputs.labelled.rows,
+                requests=inputs.labelled.requests,
+                expected=reference_of(inputs, rows_of(inputs.labelled.requests), self._progress),
+                max_drop=plan.spec.accuracy.max_drop,
+            )
+        expected = reference_of(inputs, rows_of(inputs.requests), self._progress)
+        rounding = measure_rounding(inputs, expected, self._progress)
+        limits = above_rounding(self._limits, rounding, overrides_of(inputs))
+        notes = _notes(inputs, self.precision, rounding, self._limits, limits)
+        decoding = decoding_of(inputs) if task.decodes_answers else None
+        run = open_core(artifact, plan)
+        result = check(
+            run,
+            inputs.requests,
+            expected,
+            plan.core,
+            limits,
+            metrics=metrics_of(task),
+            precision=self.precision,
+            batch_size=plan.max_batch_size,
+            decoding=decoding,
+            labelled=labelled,
+            notes=(*inputs.labelled.notes, *notes),
+        )
+        result = replace(result, rounding=rounding)
+        if not self._probe_limits:
+            return result
+        probe, failures = judge_probe(
+            run,
+            inputs.probe,
+            reference_of(inputs, rows_of(inputs.probe), self._progress),
+            plan.core,
+            self._probe_limits,
+            batch_size=plan.max_batch_size,
+            decoding=decoding,
+        )
+        return replace(result, probe=probe, failures=(*result.failures, *failures))
+
+    def _told(self, result: GateResult, suffix: str) -> GateResult:
+        self._progress("gate", _line(result) + suffix)
+        if result.probe is not None:
+            self._progress("gate", describe_probe(result.probe))
+        return result
+
+
+def limits_of(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
+    """The limit of each metric for a core of `precision`, the spec's own over the defaults.
+
+    Raises:
+        UserError: the spec overrides the limit of what is no metric of the task.
+    """
+    return thresholds(inputs.plan.task, precision, overrides_of(inputs))
+
+
+def decoding_of(inputs: PipelineInputs) -> Decoding:
+    """How core outputs become answers, but for what `hooks.after` makes of those."""
+    plan = inputs.plan
+    custom = plan.spec.custom is not None
+    return Decoding(
+        task=plan.task,
+        settings={**plan.task.settings(plan.facts), "outputs": plan.task.output_settings},
+        folder=plan.spec.folder if custom else inputs.tokenizer_folder,
+    )
+
+
+def _probe_limits(inputs: PipelineInputs, precision: Precision) -> dict[str, float]:
+    """Those of the probe; none where the core is not judged on it."""
+    if precision == "fp32" or not inputs.probe:
+        return {}
+    return probe_limits(inputs.plan.task, precision, overrides_of(inputs))
+
+
+def overrides_of(inputs: PipelineInputs) -> dict[str, float]:
+    """The limits that the spec sets."""
+    accuracy = inputs.plan.spec.accuracy
+    limits: dict[str, float] = accuracy.model_dump(exclude={"max_drop"}, exclude_none=True)
+    return limits
+
+
+def _notes(
+    inputs: PipelineInputs,
+    precision: Precision,
+    rounding: float | None,
+    limits: Mapping[str, float],
+    raised: Mapping[str, float],
+) -> Iterator[str]:
+    """What of the gate is not as usual."""
+    names = [name for name in limits if raised[name] > limits[name]]
+    if names:
+        yield (
+            f"PyTorch's own rounding (fp32 against fp64) is {rounding:.2e}: up to"
+            f" {raised[names[0]]:.2e} is no fault of {', '.join(names)}"
+        )
+    if precision != "fp32" and not inputs.probe:
+        what = "no row of the general probe" if inputs.tokenizer_file else "there is none of images"
+        yield f"not judged outside your traffic: {what} is taken by the pipeline"
+
+
+def _line(result: GateResult) -> str:
+    parts = [
+        f"{verdict.metric} {_figure(verdict.value)}"
+        for verdict in result.verdicts
+        if verdict.limit is not None or verdict.metric == "max_difference"
+    ]
+    return f"{'passed' if result.passed else 'FAILED'}: {', '.join(parts)}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.5g}" if value - value == 0 else "not a number"

@@ -1,0 +1,246 @@
+"""The accuracy gate: an artifact ships only if it answers as the reference does, in any batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from triptych.core.gate.artifact import RowOutputs, RunBatch
+from triptych.core.gate.decoded import Decoded, Decoding, decode, reference_row_outputs
+from triptych.core.gate.differences import (
+    Measured,
+    Pairs,
+    best_agree,
+    cosines,
+    measure,
+    relative_errors,
+)
+from triptych.core.gate.runs import IN_BATCHES, Incomparable, check_rows, run_rows, run_ways
+from triptych.core.gate.verdicts import judge_metrics, say_failures, worst_rows
+from triptych.core.samples import FEW_ROWS, Expected, GateRequest, by_request, rows_of
+from triptych.repository.records import GateResult
+from triptych.spec.precisions import Precision
+from triptych.spec.tasks.metrics_labelled import LabelledResult, compare_labelled
+from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.tasks.task import Core
+
+NOT_FINITE = "results are not all finite"
+ALONE_BATCHES = 2
+"""Rows of so many batches are also run by themselves; made-up ones, which come first, all are."""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Rows with the truth.
+
+    Attributes:
+        rows: as the user labelled them.
+        requests: the same rows, as the gate runs them.
+        expected: what the reference made of each core row.
+        max_drop: how much worse than the reference's the metric may certainly be.
+    """
+
+    rows: tuple[LabelledRow, ...]
+    requests: tuple[GateRequest, ...]
+    expected: Sequence[Expected]
+    max_drop: float
+
+
+def check(
+    run: RunBatch,
+    requests: Sequence[GateRequest],
+    expected: Sequence[Expected],
+    core: Core,
+    limits: Mapping[str, float],
+    *,
+    metrics: Sequence[str],
+    precision: Precision,
+    batch_size: int,
+    decoding: Decoding | None = None,
+    labelled: Labelled | None = None,
+    notes: Sequence[str] = (),
+) -> GateResult:
+    """Compare the artifact with the reference, fail-closed.
+
+    Args:
+        run: runs a batch on the artifact.
+        requests: made-up ones first; all rows are also run reversed and by length, some alone.
+        expected: what the reference made of each core row, in the order of the requests' rows.
+        core: what the artifact returns.
+        limits: the worst value allowed of each metric, see `tasks.accuracy.thresholds`.
+        metrics: what is measured, where it can be: names in `tasks.accuracy.METRICS`.
+        precision: of the artifact.
+        batch_size: rows per batch.
+        decoding: makes answers of core outputs; None to judge the core alone.
+        labelled: rows with the truth.
+        notes: more that the result should say.
+
+    Raises:
+        ValueError: not one expected result a core row.
+    """
+    samples = rows_of(requests)
+    if len(samples) != len(expected):
+        raise ValueError(f"{len(samples)} core rows, but {len(expected)} expected results")
+    edges = sum(request.edge for request in requests)
+    traffic = len(requests) - edges
+    if traffic < FEW_ROWS:
+        notes = [*notes, f"only {traffic} rows of traffic decide: {FEW_ROWS} or more are better"]
+    first = sum(len(request.rows) for request in requests if request.edge)
+    alone = range(min(len(samples), first + ALONE_BATCHES * batch_size))
+    try:
+        runs = run_ways(run, samples, expected, core, batch_size=batch_size, alone=alone)
+        labelled_rows = [] if labelled is None else _run_labelled(run, labelled, core, batch_size)
+    except Incomparable as fault:
+        verdicts = judge_metrics({}, limits, complete=False)
+        return GateResult(
+            precision, traffic, edges, False, verdicts, (str(fault),), notes=tuple(notes)
+        )
+    every = [row for rows in runs.values() for row in rows.values()]
+    finite = all(map(is_finite, [*every, *labelled_rows]))
+    batched = runs.pop(IN_BATCHES)
+    # Differences of infinities are NaN, which fails like any other excess.
+    with np.errstate(invalid="ignore", over="ignore"):
+        measured = measure(batched, list(runs.values()), expected, core)
+    outputs = [batched[place] for place in range(len(samples))]
+    compared = compare_answers(requests, outputs, expected, core, decoding if finite else None)
+    values = {**_core_values(requests, outputs, expected, measured, core), **compared.values}
+    values = {name: values[name] for name in metrics if name in values}
+    complete = decoding is None or finite
+    verdicts = judge_metrics(values, limits, complete=complete)
+    truth = None
+    if labelled is not None and decoding is not None and finite:
+        truth = _compare_labelled(labelled, labelled_rows, core, decoding)
+    failures = [*say_failures(verdicts, _said(measured, limits))]
+    failures += [] if finite else [NOT_FINITE]
+    failures += [truth.failure] if truth is not None and truth.failure else []
+    unmeasured = [name for name in limits if name not in values] if complete else []
+    row_differences = np.max([view.rows for view in measured], axis=0)
+    differences = [float(np.max(rows)) for rows in by_request(requests, row_differences)]
+    return GateResult(
+        precision=precision,
+        rows=traffic,
+        edge_rows=edges,
+        finite=finite,
+        verdicts=verdicts,
+        failures=tuple(failures),
+        worst=worst_rows(requests, compared.badness, differences, compared.wanted, compared.got),
+        notes=(*notes, *(f"{name} cannot be measured on these rows" for name in unmeasured)),
+        row_differences=tuple(differences),
+        labelled=truth,
+    )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Answers of all requests and how they compare; without a decoder, the first core rows."""
+
+    values: Mapping[str, float]
+    badness: Sequence[float]
+    wanted: Sequence[Decoded]
+    got: Sequence[Decoded]
+
+
+def compare_answers(
+    requests: Sequence[GateRequest],
+    outputs: Sequence[RowOutputs],
+    expected: Sequence[Expected],
+    core: Core,
+    decoding: Decoding | None,
+) -> Compared:
+    """Compare the answers to the requests that are no edge cases."""
+    right = reference_row_outputs(core, expected, like=outputs)
+    badness = [0.0] * len(requests)
+    if decoding is None:
+        firsts = [[rows[0] for rows in by_request(requests, each)] for each in (right, outputs)]
+        return Compared({}, badness, *firsts)
+    got, wanted = decode(decoding, requests, outputs), decode(decoding, requests, right)
+    kept = [place for place, request in enumerate(requests) if not request.edge]
+    comparison = decoding.task.compare(
+        [got[place] for place in kept],
+        [wanted[place] for place in kept],
+        [requests[place].query for place in kept],
+    )
+    for place, value in zip(kept, comparison.badness, strict=True):
+        badness[place] = value
+    return Compared(comparison.values, badness, wanted, got)
+
+
+def _core_values(
+    requests: Sequence[GateRequest],
+    outputs: Sequence[RowOutputs],
+    expected: Sequence[Expected],
+    measured: Sequence[Measured],
+    core: Core,
+) -> dict[str, float]:
+    """Metrics of the core's own outputs: of all rows, but for the shares and means of traffic."""
+    with np.errstate(invalid="ignore"):
+        values = {
+            "max_difference": float(np.max([view.difference for view in measured])),
+            "neighbour_effect": float(np.max([view.effect for view in measured])),
+        }
+    edges = [request.edge for request in requests for _ in request.rows]
+    pairs = list(zip(outputs, expected, strict=True))
+    made_up = [pair for pair, edge in zip(pairs, edges, strict=True) if edge]
+    traffic = [pair for pair, edge in zip(pairs, edges, strict=True) if not edge]
+    if made_up:
+        values["edge_error"] = float(np.max(relative_errors(made_up, core)))
+    return {**values, **(compare_rows(traffic, core) if traffic else {})}
+
+
+def compare_rows(pairs: Pairs, core: Core) -> dict[str, float]:
+    """Metrics of the core's own outputs that are shares and means of rows, at least one."""
+    values: dict[str, float] = {}
+    if (angles := cosines(pairs, core)) is not None:
+        values |= {"min_cosine": float(angles.min()), "mean_cosine": float(angles.mean())}
+    if (agrees := best_agree(pairs, core)) is not None:
+        values["label_agreement"] = float(agrees.mean())
+    return values
+
+
+def _said(measured: Sequence[Measured], limits: Mapping[str, float]) -> dict[str, list[str]]:
+    limit = limits.get("max_difference", math.inf)
+    allowed = limits.get("neighbour_effect", math.inf)
+    return {
+        "max_difference": [
+            f"{view.name} differs from the reference by {view.difference:.2e}, above {limit:g}"
+            for view in measured
+            if not view.difference <= limit
+        ],
+        "neighbour_effect": [
+            f"batch neighbours change {view.name} by {view.effect:.2e}, above {allowed:g}"
+            for view in measured
+            if not view.effect <= allowed
+        ],
+    }
+
+
+def is_finite(row: RowOutputs) -> bool:
+    """Whether all numbers of a row are."""
+    return all(bool(np.isfinite(values).all()) for values in row.values())
+
+
+def _run_labelled(
+    run: RunBatch, labelled: Labelled, core: Core, batch_size: int
+) -> list[RowOutputs]:
+    samples = rows_of(labelled.requests)
+    rows = run_rows(run, samples, range(len(samples)), batch_size)
+    check_rows(rows, samples, labelled.expected, core)
+    return [rows[place] for place in range(len(samples))]
+
+
+def _compare_labelled(
+    labelled: Labelled, outputs: Sequence[RowOutputs], core: Core, decoding: Decoding
+) -> LabelledResult | None:
+    if decoding.task.labelled is None:
+        return None
+    right = reference_row_outputs(core, labelled.expected, like=outputs)
+    return compare_labelled(
+        decoding.task.labelled,
+        labelled.rows,
+        decode(decoding, labelled.requests, outputs),
+        decode(decoding, labelled.requests, right),
+        max_drop=labelled.max_drop,
+    )

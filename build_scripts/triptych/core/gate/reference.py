@@ -1,0 +1,147 @@
+"""The reference: the Hugging Face model in PyTorch, one row at a time, nothing shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.base.tensors import TokenRow
+from triptych.core.feeds import Sample
+from triptych.core.samples import Expected
+from triptych.spec.model_facts import Activation, Dense, ModelFacts, Normalize
+from triptych.spec.tasks.task import Core
+
+
+def reference_outputs(
+    folder: Path,
+    facts: ModelFacts,
+    core: Core,
+    samples: Sequence[Sample],
+    *,
+    double: bool = False,
+) -> list[Expected]:
+    """What the core should return for each sample, computed in fp32, or in fp64 where `double`.
+
+    Each row runs alone and unpadded, so no mask, no neighbour and no padding takes part. What the
+    model does not do itself (pooling, scores, pixel values) is written plainly here, apart from
+    the exported code that it is to check.
+
+    Raises:
+        UserError: transformers cannot load the model.
+        ValueError: a sample does not have exactly one mask token where the core reads that.
+    """
+    import torch
+
+    from triptych.core.export.to_onnx import load_model
+
+    model = load_model(folder, core.auto_class)
+    dense = _dense_layers(folder, facts) if core.reads == "pooled" else {}
+    dtype = torch.float64 if double else torch.float32
+    for module in (model, *dense.values()) if double else ():
+        module.double()
+    expected = []
+    with torch.inference_mode():
+        for sample in samples:
+            if isinstance(sample, TokenRow):
+                output = model(**_token_inputs(sample))
+            else:
+                pixels = torch.from_numpy(pixel_values(sample, facts))
+                output = model(pixel_values=pixels[None].to(dtype))
+            if core.returns == "spans":
+                results = [output.start_logits[0], output.end_logits[0]]
+            elif core.reads == "pooled":
+                results = [_sentence(output.last_hidden_state[0], facts, dense)]
+            elif isinstance(sample, TokenRow) and core.reads == "mask":
+                results = [output.logits[0, _mask_place(sample, facts)]]
+            else:
+                results = [output.logits[0]]
+            activation = _activation(facts, core)
+            expected.append(tuple(_activated(result, activation).numpy() for result in results))
+    return expected
+
+
+def pixel_values(pixels: NDArray[np.uint8], facts: ModelFacts) -> NDArray[np.float32]:
+    """The model's input for an image: UINT8 ``[H, W, C]`` to FP32 ``[C, H, W]``."""
+    if facts.image is None:
+        raise ValueError("the model's facts say nothing of images")
+    values = pixels.astype(np.float32)
+    if facts.image.rescale_factor is not None:
+        values = values * np.float32(facts.image.rescale_factor)
+    if facts.image.mean is not None and facts.image.std is not None:
+        mean = np.array(facts.image.mean, dtype=np.float32)
+        values = (values - mean) / np.array(facts.image.std, dtype=np.float32)
+    return np.ascontiguousarray(values.transpose(2, 0, 1))
+
+
+def _token_inputs(row: TokenRow) -> dict[str, Any]:
+    import torch
+
+    inputs = {"input_ids": torch.tensor([row.ids])}
+    if row.first_segment < len(row.ids):
+        types = [0] * row.first_segment + [1] * (len(row.ids) - row.first_segment)
+        inputs["token_type_ids"] = torch.tensor([types])
+    return inputs
+
+
+def _mask_place(row: TokenRow, facts: ModelFacts) -> int:
+    places = [place for place, token in enumerate(row.ids) if token == facts.mask_token_id]
+    if len(places) != 1:
+        raise ValueError(f"a sample has {len(places)} mask tokens instead of one")
+    return places[0]
+
+
+def _activation(facts: ModelFacts, core: Core) -> Activation:
+    if core.returns in ("vector", "logits", "spans"):
+        return "none"
+    # Only a head that classifies the whole row or image is one whose config may say otherwise.
+    return facts.activation if core.reads in ("row", "image") else "softmax"
+
+
+def _activated(logits: Any, activation: Activation) -> Any:
+    if activation == "softmax":
+        return logits.softmax(-1)
+    return logits.sigmoid() if activation == "sigmoid" else logits
+
+
+def _dense_layers(folder: Path, facts: ModelFacts) -> dict[int, Any]:
+    from triptych.core.export.heads import load_dense
+
+    return {
+        index: load_dense(module, folder)
+        for index, module in enumerate(facts.head)
+        if isinstance(module, Dense)
+    }
+
+
+def _sentence(tokens: Any, facts: ModelFacts, dense: dict[int, Any]) -> Any:
+    """Token vectors ``[tokens, hidden]`` to the row's one vector."""
+    import torch
+
+    vector = torch.cat([_pool(mode, tokens) for mode in facts.pooling])[None]
+    for index, module in enumerate(facts.head):
+        if isinstance(module, Normalize):
+            vector = vector / vector.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        else:
+            vector = dense[index](vector)
+    return vector[0]
+
+
+def _pool(mode: str, tokens: Any) -> Any:
+    import torch
+
+    if mode == "mean":
+        return tokens.mean(0)
+    if mode == "max":
+        return tokens.max(0).values
+    if mode == "cls":
+        return tokens[0]
+    if mode == "lasttoken":
+        return tokens[-1]
+    if mode == "mean_sqrt_len_tokens":
+        return tokens.sum(0) / len(tokens) ** 0.5
+    weight = torch.arange(1, len(tokens) + 1, dtype=tokens.dtype)
+    return (weight[:, None] * tokens).sum(0) / weight.sum()

@@ -1,0 +1,27 @@
+"""What to do about a failed gate: the first thing that helps and was not tried."""
+
+from __future__ import annotations
+
+from triptych.repository.records import GateResult
+from triptych.spec.plan import Plan
+
+
+def remedy_of(plan: Plan, gate: GateResult) -> str:
+    """A sentence for a user. Of fp32 both layouts were judged, where the plan had a choice."""
+    spec = plan.spec
+    own = [
+        f"accuracy.{verdict.metric}"
+        for verdict in gate.verdicts
+        if not verdict.passed and getattr(spec.accuracy, verdict.metric, None) is not None
+    ]
+    if own:
+        return f"Loosen {own[0]}, which the pipeline sets, or leave it out for the default"
+    if spec.core.share is not None:
+        return "Leave core.share out: the pipeline then has a core of its own"
+    if gate.precision != "fp32":
+        close = "" if gate.precision in ("fp16", "bf16") else "fp16, which loses less, or "
+        return f"Set core.precision to {close}fp32, or add traffic like the worst rows"
+    return (
+        "Look at the worst rows: mend traffic.jsonl where nobody sends such; otherwise only "
+        "--accept-failed-gate REASON builds it, and puts that on record"
+    )

@@ -1,0 +1,230 @@
+"""Everything that is read before anything is built: spec, model, hooks, requests; and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+
+from triptych.base.errors import Progress, UserError
+from triptych.core.feeds import Sample
+from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
+from triptych.core.reader import RequestReader
+from triptych.core.samples import GateRequest
+from triptych.repository.lock import find_lock
+from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
+from triptych.spec.model_cached import read_model
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.model_source import locate
+from triptych.spec.plan import Layout, Plan, make_plan
+from triptych.spec.spec import SPEC_FILE, PipelineSpec
+from triptych.spec.tasks import Task, find_task
+from triptych.spec.tasks.custom import custom_task
+from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
+from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
+from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
+
+LABELLED_ROWS = 2000
+"""Of more labelled rows, only the first ones are run."""
+
+
+@dataclass(frozen=True)
+class LabelledRequests:
+    """Rows of ``eval.jsonl``.
+
+    Attributes:
+        rows: as the user labelled them.
+        requests: that they make, in order.
+        notes: what the gate's result should say about them.
+    """
+
+    rows: tuple[LabelledRow, ...] = ()
+    requests: tuple[GateRequest, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PipelineInputs:
+    """What is known before anything is exported.
+
+    Attributes:
+        plan: the derived numbers.
+        model_folder: local folder of the model's files.
+        tokenizer_file: the runtime's tokenizer; None for images.
+        requests: for the gate, made-up ones first.
+        calibration: core rows of the traffic that the gate does not use.
+        probe: for the gate of lower precision, whatever the traffic; none of images.
+        hooks: content of the pipeline's ``hooks.py``.
+        labelled: rows with the truth, where there are some.
+        traffic: every request of ``traffic.jsonl`` as a client sends it, for load.
+    """
+
+    plan: Plan
+    model_folder: Path
+    tokenizer_file: Path | None
+    requests: tuple[GateRequest, ...]
+    calibration: tuple[Sample, ...]
+    probe: tuple[GateRequest, ...]
+    hooks: bytes | None
+    labelled: LabelledRequests = field(default_factory=LabelledRequests)
+    traffic: tuple[Mapping[str, str | bytes], ...] = ()
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where a decoder finds the ``tokenizer.json``, if the task has one."""
+        return self.model_folder if self.tokenizer_file is None else self.tokenizer_file.parent
+
+    @property
+    def shortest_row(self) -> Mapping[str, str | bytes]:
+        """The request of the traffic that is sent in the fewest characters or bytes."""
+        return min(self.traffic, key=lambda row: sum(map(len, row.values())))
+
+    def replanned(self, layout: Layout) -> PipelineInputs:
+        """The same with another layout."""
+        old = self.plan
+        plan = make_plan(old.spec, old.facts, old.task, old.parameters, old.lengths, layout=layout)
+        return replace(self, plan=replace(plan, gives_inputs=old.gives_inputs))
+
+    def as_built(self, repository: Path) -> PipelineInputs:
+        """The same in the layout that it was built in, which may not be the one asked for."""
+        lock = find_lock(repository, self.plan.spec.name)
+        if lock is None or lock.plan.layout == self.plan.layout:
+            return self
+        return self.replanned(lock.plan.layout)
+
+
+def task_of(spec: PipelineSpec) -> Task:
+    """The task of `spec`, one of the package's or its own.
+
+    Raises:
+        UserError: there is none such.
+    """
+    if (spec.task == "custom") != (spec.custom is not None):
+        raise UserError(
+            "custom",
+            "must be given where task is custom, and nowhere else",
+            given=f"task {spec.task}",
+            remedy="See pipelines/README.md",
+        )
+    return find_task(spec.task) if spec.custom is None else custom_task(spec.custom)
+
+
+def read_inputs(
+    spec: PipelineSpec, progress: Progress, *, traffic: Path | None = None
+) -> PipelineInputs:
+    """Resolve the model, read and tokenize the requests, derive the plan. Writes only to the cache.
+
+    Args:
+        spec: of the pipeline.
+        progress: told what is read.
+        traffic: a file of texts instead of the pipeline's ``traffic.jsonl``.
+
+    Raises:
+        UserError: in the spec, the model, the hooks or the traffic.
+    """
+    task = task_of(spec)
+    _report_tuned(spec, progress)
+    file = traffic or spec.folder / TRAFFIC_FILE
+    lines = read_traffic(file.parent, [tensor.name for tensor in task.inputs], file=file.name)
+    folder = locate(spec.model, spec.folder)
+    facts, tokenizer = read_model(folder, progress)
+    progress("source", f"{facts.architecture}, from {spec.model.source}")
+    task.check(facts)
+    _check_max_length(spec, facts)
+    hooks = _load_hooks(spec, task)
+    images = facts.image is not None
+    before = getattr(hooks, "before", None)
+    reader = RequestReader(
+        spec, task, facts, folder if tokenizer is None else tokenizer.parent, before
+    )
+    most = GATE_IMAGES + CALIBRATION_ROWS if images else None
+    requests = reader.read(TRAFFIC_FILE, lines, with_rows=most)
+    lengths = None if images else reader.lengths(requests)
+    if lengths is None:
+        progress("traffic", f"{len(requests)} images")
+    else:
+        progress(
+            "traffic",
+            f"{lengths.rows} rows, {lengths.mean:.1f} tokens on average, "
+            f"{lengths.truncated_share:.1%} over the limit of {reader.max_length}",
+        )
+    mask_token = str(task.settings(facts).get("mask_token", ""))
+    rows = gate_rows(reader, requests[:most], images=images, mask_token=mask_token)
+    progress("traffic", str(rows))
+    plan = make_plan(spec, facts, task, reader.parameters, lengths)
+    return PipelineInputs(
+        plan=replace(plan, gives_inputs=takes_inputs(getattr(hooks, "after", None))),
+        model_folder=folder,
+        tokenizer_file=tokenizer,
+        requests=rows.requests,
+        calibration=rows.calibration,
+        probe=rows.probe,
+        hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
+        labelled=_read_labelled(spec, task, reader, progress),
+        traffic=tuple(request.sent for request in requests),
+    )
+
+
+def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:
+    """What comes from ``tuned.yaml``, and whether it was measured for another spec."""
+    tuned = read_tuned(spec.folder) if spec.tuned else None
+    if tuned is None:
+        return
+    told = Tuned(spec.tuned, tuned.provenance)
+    progress("tuned", describe_tuned(spec.folder, told, spec_file=SPEC_FILE))
+
+
+def _read_labelled(
+    spec: PipelineSpec, task: Task, reader: RequestReader, progress: Progress
+) -> LabelledRequests:
+    path = spec.folder / EVAL_FILE
+    if not path.is_file():
+        return LabelledRequests()
+    every = read_labels(path, task)
+    rows = first_rows(every, task, LABELLED_ROWS)
+    lines = [
+        TrafficRow(row.line, inputs, row.parameters) for row in rows for inputs in row.requests
+    ]
+    requests = reader.read(EVAL_FILE, lines)
+    notes = (f"of {len(every)} labelled rows, the first {len(rows)} count",) * (every != rows)
+    progress("labels", notes[0] if notes else f"{len(rows)} labelled rows")
+    return LabelledRequests(tuple(rows), tuple(requests), notes)
+
+
+def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:
+    wanted = spec.tokenizer.max_length
+    if wanted is not None and wanted > facts.max_length:
+        raise UserError(
+            "tokenizer.max_length",
+            f"must be at most the model's own limit of {facts.max_length}",
+            given=wanted,
+            remedy="Lower it, or leave it out to use the model's limit",
+        )
+
+
+def _load_hooks(spec: PipelineSpec, task: Task) -> ModuleType | None:
+    path = spec.folder / HOOKS_FILE
+    try:
+        hooks = load_hooks(spec.folder)
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            str(path), "must load", given=f"{type(error).__name__}: {error}", remedy="Mend it"
+        ) from error
+    sample = spec.serving.sample
+    if sample is not None and sample.redact and not callable(getattr(hooks, REDACT, None)):
+        raise UserError(
+            str(path),
+            f"must have the function `{REDACT}`, which serving.sample.redact names",
+            given="none",
+            remedy="Write `def redact(inputs, answer)`; see pipelines/reference.md",
+        )
+    if spec.custom is not None and not hasattr(hooks, "decode"):
+        raise UserError(
+            str(path),
+            "must have the function `decode` for a custom task",
+            given="none",
+            remedy="See pipelines/README.md",
+        )
+    return hooks

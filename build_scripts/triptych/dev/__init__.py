@@ -1,1 +1,0 @@
-"""A pipeline while it is written: its folder watched, tested and built again; prints nothing."""

@@ -1,1 +1,0 @@
-"""The gate on a served pipeline: the same requests over the wire, held to the same limits."""

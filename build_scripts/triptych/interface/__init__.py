@@ -1,0 +1,1 @@
+"""Command line, Python functions, demo page and reports."""

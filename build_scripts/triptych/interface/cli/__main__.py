@@ -1,0 +1,5 @@
+"""``python -m triptych.interface.cli``."""
+
+from triptych.interface.cli import main
+
+main()

@@ -1,0 +1,133 @@
+"""Verbs on builds that were replaced: history, rollback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from triptych.base.errors import UserError
+from triptych.interface.cli.options import (
+    REPOSITORY,
+    Json,
+    Name,
+    Repository,
+    app,
+    output,
+    print_json,
+)
+
+_DIGITS = 12
+
+
+@app.command()
+def history(
+    name: Name,
+    repository: Repository = REPOSITORY,
+    keep: Annotated[
+        int | None,
+        typer.Option("--keep", min=0, help="First remove all but so many replaced builds."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the build in place and those before it.
+
+    The last five that were replaced are kept beside the repository and can be put back.
+    """
+    from triptych.repository.kept import history_folder, kept_builds, kept_bytes, prune
+    from triptych.repository.lock import build_id
+
+    if keep is not None:
+        prune(repository, name, keep)
+    builds = []
+    if in_place := build_id(repository, name):
+        builds.append(_described(repository, name, in_place, ""))
+    kept = kept_builds(repository, name)
+    builds += [_described(one.folder, name, one.build, one.replaced_at) for one in kept]
+    if not builds:
+        raise UserError(
+            name,
+            f"must be a pipeline built into {repository}, or kept beside it",
+            given="neither",
+            remedy=f"Run `triptych build {name}` first",
+        )
+    taken = kept_bytes(repository, name)
+    if as_json:
+        print_json({"builds": builds, "kept_bytes": taken})
+        return
+    for build in builds:
+        state = f"replaced {build['replaced_at'][:19]}" if build["replaced_at"] else "in place"
+        line = f"{build['build'][:_DIGITS]}  built {build['built_at']}, {state}"
+        output.print(line, style="" if build["replaced_at"] else "bold", markup=False)
+        output.print(f"  {build['precision'] or 'no precision'}, {build['gate']}", markup=False)
+        output.print(f"  bench: {build['bench'] or 'not measured'}", markup=False)
+        if build["promise"]:
+            output.print(f"  {build['promise']}", markup=False)
+    where = f" in {history_folder(repository)}" if kept else ""
+    output.print(f"{len(kept)} kept{where}, {taken / 1e6:.1f} MB of their own", markup=False)
+
+
+@app.command()
+def rollback(
+    name: Name,
+    build: Annotated[
+        str | None,
+        typer.Argument(help="First digits of its id; without it the one that was replaced last."),
+    ] = None,
+    repository: Repository = REPOSITORY,
+    as_json: Json = False,
+) -> None:
+    """Put a build that was replaced back as it was.
+
+    Its lock comes back, too, and the build in place is kept in turn. A server that `serve` runs
+    exchanges it. Pipelines that share its core go back with it where they must.
+    """
+    from triptych.repository.history import put_back
+
+    done = put_back(repository, name, build)
+    if as_json:
+        print_json({"builds": done.builds, "replaced": done.replaced, "changed": done.changed})
+        return
+    for pipeline, now in done.builds.items():
+        before = done.replaced[pipeline]
+        kept = f"; {before[:_DIGITS]} is kept" if before else ""
+        output.print(f"{pipeline}: build {now[:_DIGITS]} is in place again{kept}", markup=False)
+    output.print(
+        f"`triptych build {name}` makes again what the pipeline's folder says.", markup=False
+    )
+
+
+def _described(folder: Path, pipeline: str, build: str, replaced_at: str) -> dict[str, Any]:
+    from triptych.repository.kept import read_build
+    from triptych.repository.lock import FIGURES_FILE
+
+    record = read_build(folder, pipeline)
+    gate = {} if record is None else record.gate
+    figures = folder / pipeline / FIGURES_FILE
+    text = figures.read_text(encoding="utf-8", errors="replace") if figures.is_file() else ""
+    parts = [part for part in text.split("\n\n") if not part.startswith("#")]
+    said = list(takewhile(lambda part: not part.startswith("|"), parts))
+    return {
+        "build": build,
+        "built_at": "" if record is None else record.built_at[:19],
+        "replaced_at": replaced_at,
+        "precision": gate.get("precision", ""),
+        "gate": "its lock cannot be read" if record is None else _verdict(gate),
+        "verdicts": {verdict["metric"]: verdict["value"] for verdict in gate.get("verdicts", ())},
+        "bench": "".join(said[:1]).removeprefix("Best: ").strip(),
+        "promise": "".join(said[1:2]).strip(),
+    }
+
+
+def _verdict(gate: Mapping[str, Any]) -> str:
+    if not gate:
+        return "not checked"
+    if gate["failures"]:
+        return f"failed, accepted: {gate.get('accepted', '')}"
+    limited = [v for v in gate["verdicts"] if None not in (v["limit"], v["value"])]
+    return "passed" + "".join(
+        f", {v['metric']} {v['value']:.4g} (limit {v['limit']:g})" for v in limited
+    )

@@ -1,0 +1,299 @@
+"""Verbs around a server: serve, verify, doctor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import typer
+
+from triptych.base.errors import UserError
+from triptych.interface.cli.generating import load_any_spec, verify_and_show
+from triptych.interface.cli.options import (
+    EXIT_FINDINGS,
+    PIPELINES,
+    REPOSITORY,
+    SAMPLES,
+    Json,
+    LoadTimeout,
+    Name,
+    Overrides,
+    Pipelines,
+    Port,
+    Repository,
+    app,
+    output,
+    print_json,
+    progress,
+    status,
+)
+from triptych.interface.cli.running import run, warn
+from triptych.interface.cli.shown import print_finding, tell_verdict
+from triptych.runtime.sample_files import FOLDER_VARIABLE
+
+if TYPE_CHECKING:
+    from triptych.serving.fleet.mirrored import Mirrored
+
+
+@app.command()
+def serve(
+    repository: Annotated[
+        Path, typer.Argument(help="Folder of the model repository, or one pipeline of it alone.")
+    ] = REPOSITORY,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    grpc_port: Port = 8001,
+    http_port: Port = 8000,
+    metrics_port: Port = 8002,
+    timeout_s: LoadTimeout = 120.0,
+    log_file: Annotated[Path | None, typer.Option(help="Where the server's log goes.")] = None,
+    profile: Annotated[
+        Literal["development", "production"],
+        typer.Option(help="production takes the serving image's flags, check and TRIPTYCH_*."),
+    ] = "development",
+    replicas: Annotated[
+        int | None, typer.Option(help="So many servers, behind Envoy; 1 unless there are --gpus.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="One replica on each, such as 0,1: numbers or UUIDs.")
+    ] = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPOSITORY:SHARE", help="Build beside them that gets copies of requests."
+        ),
+    ] = None,
+    samples: Annotated[
+        Path,
+        typer.Option(
+            envvar=FOLDER_VARIABLE, help="Where rows are kept of pipelines that sample them."
+        ),
+    ] = SAMPLES,
+    as_json: Json = False,
+) -> None:
+    """Run a real tritonserver on what is built, until interrupted.
+
+    With --replicas or --gpus several of them, behind Envoy, which takes their ports. What a build
+    of --mirror answers nobody gets: it is sampled, in .candidate of the samples.
+    """
+    from triptych.container.machine import find_gpus
+    from triptych.repository.store import complete
+    from triptych.serving.fleet.gpus import check_gpus, count_replicas
+    from triptych.serving.fleet.mirrored import FOLDER, check_alike, mirrored_of
+    from triptych.serving.ports import is_loopback
+    from triptych.serving.production import check_and_make_flags
+
+    repository, models = _what_to_serve(repository)
+    named = gpus.split(",") if gpus is not None else []
+    count = count_replicas(replicas, named)
+    mirrored = None if mirror is None else mirrored_of(mirror)
+    if mirrored is not None:
+        if count == 1:
+            raise UserError("--mirror", "must come with --replicas of 2 or more: Envoy mirrors")
+        check_alike(repository, mirrored.repository)
+        complete(mirrored.repository)
+    if named:
+        check_gpus(named, len(find_gpus()))
+    if not is_loopback(host):
+        warn(
+            f"{host} is reached from other machines, and Triton asks nobody who they are: "
+            "keep it behind a gateway that does (docker/README.md)"
+        )
+    complete(repository)
+    production = profile == "production"
+    order = _Order(
+        repository,
+        models,
+        host,
+        grpc_port,
+        http_port,
+        metrics_port,
+        log_file,
+        check_and_make_flags(repository, production=production, one_gpu=bool(named)),
+        timeout_s,
+        production,
+        named,
+        {FOLDER_VARIABLE: str(samples.absolute())},
+        mirrored,
+        {FOLDER_VARIABLE: str(samples.absolute() / FOLDER)},
+        as_json,
+    )
+    if count == 1:
+        _serve_one(order)
+    else:
+        _serve_fleet(order, count)
+
+
+class _Order(NamedTuple):
+    """What `serve` was asked for, checked."""
+
+    repository: Path
+    models: list[str]
+    host: str
+    grpc_port: int
+    http_port: int
+    metrics_port: int
+    log_file: Path | None
+    flags: list[str]
+    timeout_s: float
+    production: bool
+    gpus: list[str]
+    environment: dict[str, str]
+    mirrored: Mirrored | None
+    candidate_environment: dict[str, str]
+    as_json: bool
+
+
+def _serve_one(order: _Order) -> None:
+    from triptych.serving.exchange import Exchange
+    from triptych.serving.fleet.gpus import variables_of
+    from triptych.serving.server import Server
+
+    server = Server(
+        order.repository,
+        models=order.models,
+        host=order.host,
+        grpc_port=order.grpc_port,
+        http_port=order.http_port,
+        metrics_port=order.metrics_port,
+        log_file=order.log_file,
+        exchanges=not order.production,
+        production_flags=order.flags,
+        environment={**order.environment, **variables_of(order.gpus, 0)},
+    )
+    exchange = Exchange(server, on_exchange=_tell, on_problem=warn, production=order.production)
+
+    def announce() -> None:
+        endpoints = {
+            "grpc": server.grpc_url,
+            "http": server.http_url,
+            "metrics": server.metrics_url,
+        }
+        _announce(endpoints, {"pid": server.pid}, as_json=order.as_json)
+
+    run(server, announce, timeout_s=order.timeout_s, meanwhile=exchange.look)
+
+
+def _serve_fleet(order: _Order, replicas: int) -> None:
+    from triptych.serving.fleet.crowding import find_crowding
+    from triptych.serving.fleet.serve import new_fleet, serve_until_asked
+
+    with new_fleet(
+        order.repository,
+        replicas=replicas,
+        gpus=order.gpus,
+        host=order.host,
+        grpc_port=order.grpc_port,
+        http_port=order.http_port,
+        metrics_port=order.metrics_port,
+        models=order.models,
+        production_flags=order.flags,
+        environment=order.environment,
+        mirrored=order.mirrored,
+        candidate_environment=order.candidate_environment,
+        exchanges=not order.production,
+        log_file=order.log_file,
+        load_s=order.timeout_s,
+        on_change=_tell,
+        on_problem=warn,
+    ) as fleet:
+
+        def announce() -> None:
+            replicas = fleet.described()
+            for line in find_crowding(replica["pid"] for replica in replicas):
+                warn(line)
+            _announce(fleet.endpoints, {"replicas": replicas}, as_json=order.as_json)
+
+        asked = serve_until_asked(fleet, announce)
+    status.print(f"stopped ({asked})", markup=False)
+
+
+def _tell(line: str) -> None:
+    status.print(line, style="green", markup=False)
+
+
+def _announce(endpoints: dict[str, str], more: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**endpoints, **more}), flush=True)
+        return
+    output.print("ready; stop with Ctrl-C", style="green")
+    for kind, endpoint in endpoints.items():
+        output.print(f"  {kind:8} {endpoint}", markup=False)
+
+
+def _what_to_serve(named: Path) -> tuple[Path, list[str]]:
+    """The repository and, where a pipeline of it was named, that one's name."""
+    from triptych.repository.config import CONFIG_FILE
+    from triptych.repository.lock import LOCK_FILE
+
+    if named.is_dir() and any(named.glob(f"*/{CONFIG_FILE}")):
+        return named, []
+    if named.name == str(named) and (REPOSITORY / named / CONFIG_FILE).is_file():
+        return REPOSITORY, [named.name]
+    built = sorted(path.parent.name for path in REPOSITORY.glob(f"*/{LOCK_FILE}"))
+    raise UserError(
+        "repository",
+        "must be a folder with models, or a pipeline that is built",
+        given=named,
+        remedy=f"Run `triptych build NAME` first; built are: {', '.join(built) or 'none'}",
+    )
+
+
+@app.command()
+def verify(
+    name: Name,
+    url: Annotated[
+        str | None,
+        typer.Option(help="gRPC endpoint of a server; without it one is started and stopped."),
+    ] = None,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    overrides: Overrides = None,
+    clients: Annotated[int, typer.Option(min=1, max=256, help="Requests under way at once.")] = 16,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Deadline of each request.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Run the accuracy gate again, through any server."""
+    from triptych.core.gate.verify import describe_verification, verify_pipeline
+    from triptych.core.inputs import read_inputs
+    from triptych.serving.endpoint import check_built, served
+    from triptych.spec.spec import PipelineSpec
+
+    if url is None:
+        check_built(repository, name)
+    spec = load_any_spec(pipelines / name, overrides or ())
+    server = served(repository, name, url, progress)
+    if not isinstance(spec, PipelineSpec):
+        verify_and_show(
+            spec, repository, server, clients=clients, timeout_s=timeout_s, as_json=as_json
+        )
+    inputs = read_inputs(spec, progress)
+    result = verify_pipeline(
+        inputs, repository, server, progress, clients=clients, timeout_s=timeout_s
+    )
+    lines = describe_verification(result)
+    tell_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    grpc_port: Annotated[int, typer.Option(help="Port that serve will use.")] = 8001,
+    http_port: Annotated[int, typer.Option(help="Port that serve will use.")] = 8000,
+    metrics_port: Annotated[int, typer.Option(help="Port that serve will use.")] = 8002,
+    as_json: Json = False,
+) -> None:
+    """Say what works on this machine, and how to mend the rest."""
+    from triptych.serving.doctor import examine
+
+    findings = [
+        finding.as_dict()
+        for finding in examine(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port)
+    ]
+    errors = sum(finding["severity"] == "error" for finding in findings)
+    if as_json:
+        print_json(findings)
+    else:
+        for finding in findings:
+            print_finding(output, finding)
+        output.print(f"{errors} errors" if errors else "nothing stops you", markup=False)
+    raise typer.Exit(EXIT_FINDINGS if errors else 0)

@@ -1,0 +1,329 @@
+"""Verbs that read what servers sampled: watch, shadow, traffic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from triptych.base.errors import UserError
+from triptych.interface.cli.applying import apply_look
+from triptych.interface.cli.options import (
+    EXIT_FINDINGS,
+    PIPELINES,
+    REPORTS,
+    REPOSITORY,
+    SAMPLES,
+    Json,
+    Name,
+    Pipelines,
+    Repository,
+    app,
+    output,
+    print_json,
+    progress,
+    report_into,
+)
+from triptych.interface.cli.running import stoppable, warn
+from triptych.interface.cli.shown import tell_verdict
+from triptych.interface.cli.tuning import seconds_of
+from triptych.runtime.sample_files import FOLDER_VARIABLE
+
+if TYPE_CHECKING:
+    from triptych.operate.watch.found import Look
+    from triptych.operate.watch.page import GaugesPage
+    from triptych.spec.spec import PipelineSpec
+
+Samples = Annotated[
+    Path,
+    typer.Option("--samples", envvar=FOLDER_VARIABLE, help="Folder of what servers sampled."),
+]
+
+
+@app.command()
+def watch(
+    name: Name,
+    samples: Samples = SAMPLES,
+    every: Annotated[
+        str | None, typer.Option("--every", help="Look again and again: 15m, 1h; until stopped.")
+    ] = None,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    rows: Annotated[
+        int, typer.Option("--rows", min=1, help="Most rows of a look that are compared.")
+    ] = 2000,
+    reports: Annotated[
+        Path, typer.Option("--reports", help="Folder of the reports, one for each pipeline.")
+    ] = REPORTS,
+    textfile: Annotated[
+        Path | None, typer.Option("--textfile", help="File of gauges for Prometheus, *.prom.")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Page of gauges, with --every; 0 takes any."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address of that page.")] = "127.0.0.1",
+    servers: Annotated[
+        int | None, typer.Option("--servers", min=1, help="That sampled: tells the rate of each.")
+    ] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Build what is proposed and put it in place.")
+    ] = False,
+    show_texts: Annotated[
+        bool, typer.Option("--show-texts", help="Show texts and answers of the worst rows.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Hold live answers, as sampled, to the gate's limits.
+
+    Rows are compared with the original model once; what all looks at a build tell is one test,
+    which may be looked at as often as one likes. Drift of the requests is told, and what would
+    suit them: with --apply that is built with the sampled rows, gated and put in place.
+    """
+    pause_s = None if every is None else seconds_of("--every", every)
+    if port is not None and pause_s is None:
+        raise UserError("--port", "must come with --every: a page needs somebody who stays")
+
+    def look(page: GaugesPage | None) -> bool:
+        """Whether all is well, or was put right."""
+        found = _look(
+            name, samples, pipelines, repository, rows, reports, servers, show_texts=show_texts
+        )
+        if textfile is not None:
+            _write_gauges(found, textfile)
+        if page is not None:
+            _show_gauges(found, page)
+        if not as_json:
+            _print(found)
+        applied = None
+        if apply:
+            watched = reports / name / "watch"
+            applied = apply_look(
+                found, samples, pipelines, repository, watched, most=rows, as_json=as_json
+            )
+        if as_json:
+            print_json(found.as_dict() | ({"applied": applied} if apply else {}))
+        return found.passed or (applied is not None and "failure" not in applied)
+
+    if pause_s is None:
+        raise typer.Exit(0 if look(None) else EXIT_FINDINGS)
+    with stoppable(), _page(host, port) as page:
+        (samples / name).mkdir(0o700, parents=True, exist_ok=True)  # servers may come later
+        look(page)
+        _go_on(lambda: look(page), pause_s)
+
+
+def _go_on(look: Callable[[], bool], pause_s: float) -> NoReturn:
+    while True:
+        time.sleep(pause_s)
+        try:
+            look()
+        except UserError as error:  # may be over by the next look
+            warn(error.message)
+
+
+@contextmanager
+def _page(host: str, port: int | None) -> Iterator[GaugesPage | None]:
+    if port is None:
+        yield None
+        return
+    from triptych.operate.watch.page import PATH, gauges_page
+
+    with gauges_page(host, port) as page:
+        progress("watch", f"gauges at http://{host}:{page.server_port}{PATH}")
+        yield page
+
+
+def _look(
+    name: str,
+    samples: Path,
+    pipelines: Path,
+    repository: Path,
+    rows: int,
+    reports: Path,
+    servers: int | None,
+    *,
+    show_texts: bool,
+) -> Look:
+    from triptych.core.inputs import read_inputs
+    from triptych.interface.report.watch_page import write_watch_report
+    from triptych.operate.tune.capacity import measured_in
+    from triptych.operate.watch.look import look_at
+    from triptych.operate.watch.sample import read_files, read_sample
+    from triptych.operate.watch.timeline import read_timeline
+    from triptych.repository.lock import build_id
+    from triptych.spec.spec import load_spec
+
+    spec = load_spec(pipelines / name)
+    inputs = read_inputs(spec, progress).as_built(repository)
+    folder = reports / name / "watch"
+    timeline = read_timeline(folder)
+    sample = read_sample(
+        samples, name, keep_hours=_keep_hours(spec), known=frozenset(timeline.files)
+    )
+    look = look_at(
+        inputs,
+        repository,
+        sample,
+        progress,
+        evidence=timeline.of_build(build_id(repository, name)),
+        most=rows,
+        last=None if sample.rows else read_files(samples, name, timeline.last),
+        measured=measured_in(reports / name),
+        servers=servers,
+        show_texts=show_texts,
+    )
+    timeline = timeline.after(look, sample.known)
+    report_into(lambda target: write_watch_report(look, timeline, target), folder)
+    return look
+
+
+def _keep_hours(spec: PipelineSpec) -> float:
+    """How long the pipeline's samples may be kept.
+
+    Raises:
+        UserError: it samples nothing.
+    """
+    if spec.serving.sample is None:
+        raise UserError(
+            "serving.sample",
+            "must be given, so that the server keeps what it answers",
+            given="nothing",
+            remedy="Write `sample: {rate: 0.001}` below serving, build and serve",
+        )
+    return spec.serving.sample.keep_hours
+
+
+def _write_gauges(look: Look, path: Path) -> None:
+    from triptych.base.files import told_to_user, write_files
+    from triptych.operate.watch.gauges import gauges_text
+
+    with told_to_user(path.parent):
+        write_files(path.parent, {path.name: gauges_text(look)})
+
+
+def _show_gauges(look: Look, page: GaugesPage) -> None:
+    from triptych.operate.watch.gauges import gauges_text
+
+    page.text = gauges_text(look)
+
+
+def _print(look: Look) -> None:
+    from triptych.operate.watch.words import describe_look
+
+    for line, style in describe_look(look):
+        output.print(line, style=style, markup=False)
+
+
+@app.command()
+def shadow(
+    name: Name,
+    candidate: Annotated[
+        str,
+        typer.Option("--candidate", help="Repository with the other build, or a kept one's id."),
+    ],
+    repository: Repository = REPOSITORY,
+    pipelines: Pipelines = PIPELINES,
+    samples: Samples = SAMPLES,
+    from_traffic: Annotated[
+        bool, typer.Option("--traffic", help="Replay traffic.jsonl, not the sample.")
+    ] = False,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Most rows that are replayed.")] = 2000,
+    clients: Annotated[
+        int, typer.Option("--clients", min=1, max=128, help="Requests under way at once.")
+    ] = 8,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Load of requests a second, not of clients.")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=0, max=100, help="Of load, in turns; 0 compares answers alone.")
+    ] = 5,
+    seconds: Annotated[float, typer.Option(min=0.3, help="Of each measurement.")] = 3.0,
+    reports: Annotated[
+        Path, typer.Option("--reports", help="Folder of the reports, one for each pipeline.")
+    ] = REPORTS,
+    as_json: Json = False,
+) -> None:
+    """Replay live requests on two builds: is the other better?
+
+    Rows of the sample, or of traffic.jsonl where nothing is sampled, go to the build in place and
+    to the candidate, each on a server of its own: answers, latency and cost, and one verdict.
+    """
+    from triptych.core.inputs import read_inputs
+    from triptych.interface.report.shadow_page import write_shadow_report
+    from triptych.operate.watch.sample import read_sample
+    from triptych.operate.watch.shadow import Replay, shadow_candidate
+    from triptych.operate.watch.verdict import describe_shadow
+    from triptych.serving.bench.bench import parse_loads
+    from triptych.spec.spec import load_spec
+
+    closed, rates = ([clients], []) if rate is None else ([], [rate])
+    (load,) = parse_loads(closed, rates, "poisson", 1)
+    spec = load_spec(pipelines / name)
+    inputs = read_inputs(spec, progress).as_built(repository)
+    sample = None
+    if not from_traffic and spec.serving.sample is not None:
+        sample = read_sample(samples, name, keep_hours=spec.serving.sample.keep_hours)
+    how = Replay(most=rows, clients=clients, load=load, rounds=rounds, seconds=seconds)
+    with stoppable(), _candidate(name, repository, candidate) as other:
+        found = shadow_candidate(inputs, repository, other, sample, how, progress)
+    report_into(lambda target: write_shadow_report(found, target), reports / name / "shadow")
+    lines = describe_shadow(found)
+    tell_verdict(found.as_dict(), lines, passed=found.passed, as_json=as_json)
+
+
+@contextmanager
+def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
+    """The repository of the candidate: a folder, or links to a build that is kept."""
+    from triptych.repository.kept import choose_build, kept_builds
+    from triptych.repository.store import work_beside
+
+    kept = choose_build(kept_builds(repository, name), candidate)
+    if kept is None or Path(candidate).is_dir():
+        yield Path(candidate)
+        return
+    with work_beside(repository, "shadow") as folder:
+        kept.lay_out(folder)
+        yield folder
+
+
+@app.command()
+def traffic(
+    name: Name,
+    from_sample: Annotated[
+        bool, typer.Option("--from-sample", help="Take rows that the server sampled.")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Leave the rows out that are there now.")
+    ] = False,
+    most: Annotated[int, typer.Option("--rows", min=1, help="Most rows that are added.")] = 2000,
+    samples: Samples = SAMPLES,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    as_json: Json = False,
+) -> None:
+    """Put sampled requests into traffic.jsonl; says what follows."""
+    from triptych.core.inputs import read_inputs
+    from triptych.operate.tune.drift import describe_drift
+    from triptych.operate.watch.new_rows import describe_change, take_rows
+    from triptych.operate.watch.sample import read_sample
+    from triptych.spec.spec import load_spec
+
+    if not from_sample:
+        raise UserError("--from-sample", "must be given: there is no other source of rows")
+    spec = load_spec(pipelines / name)
+    inputs = read_inputs(spec, progress).as_built(repository)
+    sample = read_sample(samples, name, keep_hours=_keep_hours(spec))
+    change = take_rows(inputs, sample, replace=replace, most=most)
+    if as_json:
+        print_json(change.as_dict())
+        return
+    for line in describe_change(change):
+        output.print(line, markup=False)
+    if change.drift is not None:
+        for line, style in describe_drift(change.drift):
+            output.print(line, style=style, markup=False)

@@ -1,0 +1,185 @@
+"""The report of a gate: ``report.html`` to read and ``gate.json`` to compute with, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from triptych.base.files import write_files
+from triptych.base.formatting import NOTHING, code, figure, number
+from triptych.interface.report import plots
+from triptych.interface.report.pages import render
+from triptych.repository.plain import json_text
+from triptych.repository.records import Candidate, GateResult
+from triptych.spec.tasks.accuracy import METRICS
+
+
+@dataclass(frozen=True)
+class About:
+    """Whose gate it is; `versions` is name of a library to its version."""
+
+    pipeline: str
+    task: str
+    architecture: str
+    layout: str
+    versions: Mapping[str, str]
+
+
+def write_report(gate: GateResult, about: About, target: Path) -> Path:
+    """Write both files into `target`, made where it is missing; the page.
+
+    Each file appears whole or not at all.
+
+    Raises:
+        OSError: one of them cannot be written.
+    """
+    record = {"conversion": None, "accepted": None, **gate.as_dict(), **asdict(about)}
+    write_files(target, {"gate.json": json_text(record), "report.html": page(gate, about)})
+    return target / "report.html"
+
+
+def page(gate: GateResult, about: About) -> str:
+    labelled, failures = gate.labelled, list(gate.failures)
+    if labelled and labelled.failure and labelled.failure not in failures:
+        failures.append(labelled.failure)
+    verdicts = (*gate.verdicts, *(gate.probe.verdicts if gate.probe else ()))
+    bound = [verdict for verdict in verdicts if verdict.limit is not None]
+    differences = [v for each in gate.row_differences if (v := number(each)) is not None]
+    limits = [each.limit for each in gate.verdicts if each.metric == "max_difference"]
+    kind, word = _outcome(gate, failures)
+    return render(
+        "gate.html.j2",
+        gate=gate,
+        about=about,
+        kind=kind,
+        word=word,
+        failures=failures,
+        bound=len(bound),
+        broken=sum(not verdict.passed for verdict in bound),
+        metrics=METRICS,
+        differences=sorted(max(value, 0.0) for value in differences),
+        difference_limit=number(limits[0]) if limits else None,
+        interval=_interval(gate),
+        ranges=_ranges(gate),
+        candidate_lines=_candidate_lines(gate.candidates),
+        scatter=_scatter(gate),
+        origin={
+            "Pipeline": about.pipeline,
+            "Task": about.task,
+            "Architecture": about.architecture,
+            "Layout": about.layout,
+            "Precision": gate.precision,
+            **about.versions,
+        },
+        remarks=[(each.precision, _remarks(each)) for each in gate.candidates],
+    )
+
+
+def _outcome(gate: GateResult, failures: Sequence[str]) -> tuple[str, str]:
+    """The kind and the word of the verdict: passed only where nothing at all says otherwise."""
+    measured = gate.finite and bool(gate.verdicts)
+    probe = gate.probe.verdicts if gate.probe else ()
+    if not failures and measured and all(verdict.passed for verdict in (*gate.verdicts, *probe)):
+        return "passed", "Passed"
+    if gate.accepted:
+        return "accepted", "Accepted in spite of failure"
+    return "failed", "FAILED"
+
+
+def _interval(gate: GateResult) -> Markup:
+    """The plot of the labelled metric; "" where an end is not finite."""
+    found = gate.labelled
+    ends = (found.difference, found.low, found.high, found.max_drop) if found else (None,)
+    held = [value for end in ends if (value := number(end)) is not None]
+    return plots.interval(*held) if len(held) == 4 else Markup()
+
+
+def _ranges(gate: GateResult) -> dict[str, float]:
+    """The ranges that can be drawn, as magnitudes."""
+    given = gate.conversion.ranges if gate.conversion else {}
+    return {name: abs(v) for name, held in given.items() if (v := number(held)) is not None}
+
+
+def _verdicts(candidate: Candidate) -> Mapping[str, float]:
+    return candidate.verdicts or {}
+
+
+def _metrics(candidates: Sequence[Candidate]) -> list[str]:
+    """Every metric of any candidate, in the order of their first appearance."""
+    return list(dict.fromkeys(metric for each in candidates for metric in _verdicts(each)))
+
+
+def _candidate_lines(candidates: Sequence[Candidate]) -> dict[str, list[str]]:
+    """Candidates side by side, a measure a line: names are long and candidates are few."""
+    speeds = [number(each.throughput_per_s) for each in candidates]
+    slow = dict(zip((each.precision for each in candidates), speeds, strict=True)).get("fp32")
+    sizes = [number(each.size_bytes) for each in candidates]
+    lines: dict[str, list[str]] = {
+        "Per second": [figure(speed, 1) for speed in speeds],
+        "Times fp32": [NOTHING if speed is None else f"{speed / slow:.2f}" for speed in speeds]
+        if slow
+        else [],
+        "p99, ms": [figure(each.p99_ms, 1) for each in candidates],
+        "Size, MB": [figure(None if size is None else size * 1e-6, 1) for size in sizes],
+        "Layers kept": [f"{len(each.kept):,}" for each in candidates],
+    }
+    for metric in _metrics(candidates):
+        lines[code(metric)] = [figure(_verdicts(each).get(metric)) for each in candidates]
+    return {name: cells for name, cells in lines.items() if cells}
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    svg: Markup
+    metric: str
+    limit: float | None
+    missing: list[str]
+
+
+def _scatter(gate: GateResult) -> _Scatter | None:
+    """Throughput of candidates over the metric with the least to spare; None without any."""
+    metric, limit = _tightest(gate, _metrics(gate.candidates))
+    points, missing = [], []
+    for each in gate.candidates:
+        x, y = number(_verdicts(each).get(metric)), number(each.throughput_per_s)
+        if x is None or y is None or each.status == "not runnable":
+            missing.append(str(each.precision))
+        else:
+            points.append(plots.Point(each.precision, each.status, x, max(y, 0.0)))
+    if not points:
+        return None
+    svg = plots.candidates(points, metric, limit, higher=not _is_better_low(metric))
+    return _Scatter(svg, metric, limit, missing)
+
+
+def _is_better_low(metric: str) -> bool:
+    return metric in METRICS and METRICS[metric].better == "lower"
+
+
+def _tightest(gate: GateResult, metrics: Sequence[str]) -> tuple[str, float | None]:
+    """The metric of the gate that is nearest to its limit, and that limit."""
+    used: list[tuple[float, str, float]] = []
+    for verdict in gate.verdicts:
+        value, limit = number(verdict.value), number(verdict.limit)
+        if verdict.metric in metrics and value is not None and limit is not None:
+            low = _is_better_low(verdict.metric)
+            lost, allowed = (value, limit) if low else (1 - value, 1 - limit)
+            used.append((lost / allowed if allowed > 0 else 0.0, verdict.metric, limit))
+    if not used:
+        return (metrics[0] if metrics else ""), None
+    _, metric, limit = max(used)
+    return metric, limit
+
+
+def _remarks(candidate: Candidate) -> list[str]:
+    """What failed and what else is to say."""
+    said, kept = [*candidate.failures], candidate.kept
+    if candidate.note:
+        said.append(candidate.note)
+    if kept:
+        more = f" and {len(kept) - 3:,} more" if len(kept) > 3 else ""
+        said.append(f"kept: {', '.join(kept[:3])}{more}")
+    return said

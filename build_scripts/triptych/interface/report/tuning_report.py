@@ -1,0 +1,226 @@
+"""The report of a tuning: ``report.html`` to read and ``tune.json`` to compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from markupsafe import Markup
+
+from triptych.base.files import write_files
+from triptych.base.formatting import NOTHING, milliseconds, rounded, signed_percent
+from triptych.interface.report.load_page import achieved, latency, origin
+from triptych.interface.report.pages import render
+from triptych.interface.report.plots import Dot, Series, curves
+from triptych.operate.tune.pareto import pareto_front
+from triptych.operate.tune.results import Outcome, Trial, TuneResult
+from triptych.repository.plain import json_text
+from triptych.serving.bench.points import Point, to_json
+from triptych.serving.bench.verdict import best_point, figures_of, warnings_of
+from triptych.spec.slo import AnySlo, GenerationSlo
+
+Labelled = tuple[str, Point]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the points of a tuning are compared by.
+
+    Attributes:
+        rate: the more the better, ``tokens_per_s`` of a measurement.
+        tail: the less the better, by the names of `latencies_us`.
+        titles: of both, drawn.
+        front: what the front is, in a sentence.
+        columns: of the table of points: heading to text.
+    """
+
+    rate: str
+    tail: str
+    titles: tuple[str, str]
+    title: str
+    front: str
+    columns: Mapping[str, Callable[[Point], str]]
+
+    def rate_of(self, point: Point) -> float:
+        return point.median(self.rate)
+
+    def tail_of(self, point: Point) -> float:
+        """In milliseconds."""
+        return point.latencies_us.get(self.tail, 0.0) / 1e3
+
+    def cells(self, point: Point) -> list[str]:
+        return [read(point) for read in self.columns.values()]
+
+    def dot(self, name: str, point: Point, *, detailed: bool = False) -> Dot:
+        """A point; with the span of its rounds and its number of clients, or without."""
+        dot = Dot(self.rate_of(point), self.tail_of(point), f"{name}: {figures_of(point)}")
+        if not detailed:
+            return dot
+        tails = [one.latencies_us.get(self.tail, 0.0) / 1e3 for one in point.rounds]
+        return replace(
+            dot,
+            note=f"{point.load.value:g}",
+            x_span=point.span(self.rate),
+            y_span=(min(tails), max(tails)),
+        )
+
+
+ANSWERED = Axes(
+    "throughput_per_s",
+    "p99",
+    ("requests answered a second", "p99, ms"),
+    "p99 over throughput",
+    "On the front nothing else answers more requests with as little p99.",
+    {
+        "Requests/s": lambda point: rounded(achieved(point)),
+        "p50, ms": lambda point: latency(point, "p50"),
+        "p99, ms": lambda point: latency(point, "p99"),
+    },
+)
+STREAMED = Axes(
+    "tokens_per_s",
+    "ttft_p99",
+    ("tokens a second", "p99 of the first token, ms"),
+    "First token over tokens a second",
+    "On the front nothing else makes more tokens with first tokens as soon (p99).",
+    {
+        "Tokens/s": lambda point: rounded(point.median("tokens_per_s")),
+        "Goodput/s": lambda point: rounded(point.median("goodput_per_s")),
+        "First token p99, ms": lambda point: milliseconds(point.latencies_us["ttft_p99"]),
+        "Between tokens p99, ms": lambda point: milliseconds(point.latencies_us["itl_p99"]),
+    },
+)
+
+
+def axes_of(result: TuneResult) -> Axes:
+    """Of streamed answers the wait for the first token counts, not that for the last."""
+    return STREAMED if isinstance(result.slo, GenerationSlo) else ANSWERED
+
+
+def write_tune_report(result: TuneResult, folder: Path) -> Path:
+    """Write the two files into `folder`, made where it is missing; each appears whole or not.
+
+    Returns:
+        The page.
+
+    Raises:
+        OSError: one of them cannot be written.
+    """
+    record = json_text(to_json(result))
+    write_files(folder, {"tune.json": record, "report.html": tune_page(result)})
+    return folder / "report.html"
+
+
+def tune_page(result: TuneResult) -> str:
+    outcomes = (("before", result.baseline), ("after", result.winner))
+    labelled = [(name, point) for name, outcome in outcomes for point in outcome.points]
+    labelled += [(f"trial {one.number}", p) for one in result.trials for p in one.points]
+    points = [point for _, point in labelled]
+    names = {id(point): name for name, point in labelled}
+    axes = axes_of(result)
+    front = [
+        (names[id(point)], point) for point in pareto_front(points, axes.rate_of, axes.tail_of)
+    ]
+    return render(
+        "tune.html.j2",
+        result=result,
+        word=word_of(result),
+        better=sum(one.verdict == "better" for one in result.trials),
+        axes=axes,
+        before_after=_before_after(result, axes),
+        change=change_of(result),
+        grown=grown,
+        gained=gained,
+        front=front,
+        front_plot=_front(labelled, front, axes),
+        points=points,
+        warnings=warnings_of(points),
+        origin=origin(result.subject),
+    )
+
+
+def word_of(result: TuneResult) -> str:
+    if result.slo.is_empty:
+        return "Tuned"
+    return "SLO met" if result.met else "SLO NOT MET"
+
+
+def change_of(result: TuneResult) -> dict[str, tuple[float | None, float | None]]:
+    """Figure to what it was and what it is; without those that neither has."""
+    cost = result.winner.cost or result.baseline.cost
+    pairs = {
+        name.format(currency=cost.currency if cost else "", unit=result.unit): (
+            read(result.baseline, result.slo),
+            read(result.winner, result.slo),
+        )
+        for name, read in _READ.items()
+    }
+    return {name: pair for name, pair in pairs.items() if pair != (None, None)}
+
+
+def grown(old: float | None, new: float | None) -> str:
+    """``+12 %``; a dash where there is nothing to grow from."""
+    return NOTHING if not old or new is None else signed_percent(new / old - 1)
+
+
+def gained(trial: Trial) -> str:
+    """What a trial gained; a dash where that is no difference."""
+    return NOTHING if trial.verdict == "no difference" else grown(trial.against, trial.score)
+
+
+def _best(one: Outcome, slo: AnySlo) -> Point | None:
+    """Where most answers keep the promise; of those that come at once, with its figures."""
+    if any(point.median("goodput_per_s") for point in one.points):
+        return max(one.points, key=lambda point: point.median("goodput_per_s"))
+    return best_point(one.points, slo)
+
+
+def _at_best(read: Callable[[Point], float | None]) -> Callable[[Outcome, AnySlo], float | None]:
+    def figure(one: Outcome, slo: AnySlo) -> float | None:
+        best = _best(one, slo)
+        return read(best) if best else None
+
+    return figure
+
+
+def _streamed(read: Callable[[Point], float]) -> Callable[[Outcome, AnySlo], float | None]:
+    return _at_best(lambda point: read(point) if point.streamed else None)
+
+
+_READ: dict[str, Callable[[Outcome, AnySlo], float | None]] = {
+    "Score, {unit}": lambda one, _: one.score,
+    "Best throughput, requests/s": _at_best(achieved),
+    "p99 there, ms": _at_best(lambda point: point.median("p99_us") / 1e3),
+    "Tokens there, tokens/s": _streamed(lambda point: point.median("tokens_per_s")),
+    "First token p99 there, ms": _streamed(lambda point: point.latencies_us["ttft_p99"] / 1e3),
+    "Between tokens p99 there, ms": _streamed(lambda point: point.latencies_us["itl_p99"] / 1e3),
+    "Highest rate, requests/s": lambda one, _: one.rate.highest_per_s if one.rate else None,
+    "Price of a million, {currency}": lambda one, _: one.cost.per_million if one.cost else None,
+    "Price of a million tokens, {currency}": lambda one, _: (
+        one.cost.per_million_tokens if one.cost else None
+    ),
+    "Price of a month, {currency}": lambda one, _: one.cost.monthly if one.cost else None,
+}
+
+
+def _before_after(result: TuneResult, axes: Axes) -> Markup:
+    outcomes = (("before", "s4", result.baseline), ("after", "s1", result.winner))
+    series = [
+        Series(name, kind, tuple(axes.dot(name, p, detailed=True) for p in outcome.points))
+        for name, kind, outcome in outcomes
+    ]
+    most = result.slo.limits_ms.get(axes.tail)
+    limits = {f"p99 limit {most:g} ms": most} if most is not None else {}
+    title = f"{axes.title}, before and after"
+    return curves("before-after", title, series, axes=axes.titles, limits=limits)
+
+
+def _front(labelled: Sequence[Labelled], front: Sequence[Labelled], axes: Axes) -> Markup:
+    """All points of all trials, and those of them that none beats."""
+    answered = [(name, point) for name, point in labelled if point.median("requests") > 0]
+    series = [
+        Series("measured", "cloud", tuple(axes.dot(*each) for each in answered), joined=False),
+        Series("front", "front", tuple(axes.dot(*each) for each in front)),
+    ]
+    return curves("front", f"{axes.title} of every trial", series, axes=axes.titles)

@@ -1,0 +1,360 @@
+"""`triptych tune`: baseline, a few good trials, the winner against the baseline, `tuned.yaml`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from triptych.base.cache import code_hash, sha256_of
+from triptych.base.errors import Progress, UserError
+from triptych.operate.tune.encoding import Encoding
+from triptych.operate.tune.generating import Generating
+from triptych.operate.tune.goodput import Goodput
+from triptych.operate.tune.kind import Kind, Setting
+from triptych.operate.tune.objective import LoadFailed, Objective, Scored, Scoring
+from triptych.operate.tune.results import Outcome, TuneResult
+from triptych.operate.tune.score_comparison import describe, gain
+from triptych.operate.tune.search import Search, TrialCache, points_of, scores_of
+from triptych.operate.tune.trial_servers import LEAST_ROUNDS, Slot, TrialServers, trial_servers
+from triptych.serving.bench.bench import Price, machine, tokens_of
+from triptych.serving.bench.bench import sustained as sustained_by
+from triptych.serving.bench.bottleneck import find_bottleneck
+from triptych.serving.bench.points import Point
+from triptych.serving.bench.rates import highest_rate
+from triptych.spec.slo import AnySlo, GenerationSlo, Slo
+from triptych.spec.spec import SPEC_FILE
+from triptych.spec.traffic import TRAFFIC_FILE
+from triptych.spec.tuned import TUNED_FILE, Tuned, read_tuned, write_tuned
+
+CODE = (
+    "operate/tune/*.py",
+    "serving/bench/*.py",
+    "building/generation/*.py",
+    "serving/backends/*/*.py",
+    "serving/backends/*.py",
+    "runtime/*.py",
+    "repository/*.py",
+)
+FINAL_CLIENTS = (1, 4, 16)
+"""Closed loops of the final comparison, besides those that the score is made of."""
+
+FINAL_ROUNDS = 3
+_LEAST_RATE_S = 3.0
+"""The least time for the search of the highest rate, in times of one measurement."""
+
+Round = TypeVar("Round")
+SEARCH_SHARE = 0.65
+"""Of the time, in which trials are begun; the rest is for the winner against the baseline."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    slo: AnySlo = field(default_factory=Slo)  # of the pipeline's kind; empty: for throughput
+    budget_s: float = 900.0  # for everything, the first build apart
+    clients: int = 32  # of the highest load
+    seconds: float = 2.4  # of each measurement
+    price: Price | None = None  # to tell the cost before and after
+    overrides: tuple[str, ...] = ()  # `KEY=VALUE` of the spec; no trial changes them back
+
+
+def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Progress) -> TuneResult:
+    """Find the best numbers for a promise, and write them to ``tuned.yaml`` beside the spec.
+
+    The repository is left alone: trials are built beside it, and `build` picks the result up.
+    An interrupted run leaves nothing changed; the next one goes on where it was.
+
+    Args:
+        folder: of the pipeline.
+        repository: folder of the models.
+        tuning: what to tune for.
+        progress: told every trial.
+
+    Raises:
+        GateFailure, LintFailure, UserError: the baseline cannot be built or served.
+    """
+    kind, objective = _kind_of(folder, tuning)
+    start = kind.start(repository, progress)
+    cache = TrialCache(_cache_key(folder, tuning, start))
+    old = read_tuned(folder, kind.tunable)
+    with trial_servers(kind, repository, objective, tuning.seconds, progress) as servers:
+        servers.put(servers.best_slot, start)  # the first build takes the time it takes
+        began = time.monotonic()
+        search = Search(
+            servers,
+            cache,
+            deadline=began + SEARCH_SHARE * tuning.budget_s,
+            end=began + tuning.budget_s - _least_rates_s(kind, tuning),
+            cores=len(os.sched_getaffinity(0)),
+            limits_us=tuning.slo.limits_us,
+            fields=kind.fields,
+            unit=objective.unit,
+            progress=progress,
+        )
+        search.run(start, None if old is None else Setting({**start.overrides, **old.overrides}))
+        final = _Final(servers, kind, tuning, began + tuning.budget_s, progress)
+        try:
+            before, after, doubt = final.compare(search.best, start)
+        except LoadFailed as error:
+            raise UserError(
+                "tune",
+                "must be answered without errors in the comparison at the end, too",
+                given=error,
+                remedy="See what the server's log says, and run it again: what was tried is kept",
+            ) from error
+        slot = servers.best_slot
+        subject = kind.subject(slot.served, slot.repository, after.overrides)
+        met, said = kind.verdict(after)
+        advice = () if met else kind.advice(slot.served, after)
+    result = TuneResult(
+        subject=subject,
+        slo=tuning.slo,
+        objective=objective.says,
+        trials=tuple(search.trials),
+        skipped=search.skipped,
+        baseline=before,
+        winner=after,
+        met=met,
+        verdict=f"{said}; {doubt}" if doubt else said,
+        advice=advice,
+        stopped=search.stopped,
+        seconds=time.monotonic() - began,
+        unit=objective.unit,
+    )
+    _write(folder, result, progress)
+    cache.clear()
+    return result
+
+
+def _kind_of(folder: Path, tuning: Tuning) -> tuple[Kind, Scoring]:
+    slo = tuning.slo
+    if isinstance(slo, GenerationSlo):
+        kind = Generating(folder, slo, tuning.clients, tuning.overrides)
+        return kind, Goodput(slo, tuning.clients)
+    return Encoding(folder, slo, tuning.overrides), Objective(slo, tuning.clients)
+
+
+def _least_rates_s(kind: Kind, tuning: Tuning) -> float:
+    """What the highest rates of both sides take at least; 0 where none are searched."""
+    searched = kind.searches_rates and tuning.slo.limits_us
+    return 2 * _LEAST_RATE_S * tuning.seconds if searched else 0.0
+
+
+def _cache_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, object]:
+    return {
+        "files": {name: sha256_of(folder / name) for name in (SPEC_FILE, TRAFFIC_FILE)},
+        "folder": str(folder.resolve()),
+        "start": dict(start.overrides),
+        "slo": tuning.slo.model_dump(),
+        "load": [tuning.clients, tuning.seconds, list(tuning.overrides)],
+        "machine": machine(),
+        "code": code_hash(*CODE),
+    }
+
+
+@dataclass(frozen=True)
+class _Final:
+    """The baseline and the winner of the search at length, in turns."""
+
+    servers: TrialServers
+    kind: Kind
+    tuning: Tuning
+    end: float  # of the time, on the monotonic clock: what must not be missing takes longer
+    progress: Progress
+
+    def compare(self, best: Setting, start: Setting) -> tuple[Outcome, Outcome, str]:
+        """Baseline and winner; why the baseline stays the winner if it does."""
+        servers = self.servers
+        servers.put(servers.best_slot, best)
+        if best == start:
+            seen = tuple(servers.scored(best))  # by the search: enough where no time is left
+            rounds = self._rounds(lambda: servers.begin(best)[1], sides=1) or [*seen]
+            (outcome,) = self._outcomes({"winner": (servers.best_slot, best, rounds)})
+            return outcome, outcome, "nothing that was tried is better than the defaults"
+        servers.put(servers.trial_slot, start)
+        pairs = self._rounds(servers.round, sides=2)
+        after, before = self._outcomes(
+            {
+                "winner": (servers.best_slot, best, [pair[0] for pair in pairs]),
+                "baseline": (servers.trial_slot, start, [pair[1] for pair in pairs]),
+            }
+        )
+        scores = [(old, new) for new, old in scores_of(pairs)]
+        if isinstance(self.tuning.slo, GenerationSlo) and self.tuning.slo.limits_us:
+            before, after, scores = _at_their_best(before, after, scores)
+        share, half = gain(scores)
+        self.progress("tune", f"winner against baseline: {describe(scores)}")
+        if share - half > 0:
+            return before, after, ""
+        servers.promote()  # the baseline is the best again
+        return before, before, f"the winner's gain is within the noise: {describe(scores)}"
+
+    def _rounds(self, measure: Callable[[], Round], *, sides: int) -> list[Round]:
+        """As many rounds as there is time for; of two sides `LEAST_ROUNDS` where there is none."""
+        rounds: list[Round] = []
+        least = LEAST_ROUNDS if sides > 1 else 0
+        while len(rounds) < FINAL_ROUNDS:
+            a_round_s = self.servers.next_round_s() * sides / 2
+            if len(rounds) >= least and not self._is_time_for(a_round_s):
+                break
+            rounds.append(measure())
+        return rounds
+
+    def _is_time_for(self, seconds: float) -> bool:
+        """Whether that and the highest rates of both sides fit into what is left."""
+        left_s = self.end - _least_rates_s(self.kind, self.tuning) - time.monotonic()
+        return seconds < left_s
+
+    def _outcomes(self, sides: dict[str, tuple[Slot, Setting, list[Scored]]]) -> list[Outcome]:
+        """What each setting is worth: the rest of its throughput-latency curve is measured, too."""
+        tuning = self.tuning
+        _, _, first = next(iter(sides.values()))
+        wanted = {clients for clients in FINAL_CLIENTS if clients < tuning.clients}
+        extra: dict[str, list[Scored]] = {name: [] for name in sides}
+        for clients in sorted((wanted | {tuning.clients}) - set(first[0].found)):
+            for _ in range(FINAL_ROUNDS - 1):
+                if not self._is_time_for(len(sides) * self.servers.measure_s(clients)):
+                    break
+                for name, (slot, _, _) in sides.items():
+                    one = self.servers.measure(slot, clients)
+                    extra[name].append(Scored(0.0, {clients: one}, clients))
+                    self.progress("tune", f"{name}, {clients} clients: {one}")
+        return [
+            self._outcome(
+                slot,
+                setting,
+                rounds,
+                self._points(slot, setting, [*rounds, *extra[name]]),
+                share=1 / (len(sides) - index),
+            )
+            for index, (name, (slot, setting, rounds)) in enumerate(sides.items())
+        ]
+
+    def _points(self, slot: Slot, setting: Setting, final: Sequence[Scored]) -> tuple[Point, ...]:
+        """All that was measured of a setting; of the search what the end had no time for."""
+        measured = {clients for one in final for clients in one.found}
+        earlier = [
+            replace(one, found={n: each for n, each in one.found.items() if n not in measured})
+            for one in self.servers.scored(setting)
+        ]
+        return tuple(points_of(slot.target.pipeline, [*final, *earlier]))
+
+    def _outcome(
+        self,
+        slot: Slot,
+        setting: Setting,
+        rounds: Sequence[Scored],
+        points: tuple[Point, ...],
+        *,
+        share: float,
+    ) -> Outcome:
+        tuning = self.tuning
+        score = sorted(one.score for one in rounds)[len(rounds) // 2]
+        rate = None
+        if _least_rates_s(self.kind, tuning):
+            left = share * (self.end - time.monotonic())
+            most = tuning.budget_s * (1 - SEARCH_SHARE) / 3
+            rate = highest_rate(
+                slot.target,
+                slot.served.requests,
+                tuning.slo,
+                start_per_s=max(1.0, 0.7 * score),
+                seconds=tuning.seconds,
+                budget_s=max(_LEAST_RATE_S * tuning.seconds, min(left, most)),
+                progress=self.progress,
+            )
+        if isinstance(tuning.slo, GenerationSlo):
+            sustained = sustained_by(points, tuning.slo, None)
+        else:
+            sustained = score if rate is None else rate.highest_per_s
+        busiest = max(points, key=lambda point: point.median("throughput_per_s"))
+        return Outcome(
+            overrides=dict(setting.overrides),
+            score=score,
+            points=points,
+            bottleneck=find_bottleneck(busiest.typical, busiest.load),
+            rate=rate,
+            cost=tuning.price.cost(sustained, tokens_of(points)) if tuning.price else None,
+        )
+
+
+def _at_their_best(
+    before: Outcome, after: Outcome, scores: list[tuple[float, float]]
+) -> tuple[Outcome, Outcome, list[tuple[float, float]]]:
+    """Goodput of both where each has most, of all clients that were measured in several rounds.
+
+    The search may have missed the baseline's best number of clients, where a measurement was
+    spoilt by what else ran: that would pass for a gain of the other side.
+    """
+    rounds = []
+    for one in (before, after):
+        points = [point for point in one.points if len(point.rounds) >= LEAST_ROUNDS]
+        best = max(points, key=lambda point: point.median("goodput_per_s"))
+        rounds.append([each.goodput_per_s for each in best.rounds])
+    if not all(map(min, rounds)):  # no good answer: what the rounds were scored by tells more
+        return before, after, scores
+    before, after = (
+        replace(one, score=median(found))
+        for one, found in zip((before, after), rounds, strict=True)
+    )
+    return before, after, list(zip(*rounds, strict=False))
+
+
+def _write(folder: Path, result: TuneResult, progress: Progress) -> None:
+    """Put the winner beside the spec; without one, take away what was there."""
+    if not result.winner.overrides:
+        if (folder / TUNED_FILE).is_file():
+            (folder / TUNED_FILE).unlink()
+            progress("tuned", f"{TUNED_FILE} removed: the defaults are as good")
+        return
+    path = write_tuned(
+        folder, Tuned(result.winner.overrides, _provenance(folder, result)), spec_file=SPEC_FILE
+    )
+    changes = ", ".join(f"{key}={value}" for key, value in result.winner.overrides.items())
+    progress("tuned", f"{path}: {changes}")
+
+
+def _provenance(folder: Path, result: TuneResult) -> dict[str, object]:
+    return {
+        "slo": str(result.slo),
+        "objective": result.objective,
+        "measured_at": result.subject.measured_at,
+        "machine": result.subject.machine,
+        "versions": result.subject.versions,
+        "traffic": {"requests": result.subject.requests, "padding": result.subject.padding},
+        "spec_sha256": sha256_of(folder / SPEC_FILE),
+        "trials": len(result.trials),
+        "before": _figures(result.baseline),
+        "after": _figures(result.winner),
+    }
+
+
+def _figures(outcome: Outcome) -> dict[str, object]:
+    rate = {} if outcome.rate is None else {"highest_rate_per_s": outcome.rate.highest_per_s}
+    return {
+        "score_per_s": round(outcome.score, 2),
+        **rate,
+        "points": [
+            {
+                "clients": int(point.load.value),
+                "throughput_per_s": round(point.median("throughput_per_s"), 2),
+                "p50_ms": round(point.median("p50_us") / 1e3, 2),
+                "p99_ms": round(point.median("p99_us") / 1e3, 2),
+                **(_streamed_figures(point) if point.streamed else {}),
+            }
+            for point in outcome.points
+        ],
+    }
+
+
+def _streamed_figures(point: Point) -> dict[str, object]:
+    return {
+        "tokens_per_s": round(point.median("tokens_per_s"), 1),
+        "goodput_per_s": round(point.median("goodput_per_s"), 2),
+        "ttft_p99_ms": round(point.latencies_us["ttft_p99"] / 1e3, 2),
+        "itl_p99_ms": round(point.latencies_us["itl_p99"] / 1e3, 2),
+    }

@@ -1,1 +1,0 @@
-"""What a user writes of a pipeline: spec, tuned values, promises, traffic; it runs no model."""

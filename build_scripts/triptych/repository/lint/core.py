@@ -1,0 +1,180 @@
+"""Lint: a compiled core and its config agree, ragged inputs and what the server adds included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from triptych.repository.lint.flaw import Flaw, dims_text, error, info, names, warning
+from triptych.repository.lint.graph import Graph, GraphTensor
+from triptych.repository.lint.snapshot import (
+    GRAPH_BACKENDS,
+    Model,
+    Repository,
+    enum_name,
+    exists,
+    fits,
+)
+
+# How many dims the tensor has that the server makes for each kind of batch_input.
+_RANKS = {"BATCH_ITEM_SHAPE": 2}
+
+
+def onnx_readable(repository: Repository) -> Iterator[Flaw]:
+    """ONNX files can be read; without the onnx package their checks are left out."""
+    skipped = [
+        model.name
+        for model in repository.executed()
+        if model.backend == "onnxruntime" or model.waits_for_engine
+    ]
+    if skipped and not repository.reads_graphs:
+        yield info(
+            "compares configs with ONNX files only where the package onnx is installed",
+            f"not compared: {names(skipped)}",
+            "pip install onnx",
+        )
+    for graph in (graph for model in repository.executed() for graph in model.graphs):
+        if graph.problem:
+            remedy = "Build the pipeline again"
+            yield error("must be an ONNX file", graph.problem, remedy, graph.file)
+
+
+def onnx_data(model: Model) -> Iterator[Flaw]:
+    """The weights that an ONNX file keeps in files of their own are beside it."""
+    for graph in model.graphs:
+        folder = (model.repository.root / graph.file).parent
+        missing = [name for name in graph.data_files if not exists(folder / name)]
+        if missing:
+            yield error(
+                "must have its external weights beside it",
+                f"missing: {names(missing)}",
+                "Copy them along with the ONNX file, or build the pipeline again",
+                graph.file,
+            )
+
+
+def onnx_tensors(model: Model) -> Iterator[Flaw]:
+    """Names, dtypes and dims of the config are those of the ONNX file."""
+    for graph in (graph for graph in model.graphs if not graph.problem):
+        for kind, there in (("input", graph.inputs), ("output", graph.outputs)):
+            for tensor in getattr(model.config, kind):
+                for rule, given in _tensor_faults(model, kind, tensor, there):
+                    remedy = f"Correct the {kind} here, or export {graph.file} again"
+                    yield error(rule, f"{kind} {tensor.name}: {given}", remedy)
+        sequence = model.config.sequence_batching
+        fed = {*model.inputs, *model.added, *(state.input_name for state in sequence.state)}
+        fed.update(control.name for control in sequence.control_input)
+        unfed = set(graph.inputs) - fed
+        if model.config.input and unfed:
+            yield error(
+                "must feed every input of the ONNX file",
+                f"{graph.file} needs {names(unfed)} too; declared: {names(fed)}",
+                "Add it to input, or to batch_input when the server is to make it",
+            )
+
+
+def _tensor_faults(
+    model: Model, kind: str, tensor: Any, there: dict[str, GraphTensor]
+) -> Iterator[tuple[str, str]]:
+    found = there.get(tensor.name)
+    if found is None:
+        yield f"must declare {kind}s that the ONNX file has", f"not in it; it has: {names(there)}"
+        return
+    declared = enum_name(tensor, "data_type")
+    if declared != found.data_type:
+        yield f"must have the ONNX file's dtype ({found.data_type})", declared
+    scattered = {name for output in model.config.batch_output for name in output.target_name}
+    if found.dims is None or tensor.name in scattered:
+        return
+    if kind == "input" and tensor.allow_ragged_batch:
+        if found.dims != (-1,):
+            yield "must be [-1] in the ONNX file to be ragged", dims_text(found.dims)
+        return
+    dims = tuple(tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims)
+    batched = model.config.max_batch_size > 0
+    without_batch = found.dims[1:] if batched else found.dims
+    if batched and found.dims[:1] != (-1,):
+        rule = "must have a variable first dimension in the ONNX file when max_batch_size is set"
+        yield rule, dims_text(found.dims)
+    # The backend takes a narrower input than the graph's, but compares outputs exactly.
+    elif dims != without_batch and not (kind == "input" and fits(dims, without_batch)):
+        yield (
+            "must have the ONNX file's dims" + (", without the batch" if batched else ""),
+            f"{dims_text(dims)}, the ONNX file has {dims_text(found.dims)}",
+        )
+
+
+def batch_input(model: Model) -> Iterator[Flaw]:
+    """What the server adds to a batch is made from a ragged input and read by the graph."""
+    config = model.config
+    for index, added in enumerate(config.batch_input):
+        for rule, given in _added_faults(model, added):
+            remedy = "Correct the batch_input, or the input it is made from"
+            yield error(rule, f"batch_input {index}: {given}", remedy)
+    for index, split in enumerate(config.batch_output):
+        for rule, given in _split_faults(model, split):
+            remedy = "Correct the batch_output, or the input it follows"
+            yield error(rule, f"batch_output {index}: {given}", remedy)
+    # Joined rows need marks where one ends; the Python backend never joins them.
+    unmarked = model.ragged - {name for added in config.batch_input for name in added.source_input}
+    if unmarked and model.backend in GRAPH_BACKENDS:
+        yield warning(
+            "should tell the graph where each row of a ragged input ends",
+            f"no batch_input made from {names(unmarked)}",
+            "Add a batch_input of kind BATCH_ITEM_SHAPE_FLATTEN with the ragged input as "
+            "source_input",
+        )
+
+
+def _source_faults(model: Model, added: Any, kind: str) -> Iterator[tuple[str, str]]:
+    if len(added.source_input) != 1:
+        yield f"must have one source_input for {kind}", names(added.source_input)
+    for name in added.source_input:
+        if name not in model.inputs:
+            rule = "must have an input of the config as source_input"
+            yield rule, f"{name} is none; inputs: {names(model.inputs)}"
+        elif name not in model.ragged:
+            rule = f"must have a ragged input as source_input of {kind}"
+            yield rule, f"{name} is without allow_ragged_batch: true"
+
+
+def _added_faults(model: Model, added: Any) -> Iterator[tuple[str, str]]:
+    kind, data_type = enum_name(added, "kind"), enum_name(added, "data_type")
+    yield from _source_faults(model, added, kind)
+    if data_type not in ("TYPE_INT32", "TYPE_FP32"):
+        yield "must be TYPE_INT32 or TYPE_FP32 to be made by the server", data_type
+    if not added.target_name:
+        yield "must have a target_name", "none"
+    both = set(model.inputs) & set(added.target_name)
+    if both:
+        yield "must not make an input that a request brings along", names(both)
+    for graph in model.graphs:
+        for name in added.target_name if not graph.problem else ():
+            yield from _target_faults(name, graph, data_type, _RANKS.get(kind, 1), kind)
+
+
+def _target_faults(
+    name: str, graph: Graph, data_type: str, rank: int, kind: str
+) -> Iterator[tuple[str, str]]:
+    found = graph.inputs.get(name)
+    if found is None:
+        rule = "must make an input that the ONNX file has"
+        yield rule, f"{name} is none; inputs: {names(graph.inputs)}"
+        return
+    if found.data_type != data_type:
+        yield f"must have the ONNX file's dtype ({found.data_type})", f"{name} {data_type}"
+    if found.dims is not None and len(found.dims) != rank:
+        rule = f"must have {rank} dims in the ONNX file for {kind}"
+        yield rule, f"{name} {dims_text(found.dims)}"
+
+
+def _split_faults(model: Model, split: Any) -> Iterator[tuple[str, str]]:
+    outputs = {tensor.name for tensor in model.config.output}
+    yield from _source_faults(model, split, enum_name(split, "kind"))
+    if len(split.target_name) > 1:
+        rule = "must have one target_name: of several, Triton answers the first output alone"
+        yield rule, names(split.target_name)
+    unknown = set(split.target_name) - outputs
+    if unknown or not split.target_name:
+        rule = "must have an output of the config as target_name"
+        yield rule, f"{names(unknown)}; outputs: {names(outputs)}"

@@ -1,0 +1,299 @@
+"""Lint: files are where Triton looks for them, and are what was built, from enough traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from triptych.repository.lint.engine import sha256_of
+from triptych.repository.lint.flaw import Flaw, error, names, warning
+from triptych.repository.lint.python_source import files_beside
+from triptych.repository.lint.snapshot import (
+    Model,
+    Repository,
+    entries,
+    exists,
+    is_file,
+    is_version,
+)
+
+# Pointer files of git LFS are about 130 bytes; no model is that small.
+_LFS_START = b"version https://git-lfs"
+_FILE_SUFFIXES = (".json", ".txt", ".model", ".vocab", ".bpe", ".npy", ".npz", ".tar.gz", ".so")
+_MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY/"
+_FEWEST_ROWS = 50
+_MOST_TRUNCATED_SHARE = 0.05
+_LEAST_VOCABULARY_SHARE = 0.03
+_MOST_NEAR_DUPLICATES = 0.2
+
+
+def repository_readable(repository: Repository) -> Iterator[Flaw]:
+    """The repository is a folder with at least one model folder in it."""
+    if not repository.models:
+        yield error(
+            "must be a folder with one folder for each model",
+            "no model folder" if repository.root.is_dir() else "not a folder",
+            "Build a pipeline into it (triptych build NAME) or name another folder",
+            ".",
+        )
+
+
+def config_readable(model: Model) -> Iterator[Flaw]:
+    """Every model folder holds a config.pbtxt that parses."""
+    rule, backend = "must exist in every model folder", model.backend
+    if model.config_problem:
+        yield error(
+            "must be a ModelConfig in protobuf text format",
+            model.config_problem,
+            "Keep one of dynamic_batching, sequence_batching and ensemble_scheduling: batching of "
+            "an ensemble is set on its steps"
+            if "scheduling_choice" in model.config_problem
+            else "Mend the line, or build the pipeline again",
+        )
+    elif model.config is None and model.completes_itself:
+        yield warning(
+            rule,
+            f"no config; the {backend} backend guesses one, for at most 4 rows a batch",
+            "Write a config.pbtxt with max_batch_size, input, output and dynamic_batching",
+        )
+    elif model.config is None:
+        yield error(
+            rule,
+            f"no config, and the {backend} model does not complete one"
+            if backend
+            else "neither a config nor a model file in a version folder",
+            "Write a config.pbtxt, or move the folder out of the repository",
+        )
+
+
+def model_name(model: Model) -> Iterator[Flaw]:
+    """The name in the config is the folder's name."""
+    if model.config.name not in ("", model.name):
+        yield error(
+            "must name the model as its folder is named",
+            f"name: {model.config.name}, folder: {model.name}",
+            f'Write name: "{model.name}", or rename the folder',
+        )
+
+
+def version_folder(model: Model) -> Iterator[Flaw]:
+    """Every model has a numeric version folder."""
+    if not model.backend and model.config is None and not model.config_problem:
+        return  # no model at all, see config_readable
+    ignored = [name for name in model.version_folders if not is_version(name)]
+    if len(ignored) == len(model.version_folders):
+        yield error(
+            "must hold a version folder with a number for its name, also when it stays empty",
+            f"folders that look like versions: {names(ignored)}",
+            f"Create {model.name}/1",
+            model.name,
+        )
+    elif ignored:
+        yield warning(
+            "should name its version folders with plain numbers, others are ignored",
+            names(ignored),
+            f"Rename or remove {model.name}/{ignored[0]}",
+            model.name,
+        )
+
+
+def version_policy(model: Model) -> Iterator[Flaw]:
+    """The version policy can be met by the version folders that exist."""
+    present = {int(name) for name in model.version_folders if is_version(name)}
+    missing = sorted(set(model.config.version_policy.specific.versions) - present)
+    if present and not model.served_versions:
+        yield error(
+            "must serve at least one version",
+            f"a version_policy that selects none of the folders {names(present)}",
+            "Write version_policy { latest { num_versions: 1 } }, or remove it",
+        )
+    elif missing:
+        yield warning(
+            "should list only versions in version_policy that have a folder",
+            f"versions {names(missing)}, folders {names(present)}",
+            f"Create {model.name}/{missing[0]}, or correct version_policy",
+        )
+
+
+def model_file(model: Model) -> Iterator[Flaw]:
+    """Every served version holds what its backend loads, and it is not empty."""
+    if model.waits_for_engine or not model.model_file:
+        return  # see engine_built
+    for folder in model.served_folders:
+        path = folder / model.model_file
+        relative = f"{model.name}/{folder.name}/{model.model_file}"
+        start = _first_bytes(path)
+        if start is not None and (not start or start.startswith(_LFS_START)):
+            yield error(
+                f"must be what the {model.backend} backend loads",
+                "a pointer of git LFS" if start else "an empty file",
+                "Run git lfs pull" if start else "Build the pipeline again",
+                relative,
+            )
+        elif start is None and not is_file(path / model.model_file):
+            yield error(
+                f"must exist: the {model.backend} backend loads it",
+                f"files there: {names(path.name for path in entries(folder))}",
+                "Add it (build the pipeline again), or set default_model_filename to its name",
+                relative,
+            )
+
+
+def _first_bytes(path: Path) -> bytes | None:
+    if not is_file(path):
+        return None
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS_START))
+    except OSError:
+        return b""
+
+
+def referenced_file(model: Model) -> Iterator[Flaw]:
+    """Files that a config or a Python step refers to exist."""
+    places = [model.folder, *model.served_folders]
+    for kind, origin, name in _references(model):
+        if not any(is_file(place / name) for place in places):
+            yield kind(
+                "must refer to files in the model's folder or its version folder",
+                f"{origin}: {name}",
+                "Add the file, correct the name, or build the pipeline again",
+            )
+    for source in model.sources:
+        for name in sorted(files_beside(source.tree)):
+            if not exists(source.path.parent / name):
+                yield error(
+                    "must exist: a Python step reads it",
+                    f"{source.file} reads {name}",
+                    f"Add {source.folder}/{name}, or build the pipeline again",
+                    f"{source.folder}/{name}",
+                )
+
+
+def _references(model: Model) -> Iterator[tuple[Callable[..., Flaw], str, str]]:
+    for output in model.config.output:
+        if output.label_filename:
+            yield error, f"output {output.name}, label_filename", output.label_filename
+    for key, name in sorted(model.config.cc_model_filenames.items()):
+        yield error, f"cc_model_filenames {key}", name
+    for key, parameter in sorted(model.config.parameters.items()):
+        name = parameter.string_value.removeprefix(_MODEL_FOLDER)
+        # An absolute path is the container's business: it cannot be seen from here.
+        if name.endswith(_FILE_SUFFIXES) and not name.startswith("/") and " " not in name:
+            # What a parameter means is up to the code that reads it; ours reads files.
+            yield (error if model.is_ours else warning), f"parameter {key}", name
+
+
+def lock_readable(model: Model) -> Iterator[Flaw]:
+    """A lock is a JSON object whose `files` maps paths to hashes."""
+    problem = model.lock_problem or _malformed(model.lock)
+    if problem:
+        yield error(
+            "must be the build record: a JSON object, its `files` mapping paths to sha256",
+            problem,
+            "Build the pipeline again",
+            model.lock_file,
+        )
+
+
+def _malformed(lock: Any) -> str:
+    if lock is None:
+        return ""
+    if not isinstance(lock, dict):
+        return f"a {type(lock).__name__}"
+    files = lock.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(v, str) for v in files.values()):
+        return "`files` is something else"
+    return "" if isinstance(lock.get("traffic", {}), dict) else "`traffic` is no object"
+
+
+def _in_lock(model: Model, *keys: str) -> Any:
+    """What the lock holds at a path of keys; None where there is none, or no readable lock."""
+    held = None if _malformed(model.lock) else model.lock
+    for key in keys:
+        held = held.get(key) if isinstance(held, dict) else None
+    return held
+
+
+def lock_files(model: Model) -> Iterator[Flaw]:
+    """Every file in the lock is unchanged since the build."""
+    for name, digest in sorted((_in_lock(model, "files") or {}).items()):
+        path = model.repository.root / name
+        there = is_file(path)
+        if not there or sha256_of(path) != digest.lower().removeprefix("sha256:"):
+            yield error(
+                f"must be as it was built and verified, see {model.lock_file}",
+                "the content is another one" if there else "the file is missing",
+                f"Build {model.name} again: change the pipeline, not what was built from it",
+                name,
+            )
+
+
+def traffic(model: Model) -> Iterator[Flaw]:
+    """The traffic behind the numbers is large and varied enough and fits the maximal length."""
+    rows, truncated = (_in_lock(model, "traffic", key) for key in ("rows", "truncated_share"))
+    if _is_number(rows) and rows < _FEWEST_ROWS:
+        yield warning(
+            f"should be built from at least {_FEWEST_ROWS} rows of traffic",
+            f"{rows} rows",
+            "Add real requests to traffic.jsonl: bucket edges, calibration and the gate all rest "
+            "on them",
+            model.lock_file,
+        )
+    if _is_number(truncated) and truncated > _MOST_TRUNCATED_SHARE:
+        yield warning(
+            f"should truncate at most {_MOST_TRUNCATED_SHARE:.0%} of the traffic",
+            f"{truncated:.1%} of the rows are longer than tokenizer.max_length",
+            "Raise tokenizer.max_length, split long texts, or set overflow: reject",
+            model.lock_file,
+        )
+    yield from _narrow_traffic(model)
+
+
+def _narrow_traffic(model: Model) -> Iterator[Flaw]:
+    keys = ("words", "vocabulary_share", "near_duplicates")
+    words, share, near = (_in_lock(model, "traffic", key) for key in keys)
+    if not (_is_number(words) and _is_number(share) and _is_number(near)):
+        return
+    if share < _LEAST_VOCABULARY_SHARE or near > _MOST_NEAR_DUPLICATES:
+        yield warning(
+            f"should be built from varied traffic: of its words at least "
+            f"{_LEAST_VOCABULARY_SHARE:.0%} different ones, of its rows at most "
+            f"{_MOST_NEAR_DUPLICATES:.0%} near duplicates",
+            f"{words} different words, {share:.1%} of all; {near:.0%} of the rows are near "
+            "duplicates of others",
+            "Add real requests with other words to traffic.jsonl: the gate and int8 know only what "
+            "is there",
+            model.lock_file,
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def gate_accepted(model: Model) -> Iterator[Flaw]:
+    """No core failed the accuracy gate."""
+    reason = _in_lock(model, "gate", "accepted")
+    if reason:
+        yield warning(
+            "should be a build that passed the accuracy gate",
+            f"accepted although it failed: {reason!s:.200}",
+            "See the report of the build; mend what failed and build again",
+            model.lock_file,
+        )
+
+
+def shared_core(model: Model) -> Iterator[Flaw]:
+    """A pipeline that uses another one's core was built against the core that is there."""
+    name = _in_lock(model, "spec", "core", "share")
+    owner = model.repository.models.get(name) if isinstance(name, str) else None
+    readable = owner is not None and owner.lock is not None and not _malformed(owner.lock)
+    if owner and readable and _in_lock(owner, "core_key") != _in_lock(model, "core_key"):
+        yield error(
+            "must be built against the core that it shares",
+            f"the core of {name} was built anew since",
+            f"Build {model.name} again",
+            model.lock_file,
+        )

@@ -1,1 +1,0 @@
-"""Lines of files as requests and core rows, and which of them decide; it never runs a model."""

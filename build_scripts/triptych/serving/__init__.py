@@ -1,0 +1,1 @@
+"""Local servers, replicas behind Envoy, and load tests."""

@@ -1,0 +1,1 @@
+"""Local replacements of Triton's backends, run by Python stubs."""

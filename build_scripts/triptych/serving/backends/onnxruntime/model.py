@@ -1,0 +1,123 @@
+"""The emulated ONNX Runtime backend of Triton: serves models with ``backend: "onnxruntime"``.
+
+Triton runs this file in a process for each model instance, with this folder on its path.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import triton_python_backend_utils as pb_utils
+
+from triptych.runtime.shared_memory import make_private
+from triptych.serving.backends import contract, execution, feeds
+
+if TYPE_CHECKING:
+    from triptych.serving.backends.onnxruntime import ort_contract, ort_sessions
+else:
+    import ort_contract
+    import ort_sessions
+
+
+class TritonPythonModel:
+    """Instance of a model with ``backend: "onnxruntime"``."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Add the inputs, outputs and batching that the config leaves out."""
+        config = auto_complete_model_config.as_dict()
+        if config.get("output") and not ort_contract.needs_inputs(config):
+            return auto_complete_model_config
+        # Triton does not pass the model's folder to this method, only to the process.
+        folder = Path(psutil.Process().cmdline()[1]).parent
+        path = contract.model_file(folder, config, ort_sessions.MODEL_FILE)
+        session = ort_sessions.open_session(path, config)
+        ort_contract.complete_config(
+            config, _graph_tensors(session.get_inputs()), _graph_tensors(session.get_outputs())
+        )
+        return auto_complete_model_config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Open the session, and refuse a config that does not match the graph."""
+        make_private()
+        config = json.loads(args["model_config"])
+        ort_sessions.check_settings(config, kind=args["model_instance_kind"])
+        parsed = contract.parse_contract(config, backend="onnxruntime")
+        # The native backend keeps outputs in a sorted map, and answers them in its order.
+        self._contract = parsed._replace(outputs=tuple(sorted(parsed.outputs)))
+        folder = Path(args["model_repository"], args["model_version"])
+        path = contract.model_file(folder, config, ort_sessions.MODEL_FILE)
+        self._session = ort_sessions.open_session(path, config)
+        self._run_options = ort_sessions.run_options(config)
+        ort_contract.check_contract(
+            self._contract,
+            _graph_tensors(self._session.get_inputs()),
+            _graph_tensors(self._session.get_outputs()),
+            _graph_tensors(self._session.get_overridable_initializers()),
+        )
+        self._names = [spec.name for spec in self._contract.outputs]
+        self._strings = frozenset(
+            spec.name for spec in self._contract.inputs if spec.data_type == "TYPE_STRING"
+        )
+        pb_utils.Logger.log_info(f"{args['model_instance_name']}: local ONNX Runtime stand-in")
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Run all requests as one batch, and return their responses together."""
+        responses, inputs = {}, {}
+        for index, request in enumerate(requests):
+            try:
+                inputs[index] = self._read(request)
+            except ValueError as error:
+                code = pb_utils.TritonError.INVALID_ARG
+                responses[index] = execution.failure(str(error), code)
+        if inputs:
+            batch = [requests[index] for index in inputs]
+            answers = execution.run_batch(
+                self._contract, batch, [*inputs.values()], self._run, _message
+            )
+            responses.update(zip(inputs, answers, strict=True))
+        return [responses[index] for index in range(len(requests))]
+
+    def _read(self, request: Any) -> feeds.Arrays:
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        for name in self._strings.intersection(inputs):
+            inputs[name] = _decode(name, inputs[name])
+        return inputs
+
+    def _run(self, feed: feeds.Arrays) -> feeds.Arrays:
+        values = self._session.run(self._names, feed, self._run_options)
+        return dict(zip(self._names, values, strict=True))
+
+
+def _graph_tensors(nodes: Sequence[Any]) -> list[ort_contract.OrtTensor]:
+    return [
+        ort_contract.OrtTensor(
+            node.name,
+            node.type,
+            tuple(dim if isinstance(dim, int) else -1 for dim in node.shape or ()),
+        )
+        for node in nodes
+    ]
+
+
+def _decode(name: str, value: feeds.Array) -> feeds.Array:
+    # ONNX Runtime's Python binding takes `str` objects only: it would convert `bytes` by `str()`.
+    # The native backend passes C strings, which end at the first NUL.
+    try:
+        texts = [item.partition(b"\0")[0].decode("utf-8") for item in value.reshape(-1)]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"input '{name}' must be UTF-8 text: {error}") from error
+    return np.array(texts, dtype=np.object_).reshape(value.shape)
+
+
+def _message(error: Exception) -> str:
+    """Return the native backend's text of an error of ONNX Runtime."""
+    text = str(error)
+    found = re.fullmatch(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", text, re.DOTALL)
+    return f"onnx runtime error {found[1]}: {found[2]}" if found else text

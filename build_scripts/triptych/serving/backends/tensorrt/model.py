@@ -1,0 +1,73 @@
+"""The emulated TensorRT backend of Triton: serves models with ``backend: "tensorrt"``.
+
+It is for GPU machines with the Python packages of TensorRT and CUDA, but without NVIDIA's image of
+Triton. The config must be complete, because nothing is read from the engine to complete it.
+Triton runs this file in a process for each model instance, with this folder on its path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import triton_python_backend_utils as pb_utils
+
+from triptych.core.engine.cuda import Cuda
+from triptych.core.engine.engine_file import open_engine
+from triptych.core.engine.engine_runner import EngineRunner
+from triptych.runtime.shared_memory import make_private
+from triptych.serving.backends import contract as contracts
+from triptych.serving.backends import execution
+
+if TYPE_CHECKING:
+    from triptych.serving.backends.tensorrt import trt_contract, trt_settings
+else:
+    import trt_contract
+    import trt_settings
+
+
+class TritonPythonModel:
+    """Instance of a model with ``backend: "tensorrt"``."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the plan, and refuse a config that does not match it."""
+        make_private()
+        config = json.loads(args["model_config"])
+        device = trt_settings.device_of(
+            config, kind=args["model_instance_kind"], device_id=args["model_instance_device_id"]
+        )
+        self._contract = contracts.parse_contract(config, backend="tensorrt")
+        path = trt_settings.plan_file(Path(args["model_repository"], args["model_version"]), config)
+        profiles = trt_settings.profiles_of(config, args["model_instance_name"])
+        graphs = trt_settings.graph_specs(config)
+        pinned, pinned_output = trt_settings.pinned(config)
+        Cuda(device)
+        # A lean runtime inside a plan is program code: the repository's owner put it there.
+        engine = open_engine(path.read_bytes(), host_code=True)
+        trt_contract.check_engine(
+            self._contract, engine.inputs, engine.outputs, engine.profiles, profiles
+        )
+        self._runner = EngineRunner(
+            engine,
+            device=device,
+            pinned=pinned,
+            pinned_output=pinned_output,
+            graphs=graphs,
+            packed=any(spec.ragged for spec in self._contract.inputs),
+            profiles=profiles,
+            warn=pb_utils.Logger.log_warn,
+        )
+        pb_utils.Logger.log_info(
+            f"{args['model_instance_name']}: local TensorRT stand-in on GPU {device}, optimization "
+            f"profiles {profiles}, {len(self._runner.captured)} of {len(graphs)} CUDA graphs"
+        )
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Run all requests as one batch, and return their responses together."""
+        inputs = [{t.name(): t.as_numpy() for t in request.inputs()} for request in requests]
+        return execution.run_batch(self._contract, requests, inputs, self._runner.run)
+
+    def finalize(self) -> None:
+        self._runner.close()

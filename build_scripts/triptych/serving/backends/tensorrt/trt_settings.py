@@ -1,0 +1,117 @@
+"""What a config says of plans, devices, profiles, copies and CUDA graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from triptych.serving.backends.contract import (
+    ContractError,
+    GraphBoundEntry,
+    GraphEntry,
+    GroupEntry,
+    ModelConfig,
+    model_file,
+)
+from triptych.spec.engine_spec import GraphSpec
+
+PLAN_FILE = "model.plan"
+
+
+def device_of(config: ModelConfig, *, kind: str, device_id: str) -> int:
+    """The number of the GPU of one instance, whose `kind` is GPU, CPU or MODEL.
+
+    KIND_MODEL, by which a backend chooses for itself, means the first GPU: so the model loads where
+    Triton itself sees none. The native backend refuses it.
+
+    Raises:
+        ContractError: the instance is to run on the processor.
+    """
+    if kind == "GPU":
+        return int(device_id)
+    if kind == "MODEL":
+        return 0
+    raise ContractError(
+        f"unable to load model '{config['name']}', TensorRT backend supports only GPU device"
+    )
+
+
+def plan_file(version_folder: Path, config: ModelConfig) -> Path:
+    """The plan of one model version: the config's file, or ``model.plan``.
+
+    Raises:
+        ContractError: there is none, or the config names one for each compute capability.
+    """
+    if config.get("cc_model_filenames"):
+        raise ContractError(
+            f"unable to load model '{config['name']}', cc_model_filenames is not supported by the "
+            "local stand-in of the tensorrt backend; use default_model_filename"
+        )
+    return model_file(version_folder, config, PLAN_FILE)
+
+
+def profiles_of(config: ModelConfig, instance: str) -> list[int]:
+    """Places of the optimization profiles that an instance uses; the first where it names none.
+
+    Triton makes the name of an `instance` of its group's and a number.
+
+    Raises:
+        ContractError: a name that is no number.
+    """
+    groups = config.get("instance_group", [])
+    own = [group for group in groups if instance.startswith(f"{group.get('name', '')}_")]
+    chosen = max(
+        own or groups[:1], key=lambda group: len(group.get("name", "")), default=GroupEntry()
+    )
+    places = []
+    for name in chosen.get("profile", []):
+        if not name.strip().isdecimal():
+            raise ContractError(f"unable to parse '{name}': a profile is named by its number")
+        places.append(int(name))
+    return places or [0]
+
+
+def pinned(config: ModelConfig) -> tuple[bool, bool]:
+    """Whether the copies of inputs and of outputs use page-locked memory; Triton's default: yes."""
+    optimization = config.get("optimization", {})
+    inputs = optimization.get("input_pinned_memory", {})
+    outputs = optimization.get("output_pinned_memory", {})
+    return inputs.get("enable", True), outputs.get("enable", True)
+
+
+def graph_specs(config: ModelConfig) -> list[GraphSpec]:
+    """The CUDA graphs to capture; none unless the config turns them on and lists them.
+
+    Raises:
+        ContractError: a graph for a model that does not batch, a batch size that it never has, or
+            a lower bound that gives other dims than the graph.
+    """
+    cuda = config.get("optimization", {}).get("cuda", {})
+    if not cuda.get("graphs"):
+        return []
+    return [_graph_spec(config, entry) for entry in cuda.get("graph_spec", [])]
+
+
+def _graph_spec(config: ModelConfig, entry: GraphEntry) -> GraphSpec:
+    load = f"unable to load model '{config['name']}'"
+    most, size = int(config["max_batch_size"]), int(entry.get("batch_size", 0))
+    if not 1 <= size <= most:
+        raise ContractError(
+            f"{load}, a CUDA graph of the local stand-in has a batch size from 1 to "
+            f"max_batch_size {most}, got {size}"
+        )
+    dims = _dims(entry)
+    bound = entry.get("graph_lower_bound")
+    lowest = int(bound.get("batch_size", 0)) if bound else size
+    if bound and _dims(bound) != dims:
+        raise ContractError(
+            f"{load}, graph_lower_bound gives other dims than its graph: the local stand-in of the "
+            "tensorrt backend pads the batch dimension only"
+        )
+    return GraphSpec(batch_size=size, lowest_batch_size=max(1, lowest), inputs=dims)
+
+
+def _dims(entry: GraphBoundEntry) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(int(dim) for dim in shape.get("dim", []))
+        for name, shape in entry.get("input", {}).items()
+    }

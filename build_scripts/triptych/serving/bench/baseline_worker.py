@@ -1,0 +1,94 @@
+"""One baseline in its own process: ``python -m triptych.serving.bench.baseline_worker WORK NAME``.
+
+A line of JSON each way. It sends an empty `WorkerReply` once it is warm; to a number of seconds it
+replies with what it measured, and whatever goes wrong it tells instead, before it ends. It also
+ends with its standard input, at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import cycle
+from pathlib import Path
+
+from triptych.serving.bench.baseline_calls import Call, Request, open_call, plan_calls, read_work
+
+WARM_UP_CALLS = 12
+LONGEST_REASON = 300
+
+
+@dataclass(frozen=True)
+class WorkerReply:
+    failed: str = ""  # why there is nothing else
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    memory_mib: float = 0.0  # the most it ever held
+    calls: list[tuple[float, int]] = field(default_factory=list)
+    """Latency in microseconds and requests of each call."""
+
+
+def main(work_file: Path, name: str) -> None:
+    """Load, warm up, then measure whenever asked to."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no reply
+
+    def send(reply: WorkerReply) -> None:
+        print(json.dumps(asdict(reply)), file=replies, flush=True)
+
+    orders = _orders()
+    try:
+        work = read_work(work_file)
+        call, planned = open_call(name, work), plan_calls(name, work.requests)
+        # Short, long and those between: a compiler that fixes a length finds out now.
+        ranked = sorted(planned, key=lambda requests: len(str(requests)))
+        for requests in ranked[:: -(-len(ranked) // WARM_UP_CALLS)] + ranked[-1:]:
+            call(requests)
+        send(WorkerReply())
+        turns = cycle(planned)
+        while True:
+            send(_measure(call, turns, orders.get()))
+    except BaseException as error:  # whatever it is, the parent tells it
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        send(WorkerReply(failed=reason[:LONGEST_REASON]))
+        raise
+
+
+def _measure(call: Call, turns: Iterator[Sequence[Request]], seconds: float) -> WorkerReply:
+    """Calls, one after the other, until `seconds` are over; at least one."""
+    calls: list[tuple[float, int]] = []
+    cpu = time.process_time()
+    start = end = time.perf_counter()
+    while not calls or end - start < seconds:
+        requests, began = next(turns), end
+        call(requests)
+        end = time.perf_counter()
+        calls.append(((end - began) * 1e6, len(requests)))
+    cpu_seconds = time.process_time() - cpu
+    memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return WorkerReply("", end - start, cpu_seconds, memory_mib, calls)
+
+
+def _orders() -> queue.SimpleQueue[float]:
+    """What the parent asks for. When it is gone, so are this process and all that it started."""
+    orders: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            orders.put(json.loads(line))
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=listen, daemon=True).start()
+    return orders
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,253 @@
+"""The baselines of a pipeline: started once, measured in turns with it, ended with the context."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from triptych.base.errors import Progress, UserError
+from triptych.core.inputs import PipelineInputs
+from triptych.serving.bench.baseline_calls import ROWS_A_CALL, work_of, write_work
+from triptych.serving.bench.baseline_worker import WorkerReply
+from triptych.serving.bench.child_process import ChildProcess
+from triptych.serving.bench.perf_output import histogram_of
+from triptych.serving.bench.points import Load, Measurement, ProcessUse, Resources
+
+ALL = tuple(ROWS_A_CALL)
+START_LIMIT_S = 300.0
+COMPILE_LIMIT_S = 240.0
+ANSWER_LIMIT_S = 120.0
+"""How long after the end of a measurement its last call may take."""
+
+
+class WorkerFailed(Exception):
+    """Why a worker gives no answer."""
+
+
+class WorkerProcess(ChildProcess):
+    """A worker from outside: asked, waited for with a limit, ended.
+
+    Args:
+        work_file: as `write_work` wrote it.
+        name: of the baseline.
+        scratch: a folder of its own: its standard error, and what a compiler leaves.
+    """
+
+    def __init__(self, work_file: Path, name: str, scratch: Path) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "triptych.serving.bench.baseline_worker",
+            str(work_file),
+            name,
+        ]
+        variables = {
+            # A thread of torch that waits for another spins up to 15 ms by default: where the
+            # other has lost its core to a neighbour, that takes one core more. Spinning for a
+            # tenth of a millisecond loses nothing on a quiet machine.
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "3000"),
+            "HF_HUB_OFFLINE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(scratch),
+            # No pool of compilers beside it, idle while others are measured.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        super().__init__(command, scratch / "stderr.txt", variables=variables, pipes=True)
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def ask(self, seconds: float) -> None:
+        """Have it measure for so long.
+
+        Raises:
+            WorkerFailed: the worker has ended.
+        """
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{seconds}\n".encode())
+            self.process.stdin.flush()
+        except OSError as error:
+            raise WorkerFailed(self.ending()) from error
+
+    def answer(self, limit_s: float) -> WorkerReply:
+        """The next reply.
+
+        Raises:
+            WorkerFailed: there is none within `limit_s`, the worker says why, or it has ended.
+        """
+        try:
+            line = self._replies.get(timeout=limit_s)
+        except queue.Empty:
+            raise WorkerFailed(f"no answer within {limit_s:g} s") from None
+        if not line:
+            raise WorkerFailed(self.ending())
+        reply = TypeAdapter(WorkerReply).validate_json(line)
+        if reply.failed:
+            raise WorkerFailed(reply.failed)
+        return reply
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """See `ChildProcess.end`."""
+        super().end(grace_s)
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # an order that never reached it
+                pipe.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._replies.put(line)
+        self._replies.put(b"")
+
+
+class Baselines:
+    """In-process contenders, each in a worker of its own that idles between measurements.
+
+    All run on the CPU, whatever the pipeline's core runs on.
+
+    Args:
+        inputs: the pipeline; its `traffic` is what is sent.
+        core_file: the pipeline's ``model.onnx``, in fp32 and in the plan's layout.
+        names: which of `ALL`.
+        progress: told what became of each.
+        compile_limit_s: how long ``torch.compile`` may take to load, compile and warm up.
+
+    Attributes:
+        not_runnable: name to why it does not run, or does not any more.
+        ready_s: name to how long it took to load, compile and warm up.
+
+    Raises:
+        UserError: a name is none of `ALL`.
+    """
+
+    def __init__(
+        self,
+        inputs: PipelineInputs,
+        core_file: Path,
+        *,
+        names: Sequence[str] = ALL,
+        progress: Progress,
+        compile_limit_s: float = COMPILE_LIMIT_S,
+    ) -> None:
+        for name in names:
+            if name not in ALL:
+                raise UserError("baseline", f"must be one of {', '.join(ALL)}", given=name)
+        self._asked = tuple(dict.fromkeys(names))
+        self._inputs = inputs
+        self._core_file = core_file
+        self._progress = progress
+        self._compile_limit_s = compile_limit_s
+        self._workers: dict[str, WorkerProcess] = {}
+        self.not_runnable: dict[str, str] = {}
+        self.ready_s: dict[str, float] = {}
+
+    def __enter__(self) -> Baselines:
+        self._scratch = tempfile.TemporaryDirectory(prefix="triptych-baselines-")
+        try:
+            work_file = Path(self._scratch.name, "work.pickle")
+            if self._asked:
+                write_work(work_of(self._inputs, self._core_file), work_file)
+            # One after the other: none takes the cores from another that compiles.
+            for name in self._asked:
+                self._start(name, work_file)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that run."""
+        return tuple(self._workers)
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        return {name: worker.pid for name, worker in self._workers.items()}
+
+    def load_of(self, name: str) -> Load:
+        return Load("in_process", ROWS_A_CALL[name])
+
+    def measure(self, name: str, seconds: float) -> Measurement:
+        """Call it for `seconds`, going on in the traffic where it stopped before.
+
+        A latency is that of a call, and counts once for each of its requests.
+
+        Raises:
+            UserError: it does not run, or ended; from then on it is in `not_runnable`.
+        """
+        worker = self._workers.get(name)
+        if worker is None:
+            raise _does_not_run(name, self.not_runnable.get(name, "it was not asked for"))
+        try:
+            worker.ask(seconds)
+            reply = worker.answer(seconds + ANSWER_LIMIT_S)
+        except WorkerFailed as failure:
+            self._drop(name, str(failure))
+            raise _does_not_run(name, str(failure)) from failure
+        return _measurement(name, reply)
+
+    def _start(self, name: str, work_file: Path) -> None:
+        scratch = Path(self._scratch.name, name.replace(" ", "-"))
+        scratch.mkdir()
+        limit_s = self._compile_limit_s if name == "torch.compile" else START_LIMIT_S
+        began = time.monotonic()
+        self._workers[name] = WorkerProcess(work_file, name, scratch)
+        try:
+            self._workers[name].answer(limit_s)
+        except WorkerFailed as failure:
+            self._drop(name, str(failure))
+            self._progress("baseline", f"{name} does not run: {failure}")
+            return
+        self.ready_s[name] = time.monotonic() - began
+        self._progress("baseline", f"{name} ready in {self.ready_s[name]:.1f} s")
+
+    def _drop(self, name: str, reason: str) -> None:
+        self.not_runnable[name] = reason
+        self._workers.pop(name).end()
+
+    def _end(self) -> None:
+        while self._workers:
+            self._workers.popitem()[1].end()
+        self._scratch.cleanup()
+
+
+def _does_not_run(name: str, reason: str) -> UserError:
+    return UserError(f"baseline {name}", "must run", given=reason, remedy="Leave it out")
+
+
+def _measurement(name: str, reply: WorkerReply) -> Measurement:
+    calls, rows = (np.array(column) for column in zip(*reply.calls, strict=True))
+    latencies = np.repeat(calls, rows.astype(int))
+    p50, p90, p95, p99, p99_9 = np.percentile(latencies, (50, 90, 95, 99, 99.9)).tolist()
+    use = ProcessUse(name, reply.cpu_seconds / reply.seconds, reply.memory_mib)
+    cores = len(os.sched_getaffinity(0))
+    return Measurement(
+        seconds=reply.seconds,
+        requests=len(latencies),
+        errors={},
+        throughput_per_s=len(latencies) / reply.seconds,
+        mean_us=float(latencies.mean()),
+        p50_us=p50,
+        p90_us=p90,
+        p95_us=p95,
+        p99_us=p99,
+        p99_9_us=p99_9,
+        is_stable=None,
+        histogram_us=histogram_of(latencies.tolist()),
+        resources=Resources(cores, machine_cpu=None, client_cpu_cores=0.0, processes=(use,)),
+    )

@@ -1,0 +1,266 @@
+"""What holds a pipeline back, judged from one measurement.
+
+A long queue proves nothing by itself: requests wait in one where a batch is held open for more of
+them, where all instances are at work, and where a core is missing to run on. These are told apart
+by how busy the instances were, by what the step's process took of the processor, and by how long
+its threads stood ready without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from triptych.serving.bench.points import (
+    Bottleneck,
+    Load,
+    Measurement,
+    Resources,
+    StepUse,
+    Streamed,
+)
+
+BUSY = 0.85
+"""Share of the time from which cores or a GPU count as full."""
+
+ALWAYS = 0.75
+"""The same of a step's instances where requests queue for them: they rest between two batches
+while the requests just answered come round again."""
+
+HELD = 0.4
+"""Least wait, as a share of the queue delay, that the delay is blamed for."""
+
+WORTH = 0.2
+"""Least share of the latency that is worth a change."""
+
+COMPUTES = 0.5
+"""Least share of its busy time that a step wants a core, for it to be computing, not waiting."""
+
+
+def find_bottleneck(measurement: Measurement, load: Load) -> Bottleneck:
+    """What holds the throughput, or most of the latency.
+
+    Without resources (a server on another machine) a step that is always busy is told from its
+    counts alone: of a Python step one process runs on one core, so more of them are tried first.
+
+    Args:
+        measurement: of a served pipeline.
+        load: what was offered.
+    """
+    if not measurement.requests or not measurement.steps:
+        return Bottleneck("none", "", "Nothing was answered, so nothing is known.", "")
+    if measurement.streamed is not None:
+        return _client(measurement, load) or _generating(measurement, measurement.streamed)
+    return (
+        _queue_delay(measurement)
+        or _client(measurement, load)
+        or _full_gpu(measurement)
+        or _full_instances(measurement)
+        or _full_cores(measurement)
+        or _nothing(measurement)
+    )
+
+
+def _queue_delay(measurement: Measurement) -> Bottleneck | None:
+    """A step whose requests wait although an instance is free.
+
+    With a queue delay a free instance takes no batch that is not full until the delay is over. So
+    the delay costs a request at most what it waits, and at most what an instance rests before each
+    batch.
+    """
+    for step in sorted(measurement.steps, key=lambda step: -step.queue_us):
+        held_us = min(step.queue_us, _rest_us(step, measurement), float(step.max_delay_us))
+        if step.max_delay_us and held_us >= max(
+            HELD * step.max_delay_us, WORTH * measurement.mean_us
+        ):
+            return Bottleneck(
+                "queue delay",
+                step.step,
+                f"A request waits {step.queue_us / 1e3:.1f} ms for {step.step}, whose batcher may"
+                f" hold a batch open for {step.max_delay_us / 1e3:g} ms; its instances are busy"
+                f" {_percent(step.busy)} of the time. The whole request takes"
+                f" {measurement.mean_us / 1e3:.1f} ms.",
+                f"Lower serving.queue.max_delay_us of {step.step}",
+            )
+    return None
+
+
+def _client(measurement: Measurement, load: Load) -> Bottleneck | None:
+    """The load generator can not send, or takes most of a full machine."""
+    seen = measurement.resources
+    if seen is None:
+        return None
+    server = sum(process.cpu_cores for process in seen.processes)
+    starves = seen.machine_cpu is None and seen.client_cpu_cores >= BUSY * seen.cores
+    crowds = (
+        seen.machine_cpu is not None
+        and seen.machine_cpu >= BUSY
+        and seen.client_cpu_cores >= max(server, seen.cores / 3)
+    )
+    if not starves and not crowds:
+        return None
+    return Bottleneck(
+        "client",
+        "",
+        f"The load generator takes {seen.client_cpu_cores:.1f} of {seen.cores} cores at {load};"
+        f" the server's processes take {server:.1f}.",
+        "Run the load from another machine",
+    )
+
+
+def _full_gpu(measurement: Measurement) -> Bottleneck | None:
+    seen = measurement.resources
+    full = [gpu for gpu in seen.gpus if gpu.utilization >= BUSY] if seen else []
+    if not full:
+        return None
+    step = _core(measurement.steps)
+    return Bottleneck(
+        "compute",
+        step.step,
+        f"The GPU is busy {_percent(full[0].utilization)} of the time; {step.step} runs batches of"
+        f" {step.mean_batch:.1f} rows.",
+        "Try core.precision or core.max_batch_size, or add another machine",
+    )
+
+
+def _full_instances(measurement: Measurement) -> Bottleneck | None:
+    """The step that holds most of the requests, where its instances never rest and more may help.
+
+    A step that takes larger batches when it falls behind may be busy all the time and still follow
+    the one that sets the pace: so it must also be where the requests are.
+    """
+    step = _slowest(measurement.steps)
+    if step.busy is None or step.busy < ALWAYS or step.queue_us < WORTH * step.compute_us:
+        return None
+    wants = _wanted_cores(step, measurement.resources)
+    if wants is None:
+        if step.step == "core":
+            return _compute(step, "the server's cores were not watched", measurement)
+        evidence = "the server's cores were not watched"
+    elif wants >= COMPUTES * step.busy * (step.instances or 1) and not _has_room(measurement):
+        return None
+    else:
+        evidence = f"its process wants {wants:.2f} cores"
+    count = step.instances or 1
+    return Bottleneck(
+        "instances",
+        step.step,
+        f"The {f'{count} instances' if count != 1 else 'instance'} of {step.step}"
+        f" {'are' if count != 1 else 'is'} busy"
+        f" {_percent(step.busy)} of the time and a request waits {step.queue_us / 1e3:.1f} ms for"
+        f" {'them' if count != 1 else 'it'}; {evidence}{_machine_words(measurement.resources)}.",
+        f"Raise serving.instances.{step.step}",
+    )
+
+
+def _full_cores(measurement: Measurement) -> Bottleneck | None:
+    seen = measurement.resources
+    if seen is None or seen.machine_cpu is None or _has_room(measurement):
+        return None
+    by_model = {process.name: process.cpu_cores for process in seen.processes}
+    step = max(measurement.steps, key=lambda one: by_model.get(one.model, 0.0))
+    if not by_model.get(step.model):
+        step = _slowest(measurement.steps)
+    own = sum(by_model.values()) + seen.client_cpu_cores
+    others = max(0.0, seen.machine_cpu * seen.cores - own)
+    words = f"{_percent(seen.machine_cpu)} of the {seen.cores} cores is taken, "
+    words += f"{by_model.get(step.model, 0.0):.1f} cores by {step.step}"
+    found = _compute(step, words, measurement)
+    if others < WORTH * seen.cores:
+        return found
+    return replace(
+        found,
+        says=f"{found.says} Other programs take {others:.1f} cores.",
+        remedy=f"Stop the other programs and measure again. {found.remedy}",
+    )
+
+
+def _compute(step: StepUse, words: str, measurement: Measurement) -> Bottleneck:
+    remedy = "Try core.precision or core.max_batch_size, or add another machine"
+    if step.step != "core":
+        remedy = f"Make {step.step} cheaper, or add another machine"
+    return Bottleneck(
+        "compute",
+        step.step,
+        f"{words[0].upper()}{words[1:]}; {step.step} is busy {_percent(step.busy)} of the time"
+        f" with batches of {step.mean_batch:.1f} rows, and takes {step.compute_us / 1e3:.1f} of the"
+        f" {measurement.mean_us / 1e3:.1f} ms.",
+        remedy,
+    )
+
+
+def _generating(measurement: Measurement, streamed: Streamed) -> Bottleneck:
+    """Of streamed answers the server counts only that a step was asked: the machine tells."""
+    seen = measurement.resources
+    words = (
+        f"the first token takes {streamed.ttft.mean_us / 1e3:.1f} ms in the mean, the next ones"
+        f" {streamed.itl.mean_us / 1e3:.1f} ms each."
+    )
+    if seen is not None and (full := [one for one in seen.gpus if one.utilization >= BUSY]):
+        says = f"The GPU is busy {_percent(full[0].utilization)} of the time; {words}"
+    elif seen is not None and seen.machine_cpu is not None and not _has_room(measurement):
+        by_process = {process.name: process.cpu_cores for process in seen.processes}
+        core = by_process.get(_core(measurement.steps).model, 0.0)
+        others = max(0.0, seen.machine_cpu * seen.cores - sum(by_process.values()))
+        says = (
+            f"{_percent(seen.machine_cpu)} of the {seen.cores} cores is taken, {core:.1f} cores by"
+            f" core, {max(0.0, others - seen.client_cpu_cores):.1f} by other programs; {words}"
+        )
+    else:
+        return Bottleneck("none", "", f"Nothing is full: {words}", "More load would find the limit")
+    remedy = "Try core.precision, core.max_sequences or shorter answers, or add another machine"
+    return Bottleneck("compute", "core", says, remedy)
+
+
+def _nothing(measurement: Measurement) -> Bottleneck:
+    step = _slowest(measurement.steps)
+    return Bottleneck(
+        "none",
+        "",
+        f"Nothing is full: {step.step} takes the longest, {step.compute_us / 1e3:.1f} ms of"
+        f" {measurement.mean_us / 1e3:.1f} ms and {step.queue_us / 1e3:.1f} ms of queue, and its"
+        f" instances are busy {_percent(step.busy)} of the time"
+        f"{_machine_words(measurement.resources)}.",
+        "More load would find the limit",
+    )
+
+
+def _slowest(steps: Sequence[StepUse]) -> StepUse:
+    """Where a request spends most of its time, and so where most requests are."""
+    return max(steps, key=lambda step: step.queue_us + step.compute_us)
+
+
+def _rest_us(step: StepUse, measurement: Measurement) -> float:
+    """Mean time that an instance of `step` rests before a batch."""
+    if step.busy is None or not step.executions or not step.requests:
+        return 0.0
+    executions = step.executions * min(1.0, measurement.requests / step.requests)
+    room_us = (step.instances or 1) * measurement.seconds * 1e6
+    return (1 - step.busy) * room_us / executions if executions else 0.0
+
+
+def _core(steps: Sequence[StepUse]) -> StepUse:
+    return next((step for step in steps if step.step == "core"), _slowest(steps))
+
+
+def _wanted_cores(step: StepUse, resources: Resources | None) -> float | None:
+    """Cores that a step took or stood ready for; None where its process was not watched."""
+    if resources is None:
+        return None
+    found = [process for process in resources.processes if process.name == step.model]
+    return sum(one.cpu_cores + one.wait_cores for one in found) if found else None
+
+
+def _has_room(measurement: Measurement) -> bool:
+    seen = measurement.resources
+    return seen is not None and seen.machine_cpu is not None and seen.machine_cpu < BUSY
+
+
+def _machine_words(resources: Resources | None) -> str:
+    if resources is None or resources.machine_cpu is None:
+        return ""
+    return f", and {_percent(resources.machine_cpu)} of the {resources.cores} cores is taken"
+
+
+def _percent(share: float | None) -> str:
+    return "an unknown share" if share is None else f"{share * 100:.0f} %"

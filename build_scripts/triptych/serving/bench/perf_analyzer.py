@@ -1,0 +1,253 @@
+"""NVIDIA's perf_analyzer run on real requests: what it is given, and what goes wrong with it.
+
+Usage: ``run(server.grpc_url, "minilm", texts, concurrency=32).throughput_per_s``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from triptych.base.errors import UserError
+from triptych.base.files import scratch_folder
+from triptych.serving.bench.perf_binary import find_perf_analyzer
+from triptych.serving.bench.perf_output import PERCENTILE, LoadResult, read_export, read_report
+
+__all__ = ["Distribution", "LoadError", "LoadResult", "Request", "run"]
+
+# perf_analyzer takes the first three windows for stable and merges them: `read_report` judges them,
+# because an unstable measurement makes perf_analyzer exit without a single number.
+_ANY_SPREAD = "1e6"
+
+# Its words for a window in which nothing was answered: none came back, or the server counted none.
+_NOTHING_ANSWERED = ("No valid requests recorded", "failed to find the requested model version")
+
+Request = str | Mapping[str, str | bytes]
+Distribution = Literal["poisson", "constant", "burst"]
+
+
+class LoadError(UserError):
+    """perf_analyzer gave no measurement: a request was answered with an error, or it failed itself.
+
+    Attributes:
+        errors: the different errors that the server answered with; empty where there was none.
+        is_late: whether answers were still missing when the time was over.
+        is_empty: whether a window saw no answer at all: it was too short.
+        output: everything that perf_analyzer wrote.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        given: str,
+        remedy: str,
+        output: str,
+        *,
+        errors: tuple[str, ...] = (),
+        is_late: bool = False,
+    ) -> None:
+        self.errors = errors
+        self.is_late = is_late
+        self.is_empty = any(sign in output for sign in _NOTHING_ANSWERED)
+        self.output = output
+        super().__init__("load", rule, given=given, remedy=remedy)
+
+
+def run(
+    url: str,
+    model: str,
+    requests: Sequence[Request],
+    *,
+    concurrency: int | None = None,
+    request_rate_per_s: float | None = None,
+    distribution: Distribution = "poisson",
+    burst: int = 1,
+    window_s: float = 5.0,
+    request_count: int | None = None,
+    warmup_requests: int = 0,
+    timeout_s: float = 900.0,
+    exports: bool = False,
+    streaming: bool = False,
+    http_path: str | None = None,
+    batch_size: int = 1,
+) -> LoadResult:
+    """Load `model` over gRPC and measure it from the client.
+
+    All requests are sent in turn, over and over, for three windows one after the other.
+
+    Args:
+        url: ``host:port``.
+        model: the model or ensemble.
+        requests: what to send; a text stands for ``{"text": text}``. Each value becomes a BYTES
+            tensor of shape ``[1]``, exactly as it is.
+        concurrency: closed loop: clients that each send a request when the last one is answered.
+        request_rate_per_s: open loop: requests a second, whatever comes back. Give one of the two.
+        distribution: of the time between the requests of an open loop; ``burst`` sends `burst` of
+            them at once, in even steps.
+        burst: requests sent at once; the mean rate stays `request_rate_per_s`.
+        window_s: length of a window, in seconds; an open loop stretches it a little.
+        request_count: send so many requests and stop, in place of windows. perf_analyzer looks
+            once a second whether they are done: the throughput is low by up to a second's worth.
+        warmup_requests: sent before, and not counted.
+        timeout_s: for everything together, in seconds.
+        exports: also read the times of every single request, into `LoadResult.export`. The file
+            that carries them has all inputs and outputs too (8 KiB a request with 384 numbers,
+            0.3 MiB with an image of 100 kB): nothing in it can be switched off, and perf_analyzer
+            takes some 10 s a GB to write it, but after the last window. It is removed at once.
+        streaming: each request is a stream of responses; perf_analyzer's own latencies are then
+            those of the first one.
+        http_path: post to this path of another kind of server instead; each request is then the
+            JSON text of a body.
+        batch_size: join so many of `requests` to one, as its rows; throughputs are of rows then.
+
+    Raises:
+        UserError: an argument out of range, or no perf_analyzer.
+        LoadError: a failed request, a model that is not there, no answer in time.
+    """
+    _check(requests, concurrency, request_rate_per_s, burst)
+    deadline = time.monotonic() + timeout_s
+    analyzer = find_perf_analyzer()
+    host = url.rpartition(":")[0]  # no proxy stands between it and the server
+    variables = {**analyzer.environment(), "no_grpc_proxy": host, "NO_PROXY": host}
+    service = ["-i", "grpc"]
+    rows = [_row(request) for request in requests]
+    if http_path is not None:  # of its kinds of service, OpenAI's is the one that posts any JSON
+        service = ["--service-kind=openai", f"--endpoint={http_path}"]
+        rows = [{"payload": [json.loads(str(request))]} for request in requests]
+    with scratch_folder("triptych-load-") as scratch:
+        data, report, times = (scratch / name for name in ("data.json", "report.csv", "times.json"))
+        data.write_text(json.dumps({"data": rows}), encoding="ascii")
+        command = [
+            str(analyzer.binary.resolve()),
+            *("-m", model, "-u", url, *service, f"--input-data={data}", f"-b{batch_size}"),
+            *_load_arguments(concurrency, request_rate_per_s, distribution, burst, scratch),
+            # Its threads share the cores with the server where both run on one machine.
+            *(["--streaming"] if streaming else []),
+            *("--async", f"--max-threads={max(1, (os.cpu_count() or 2) // 2)}"),
+            *("-v", f"--percentile={PERCENTILE}", f"--stability-percentage={_ANY_SPREAD}"),
+        ]
+        if warmup_requests:
+            _measure([*command, f"--request-count={warmup_requests}"], variables, deadline)
+        command += ["-f", str(report)]
+        if request_count is not None:
+            command.append(f"--request-count={request_count}")
+        else:
+            command.append(f"--measurement-interval={round(window_s * 1000)}")
+        if exports:
+            command.append(f"--profile-export-file={times}")
+        return read_report(
+            _measure(command, variables, deadline),
+            report.read_text(encoding="utf-8"),
+            model=model,
+            concurrency=concurrency,
+            request_rate_per_s=request_rate_per_s,
+            export=read_export(times, streaming=streaming) if exports else None,
+        )
+
+
+def _check(
+    requests: Sequence[Request],
+    concurrency: int | None,
+    request_rate_per_s: float | None,
+    burst: int,
+) -> None:
+    if not requests:
+        raise UserError("requests", "must not be empty", remedy="Add lines to the traffic file")
+    if (concurrency is None) == (request_rate_per_s is None):
+        raise UserError("load", "must be either a concurrency or a request rate")
+    if concurrency is not None and concurrency < 1:
+        raise UserError("concurrency", "must be at least 1", given=concurrency)
+    if request_rate_per_s is not None and request_rate_per_s <= 0:
+        raise UserError("request_rate_per_s", "must be above 0", given=request_rate_per_s)
+    if burst < 1:
+        raise UserError("burst", "must be at least 1", given=burst)
+
+
+def _load_arguments(
+    concurrency: int | None,
+    request_rate_per_s: float | None,
+    distribution: Distribution,
+    burst: int,
+    scratch: Path,
+) -> list[str]:
+    if request_rate_per_s is None:
+        return [f"--concurrency-range={concurrency}"]
+    if distribution == "burst":
+        intervals = scratch / "intervals_us.txt"
+        pause_us = max(1, round(burst / request_rate_per_s * 1e6))
+        intervals.write_text("0\n" * (burst - 1) + f"{pause_us}\n", encoding="ascii")
+        return [f"--request-intervals={intervals}"]
+    return [
+        f"--request-rate-range={request_rate_per_s:g}",
+        f"--request-distribution={distribution}",
+    ]
+
+
+def _row(request: Request) -> dict[str, object]:
+    """A row of perf_analyzer's input data.
+
+    Strings go in base64, length first, as on the wire: given plainly, perf_analyzer cuts them at
+    the first NUL.
+    """
+    tensors = {"text": request} if isinstance(request, str) else request
+    row: dict[str, object] = {}
+    for name, value in tensors.items():
+        raw = value.encode() if isinstance(value, str) else value
+        wire = base64.b64encode(struct.pack("<I", len(raw)) + raw).decode("ascii")
+        row[name] = {"content": {"b64": wire}, "shape": [1]}
+    return row
+
+
+def _measure(command: Sequence[str], variables: Mapping[str, str], deadline: float) -> str:
+    """What perf_analyzer printed. Raises `LoadError` where it did not end well, or not in time."""
+    try:
+        done = subprocess.run(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=max(0.0, deadline - time.monotonic()),
+            check=False,
+        )
+    except subprocess.TimeoutExpired as expired:
+        raise LoadError(
+            "must be answered in time",
+            "perf_analyzer was still waiting",
+            "Raise the timeout, or lower the load",
+            (expired.stdout or b"").decode(errors="replace"),
+            is_late=True,
+        ) from None
+    output = done.stdout.decode(errors="replace")
+    if done.returncode == 0:
+        return output
+    errors = tuple(dict.fromkeys(re.findall(r"had error: (.*\S)", output)))
+    if errors:
+        raise LoadError(
+            "must be answered without errors",
+            "; ".join(errors),
+            "perf_analyzer stops at the first one; the server's log may say more",
+            output,
+            errors=errors,
+        )
+    how = f"exit status {done.returncode}"
+    if done.returncode < 0:
+        how = f"signal {signal.Signals(-done.returncode).name}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    complaint = next((line for line in lines if line.lower().startswith("error:")), "")
+    raise LoadError(
+        "must be measured",
+        f"perf_analyzer ended with {how}: {complaint or ' '.join(lines[-2:])}",
+        "Check the model's name and the server; windows must be long enough to hold some requests",
+        output,
+        is_late=any(sign in output for sign in _NOTHING_ANSWERED),
+    )

@@ -1,0 +1,159 @@
+"""The highest rate of Poisson arrivals at which a promise holds: by growth, then by halving."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from triptych.base.errors import Progress, UserError
+from triptych.serving.bench.bottleneck import find_bottleneck
+from triptych.serving.bench.measure import Target, measure
+from triptych.serving.bench.perf_analyzer import Request
+from triptych.serving.bench.points import Load, Measurement, Point, RateSearch
+from triptych.spec.slo import AnySlo
+
+FEWEST_REQUESTS = 300
+"""In a measurement: the 99th percentile of fewer rests on two or three of them."""
+
+LEAST_ANSWERED = 0.93
+"""Share of the requests sent that must come back within the windows: less is a growing backlog."""
+
+GROWTH = 1.5
+CLOSE = 1.05
+"""The search ends where the lowest broken rate is within this factor of the highest that held."""
+
+_LEAST_STEP_DOWN = 100.0
+_SIGMAS = 3.0
+_SLACK_S = 20.0
+WARM_UP_REQUESTS = 50
+DRAIN_REQUESTS = 8
+"""Sent after a rate that broke: when they are answered, what it left in the queues is too."""
+
+
+def highest_rate(
+    target: Target,
+    requests: Sequence[Request],
+    slo: AnySlo,
+    *,
+    start_per_s: float,
+    seconds: float,
+    budget_s: float,
+    progress: Progress,
+) -> RateSearch:
+    """Search for the highest rate at which the latency limits of `slo` hold.
+
+    A rate holds where no request fails, all percentiles are within their limits, and what is sent
+    comes back at the pace at which it is sent. A rate that breaks is measured once more before it
+    is believed.
+
+    Args:
+        target: what is measured.
+        requests: sent in turn.
+        slo: the promise; its throughput is no limit here.
+        start_per_s: the first rate.
+        seconds: of each measurement; longer where it would hold too few requests.
+        budget_s: no measurement begins that would end after it.
+        progress: told each measurement.
+
+    Raises:
+        UserError: no server, no such model, or a start or budget that is not above 0.
+    """
+    if start_per_s <= 0 or budget_s <= 0:
+        raise UserError("start_per_s, budget_s", "must be above 0", given=(start_per_s, budget_s))
+    deadline = time.monotonic() + budget_s
+    tried: dict[float, Point] = {}
+    warmup_requests = WARM_UP_REQUESTS
+    held, broken = 0.0, math.inf
+    rate: float | None = start_per_s
+    while rate is not None:
+        point = _try_rate(target, requests, slo, rate, seconds, deadline, warmup_requests)
+        if point is None:
+            progress("rate", f"{rate:.0f}/s: no time left")
+            break
+        tried[rate] = point
+        if holds(point.rounds[-1], slo, rate):
+            held = max(held, rate)
+            warmup_requests = 0
+        else:
+            broken = min(broken, rate)
+            warmup_requests = DRAIN_REQUESTS
+        progress("rate", _line(point, slo, rate))
+        rate = next_rate(held, broken, start_per_s)
+    return RateSearch(
+        slo=slo,
+        highest_per_s=held,
+        lowest_broken_per_s=None if math.isinf(broken) else broken,
+        points=tuple(tried[rate] for rate in sorted(tried)),
+    )
+
+
+def next_rate(held: float, broken: float, start_per_s: float) -> float | None:
+    """What to try: up until one breaks, down until one holds, then between; None at the end.
+
+    Args:
+        held: highest rate that held; 0 where none did.
+        broken: lowest that broke; infinite where none did.
+        start_per_s: the first rate.
+    """
+    if math.isinf(broken):
+        return held * GROWTH
+    if held == 0:
+        lower = broken / 2
+        return lower if lower >= start_per_s / _LEAST_STEP_DOWN else None
+    return math.sqrt(held * broken) if broken / held > CLOSE else None
+
+
+def holds(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> bool:
+    """Whether one measurement at `rate_per_s` keeps the promise."""
+    if measurement.errors or not measurement.requests:
+        return False
+    sent = measurement.sent_per_s or rate_per_s
+    # Arrivals are random: of few requests the rate comes out a little lower or higher.
+    noise = _SIGMAS / math.sqrt(measurement.requests)
+    is_sent = sent >= rate_per_s * (1 - max(1 - LEAST_ANSWERED, noise))
+    is_answered = measurement.throughput_per_s >= LEAST_ANSWERED * min(sent, rate_per_s)
+    return is_sent and is_answered and slo.strain(measurement.latencies_us) <= 1
+
+
+def _try_rate(
+    target: Target,
+    requests: Sequence[Request],
+    slo: AnySlo,
+    rate: float,
+    seconds: float,
+    deadline: float,
+    warmup_requests: int,
+) -> Point | None:
+    """One rate, measured twice where it breaks; None where there is no time for it."""
+    load = Load("poisson", rate)
+    length = max(seconds, FEWEST_REQUESTS / rate)
+    rounds: list[Measurement] = []
+    for _ in range(2):
+        left = deadline - time.monotonic()
+        if left < length:
+            break
+        rounds.append(
+            measure(
+                target,
+                requests,
+                load,
+                seconds=length,
+                warmup_requests=DRAIN_REQUESTS if rounds else warmup_requests,
+                timeout_s=min(left, 2 * length) + _SLACK_S,
+            )
+        )
+        if holds(rounds[-1], slo, rate):
+            break
+    if not rounds:
+        return None
+    return Point(target.pipeline, load, tuple(rounds), find_bottleneck(rounds[-1], load))
+
+
+def _line(point: Point, slo: AnySlo, rate: float) -> str:
+    last = point.rounds[-1]
+    if last.errors:
+        said = ", ".join(f"{count} x {kind}" for kind, count in last.errors.items())
+    else:
+        said = f"{last.throughput_per_s:.0f}/s answered, p99 {last.p99_us / 1e3:.1f} ms"
+    return f"{rate:.0f}/s {'holds' if holds(last, slo, rate) else 'breaks'}: {said}"

@@ -1,0 +1,271 @@
+"""What a load takes of the machine: processor and memory of each process, GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from triptych.base.errors import UserError
+from triptych.serving.bench.metrics_page import fetch_metrics
+from triptych.serving.bench.points import GpuUse, ProcessUse, Resources
+
+SERVER = "tritonserver"
+CLIENT = "perf_analyzer"
+EVERY_S = 0.3
+MEMORY_EVERY = 3
+"""Memory is summed up by the kernel page by page: it is read with every third snapshot only."""
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One look at the machine; counters have run since the processes, or the machine, started."""
+
+    time_ns: int  # since the epoch
+    cpu_s: dict[str, float]  # process to the seconds of processor time that it has taken
+    machine: tuple[float, float]  # seconds that this process's cores were busy, and that passed
+    wait_s: dict[str, float] = field(default_factory=dict)
+    """Process to the seconds that its threads stood ready and had no core."""
+    memory_mib: dict[str, float] = field(default_factory=dict)  # empty in most snapshots
+    gpus: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """GPU to its utilization (0 to 1) and memory in MiB."""
+
+
+class Watch:
+    """Looks at a server from a thread while the context lasts.
+
+    Args:
+        pid: of tritonserver; None where it runs on another machine.
+        metrics_url: of the server's metrics page; None leaves out GPUs.
+    """
+
+    def __init__(self, pid: int | None, metrics_url: str | None) -> None:
+        self._pid = pid
+        self._metrics_url = metrics_url
+        self._snapshots: list[Snapshot] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def between(self, start_ns: int, end_ns: int) -> Resources | None:
+        """What was taken from `start_ns` to `end_ns` (since the epoch); None without two looks.
+
+        The clock of those times must be this machine's.
+        """
+        return summarise(self._snapshots, start_ns, end_ns, is_local=self._pid is not None)
+
+    def _run(self) -> None:
+        number = 0
+        while True:
+            self._snapshots.append(self._look(number % MEMORY_EVERY == 0))
+            number += 1
+            if self._over.wait(EVERY_S):
+                self._snapshots.append(self._look(True))
+                return
+
+    def _look(self, with_memory: bool) -> Snapshot:
+        cpu_s: dict[str, float] = defaultdict(float)
+        wait_s: dict[str, float] = defaultdict(float)
+        memory: dict[str, float] = defaultdict(float)
+        for name, process in self._processes():
+            try:
+                times = process.cpu_times()
+                cpu_s[name] += times.user + times.system
+                wait_s[name] += _wait_s(process.pid)
+                if with_memory and name != CLIENT:
+                    held = process.memory_full_info().pss / _MIB
+                    memory[name] += held
+            except psutil.Error:  # ended between the listing and the reading
+                continue
+        return Snapshot(time.time_ns(), cpu_s, _machine_s(), wait_s, memory, self._gpus())
+
+    def _processes(self) -> Iterator[tuple[str, psutil.Process]]:
+        if self._pid is not None:
+            for process in process_tree(self._pid):
+                try:
+                    yield model_of(process_name(process, self._pid)), process
+                except psutil.Error:  # ended since it was listed
+                    continue
+        for process in process_tree(os.getpid()):
+            try:
+                if process.name() == CLIENT:
+                    yield CLIENT, process
+            except psutil.Error:
+                continue
+
+    def _gpus(self) -> dict[str, tuple[float, float]]:
+        if self._metrics_url is None:
+            return {}
+        try:
+            samples = fetch_metrics(self._metrics_url)
+        except UserError:
+            return {}
+        used = {
+            (name, labels.get("gpu_uuid", "")): value
+            for name, labels, value in samples
+            if name in ("nv_gpu_utilization", "nv_gpu_memory_used_bytes")
+        }
+        if not used:
+            self._metrics_url = None  # no GPU now, none later
+        return {
+            gpu: (
+                used.get(("nv_gpu_utilization", gpu), 0.0),
+                used.get(("nv_gpu_memory_used_bytes", gpu), 0.0) / _MIB,
+            )
+            for _, gpu in used
+        }
+
+
+def summarise(
+    snapshots: Sequence[Snapshot], start_ns: int, end_ns: int, *, is_local: bool
+) -> Resources | None:
+    """Means and peaks over a span of time; counters are interpolated at its ends.
+
+    Args:
+        snapshots: in order of time.
+        start_ns: since the epoch.
+        end_ns: since the epoch.
+        is_local: whether the server runs on the machine that was looked at.
+    """
+    if len(snapshots) < 2 or end_ns <= start_ns:
+        return None
+    span = (start_ns, end_ns)
+    seconds = (end_ns - start_ns) / 1e9
+    names = dict.fromkeys(name for one in snapshots for name in one.cpu_s)
+    cores, waits = (
+        {
+            name: _rise([one.get(name) for one in counters], snapshots, span) / seconds
+            for name in names
+        }
+        for counters in ([one.cpu_s for one in snapshots], [one.wait_s for one in snapshots])
+    )
+    busy, passed = (_rise([one.machine[at] for one in snapshots], snapshots, span) for at in (0, 1))
+    within = [one for one in snapshots if start_ns <= one.time_ns <= end_ns] or list(snapshots)
+    gpus = dict.fromkeys(name for one in within for name in one.gpus)
+    return Resources(
+        cores=len(os.sched_getaffinity(0)),
+        machine_cpu=min(1.0, busy / passed) if is_local and passed > 0 else None,
+        client_cpu_cores=cores.get(CLIENT, 0.0),
+        processes=tuple(
+            ProcessUse(
+                name=name,
+                cpu_cores=cores[name],
+                memory_mib=max(one.memory_mib.get(name, 0.0) for one in snapshots),
+                wait_cores=max(0.0, waits[name]),  # a thread that ended takes its seconds along
+            )
+            for name in names
+            if name != CLIENT
+        ),
+        gpus=tuple(_gpu_use(name, within) for name in gpus),
+    )
+
+
+def _rise(
+    values: Sequence[float | None], snapshots: Sequence[Snapshot], span: tuple[int, int]
+) -> float:
+    """How far a counter went within `span`, read off straight lines between the snapshots.
+
+    A counter that appears later than the first snapshot began at 0; one that is gone stays.
+    """
+    times = [one.time_ns for one in snapshots]
+    known = [(time, value) for time, value in zip(times, values, strict=True) if value is not None]
+    if not known:
+        return 0.0
+    if values[0] is None:
+        born = next(index for index, value in enumerate(values) if value is not None)
+        known.insert(0, (times[born - 1], 0.0))
+    origin = times[0]  # a float does not hold nanoseconds since the epoch
+    low, high = np.interp(
+        [moment - origin for moment in span],
+        [time - origin for time, _ in known],
+        [value for _, value in known],
+    )
+    return float(high - low)
+
+
+def _gpu_use(name: str, snapshots: Sequence[Snapshot]) -> GpuUse:
+    seen = [one.gpus[name] for one in snapshots if name in one.gpus]
+    return GpuUse(
+        name=name,
+        utilization=sum(utilization for utilization, _ in seen) / len(seen),
+        memory_mib=max(memory for _, memory in seen),
+    )
+
+
+def process_tree(root: int) -> list[psutil.Process]:
+    """`root` and everything that descends from it; empty where it has ended."""
+    try:
+        process = psutil.Process(root)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def process_name(process: psutil.Process, server: int) -> str:
+    """``tritonserver`` for the process `server`, else its model instance, else its program's name.
+
+    What an instance has started, as an engine's workers, goes by the instance's name.
+
+    Raises:
+        psutil.Error: it has ended, or cannot be looked at.
+    """
+    if process.pid == server:
+        return SERVER
+    for one in (process, *process.parents()):
+        if one.pid == server:
+            break
+        instances = [word for word in one.cmdline() if re.fullmatch(r"[\w.-]+_\d+_\d+", word)]
+        if instances:
+            return instances[-1]
+    return Path((process.cmdline() or [process.name()])[0]).name
+
+
+def model_of(instance: str) -> str:
+    """The model of an instance: ``minilm_core`` of ``minilm_core_0_1``."""
+    return re.sub(r"_\d+_\d+$", "", instance)
+
+
+def _wait_s(pid: int) -> float:
+    """Seconds its threads were ready to run and did not (Linux: sched-stats.rst)."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:  # it has ended
+        return 0.0
+    waited_ns = 0
+    for thread in threads:
+        try:
+            counts = (thread / "schedstat").read_text(encoding="ascii")
+            waited_ns += int(counts.split()[1])
+        except (OSError, IndexError):  # a thread that ended, or a kernel that does not count
+            continue
+    return waited_ns / 1e9
+
+
+def _machine_s() -> tuple[float, float]:
+    """Seconds that the cores of this process were busy, and seconds that passed on them."""
+    own = os.sched_getaffinity(0)
+    busy = passed = 0.0
+    for core, times in enumerate(psutil.cpu_times(percpu=True)):
+        if core in own:
+            # Guests are counted within user time already.
+            spent = sum(times) - times.guest - times.guest_nice
+            passed += spent
+            busy += spent - times.idle - times.iowait
+    return busy, passed

@@ -1,0 +1,167 @@
+"""What the server itself counted: a pipeline's steps, and what each did between two moments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tritonclient import grpc
+
+from triptych.base.errors import UserError
+from triptych.client.statistics import StepStatistics, read_statistics
+from triptych.serving.bench.points import StepUse
+
+STEPS = ("preprocess", "core", "postprocess")
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ServedStep:
+    """A model that requests go through; see `StepUse`."""
+
+    step: str
+    model: str
+    instances: int
+    max_delay_us: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sums of one model since the server loaded it."""
+
+    statistics: StepStatistics
+    total_us: float  # from arrival to answer of all requests together, those without error
+    busy_us: float  # of all executions together
+    batch_sizes: Mapping[int, int]  # rows of a batch to its executions
+
+    @property
+    def mean_us(self) -> float:
+        answered = self.statistics.requests
+        return self.total_us / answered if answered else 0.0
+
+    def __sub__(self, earlier: Counts) -> Counts:
+        """What happened after `earlier` was taken; sizes that did not run are left out."""
+        return Counts(
+            statistics=self.statistics - earlier.statistics,
+            total_us=self.total_us - earlier.total_us,
+            busy_us=self.busy_us - earlier.busy_us,
+            batch_sizes=Counter(self.batch_sizes) - Counter(earlier.batch_sizes),
+        )
+
+
+class ServerCounts:
+    """A pipeline on a server, asked for its counts.
+
+    Args:
+        grpc_url: ``host:port``.
+        pipeline: an ensemble, or a model by itself.
+
+    Attributes:
+        steps: in the ensemble's order; the model itself where it is no ensemble.
+
+    Raises:
+        UserError: nothing answers there, or there is no such model.
+    """
+
+    def __init__(self, grpc_url: str, pipeline: str) -> None:
+        # No proxy stands between this and the server, as for perf_analyzer.
+        direct = [("grpc.enable_http_proxy", 0)]
+        self._pipeline = pipeline
+        self._url = grpc_url
+        self._client = grpc.InferenceServerClient(grpc_url, channel_args=direct)
+        config = self._config(pipeline)
+        names = [step.model_name for step in config.ensemble_scheduling.step] or [pipeline]
+        self.steps = tuple(
+            _step(pipeline, config if name == pipeline else self._config(name))
+            for name in dict.fromkeys(names)
+        )
+
+    def read(self) -> dict[str, Counts]:
+        """The counts of the pipeline and of each step, by model.
+
+        Raises:
+            UserError: the server no longer answers.
+        """
+        names = dict.fromkeys([self._pipeline, *(step.model for step in self.steps)])
+        ask = self._client.get_inference_statistics
+        return {name: _read_counts(name, self._ask(ask, name)) for name in names}
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _config(self, model: str) -> Any:
+        return self._ask(self._client.get_model_config, model).config
+
+    def _ask(self, ask: Callable[..., Any], model: str) -> Any:
+        try:
+            return ask(model, client_timeout=_TIMEOUT_S)
+        except grpc.InferenceServerException as error:
+            if str(error.status()).endswith(("NOT_FOUND", "INVALID_ARGUMENT")):
+                raise UserError(
+                    "pipeline",
+                    "must be a model that the server has loaded",
+                    given=f"{model}: {error.message()}",
+                    remedy="Check its name, and the server's log",
+                ) from error
+            raise UserError(
+                "url",
+                "must be the gRPC address of a running server",
+                given=f"{self._url}: {error.message()}",
+                remedy="Start it with `triptych serve NAME`, or check host and port",
+            ) from error
+
+
+def step_use(step: ServedStep, counts: Counts, share: float, seconds: float) -> StepUse:
+    """What `step` did, as a value of the result.
+
+    Args:
+        step: whose.
+        counts: between the two moments.
+        share: of these counts that falls into the measured time; the rest is before and after.
+        seconds: of the measured time.
+    """
+    statistics = counts.statistics
+    room_s = step.instances * seconds
+    return StepUse(
+        step=step.step,
+        model=step.model,
+        instances=step.instances,
+        max_delay_us=step.max_delay_us,
+        requests=statistics.requests,
+        failures=statistics.failures,
+        rows=statistics.rows,
+        executions=statistics.executions,
+        batch_sizes=dict(sorted(counts.batch_sizes.items())),
+        queue_us=statistics.queue_us,
+        compute_input_us=statistics.compute_input_us,
+        compute_infer_us=statistics.compute_infer_us,
+        compute_output_us=statistics.compute_output_us,
+        busy=min(1.0, counts.busy_us / 1e6 * share / room_s) if room_s > 0 else None,
+    )
+
+
+def _read_counts(model: str, response: Any) -> Counts:
+    """The sums over all versions in a ``ModelStatisticsResponse`` for `model`."""
+    sizes: Counter[int] = Counter()
+    busy_ns = total_ns = 0
+    for version in response.model_stats:
+        total_ns += version.inference_stats.success.ns
+        for ran in version.batch_stats:
+            sizes[ran.batch_size] += ran.compute_infer.count
+            busy_ns += ran.compute_input.ns + ran.compute_infer.ns + ran.compute_output.ns
+    return Counts(read_statistics(model, response), total_ns / 1000, busy_ns / 1000, sizes)
+
+
+def _step(pipeline: str, config: Any) -> ServedStep:
+    name = config.name.removeprefix(f"{pipeline}_")
+    return ServedStep(
+        step=name if name in STEPS else config.name,
+        model=config.name,
+        instances=sum(
+            group.count * (len(group.gpus) if group.kind == group.KIND_GPU else 1)
+            for group in config.instance_group
+        ),
+        max_delay_us=config.dynamic_batching.max_queue_delay_microseconds,
+    )

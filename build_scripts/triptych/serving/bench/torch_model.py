@@ -1,0 +1,85 @@
+"""The pipeline's model in PyTorch fp32 on padded batches, as transformers' own users call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from triptych.base.tensors import TokenRow
+from triptych.core.export.heads import Rows, SentenceHead
+from triptych.core.export.to_onnx import load_model
+from triptych.core.feeds import Sample
+from triptych.core.gate.reference import pixel_values
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.tasks.task import Core
+
+
+class TorchModel:
+    """Rows to vectors where the core pools, else to logits; nothing is decoded.
+
+    Logits are of every token where the model gives them so: of fill-mask, too, whose users get
+    them at every place and pick the mask's afterwards.
+
+    Args:
+        folder: as `save_pretrained` wrote it.
+        facts: of the model.
+        core: what the pipeline's core computes.
+        compiled: whether `torch.compile` is asked to compile it, for all shapes.
+
+    Raises:
+        UserError: transformers cannot load the model.
+    """
+
+    def __init__(self, folder: Path, facts: ModelFacts, core: Core, *, compiled: bool) -> None:
+        self._facts = facts
+        self._core = core
+        self._model: Any = load_model(folder, core.auto_class)
+        self._head = SentenceHead(facts, folder).eval() if core.reads == "pooled" else None
+        if compiled:
+            self._model = torch.compile(self._model, dynamic=True)
+
+    def __call__(self, samples: Sequence[Sample]) -> tuple[Any, ...]:
+        """One padded batch: FP32 ``[rows, ...]``, two of them for spans.
+
+        Args:
+            samples: all tokens, or all pixels of one size.
+        """
+        with torch.inference_mode():
+            rows = [sample for sample in samples if isinstance(sample, TokenRow)]
+            if not rows:
+                values = np.stack([pixel_values(np.asarray(one), self._facts) for one in samples])
+                return (self._model(pixel_values=torch.from_numpy(values)).logits,)
+            inputs = self._padded(rows)
+            output = self._model(**inputs)
+            if self._head is not None:
+                return (self._head(output.last_hidden_state, _places(inputs)),)
+            if self._core.returns == "spans":
+                return output.start_logits, output.end_logits
+            return (output.logits,)
+
+    def _padded(self, rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
+        shape = (len(rows), max(1, *(len(row.ids) for row in rows)))
+        ids = np.full(shape, self._facts.pad_token_id, dtype=np.int64)
+        mask, types = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        for number, row in enumerate(rows):
+            ids[number, : len(row.ids)] = row.ids
+            mask[number, : len(row.ids)] = 1
+            types[number, row.first_segment : len(row.ids)] = 1
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        if types.any():
+            inputs["token_type_ids"] = torch.from_numpy(types)
+        return inputs
+
+
+def _places(inputs: dict[str, torch.Tensor]) -> Rows:
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    return Rows(
+        ids=ids,
+        position=torch.arange(ids.shape[1])[None],
+        member=mask.bool(),
+        length=mask.sum(dim=1, keepdim=True),
+    )

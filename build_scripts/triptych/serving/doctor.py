@@ -1,0 +1,225 @@
+"""Checks of a machine: what works here, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from triptych.base.errors import Finding, Severity
+from triptych.base.releases import risk_of
+from triptych.serving.embedded import EMBEDDED_RELEASE, REQUIREMENTS
+from triptych.serving.machine import MachineFacts, read_machine
+
+_MIB = 2**20
+_PYTHON_MIN, _PYTHON_END = (3, 10), (3, 13)
+# Of a pipeline served on a laptop: preprocess, the core's stand-in, postprocess.
+_PYTHON_STEPS = 3
+_SHM_WARNING_BYTES = 64 * _MIB * _PYTHON_STEPS
+_SHM_ERROR_BYTES = 16 * _MIB * _PYTHON_STEPS
+# What TensorRT 11 and the NGC containers that carry it ask for.
+_DRIVER_MIN = 590
+_COMPUTE_CAPABILITY_MIN = (7, 5)
+_EXTRAS: tuple[tuple[str, str, Severity], ...] = (
+    ("build", "`triptych build`", "warning"),
+    ("local", "serving without a container", "warning"),
+    ("fleet", "`triptych serve --replicas`", "info"),
+)
+
+
+def examine(
+    *,
+    grpc_port: int = 8001,
+    http_port: int = 8000,
+    metrics_port: int = 8002,
+    shm_path: Path = Path("/dev/shm"),
+) -> list[Finding]:
+    """Looks at this machine and checks it; a port of 0 is always free.
+
+    Returns:
+        The findings of every check, in their order; what is in order is an ``info``
+        without a remedy.
+
+    Raises:
+        UserError: a port is out of range.
+    """
+    ports = {"grpc": grpc_port, "http": http_port, "metrics": metrics_port}
+    return check_machine(read_machine(ports, shm_path))
+
+
+def check_machine(machine: MachineFacts) -> list[Finding]:
+    """The findings of every check about these facts: the ground first, then what few verbs need."""
+    return [
+        *_ground(machine),
+        *_embedded(machine),
+        *_resources(machine),
+        *_packages(machine),
+        *_gpus(machine),
+        _finding(
+            "perf-analyzer",
+            machine.perf_analyzer,
+            "`triptych bench` makes load with perf_analyzer",
+            machine.perf_analyzer or "not on PATH",
+            "info",
+            "Nothing: `triptych bench` fetches one when it is first run",
+        ),
+    ]
+
+
+def _finding(
+    name: str, holds: object, rule: str, given: object, severity: Severity, remedy: str
+) -> Finding:
+    """An ``info`` without a remedy where the rule holds."""
+    kind: Severity = "info" if holds else severity
+    return Finding(name, kind, "", rule, str(given), "" if holds else remedy)
+
+
+def _ground(machine: MachineFacts) -> Iterable[Finding]:
+    version = tuple(int(part) for part in machine.platform.python_version.split("."))
+    yield _finding(
+        "python-version",
+        _PYTHON_MIN <= version < _PYTHON_END,
+        "Python must be 3.10, 3.11 or 3.12",
+        f"Python {machine.platform.python_version}",
+        "error",
+        "Make the virtual environment anew: `python3.11 -m venv .venv`",
+    )
+    rule = "the server is the one on PATH, else the embedded one"
+    risk = risk_of(EMBEDDED_RELEASE)
+    embedded = f"embedded {EMBEDDED_RELEASE}: for development" + (f". {risk}" if risk else "")
+    given = machine.tritonserver or embedded
+    yield _finding("tritonserver", True, rule, given, "info", "")
+
+
+def _embedded(machine: MachineFacts) -> Iterable[Finding]:
+    """What the embedded server lacks stops nobody who has another server on PATH."""
+    severity: Severity = "info" if machine.tritonserver else "error"
+    for name, rule, holds, given, remedy in REQUIREMENTS:
+        rule = f"the embedded tritonserver {rule}"
+        yield _finding(
+            name, holds(machine.platform), rule, given(machine.platform), severity, remedy
+        )
+    python = machine.stub_python
+    expected = (machine.platform.python_version, machine.prefix)
+    yield _finding(
+        "stub-python",
+        python is not None and (python.version, python.prefix) == expected,
+        f"the first python3 beside this Python must belong to {machine.prefix}: a served step "
+        "finds its packages through it",
+        f"{python.program}: Python {python.version} of {python.prefix}" if python else "none runs",
+        severity,
+        "Run triptych from a virtual environment: `python3.11 -m venv .venv`",
+    )
+    yield _finding(
+        "temporary-folder",
+        machine.temporary_folder_runs_programs,
+        "the temporary folder must allow programs to run: the steps' stub is put there",
+        machine.temporary_folder,
+        severity,
+        "Set TMPDIR to a folder on a mount without `noexec`",
+    )
+
+
+def _resources(machine: MachineFacts) -> Iterable[Finding]:
+    for name, port in machine.ports.items():
+        yield _finding(
+            f"port-{name}",
+            name not in machine.busy_ports,
+            f"the {name} port must be free for `triptych serve`",
+            port or "any free one",
+            "warning",
+            f"Stop what listens there, or pass another with --{name}-port (0 picks a free one)",
+        )
+    free_bytes = machine.shm_free_bytes
+    yield _finding(
+        "shared-memory",
+        free_bytes is not None and free_bytes >= _SHM_WARNING_BYTES,
+        f"{machine.shm_path} should have {_SHM_WARNING_BYTES // _MIB} MiB free "
+        f"(64 for each of {_PYTHON_STEPS} Python steps)",
+        "no such folder" if free_bytes is None else f"{free_bytes // _MIB} MiB",
+        "error" if free_bytes is None or free_bytes < _SHM_ERROR_BYTES else "warning",
+        "In a container: `docker run --shm-size=1g`, or in Kubernetes an emptyDir with medium "
+        f"Memory on {machine.shm_path}. Elsewhere: `mount -o remount,size=1g {machine.shm_path}`",
+    )
+
+
+def _packages(machine: MachineFacts) -> Iterable[Finding]:
+    yield _finding(
+        "package",
+        machine.extras,
+        "triptych must be installed",
+        "installed" if machine.extras else "not installed",
+        "error",
+        "Run `pip install -e .` in the project's folder",
+    )
+    for extra, purpose, severity in _EXTRAS:
+        packages = machine.extras.get(extra, {})
+        missing = [name for name, version in packages.items() if version is None]
+        there = [f"{name} {version}" for name, version in packages.items() if version]
+        yield _finding(
+            f"extra-{extra}",
+            packages and not missing,
+            f"{purpose} needs the packages of the extra `{extra}`",
+            f"missing: {', '.join(missing)}" if missing else ", ".join(there) or "unknown",
+            severity,
+            f"Run `pip install -e .[{extra}]`",
+        )
+    torch = machine.extras.get("build", {}).get("torch")
+    if torch is None or machine.torch_pin is None:
+        return
+    yield _finding(
+        "torch-build",
+        torch == f"{machine.torch_pin}+cpu",
+        f"the parity of exported models was measured with torch {machine.torch_pin}, the CPU build",
+        f"torch {torch}",
+        "info",
+        f"Nothing, unless a gate fails: then install torch {machine.torch_pin}+cpu",
+    )
+
+
+def _gpus(machine: MachineFacts) -> Iterable[Finding]:
+    listed = ", ".join(f"{gpu.name} ({gpu.memory_mib} MiB)" for gpu in machine.gpus)
+    yield _finding(
+        "gpu",
+        machine.gpus,
+        "a GPU is needed to build and run TensorRT engines, and for `core.device: gpu`",
+        listed or "none",
+        "warning" if machine.driver else "info",
+        "In a container pass it on: `docker run --gpus all`"
+        if machine.driver
+        else "Nothing, as long as pipelines say `core.device: cpu`",
+    )
+    old = [gpu for gpu in machine.gpus if gpu.compute_capability < _COMPUTE_CAPABILITY_MIN]
+    if machine.gpus:
+        yield _finding(
+            "gpu-compute-capability",
+            not old,
+            "TensorRT needs compute capability 7.5 or later",
+            ", ".join(f"{g.compute_capability[0]}.{g.compute_capability[1]}" for g in machine.gpus),
+            "warning",
+            "Serve with `core.backend: onnxruntime` on these",
+        )
+    if machine.driver is not None:
+        major = machine.driver.partition(".")[0]
+        yield _finding(
+            "nvidia-driver",
+            major.isdigit() and int(major) >= _DRIVER_MIN,
+            f"containers with TensorRT 11 need NVIDIA driver {_DRIVER_MIN} or later",
+            machine.driver,
+            "warning",
+            "Update the driver on the host, or pin a container with TensorRT 10",
+        )
+    if not machine.gpus:
+        return
+    packages = {"TensorRT": machine.tensorrt, **machine.extras.get("gpu", {})}
+    there = [f"{name} {version}" for name, version in packages.items() if version]
+    missing = [name for name, version in packages.items() if version is None]
+    yield _finding(
+        "tensorrt",
+        not missing,
+        "`triptych engine`, and serving engines without a container, need TensorRT and CUDA's "
+        "Python packages",
+        ", ".join([*there, *(f"no {name}" for name in missing)]),
+        "info",
+        "Nothing, if the images do both (docker/README.md); else install `tensorrt` and run "
+        "`pip install -e .[gpu]`",
+    )

@@ -1,0 +1,1 @@
+"""What a pipeline is: its spec, its model, its tasks and the plan that follows from them."""

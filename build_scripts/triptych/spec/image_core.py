@@ -1,0 +1,51 @@
+"""An image classifier that takes bytes: what the image processor does last runs on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from triptych.spec.model_facts import ImageFacts
+
+
+class ImageCore(nn.Module):
+    """Pixels to logits: rescaling and normalising before `model`, which takes ``pixel_values``."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, model: Any, image: ImageFacts) -> None:
+        super().__init__()
+        self.model = model
+        self._factor = image.rescale_factor
+        self._normalizes = image.mean is not None and image.std is not None
+        for name, values in (("mean", image.mean), ("std", image.std)):
+            tensor = torch.tensor(values or (), dtype=torch.float32).reshape(-1, 1, 1)
+            self.register_buffer(name, tensor, persistent=False)
+
+    def values(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The model's input: UINT8 ``[rows, height, width, channels]`` to FP32, channels first."""
+        # To floats first: TensorRT takes bytes as an input, but nothing computes on them.
+        values = pixels.to(torch.float32).permute(0, 3, 1, 2)
+        # Not folded into one multiplication and addition: this is the processor's own order.
+        if self._factor is not None:
+            values = values * self._factor
+        if self._normalizes:
+            values = (values - self.mean) / self.std
+        return values
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """UINT8 ``[rows, height, width, channels]`` to logits FP32 ``[rows, classes]``."""
+        logits: torch.Tensor = self.model(pixel_values=self.values(pixels)).logits
+        return logits
+
+
+def model_input(pixels: NDArray[np.uint8], image: ImageFacts) -> NDArray[np.float32]:
+    """What the core hands the model: UINT8 ``[rows, height, width, channels]`` to FP32."""
+    core = ImageCore(nn.Identity(), image)
+    values: NDArray[np.float32] = core.values(torch.tensor(pixels)).numpy()
+    return values

@@ -1,0 +1,226 @@
+"""A model's own image processor -> `ImageFacts`, proved against the processor itself."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.base.errors import UserError
+from triptych.spec.model_facts import ImageFacts, Resize
+from triptych.spec.sentence_modules import read_json
+
+LARGEST_DIFFERENCE = 1e-5
+"""Of any element from the processor's, relative to its largest one where that is above 1."""
+
+_FIELD = "model.source"
+_REMEDY = "Choose a model whose image processor resizes, crops, rescales and normalises, no more"
+_CHANNELS = 3
+_ENLARGED = 256 / 224  # by which a processor may resize to more than `size` without a setting
+_SEED = 20
+_PROBES = (  # height, width, mode: odd, tall, wide, smaller than any crop; every kind of pixel
+    (1, 1, "RGB"),
+    (2, 3, "RGB"),
+    (480, 641, "RGB"),
+    (501, 37, "RGB"),
+    (37, 501, "RGBA"),
+    (225, 223, "L"),
+    (301, 200, "P"),
+    (97, 131, "LA"),
+    (130, 130, "1"),
+    (389, 517, "RGB"),
+)
+_RULE = "must have an image processor "
+
+
+class _Probe(NamedTuple):
+    """An image as the runtime opens it, and the processor's result for the same bytes."""
+
+    name: str
+    image: Any
+    expected: NDArray[np.float32]
+
+
+class _Geometry(NamedTuple):
+    """One reading of what a processor's settings say about sizes; see `ImageFacts`."""
+
+    resize: Resize
+    edges: tuple[int, ...]
+    crop: tuple[int, int] | None
+
+
+def read_image_facts(folder: Path) -> ImageFacts:
+    """The settings of the image processor in `folder`, proved to be all that it does.
+
+    What a setting means differs from processor to processor: each sensible reading is tried until
+    one gives the processor's own results for images of many kinds.
+
+    Raises:
+        UserError: there is no processor, its results vary in size, or no reading fits it.
+    """
+    processor = _load(folder)
+    name = type(processor).__name__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        probes = [_probe(processor, *probe) for probe in _PROBES]
+    facts = _facts(processor, *_size(name, probes))
+    closest: tuple[float, str] | None = None
+    for geometry in dict.fromkeys(_geometries(processor)):
+        reading = replace(facts, **geometry._asdict())
+        furthest = _furthest(reading, probes)
+        if furthest[0] <= LARGEST_DIFFERENCE:
+            return reading
+        closest = furthest if closest is None else min(closest, furthest)
+    differs = "" if closest is None else f", closest reading {closest[0]:.3g} off at {closest[1]}"
+    raise UserError(
+        _FIELD,
+        _RULE + "whose settings say all that it does",
+        given=f"{name}{differs}",
+        remedy=_REMEDY,
+    )
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(
+            folder, backend="pil", trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:
+        if "sampling_rate" in read_json(folder / "preprocessor_config.json", default={}):
+            raise UserError(
+                _FIELD,
+                "must be a model of texts or images",
+                given="a preprocessor of sound in preprocessor_config.json",
+                remedy="Choose another model",
+            ) from error
+        raise UserError(
+            _FIELD,
+            _RULE + "that transformers can load and run on Pillow",
+            given=" ".join(str(error).split())[:300],
+            remedy="Check preprocessor_config.json, or choose another model",
+        ) from error
+
+
+def _probe(processor: Any, height: int, width: int, mode: str) -> _Probe:
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    from triptych.runtime.rows_image import Limits, open_image
+
+    name = f"a {width} x {height} image of mode {mode}"
+    slope = np.linspace(0, 160, height * width * 4).reshape(height, width, 4)
+    noise = np.random.default_rng(_SEED).integers(0, 96, slope.shape)
+    source = Image.fromarray((slope + noise).astype(np.uint8))
+    if not mode.endswith("A"):
+        source = source.convert("RGB")
+    file = io.BytesIO()
+    source.convert(mode).save(file, "PNG")
+    own = type(processor).__name__
+    try:
+        result = dict(processor(images=load_image(Image.open(file)), return_tensors="np"))
+    except Exception as error:
+        given = f"{own}, {name}: {' '.join(str(error).split())[:200]}"
+        rule = _RULE + "that takes images of every size"
+        raise UserError(_FIELD, rule, given=given, remedy=_REMEDY) from error
+    if set(result) != {"pixel_values"}:
+        given = f"{own}, which makes {', '.join(sorted(result))}"
+        rule = _RULE + "that makes pixel_values and nothing else"
+        raise UserError(_FIELD, rule, given=given, remedy=_REMEDY)
+    image = open_image(file.getvalue(), Limits(sys.maxsize, sys.maxsize), 0)
+    return _Probe(name, image, np.asarray(result["pixel_values"]))
+
+
+def _size(name: str, probes: Sequence[_Probe]) -> tuple[int, int]:
+    """Height and width of every result."""
+    shapes = list(dict.fromkeys(probe.expected.shape for probe in probes))
+    if len(shapes) > 1 or len(shapes[0]) != 4 or shapes[0][:2] != (1, _CHANNELS):
+        raise UserError(
+            _FIELD,
+            f"must have an image processor that makes [{_CHANNELS}, height, width] of an image, "
+            "with one height and one width for all images",
+            given=f"{name}, which makes {', '.join(str(list(shape[1:])) for shape in shapes[:3])}",
+            remedy="Set a size or crop_size with height and width in preprocessor_config.json",
+        )
+    return shapes[0][2], shapes[0][3]
+
+
+def _setting(processor: Any, name: str) -> Any:
+    return getattr(processor, name, None)
+
+
+def _facts(processor: Any, height: int, width: int) -> ImageFacts:
+    """All but the geometry."""
+    from PIL import Image
+
+    setting = partial(_setting, processor)
+    mean, std = np.zeros(_CHANNELS), np.ones(_CHANNELS)
+    if setting("do_normalize"):
+        mean, std = mean + setting("image_mean"), std * setting("image_std")
+    if setting("do_rescale") and setting("rescale_offset"):
+        mean = mean + 1  # subtracted right after rescaling, before any mean
+    if setting("include_top"):
+        std = std * setting("image_std")
+    normalizes = bool(mean.any() or (std != 1).any())
+    resample = setting("resample")
+    return ImageFacts(
+        resize="none",
+        edges=(),
+        resample=Image.Resampling(2 if resample is None else int(resample)).name.lower(),
+        crop=None,
+        reverse_channels=bool(setting("do_flip_channel_order")),
+        rescale_factor=float(setting("rescale_factor")) if setting("do_rescale") else None,
+        mean=tuple(mean.tolist()) if normalizes else None,
+        std=tuple(std.tolist()) if normalizes else None,
+        height=height,
+        width=width,
+        channels=_CHANNELS,
+    )
+
+
+def _geometries(processor: Any) -> Iterator[_Geometry]:
+    setting = partial(_setting, processor)
+    size, crop_size = (dict(setting(key) or {}) for key in ("size", "crop_size"))
+    crop: tuple[int, int] | None = None
+    if setting("do_center_crop") and crop_size.get("height") and crop_size.get("width"):
+        crop = (crop_size["height"], crop_size["width"])
+    if not setting("do_resize"):
+        yield _Geometry("none", (), crop)
+        return
+    height, width, edge = (size.get(key) for key in ("height", "width", "shortest_edge"))
+    if height and width:
+        yield _Geometry("exact", (height, width), crop)
+        edge = edge or (height if height == width else None)
+    if edge:
+        yield _Geometry("exact", (edge, edge), crop)
+        enlarged = [edge, int(_ENLARGED * edge)]
+        if setting("crop_pct"):
+            enlarged.append(int(edge / setting("crop_pct")))
+        for shorter in enlarged:
+            yield _Geometry("shorter", (shorter,), crop)
+            yield _Geometry("shorter", (shorter,), (edge, edge))
+
+
+def _furthest(facts: ImageFacts, probes: Sequence[_Probe]) -> tuple[float, str]:
+    """The largest difference of any probe from the processor's result, and which probe's."""
+    from triptych.runtime.rows_image import to_pixels
+    from triptych.spec.image_core import model_input
+
+    largest = (0.0, "")
+    for probe in probes:
+        pixels = np.ascontiguousarray(to_pixels(probe.image, asdict(facts)))
+        if pixels.shape != (facts.height, facts.width, facts.channels):
+            return float("inf"), probe.name
+        difference = np.abs(model_input(pixels[None], facts) - probe.expected).max()
+        scale = max(1.0, float(np.abs(probe.expected).max()))
+        largest = max(largest, (float(difference) / scale, probe.name))
+    return largest

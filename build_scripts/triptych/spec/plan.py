@@ -1,0 +1,384 @@
+"""All derived numbers of a pipeline: a pure function of (spec, model facts, traffic lengths)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.base.tensors import (
+    CARRY,
+    FIRST_SEGMENT,
+    INPUT_IDS,
+    ROW_LENGTH,
+    ROW_OFFSET,
+    ROW_SPAN,
+    SAMPLED_TICKET,
+    TICKET,
+    Tensor,
+)
+from triptych.runtime.given import PREFIX
+from triptych.spec.cost import RowCost, row_cost
+from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.memory import batch_mib, rows_within
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.profiles import engine_plan
+from triptych.spec.spec import PipelineSpec
+from triptych.spec.tasks import Core, Task
+from triptych.spec.traffic import Lengths
+
+TENSOR_CORE_MULTIPLE = 8
+"""Padded lengths on a GPU are multiples of this: tensor cores work on blocks of 8."""
+
+GATHER_BUFFERS = 8
+"""Buffers from which on a kernel that gathers them starts faster than a copy each."""
+
+Layout = Literal["packed", "bucketed", "fixed"]
+"""How rows share a batch; ``fixed``: all rows have the same shape, as images have."""
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """One request the server makes before it reports ready: `rows` rows of `tokens` tokens."""
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the repository is written from.
+
+    Attributes:
+        parameters: of requests, with the pipeline's defaults.
+        layout: how rows share a batch.
+        lengths: of the traffic's core rows, in tokens; None for images.
+        max_length: tokens a core row may have.
+        max_batch_size: rows a batch of the core may have.
+        request_rows: rows a request may have.
+        bucket_edges: padded lengths, ascending, the last one `max_length`; empty unless bucketed.
+        core_inputs: of the core's config, without the batch dimension.
+        engine: what TensorRT builds, beforehand or inside ONNX Runtime; None where it does not.
+        cost: expected, of a row in either layout; None for images.
+        gives_inputs: whether the request's inputs go past the core, for `hooks.after`.
+    """
+
+    spec: PipelineSpec
+    facts: ModelFacts
+    task: Task
+    parameters: Mapping[str, Any]
+    layout: Layout
+    lengths: Lengths | None
+    max_length: int
+    max_batch_size: int
+    request_rows: int
+    bucket_edges: tuple[int, ...]
+    core_inputs: tuple[Tensor, ...]
+    core: Core
+    warm_ups: tuple[WarmUp, ...]
+    engine: EnginePlan | None
+    cost: RowCost | None
+    gives_inputs: bool = False
+
+    @property
+    def packed(self) -> bool:
+        return self.layout == "packed"
+
+    @property
+    def past_core(self) -> tuple[Tensor, ...]:
+        """What goes from preprocess to postprocess without passing through the core."""
+        carry = (CARRY,) if self.task.carries else ()
+        inputs = self.task.inputs if self.gives_inputs else ()
+        ticket = TICKET if self.spec.serving.sample is None else SAMPLED_TICKET
+        return (ticket, *carry, *(replace(t, name=PREFIX + t.name) for t in inputs))
+
+    def step(self, name: str) -> str:
+        """Triton's name of the model that is this pipeline's step `name`."""
+        owner = self.spec.core.share if name == "core" else None
+        return f"{owner or self.spec.name}_{name}"
+
+    @property
+    def builds_engine(self) -> bool:
+        """The core is a TensorRT plan, made by the engine stage."""
+        return self.spec.core.backend == "tensorrt"
+
+    @property
+    def gather_threshold(self) -> int:
+        """From so many buffers on, one kernel gathers a batch; 0 for never."""
+        threshold = self.spec.serving.transfers.gather_kernel_buffer_threshold
+        return GATHER_BUFFERS if threshold is None else threshold
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that all instances of the core compute at once, in full batches."""
+        serving = self.spec.serving
+        gpus = len(serving.gpus) if self.spec.core.device == "gpu" else 0
+        return self.max_batch_size * serving.instances.core * max(gpus, 1)
+
+    @property
+    def row_settings(self) -> dict[str, object]:
+        return row_settings(self.spec, self.facts, self.task, max_core_rows=self.max_batch_size)
+
+    @property
+    def batch_mib(self) -> float | None:
+        """Estimated MiB that the largest batch takes beside the weights; None for images."""
+        if self.lengths is None:
+            return None
+        core = self.spec.core
+        return batch_mib(
+            self.facts,
+            rows=self.max_batch_size,
+            tokens=self.max_length,
+            precision=core.precision,
+            on_gpu=core.device == "gpu",
+            packed=self.packed,
+        )
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Number to why it is what it is, for `inspect`."""
+        spec, task, allowed = self.spec, self.task, self.facts.max_length
+        own = spec.tokenizer.max_length
+        if own is not None and own < allowed:
+            limit = f"tokenizer.max_length in the spec (the model allows {allowed})"
+        elif self.max_length < allowed:
+            limit = f"usual for {task.name} (the model allows {allowed})"
+        else:
+            limit = f"the model's own limit ({allowed})"
+        full = "core.max_batch_size"
+        if self.max_batch_size < spec.core.max_batch_size:
+            full += (
+                f" allows {spec.core.max_batch_size}; more rows of {self.max_length} tokens would "
+                f"need more than core.max_batch_mib, {spec.core.max_batch_mib} MiB"
+            )
+        reasons = {}
+        if self.lengths is not None:
+            tokens = self.max_batch_size * self.lengths.mean
+            full += f"; about {tokens:.0f} tokens in a full batch of this traffic"
+        if self.bucket_edges and self.lengths is not None:
+            spans = ", ".join(f"{a + 1}-{b}" for a, b in pairwise((0, *self.bucket_edges)))
+            rows = self.lengths.rows
+            reasons["bucket_edges"] = f"fewest padded tokens over {rows} rows: {spans}"
+        room = "as many as a batch holds"
+        if task.request_rows is not None:
+            room = "more would hold up other requests"
+        return reasons | {
+            "max_length": limit,
+            "max_batch_size": full,
+            "request_rows": room,
+            "queue": "no delay by default, since a busy core gathers a batch by itself",
+        }
+
+    @property
+    def padding_share(self) -> float:
+        """Computed tokens that are padding, over all computed tokens, for the traffic."""
+        if self.lengths is None or not self.bucket_edges:
+            return 0.0
+        computed = sum(bucket_of(n, self.bucket_edges) * c for n, c in self.lengths.counts.items())
+        return 1.0 - self.lengths.mean * self.lengths.rows / computed
+
+
+def max_length_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
+    """Tokens a core row may have: the spec's limit, else the task's, at most the model's own."""
+    return min(spec.tokenizer.max_length or task.max_length or facts.max_length, facts.max_length)
+
+
+def request_rows_of(max_batch_size: int, task: Task) -> int:
+    """Rows a request may have, of a core that takes so many."""
+    return min(max_batch_size, task.request_rows or max_batch_size)
+
+
+def core_rows_of(spec: PipelineSpec, facts: ModelFacts, task: Task) -> int:
+    """Rows that a request may become, before it is known whether rows can be packed."""
+    if facts.image is not None:
+        return spec.core.max_batch_size
+    return max_rows(spec, facts, max_length_of(spec, facts, task))
+
+
+def max_rows(spec: PipelineSpec, facts: ModelFacts, max_length: int) -> int:
+    """Return how many rows a batch may have: as the spec says, within its limit of memory.
+
+    Triton's batcher counts rows, not tokens, so all rows of a batch may have `max_length` tokens.
+    """
+    core = spec.core
+    within = rows_within(
+        facts,
+        limit_mib=core.max_batch_mib,
+        tokens=max_length,
+        precision=core.precision,
+        on_gpu=core.device == "gpu",
+    )
+    return min(core.max_batch_size, within)
+
+
+def inputs_of(facts: ModelFacts, task: Task) -> tuple[Tensor, ...]:
+    """The core's inputs, without what the server adds."""
+    if facts.image is not None:
+        image = facts.image
+        return (Tensor("pixels", "UINT8", (image.height, image.width, image.channels)),)
+    if task.pairs and facts.segments > 1:
+        return INPUT_IDS, ROW_LENGTH, FIRST_SEGMENT
+    return INPUT_IDS, ROW_LENGTH
+
+
+def row_settings(
+    spec: PipelineSpec, facts: ModelFacts, task: Task, *, max_core_rows: int
+) -> dict[str, object]:
+    """What the task's row maker needs to know, but for the padded lengths.
+
+    A request may become `max_core_rows` rows.
+    """
+    settings: dict[str, object] = {
+        "inputs": [tensor.name for tensor in task.inputs],
+        "max_core_rows": max_core_rows,
+        "max_text_bytes": spec.tokenizer.max_text_bytes,
+        **task.settings(facts),
+    }
+    if facts.image is not None:
+        return settings | {
+            "image": asdict(facts.image),
+            "max_image_bytes": spec.image.max_bytes,
+            "max_pixels": spec.image.max_pixels,
+        }
+    return settings | {
+        "lowercase": facts.lowercase,
+        "max_length": max_length_of(spec, facts, task),
+        "overflow": spec.tokenizer.overflow,
+        "pad_token_id": facts.pad_token_id,
+        "pairs": task.pairs,
+        "segments": FIRST_SEGMENT in inputs_of(facts, task),
+        "unk_token_id": facts.unk_token_id,
+        "vocabulary": facts.vocabulary,
+    }
+
+
+def make_plan(
+    spec: PipelineSpec,
+    facts: ModelFacts,
+    task: Task,
+    parameters: Mapping[str, Any],
+    lengths: Lengths | None,
+    *,
+    layout: Layout | None = None,
+) -> Plan:
+    """Derive every number the repository needs, of the traffic's `lengths`; None for images.
+
+    `layout` is instead of the spec's, where that has turned out impossible.
+    """
+    max_length = max_length_of(spec, facts, task)
+    core, on_gpu = spec.core, spec.core.device == "gpu"
+    chosen: Layout = "fixed"
+    edges: tuple[int, ...] = ()
+    cost: RowCost | None = None
+    if lengths is not None:
+        multiple = TENSOR_CORE_MULTIPLE if on_gpu else 1
+        edges = choose_edges(lengths, max_length, count=spec.core.bucket_count, multiple=multiple)
+        cost = expected_cost(spec, facts, lengths, edges, max_length)
+        named = core.layout
+        chosen = layout or (cost.cheaper if named == "auto" else named)
+        edges = edges if chosen == "bucketed" else ()
+    packed = chosen == "packed"
+    most = spec.core.max_batch_size if lengths is None else max_rows(spec, facts, max_length)
+    inputs = inputs_of(facts, task)
+    engine = None
+    by_tensorrt = "tensorrt" in (spec.core.backend, spec.core.accelerator)
+    if packed:
+        inputs += (ROW_OFFSET, ROW_SPAN) if by_tensorrt else (ROW_OFFSET,)
+    if by_tensorrt:
+        packed_lengths = lengths if packed else None
+        engine = engine_plan(spec, inputs, packed_lengths, edges, max_length, most)
+    return Plan(
+        spec=spec,
+        facts=facts,
+        task=task,
+        parameters=parameters,
+        layout=chosen,
+        lengths=lengths,
+        max_length=max_length,
+        max_batch_size=most,
+        request_rows=request_rows_of(most, task),
+        bucket_edges=edges,
+        core_inputs=inputs,
+        core=task.core(facts, parameters),
+        warm_ups=_warm_ups(lengths, edges, most if on_gpu else 1),
+        engine=engine,
+        cost=cost,
+    )
+
+
+def expected_cost(
+    spec: PipelineSpec,
+    facts: ModelFacts,
+    lengths: Lengths,
+    edges: tuple[int, ...],
+    max_length: int,
+) -> RowCost:
+    """What a row of such lengths is expected to cost, packed, and padded to `edges`."""
+    core, on_gpu = spec.core, spec.core.device == "gpu"
+    rows = max_rows(spec, facts, max_length)
+    return row_cost(
+        facts,
+        lengths,
+        edges,
+        on_gpu=on_gpu,
+        rows=rows,
+        longest=lengths.quantile(0.5 ** (1 / rows)),  # the median of a batch's longest row
+        graphs=core.backend == "tensorrt" and core.engine.cuda_graphs,
+    )
+
+
+def _warm_ups(lengths: Lengths | None, edges: tuple[int, ...], most: int) -> tuple[WarmUp, ...]:
+    """Each planned length, or a usual and a long row; alone, and on a GPU in a full batch, too."""
+    tokens = edges or (1,)
+    if lengths is not None and not edges:
+        tokens = tuple(sorted({lengths.quantile(0.5), lengths.quantile(0.99)}))
+    return tuple(WarmUp(rows, each) for each in tokens for rows in sorted({1, most}))
+
+
+def bucket_of(length: int, edges: tuple[int, ...]) -> int:
+    """The smallest edge that holds `length` tokens."""
+    return next(edge for edge in edges if edge >= length)
+
+
+def choose_edges(
+    lengths: Lengths, max_length: int, *, count: int, multiple: int = 1
+) -> tuple[int, ...]:
+    """The at most `count` padded lengths that minimise the traffic's expected padded tokens.
+
+    Exact, by dynamic programming over the histogram: an optimal edge is always an observed
+    length (rounded up to `multiple`), so only those and `max_length` are candidates.
+
+    Args:
+        lengths: of the traffic, in tokens, none above `max_length`.
+        max_length: the last edge, whatever the traffic shows: any row must have a bucket.
+        count: most edges wanted.
+        multiple: edges other than the last are multiples of this.
+    """
+    rounded: dict[int, int] = {}
+    for length, rows in lengths.counts.items():
+        edge = min(-(-length // multiple) * multiple, max_length)
+        rounded[edge] = rounded.get(edge, 0) + rows
+    rounded.setdefault(max_length, 0)
+    candidates = np.array(sorted(rounded))
+    rows_up_to = np.concatenate([[0], np.cumsum([rounded[c] for c in candidates])])
+    # best[j]: computed tokens of all rows in the first j candidates, with the edges so far.
+    best = np.full(len(candidates) + 1, np.inf)
+    best[0] = 0.0
+    choices: list[NDArray[np.intp]] = []
+    for _ in range(min(count, len(candidates))):
+        # cost[i, j]: candidates i..j-1 padded to candidate j-1, after the best of the first i.
+        cost = best[:, None] + (rows_up_to[None, 1:] - rows_up_to[:, None]) * candidates[None, :]
+        cost[np.tril_indices(len(candidates), k=-1, m=len(candidates))] = np.inf
+        cost[-1] = np.inf
+        choices.append(cost.argmin(axis=0))
+        best = np.concatenate([[np.inf], cost.min(axis=0)])
+    edges = []
+    end = len(candidates)
+    for choice in reversed(choices):
+        edges.append(int(candidates[end - 1]))
+        end = int(choice[end - 1])
+    return tuple(sorted(edges))

@@ -1,0 +1,299 @@
+"""What a user may write in ``pipeline.yaml``: frozen, complete, every default in this one place.
+
+>>> spec = load_spec(Path("pipelines/minilm"), overrides=["core.layout=bucketed"])
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from triptych.base.errors import UserError, closest
+from triptych.base.yaml_text import parse_yaml
+from triptych.spec.spec_fields import (
+    Accuracy,
+    Core,
+    Custom,
+    Frozen,
+    Image,
+    ModelSource,
+    Serving,
+    Tokenizer,
+)
+from triptych.spec.tuned import TUNED_FILE, read_tuned
+
+SPEC_FILE = "pipeline.yaml"
+GENERATION = "text-generation"
+"""The task whose spec is a `pipeline.generation_spec.GenerationSpec`."""
+
+TEXT2TEXT = "text2text-generation"
+"""The task whose spec is a `pipeline.text2text_spec.Text2TextSpec`."""
+
+GENERATING = (GENERATION, TEXT2TEXT)
+_REMEDIES = {
+    GENERATION: "They can be tested, inspected, built, linted, served, verified, asked, measured, "
+    "tuned and deployed",
+    TEXT2TEXT: "They can be tested, inspected, built, linted, served, verified, asked, measured "
+    "and deployed",
+}
+
+RESERVED = ("name", "folder", "tuned")
+"""Fields that no file sets by name."""
+Spec = TypeVar("Spec", bound=BaseModel)
+
+
+class PipelineSpec(BaseModel):
+    """One pipeline as declared.
+
+    Attributes:
+        name: of its folder.
+        folder: where it was read; a lock does not keep it.
+        tuned: fields whose values come from ``tuned.yaml``, and so from measurements.
+        parameters: defaults of request parameters, instead of the task's own.
+        custom: where `task` is ``custom``.
+    """
+
+    model_config = Frozen.model_config
+
+    name: str
+    folder: Path = Path()
+    tuned: dict[str, bool | int | float | str | None] = {}
+    task: str
+    model: ModelSource
+    parameters: dict[str, bool | int | float | str | list[str]] = {}
+    custom: Custom | None = None
+    tokenizer: Tokenizer = Tokenizer()
+    image: Image = Image()
+    core: Core = Core()
+    serving: Serving = Serving()
+    accuracy: Accuracy = Accuracy()
+
+
+def load_spec(
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    untuned: bool = False,
+    tuned: Mapping[str, Any] | None = None,
+) -> PipelineSpec:
+    """Read ``folder/pipeline.yaml``, then ``tuned.yaml`` where there is one, then the overrides.
+
+    Args:
+        folder: the pipeline's.
+        overrides: ``KEY=VALUE`` each: dotted keys, YAML values.
+        untuned: leave ``tuned.yaml`` out.
+        tuned: what it might set, instead of what it does.
+
+    Raises:
+        UserError: a missing file, bad YAML, an unknown key or a value out of range; a pipeline that
+            generates text, which not every verb knows.
+    """
+    task = task_of(folder)
+    if task in GENERATING:
+        raise not_known_here(f"{folder / SPEC_FILE}: task", task)
+    if tuned is None:
+        found = None if untuned else read_tuned(folder)
+        tuned = {} if found is None else found.overrides
+    return load_as(PipelineSpec, folder, overrides, tuned, {"tuned": tuned})
+
+
+def not_known_here(field: str, task: str) -> UserError:
+    """What a verb says that does not know pipelines that generate text."""
+    return UserError(
+        field,
+        "must be one that this verb knows",
+        given=task,
+        remedy=_REMEDIES[task],
+    )
+
+
+def task_of(folder: Path) -> str:
+    """The task that the pipeline in `folder` names; empty where it names none.
+
+    Raises:
+        UserError: a missing file, or bad YAML.
+    """
+    return str(_read_document(folder).get("task", ""))
+
+
+def load_as(
+    model: type[Spec],
+    folder: Path,
+    overrides: Sequence[str],
+    measured: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> Spec:
+    """Read ``folder/pipeline.yaml`` as one kind of spec.
+
+    Args:
+        model: the kind.
+        folder: the pipeline's.
+        overrides: as `load_spec`.
+        measured: values of ``tuned.yaml``, by dotted key.
+        given: fields that no file sets, beside `name` and `folder`.
+
+    Raises:
+        UserError: as `load_spec`.
+    """
+    path = folder / SPEC_FILE
+    document = _read_document(folder)
+    for key, value in measured.items():
+        _set(document, key, value, source=f"{folder / TUNED_FILE}: ")
+    for override in overrides:
+        _apply_override(document, override)
+    for reserved in RESERVED:
+        if reserved in document:
+            raise UserError(
+                f"{path}: {reserved}",
+                "is given by the pipeline's folder and what lies in it",
+                given=document[reserved],
+                remedy=f"Remove `{reserved}`; rename the folder to rename the pipeline",
+            )
+    try:
+        return model.model_validate({**document, "name": folder.name, "folder": folder, **given})
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        source = f"{folder / TUNED_FILE if where in measured else path}: "
+        if where in {override.partition("=")[0] for override in overrides}:
+            source = "--set "
+        raise _as_user_error(model, source, error) from error
+
+
+def _read_document(folder: Path) -> dict[str, Any]:
+    path = folder / SPEC_FILE
+    check_folder(folder, path)
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
+        raise UserError(str(path), "must be YAML", given=error, remedy="Mend the line") from error
+    if not isinstance(document, dict):
+        raise UserError(
+            str(path),
+            "must be a mapping of `task` and `model` at least",
+            given=type(document).__name__,
+            remedy="See pipelines/README.md, or start with `triptych new`",
+        )
+    return document
+
+
+def check_folder(folder: Path, path: Path) -> None:
+    """`folder` may be a pipeline's, and has the spec `path`.
+
+    Raises:
+        UserError: there is no such file, or the folder's name cannot be a pipeline's.
+    """
+    if not path.is_file():
+        siblings = sorted(p.parent.name for p in folder.parent.glob(f"*/{SPEC_FILE}"))
+        raise UserError(
+            str(folder),
+            f"must be a pipeline's folder with a {SPEC_FILE}",
+            given="no such folder" if not folder.is_dir() else f"a folder without {SPEC_FILE}",
+            remedy=closest(folder.name, siblings)
+            + f"Pipelines here: {', '.join(siblings) or 'none'}",
+        )
+    if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", folder.name):
+        raise UserError(
+            str(folder),
+            "must be named with lower-case letters, digits, `_`, `-`, a letter first (64 at most)",
+            given=folder.name,
+            remedy="Rename the folder: Triton's model names derive from it",
+        )
+    if folder.name.endswith(("_preprocess", "_core", "_postprocess")):
+        raise UserError(
+            str(folder),
+            "must not end like the name of a step (_preprocess, _core, _postprocess)",
+            given=folder.name,
+            remedy="Rename the folder: it could be taken for a step of another pipeline",
+        )
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise UserError(
+            "--set",
+            "must be KEY=VALUE with a dotted key",
+            given=override,
+            remedy="Write for example --set core.layout=bucketed",
+        )
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(
+            f"--set {key}", "must have a YAML value", given=error, remedy="Quote the value"
+        ) from error
+    _set(document, key, value, source="--set ")
+
+
+def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:
+    *parents, last = key.split(".")
+    node = document
+    for part in parents:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise UserError(
+                f"{source}{key}",
+                "must name a field of the spec",
+                given=f"`{part}` is a plain value",
+                remedy="See `triptych inspect NAME --json` for the fields",
+            )
+        node = child
+    node[last] = value
+
+
+def _as_user_error(model: type[BaseModel], source: str, error: ValidationError) -> UserError:
+    """The first problem as field, rule, given, remedy; the others are counted."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    location = ".".join(str(part) for part in first["loc"])
+    more = f" ({len(problems) - 1} more problems follow)" if len(problems) > 1 else ""
+    kind = first["type"]
+    if kind == "extra_forbidden":
+        rule, given = "is not a field of the spec", first["loc"][-1]
+        known = _fields_at(model, first["loc"][:-1])
+        remedy = "Remove it"
+        if known:
+            remedy = f"{_meant(model, first['loc'], known)}Fields here: {', '.join(known)}"
+    elif kind == "missing":
+        rule, given, remedy = "is required", "nothing", "Add it; see pipelines/README.md"
+    else:
+        message = first["msg"]
+        rule = "must be valid: " + message[0].lower() + message[1:]
+        given, remedy = first["input"], "Correct the value"
+    return UserError(f"{source}{location}", rule, given=given, remedy=remedy + more)
+
+
+def _meant(model: type[BaseModel], location: Sequence[int | str], known: Sequence[str]) -> str:
+    """``Did you mean `…`? ``: a field beside it, or one of the same name elsewhere."""
+    wrong = str(location[-1])
+    if said := closest(wrong, known):
+        return said
+    everywhere = _dotted_fields(model)
+    same = [field for field in everywhere if field.rpartition(".")[2] == wrong]
+    if len(same) == 1:
+        return f"Did you mean `{same[0]}`? "
+    return closest(".".join(map(str, location)), everywhere)
+
+
+def _dotted_fields(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every field of the spec that a file may set: ``core.layout``."""
+    found = []
+    for name, field in model.model_fields.items():
+        if prefix or name not in RESERVED:
+            found.append(prefix + name)
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                found += _dotted_fields(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return [field for field in model.model_fields if field not in RESERVED]

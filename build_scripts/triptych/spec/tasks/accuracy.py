@@ -1,0 +1,222 @@
+"""What the accuracy gate measures and demands: the metrics, and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from triptych.base.errors import UserError
+from triptych.spec.tasks.task import Task
+
+Tolerance = Literal["exact", "close", "quantized"]
+"""How near the reference a core can be: as fp32 is; with a shorter mantissa; with few levels."""
+
+TOLERANCES: dict[str, Tolerance] = {
+    "fp32": "exact",
+    "fp16": "close",
+    "bf16": "close",
+    "int8": "quantized",
+    "int8_dynamic": "quantized",
+    "fp8": "quantized",
+}
+"""By precision of the core."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure that compares a candidate with the reference.
+
+    Attributes:
+        name: as pipeline.yaml, the lock and the report have it.
+        better: which values are.
+        says: what it is, in a few words.
+    """
+
+    name: str
+    better: Literal["higher", "lower"]
+    says: str
+
+    def meets(self, value: float, limit: float) -> bool:
+        """Whether `value` is at the limit or on its better side; NaN never is."""
+        return value >= limit if self.better == "higher" else value <= limit
+
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("max_difference", "lower", "largest difference of any element the core returns"),
+        Metric("neighbour_effect", "lower", "largest change of any element by batch neighbours"),
+        Metric("edge_error", "lower", "largest relative error of a made-up row"),
+        Metric("min_cosine", "higher", "lowest cosine of a vector with the reference's"),
+        Metric("mean_cosine", "higher", "mean cosine of the vectors with the reference's"),
+        Metric(
+            "nearest_neighbour_agreement",
+            "higher",
+            "texts with the same nearest neighbour, or one as near",
+        ),
+        Metric("mean_neighbour_loss", "lower", "mean similarity lost by other nearest neighbours"),
+        Metric("max_neighbour_loss", "lower", "largest similarity lost by another neighbour"),
+        Metric("similarity_rank_correlation", "higher", "Spearman of the similarities of pairs"),
+        Metric("label_agreement", "higher", "same first label"),
+        Metric("max_probability_difference", "lower", "largest difference of a label's score"),
+        Metric("confidence_shift", "lower", "difference of the mean score of the first label"),
+        Metric("entity_f1", "higher", "F1 of entities against the reference's"),
+        Metric("exact_match", "higher", "same answer at the same place"),
+        Metric("answer_f1", "higher", "F1 of the answers' words against the reference's"),
+        Metric("rank_correlation", "higher", "Spearman of the scores"),
+        Metric("top1_agreement", "higher", "queries with the same first passage"),
+        Metric("top_k_overlap", "higher", "of the reference's tokens, those also returned"),
+    )
+}
+
+CORE_METRICS = ("max_difference", "neighbour_effect", "edge_error")
+_LIMITS: dict[str, tuple[float, float, float | None]] = {
+    "max_difference": (1e-5, 0.05, None),
+    "neighbour_effect": (1e-5, 1e-2, 3e-2),
+    "edge_error": (1e-4, 0.1, 0.7),
+    "min_cosine": (0.99999, 0.999, 0.97),
+    "mean_cosine": (0.99999, 0.9995, 0.998),
+    "nearest_neighbour_agreement": (1.0, 0.98, 0.97),
+    "mean_neighbour_loss": (1e-5, 2e-4, 1e-3),
+    "max_neighbour_loss": (1e-4, 0.02, 0.1),
+    "similarity_rank_correlation": (0.9999, 0.999, 0.99),
+    "label_agreement": (1.0, 0.99, 0.98),
+    "max_probability_difference": (1e-5, 0.05, 0.15),
+    "confidence_shift": (1e-5, 0.005, 0.02),
+    "entity_f1": (1.0, 0.99, 0.97),
+    "exact_match": (1.0, 0.98, 0.95),
+    "answer_f1": (1.0, 0.99, 0.97),
+    "rank_correlation": (0.9999, 0.999, 0.99),
+    "top1_agreement": (1.0, 0.98, 0.95),
+    "top_k_overlap": (1.0, 0.95, 0.9),
+}
+"""By metric: exact, close, quantized; None where only an override sets a limit.
+
+`max_difference` and `neighbour_effect` are relative to the reference's largest element where that
+is above 1. Batches of another shape add up in another order, which moves fp32 by 2e-7; what is then
+rounded to few levels moves by whole levels. So MiniLM shows, without any influence of neighbours,
+2e-4 in fp16, 2e-3 in bf16 and 1.2e-2 with int8 activations of a scale per row; with a scale per
+batch, where neighbours do have influence, 5.6e-2.
+
+`edge_error` is of whole rows, relative to each row's own reference. Made-up rows are what no
+calibration has seen: int8 MiniLM is off by 0.07 to 0.3, and by 0.48 where one word fills a row. No
+answer at all would be off by 1, that of an unrelated row by 1.4.
+"""
+
+_PROBE_LIMITS: dict[str, tuple[float, float]] = {
+    "edge_error": (0.1, 0.7),
+    "min_cosine": (0.999, 0.85),
+    "mean_cosine": (0.9995, 0.99),
+    "nearest_neighbour_agreement": (0.98, 0.93),
+    "mean_neighbour_loss": (0.0001, 0.0015),
+    "max_neighbour_loss": (0.01, 0.2),
+    "similarity_rank_correlation": (0.999, 0.985),
+    "label_agreement": (0.98, 0.95),
+    "max_probability_difference": (0.1, 0.4),
+    "confidence_shift": (0.005, 0.03),
+    "entity_f1": (0.98, 0.93),
+    "exact_match": (0.96, 0.9),
+    "answer_f1": (0.98, 0.93),
+    "rank_correlation": (0.999, 0.98),
+    "top1_agreement": (0.95, 0.9),
+    "top_k_overlap": (0.95, 0.85),
+}
+"""By metric, on the general probe: close, quantized.
+
+What MiniLM shows there, converted as a whole on its own traffic, is about half as far from 1 (or
+from 0): bf16 has a mean cosine of 0.99993 and all neighbours; int8 and int8_dynamic have mean
+cosines of 0.995 and 0.997, 0.948 and 0.957 of the neighbours, a mean loss of 5e-4 and 8e-4, and
+single texts as low as 0.94 and 0.90. Fitted to traffic of one phrase with a number, int8_dynamic
+has 0.987, 0.918, 2.3e-3 and 0.865; int8 0.921, 0.758, 1.2e-2 and 0.60. Labels, spans and ranks have
+about twice the room that they have on the traffic: far from what a model was trained on, it decides
+by less.
+"""
+
+ROUNDING_MULTIPLE = 3
+"""A limit is at least so many times PyTorch's own rounding: the artifact rounds as much as the
+reference does, so that they differ by twice that, and rounding is measured on a part of the rows.
+"""
+
+_ROUNDED = (
+    "max_difference",
+    "neighbour_effect",
+    "max_probability_difference",
+    "confidence_shift",
+)
+"""Metrics that are differences of the core's own numbers."""
+
+_COLUMNS: dict[Tolerance, int] = {"exact": 0, "close": 1, "quantized": 2}
+
+
+def metrics_of(task: Task) -> tuple[str, ...]:
+    """Names of the metrics of a task, those of the core first."""
+    return CORE_METRICS + task.metrics
+
+
+def default_limits(metrics: Iterable[str], precision: str) -> dict[str, float]:
+    """The limit of each of `metrics` that has one for a core in `precision`."""
+    column = _COLUMNS[TOLERANCES[precision]]
+    limits = {name: _LIMITS[name][column] for name in metrics}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def thresholds(task: Task, precision: str, overrides: Mapping[str, float]) -> dict[str, float]:
+    """The limit of each metric that a candidate has to meet.
+
+    Args:
+        task: which decides what is measured.
+        precision: of the candidate, as `TOLERANCES` has it.
+        overrides: ``accuracy`` of the spec: metric to limit, instead of the default.
+
+    Raises:
+        UserError: an override of what is no metric of the task.
+    """
+    names = metrics_of(task)
+    for name, limit in overrides.items():
+        if name not in names:
+            raise UserError(
+                f"accuracy.{name}",
+                f"must be a metric of {task.name}",
+                given=limit,
+                remedy=f"Choose from: {', '.join(names)}",
+            )
+    limits = {**default_limits(names, precision), **overrides}
+    return {name: limits[name] for name in names if name in limits}
+
+
+def probe_limits(task: Task, precision: str, overrides: Mapping[str, float]) -> dict[str, float]:
+    """The limit of each metric that a candidate has to meet on the general probe.
+
+    An override that is looser than the probe's own limit counts there, too.
+
+    Args:
+        task: which decides what is measured.
+        precision: of the candidate, not fp32.
+        overrides: as `thresholds` takes them.
+    """
+    column = _COLUMNS[TOLERANCES[precision]] - 1
+    limits = {name: _PROBE_LIMITS[name][column] for name in ("edge_error", *task.metrics)}
+    return {
+        name: overrides[name] if _is_looser(name, overrides, limit) else limit
+        for name, limit in limits.items()
+    }
+
+
+def _is_looser(metric: str, overrides: Mapping[str, float], limit: float) -> bool:
+    return metric in overrides and METRICS[metric].meets(limit, overrides[metric])
+
+
+def above_rounding(
+    limits: Mapping[str, float], rounding: float | None, overrides: Mapping[str, float]
+) -> dict[str, float]:
+    """`limits`, but no default below what PyTorch's own rounding allows.
+
+    Args:
+        limits: as `thresholds` gives them.
+        rounding: see `GateResult`; None where it is not known.
+        overrides: as `thresholds` takes them: what a user asked for stays as it is.
+    """
+    least = ROUNDING_MULTIPLE * (rounding or 0.0)
+    raised = set(_ROUNDED) - overrides.keys()
+    return {name: max(limit, least) if name in raised else limit for name, limit in limits.items()}

@@ -1,0 +1,99 @@
+"""A task of a pipeline's own, from what its spec declares; its ``hooks.py`` decodes."""
+
+from __future__ import annotations
+
+from triptych.base.errors import UserError
+from triptych.base.tensors import Tensor
+from triptych.runtime.given import PREFIX
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.spec_fields import Custom
+from triptych.spec.tasks.metrics_passages import compare_anything
+from triptych.spec.tasks.metrics_vectors import COSINES
+from triptych.spec.tasks.parts import TEXT, TEXT_PAIR, labels
+from triptych.spec.tasks.task import Core, Parameters, Task
+
+RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"} | {
+    PREFIX + name for name in ("text", "text_pair")
+}
+"""Names of the tensors between the steps."""
+
+RETURNS = {"row": ("logits", "scores"), "tokens": ("token_scores",), "pooled": ("vector",)}
+"""What may leave the core, by what its head reads."""
+
+METRICS = {
+    "vector": COSINES,
+    "scores": ("label_agreement",),
+    "token_scores": ("label_agreement",),
+    "logits": (),
+}
+"""What is measured of the core's outputs, by what they are."""
+
+
+def custom_task(custom: Custom) -> Task:
+    """The task that `custom` declares.
+
+    Raises:
+        UserError: parts of it that do not go together.
+    """
+    if custom.returns not in RETURNS[custom.reads]:
+        raise UserError(
+            "custom.returns",
+            f"must be {' or '.join(RETURNS[custom.reads])} where custom.reads is {custom.reads}",
+            given=custom.returns,
+            remedy="Change one of the two",
+        )
+
+    pairs = "text_pair" in custom.inputs
+    if "text" not in custom.inputs or (pairs and custom.reads == "tokens"):
+        raise UserError(
+            "custom.inputs",
+            "must be [text], or [text, text_pair] where custom.reads is not tokens",
+            given=", ".join(custom.inputs),
+            remedy="Change one of the two",
+        )
+
+    for output in custom.outputs:
+        taken = [o.name for o in custom.outputs].count(output.name) > 1 or output.name in RESERVED
+        if taken or (output.dtype == "BYTES" and len(output.dims) > 1):
+            raise UserError(
+                f"custom.outputs: {output.name}",
+                "must have a name of its own, and one dimension where its dtype is BYTES",
+                given=f"{output.dtype} {output.dims}",
+                remedy="Rename it, or return a JSON text for what is nested",
+            )
+
+    def core(facts: ModelFacts, parameters: Parameters) -> Core:
+        size = facts.embedding_size if custom.reads == "pooled" else len(facts.labels)
+        dims = ("tokens", size) if custom.reads == "tokens" else (size,)
+        # Not named like what it holds: the exporter uses such names for values inside the graph.
+        output = Tensor(f"core_{custom.returns}", "FP32", dims)
+        return Core(custom.model_class, custom.reads, custom.returns, (output,))
+
+    def check(facts: ModelFacts) -> None:
+        if custom.reads != "pooled" and not facts.labels:
+            raise UserError(
+                "model.source",
+                "must be a model with a classifying head (id2label in config.json)",
+                given=facts.architecture,
+                remedy="Choose one, or set custom.reads: pooled",
+            )
+
+    return Task(
+        name="custom",
+        inputs=(TEXT, TEXT_PAIR) if pairs else (TEXT,),
+        outputs=tuple(
+            Tensor(o.name, o.dtype, tuple("variable" if d == -1 else d for d in o.dims))
+            for o in custom.outputs
+        ),
+        rows="rows_tokens.py" if custom.reads == "tokens" else "rows_text.py",
+        decode="postprocess_custom.py",
+        pairs=pairs,
+        core=core,
+        metrics=METRICS[custom.returns],
+        compare_outputs=compare_anything,
+        labelled=None,
+        decodes_answers=False,
+        settings=labels,
+        carries=custom.reads == "tokens",
+        check=check,
+    )

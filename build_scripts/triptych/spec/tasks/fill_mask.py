@@ -1,0 +1,39 @@
+"""fill-mask: the likeliest tokens in place of a text's mask token."""
+
+from __future__ import annotations
+
+from triptych.base.errors import UserError
+from triptych.base.tensors import Tensor
+from triptych.spec.model_facts import ModelFacts
+from triptych.spec.tasks.metrics_choices import compare_tokens
+from triptych.spec.tasks.metrics_labelled import TOKEN_ACCURACY
+from triptych.spec.tasks.parts import BEST_CHOICES, TEXT, choosing_core, top_k
+from triptych.spec.tasks.task import LARGEST_TOP_K, Task
+
+
+def _check(facts: ModelFacts) -> None:
+    if facts.mask_token_id is None:
+        raise UserError(
+            "model.source",
+            "must have a mask token",
+            given=f"{facts.architecture} with a tokenizer without one",
+            remedy="Choose a masked language model",
+        )
+
+
+FILL_MASK = Task(
+    name="fill-mask",
+    inputs=(TEXT,),
+    outputs=(Tensor("token", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",))),
+    rows="rows_mask.py",
+    decode="postprocess_fill_mask.py",
+    core=lambda facts, _: choosing_core("AutoModelForMaskedLM", "mask", LARGEST_TOP_K),
+    metrics=("top_k_overlap", "label_agreement"),
+    compare_outputs=compare_tokens,
+    labelled=TOKEN_ACCURACY,
+    parameters=lambda facts: top_k(LARGEST_TOP_K, default=5),
+    settings=lambda facts: {"mask_token": facts.mask_token, "mask_token_id": facts.mask_token_id},
+    decodes_tokens=True,
+    view=BEST_CHOICES,
+    check=_check,
+)

@@ -1,0 +1,77 @@
+"""Generated texts against right answers: exact match and ROUGE-L."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from triptych.spec.tasks.metrics_bootstrap import ratio
+from triptych.spec.tasks.metrics_labelled import LabelledMetric, Measure
+from triptych.spec.tasks.metrics_labels import LabelledRow, Truth
+from triptych.spec.tasks.metrics_outputs import Outputs, texts
+from triptych.spec.tasks.metrics_ranks import Statistic
+
+OUTPUT = "text_output"
+
+
+def exact_match(got: str, wanted: str) -> float:
+    """1 where the words are the same in the same order: no case, punctuation or articles, as SQuAD.
+
+    Texts without a word must be the same as they are.
+    """
+    some, others = _words(got), _words(wanted)
+    articles = {"a", "an", "the"}
+    same = [w for w in some if w not in articles] == [w for w in others if w not in articles]
+    return float(same if some or others else got.strip() == wanted.strip())
+
+
+def rouge_l(got: str, wanted: str) -> float:
+    """F1 of the longest common subsequence of words, without case (ROUGE-L, Lin 2004)."""
+    some, others = _words(got), _words(wanted)
+    if not some and not others:
+        return 1.0
+    return 2 * _common_subsequence(some, others) / (len(some) + len(others))
+
+
+def _common_subsequence(some: Sequence[str], others: Sequence[str]) -> int:
+    """Length of the longest; a row of the table at a time."""
+    lengths = [0] * (len(others) + 1)
+    for word in some:
+        diagonal = 0
+        for place, other in enumerate(others, 1):
+            above = lengths[place]
+            lengths[place] = diagonal + 1 if word == other else max(above, lengths[place - 1])
+            diagonal = above
+    return lengths[-1]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def _best(score: Callable[[str, str], float]) -> Measure:
+    """The mean over rows of the score with the nearest of the right answers."""
+
+    def measure(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
+        values = [
+            max(score("".join(texts(output, OUTPUT)), right) for right in row.truth)
+            for output, row in zip(outputs, rows, strict=True)
+        ]
+        return ratio(np.array(values, dtype=np.float64), np.ones(len(values))), len(values)
+
+    return measure
+
+
+def _read_answers(value: object, text: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+        raise ValueError
+    return tuple(value)
+
+
+TEXTS = Truth("answers", '["…"]', "a list of right answers, one at least", _read_answers)
+GENERATED: Mapping[str, LabelledMetric] = {
+    "exact_match": LabelledMetric("exact_match", _best(exact_match), TEXTS),
+    "rouge_l": LabelledMetric("rouge_l", _best(rouge_l), TEXTS),
+}

@@ -1,0 +1,175 @@
+"""Embeddings of a candidate against the reference's: cosines, neighbours, similarities of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.spec.tasks.metrics_outputs import Comparison, Outputs, finite, numbers
+from triptych.spec.tasks.metrics_ranks import Floats, spearman
+
+COSINES = ("min_cosine", "mean_cosine")
+NEIGHBOURS = ("nearest_neighbour_agreement", "mean_neighbour_loss", "max_neighbour_loss")
+NEIGHBOUR_TOLERANCE = 0.002
+"""Similarity that a text's nearest neighbour may lose and still count as the right one: the more
+texts there are, the more of them are as near as that, and it hardly matters which one is found."""
+
+FARTHEST = 2.0
+"""What the neighbour of a vector that is not finite loses: as much as two cosines can differ."""
+
+MOST_PAIRS = 200_000
+"""Pairs of rows whose similarities are ranked; of more, as many are drawn."""
+
+_ROWS, _PAIRS = 1024, 16_384
+_SEED = 0
+
+
+class _Vector(NamedTuple):
+    """What a request got: its numbers, and how they are encoded."""
+
+    encoding: Literal["float", "int8", "bits"]
+    values: Floats
+
+
+def compare_vectors(
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
+    """The metrics of text-embedding, and one minus the cosine of each request.
+
+    Neighbours and pairs are looked for among vectors of one encoding and size, at least three of
+    them; bits are left out there, as an element near zero may have either sign. The metrics of
+    neighbours and pairs are absent where there are no such vectors.
+    """
+    binary = _binary_widths(wanted)
+    pairs = [(_vector(g, binary), _vector(w, binary)) for g, w in zip(got, wanted, strict=True)]
+    cosines = np.array([_cosine(g, w) for g, w in pairs])
+    values = {"min_cosine": float(cosines.min()), "mean_cosine": float(cosines.mean())}
+    groups: dict[tuple[str, int], list[int]] = {}
+    for place, (_, vector) in enumerate(pairs):
+        if vector.encoding != "bits":
+            groups.setdefault((vector.encoding, len(vector.values)), []).append(place)
+    losses, seen, expected = [], [], []
+    for (_, width), places in groups.items():
+        if len(places) < 3:
+            continue
+        rows = np.stack([_of_width(pairs[place][0].values, width) for place in places])
+        reference = np.stack([pairs[place][1].values for place in places])
+        losses.append(_neighbour_losses(rows, reference))
+        some, others = _pairs_of(len(places))
+        seen.append(_similarities(unit_rows(rows), some, others))
+        expected.append(_similarities(unit_rows(reference), some, others))
+    if losses:
+        lost = np.concatenate(losses)
+        values["nearest_neighbour_agreement"] = float((lost <= NEIGHBOUR_TOLERANCE).mean())
+        values["mean_neighbour_loss"] = float(lost.mean())
+        values["max_neighbour_loss"] = float(lost.max())
+        correlation = spearman(np.concatenate(seen), np.concatenate(expected))
+        if correlation is not None:
+            values["similarity_rank_correlation"] = correlation
+    return Comparison(values, (1 - cosines).tolist())
+
+
+def row_cosines(got: NDArray[np.floating[Any]], wanted: NDArray[np.floating[Any]]) -> Floats:
+    """Cosine of each row with the same row of the reference, ``[n, d]`` both: exactly 1 if equal.
+
+    Two vectors of zeros have 1, one has 0 with any other, and a row that is not finite -1.
+    """
+    some, others = unit_rows(got), unit_rows(wanted)
+    cosines = 1 - ((some - others) ** 2).sum(axis=1) / 2
+    cosines[some.any(axis=1) != others.any(axis=1)] = 0
+    cosines[~np.isfinite(cosines)] = -1
+    return np.asarray(np.clip(cosines, -1, 1), dtype=np.float64)
+
+
+def unit_rows(rows: NDArray[np.floating[Any]]) -> Floats:
+    """Each row scaled to length 1; zeros stay zeros, and a row that is not finite becomes NaN."""
+    rows = rows.astype(np.float64)
+    rows[~np.isfinite(rows).all(axis=1)] = np.nan
+    length = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(rows / np.where(length == 0, 1, length), dtype=np.float64)
+
+
+def similarity(outputs: Sequence[Outputs], others: Sequence[Outputs]) -> Floats:
+    """Cosine of the vectors of each two requests; -1 where they cannot be compared."""
+    binary = _binary_widths([*outputs, *others])
+    return np.array(
+        [
+            _cosine(_vector(some, binary), _vector(other, binary))
+            for some, other in zip(outputs, others, strict=True)
+        ]
+    )
+
+
+def _binary_widths(rows: Sequence[Outputs]) -> set[int]:
+    """Sizes of encoded vectors that hold bits: INT8 ones reach 127 and never -128."""
+    widths = set()
+    for row in rows:
+        encoded = numbers(row, "embedding_int8")
+        if encoded.any() and (encoded.min() == -128 or np.abs(encoded).max() != 127):
+            widths.add(len(encoded))
+    return widths
+
+
+def _vector(outputs: Outputs, binary: set[int]) -> _Vector:
+    values = numbers(outputs, "embedding")
+    if len(values):
+        return _Vector("float", values)
+    encoded = numbers(outputs, "embedding_int8")
+    if len(encoded) not in binary:
+        return _Vector("int8", encoded)
+    bits = np.unpackbits((encoded + 128).astype(np.uint8))
+    return _Vector("bits", bits * 2.0 - 1)
+
+
+def _cosine(got: _Vector, wanted: _Vector) -> float:
+    """Of bits, the angle that so many different signs make; one may differ by chance."""
+    if got.encoding != wanted.encoding or len(got.values) != len(wanted.values):
+        return -1.0
+    if wanted.encoding == "bits":
+        changed = max(0, int((got.values != wanted.values).sum()) - 1)
+        return float(np.cos(np.pi * changed / len(wanted.values)))
+    return float(row_cosines(got.values[None], wanted.values[None])[0])
+
+
+def _of_width(values: Floats, width: int) -> Floats:
+    return values if len(values) == width else np.full(width, np.nan)
+
+
+def _neighbour_losses(rows: Floats, reference: Floats) -> Floats:
+    """For each row, by how much the other row it is nearest to is farther than the nearest one.
+
+    Both as the reference has it, in cosines; 0 where it is the same neighbour or one as near.
+    """
+    some, others = unit_rows(rows), unit_rows(reference)
+    losses = np.empty(len(rows))
+    for start in range(0, len(rows), _ROWS):
+        places = np.arange(start, min(start + _ROWS, len(rows)))
+        block = np.arange(len(places))
+        near, wanted = some[places] @ some.T, others[places] @ others.T
+        for similarities in (near, wanted):
+            similarities[~np.isfinite(similarities)] = -FARTHEST
+            similarities[block, places] = -FARTHEST
+        losses[places] = wanted.max(axis=1) - wanted[block, near.argmax(axis=1)]
+    usable = [finite(row) and finite(other) for row, other in zip(rows, reference, strict=True)]
+    return np.where(usable, losses, FARTHEST)
+
+
+def _pairs_of(rows: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Places of both rows of each pair: all pairs, or `MOST_PAIRS` drawn."""
+    if rows * (rows - 1) // 2 <= MOST_PAIRS:
+        return np.triu_indices(rows, 1)
+    rng = np.random.default_rng(_SEED)
+    some = rng.integers(rows, size=MOST_PAIRS)
+    return some, (some + rng.integers(1, rows, size=MOST_PAIRS)) % rows
+
+
+def _similarities(units: Floats, some: NDArray[np.intp], others: NDArray[np.intp]) -> Floats:
+    return np.concatenate(
+        [
+            np.einsum("pd,pd->p", units[some[p : p + _PAIRS]], units[others[p : p + _PAIRS]])
+            for p in range(0, len(some), _PAIRS)
+        ]
+    )

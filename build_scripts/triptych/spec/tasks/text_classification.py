@@ -1,0 +1,33 @@
+"""text-classification: the best labels of a text, by softmax or, for several at once, sigmoid."""
+
+from __future__ import annotations
+
+from triptych.spec.tasks.metrics_choices import LABEL_METRICS, compare_labels
+from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY
+from triptych.spec.tasks.parts import (
+    BEST_CHOICES,
+    CHOICES,
+    SEQUENCE_CLASSIFIER,
+    TEXT,
+    choosing_core,
+    has_labels,
+    labels,
+    top_k,
+)
+from triptych.spec.tasks.task import Task
+
+TEXT_CLASSIFICATION = Task(
+    name="text-classification",
+    inputs=(TEXT,),
+    outputs=CHOICES,
+    rows="rows_text.py",
+    decode="postprocess_classification.py",
+    core=lambda facts, _: choosing_core(SEQUENCE_CLASSIFIER, "row", len(facts.labels)),
+    metrics=LABEL_METRICS,
+    compare_outputs=compare_labels,
+    labelled=LABEL_ACCURACY,
+    parameters=lambda facts: top_k(len(facts.labels), default=1),
+    settings=labels,
+    view=BEST_CHOICES,
+    check=has_labels,
+)

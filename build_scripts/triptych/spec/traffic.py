@@ -1,0 +1,127 @@
+"""`traffic.jsonl`, the pipeline's real requests, and the token lengths they make."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triptych.base.errors import UserError, closest
+
+TRAFFIC_FILE = "traffic.jsonl"
+PARAMETERS = "parameters"
+
+
+class TrafficRow(NamedTuple):
+    """One line of the traffic.
+
+    Attributes:
+        line: its number, from 1.
+        inputs: a string for each of the task's inputs; of an image the path of its file.
+        parameters: request parameters of this row alone.
+    """
+
+    line: int
+    inputs: dict[str, str]
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Token lengths of the traffic as the core will see them.
+
+    Attributes:
+        counts: length in tokens to number of rows, ascending.
+        truncated_rows: those longer than the limit before truncation.
+    """
+
+    counts: dict[int, int]
+    rows: int
+    truncated_rows: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, max_length: int) -> Lengths:
+        """Count `lengths` (tokens, not yet truncated) against the limit."""
+        clipped = Counter(min(length, max_length) for length in lengths)
+        return cls(
+            counts=dict(sorted(clipped.items())),
+            rows=len(lengths),
+            truncated_rows=sum(length > max_length for length in lengths),
+        )
+
+    @property
+    def mean(self) -> float:
+        return sum(length * n for length, n in self.counts.items()) / self.rows
+
+    @property
+    def truncated_share(self) -> float:
+        return self.truncated_rows / self.rows
+
+    def quantile(self, q: float) -> int:
+        """Smallest length that at least the share `q` of the rows does not exceed."""
+        reached = zip(self.counts, accumulate(self.counts.values()), strict=True)
+        return next((n for n, rows in reached if rows >= q * self.rows), max(self.counts))
+
+
+def read_traffic(
+    folder: Path, fields: Sequence[str], *, file: str = TRAFFIC_FILE
+) -> list[TrafficRow]:
+    """Read ``folder/traffic.jsonl``: one JSON object a line with a string for each of `fields`.
+
+    An object may also have `parameters`: those of its request.
+
+    Raises:
+        UserError: a missing or empty file, or a line that is not such an object.
+    """
+    path = folder / file
+    form = "{" + ", ".join(f'"{name}": "…"' for name in fields) + "}"
+    if not path.is_file():
+        raise UserError(
+            str(path), "must exist", given="no such file", remedy=f"Write real requests: {form}"
+        )
+    rows = []
+    for number, line, row in read_lines(path):
+        if row is None:
+            raise UserError(
+                f"{path}:{number}",
+                "must be a JSON object with a string for each input of the task",
+                given=repr(line[:80]),
+                remedy=f"Write {form}",
+            )
+        parameters = row.get(PARAMETERS, {})
+        wrong = [field for field in fields if not isinstance(row.get(field), str)]
+        if wrong or not isinstance(parameters, dict):
+            field = wrong[0] if wrong else PARAMETERS
+            raise UserError(
+                f"{path}:{number}: {field}",
+                "must be a string" if wrong else "must be an object",
+                given=f"{row[field]!r:.80}" if field in row else "nothing",
+                remedy=f"{closest(field, row) if wrong and field not in row else ''}Write {form}",
+            )
+        rows.append(TrafficRow(number, {name: row[name] for name in fields}, parameters))
+    if not rows:
+        raise UserError(
+            str(path), "must have rows", given="none", remedy=f"Add real requests: {form}"
+        )
+    return rows
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
+    """Each line that is not blank: its number from 1, its text, and the JSON object it is.
+
+    The object is None where the line is something else, or has text that is no Unicode.
+    """
+    # Split at line feeds alone: a JSON string may hold other line separators as they are.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is not text
+            except (ValueError, RecursionError):
+                row = None
+            text = line.decode("utf-8", "replace")
+            yield number, text, row if isinstance(row, dict) else None

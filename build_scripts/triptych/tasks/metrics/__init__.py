@@ -1,1 +1,0 @@
-"""Figures of a candidate: against the reference, and against the truth of labelled rows."""

@@ -1,0 +1,186 @@
+"""Structure of the package: imports run downward, heavy libraries stay with their owners."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import BIGGEST, PURE, ROOT
+
+PACKAGE = ROOT / "build_scripts/triptych"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+LAYERS = (
+    "interface",
+    "deploy",
+    "operate",
+    "building",
+    "serving",
+    "core",
+    "repository",
+    "client",
+    "spec",
+    "container",
+    "runtime",
+    "base",
+)
+"""Top to bottom: a package imports from those below it."""
+
+HEAVY = {
+    "torch": {
+        "serving/bench/torch_model.py",
+        "core/export/heads.py",
+        "core/export/packed_attention.py",
+        "core/export/packed_batch.py",
+        "core/export/packed_ops.py",
+        "core/export/packing.py",
+        "core/export/proof.py",
+        "core/export/to_onnx.py",
+        "core/gate/reference.py",
+        "building/generation/adapters.py",
+        "building/generation/dequantising.py",
+        "building/generation/quantising.py",
+        "building/generation/reference.py",
+        "building/generation/text2text_reference.py",
+        "building/generation/worker_gguf.py",
+        "spec/image_core.py",
+    },
+    "transformers": {
+        "core/export/heads.py",
+        "core/export/packed_attention.py",
+        "core/export/to_onnx.py",
+        "building/generation/adapters.py",
+        "building/generation/dequantising.py",
+        "building/generation/facts.py",
+        "building/generation/marian.py",
+        "building/generation/quantising.py",
+        "building/generation/reference.py",
+        "building/generation/text2text.py",
+        "building/generation/text2text_reference.py",
+        "building/generation/worker_gguf.py",
+        "spec/image_source.py",
+        "spec/model_source.py",
+    },
+    "vllm": {"runtime/engine_vllm.py"},
+    "tensorrt_llm": {"runtime/engine_tensorrt_llm.py"},
+    "ctranslate2": {"building/generation/converting.py", "runtime/engine_ctranslate2.py"},
+    "PIL": {"spec/image_source.py", "runtime/rows_image.py"},
+    "tensorrt": {"core/engine/", "serving/backends"},
+    "cuda": {"core/engine/", "serving/backends"},
+    "onnx": {"core/engine/", "core/export/", "base/onnx_", "repository/lint/", "core/precision/"},
+    "onnxruntime": {"base/onnx_", "core/precision/", "serving/backends"},
+    "huggingface_hub": {"spec/model_hub.py"},
+    "pyarrow": {"client/bulk/parquet.py"},
+    "sentence_transformers": set(),
+}
+RUNTIME_MAY_IMPORT = {
+    *("numpy", "tokenizers", "triton_python_backend_utils", "PIL"),
+    *("jinja2", "vllm"),  # steps that generate text, which need NVIDIA's image with vLLM
+    *("ctranslate2", "tensorrt_llm"),  # the same of other engines
+}
+GONE_IN_312 = {"asynchat", "asyncore", "distutils", "imp", "smtpd"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names of everything a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module)
+    return found
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_packages_import_from_packages_below_them() -> None:
+    wrong = [
+        f"{name_of(path)} imports {name}"
+        for path in MODULES
+        if path.parent != PACKAGE or path.stem != "__init__"
+        for name in imports_of(path)
+        if name.startswith("triptych.")
+        and LAYERS.index(name.split(".")[1]) < LAYERS.index(package_of(path))
+    ]
+    assert not wrong
+    assert {package_of(path) for path in MODULES} == {*LAYERS, "__init__"}
+
+
+def test_heavy_libraries_stay_with_their_owners() -> None:
+    wrong = []
+    for path in MODULES:
+        tops = {name.partition(".")[0] for name in imports_of(path)}
+        for library in tops & HEAVY.keys():
+            if not any(name_of(path).startswith(owner) for owner in HEAVY[library]):
+                wrong.append(f"{name_of(path)} imports {library}")
+        allowed = RUNTIME_MAY_IMPORT | set(sys.stdlib_module_names)
+        if package_of(path) == "runtime":
+            wrong += [f"{name_of(path)} imports {name}" for name in tops - allowed]
+    assert not wrong
+
+
+def test_a_module_says_what_it_owns_and_stays_small() -> None:
+    for path in (*MODULES, *TESTS):
+        text = path.read_text(encoding="utf-8")
+        assert ast.get_docstring(ast.parse(text)), path
+        assert len(text.splitlines()) <= 600, path
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    for name in tracked:
+        if (ROOT / name).is_file():
+            text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
+            for word in ("/" + "root/", "/" + "work/", "/" + "home/"):
+                assert word not in text, f"{name} names {word}"
+
+
+def test_lists_of_test_files_name_files() -> None:
+    names = {path.stem.removeprefix("test_") for path in TESTS}
+    assert {*PURE, *BIGGEST} <= names
+    assert list(PURE) == sorted(set(PURE))
+
+
+def test_the_architecture_lists_the_packages_in_their_order() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text.split("## The path of a build")[0]
+    assert re.findall(r"(?m)^\| `(\w+)` \|", table) == list(LAYERS)
+
+
+def test_what_is_copied_elsewhere_runs_on_the_python_that_is_there() -> None:
+    """3.10 in the image of Triton 24.10, 3.12 in newer ones; vermin looks at names, too."""
+    for path in MODULES:
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+        assert not {name.partition(".")[0] for name in imports_of(path)} & GONE_IN_312, path
+
+
+LIGHT = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "transformers", "onnx", "onnxruntime", "onnxscript",
+                                      "huggingface_hub", "safetensors", "pytriton"}:
+            raise ImportError(name + " is not installed here")
+sys.meta_path.insert(0, Refuse())
+sys.argv = ["triptych", *sys.argv[1:]]
+from triptych.interface.cli import main
+main()
+"""
+
+
+def test_help_and_lint_work_without_the_heavy_libraries(minilm_repository: Path) -> None:
+    lint = ["lint", str(minilm_repository)]
+    for arguments in (["--help"], ["build", "--help"], ["serve", "--help"], lint):
+        done = subprocess.run(
+            [sys.executable, "-c", LIGHT, *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
