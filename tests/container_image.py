@@ -18,7 +18,7 @@ from triptych.container.steps import STARVED
 from triptych.serving.embedded import find_installation
 from triptych.serving.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
 from triptych.serving.ports import claim_ports
-from triptych.serving.server_log import starved
+from triptych.serving.readiness import starved
 
 KEY = "a-key-of-the-operators"
 WRAPPER = """#!/bin/sh

@@ -26,10 +26,9 @@ from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import Options
 from triptych.repository.lock import SCHEMA, Lock, PlanRecord
-from triptych.repository.plain import json_text
-from triptych.repository.records import EngineCheck, EngineRecord, GateResult
-from triptych.serving.bench.points import to_json
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.repository.records import EngineCheck, EngineRecord, GateResult, json_text
+from triptych.serving.bench.results import to_json
+from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import Slo
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.task import Core

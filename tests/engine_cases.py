@@ -14,7 +14,7 @@ import fake_tensorrt
 from conftest import build_into, lock_data, write_lock, write_pipeline
 from container_cases import H200
 from triptych.container.machine import VisibleGpu
-from triptych.core.engine import gpu as own_gpu
+from triptych.core.engine import cuda as own_gpu
 
 
 def build_repository(model: Path, base: Path, *names: str) -> Path:

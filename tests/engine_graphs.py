@@ -15,21 +15,18 @@ import architectures
 from conftest import quiet, share_export_registry
 from precision_cases import export
 from test_precision_tasks import CONVERT, traffic_of
-from triptych.base.onnx_files import MODEL_FILE
-from triptych.base.onnx_nodes import all_nodes
-from triptych.base.onnx_types import value_types
+from triptych.base.onnx_graph import MODEL_FILE, all_nodes, value_types
 from triptych.core.engine import rtx
-from triptych.core.engine.make import make_engine
-from triptych.core.engine.parsed_products import check_products
+from triptych.core.engine.inspection import check_products
+from triptych.core.engine.make import make_engine, make_request
 from triptych.core.engine.rehearsal_worker import rehearse
-from triptych.core.engine.request import make_request
-from triptych.core.export.stage import export_model
+from triptych.core.export.to_onnx import export_model
 from triptych.core.inputs import read_inputs
-from triptych.core.precision.converter import Converter
-from triptych.core.precision.recipe import Recipe
+from triptych.core.precision.keep_layers import Converter
+from triptych.core.precision.linear import Recipe
 from triptych.repository.records import Conversion
-from triptych.spec.engine_spec import EnginePlan, ShapeRange
-from triptych.spec.precisions import Precision
+from triptych.spec.engine_plan import EnginePlan, ShapeRange
+from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "fp8")

@@ -13,14 +13,14 @@ import numpy as np
 from conftest import quiet, traffic_texts
 from task_models import MODELS
 from triptych.core.feeds import Sample
-from triptych.core.gate.artifact import RowOutputs, RunBatch, open_core
 from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.check import Labelled, check
-from triptych.core.gate.reference_rows import reference_of
+from triptych.core.gate.reference import reference_of
+from triptych.core.gate.runs import RowOutputs, RunBatch, open_core
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.samples import Expected, rows_of
 from triptych.repository.records import GateResult
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.accuracy import metrics_of, thresholds
 

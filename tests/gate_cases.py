@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from triptych.base.tensors import Tensor, TokenRow
 from triptych.core.feeds import Sample
-from triptych.core.gate.artifact import RowOutputs, RunBatch
 from triptych.core.gate.check import check
+from triptych.core.gate.runs import RowOutputs, RunBatch
 from triptych.core.samples import Expected, GateRequest
 from triptych.repository.records import GateResult
 from triptych.spec.tasks import TASKS

@@ -12,7 +12,7 @@ from generation_cases import TEXTS, write_adapter, write_pipeline, write_tiny_mo
 from triptych.building.generation.build import build_generation
 from triptych.building.generation.inputs import read_generation
 from triptych.serving.server import Server
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 
 LONG = TEXTS[0] * 4
 DEADLINE_S = 30.0

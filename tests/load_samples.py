@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from triptych.operate.tune.results import Outcome, Trial, TuneResult
-from triptych.serving.bench.cost import cost_of
-from triptych.serving.bench.points import (
+from triptych.serving.bench.comparison import cost_of
+from triptych.serving.bench.results import (
     BenchResult,
     Bottleneck,
     GpuUse,

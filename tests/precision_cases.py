@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 import architectures as models
-from triptych.base.onnx_session import open_session
+from triptych.base.onnx_graph import open_session
 from triptych.base.tensors import TokenRow
 from triptych.core.feeds import core_feed
 

@@ -12,7 +12,7 @@ from conftest import ROOT
 from fake_tensorrt.records import read_record
 from tensorrt_cases import Ranges, plan_of
 from triptych.repository.config import CONFIG_FILE, print_config, read_config
-from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.engine_plan import EnginePlan
 
 MAJOR = "10"
 VERSION = str(read_record(MAJOR)["version"])

@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 
 from triptych.base.errors import UserError
-from triptych.spec.precisions import Precision
-from triptych.spec.spec_fields import Custom
+from triptych.spec.fields import Custom, Precision
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, Metric, metrics_of, thresholds
 from triptych.spec.tasks.custom import custom_task

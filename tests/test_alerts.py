@@ -13,7 +13,7 @@ import pytest
 
 from alert_cases import Case, deployed, deployed_cases, deployed_talk
 from peers.prometheus_tools import tool
-from triptych.repository.latencies import HISTOGRAM
+from triptych.repository.config import HISTOGRAM
 
 STEP_MIN = 2
 """Between two values of a series, and two looks at the rules."""

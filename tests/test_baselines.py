@@ -40,7 +40,7 @@ from triptych.serving.bench.baseline_calls import (
     write_work,
 )
 from triptych.serving.bench.baselines import ALL, Baselines, WorkerFailed, WorkerProcess
-from triptych.serving.bench.points import Load
+from triptych.serving.bench.results import Load
 from triptych.spec.spec import load_spec
 
 SECONDS = 0.2

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from triptych.repository.core_config import CPU_MEMORY
+from triptych.repository.config import CPU_MEMORY
 
 
 def status_mib(name):

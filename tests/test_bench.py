@@ -14,7 +14,7 @@ import pytest
 from conftest import TRAFFIC_ROWS, build_into, write_pipeline
 from triptych.base.errors import UserError
 from triptych.serving.bench.bench import Price, parse_loads, price_of, sustained
-from triptych.serving.bench.points import BenchResult, Load, Measurement, Point, from_json
+from triptych.serving.bench.results import BenchResult, Load, Measurement, Point, from_json
 from triptych.spec.slo import Slo
 
 

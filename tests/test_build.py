@@ -28,9 +28,9 @@ from conftest import (
 from triptych.base.cache import cache_root
 from triptych.base.errors import UserError
 from triptych.building.build import build
-from triptych.core.export.stage import export_model
+from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import GateFailure
-from triptych.core.gate.warm_ups import write_warm_ups
+from triptych.core.gate.runs import write_warm_ups
 from triptych.core.inputs import read_inputs
 from triptych.repository.config import read_config
 from triptych.repository.lint import run_checks

@@ -12,7 +12,7 @@ import pytest
 
 from triptych.client import PipelineConfig, PipelineFailed
 from triptych.client.bulk.answers import Asker
-from triptych.client.bulk.table import ERROR, Chunk
+from triptych.client.bulk.formats import ERROR, Chunk
 from triptych.client.bulk.turns import Turns
 
 CONFIG = PipelineConfig(16, ("text",), {"label": (np.object_, (1,))}, ("step",))

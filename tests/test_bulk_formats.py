@@ -15,10 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from triptych.base.errors import UserError
-from triptych.client.bulk.formats import open_table
+from triptych.client.bulk.formats import ERROR, AnswerColumn, Table, check_columns, name_columns
 from triptych.client.bulk.pace import Pace
-from triptych.client.bulk.parts import Parts
-from triptych.client.bulk.table import ERROR, AnswerColumn, Table, check_columns, name_columns
+from triptych.client.bulk.run import Parts, open_table
 
 COLUMNS = [
     AnswerColumn("label", "label", np.object_, (0,)),

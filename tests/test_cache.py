@@ -17,7 +17,7 @@ from conftest import ROOT, quiet
 from triptych.base import cache
 from triptych.base.cache import cached_stage, code_hash, sha256_of
 from triptych.core.engine.stage import CODE as ENGINE_CODE
-from triptych.core.export.stage import CODE as EXPORT_CODE
+from triptych.core.export.to_onnx import CODE as EXPORT_CODE
 from triptych.core.gate.cached import CODE as GATE_CODE
 
 PACKAGE = ROOT / "build_scripts/triptych"

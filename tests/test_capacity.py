@@ -11,9 +11,9 @@ import pytest
 
 from load_samples import bench
 from triptych.base.errors import UserError
-from triptych.interface.report.load_write import write_bench_report
-from triptych.operate.tune.capacity import MeasuredLoad, estimate, measured_in
-from triptych.serving.bench.points import Load, Measurement, Point, RateSearch, StepUse
+from triptych.interface.report.load import write_bench_report
+from triptych.operate.tune.proposal import MeasuredLoad, estimate, measured_in
+from triptych.serving.bench.results import Load, Measurement, Point, RateSearch, StepUse
 from triptych.spec.slo import Slo
 
 

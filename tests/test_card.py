@@ -6,11 +6,11 @@ from pathlib import Path
 
 from conftest import lock_data
 from load_samples import bench, subject
-from triptych.interface.report.load_card import write_figures
+from triptych.interface.report.load import write_figures
 from triptych.repository.lock import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
-from triptych.spec.model_licence import read_licence
+from triptych.spec.model_source import read_licence
 
 
 def test_the_licence_is_what_the_models_card_names(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from conftest import lock_data, quiet, write_pipeline
 from triptych.base.errors import UserError
+from triptych.building import auto
 from triptych.building import auto as choose
 from triptych.building import build as building
-from triptych.building import race
+from triptych.building.auto import Throughput
 from triptych.building.build import Built
-from triptych.building.race import Throughput
 from triptych.core.engine.stage import EngineFailure
 from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import read_inputs
@@ -31,8 +31,8 @@ def short_windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Little time for load, and a cache in which nothing was measured before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIPTYCH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(race, "WINDOW_S", 0.4)
-        patch.setattr(race, "ROUNDS", 2)
+        patch.setattr(auto, "WINDOW_S", 0.4)
+        patch.setattr(auto, "ROUNDS", 2)
         yield
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from load_samples import NASTY, NOTHING_ANSWERED, baseline, bench, measurement, point, subject
 from triptych.base.errors import UserError
-from triptych.interface.report.load_write import write_bench_report
+from triptych.interface.report.load import write_bench_report
 from triptych.serving.bench.comparison import Change, compare, read_bench
-from triptych.serving.bench.points import BenchResult, Load, Point
+from triptych.serving.bench.results import BenchResult, Load, Point
 
 
 def rounds(*rates: float) -> BenchResult:

@@ -33,7 +33,7 @@ from triptych.container.sizes import largest_request_mib
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import Options
 from triptych.deploy.targets import manifests_of
-from triptych.serving.bench.metrics_page import fetch_metrics
+from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.leftovers import (
     MARK_VARIABLE,
     SHM,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from triptych.base.errors import UserError
-from triptych.serving.bench.cost import HOURS_A_MONTH, cost_of
+from triptych.serving.bench.comparison import HOURS_A_MONTH, cost_of
 
 
 def test_a_million_inferences_cost_the_time_they_take() -> None:

@@ -15,8 +15,7 @@ from manifest_cases import BROKEN, fine, text_of
 from manifest_charts import CHARTS
 from triptych.base.errors import Finding, UserError
 from triptych.deploy.checks import CHECKS, check_manifests
-from triptych.deploy.checks.known import Known, known_of
-from triptych.deploy.checks.pods import FIELDS
+from triptych.deploy.checks.pods import FIELDS, Known, known_of
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.targets import manifests_of
 from triptych.interface.cli import app

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 
 from triptych.base.errors import Finding, UserError
-from triptych.serving.doctor import check_machine, examine
+from triptych.serving.doctor import (
+    GpuSummary,
+    MachineFacts,
+    StubPython,
+    check_machine,
+    examine,
+    read_machine,
+)
 from triptych.serving.embedded import REQUIREMENTS, Platform, check_requirements
-from triptych.serving.machine import GpuSummary, MachineFacts, StubPython, read_machine
 
 MIB = 2**20
 PLATFORM = Platform(
@@ -274,6 +280,6 @@ def test_what_nvidia_smi_says_is_read(
     program.write_text(f"#!/bin/sh\necho '{said}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("triptych.serving.machine.find_driver", lambda: None)
+    monkeypatch.setattr("triptych.serving.doctor.find_driver", lambda: None)
     machine = read_machine({}, Path("/dev/shm"))
     assert (machine.gpus, machine.driver) == (gpus, driver)

@@ -11,9 +11,8 @@ import pytest
 from drift_cases import MAX_LENGTH, built_for, draw, exact, read_minilm
 from test_capacity import SEARCH
 from triptych.core.inputs import PipelineInputs
-from triptych.operate.tune.capacity import MeasuredLoad
 from triptych.operate.tune.drift import Drift, check_drift, describe_drift
-from triptych.operate.tune.proposal import tuned_diff
+from triptych.operate.tune.proposal import MeasuredLoad, tuned_diff
 from triptych.spec.plan import Layout, choose_edges
 from triptych.spec.slo import Slo
 from triptych.spec.traffic import Lengths

@@ -21,7 +21,7 @@ from triptych.core.engine.rtx import installed_version
 from triptych.core.engine.stage import build_engine
 from triptych.repository.records import plain_record
 from triptych.repository.store import hash_files
-from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.engine_plan import EnginePlan
 
 NAMES = ("packed_fp32", "packed_fp16", "packed_int8", "bucketed_fp16")
 PRECISION = {name: name.split("_")[1] for name in NAMES}

@@ -159,7 +159,7 @@ class Refuse:
                                       "safetensors", "tokenizers"}:
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Refuse())
-import triptych.interface.cli.engines, triptych.core.engine.stage, triptych.core.engine.parity
+import triptych.interface.cli.pipelines, triptych.core.engine.stage, triptych.core.engine.stage
 import triptych.core.samples_file
 """
 
@@ -319,7 +319,7 @@ def test_a_build_that_ends_meanwhile_wins(repository: Path, on: Callable[[str], 
 
 
 @pytest.mark.parametrize(
-    "place", ["triptych.repository.store._stage", "triptych.core.engine.timing.save"]
+    "place", ["triptych.repository.store._stage", "triptych.core.engine.make.save"]
 )
 def test_a_full_disk_is_told_and_harms_nothing(
     repository: Path, on: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, place: str

@@ -14,7 +14,7 @@ from engine_graphs import PRECISIONS, Graph
 from served_models import SERVED, save
 from task_models import MODELS
 from triptych.base.errors import UserError
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 
 BUILT: Sequence[tuple[str, str, Precision]] = (
     ("topics", "packed", "int8"),

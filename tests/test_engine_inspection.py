@@ -16,8 +16,8 @@ import pytest
 from triptych.base.errors import UserError
 from triptych.core.engine.graph import EngineGraph, fused_layers, onnx_nodes
 from triptych.core.engine.inspection import Layer, judge_products, read_layers
-from triptych.core.engine.request import Request
-from triptych.spec.engine_spec import EnginePlan
+from triptych.core.engine.make import Request
+from triptych.spec.engine_plan import EnginePlan
 
 
 def tensor(said: str, *, form: str = "Format/Datatype") -> dict[str, Any]:

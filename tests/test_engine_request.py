@@ -17,8 +17,8 @@ from fake_tensorrt import MAJORS
 from triptych.base.errors import UserError
 from triptych.core.engine.api import Api
 from triptych.core.engine.graph import read_graph
-from triptych.core.engine.request import make_request
-from triptych.spec.engine_spec import EnginePlan, ShapeRange
+from triptych.core.engine.make import make_request
+from triptych.spec.engine_plan import EnginePlan, ShapeRange
 
 FINE = {"x": ShapeRange((1, 4), (2, 4), (8, 4))}
 

@@ -14,10 +14,14 @@ import fake_cuda
 import fake_tensorrt
 from fake_cuda import FakeCuda, cudaError_t
 from tensorrt_cases import BUCKETS, PADDED, padded_answer, padded_feed, plan_of
-from triptych.core.engine.engine_file import open_engine, plan_version
-from triptych.core.engine.engine_runner import EngineError, EngineRunner
-from triptych.core.engine.profile_choice import ShapeError
-from triptych.spec.engine_spec import GraphSpec
+from triptych.core.engine.runner import (
+    EngineError,
+    EngineRunner,
+    ShapeError,
+    open_engine,
+    plan_version,
+)
+from triptych.spec.engine_plan import GraphSpec
 
 PACKED = """
 packed (int32[tokens] input_ids, int32[rows] row_stride) => (float[rows] share)

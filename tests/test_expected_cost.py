@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conftest import write_pipeline
-from triptych.spec.cost import RowCost, row_cost
+from triptych.spec.engine_plan import RowCost, row_cost
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.plan import make_plan
 from triptych.spec.spec import load_spec

@@ -26,10 +26,9 @@ from tritonclient.utils import InferenceServerException
 from conftest import build_into
 from exchange_cases import Asker, hooks, write_tickets
 from triptych.client import Client
-from triptych.serving.fleet.fleet import Fleet
-from triptych.serving.fleet.replica import Replica
+from triptych.serving.fleet.fleet import Fleet, Replica
 from triptych.serving.fleet.serve import new_fleet
-from triptych.serving.http_probe import answers
+from triptych.serving.readiness import answers
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 

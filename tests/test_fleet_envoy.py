@@ -15,23 +15,28 @@ import yaml
 from triptych.base.errors import UserError
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.repository.store import locked, write_models
-from triptych.serving.fleet.bootstrap import Listen, bootstrap
-from triptych.serving.fleet.builds import Build, keep_build
-from triptych.serving.fleet.clusters import (
+from triptych.serving.fleet.envoy import (
     GRPC,
     HTTP,
     EndpointFiles,
     EndpointNames,
     Endpoints,
+    Listen,
     Mirror,
+    ProxySettings,
     assignment,
+    bootstrap,
+    proxy_settings,
 )
-from triptych.serving.fleet.crowding import crowding, find_crowding
-from triptych.serving.fleet.gpus import check_gpus, count_replicas
+from triptych.serving.fleet.fleet import Build, Replica, keep_build
 from triptych.serving.fleet.proxy import find_envoy, validate
-from triptych.serving.fleet.replica import Replica
-from triptych.serving.fleet.serve import new_fleet
-from triptych.serving.fleet.settings import ProxySettings, proxy_settings
+from triptych.serving.fleet.serve import (
+    check_gpus,
+    count_replicas,
+    crowding,
+    find_crowding,
+    new_fleet,
+)
 from triptych.serving.server import Server
 
 LISTEN = Listen("127.0.0.1", 8001, 8000, 8002, 9901)

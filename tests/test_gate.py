@@ -22,8 +22,8 @@ from gate_cases import (
     requests_of,
 )
 from triptych.core.feeds import Sample
-from triptych.core.gate.artifact import RowOutputs
 from triptych.core.gate.check import check
+from triptych.core.gate.runs import RowOutputs
 from triptych.core.samples import Expected
 from triptych.repository.records import GateResult
 from triptych.spec.tasks import TASKS

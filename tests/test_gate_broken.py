@@ -19,18 +19,17 @@ from gate_benches import (
     shift_positions,
     write_task,
 )
-from triptych.core.gate.artifact import RowOutputs
 from triptych.core.gate.cached import decoding_of
 from triptych.core.gate.check import Labelled
-from triptych.core.gate.decoded import decode, reference_row_outputs
 from triptych.core.gate.reference import reference_outputs
+from triptych.core.gate.runs import RowOutputs, decode, reference_row_outputs
 from triptych.core.samples import GateRequest, by_request, rows_of
 from triptych.repository.records import GateResult
 from triptych.runtime.carry import pack, unpack
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
+from triptych.spec.tasks.compare import read_entities
 from triptych.spec.tasks.metrics_labels import LabelledRow
-from triptych.spec.tasks.metrics_spans import read_entities
 
 GRAVE = "caught at the limits of int8, too"
 KINDS = (

@@ -16,11 +16,10 @@ from gate_benches import write_task
 from task_models import MODELS
 from task_reference import image_bytes
 from triptych.base.tensors import TokenRow
-from triptych.core import edge_cases
-from triptych.core.gate.reference_rows import reference_of
-from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_ROWS, split_traffic
+from triptych.core import gate_rows
+from triptych.core.gate.reference import reference_of
+from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_ROWS, probe_texts, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.probe import probe_texts
 from triptych.core.samples import GateRequest, hash_requests, rows_of
 from triptych.runtime.carry import unpack
 from triptych.spec.spec import load_spec
@@ -110,7 +109,7 @@ def test_made_up_rows_are_of_many_kinds(inputs: dict[str, PipelineInputs], name:
     kinds = {r.shown.partition(":")[0] for r in inputs[name].requests if r.edge}
     pairs = inputs[name].plan.task.pairs  # both halves of one must say something
     refused = {"empty", "blank"} if pairs else set()
-    assert kinds >= set(edge_cases.EDGE_TEXTS) - refused
+    assert kinds >= set(gate_rows.EDGE_TEXTS) - refused
     special = {r.shown for r in inputs[name].requests if r.shown.startswith("special token")}
     # Two mask tokens are more than fill-mask takes.
     for token in {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"} - (
@@ -170,7 +169,7 @@ def test_rows_are_made_of_what_the_hook_makes_and_sent_as_they_were(
     every = {r.shown.partition(":")[0] for r in plain if r.edge}
     assert set(kinds) == every - {"empty", "blank", "punctuation"}  # refused, and made no text
     assert longest(kinds["at the limit"]) == made.plan.max_length
-    assert kinds["repeated tokens"].sent["text"] == edge_cases.EDGE_TEXTS["repeated tokens"]
+    assert kinds["repeated tokens"].sent["text"] == gate_rows.EDGE_TEXTS["repeated tokens"]
     # What the hook refuses is left out of the probe, too; the rest goes through it.
     taken = {str(request.sent["text"]) for request in made.probe}
     assert taken == {str(r.sent["text"]) for r in inputs["topics"].probe if r.sent["text"] != "42"}

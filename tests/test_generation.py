@@ -25,14 +25,14 @@ from generation_cases import (
 from generation_served import LONG, build_both, wait_until
 from triptych.base.errors import UserError
 from triptych.building.generation.describe import describe_inputs
-from triptych.building.generation.facts import GenerationFacts, read_generation_model
 from triptych.building.generation.inputs import read_generation
+from triptych.building.generation.model import GenerationFacts, read_generation_model
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.lock import read_lock
 from triptych.serving.server import Server
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 
 pytestmark = pytest.mark.server
 

@@ -12,17 +12,17 @@ import pytest
 
 from conftest import ROOT
 from generation_cases import byte_pairs
+from triptych.building.generation.gate import EVERY, LIMITS, METRICS, Answered, judge
 from triptych.building.generation.inputs import Prompt
-from triptych.building.generation.metrics import EVERY, LIMITS, METRICS, Answered, judge
 from triptych.building.generation.reference import Reference
 from triptych.building.generation.worker_gate import run_engine
 from triptych.repository.records import GateResult
 from triptych.runtime import engine_vllm
 from triptych.runtime.engine_scripted import Engine
+from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.metrics_generated import GENERATED, exact_match, rouge_l
 from triptych.spec.tasks.metrics_labelled import compare_labelled
 from triptych.spec.tasks.metrics_labels import LabelledRow
-from triptych.spec.tasks.metrics_outputs import Outputs
 
 
 def test_the_reference_states_the_limits() -> None:

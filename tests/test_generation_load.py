@@ -19,20 +19,25 @@ from conftest import write_pipeline
 from load_samples import bench, measurement
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.base.errors import UserError
-from triptych.interface.cli.bench_tables import print_bench
-from triptych.interface.report.load_card import figures
-from triptych.interface.report.load_page import page
-from triptych.interface.report.load_write import as_csv
+from triptych.interface.cli.tables import print_bench
+from triptych.interface.report.load import as_csv, figures, page
 from triptych.serving.bench.bench import Price, tokens_of
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import run_longer
 from triptych.serving.bench.perf_analyzer import LoadError
 from triptych.serving.bench.perf_output import Answer, Export, LoadResult, read_export
-from triptych.serving.bench.points import BenchResult, Load, Point, from_json, to_json
 from triptych.serving.bench.resources import process_name, process_tree
+from triptych.serving.bench.results import (
+    BenchResult,
+    Load,
+    Point,
+    from_json,
+    headline,
+    to_json,
+    verdict_of,
+)
 from triptych.serving.bench.streamed import answer_parts, keeps, streamed_of
-from triptych.serving.bench.verdict import headline, verdict_of
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import GenerationSlo, parse_generation_slo
 from triptych.spec.spec import load_spec
 

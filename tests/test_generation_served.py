@@ -29,17 +29,17 @@ from test_ui import fetch, form, post
 from triptych.base.errors import UserError
 from triptych.base.explained import plain
 from triptych.building.generation.bench import bench_generation
+from triptych.building.generation.gate import EVERY, METRICS
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import describe_generation, verify_generation
-from triptych.building.generation.metrics import EVERY, METRICS
 from triptych.deploy.targets import manifests_of
-from triptych.interface.page.chat import ChatPage
+from triptych.interface.page.page import ChatPage
 from triptych.serving.bench import measure as measuring
 from triptych.serving.bench.bench import Bench
 from triptych.serving.bench.measure import STREAM_ERROR
-from triptych.serving.bench.points import Load, Measurement
+from triptych.serving.bench.results import Load, Measurement
 from triptych.serving.server import Server
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import GenerationSlo
 
 pytestmark = pytest.mark.server

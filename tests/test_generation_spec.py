@@ -14,7 +14,7 @@ from generation_cases import write_adapter, write_pipeline, write_tiny_model
 from triptych.base.errors import UserError
 from triptych.building.generation.adapters import WEIGHTS, read_adapter
 from triptych.building.generation.checks import check_folder
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.spec import load_spec
 
 

@@ -23,7 +23,7 @@ from triptych.building.generation.build import build_generation
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import describe_generation, verify_generation
 from triptych.serving.server import Server
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 

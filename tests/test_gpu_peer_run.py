@@ -26,8 +26,8 @@ from peers.gpu.report import ALL_MET, BAD, INCOMPLETE, Findings
 from peers.gpu.run import Options
 from peers.gpu.subjects import LAYOUTS, Model
 from triptych.container.machine import find_gpus
-from triptych.core.engine.engine_runner import EngineError
-from triptych.core.gate.artifact import open_core
+from triptych.core.engine.runner import EngineError
+from triptych.core.gate.runs import open_core
 from triptych.repository.config import CONFIG_FILE, print_config, read_config
 from triptych.serving.server import Server
 

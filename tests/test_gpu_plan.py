@@ -10,7 +10,7 @@ import pytest
 
 from conftest import write_pipeline
 from triptych.base.errors import UserError
-from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.memory import batch_mib
 from triptych.spec.model_facts import ImageFacts, ModelFacts
 from triptych.spec.plan import Plan, make_plan

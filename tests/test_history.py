@@ -16,16 +16,16 @@ from deploy_cases import write_built
 from triptych.base.errors import UserError
 from triptych.interface.cli import app
 from triptych.repository.history import put_back
-from triptych.repository.kept import (
+from triptych.repository.lock import build_id
+from triptych.repository.render import Content
+from triptych.repository.store import (
     KEPT,
     choose_build,
     history_folder,
     kept_builds,
     kept_bytes,
+    write_models,
 )
-from triptych.repository.lock import build_id
-from triptych.repository.render import Content
-from triptych.repository.store import write_models
 
 CORE = "tiny_core/1/model.onnx"
 

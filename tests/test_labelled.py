@@ -23,14 +23,14 @@ from decoded_cases import (
     vector,
 )
 from triptych.base.errors import UserError
-from triptych.spec.spec_fields import Custom
+from triptych.spec.fields import Custom
 from triptych.spec.tasks import TASKS
+from triptych.spec.tasks.compare import rank_correlation
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import first_rows, read_labels
 from triptych.spec.tasks.metrics_bootstrap import LOSSES_TO_SHOW, difference_interval, ratio
 from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY, LabelledResult, compare_labelled
 from triptych.spec.tasks.metrics_labels import LabelledRow
-from triptych.spec.tasks.metrics_ranks import rank_correlation
 
 FIELDS = {
     "question-answering": ("text", "text_pair"),

@@ -17,7 +17,7 @@ from triptych.client import Client, InvalidRequest
 from triptych.core.inputs import read_inputs
 from triptych.operate.tune.drift import check_drift
 from triptych.operate.tune.new_traffic import count_page
-from triptych.serving.bench.metrics_page import fetch_metrics
+from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 

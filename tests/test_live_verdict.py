@@ -12,10 +12,20 @@ import pytest
 from numpy.typing import NDArray
 
 from triptych.client import DeadlineExceeded, InvalidRequest, PipelineFailed
-from triptych.core.gate.live_closeness import differences, is_finite, same, shape_fault, show_answer
-from triptych.core.gate.live_replies import LiveCase, Rules
-from triptych.core.gate.live_send import WAYS, LiveRuns, Reply, live_request
-from triptych.core.gate.live_verdict import ALIKE, LiveVerdict, judge_live
+from triptych.core.gate.live import (
+    WAYS,
+    LiveCase,
+    LiveRuns,
+    Reply,
+    Rules,
+    differences,
+    is_finite,
+    live_request,
+    same,
+    shape_fault,
+    show_answer,
+)
+from triptych.core.gate.verify import ALIKE, LiveVerdict, judge_live
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import TOLERANCES, thresholds
 

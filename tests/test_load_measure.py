@@ -16,9 +16,9 @@ from triptych.base.errors import UserError
 from triptych.serving.bench import perf_analyzer, rates
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import NO_ANSWER, Target, measure
-from triptych.serving.bench.points import Kind, Load, from_json, to_json
-from triptych.serving.bench.points import Measurement as Measured
 from triptych.serving.bench.rates import highest_rate
+from triptych.serving.bench.results import Kind, Load, from_json, to_json
+from triptych.serving.bench.results import Measurement as Measured
 from triptych.serving.bench.statistics import STEPS
 from triptych.serving.server import Server
 from triptych.spec.slo import Slo

@@ -21,12 +21,14 @@ from load_samples import (
     subject,
 )
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
-from triptych.interface.report.load_page import page, shown_points
-from triptych.interface.report.load_write import write_bench_report
-from triptych.serving.bench.points import BenchResult, Load, RateSearch, from_json
-from triptych.serving.bench.verdict import (
+from triptych.interface.report.load import page, shown_points, write_bench_report
+from triptych.serving.bench.results import (
+    BenchResult,
+    Load,
+    RateSearch,
     best_point,
     bottleneck_of,
+    from_json,
     headline,
     verdict_of,
     warnings_of,

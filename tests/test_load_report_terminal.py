@@ -9,9 +9,9 @@ from rich.console import Console
 
 from load_samples import NASTY, bench, hostile, subject
 from report_pages import typed
-from triptych.interface.cli.bench_tables import print_bench, print_comparison
+from triptych.interface.cli.tables import print_bench, print_comparison
 from triptych.serving.bench.comparison import compare
-from triptych.serving.bench.points import BenchResult
+from triptych.serving.bench.results import BenchResult
 
 
 def printed(result: BenchResult) -> str:

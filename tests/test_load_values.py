@@ -12,7 +12,6 @@ import pytest
 
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import error_kind, time_parts
-from triptych.serving.bench.metrics_page import read_metrics
 from triptych.serving.bench.perf_output import (
     BIN_GROWTH,
     Export,
@@ -20,9 +19,9 @@ from triptych.serving.bench.perf_output import (
     histogram_of,
     read_export,
 )
-from triptych.serving.bench.points import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
 from triptych.serving.bench.rates import CLOSE, holds, next_rate
-from triptych.serving.bench.resources import Snapshot, Watch, model_of, summarise
+from triptych.serving.bench.resources import Snapshot, Watch, model_of, read_metrics, summarise
+from triptych.serving.bench.results import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
 from triptych.spec.slo import Slo
 
 PAGE = """

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from triptych.base.errors import UserError
+from triptych.spec.fields import ModelSource
 from triptych.spec.model_source import locate, read_facts
-from triptych.spec.spec_fields import ModelSource
 
 
 def test_a_package_source_is_found(minilm_folder: Path) -> None:

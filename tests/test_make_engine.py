@@ -11,11 +11,10 @@ import pytest
 from engine_options import OPTIONS
 from test_engine_request import FINE, LOWER, PRODUCT, QUANTISED, SAME, write
 from triptych.base.errors import UserError
-from triptych.core.engine.make import make_engine
-from triptych.core.engine.parsed_products import check_products
-from triptych.core.engine.request import make_request
+from triptych.core.engine.inspection import check_products
+from triptych.core.engine.make import make_engine, make_request
 from triptych.core.engine.rtx import RtxApi, buildable
-from triptych.spec.engine_spec import EnginePlan, ShapeRange
+from triptych.spec.engine_plan import EnginePlan, ShapeRange
 
 SETTINGS: dict[str, Any] = {
     "refit": True,

@@ -22,9 +22,7 @@ from decoded_cases import (
 )
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
-from triptych.spec.tasks.metrics_outputs import Comparison
-from triptych.spec.tasks.metrics_passages import compare_anything
-from triptych.spec.tasks.metrics_ranks import rank_correlation, spearman
+from triptych.spec.tasks.compare import Comparison, compare_anything, rank_correlation, spearman
 from triptych.spec.tasks.metrics_vectors import MOST_PAIRS, NEIGHBOUR_TOLERANCE
 
 NAN, INF = float("nan"), float("inf")

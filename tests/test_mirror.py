@@ -21,11 +21,16 @@ from test_deploy_targets import comes_true, page
 from triptych.base.errors import UserError
 from triptych.base.explained import plain
 from triptych.deploy.targets import manifests_of
-from triptych.serving.fleet.bootstrap import Listen, bootstrap
-from triptych.serving.fleet.clusters import EndpointNames, Mirror
-from triptych.serving.fleet.mirrored import Mirrored, check_alike, mirrored_of
+from triptych.serving.fleet.envoy import (
+    EndpointNames,
+    Listen,
+    Mirror,
+    ProxySettings,
+    bootstrap,
+    proxy_settings,
+)
 from triptych.serving.fleet.proxy import envoy_command, find_envoy
-from triptych.serving.fleet.settings import ProxySettings, proxy_settings
+from triptych.serving.fleet.serve import Mirrored, check_alike, mirrored_of
 from triptych.serving.ports import claim_ports
 
 LOOPBACK = "127.0.0.1"

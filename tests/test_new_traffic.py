@@ -17,7 +17,7 @@ from triptych.base.errors import UserError
 from triptych.core.inputs import PipelineInputs
 from triptych.operate.tune.drift import check_drift
 from triptych.operate.tune.new_traffic import count_page, read_lengths
-from triptych.serving.bench.metrics_page import read_metrics
+from triptych.serving.bench.resources import read_metrics
 from triptych.spec.plan import Layout
 from triptych.spec.traffic import Lengths
 

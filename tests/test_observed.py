@@ -29,19 +29,16 @@ from triptych.base.releases import Release
 from triptych.client import Client, InferenceError
 from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.dashboard import rows_of
-from triptych.deploy.measured import measured_of
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.monitoring import prometheus_rule
+from triptych.deploy.numbers import measured_of, sizes_of
 from triptych.deploy.options import Options
 from triptych.deploy.scaling import scaled_object
-from triptych.deploy.sizing import sizes_of
-from triptych.operate.watch.gauges import gauges_text
-from triptych.operate.watch.page import GaugesPage, gauges_page
+from triptych.operate.watch.gauges import GaugesPage, gauges_page, gauges_text
 from triptych.repository.lock import read_lock
 from triptych.runtime.sample_files import FOLDER_VARIABLE
-from triptych.serving.fleet.bootstrap import Listen
+from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
-from triptych.serving.fleet.settings import proxy_settings
 from triptych.serving.ports import claim_ports
 from triptych.serving.server import Server
 

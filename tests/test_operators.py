@@ -14,10 +14,10 @@ import precision_cases as cases
 from precision_cases import node
 from triptych.base.errors import UserError
 from triptych.core.precision import float16, fp8, int8
-from triptych.core.precision.recipe import Recipe
+from triptych.core.precision.linear import Recipe
 from triptych.repository.lint.operators import support_of, unsupported
 from triptych.repository.records import Conversion
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 
 MAJORS = (8, 10, 11)
 CONVERT: dict[Precision, Callable[..., Conversion]] = {

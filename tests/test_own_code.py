@@ -12,8 +12,8 @@ import pytest
 from test_source import change, write
 from triptych.base.errors import UserError
 from triptych.core.export.to_onnx import load_model
+from triptych.spec.fields import ModelSource
 from triptych.spec.model_source import locate, read_facts, read_tokenizer
-from triptych.spec.spec_fields import ModelSource
 
 OWN_CODE = """
 from pathlib import Path

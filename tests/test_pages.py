@@ -26,7 +26,6 @@ from triptych.base.formatting import (
     shown,
     signed_percent,
 )
-from triptych.interface.report.drawing import linear, snug
 from triptych.interface.report.pages import PAGES, render
 from triptych.interface.report.plots import (
     MOST_BINS,
@@ -36,6 +35,8 @@ from triptych.interface.report.plots import (
     compared,
     curves,
     histogram,
+    linear,
+    snug,
     waterfall,
 )
 

@@ -11,9 +11,14 @@ import pytest
 
 from triptych.base.errors import UserError
 from triptych.serving.bench.measure import Target, measure
-from triptych.serving.bench.perf_analyzer import LoadError, LoadResult, run
-from triptych.serving.bench.perf_binary import VERSION, find_perf_analyzer
-from triptych.serving.bench.points import Load
+from triptych.serving.bench.perf_analyzer import (
+    VERSION,
+    LoadError,
+    LoadResult,
+    find_perf_analyzer,
+    run,
+)
+from triptych.serving.bench.results import Load
 from triptych.serving.server import Server
 
 TEXTS = ["hello", "nul \0 inside", "😀 é", "", 'quote " \\ \n \t \x01', "\u2028", "x" * 3000]

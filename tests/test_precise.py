@@ -15,7 +15,7 @@ from triptych.building import build as building
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.keep_layers import Lowered, lower
 from triptych.repository.records import GateResult
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
 
 

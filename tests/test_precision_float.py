@@ -12,13 +12,13 @@ import pytest
 
 import precision_cases as cases
 from precision_cases import node
-from triptych.base.onnx_session import runnable
-from triptych.core.precision import float_nodes
-from triptych.core.precision.activations import model_ranges
+from triptych.base.onnx_graph import runnable
+from triptych.core.precision import float16
+from triptych.core.precision.calibrate import model_ranges
 from triptych.core.precision.float16 import convert
-from triptych.core.precision.recipe import Recipe
+from triptych.core.precision.linear import Recipe
 from triptych.repository.records import Conversion, plain_record, read_record
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 
 FP16, BF16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 KIND = {"fp16": FP16, "bf16": BF16}
@@ -75,10 +75,10 @@ def test_places_and_results_stay_fp32(exported: cases.Exported, precision: Preci
     of_places = {"Cos", "Sin", "Log", "Ceil"}
     for one in graph.node:
         if one.op_type in of_places:
-            assert done.reasons[one.name] == float_nodes.PLACES
+            assert done.reasons[one.name] == float16.PLACES
         if one.output[0] in {output.name for output in graph.output}:
             last = one.op_type in ("MatMul", "Gemm")
-            assert last or done.reasons[one.name] == float_nodes.RESULT
+            assert last or done.reasons[one.name] == float16.RESULT
     norms = [one.name for one in graph.node if one.op_type in ("LayerNormalization", "Softmax")]
     assert sum(name not in done.reasons for name in norms) >= len(norms) // 2
 
@@ -118,7 +118,7 @@ def test_headroom_is_left_for_rows_that_calibration_did_not_see(
 ) -> None:
     x = cases.vectors()
     plain = cases.two_layers(tmp_path / "plain")
-    limit = 65504 / float_nodes.HEADROOM / model_ranges(onnx.load(plain), [{"x": x}])["a"]
+    limit = 65504 / float16.HEADROOM / model_ranges(onnx.load(plain), [{"x": x}])["a"]
     middle = [node("Mul", "a up", "c"), node("Relu", "c", "b")]
     source = cases.two_layers(tmp_path, *middle, up=constant(limit * factor))
     done = convert(source, tmp_path / "out", Recipe("fp16"), [{"x": x}])
@@ -185,7 +185,7 @@ def test_a_small_epsilon_does_not_vanish(tmp_path: Path, precision: Precision) -
     wanted = cases.run(source, {"x": x})[0]
     assert (found[2] == 0).all()
     assert cases.relative_error(found, wanted) < CLOSE[precision]
-    assert done.reasons["make_length"] == float_nodes.SUMS
+    assert done.reasons["make_length"] == float16.SUMS
     for name in ("make_at_least", "make_b"):
         assert (name in done.reasons) is (precision == "fp16")
 

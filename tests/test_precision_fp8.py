@@ -13,9 +13,9 @@ import pytest
 import precision_cases as cases
 from precision_cases import node
 from triptych.base.errors import UserError
-from triptych.base.onnx_nodes import OPSET
+from triptych.base.onnx_graph import OPSET
 from triptych.core.precision.fp8 import LARGEST, convert
-from triptych.core.precision.recipe import Recipe
+from triptych.core.precision.linear import Recipe
 
 FP8 = onnx.TensorProto.FLOAT8E4M3FN
 RECIPE = Recipe("fp8")

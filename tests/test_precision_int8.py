@@ -14,12 +14,10 @@ import pytest
 import precision_cases as cases
 from conftest import LAYOUTS
 from triptych.base.errors import UserError
-from triptych.base.onnx_files import read_model, write_model
-from triptych.base.onnx_types import value_types
+from triptych.base.onnx_graph import read_model, value_types, write_model
 from triptych.core.precision.int8 import Quantiser, convert
-from triptych.core.precision.linear import find_groups
-from triptych.core.precision.recipe import Recipe
-from triptych.spec.precisions import Precision
+from triptych.core.precision.linear import Recipe, find_groups
+from triptych.spec.fields import Precision
 
 BOTH: tuple[Precision, ...] = ("int8", "int8_dynamic")
 HEAD = "embedding"

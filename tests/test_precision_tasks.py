@@ -17,17 +17,16 @@ import precision_cases as cases
 from conftest import quiet, traffic_texts
 from odd_graphs import ODD
 from task_models import MODELS
-from triptych.base import onnx_files as export
+from triptych.base import onnx_graph as export
 from triptych.base.errors import UserError
-from triptych.base.onnx_session import open_session
+from triptych.base.onnx_graph import open_session
 from triptych.building.build import Built, build
 from triptych.core.inputs import read_inputs
 from triptych.core.precision import float16, fp8, int8
-from triptych.core.precision.activations import MOST_VECTORS, capture, quiet_options
-from triptych.core.precision.linear import find_groups
-from triptych.core.precision.recipe import Recipe
+from triptych.core.precision.calibrate import MOST_VECTORS, capture, quiet_options
+from triptych.core.precision.linear import Recipe, find_groups
 from triptych.repository.records import Conversion
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
 
 QUANTISED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")

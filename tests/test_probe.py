@@ -15,9 +15,9 @@ import pytest
 from conftest import ROOT
 from gate_cases import EVERY, SAMPLES, Case, make, requests_of, task_of
 from triptych.core.feeds import Sample
-from triptych.core.gate.artifact import RowOutputs
 from triptych.core.gate.probe import OUTSIDE, describe_probe, judge_probe
-from triptych.core.probe import probe_texts
+from triptych.core.gate.runs import RowOutputs
+from triptych.core.gate_rows import probe_texts
 from triptych.core.samples import GateRequest
 from triptych.core.variety import Variety, variety_of
 from triptych.repository.records import (

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from conftest import build_into, lock_data, quiet, write_lock, write_pipeline
-from triptych.base.onnx_files import MODEL_FILE
+from triptych.base.onnx_graph import MODEL_FILE
 from triptych.building.build import Built
-from triptych.core.export.stage import export_model
+from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate
 from triptych.core.gate.probe import OUTSIDE
 from triptych.core.inputs import read_inputs
-from triptych.core.precision.converter import Converter
+from triptych.core.precision.keep_layers import Converter
 from triptych.repository.lock import read_lock
 from triptych.spec.spec import load_spec
 

@@ -11,19 +11,19 @@ import pytest
 
 from triptych.base.errors import UserError
 from triptych.building.generation.describe import describe_inputs
-from triptych.building.generation.facts import GenerationFacts, GenerationModel
-from triptych.building.generation.gate import cause_of
+from triptych.building.generation.gate import LIMITS, cause_of, limits_of
 from triptych.building.generation.inputs import GenerationInputs, Prompt
 from triptych.building.generation.lock import lock_bytes
-from triptych.building.generation.metrics import LIMITS, limits_of
-from triptych.building.generation.quantisation import (
+from triptych.building.generation.model import (
+    GenerationFacts,
+    GenerationModel,
     Quantisation,
     check_precision,
     compressed_tensors_config,
     read_quantisation,
 )
-from triptych.spec.generation_spec import GenerationCore, GenerationSpec, KvCache
-from triptych.spec.spec_fields import ModelSource
+from triptych.spec.fields import ModelSource
+from triptych.spec.generation_fields import GenerationCore, GenerationSpec, KvCache
 
 FACTS = GenerationFacts("", "LlamaForCausalLM", 64, (1,), {}, 1000, 2, vocabulary=300)
 W4A16 = {

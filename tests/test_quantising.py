@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from triptych.base.errors import UserError
-from triptych.building.generation.dequantising import UnknownLayoutError, dequantise, load_model
 from triptych.building.generation.quantising import quantise
+from triptych.building.generation.weights import UnknownLayoutError, dequantise, load_model
 
 INPUTS, OUTPUTS, GROUP = 32, 16, 8
 

@@ -16,7 +16,7 @@ from triptych.base.errors import UserError
 from triptych.core.engine import rehearsal, rtx
 from triptych.core.engine.rehearsal import ask, rehearse
 from triptych.repository.records import Rehearsal
-from triptych.spec.engine_spec import EnginePlan, ShapeRange
+from triptych.spec.engine_plan import EnginePlan, ShapeRange
 
 ROWS = ({"x": ShapeRange((1, 16), (4, 16), (8, 16))},)
 WEIGHT = "<float16[16,16] weight = {" + ",".join(["1"] * 256) + "}>"

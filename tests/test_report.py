@@ -30,8 +30,7 @@ from report_pages import (
 )
 from triptych.interface.report import plots
 from triptych.interface.report.gate_write import About, write_report
-from triptych.repository.plain import plain_data
-from triptych.repository.records import Candidate, Conversion, GateResult, WorstRow
+from triptych.repository.records import Candidate, Conversion, GateResult, WorstRow, plain_data
 
 NAN = math.nan
 

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 import precision_cases as cases
-from triptych.core.precision.activations import Activations
-from triptych.core.precision.rounding import round_nearest, round_together, scale_of
-from triptych.core.precision.smoothing import find_smoothing, quantised
+from triptych.core.precision.calibrate import (
+    Activations,
+    find_smoothing,
+    quantised,
+    round_nearest,
+    round_together,
+    scale_of,
+)
 
 
 def correlated(rows: int, width: int = 64, *, rank: int = 6) -> Any:

@@ -26,12 +26,11 @@ from triptych.building.hook_tests import check_pipeline
 from triptych.core.inputs import task_of
 from triptych.runtime.hooking import NUMPY_TYPES, RowForm, call_hook, find_hook
 from triptych.runtime.rows_image import Limits, open_image
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.scaffold import TEMPLATES, Scaffold, scaffold, tasks
 from triptych.spec.spec import GENERATING, GENERATION, TEXT2TEXT, load_spec
 from triptych.spec.tasks import TASKS
-from triptych.spec.text2text_spec import load_text2text_spec
 from triptych.spec.traffic import read_traffic
 
 ENCODERS = [task for task in tasks() if task not in GENERATING]

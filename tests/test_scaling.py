@@ -14,8 +14,8 @@ from peers.autoscaler import Autoscaler, Observed, Pace, Scaling, Trigger, deplo
 from peers.fleet_simulation import Fleet, Service, arrivals, capacity
 from triptych.base.explained import plain
 from triptych.deploy.basis import basis_of
+from triptych.deploy.numbers import headroom, stable_s
 from triptych.deploy.scaling import scaled_object
-from triptych.deploy.sizing import headroom, stable_s
 
 SEEN = Observed(0.0, 0.0, 0.0, 0.0, seen=4)
 RATE = Trigger(lambda seen: seen.offered_per_s, 10.0, "fleet", 60.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from triptych.base.files import scratch_folder
-from triptych.repository.lint.rendered import LintFailure, lint_rendered
+from triptych.repository.lint.checks import LintFailure, lint_rendered
 
 HOLD = """
 import sys

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from client_toy import wait_until
+from triptych.serving.readiness import ServerError, last_words, read_load_state
 from triptych.serving.server import Server
-from triptych.serving.server_log import ServerError, last_words, read_load_state
 
 CONFIG = """backend: "python"
 max_batch_size: 4

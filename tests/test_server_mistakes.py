@@ -10,8 +10,8 @@ import pytest
 
 from triptych.base.errors import UserError
 from triptych.serving.ports import claim_ports, port_is_busy, release_ports
+from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
-from triptych.serving.server_log import ServerError
 
 
 @pytest.fixture

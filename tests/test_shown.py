@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from report_pages import CANDIDATES, candidate, probe_of, typed
-from triptych.interface.cli.shown import print_built
+from triptych.interface.cli.tables import print_built
 from triptych.repository.records import Conversion, GateResult, Verdict, WorstRow
 
 

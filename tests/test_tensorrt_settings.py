@@ -9,7 +9,7 @@ import pytest
 
 from triptych.serving.backends.contract import ContractError
 from triptych.serving.backends.tensorrt import trt_settings
-from triptych.spec.engine_spec import GraphSpec
+from triptych.spec.engine_plan import GraphSpec
 
 
 def config(**fields: Any) -> Any:

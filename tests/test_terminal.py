@@ -14,8 +14,8 @@ import pytest
 from rich.text import Text
 
 from triptych.base.errors import inert
-from triptych.interface.cli.shown import print_failed_gate
-from triptych.interface.cli.tables import Terminal, print_table, say
+from triptych.interface.cli.options import Terminal, print_table, say
+from triptych.interface.cli.tables import print_failed_gate
 from triptych.repository.records import GateResult, Verdict, WorstRow
 
 HOSTILE = (

@@ -23,18 +23,17 @@ from triptych.building.generation.build import build_generation
 from triptych.building.generation.describe import describe_inputs
 from triptych.building.generation.gate import check_generation
 from triptych.building.generation.live import LiveGeneration, describe_generation, verify_generation
-from triptych.building.generation.marian import without_advice
 from triptych.building.generation.reference import reference_answers
-from triptych.building.generation.text2text import Text2TextInputs, read_text2text
-from triptych.interface.page.chat import ChatPage
+from triptych.building.generation.text2text import Text2TextInputs, read_text2text, without_advice
+from triptych.interface.page.page import ChatPage
 from triptych.repository.lint.checks import run_checks
 from triptych.runtime.source_pieces import PIECES_FILE, SourcePieces
 from triptych.serving.bench.bench import Bench
-from triptych.serving.bench.points import Load, to_json
+from triptych.serving.bench.results import Load, to_json
 from triptych.serving.endpoint import Endpoint
 from triptych.serving.server import Server
+from triptych.spec.generation_fields import load_text2text_spec
 from triptych.spec.slo import GenerationSlo
-from triptych.spec.text2text_spec import load_text2text_spec
 
 pytestmark = pytest.mark.server
 CORES: dict[str, dict[str, object]] = {

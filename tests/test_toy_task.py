@@ -13,17 +13,17 @@ import pytest
 from gate_cases import SAMPLES, make, requests_of
 from triptych.base.errors import UserError
 from triptych.core.gate.check import Labelled, check
-from triptych.core.gate.decoded import Decoding
+from triptych.core.gate.runs import Decoding
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.row_types import RowMaker, TextRowMaker
 from triptych.runtime.rows_image import RowMaker as ImageRowMaker
 from triptych.runtime.rows_text import RowMaker as PlainTextRowMaker
 from triptych.spec.tasks.accuracy import metrics_of, thresholds
+from triptych.spec.tasks.compare import Comparison, numbers
 from triptych.spec.tasks.eval_file import first_rows, read_labels
 from triptych.spec.tasks.metrics_bootstrap import ratio
 from triptych.spec.tasks.metrics_labelled import LabelledMetric
 from triptych.spec.tasks.metrics_labels import Truth
-from triptych.spec.tasks.metrics_outputs import Comparison, numbers
 from triptych.spec.tasks.reranking import RERANKING
 from triptych.spec.tasks.task import Task
 

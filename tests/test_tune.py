@@ -19,7 +19,7 @@ from triptych.operate.tune.kind import Setting
 from triptych.operate.tune.objective import Objective
 from triptych.operate.tune.trial_servers import trial_servers
 from triptych.operate.tune.tune import Tuning, tune_pipeline
-from triptych.serving.bench.points import to_json
+from triptych.serving.bench.results import to_json
 from triptych.spec.slo import Slo
 from triptych.spec.spec import load_spec
 from triptych.spec.tuned import TUNED_FILE, read_tuned

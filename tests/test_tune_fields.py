@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from triptych.operate.tune.evidence import Evidence, Proposal, Skip
-from triptych.operate.tune.fields import FIELDS
+from triptych.operate.tune.fields import FIELDS, Evidence, Proposal, Skip
 from triptych.spec.tuned import TUNABLE
 from tune_cases import evidence, measurement, step
 

@@ -20,23 +20,27 @@ from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.base.errors import UserError
 from triptych.building.generation.describe import describe_inputs
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
-from triptych.interface.cli.tune_tables import print_tuned
+from triptych.interface.cli.tables import print_tuned
 from triptych.interface.report.tuning_report import tune_page
-from triptych.operate.tune import generation_fields
+from triptych.operate.tune import fields
 from triptych.operate.tune import tune as tuning
-from triptych.operate.tune.evidence import Evidence, Proposal, Skip
+from triptych.operate.tune.fields import (
+    GENERATION_FIELDS,
+    Evidence,
+    Proposal,
+    Skip,
+    shared_beginnings,
+)
 from triptych.operate.tune.generating import Generating, describe_goodput, generation_advice
-from triptych.operate.tune.generation_fields import GENERATION_FIELDS, shared_beginnings
-from triptych.operate.tune.goodput import Goodput
 from triptych.operate.tune.kind import Setting
-from triptych.operate.tune.objective import LoadFailed
+from triptych.operate.tune.objective import Goodput, LoadFailed
 from triptych.operate.tune.results import TuneResult
 from triptych.operate.tune.search import Search, TrialCache
 from triptych.operate.tune.tune import Tuning, tune_pipeline
-from triptych.repository.lint.rendered import LintFailure
-from triptych.serving.bench.points import Measurement, Streamed, Times, from_json, to_json
+from triptych.repository.lint.checks import LintFailure
+from triptych.serving.bench.results import Measurement, Streamed, Times, from_json, to_json
 from triptych.serving.server import Server
-from triptych.spec.generation_spec import GenerationSpec, load_generation_spec
+from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
 from tune_cases import measurement, step
@@ -171,12 +175,12 @@ def test_a_batch_grows_where_requests_wait_with_all_that_it_needs() -> None:
 
 
 def test_memory_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_fields, "_free_mib", lambda: 1.0)
+    monkeypatch.setattr(fields, "_free_mib", lambda: 1.0)
     tight = evidence(BUSY, max_sequences=4, kv_cache={"memory_mib": 1})
     assert proposed("core.max_sequences", tight).values == (2, 1)
     full = evidence(BUSY, max_sequences=8, kv_cache={"memory_mib": 1})
     assert proposed("core.kv_cache.memory_mib", full).values == (2,)
-    monkeypatch.setattr(generation_fields, "_free_mib", lambda: 0.5)
+    monkeypatch.setattr(fields, "_free_mib", lambda: 0.5)
     assert "0 MiB are left" in left("core.kv_cache.memory_mib", full)
     assert "it holds 4096" in left("core.kv_cache.memory_mib", evidence(BUSY))
 
@@ -252,7 +256,7 @@ def test_what_goes_along_is_part_of_the_trial(
         deadline=1e9,
         cores=2,
         limits_us=PROMISE.limits_us,
-        fields=[generation_fields.sequences],
+        fields=[fields.sequences],
         progress=quiet,
         clock=lambda: 0.0,
     )

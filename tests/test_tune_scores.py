@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from triptych.operate.tune.objective import CLIENTS, LoadFailed, Objective
-from triptych.operate.tune.score_comparison import MOST_ROUNDS, compare_scores, gain
-from triptych.serving.bench.points import Measurement
+from triptych.operate.tune.results import MOST_ROUNDS, compare_scores, gain
+from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo
 from tune_cases import measurement
 

@@ -13,11 +13,10 @@ import pytest
 from triptych.base.errors import UserError
 from triptych.operate.tune import trial_servers, tune
 from triptych.operate.tune.fields import FIELDS
-from triptych.operate.tune.goodput import Goodput
 from triptych.operate.tune.kind import Setting
-from triptych.operate.tune.objective import LoadFailed, Scored
+from triptych.operate.tune.objective import Goodput, LoadFailed, Scored
 from triptych.operate.tune.search import Search, TrialCache
-from triptych.serving.bench.points import Measurement, Streamed, Times
+from triptych.serving.bench.results import Measurement, Streamed, Times
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.spec import PipelineSpec
 from tune_cases import evidence, measurement

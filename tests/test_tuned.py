@@ -12,7 +12,7 @@ from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 from triptych.core.inputs import read_inputs
 from triptych.interface.cli.describe import describe_plan
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import Slo, parse_slo
 from triptych.spec.spec import load_spec
 from triptych.spec.tuned import (

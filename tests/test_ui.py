@@ -22,10 +22,8 @@ from conftest import build_into, traffic_texts, write_pipeline
 from task_models import tagger
 from triptych.base.formatting import figure
 from triptych.client import Client, StepStatistics
-from triptych.interface.page.asking import Times
-from triptych.interface.page.form import SECOND, Form
-from triptych.interface.page.page import DemoPage, open_pipeline
-from triptych.interface.page.shown import Bar, Piece, mark, show
+from triptych.interface.page.form import SECOND, Bar, Form, Piece, mark, show
+from triptych.interface.page.page import DemoPage, Times, open_pipeline
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 

@@ -17,12 +17,12 @@ import broken_repositories as broken
 from conftest import ROOT, build_into, quiet, traffic_texts, write_pipeline
 from task_models import tagger, text_classifier
 from triptych.base.errors import UserError
-from triptych.core.edge_cases import EDGE_TEXTS
 from triptych.core.gate.verify import Verification, describe_verification, verify_pipeline
+from triptych.core.gate_rows import EDGE_TEXTS
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.serving import endpoint
+from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
-from triptych.serving.server_log import ServerError
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import thresholds

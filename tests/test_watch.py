@@ -19,16 +19,22 @@ from numpy.typing import NDArray
 from load_samples import measurement
 from report_pages import assert_stands_alone
 from triptych.base.errors import UserError
-from triptych.interface.report.shadow_page import write_shadow_report
-from triptych.operate.watch.found import Look, MeanTest
+from triptych.interface.report.watch import write_shadow_report
+from triptych.operate.watch.findings import Look, MeanTest, compare_mixes, script_of
 from triptych.operate.watch.gauges import gauges_text
-from triptych.operate.watch.mixes import compare_mixes, script_of
-from triptych.operate.watch.pairs import Answers, PairFigure, PairTest
 from triptych.operate.watch.sample import read_sample
 from triptych.operate.watch.scores import Figure
 from triptych.operate.watch.sequential import Evidence
 from triptych.operate.watch.timeline import TIMELINE_FILE, Timeline, read_timeline
-from triptych.operate.watch.verdict import Shadow, describe_shadow, judge, speeds_of
+from triptych.operate.watch.verdict import (
+    Answers,
+    PairFigure,
+    PairTest,
+    Shadow,
+    describe_shadow,
+    judge,
+    speeds_of,
+)
 from triptych.runtime.sample_files import write_file
 
 NEEDED = math.log(1000)

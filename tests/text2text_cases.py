@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers_of_kinds import train
-from triptych.building.generation.marian import without_advice
+from triptych.building.generation.text2text import without_advice
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from triptych.operate.tune.evidence import Evidence
-from triptych.serving.bench.points import Measurement, StepUse
+from triptych.operate.tune.fields import Evidence
+from triptych.serving.bench.results import Measurement, StepUse
 from triptych.spec.spec import PipelineSpec
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from triptych.deploy.numbers import FEWEST_REPLICAS, RATE_WINDOW_S, TOLERANCE, headroom, stable_s
 from triptych.deploy.scaling import WAITING_SHARE
-from triptych.deploy.sizing import FEWEST_REPLICAS, RATE_WINDOW_S, TOLERANCE, headroom, stable_s
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from peers.measurement import Measurement, Summary, summarise
 from peers.mlserver_peer import MLServer
 from peers.model import CACHE, PIPELINE, build, cosines, reference
 from triptych.repository.lock import read_lock
-from triptych.serving.processor import processor
+from triptych.serving.doctor import processor
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import TOLERANCES, thresholds
 from triptych.spec.traffic import read_traffic

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peers.autoscaler import Autoscaler, Observed, Scaling, fixed
-from triptych.deploy.sizing import SYNC_S
+from triptych.deploy.numbers import SYNC_S
 
 _BINS_A_S = 1000
 

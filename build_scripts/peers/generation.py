@@ -32,13 +32,13 @@ from triptych.building.generation.build import build_generation
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
 from triptych.client import AsyncClient
 from triptych.runtime.engine_vllm import DTYPES, PRIVATE
-from triptych.serving.bench.child_process import ChildProcess
+from triptych.serving.bench.baselines import ChildProcess
 from triptych.serving.bench.resources import process_tree
 from triptych.serving.environment import environment_python
-from triptych.serving.http_probe import answers
 from triptych.serving.ports import claim_ports
+from triptych.serving.readiness import answers
 from triptych.serving.server import Server
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 
 PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
 TOKENS = 32

@@ -16,18 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peers.model import CACHE
-from triptych.building.generation.gate import measure
+from triptych.building.generation.gate import METRICS, measure
 from triptych.building.generation.inputs import (
     GenerationInputs,
     Prompt,
     make_prompt,
     read_generation,
 )
-from triptych.building.generation.metrics import METRICS
 from triptych.building.generation.reference import TOKENS, answer_tokens
-from triptych.core.probe import probe_texts
+from triptych.core.gate_rows import probe_texts
 from triptych.repository.records import GateResult
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 
 PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
 

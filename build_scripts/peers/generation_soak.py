@@ -37,7 +37,7 @@ from triptych.client import (
 )
 from triptych.runtime.generation_series import GAUGES, PREFIX
 from triptych.serving.server import Server
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec
 
 PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
 CANCELLED_SHARE = 0.2

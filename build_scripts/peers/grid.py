@@ -25,15 +25,14 @@ from typing import Any
 
 from peers.model import CACHE, PIPELINE
 from triptych.base.errors import UserError
-from triptych.base.yaml_text import parse_yaml
+from triptych.base.files import parse_yaml
 from triptych.operate.tune.encoding import Encoding
 from triptych.operate.tune.kind import Setting
 from triptych.operate.tune.objective import LoadFailed, Objective
-from triptych.operate.tune.results import TuneResult
-from triptych.operate.tune.score_comparison import describe
+from triptych.operate.tune.results import TuneResult, describe
 from triptych.operate.tune.trial_servers import Slot, trial_servers
 from triptych.operate.tune.tune import Tuning, tune_pipeline
-from triptych.serving.bench.points import Measurement
+from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo, parse_slo
 from triptych.spec.spec import SPEC_FILE
 from triptych.spec.tuned import TUNED_FILE

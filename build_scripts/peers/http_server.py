@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from peers.measurement import Measurement, closed_loop
 from peers.model import CACHE
-from triptych.serving.bench.child_process import ChildProcess
+from triptych.serving.bench.baselines import ChildProcess
 from triptych.serving.ports import claim_ports
 
 HOST = "127.0.0.1"

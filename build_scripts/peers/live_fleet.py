@@ -23,9 +23,8 @@ from peers.prometheus_tools import running
 from triptych.container.health import find_fault
 from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
-from triptych.serving.fleet.bootstrap import Listen
+from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
-from triptych.serving.fleet.settings import proxy_settings
 from triptych.serving.ports import claim_ports
 from triptych.serving.server import Server
 

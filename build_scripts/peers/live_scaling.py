@@ -40,9 +40,9 @@ from triptych.base.explained import plain
 from triptych.base.releases import Release
 from triptych.deploy.basis import Basis, basis_of
 from triptych.deploy.metrics import Metrics
+from triptych.deploy.numbers import SCRAPE_S, SYNC_S
 from triptych.deploy.options import Options
 from triptych.deploy.scaling import scaled_object
-from triptych.deploy.sizing import SCRAPE_S, SYNC_S
 from triptych.serving.bench.bench import machine
 
 MOST = 4

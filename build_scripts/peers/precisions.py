@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from peers.model import CACHE, PIPELINE, build
 from triptych.base.cache import sha256_of
-from triptych.base.onnx_files import MODEL_FILE
+from triptych.base.onnx_graph import MODEL_FILE
 from triptych.core.feeds import Feed, core_feed
 from triptych.core.gate.cached import Gate
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.keep_layers import Lowered, lower
 from triptych.repository.lock import read_lock
 from triptych.repository.records import Conversion
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import thresholds

@@ -29,9 +29,9 @@ from triptych.building.build import build
 from triptych.client import Client
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.operate.tune.drift import describe_drift
-from triptych.operate.watch.found import Look
+from triptych.operate.watch.apply import take_rows
+from triptych.operate.watch.findings import Look
 from triptych.operate.watch.look import look_at
-from triptych.operate.watch.new_rows import take_rows
 from triptych.operate.watch.sample import Sample, read_sample
 from triptych.operate.watch.sequential import Evidence
 from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files

@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx
 
-from triptych.base.onnx_types import value_types
+from triptych.base.onnx_graph import value_types
 
 TYPES = {1: "FLOAT", 2: "UINT8", 3: "INT8", 6: "INT32", 7: "INT64", 9: "BOOL", 10: "HALF"}
 TYPES |= {16: "BF16", 17: "FP8"}

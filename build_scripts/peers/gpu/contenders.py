@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from peers.gpu.feeds import feeds_of, padded
 from triptych.base.tensors import TokenRow
-from triptych.core.engine.engine_runner import EngineRunner
+from triptych.core.engine.runner import EngineRunner
 from triptych.core.export.to_onnx import load_model
 from triptych.core.feeds import core_feed
 from triptych.core.inputs import PipelineInputs

@@ -11,17 +11,17 @@ from typing import Any
 from peers.gpu.feeds import feeds_of
 from peers.gpu.subjects import Subject, write_pipeline
 from triptych.base.errors import Progress
-from triptych.base.onnx_files import MODEL_FILE
+from triptych.base.onnx_graph import MODEL_FILE
 from triptych.base.tensors import TokenRow
 from triptych.building.build import build
-from triptych.core.engine.engine_runner import EngineRunner
+from triptych.core.engine.runner import EngineRunner
 from triptych.core.engine.stage import EngineFailure
 from triptych.core.engine.stage import build_engine as engine_stage
 from triptych.core.feeds import Sample
-from triptych.core.gate.artifact import RowOutputs, RunBatch
 from triptych.core.gate.cached import decoding_of, limits_of
 from triptych.core.gate.check import check
-from triptych.core.gate.reference_rows import load, reference_of, save
+from triptych.core.gate.reference import load, reference_of, save
+from triptych.core.gate.runs import RowOutputs, RunBatch
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.samples import rows_of
 from triptych.repository.lock import PLAN_FILE, find_lock, read_lock

@@ -15,7 +15,7 @@ from peers.gpu.ledger import one_line
 from triptych.base.errors import UserError
 from triptych.container.machine import find_driver, find_gpus
 from triptych.serving import embedded
-from triptych.serving.bench.perf_binary import DEFAULT_CACHE, VERSION
+from triptych.serving.bench.perf_analyzer import DEFAULT_CACHE, VERSION
 
 CUDA = "cuda"
 CUDA_PROVIDER = "CUDAExecutionProvider"

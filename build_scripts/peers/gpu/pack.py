@@ -19,7 +19,7 @@ from typing import Any
 from peers.gpu import carry
 from peers.gpu.subjects import HOME
 from peers.model import CACHE, ROOT
-from triptych.serving.bench.perf_binary import DEFAULT_CACHE, VERSION, find_perf_analyzer
+from triptych.serving.bench.perf_analyzer import DEFAULT_CACHE, VERSION, find_perf_analyzer
 
 HERE = Path(__file__).parent
 PLUGINS = "tensorrt/libnvinfer_plugin.so.8"

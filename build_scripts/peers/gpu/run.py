@@ -19,8 +19,8 @@ from peers.gpu.machine import PARTS, Machine, Seams
 from peers.gpu.report import Findings
 from peers.gpu.subjects import HOME, LAYOUTS, MODELS, PRECISIONS, Model, subjects_of
 from triptych.base.errors import UserError
-from triptych.serving.bench.perf_binary import find_perf_analyzer
-from triptych.spec.precisions import Precision
+from triptych.serving.bench.perf_analyzer import find_perf_analyzer
+from triptych.spec.fields import Precision
 
 TORCH_TYPES: tuple[TorchType, ...] = ("fp32", "fp16")
 BUILD_SHARE = 0.5

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from peers.model import CACHE, PIPELINE
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 
 HOME = CACHE / "gpu"
 MAX_BATCH_SIZE = 128

@@ -18,22 +18,26 @@ from triptych.base.cache import versions_of
 from triptych.base.errors import Finding, Progress
 from triptych.building.auto import check_possible, choose
 from triptych.core.engine.rehearsal import rehearse
-from triptych.core.engine.reuse import kept_engine, samples_of
-from triptych.core.engine.stage import build_engine_here, missing_for_engines
-from triptych.core.export.stage import LIBRARIES
+from triptych.core.engine.stage import (
+    build_engine_here,
+    kept_engine,
+    missing_for_engines,
+    samples_of,
+)
+from triptych.core.export.to_onnx import LIBRARIES
 from triptych.core.gate.answers import check_hooks
-from triptych.core.gate.warm_ups import write_warm_ups
+from triptych.core.gate.runs import write_warm_ups
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore, full_precision, lower_precision, shared_core
 from triptych.core.variety import variety_of
 from triptych.repository.card import CARD_FILE, render_card
-from triptych.repository.lint.rendered import lint_rendered
+from triptych.repository.lint.checks import lint_rendered
 from triptych.repository.lock import LOCK_FILE, Lock, find_lock, make_lock, planned_engine
 from triptych.repository.records import GateResult, Rehearsal
 from triptych.repository.render import render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files, write_models
-from triptych.spec.model_licence import read_licence
+from triptych.spec.model_source import read_licence
 from triptych.spec.plan import Plan
 
 

@@ -1,9 +1,13 @@
-"""A pipeline's own files, checked without server or model: spec, traffic, hooks, their tests."""
+"""A pipeline's own files, checked without server or model: spec, traffic, hooks, their tests.
+
+Answers that no model made, in the form that a task's outputs are declared in.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -16,14 +20,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
+
 from triptych.base.errors import UserError
-from triptych.building.made_up_answers import make_up_answers
 from triptych.core.inputs import task_of
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import (
     FUNCTIONS,
     HOOKS_FILE,
     MODULE_NAME,
+    NUMPY_TYPES,
     REDACT,
     Hook,
     Row,
@@ -36,6 +42,33 @@ from triptych.runtime.hooking import (
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
+
+VARIABLE = 2
+"""Elements along an axis whose size varies."""
+
+TEXT, NUMBER = "made up", 0.5
+
+
+def make_up_answers(task: Task, form: RowForm, count: int) -> list[Row]:
+    """`count` equal rows of the task's outputs, as `hooks.after` gets them.
+
+    Args:
+        task: whose outputs they are.
+        form: of the same outputs.
+        count: at least 1.
+    """
+    tensors = {}
+    for output in task.outputs:
+        dims = [VARIABLE if axis == -1 else axis for axis in output.config_dims]
+        if output.dtype == "BYTES":
+            example = (
+                json.dumps(task.example.get(output.name)) if output.content == "json" else TEXT
+            )
+            tensors[output.name] = np.full((count, *dims), example.encode(), dtype=np.object_)
+        else:
+            tensors[output.name] = np.full((count, *dims), NUMBER).astype(NUMPY_TYPES[output.dtype])
+    return form.rows(tensors)
+
 
 TESTS_FILE = "test_hooks.py"
 NO_TESTS_FOUND = 5  # pytest's exit code

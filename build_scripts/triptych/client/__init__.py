@@ -20,11 +20,11 @@ from triptych.client.errors import (
     ServerUnreachable,
 )
 from triptych.client.generation import Chunk, Completion, Sampling, Usage
-from triptych.client.results import Answer, Choice, Entity, Ranked
 from triptych.client.retry import Retry
-from triptych.client.statistics import StepStatistics
+from triptych.client.server_info import StepStatistics
 from triptych.client.streams import AsyncGeneration, Generation
 from triptych.client.sync import Client
+from triptych.client.tasks import Answer, Choice, Entity, Ranked
 from triptych.client.wire import PipelineConfig
 
 __all__ = [

@@ -28,7 +28,7 @@ from triptych.client.errors import (
     status_error,
 )
 from triptych.client.retry import Deadline, Retries, Retry
-from triptych.client.statistics import StepStatistics, read_statistics
+from triptych.client.server_info import StepStatistics, read_statistics
 from triptych.client.tasks import Row, RowOutputs, TaskCall, Whole
 from triptych.client.wire import (
     EncodedRows,

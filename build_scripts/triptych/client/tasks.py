@@ -2,6 +2,8 @@
 
 Each function here becomes a method of the clients: same name, same arguments, same words. Texts are
 str, or bytes of UTF-8; a parameter that is None is the pipeline's; `timeout_s` is as in `infer`.
+
+What the typed calls return of a row, as immutable values.
 """
 
 from __future__ import annotations
@@ -10,13 +12,57 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
 from triptych.client.errors import InvalidRequest
-from triptych.client.results import Answer, Choice, Entity, Ranked
 from triptych.client.wire import Parameter, PipelineConfig, Rows
+
+
+class Choice(NamedTuple):
+    """One of the labels (of fill-mask: tokens) that the model chose from; `score` from 0 to 1."""
+
+    label: str
+    score: float
+
+
+class Entity(NamedTuple):
+    """Something named in a text.
+
+    Attributes:
+        entity: its kind; with aggregation `none` the token's label, as ``B-PER``.
+        text: as it stands in the text.
+        score: from 0 to 1; NaN where the model gave no number.
+        start: its first character.
+        end: the character behind it.
+    """
+
+    entity: str
+    text: str
+    score: float
+    start: int
+    end: int
+
+
+class Answer(NamedTuple):
+    """The span of a context that answers a question; an empty text where there is none.
+
+    `score` is from 0 to 1, `start` its first character in the context, `end` the one behind it.
+    """
+
+    answer: str
+    score: float
+    start: int
+    end: int
+
+
+class Ranked(NamedTuple):
+    """How well the passage at `index` of the caller's list answers a query: the higher `score`."""
+
+    index: int  # type: ignore[assignment]  # instead of the tuple's method
+    score: float
+
 
 RowOutputs = dict[str, NDArray[Any]]
 Outputs = Mapping[str, NDArray[Any]]

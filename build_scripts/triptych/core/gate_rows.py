@@ -1,16 +1,214 @@
-"""Which requests decide whether an artifact ships, and which core rows it may be fitted to."""
+"""Which requests decide whether an artifact ships, and which core rows it may be fitted to.
+
+Requests that the gate adds to the traffic's own: empty, at the limit, of other scripts, ...
+
+The general probe: varied texts that are the same for every pipeline, whatever its own traffic.
+
+Traffic may be narrower than what users send later, and a core of lower precision is fitted to it.
+The texts are of many topics, languages and scripts, from a word to some 250 words, with numbers,
+code, logs, addresses and noisy ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from triptych.core.edge_cases import edge_images, edge_texts
+import yaml
+
 from triptych.core.feeds import Sample
-from triptych.core.probe import probe_requests
 from triptych.core.reader import RequestReader
-from triptych.core.samples import FEW_ROWS, GateRequest, hash_inputs
+from triptych.core.samples import FEW_ROWS, GateRequest, hash_inputs, shown_text
+
+EDGE_TEXTS = {
+    "empty": "",
+    "blank": " \t\n ",
+    "one token": "a",
+    "non-Latin scripts": "漢字かな交じり文 العربية עברית हिन्दी Ελληνικά русский 🙂👩‍👩‍👧",
+    "repeated tokens": "the the the the " * 8,
+    "control characters": "a\x00b\x01\x02\x7f\x1b[0m\u200b\u202e\ufeff c",
+    "punctuation": "!?.,;:()[]{}<>/\\|@#$%^&*_-+=~`'\"",
+}
+EDGE_IMAGES = {"one pixel": (1, 1), "very wide": (120, 2)}
+"""Width and height."""
+
+SPECIAL_TOKENS = 12
+"""Most special tokens that a text of its own is made of: some tokenizers reserve hundreds."""
+
+FAR = 3
+"""Far over the limit: so many times as long."""
+
+_WORDS = ("a", "the", "x", "1", ".")
+
+
+def edge_images(reader: RequestReader, example: GateRequest) -> list[GateRequest]:
+    """Images in place of the example's, as far as the pipeline takes them."""
+    (name,) = example.sent
+    made = (
+        reader.make_up({name: _bitmap(*size)}, example.parameters, shown)
+        for shown, size in EDGE_IMAGES.items()
+    )
+    return reader.accepted([request for request in made if request is not None])
+
+
+def edge_texts(
+    reader: RequestReader, example: GateRequest, *, mask_token: str = ""
+) -> list[GateRequest]:
+    """Texts in place of the example's last input, as far as the pipeline takes them.
+
+    Args:
+        reader: of the pipeline.
+        example: a request of the traffic.
+        mask_token: put before each text, where the task needs it.
+    """
+    name = list(example.sent)[-1]
+
+    def put(kind: str, text: str) -> GateRequest | None:
+        text = f"{mask_token} {text}".strip(" ") if mask_token else text
+        sent = {**example.sent, name: text}
+        return reader.make_up(sent, example.parameters, f"{kind}: {shown_text(sent)}")
+
+    made = [put(kind, text) for kind, text in EDGE_TEXTS.items()]
+    for token in reader.special_tokens[:SPECIAL_TOKENS]:
+        made.append(put("special token", f"one {token} of two"))
+    made += _around_the_limit(reader, put)
+    return reader.accepted([request for request in made if request is not None])
+
+
+def _around_the_limit(
+    reader: RequestReader, put: Callable[[str, str], GateRequest | None]
+) -> Iterator[GateRequest | None]:
+    def length(request: GateRequest | None) -> int:
+        """Tokens of the longest core row; 0 where the request is refused."""
+        if request is None:
+            return 0
+        (lengths,) = reader.untruncated_lengths([request])
+        return max(lengths, default=0)
+
+    text_of = _text_of_length(lambda text: length(put("", text)))
+    if text_of is None:
+        return
+    limit = reader.max_length
+    for kind, tokens in (
+        ("at the limit", limit),
+        ("one over the limit", limit + 1),
+        ("far over the limit", FAR * limit),
+    ):
+        request = put(kind, text_of(tokens))
+        if length(request) == tokens:
+            yield request
+
+
+def _text_of_length(length: Callable[[str], int]) -> Callable[[int], str] | None:
+    """Makes a text so long that the longest core row has a given number of tokens."""
+    for word in _WORDS:
+        for unit in (f"{word} ", word):
+            first, second, third = (length((unit * n).strip()) for n in (1, 2, 3))
+            if first and second == first + 1 and third == first + 2:
+                return lambda tokens, unit=unit, first=first: (  # type: ignore[misc]
+                    (unit * max(1, tokens - first + 1)).strip()
+                )
+    return None
+
+
+def _bitmap(width: int, height: int) -> bytes:
+    """A BMP file: 24 bits a pixel, dark to light from left to right."""
+    row = b"".join(bytes([x * 255 // width] * 3) for x in range(width))
+    pixels = (row + bytes(-len(row) % 4)) * height
+    head = struct.pack("<2sIHHI", b"BM", 54 + len(pixels), 0, 0, 54)
+    return head + struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0) + pixels
+
+
+TEXTS_FILE = Path(__file__).with_name("probe.yaml")
+PARAGRAPH = 3
+"""Texts of a topic that make a paragraph, where it has more."""
+
+LONG_TOPICS = 3
+LONG_EVERY = 6
+"""One long text holds so many topics in a row, and every so many topics there is one."""
+
+NOISY_EVERY = 12
+MASKED_WORD = 8
+"""The mask token stands for at most this word of a text: a long text may be cut off."""
+
+
+class ProbeText(NamedTuple):
+    """One text, with two questions: one that it may answer, and one of another topic."""
+
+    text: str
+    question: str
+    other_question: str
+
+
+@cache
+def probe_texts() -> tuple[ProbeText, ...]:
+    """The texts, in a fixed order, each once."""
+    topics: list[dict[str, Any]] = yaml.safe_load(TEXTS_FILE.read_text(encoding="utf-8"))["topics"]
+    made: dict[str, ProbeText] = {}
+    for place, topic in enumerate(topics):
+        following = list(islice(cycle(topics), place, place + LONG_TOPICS))
+        for text in _texts_of(topic["texts"], [] if place % LONG_EVERY else following):
+            row = ProbeText(text, topic["question"], following[1]["question"])
+            made.setdefault(text, row)
+    rows = list(made.values())
+    noisy = [row._replace(text=_noisy(row.text)) for row in rows[::NOISY_EVERY]]
+    return (*rows, *(row for row in noisy if row.text not in made))
+
+
+def probe_requests(
+    reader: RequestReader, example: GateRequest, *, mask_token: str = ""
+) -> tuple[GateRequest, ...]:
+    """A request of the task for each text, as far as the pipeline takes it.
+
+    Where the task reads two texts, the last is the probe's and the first a question, every second
+    time of another topic. Rows that a hook or the row maker refuses are left out.
+
+    Args:
+        reader: of the pipeline.
+        example: a request of the traffic, whose parameters they have.
+        mask_token: put in place of a word, where the task needs it.
+    """
+    names = list(example.sent)
+    requests = []
+    for place, row in enumerate(probe_texts()):
+        question = row.other_question if place % 2 else row.question
+        text = _masked(row.text, mask_token) if mask_token else row.text
+        sent = {**dict.fromkeys(names, question), names[-1]: text}
+        requests.append(reader.make_up(sent, example.parameters, shown_text(sent)))
+    taken = reader.accepted([request for request in requests if request is not None])
+    return tuple(replace(request, edge=False) for request in taken)
+
+
+def _texts_of(texts: list[str], following: list[dict[str, Any]]) -> Iterator[str]:
+    """The texts of a topic, some of them as a paragraph, and those of topics in a row."""
+    yield from texts
+    if len(texts) > PARAGRAPH:
+        yield " ".join(texts[:PARAGRAPH])
+    if following:
+        yield "\n\n".join(" ".join(topic["texts"]) for topic in following)
+
+
+def _noisy(text: str) -> str:
+    """`text` as typed in haste: lower case, two letters swapped, one missing, no last mark."""
+    words = text.lower().split()
+    for place, word in enumerate(words):
+        if len(word) > 3 and place % 3 == 0:
+            words[place] = word[0] + word[2] + word[1] + word[3:]
+        elif len(word) > 4 and place % 3 == 1:
+            words[place] = word[:-2] + word[-1]
+    return " ".join(words).rstrip(".!?")
+
+
+def _masked(text: str, mask_token: str) -> str:
+    words = text.split(" ")
+    words[min(len(words) // 2, MASKED_WORD)] = mask_token
+    return " ".join(words)
+
 
 GATE_ROWS = 400
 GATE_IMAGES = 64

@@ -14,9 +14,8 @@ from triptych.core.reader import RequestReader
 from triptych.core.samples import GateRequest
 from triptych.repository.lock import find_lock
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
-from triptych.spec.model_cached import read_model
 from triptych.spec.model_facts import ModelFacts
-from triptych.spec.model_source import locate
+from triptych.spec.model_source import locate, read_model
 from triptych.spec.plan import Layout, Plan, make_plan
 from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.tasks import Task, find_task

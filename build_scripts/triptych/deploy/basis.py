@@ -16,14 +16,13 @@ from triptych.base.explained import Because, reasons_of
 from triptych.container.locks import find_pipelines
 from triptych.deploy.dashboard import dashboard_map, rows_of
 from triptych.deploy.devices import overlay_of, placement
-from triptych.deploy.measured import Measured, measured_of
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.monitoring import Objective, Promised, objectives, prometheus_rule
+from triptych.deploy.numbers import Measured, Sizes, measured_of, sizes_of
 from triptych.deploy.options import Options, check
 from triptych.deploy.scaling import scaled_object
-from triptych.deploy.sizing import Sizes, sizes_of
 from triptych.repository.lock import Lock, build_id, read_lock
-from triptych.spec.spec_fields import Sample
+from triptych.spec.fields import Sample
 
 VERSION_DIGITS = 12
 

@@ -22,8 +22,8 @@ from triptych.deploy.workload import (
     service,
 )
 from triptych.repository.lock import read_lock
-from triptych.serving.fleet.clusters import EndpointNames, Mirror
-from triptych.serving.fleet.mirrored import FOLDER
+from triptych.serving.fleet.envoy import EndpointNames, Mirror
+from triptych.serving.fleet.serve import FOLDER
 
 
 def candidate_name(options: Options) -> str:

@@ -10,6 +10,7 @@ from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy import envoy
 from triptych.deploy.basis import Deployed, Manifests
+from triptych.deploy.numbers import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, TMP_MIB
 from triptych.deploy.samples import (
     CONTAINER,
     MOUNT,
@@ -17,7 +18,6 @@ from triptych.deploy.samples import (
     watch_environment,
     watch_memory_mib,
 )
-from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, TMP_MIB
 from triptych.deploy.workload import PORTS, USER
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 

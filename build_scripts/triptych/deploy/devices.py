@@ -7,9 +7,8 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.base.explained import Because
-from triptych.deploy.measured import Measured
+from triptych.deploy.numbers import Measured, Sizes
 from triptych.deploy.options import Options
-from triptych.deploy.sizing import Sizes
 from triptych.deploy.workload import CONTAINER
 from triptych.repository.lock import Lock
 

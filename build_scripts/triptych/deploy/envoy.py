@@ -13,8 +13,8 @@ from triptych.container.sizes import largest_request_mib
 from triptych.deploy.basis import Deployed
 from triptych.deploy.candidate import candidate_name, mirror
 from triptych.deploy.monitoring import pod_monitor
+from triptych.deploy.numbers import PRE_STOP_S
 from triptych.deploy.options import Options
-from triptych.deploy.sizing import PRE_STOP_S
 from triptych.deploy.workload import (
     PORTS,
     disruption_budget,
@@ -27,9 +27,7 @@ from triptych.deploy.workload import (
     servers_policy,
     service,
 )
-from triptych.serving.fleet.bootstrap import Listen, bootstrap
-from triptych.serving.fleet.clusters import EndpointNames
-from triptych.serving.fleet.settings import proxy_settings
+from triptych.serving.fleet.envoy import EndpointNames, Listen, bootstrap, proxy_settings
 
 ADMIN_PORT = 9901
 CONFIG_FOLDER = "/etc/envoy-config"

@@ -18,7 +18,6 @@ from triptych.container.supervisor import EXIT_S
 from triptych.deploy.basis import VERSION_DIGITS, check_alone
 from triptych.deploy.dashboard import dashboard_map
 from triptych.deploy.devices import gpu_node, gpu_resource
-from triptych.deploy.generation_metrics import GenerationMetrics
 from triptych.deploy.generation_monitoring import (
     FULL,
     Spec,
@@ -27,15 +26,16 @@ from triptych.deploy.generation_monitoring import (
     generation_rows,
     generation_rule,
 )
+from triptych.deploy.metrics import GenerationMetrics
 from triptych.deploy.monitoring import Objective
+from triptych.deploy.numbers import FEWEST_REPLICAS, Sizes, delay, pre_stop, stable_s
 from triptych.deploy.options import Options, check
 from triptych.deploy.scaling import scaled, trigger
-from triptych.deploy.sizing import FEWEST_REPLICAS, Sizes, delay, pre_stop, stable_s
 from triptych.repository.lock import build_id
 from triptych.runtime.generation_engine import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
-from triptych.spec.generation_spec import GenerationSpec
-from triptych.spec.spec_fields import Sample
+from triptych.spec.fields import Sample
+from triptych.spec.generation_fields import GenerationSpec
 
 BUSY = 0.8
 """Of the requests that share a batch: the rest is room until another replica answers."""

@@ -9,13 +9,11 @@ from typing import Any
 from triptych.base.explained import Because
 from triptych.deploy.alerting import alert, camel, who
 from triptych.deploy.dashboard import Panel, burn_panels, gpu_panels, replicas_panel
-from triptych.deploy.generation_metrics import GenerationMetrics
-from triptych.deploy.metrics import quantile_of
+from triptych.deploy.metrics import GenerationMetrics, quantile_of
 from triptych.deploy.monitoring import Objective, Promised, replica_alerts, rule_of
+from triptych.deploy.numbers import Sizes
 from triptych.deploy.options import Options
-from triptych.deploy.sizing import Sizes
-from triptych.spec.generation_spec import GeneratingSpec, GenerationSpec
-from triptych.spec.text2text_spec import Text2TextSpec
+from triptych.spec.generation_fields import GeneratingSpec, GenerationSpec, Text2TextSpec
 
 Spec = GenerationSpec | Text2TextSpec
 FULL = 0.9

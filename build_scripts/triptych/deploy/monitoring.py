@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 from triptych.base.explained import Because
 from triptych.deploy.alerting import SHORTEST_FOR, alert, camel, who
-from triptych.deploy.measured import Measured
 from triptych.deploy.metrics import Metrics, quantile_of
+from triptych.deploy.numbers import SCRAPE_S, Measured, Sizes
 from triptych.deploy.options import Options
-from triptych.deploy.sizing import SCRAPE_S, Sizes
 from triptych.deploy.watch_alerts import watch_alerts
 from triptych.deploy.workload import labels, metadata
 from triptych.operate.tune.drift import WORTH_TUNING
-from triptych.repository.latencies import COUNTED_FROM, has_edge
+from triptych.repository.config import COUNTED_FROM, has_edge
 from triptych.repository.lock import Lock
 
 DRIFT_WINDOW = "6h"

@@ -28,7 +28,7 @@ from triptych.deploy.workload import (
     restricted,
 )
 from triptych.runtime.sample_files import FOLDER_VARIABLE
-from triptych.spec.spec_fields import Sample
+from triptych.spec.fields import Sample
 
 MOUNT = "/samples"
 REPORTS = f"{MOUNT}/.watch"

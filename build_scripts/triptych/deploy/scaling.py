@@ -6,8 +6,8 @@ from typing import Any
 
 from triptych.base.explained import Because
 from triptych.deploy.metrics import Metrics
+from triptych.deploy.numbers import POLL_S, RATE_WINDOW_S, Sizes
 from triptych.deploy.options import Options
-from triptych.deploy.sizing import POLL_S, RATE_WINDOW_S, Sizes
 from triptych.deploy.workload import metadata
 from triptych.repository.lock import Lock
 

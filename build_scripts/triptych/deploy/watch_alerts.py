@@ -11,7 +11,7 @@ from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import WATCH_EVERY, Options
 from triptych.repository.lock import Lock
 
-SILENT = "3h"
+WATCH_SILENT = "3h"
 """Two looks may be late or fail before anybody is told."""
 DROPPED_WINDOW = "6h"
 MOST_DROPPED = 0.1
@@ -72,12 +72,12 @@ def _of_looks(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[s
         f"{start}WatchSilent",
         {"severity": "ticket", "kind": "watch", **labels},
         Because(
-            f"time() - max({looked}) > {metrics.seconds(SILENT):g}\n"
-            f"or absent_over_time({looked}[{metrics.window(SILENT)}])",
+            f"time() - max({looked}) > {metrics.seconds(WATCH_SILENT):g}\n"
+            f"or absent_over_time({looked}[{metrics.window(WATCH_SILENT)}])",
             f"a look is due every {WATCH_EVERY}: two may be missing. Whether answers are right is "
             "not known meanwhile",
         ),
-        f"{name}: nobody has looked at its answers for {SILENT}",
+        f"{name}: nobody has looked at its answers for {WATCH_SILENT}",
         "kubectl logs of the watch says what fails.",
         metrics.window(WATCH_EVERY),
     )

@@ -7,8 +7,8 @@ from typing import Any
 from triptych.base.explained import Because
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
+from triptych.deploy.numbers import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, Sizes
 from triptych.deploy.options import Options
-from triptych.deploy.sizing import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, Sizes
 
 CONTAINER = "triton"
 USER = 1000

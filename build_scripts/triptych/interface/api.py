@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from triptych.building.build import Built
     from triptych.client import Client
-    from triptych.interface.report.figure import Figure
+    from triptych.interface.report.plots import Figure
 
 PIPELINES = Path("pipelines")
 REPOSITORY = Path("model_repository")
@@ -43,13 +43,13 @@ class Build:
 
     def plot_differences(self) -> Figure:
         """How far the rows of your traffic are from the original model; a notebook shows it."""
-        from triptych.interface.report.figure import differences_of
+        from triptych.interface.report.plots import differences_of
 
         return differences_of(self.built.gate)
 
     def plot_lengths(self) -> Figure:
         """Tokens of the rows of your traffic; empty for images."""
-        from triptych.interface.report.figure import lengths_of
+        from triptych.interface.report.plots import lengths_of
 
         return lengths_of(self.built.plan.lengths)
 
@@ -173,8 +173,7 @@ def serve(
     """
     from triptych.repository.store import complete
     from triptych.serving.endpoint import check_built
-    from triptych.serving.production import check_and_make_flags
-    from triptych.serving.server import Server
+    from triptych.serving.server import Server, check_and_make_flags
 
     folder = Path(repository)
     if not folder.is_dir():

@@ -1,4 +1,9 @@
-"""`ModelConfig` messages in and out of ``config.pbtxt``: the protobuf is the config class."""
+"""`ModelConfig` messages in and out of ``config.pbtxt``: the protobuf is the config class.
+
+The config of a core: what a backend is told of batches, devices, graphs and warm-ups.
+
+Triton's histogram of a pipeline's latencies: its name, and its edges, at which alerts count.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
+from triptych.base.releases import CONTEXT_MEMORY, Release, first_release, parse_release
+from triptych.base.tensors import INPUT_IDS, LONGEST, ROW_SPAN, ROW_STRIDE, Tensor
+from triptych.runtime.packed_rows import slots_of
+from triptych.spec.engine_plan import EnginePlan
+from triptych.spec.plan import Plan
+from triptych.spec.slo import Slo
+from triptych.spec.spec import PipelineSpec
 
 CONFIG_FILE = "config.pbtxt"
 
@@ -53,3 +65,199 @@ def print_config(config: Any) -> str:
         config, use_short_repeated_primitives=True, as_utf8=True
     )
     return text
+
+
+ACCELERATOR_PRECISION = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16", "int8": "INT8"}
+"""What ONNX Runtime's TensorRT accelerator may compute in, by the graph's precision."""
+
+
+CPU_MEMORY = {
+    "enable_mem_pattern": "0",
+    "memory.enable_memory_arena_shrinkage": "cpu:0",
+}
+"""Parameters by which ONNX Runtime returns the memory of a large batch. Its allocator would keep
+that of the largest batch, and plan anew for each new shape. Measured on MiniLM in fp32, 2 cores, a
+batch of 32 rows of 256 tokens: peak 422 MiB instead of 652, 167 instead of 628 MiB afterwards; one
+short row takes 3.6 ms with them and without."""
+
+
+def core_config(plan: Plan) -> Any:
+    """The core's ModelConfig; every number in it is the plan's."""
+    core, serving, engine = plan.spec.core, plan.spec.serving, plan.spec.core.engine
+    # `static` is the backend's own strategy.
+    memory = None if engine.context_memory == "static" else engine.context_memory.upper()
+    config = new_config(
+        name=plan.step("core"),
+        backend=core.backend,
+        max_batch_size=plan.max_batch_size,
+        input=[declare(tensor) for tensor in plan.core_inputs],
+        output=[declare(tensor) for tensor in plan.core.outputs],
+        instance_group=[_instances(plan)],
+        dynamic_batching={"max_queue_delay_microseconds": serving.queue.max_delay_us},
+        model_warmup=[_warm_up(plan, rows=w.rows, tokens=w.tokens) for w in plan.warm_ups],
+        parameters={
+            key: {"string_value": str(value)}
+            for key, value in (
+                ("intra_op_thread_count", core.threads),
+                *(CPU_MEMORY.items() if core.device == "cpu" else ()),
+                (CONTEXT_MEMORY, memory),
+            )
+            if value is not None
+        },
+    )
+    if serving.queue.timeout_ms is not None:
+        policy = config.dynamic_batching.default_queue_policy
+        policy.timeout_action = policy.REJECT
+        policy.default_timeout_microseconds = serving.queue.timeout_ms * 1000
+        policy.allow_timeout_override = True  # a request may only shorten it
+        policy.max_queue_size = serving.queue.max_size
+    if core.device == "gpu":
+        _optimize(plan, config.optimization)
+    if plan.packed:
+        _join_rows(plan, config)
+    return config
+
+
+def _instances(plan: Plan) -> dict[str, Any]:
+    core, serving = plan.spec.core, plan.spec.serving
+    group: dict[str, Any] = {"kind": "KIND_CPU", "count": serving.instances.core}
+    if core.device == "gpu":
+        group |= {"kind": "KIND_GPU", "gpus": serving.gpus}
+    if plan.engine is not None and plan.builds_engine:
+        # Without names the backend makes a context for profile 0 only.
+        group["profile"] = [str(place) for place in range(len(plan.engine.profiles))]
+    if serving.rate_limiter is not None:
+        limiter = serving.rate_limiter
+        group["rate_limiter"] = {
+            "resources": [
+                {"name": each.name, "count": each.count, "global": each.shared}
+                for each in limiter.resources
+            ],
+            "priority": limiter.priority,
+        }
+    return group
+
+
+def _optimize(plan: Plan, optimization: Any) -> None:
+    core, transfers, engine = plan.spec.core, plan.spec.serving.transfers, plan.engine
+    optimization.input_pinned_memory.enable = transfers.pinned_input
+    optimization.output_pinned_memory.enable = transfers.pinned_output
+    optimization.gather_kernel_buffer_threshold = plan.gather_threshold
+    optimization.eager_batching = transfers.eager_batching
+    if plan.builds_engine and engine is not None:
+        cuda = optimization.cuda
+        cuda.output_copy_stream = transfers.output_copy_stream
+        cuda.graphs = bool(engine.graph_specs)
+        for spec in engine.graph_specs:
+            shapes = {name: {"dim": dims} for name, dims in spec.inputs.items()}
+            bound = {"batch_size": spec.lowest_batch_size, "input": shapes}
+            cuda.graph_spec.add(batch_size=spec.batch_size, input=shapes, graph_lower_bound=bound)
+    if core.accelerator == "tensorrt" and engine is not None:
+        optimization.execution_accelerators.gpu_execution_accelerator.add(
+            name="tensorrt", parameters=_accelerator(engine)
+        )
+
+
+def _accelerator(engine: EnginePlan) -> dict[str, str]:
+    """Parameters of ONNX Runtime's TensorRT accelerator: src/onnxruntime.cc of that backend.
+
+    Without shapes it builds an engine whenever a batch has a new one, while requests wait.
+    """
+    return {
+        "precision_mode": ACCELERATOR_PRECISION.get(engine.precision, "FP32"),
+        **{
+            f"trt_profile_{short}_shapes": ",".join(
+                f"{name}:{'x'.join(map(str, getattr(shapes, attribute)))}"
+                for profile in engine.profiles
+                for name, shapes in profile.items()
+            )
+            for short, attribute in (("min", "minimum"), ("opt", "optimum"), ("max", "maximum"))
+        },
+    }
+
+
+def _join_rows(plan: Plan, config: Any) -> None:
+    """Rows of a batch end to end, with their sizes beside them; results per token cut up again."""
+    ragged = INPUT_IDS.name
+    next(i for i in config.input if i.name == ragged).allow_ragged_batch = True
+    config.batch_input.add(
+        kind="BATCH_ITEM_SHAPE_FLATTEN",
+        target_name=[ROW_STRIDE.name],
+        data_type=ROW_STRIDE.config_type,
+        source_input=[ragged],
+    )
+    if ROW_SPAN in plan.core_inputs:
+        next(i for i in config.input if i.name == ROW_SPAN.name).allow_ragged_batch = True
+        config.batch_input.add(
+            kind="BATCH_MAX_ELEMENT_COUNT_AS_SHAPE",
+            target_name=[LONGEST.name],
+            data_type=LONGEST.config_type,
+            source_input=[ROW_SPAN.name],
+        )
+    for tensor in plan.core.outputs if plan.core.per_token else ():
+        # One for each output: of several targets Triton's backends answer the first alone
+        # (BackendOutputResponder::ProcessBatchOutput, releases 24.10 to 26.08).
+        config.batch_output.add(
+            kind="BATCH_SCATTER_WITH_INPUT_SHAPE",
+            target_name=[tensor.name],
+            source_input=[ragged],
+        )
+
+
+def _warm_up(plan: Plan, *, rows: int, tokens: int) -> dict[str, Any]:
+    # The server makes `batch_size` requests of the one row that the files hold.
+    return {
+        "name": f"{rows}x{tokens}",
+        "batch_size": rows,
+        "inputs": {
+            tensor.name: {
+                "data_type": tensor.config_type,
+                "dims": [_size(tensor, tokens) if dim == -1 else dim for dim in tensor.config_dims],
+                "input_data_file": warm_up_file(tensor, tokens),
+            }
+            for tensor in plan.core_inputs
+        },
+    }
+
+
+def _size(tensor: Tensor, tokens: int) -> int:
+    return slots_of(tokens) if tensor == ROW_SPAN else tokens
+
+
+def warm_up_file(tensor: Tensor, tokens: int) -> str:
+    """Name of the file, in the core's folder ``warmup``, of a row of so many tokens."""
+    return f"{tensor.name}.{tokens}"
+
+
+def declare(tensor: Tensor) -> dict[str, Any]:
+    """A tensor as an input or output of a config."""
+    return {"name": tensor.name, "data_type": tensor.config_type, "dims": tensor.config_dims}
+
+
+HISTOGRAM = "nv_inference_first_response_histogram_ms"
+USUAL_EDGES_MS = (100.0, 500.0, 2000.0, 5000.0)
+"""Triton's own: src/metric_model_reporter.h of its core."""
+COUNTED_FROM = first_release("metrics-config.histogram_latencies")
+"""The first release whose histogram counts ordinary models."""
+
+
+def latency_buckets(slo: Slo) -> dict[str, Any]:
+    """Buckets of the histogram with an edge at each promised latency, in milliseconds.
+
+    Triton rounds what it counts down to whole milliseconds (`UpdateResponseMetrics` of its core),
+    so the edge of 50 takes in what is below 51.
+    """
+    edges = sorted({*USUAL_EDGES_MS, *slo.limits_ms.values()})
+    return {
+        "metric_identifier": {"family": HISTOGRAM},
+        "histogram_options": {"buckets": edges},
+    }
+
+
+def has_edge(spec: PipelineSpec, limit_ms: float, release: Release) -> bool:
+    """Whether the histogram of a server of `release` tells which requests kept to a limit."""
+    promised = (
+        parse_release(spec.serving.triton) >= first_release("model_metrics")
+        and limit_ms in spec.serving.slo.limits_ms.values()
+    )
+    return release >= COUNTED_FROM and (promised or limit_ms in USUAL_EDGES_MS)

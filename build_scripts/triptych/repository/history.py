@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.base.errors import UserError
-from triptych.repository.kept import (
+from triptych.repository.lock import LOCK_FILE, build_id
+from triptych.repository.render import Content
+from triptych.repository.store import (
     FEWEST_DIGITS,
     BuildRecord,
     KeptBuild,
     choose_build,
     kept_builds,
     read_build,
+    write_models,
 )
-from triptych.repository.lock import LOCK_FILE, build_id
-from triptych.repository.render import Content
-from triptych.repository.store import write_models
 
 
 @dataclass(frozen=True)

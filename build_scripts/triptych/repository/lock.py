@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from triptych.base.errors import UserError
-from triptych.repository.plain import plain_data
-from triptych.repository.records import EngineRecord, GateResult, Rehearsal
-from triptych.spec.engine_spec import EnginePlan
+from triptych.repository.records import EngineRecord, GateResult, Rehearsal, plain_data
+from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.plan import Layout, Plan
 from triptych.spec.spec import GENERATING, PipelineSpec, not_known_here
 from triptych.spec.tasks.task import Core

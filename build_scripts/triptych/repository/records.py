@@ -1,10 +1,13 @@
 """What a build puts on record, as types: the gate's result, the conversion, the candidates.
 
 One reader (`read_record`) and one writer (`plain_record`) serve the lock, the cache and ``--json``.
+
+Results as plain data, for JSON.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,10 +15,24 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, TypeAdapter
 
-from triptych.repository.plain import plain_data
-from triptych.spec.engine_spec import ShapeRange
-from triptych.spec.precisions import Precision
+from triptych.spec.engine_plan import ShapeRange
+from triptych.spec.fields import Precision
 from triptych.spec.tasks.metrics_labelled import LabelledResult
+
+
+def json_text(value: Any) -> str:
+    """The content of a file with `value` as plain data."""
+    return json.dumps(plain_data(value), indent=2, allow_nan=False) + "\n"
+
+
+def plain_data(value: Any) -> Any:
+    """`value` with dicts and lists for all mappings and sequences; what is no number is None."""
+    if isinstance(value, Mapping):
+        return {str(name): plain_data(held) for name, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
 
 Record = TypeVar("Record")
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]

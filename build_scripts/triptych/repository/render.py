@@ -11,9 +11,15 @@ from typing import Any
 from triptych.base.releases import OLDEST, fields_newer_than, parse_release, without_newer_fields
 from triptych.base.tensors import ROW_SPAN, Tensor
 from triptych.container.health import QUESTION_FILE
-from triptych.repository.config import CONFIG_FILE, new_config, print_config
-from triptych.repository.core_config import core_config, declare, warm_up_file
-from triptych.repository.latencies import latency_buckets
+from triptych.repository.config import (
+    CONFIG_FILE,
+    core_config,
+    declare,
+    latency_buckets,
+    new_config,
+    print_config,
+    warm_up_file,
+)
 from triptych.repository.lock import SAMPLES_FILE
 from triptych.spec.plan import Plan
 

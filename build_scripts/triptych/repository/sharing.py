@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triptych.base.errors import UserError
 from triptych.repository.lock import LOCK_FILE, Lock, find_lock
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 from triptych.spec.spec import PipelineSpec
 
 

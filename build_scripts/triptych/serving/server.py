@@ -1,6 +1,12 @@
 """Starting a real tritonserver on a model repository, knowing when it is ready, and stopping it.
 
 Usage: ``with Server(repository) as server: client = Client(server.grpc_url)``.
+
+The models of a repository as tritonserver sees them: every folder is one.
+
+A server's own folder, whose path a shell reads as it is, wherever TMPDIR may be.
+
+Serving on this machine as the image does: the same check of the files, the same flags.
 """
 
 from __future__ import annotations
@@ -14,20 +20,108 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from triptych.base.errors import UserError
 from triptych.container.conceal import conceal_keys
-from triptych.container.entrypoint import server_variables
+from triptych.container.entrypoint import flags_for, server_variables, warn_of
 from triptych.container.flags import CLOSED, FREE_REQUESTS, RESTRICTED_HEADER, restricted_flags
+from triptych.container.lock_check import enforce
 from triptych.container.locks import find_pipelines
-from triptych.container.shell import is_plain
+from triptych.container.machine import read_machine
+from triptych.container.settings import read_settings
+from triptych.container.shell import PLAIN, check_model_names, is_plain
 from triptych.container.steps import EndlessLoad, dead_steps, drain, step_processes
-from triptych.serving.embedded import EMBEDDED_RELEASE, Installation, find_installation
-from triptych.serving.http_probe import answers
+from triptych.serving.embedded import (
+    EMBEDDED_RELEASE,
+    Installation,
+    find_installation,
+    find_release,
+)
 from triptych.serving.leftovers import new_mark
-from triptych.serving.model_folders import check_models, model_folders
-from triptych.serving.plain_folder import new_plain_folder
 from triptych.serving.ports import claim_ports, release_ports
 from triptych.serving.process import ServerProcess
-from triptych.serving.server_log import LoadState, ServerError, last_words, read_load_state, starved
+from triptych.serving.readiness import (
+    LoadState,
+    ServerError,
+    answers,
+    last_words,
+    read_load_state,
+    starved,
+)
+
+
+def model_folders(repository: Path) -> list[str]:
+    """The names of the repository's models, in order."""
+    return sorted(
+        path.name
+        for path in repository.iterdir()
+        if path.is_dir() and not path.name.startswith(".")
+    )
+
+
+def check_models(repository: Path, wanted: Sequence[str]) -> None:
+    """Raises a `UserError` where the repository cannot be served, or lacks one of `wanted`."""
+    if not repository.is_dir():
+        raise UserError("repository", "must be a folder", given=repository)
+    there = model_folders(repository)
+    if not there:
+        raise UserError(
+            "repository",
+            "must hold at least one model",
+            given=repository,
+            remedy="Run `triptych build NAME` first",
+        )
+    check_model_names(repository)
+    for name in wanted:
+        if name not in there:
+            raise UserError(
+                "models",
+                "must name models of the repository",
+                given=name,
+                remedy=f"There are: {', '.join(there)}",
+            )
+
+
+def new_plain_folder() -> Path:
+    """A folder of this server's own, whose path is plain wherever TMPDIR is; see `shell`."""
+    parent = next(parent for parent in (tempfile.gettempdir(), "/tmp") if is_plain(parent))
+    try:
+        return Path(tempfile.mkdtemp(prefix="triptych-server-", dir=parent))
+    except OSError as error:
+        raise UserError(
+            "TMPDIR",
+            f"must be a folder that can be written to, whose path is of {PLAIN}",
+            given=error,
+            remedy="Set TMPDIR to one",
+        ) from error
+
+
+def check_and_make_flags(repository: Path, *, production: bool, one_gpu: bool = False) -> list[str]:
+    """The flags of the image's entry point for the server that is here; files are checked before.
+
+    The image's variables count, but for host, ports, server and repository. Without `production`
+    there are no flags, and engines are left to the server. `one_gpu`: it will see but one of them.
+
+    Raises:
+        UserError: a setting is wrong, or a pipeline cannot be served here; which ones, and why,
+            was printed on standard error.
+    """
+    settings = read_settings(os.environ, repository=str(repository))
+    machine = read_machine(os.environ) if production else None
+    if machine is not None and one_gpu:
+        machine = machine._replace(gpus=machine.gpus[:1])
+    if not enforce(settings, machine):
+        raise UserError(
+            "repository",
+            "must hold pipelines that can be served as they were built",
+            given=repository,
+            remedy="Follow the lines above, or set TRIPTYCH_LOCK_CHECK=warn",
+        )
+    if machine is None:
+        return []
+    release = find_release()
+    warn_of(release)
+    return flags_for(repository, settings.options, machine, release)
+
 
 # Longer than any grace: `stop` alone decides how long requests in flight may take.
 _EXIT_TIMEOUT_S = 3600

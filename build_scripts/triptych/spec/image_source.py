@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
 from triptych.spec.model_facts import ImageFacts, Resize
-from triptych.spec.sentence_modules import read_json
+from triptych.spec.model_text import read_json
 
 LARGEST_DIFFERENCE = 1e-5
 """Of any element from the processor's, relative to its largest one where that is above 1."""

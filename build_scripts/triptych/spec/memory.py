@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triptych.runtime.packed_rows import slots_of
-from triptych.spec.cost import USUAL_HEAD_SIZE, USUAL_WIDENING
+from triptych.spec.engine_plan import USUAL_HEAD_SIZE, USUAL_WIDENING
 from triptych.spec.model_facts import ModelFacts
 
 ELEMENT_BYTES = {"fp32": 4}

@@ -1,21 +1,176 @@
-"""Where a model's files are, and what they say: `ModelSource` -> local folder -> `ModelFacts`."""
+"""Where a model's files are, and what they say: `ModelSource` -> local folder -> `ModelFacts`.
+
+Under which licence a model's own files say that it is.
+
+A model of the Hugging Face Hub: fetched into the ordinary cache, or found there.
+
+Refusing a model folder that brings code of its own: Triptych runs none of it.
+
+What a model's files say, read once: transformers, which reads them, takes seconds to load.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-from triptych.base.cache import sha256_of
-from triptych.base.errors import UserError
-from triptych.spec.model_classes import ModelConfig, SentenceConfig, read_activation, read_labels
+from pydantic import TypeAdapter
+
+from triptych.base.cache import cached_stage, code_hash, sha256_of, versions_of
+from triptych.base.errors import Progress, UserError
+from triptych.base.files import parse_yaml
+from triptych.spec.fields import ModelSource
 from triptych.spec.model_facts import ImageFacts, ModelFacts
-from triptych.spec.model_hub import FILES, WEIGHTS, has_weights, hub_folder
-from triptych.spec.model_own_code import refuse_own_code
-from triptych.spec.sentence_modules import read_json, read_modules
-from triptych.spec.spec_fields import ModelSource
+from triptych.spec.model_text import (
+    ModelConfig,
+    SentenceConfig,
+    read_activation,
+    read_json,
+    read_labels,
+    read_modules,
+)
+
+CARD = "README.md"
+_HEAD = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+
+
+def read_licence(folder: Path) -> str:
+    """The `license` of the card in a model's folder, as it names it; empty where it names none."""
+    try:
+        head = _HEAD.match((folder / CARD).read_text(encoding="utf-8").replace("\r\n", "\n"))
+        fields = parse_yaml(head[1]) if head else None
+    except (OSError, ValueError, RecursionError):
+        return ""
+    if not isinstance(fields, dict):
+        return ""
+    found = fields.get("license_name") or fields.get("license") or ""
+    return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
+
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+FILES = ("*.json", "*.txt", "*.model", "*.spm", "*.safetensors")
+FOREIGN = ("onnx/*", "openvino/*", "*.onnx")
+
+
+def hub_folder(model: ModelSource) -> Path:
+    """The local folder of a model that is named by its Hub id.
+
+    Raises:
+        UserError: the Hub has none, or cannot be reached and none is cached.
+    """
+    from huggingface_hub import snapshot_download
+
+    # A full commit never changes: what is cached of it needs no look at the Hub.
+    cached_first = model.revision is not None and len(model.revision) == 40
+
+    def fetch(*patterns: str) -> Path:
+        def download(*, local: bool) -> Path:
+            return Path(
+                snapshot_download(
+                    model.source,
+                    revision=model.revision,
+                    allow_patterns=[*patterns],
+                    ignore_patterns=[*FOREIGN],
+                    local_files_only=local,
+                )
+            )
+
+        try:
+            return download(local=cached_first)
+        except Exception as first:
+            try:
+                return download(local=not cached_first)
+            except Exception as second:  # what the Hub said tells more than an empty cache
+                raise (second if cached_first else first) from None
+
+    try:
+        folder = fetch(*FILES, CARD)
+        if not has_weights(folder):
+            folder = fetch(*FILES, CARD, WEIGHTS[1])
+    except Exception as error:
+        raise _not_found(model, error) from error
+    return folder
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights of a model."""
+    return any(True for pattern in WEIGHTS for _ in folder.glob(pattern))
+
+
+def _not_found(model: ModelSource, error: Exception) -> UserError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    wanted = f"{model.source} (revision {model.revision or 'main'})"
+    reason = " ".join(str(error).split())[:200]
+    remedy = "Check the name, the revision, `hf auth login` and the network"
+    if isinstance(error, LocalEntryNotFoundError):
+        cause = " ".join(str(error.__cause__ or "").split())[:100]
+        why = (
+            "HF_HUB_OFFLINE forbids to ask the Hub"
+            if constants.is_offline_mode()
+            else f"the Hub cannot be reached ({cause or 'no answer'})"
+        )
+        reason = f"{why}, and {constants.HF_HUB_CACHE} does not have it"
+        remedy = (
+            "Name a local folder as model.source; or fetch it where there is a network, copy the "
+            "cache and let HF_HOME name it"
+            + ("; or unset HF_HUB_OFFLINE" if constants.is_offline_mode() else "")
+        )
+    return UserError(
+        "model.source",
+        "must be a model the Hugging Face Hub has, or one cached before",
+        given=f"{wanted}: {reason}",
+        remedy=remedy,
+    )
+
+
+_LIBRARY = "sentence_transformers."
+
+
+def refuse_own_code(folder: Path) -> None:
+    """Raises a `UserError` where the files in `folder` name code outside the libraries.
+
+    transformers would ask on the terminal and run it, or take a class of its own instead, whose
+    numbers need not be the model's.
+    """
+    for path, entry in _own_code(folder):
+        raise UserError(
+            "model.source",
+            "must be a model without code of its own, which is never run",
+            given=f"{entry} in {path}",
+            remedy="Choose a model that transformers itself has; if it has this one, remove that "
+            "entry from a copy of the folder",
+        )
+
+
+def _own_code(folder: Path) -> Iterator[tuple[Path, str]]:
+    """The files and the entries in them that name code."""
+    for path in sorted(folder.glob("*config.json")):
+        for entry in _entries(read_json(path)):
+            yield path, entry
+    for module in read_json(folder / "modules.json", default=[]):
+        if not module["type"].startswith(_LIBRARY):
+            yield folder / "modules.json", module["type"]
+
+
+def _entries(value: object) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _entries(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            is_kernel = key.endswith("_implementation") and "/" in str(item)  # of the Hub
+            if is_kernel or (key == "auto_map" and item):
+                yield key
+            yield from _entries(item)
+
 
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 OUT_OF_REACH = 1 << 30
@@ -278,3 +433,32 @@ def hash_model(folder: Path) -> str:
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
         digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()
+
+
+CODE = ("spec/model_*.py", "spec/image_*.py", "spec/model_text.py")
+
+
+def read_model(folder: Path, progress: Progress) -> tuple[ModelFacts, Path | None]:
+    """The facts of the model in `folder`, and the runtime's ``tokenizer.json`` in the cache.
+
+    A model of images has no tokenizer.
+
+    Raises:
+        UserError: a setting that changes results and is not known here; no fast tokenizer.
+    """
+    sha256 = hash_model(folder)
+    inputs = {
+        "model": sha256,
+        "versions": versions_of("transformers", "tokenizers"),
+        "code": code_hash(*CODE),
+    }
+
+    def work(target: Path) -> None:
+        facts = read_facts(folder, sha256)
+        (target / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+        if facts.image is None:
+            (target / "tokenizer.json").write_text(read_tokenizer(folder), encoding="utf-8")
+
+    stage = cached_stage("model", inputs, work, progress)
+    facts = TypeAdapter(ModelFacts).validate_json((stage.folder / "facts.json").read_bytes())
+    return facts, stage.folder / "tokenizer.json" if facts.image is None else None

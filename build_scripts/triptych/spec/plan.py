@@ -22,11 +22,9 @@ from triptych.base.tensors import (
     Tensor,
 )
 from triptych.runtime.given import PREFIX
-from triptych.spec.cost import RowCost, row_cost
-from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.engine_plan import EnginePlan, RowCost, engine_plan, row_cost
 from triptych.spec.memory import batch_mib, rows_within
 from triptych.spec.model_facts import ModelFacts
-from triptych.spec.profiles import engine_plan
 from triptych.spec.spec import PipelineSpec
 from triptych.spec.tasks import Core, Task
 from triptych.spec.traffic import Lengths

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError, closest
-from triptych.base.yaml_text import parse_yaml
+from triptych.base.files import parse_yaml
 from triptych.spec.spec import GENERATING, GENERATION, SPEC_FILE, check_folder
 from triptych.spec.traffic import TRAFFIC_FILE
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from triptych.base.errors import UserError, closest
-from triptych.base.yaml_text import parse_yaml
-from triptych.spec.spec_fields import (
+from triptych.base.files import parse_yaml
+from triptych.spec.fields import (
     Accuracy,
     Core,
     Custom,

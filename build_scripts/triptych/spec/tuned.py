@@ -15,8 +15,7 @@ import yaml
 
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
-from triptych.base.files import write_files
-from triptych.base.yaml_text import parse_yaml
+from triptych.base.files import parse_yaml, write_files
 
 TUNED_FILE = "tuned.yaml"
 TUNABLE = (

@@ -13,9 +13,9 @@ from triptych.building.generation.inputs import GeneratingInputs
 from triptych.client.address import check_single
 from triptych.runtime.sampling_parameters import FIELD
 from triptych.serving.bench.bench import Bench, bench_requests, machine, server_of
-from triptych.serving.bench.points import BenchResult, Subject
+from triptych.serving.bench.results import BenchResult, Subject
 from triptych.serving.environment import packages_versions
-from triptych.spec.generation_spec import GeneratingSpec
+from triptych.spec.generation_fields import GeneratingSpec
 from triptych.spec.spec import GENERATION, TEXT2TEXT
 
 SENT = ("text_input", "messages", FIELD)

@@ -13,7 +13,7 @@ from triptych.building.generation.inputs import GenerationInputs
 from triptych.building.generation.lock import lock_bytes
 from triptych.building.generation.render import render_generation
 from triptych.building.generation.text2text import AnyInputs
-from triptych.repository.lint.rendered import LintFailure, lint_rendered
+from triptych.repository.lint.checks import LintFailure, lint_rendered
 from triptych.repository.lock import LOCK_FILE
 from triptych.repository.records import GateResult
 from triptych.repository.render import Content

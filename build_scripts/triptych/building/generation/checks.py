@@ -11,10 +11,9 @@ from triptych.building.hook_tests import Check
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.prompts import read_messages
-from triptych.spec.generation_spec import load_generation_spec
+from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
 from triptych.spec.spec import GENERATION, task_of
 from triptych.spec.tasks.eval_file import EVAL_FILE
-from triptych.spec.text2text_spec import load_text2text_spec
 from triptych.spec.traffic import TRAFFIC_FILE
 
 

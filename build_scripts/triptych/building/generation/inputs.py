@@ -12,22 +12,22 @@ from typing import Any
 
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.adapters import Adapter, read_adapters
-from triptych.building.generation.facts import (
+from triptych.building.generation.model import (
+    CONVERTED,
     GenerationFacts,
     GenerationModel,
+    check_precision,
     read_generation_model,
 )
-from triptych.building.generation.quantisation import CONVERTED, check_precision
 from triptych.building.generation.weights import find_weights
 from triptych.runtime.chat_template import Message
 from triptych.runtime.faults import RequestError
 from triptych.runtime.generation_wire import CONTEXT_TOKENS
 from triptych.runtime.prompts import Prompts, read_messages
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
-from triptych.spec.generation_spec import GenerationSpec
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.model_source import OUT_OF_REACH
 from triptych.spec.spec import SPEC_FILE
-from triptych.spec.text2text_spec import Text2TextSpec
 from triptych.spec.traffic import TRAFFIC_FILE, read_lines
 from triptych.spec.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned
 

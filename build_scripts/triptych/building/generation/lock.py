@@ -14,11 +14,9 @@ from pydantic import ValidationError
 from triptych.base.errors import UserError
 from triptych.building.generation.inputs import GeneratingInputs
 from triptych.repository.lock import LOCK_FILE
-from triptych.repository.plain import plain_data
-from triptych.repository.records import GateResult
-from triptych.spec.generation_spec import GenerationSpec
+from triptych.repository.records import GateResult, plain_data
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.spec import GENERATING, GENERATION
-from triptych.spec.text2text_spec import Text2TextSpec
 
 SCHEMA = "generation-1"
 

@@ -15,7 +15,7 @@ from typing import Any
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.inputs import GenerationInputs
-from triptych.building.generation.quantisation import CONVERTED, compressed_tensors_config
+from triptych.building.generation.model import CONVERTED, compressed_tensors_config
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _INDEX = "model.safetensors.index.json"
@@ -36,9 +36,7 @@ def engine_weights(inputs: GenerationInputs, progress: Progress = lambda *_: Non
         "model": facts.sha256,
         "precision": precision,
         "versions": versions_of("torch", "safetensors", "transformers"),
-        "code": code_hash(
-            "building/generation/quantising.py", "building/generation/quantisation.py"
-        ),
+        "code": code_hash("building/generation/quantising.py", "building/generation/model.py"),
     }
 
     def work(target: Path) -> None:

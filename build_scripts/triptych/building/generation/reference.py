@@ -16,9 +16,9 @@ from pydantic import TypeAdapter
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.adapters import Adapter, merge
-from triptych.building.generation.dequantising import load_model
 from triptych.building.generation.inputs import GeneratingInputs, Prompt
 from triptych.building.generation.text2text import Text2TextInputs
+from triptych.building.generation.weights import load_model
 
 TOKENS = 24
 """Of an answer, at most."""
@@ -119,7 +119,7 @@ def _of_one_model(
         "versions": versions_of("transformers", "torch", "tokenizers"),
         "code": code_hash(
             *("building/generation/reference.py", "building/generation/text2text_reference.py"),
-            *("building/generation/adapters.py", "building/generation/dequantising.py"),
+            *("building/generation/adapters.py", "building/generation/weights.py"),
         ),
     }
 

@@ -10,18 +10,16 @@ from typing import Any
 from triptych.base.tensors import Tensor
 from triptych.building.generation.quantising import engine_weights
 from triptych.building.generation.text2text import AnyInputs, Text2TextInputs
-from triptych.repository.config import CONFIG_FILE, new_config, print_config
-from triptych.repository.core_config import declare
+from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
 from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_engine import ADAPTERS_FOLDER, MODEL_FOLDER
 from triptych.runtime.generation_series import edges_of
 from triptych.runtime.generation_wire import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
 from triptych.runtime.source_pieces import PIECES_FILE
-from triptych.spec.generation_spec import GenerationSpec
-from triptych.spec.model_hub import WEIGHTS
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+from triptych.spec.model_source import WEIGHTS
 from triptych.spec.spec import TEXT2TEXT
-from triptych.spec.text2text_spec import Text2TextSpec
 
 ENGINES = {
     "vllm": "engine_vllm.py",

@@ -8,9 +8,8 @@ from dataclasses import replace
 from statistics import fmean
 
 from triptych.building.generation.inputs import Prompt
-from triptych.building.generation.marian import without_advice
 from triptych.building.generation.reference import Reference
-from triptych.building.generation.text2text import Text2TextInputs
+from triptych.building.generation.text2text import Text2TextInputs, without_advice
 
 
 class Text2TextReference:

@@ -1,16 +1,163 @@
-"""Where a model that generates text has its files: a Hugging Face folder, or one made of a GGUF."""
+"""Where a model that generates text has its files: a Hugging Face folder, or one made of a GGUF.
+
+A model whose weights are quantised, in fp32: what its engine rounds further is told apart.
+
+Layouts are those of AutoAWQ (gemm), GPTQModel, compressed-tensors and the fp8 of transformers.
+"""
 
 from __future__ import annotations
 
 import importlib.machinery
 import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from triptych.base.cache import cached_stage, code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.serving.environment import environment_python, vllm_packages
+from triptych.spec.fields import ModelSource
 from triptych.spec.model_source import locate
-from triptych.spec.spec_fields import ModelSource
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where a word of AWQ has the values of eight neighbours."""
+
+_SCALES = ("weight_scale", "weight_scale_inv")
+_BESIDE = (
+    *("qzeros", "scales", "g_idx", "weight_g_idx", "weight_shape", "weight_zero_point"),
+    *("input_scale", "input_zero_point", "k_scale", "v_scale", *_SCALES),
+)
+
+
+class UnknownLayoutError(ValueError):
+    """Weights that are quantised in a way that is not known here."""
+
+
+def load_model(folder: Path) -> Any:
+    """The causal language model in `folder` in fp32, by transformers.
+
+    Raises:
+        UnknownLayoutError: of its weights.
+        OSError, ValueError, RuntimeError, KeyError: as transformers does.
+    """
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    quantised = getattr(config, "quantization_config", None)
+    if not quantised:
+        kind = transformers.AutoModelForCausalLM
+        return kind.from_pretrained(folder, dtype=torch.float32).eval()
+    del config.quantization_config
+    weights = dict(dequantise(folder, quantised))
+    # The automatic class takes no weights in memory.
+    model, report = getattr(transformers, config.architectures[0]).from_pretrained(
+        None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
+    )
+    if wrong := sorted([*report["missing_keys"], *report["unexpected_keys"]]):
+        raise UnknownLayoutError(f"{quantised.get('quant_method')}: {', '.join(wrong[:3])}")
+    return model.eval()
+
+
+def dequantise(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and fp32 tensor of each parameter.
+
+    Args:
+        folder: with ``*.safetensors``.
+        config: ``quantization_config`` of the model's ``config.json``.
+
+    Raises:
+        UnknownLayoutError: of a weight.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    stored: dict[str, Any] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        stored |= load_file(shard)
+    small = (torch.int8, torch.float8_e4m3fn)
+    for name, tensor in stored.items():
+        layer, _, kind = name.rpartition(".")
+        beside = {
+            other: stored[f"{layer}.{other}"] for other in _BESIDE if f"{layer}.{other}" in stored
+        }
+        if kind in _BESIDE:
+            continue
+        if kind == "qweight":
+            unpack = _awq if config["quant_method"] == "awq" else _gptq
+            yield f"{layer}.weight", unpack(tensor, beside, config)
+        elif kind == "weight_packed":
+            yield f"{layer}.weight", _packed(tensor, beside, config)
+        elif tensor.dtype in small and kind == "weight":
+            yield (
+                name,
+                _scaled(tensor.float(), next(beside[one] for one in _SCALES if one in beside)),
+            )
+        else:
+            yield name, tensor.float()
+
+
+def _awq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    """Words hold neighbours of a row; rows are inputs."""
+    import torch
+
+    if config.get("bits", config.get("w_bit")) != 4 or config.get("version", "gemm") != "gemm":
+        raise UnknownLayoutError("awq that is not of 4 bits and version gemm")
+    order = torch.tensor(_AWQ_ORDER)
+
+    def values(words: Any) -> Any:
+        return _unpacked(words, 4).unflatten(1, (-1, 8))[:, :, order].flatten(1)
+
+    scales = beside["scales"].float()
+    rows = packed.shape[0] // scales.shape[0]
+    zeros = values(beside["qzeros"]).repeat_interleave(rows, 0)
+    return ((values(packed) - zeros) * scales.repeat_interleave(rows, 0)).T.contiguous()
+
+
+def _gptq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    """Words hold neighbours of a column; rows are inputs."""
+    import torch
+
+    bits = config["bits"]
+    if 32 % bits:
+        raise UnknownLayoutError(f"gptq of {bits} bits")
+    values, scales = _unpacked(packed.T, bits).T, beside["scales"].float()
+    # The first version of the format has zeros less one.
+    first = config.get("checkpoint_format", "gptq") == "gptq"
+    zeros = (_unpacked(beside["qzeros"], bits) + first) % 2**bits
+    inputs = values.shape[0]
+    each = torch.arange(inputs) // -(-inputs // scales.shape[0])
+    group = beside.get("g_idx", each).long()
+    return ((values - zeros[group]) * scales[group]).T.contiguous()
+
+
+def _packed(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    """Words hold neighbours of a row; rows are outputs; values lie around the middle."""
+    (group,) = config["config_groups"].values()
+    bits = group["weights"]["num_bits"]
+    if 32 % bits or "weight_zero_point" in beside or "weight_g_idx" in beside:
+        raise UnknownLayoutError(f"compressed-tensors of {bits} bits, with zero points or an order")
+    columns = int(beside["weight_shape"][1])
+    values = _unpacked(packed, bits)[:, :columns] - 2 ** (bits - 1)
+    return _scaled(values, beside["weight_scale"])
+
+
+def _scaled(values: Any, scale: Any) -> Any:
+    """`values` times a scale for all, each row, or each block of rows and columns."""
+    scale = scale.float().reshape(scale.shape if scale.dim() == 2 else (-1, 1))
+    for axis, size in enumerate(values.shape):
+        times = -(-size // scale.shape[axis])
+        scale = scale.repeat_interleave(times, axis).narrow(axis, 0, size)
+    return values * scale
+
+
+def _unpacked(words: Any, bits: int) -> Any:
+    """The values in the 32-bit words of each row, lowest bits first."""
+    import torch
+
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1).float()
+
 
 GGUF = ".gguf"
 _WORKER = Path(__file__).with_name("worker_gguf.py")

@@ -27,10 +27,10 @@ from triptych.client import (
     ServerUnreachable,
 )
 from triptych.client.bulk.asked import Asked
+from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, Chunk, Scan
 from triptych.client.bulk.pace import REQUESTS, Pace
-from triptych.client.bulk.table import ERROR, AnswerColumn, Answers, Chunk, Scan
 from triptych.client.bulk.turns import Turns
-from triptych.client.infer import (
+from triptych.client.questions import (
     TIMEOUT_S,
     Parameter,
     parse_parameters,

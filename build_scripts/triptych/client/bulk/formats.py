@@ -1,46 +1,377 @@
-"""Which format a file of rows has, by its suffix."""
+"""Rows as JSON objects, one a line, and texts, one a line, which become such objects.
+
+What a file of rows is to a run: chunks of rows with a pipeline's inputs, and answers beside.
+
+CSV and TSV: a header, then rows of cells, which stay as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import io
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
 
-from triptych.base.errors import UserError
-from triptych.client.bulk.delimited import Delimited
-from triptych.client.bulk.json_lines import JsonLines, PlainText
-from triptych.client.bulk.table import Table
+import numpy as np
 
+from triptych.base.errors import UserError, closest
+from triptych.spec.traffic import PARAMETERS
 
-def _parquet(path: Path) -> Table:
-    from triptych.client.bulk.parquet import Parquet
-
-    return Parquet(path)
+ERROR = "error"
+"""The column that says why a row has no answer."""
 
 
-_FORMATS: dict[str, Callable[[Path], Table]] = {
-    ".csv": Delimited,
-    ".tsv": Delimited,
-    ".jsonl": JsonLines,
-    ".parquet": _parquet,
-}
+class AnswerColumn(NamedTuple):
+    """A column that a run adds.
+
+    Attributes:
+        name: in the file that is written; `output` unless the rows have that column.
+        output: of the pipeline; `ERROR`.
+        dtype: numpy's, of an element; object for text.
+        dims: of one row: ``(1,)`` stands in the column as a plain value, others as lists.
+    """
+
+    name: str
+    output: str
+    dtype: type[np.generic] = np.object_
+    dims: tuple[int, ...] = (1,)
 
 
-def open_table(path: Path, out: Path) -> Table:
-    """The rows of `path`, whose answers go to `out`; texts, one a line, where no format fits.
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of a file.
+
+    Attributes:
+        first: index of the first in the file.
+        count: of rows.
+        columns: input of the pipeline -> its value in each row, as it stands in the file.
+        faults: row of the chunk -> why it cannot be sent.
+        parameters: of the rows' own requests; empty where the format has none.
+        kept: all that the file says of these rows, as its format writes them again.
+    """
+
+    first: int
+    count: int
+    columns: Mapping[str, Sequence[object]]
+    kept: Any
+    faults: Mapping[int, str] = field(default_factory=dict)
+    parameters: Sequence[Mapping[str, Any]] = ()
+
+
+class Scan(NamedTuple):
+    """What a first look through the file says.
+
+    Attributes:
+        rows: how many there are.
+        names: those of the columns asked for that are there.
+        columns: all of them, or as many as a message may show.
+    """
+
+    rows: int
+    names: frozenset[str]
+    columns: Sequence[str]
+
+
+class Table(Protocol):
+    """A file of rows in one format."""
+
+    path: Path
+
+    def scan(self, names: Sequence[str]) -> Scan:
+        """Look through the file, for a column of each of `names`.
+
+        Raises:
+            UserError: it is not of its format.
+        """
+
+    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[Chunk]:
+        """The rows behind the first `skip`, `size` at a time; `wanted`: input -> column."""
+
+    def encode(self, chunk: Chunk, columns: Sequence[AnswerColumn], answers: Answers) -> Any:
+        """`chunk` with its answers, in a form that `pack` takes."""
+
+    def pack(self, encoded: Sequence[Any]) -> bytes:
+        """The content of a part."""
+
+    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
+        """Write the whole file from its parts."""
+
+
+Answers = Mapping[str, Sequence[Any]]
+"""Output -> plain value a row, None where it has none; also of `ERROR`."""
+
+
+def name_columns(
+    pipeline: str, outputs: Sequence[AnswerColumn], taken: frozenset[str]
+) -> list[AnswerColumn]:
+    """`outputs`, each that is named as a column of the file with the pipeline's name before it.
 
     Raises:
-        UserError: it cannot be read, or `out` is not named as its format.
+        UserError: the file has that one, too.
     """
-    suffix = path.suffix.lower()
-    wanted = suffix if suffix in _FORMATS else ".jsonl"
-    if out.suffix.lower() != wanted:
-        raise UserError(
-            "--out",
-            f"must end with {wanted}: answers are written as rows are read, texts as .jsonl",
-            given=out,
-            remedy=f"Name it {out.with_suffix(wanted).name}",
-        )
-    try:
-        return _FORMATS.get(suffix, PlainText)(path)
-    except OSError as error:
-        raise UserError("--file", "must be a readable file", given=f"{path}: {error}") from error
+    named = []
+    for column in outputs:
+        name = column.name if column.name not in taken else beside(pipeline, column.name)
+        if name in taken:
+            raise UserError(
+                "--file",
+                f"must not have the columns `{column.name}` and `{name}`, which answers go to",
+                remedy="Rename one of them",
+            )
+        named.append(column._replace(name=name))
+    return named
+
+
+def beside(pipeline: str, name: str) -> str:
+    """The other name of an answer's column."""
+    return f"{pipeline}.{name}"
+
+
+def check_columns(wanted: Mapping[str, str], scan: Scan, path: Path) -> None:
+    """All columns of `wanted` (input -> column) are in the file.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name, column in wanted.items():
+        if column not in scan.names:
+            option = f"--{name.replace('_', '-')}-column"
+            raise UserError(
+                f"{path}: {column}",
+                f"must be a column, for the input `{name}`",
+                given=f"the columns {', '.join(scan.columns)}" if scan.columns else "no column",
+                remedy=f"{closest(column, scan.columns)}Name it with {option}",
+            )
+
+
+_MOST_SHOWN = 20
+
+
+class JsonLines:
+    """Rows as JSON objects; a line keeps its bytes, and the answers follow within its braces."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def scan(self, names: Sequence[str]) -> Scan:
+        rows, found, columns = 0, set[str](), dict[str, None]()
+        for line in self._lines():
+            rows += 1
+            try:
+                row = self._parse(line)
+            except ValueError:
+                continue
+            found |= {name for name in names if name in row}
+            if len(columns) < _MOST_SHOWN:
+                columns |= dict.fromkeys(row)
+        return Scan(rows, frozenset(found), list(columns)[:_MOST_SHOWN])
+
+    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[Chunk]:
+        lines = islice(self._lines(), skip, None)
+        while kept := list(islice(lines, size)):
+            columns: dict[str, list[object]] = {name: [] for name in wanted}
+            faults, parameters = {}, []
+            for row, line in enumerate(kept):
+                values: dict[str, Any] = {}
+                try:
+                    values = self._parse(line)
+                    parameters.append(_own_parameters(values))
+                except ValueError as error:
+                    faults[row] = str(error)
+                    parameters.append({})
+                for name, column in wanted.items():
+                    columns[name].append(values.get(column))
+            yield Chunk(skip, len(kept), columns, kept, faults, parameters)
+            skip += len(kept)
+
+    def encode(self, chunk: Chunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
+        lines = []
+        for row, line in enumerate(chunk.kept):
+            found = {column.name: answers[column.output][row] for column in columns}
+            found = {name: value for name, value in found.items() if value is not None}
+            try:
+                own = self._own(line)
+            except ValueError:
+                own = json.dumps({"line": line})
+            inner = own.strip()[1:-1].strip()
+            answer = json.dumps(found, ensure_ascii=False)[1:]
+            lines.append(f"{{{inner}{', ' if inner and found else ''}{answer}\n")
+        return "".join(lines).encode("utf-8", "backslashreplace")
+
+    def pack(self, encoded: Sequence[bytes]) -> bytes:
+        return b"".join(encoded)
+
+    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
+        copy_parts(parts, out)
+
+    def _lines(self) -> Iterator[str]:
+        # Split at line feeds alone: a JSON string may hold other line separators as they are.
+        with self.path.open(encoding="utf-8-sig", newline="\n") as file:
+            number = 0
+            try:
+                for line in file:
+                    number += 1
+                    if not self._is_blank(line):
+                        yield line.rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise not_utf8(self.path, number, error) from error
+
+    def _is_blank(self, line: str) -> bool:
+        return not line.strip()
+
+    def _own(self, line: str) -> str:
+        """The text of the JSON object that a line is.
+
+        Raises:
+            ValueError: it is none.
+        """
+        self._parse(line)
+        return line
+
+    def _parse(self, line: str) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"must be a JSON object: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"must be a JSON object. Given: {line[:80]}")
+        return row
+
+
+class PlainText(JsonLines):
+    """One text a line, an empty one too; written as JSON objects with `text`."""
+
+    def _is_blank(self, line: str) -> bool:
+        return False
+
+    def _own(self, line: str) -> str:
+        return json.dumps(self._parse(line), ensure_ascii=False)
+
+    def _parse(self, line: str) -> dict[str, Any]:
+        return {"text": line}
+
+
+def copy_parts(parts: Sequence[Path], out: IO[bytes]) -> None:
+    """Write the parts of a text, end to end."""
+    for path in parts:
+        with path.open("rb") as part:
+            shutil.copyfileobj(part, out)
+
+
+def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UserError:
+    """What is said of a file in another encoding; `line` is the last one read."""
+    return UserError(
+        str(path),
+        "must be text in UTF-8",
+        given=f"byte {error.object[error.start]:#04x} soon after line {line}",
+        remedy="Convert it, as with `iconv -f latin1 -t utf-8`",
+    )
+
+
+def _own_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = values.get(PARAMETERS, {})
+    if not isinstance(parameters, dict):
+        raise ValueError(f"`{PARAMETERS}` must be an object. Given: {parameters!r:.80}")
+    return parameters
+
+
+_LONGEST_CELL = 1 << 24
+"""Characters. A quote that nobody closes makes one cell of all that follows."""
+
+
+class Delimited:
+    """A table with a comma, a semicolon (where its header has no comma) or a tab between cells."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        csv.field_size_limit(_LONGEST_CELL)
+        self._separator = "\t" if path.suffix.lower() == ".tsv" else ","
+        first = self._first_line()
+        self._line_end = "\r\n" if first.endswith("\r\n") else "\n"
+        if path.suffix.lower() == ".csv" and "," not in first and ";" in first:
+            self._separator = ";"
+        self._header = next(self._rows(), [])
+        twice = {name for name in self._header if self._header.count(name) > 1}
+        if twice or not self._header:
+            raise UserError(
+                str(path),
+                "must begin with the names of its columns, each once",
+                given=f"twice: {', '.join(sorted(twice))}" if twice else "no line",
+                remedy="Mend its first line",
+            )
+
+    def scan(self, names: Sequence[str]) -> Scan:
+        rows = sum(1 for _ in self._rows()) - 1
+        return Scan(rows, frozenset(names) & frozenset(self._header), self._header)
+
+    def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[Chunk]:
+        rows = islice(self._rows(), 1 + skip, None)
+        width = len(self._header)
+        places = {name: self._header.index(column) for name, column in wanted.items()}
+        while kept := list(islice(rows, size)):
+            faults = {
+                row: f"must have {width} cells, as the header. Given: {len(cells)}"
+                for row, cells in enumerate(kept)
+                if len(cells) != width
+            }
+            columns = {
+                name: [None if row in faults else cells[place] for row, cells in enumerate(kept)]
+                for name, place in places.items()
+            }
+            yield Chunk(skip, len(kept), columns, kept, faults)
+            skip += len(kept)
+
+    def encode(self, chunk: Chunk, columns: Sequence[AnswerColumn], answers: Answers) -> bytes:
+        width = len(self._header)
+        rows = []
+        for row, cells in enumerate(chunk.kept):
+            # Cells too many come last, where they shift nothing.
+            own = (cells + [""] * width)[:width]
+            found = [_cell(answers[column.output][row]) for column in columns]
+            rows.append([*own, *found, *cells[width:]])
+        return self._write(rows)
+
+    def pack(self, encoded: Sequence[bytes]) -> bytes:
+        return b"".join(encoded)
+
+    def join(self, parts: Sequence[Path], columns: Sequence[AnswerColumn], out: IO[bytes]) -> None:
+        out.write(self._write([[*self._header, *(column.name for column in columns)]]))
+        copy_parts(parts, out)
+
+    def _write(self, rows: Sequence[Sequence[str]]) -> bytes:
+        text = io.StringIO()
+        csv.writer(text, delimiter=self._separator, lineterminator=self._line_end).writerows(rows)
+        return text.getvalue().encode("utf-8", "backslashreplace")
+
+    def _first_line(self) -> str:
+        with self.path.open(encoding="utf-8-sig", newline="") as file:
+            try:
+                return file.readline(_LONGEST_CELL)
+            except UnicodeDecodeError as error:
+                raise not_utf8(self.path, 0, error) from error
+
+    def _rows(self) -> Iterator[list[str]]:
+        with self.path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=self._separator, strict=True)
+            try:
+                yield from (cells for cells in reader if cells)
+            except csv.Error as error:
+                raise UserError(
+                    f"{self.path}:{reader.line_num}",
+                    "must have quotes that close, doubled within quotes",
+                    given=error,
+                    remedy="Mend the row that begins there or above",
+                ) from error
+            except UnicodeDecodeError as error:
+                raise not_utf8(self.path, reader.line_num, error) from error
+
+
+def _cell(value: Any) -> str:
+    if value is None or value == []:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

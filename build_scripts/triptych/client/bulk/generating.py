@@ -16,10 +16,10 @@ from triptych.base.errors import UserError
 from triptych.client import AsyncClient, Completion, InferenceError, PipelineConfig
 from triptych.client.bulk.answers import AWAY, PAUSE_S, RETRY, TOO_MANY
 from triptych.client.bulk.asked import Asked
+from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, Chunk, Scan
 from triptych.client.bulk.pace import Pace
-from triptych.client.bulk.table import ERROR, AnswerColumn, Answers, Chunk, Scan
-from triptych.client.converse import parse_sampling
 from triptych.client.generation import encode_order
+from triptych.client.questions import parse_sampling
 from triptych.client.streams import AsyncGeneration
 
 ANSWERS = (

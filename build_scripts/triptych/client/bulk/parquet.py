@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 
 from triptych.base.errors import UserError
-from triptych.client.bulk.table import AnswerColumn, Answers, Chunk, Scan
+from triptych.client.bulk.formats import AnswerColumn, Answers, Chunk, Scan
 
 try:
     import pyarrow as pa

@@ -1,35 +1,184 @@
-"""A run: every row of a file to a served pipeline that is never idle, parts kept on the way."""
+"""A run: every row of a file to a served pipeline that is never idle, parts kept on the way.
+
+Which format a file of rows has, by its suffix.
+
+The folder beside a file that is being written: its finished parts, and what made them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
+import os
+import re
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
 
 from triptych.base.errors import UserError
+from triptych.base.files import sync, told_to_user, write_files
 from triptych.client import AsyncClient, InferenceError
 from triptych.client.bulk.answers import Inferring
 from triptych.client.bulk.asked import Asked
-from triptych.client.bulk.formats import open_table
-from triptych.client.bulk.generating import Generating
-from triptych.client.bulk.pace import CHUNKS, Pace
-from triptych.client.bulk.parts import Parts
-from triptych.client.bulk.table import (
+from triptych.client.bulk.formats import (
     ERROR,
     AnswerColumn,
     Answers,
     Chunk,
+    Delimited,
+    JsonLines,
+    PlainText,
     Scan,
     Table,
     beside,
     check_columns,
     name_columns,
 )
-from triptych.client.infer import unanswered
+from triptych.client.bulk.generating import Generating
+from triptych.client.bulk.pace import CHUNKS, Pace
+from triptych.client.questions import unanswered
+
+
+def _parquet(path: Path) -> Table:
+    from triptych.client.bulk.parquet import Parquet
+
+    return Parquet(path)
+
+
+_FORMATS: dict[str, Callable[[Path], Table]] = {
+    ".csv": Delimited,
+    ".tsv": Delimited,
+    ".jsonl": JsonLines,
+    ".parquet": _parquet,
+}
+
+
+def open_table(path: Path, out: Path) -> Table:
+    """The rows of `path`, whose answers go to `out`; texts, one a line, where no format fits.
+
+    Raises:
+        UserError: it cannot be read, or `out` is not named as its format.
+    """
+    suffix = path.suffix.lower()
+    wanted = suffix if suffix in _FORMATS else ".jsonl"
+    if out.suffix.lower() != wanted:
+        raise UserError(
+            "--out",
+            f"must end with {wanted}: answers are written as rows are read, texts as .jsonl",
+            given=out,
+            remedy=f"Name it {out.with_suffix(wanted).name}",
+        )
+    try:
+        return _FORMATS.get(suffix, PlainText)(path)
+    except OSError as error:
+        raise UserError("--file", "must be a readable file", given=f"{path}: {error}") from error
+
+
+_RUN = "run.json"
+_PART = re.compile(r"(\d{12})-(\d+)-(\d+)\.part")
+
+
+class Done(NamedTuple):
+    """What the parts hold.
+
+    Attributes:
+        rows: from the file's first on.
+        failed: of these.
+        paths: of the parts, in order.
+    """
+
+    rows: int
+    failed: int
+    paths: list[Path]
+
+
+class Parts:
+    """Parts of `out`, each written whole or not at all; no row is in two of them."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self.folder = out.with_name(f"{out.name}.parts")
+
+    @contextmanager
+    def held(self, asked: Mapping[str, object]) -> Iterator[None]:
+        """Make the folder, or go on with it, and let no other run write there meanwhile.
+
+        Args:
+            asked: plain data that decides what the parts hold.
+
+        Raises:
+            UserError: `out` exists, other things were asked for in the run that made the folder,
+                another run writes there, or nothing can be written.
+        """
+        if self._out.exists():
+            raise UserError(
+                "--out",
+                "must not exist: nothing is overwritten",
+                given=self._out,
+                remedy="Name another file, or remove it",
+            )
+        with told_to_user(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / ".lock").open("w") as lock:
+                self._lock(lock)
+                self._check(json.loads(json.dumps(asked)))
+                yield
+
+    def add(self, first: int, rows: int, failed: int, content: bytes) -> None:
+        """Keep the answers of `rows` rows from `first` on, `failed` of which have none."""
+        write_files(self.folder, {f"{first:012}-{rows}-{failed}.part": content})
+
+    def done(self) -> Done:
+        """What is kept so far."""
+        rows, failed, paths = 0, 0, []
+        for path in sorted(self.folder.glob("*.part")):
+            name = _PART.fullmatch(path.name)
+            if name and int(name[1]) == rows:
+                rows, failed = rows + int(name[2]), failed + int(name[3])
+                paths.append(path)
+        return Done(rows, failed, paths)
+
+    @contextmanager
+    def whole(self) -> Iterator[IO[bytes]]:
+        """Write `out`, whole or not at all, and remove the folder."""
+        partial = self.folder / "whole"
+        with partial.open("wb") as file:
+            yield file
+        sync(partial)
+        partial.replace(self._out)
+        shutil.rmtree(self.folder)
+
+    def _lock(self, file: IO[str]) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                "--out",
+                "must be written by one run at a time",
+                given=f"another run writes into {self.folder}",
+                remedy="Wait for it, or name another file",
+            ) from error
+
+    def _check(self, asked: Mapping[str, object]) -> None:
+        path = self.folder / _RUN
+        if not path.exists():
+            write_files(self.folder, {_RUN: json.dumps(asked, indent=2) + os.linesep})
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if other := [key for key in asked if before.get(key) != asked[key]]:
+            raise UserError(
+                "--out",
+                "has parts of a run that asked for something else",
+                given=f"other {', '.join(other)} than in {path}",
+                remedy=f"Ask as before to go on, or remove {self.folder} to begin anew",
+            )
+
 
 _PART_ROWS = 5_000
 _PART_S = 15.0

@@ -1,15 +1,26 @@
-"""ONNX graph -> serialized engine: the one code path for all releases of TensorRT."""
+"""ONNX graph -> serialized engine: the one code path for all releases of TensorRT.
+
+What an engine is built from, checked before TensorRT sees it: graph, profiles, options.
+
+TensorRT's timing cache: kernels measured once are not measured again by the next build.
+
+One file for each release and kind of GPU: another's times are refused, or wrong.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from triptych.base.cache import cache_root
 from triptych.base.errors import UserError
-from triptych.core.engine import timing
-from triptych.core.engine.api import Api
-from triptych.core.engine.graph import EngineGraph, onnx_nodes
+from triptych.base.files import write_files
+from triptych.core.engine.api import FIRST_TYPED, Api
+from triptych.core.engine.cuda import BuildGpu
+from triptych.core.engine.graph import EngineGraph, onnx_nodes, read_graph
 from triptych.core.engine.messages import (
     Messages,
     Tell,
@@ -18,8 +29,113 @@ from triptych.core.engine.messages import (
     now_and_then,
     parser_failure,
 )
-from triptych.core.engine.request import Request
-from triptych.spec.engine_spec import ShapeRange
+from triptych.spec.engine_plan import EnginePlan, ShapeRange
+
+_REBUILD = "Run `triptych build` again: plan and graph no longer fit each other"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One engine to build: the ``model.onnx``, what it says, and what was planned."""
+
+    onnx: Path
+    graph: EngineGraph
+    plan: EnginePlan
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self.plan.options
+
+
+def make_request(onnx: Path, plan: EnginePlan, api: Api) -> Request:
+    """Read the graph and check it against the plan and the release of TensorRT.
+
+    Raises:
+        UserError: this release cannot build it, or plan and graph do not fit each other.
+    """
+    request = Request(onnx, read_graph(onnx), plan)
+    api.type_flags(request.graph.kinds)
+    if not api.typed:
+        _check_old_values(request.graph, api)
+    api.hardware_level(plan.options["hardware"])
+    if plan.options["weight_streaming"]:
+        api.weight_streaming_flag()
+    if not plan.profiles:
+        raise UserError("plan.engine.profiles", "must have a profile", remedy=_REBUILD)
+    for place, profile in enumerate(plan.profiles):
+        _check_profile(place, profile, request.graph)
+    return request
+
+
+def _check_old_values(graph: EngineGraph, api: Api) -> None:
+    for kind, values in (("input", graph.inputs), ("output", graph.outputs)):
+        for name, value in values.items():
+            if value.dtype == "INT64":
+                raise UserError(
+                    name,
+                    f"must not be INT64 for {api.name}",
+                    given=f"an {kind} of {value.dtype}",
+                    remedy=f"Use INT32, or TensorRT {FIRST_TYPED} or newer (serving.triton 24.05)",
+                )
+
+
+def _check_profile(place: int, profile: Mapping[str, ShapeRange], graph: EngineGraph) -> None:
+    def refused(rule: str, given: str) -> UserError:
+        field = f"plan.engine.profiles[{place}]"
+        return UserError(field, rule, given=given, remedy=_REBUILD)
+
+    unlike = sorted(set(profile) ^ set(graph.inputs))
+    if unlike:
+        raise refused("must name the graph's inputs, each once", unlike[0])
+    for name, shapes in profile.items():
+        dims = graph.inputs[name].dims
+        given = f"{name} {list(shapes.minimum)} to {list(shapes.maximum)}"
+        sides = (shapes.minimum, shapes.optimum, shapes.maximum)
+        if any(len(side) != len(dims) for side in sides):
+            raise refused(f"must give {name} {len(dims)} axes", given)
+        for axis, fixed in enumerate(dims):
+            low, best, high = (side[axis] for side in sides)
+            if not 0 < low <= best <= high:
+                axis_given = f"{name}, axis {axis}: {low}, {best}, {high}"
+                raise refused("must have minimum <= optimum <= maximum on every axis", axis_given)
+            if fixed >= 0 and (low, high) != (fixed, fixed):
+                rule = f"must keep axis {axis} of {name} at {fixed}, as the graph does"
+                raise refused(rule, given)
+
+
+FOLDER = "timing"
+
+
+def timing_file(version: str, gpu: BuildGpu) -> Path:
+    """Where the times of a release of TensorRT on a kind of GPU are kept."""
+    name = f"{version}-{gpu.name}-{gpu.compute_capability}"
+    return cache_root() / FOLDER / f"{re.sub(r'[^A-Za-z0-9.]+', '_', name)}.cache"
+
+
+def attach(config: Any, file: Path) -> bool:
+    """Give a builder's config the times in `file`, or an empty cache; whether there were any."""
+    stored = file.read_bytes() if file.is_file() else b""
+    cache = config.create_timing_cache(stored)
+    if cache is not None and config.set_timing_cache(cache, False):
+        return bool(stored)
+    # What is not readable, or from elsewhere, is measured again.
+    config.set_timing_cache(config.create_timing_cache(b""), False)
+    return False
+
+
+def save(config: Any, file: Path) -> None:
+    """Put the config's times into `file`, with those another build has put there meanwhile.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    cache = config.get_timing_cache()
+    if cache is None:
+        return
+    if file.is_file() and (other := config.create_timing_cache(file.read_bytes())) is not None:
+        cache.combine(other, False)
+    write_files(file.parent, {file.name: bytes(cache.serialize())})
+
 
 _UNCONSTRAINED = ("CAST", "CONSTANT", "IDENTITY", "SHAPE", "QUANTIZE", "DEQUANTIZE")
 """Layers whose type is a setting, and weights, which are stored in the type of what reads them."""
@@ -67,7 +183,7 @@ def make_engine(
     api.set_target(config)
     for profile in request.plan.profiles:
         _add_profile(builder, config, profile, messages)
-    known = timing_file is not None and timing.attach(config, timing_file)
+    known = timing_file is not None and attach(config, timing_file)
     if api.has_monitor():
         config.progress_monitor = _monitor(api, tell)
     tell(f"{api.name}, {'with' if known else 'without'} times of earlier builds ...")
@@ -75,7 +191,7 @@ def make_engine(
     if plan is None:
         raise failure(messages, "build the engine")
     if timing_file is not None:
-        timing.save(config, timing_file)
+        save(config, timing_file)
     return bytes(plan)
 
 

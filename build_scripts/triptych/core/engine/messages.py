@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.base.onnx_nodes import node_name
+from triptych.base.onnx_graph import node_name
 from triptych.core.engine.api import Api
-from triptych.core.engine.place import place_of
+from triptych.core.engine.graph import place_of
 
 LONGEST_QUOTE = 400
 LARGEST_LOG = 10_000

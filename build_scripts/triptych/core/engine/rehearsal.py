@@ -21,7 +21,7 @@ from triptych.base.files import scratch_folder
 from triptych.core.engine import rtx
 from triptych.core.engine.rehearsal_worker import REPLY_FILE, REQUEST_FILE
 from triptych.repository.records import Rehearsal, read_record
-from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.engine_plan import EnginePlan
 
 TIMEOUT_S = 900.0
 """MiniLM takes 3 s: what takes this long stands still."""
@@ -36,12 +36,12 @@ _CODE = (
         "core/engine/messages.py",
     ),
     *(
-        "core/engine/parsed_products.py",
-        "core/engine/place.py",
+        "core/engine/inspection.py",
+        "core/engine/graph.py",
         "core/engine/rehearsal*.py",
-        "core/engine/request.py",
+        "core/engine/make.py",
     ),
-    *("core/engine/rtx.py", "base/onnx_*.py", "spec/engine_spec.py"),
+    *("core/engine/rtx.py", "base/onnx_*.py", "spec/engine_plan.py"),
 )
 _RECORD_FILE = "rehearsal.json"
 _WORKER = (sys.executable, "-m", "triptych.core.engine.rehearsal_worker")

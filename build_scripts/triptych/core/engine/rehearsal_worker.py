@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.core.engine.make import make_engine
-from triptych.core.engine.parsed_products import check_products
-from triptych.core.engine.request import make_request
+from triptych.core.engine.inspection import check_products
+from triptych.core.engine.make import make_engine, make_request
 from triptych.core.engine.rtx import RtxApi, buildable
-from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.engine_plan import EnginePlan
 
 REQUEST_FILE = "request.json"
 REPLY_FILE = "reply.json"

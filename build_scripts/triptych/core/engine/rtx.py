@@ -15,7 +15,7 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.core.engine.api import Api
-from triptych.spec.engine_spec import EnginePlan
+from triptych.spec.engine_plan import EnginePlan
 
 DISTRIBUTION = "tensorrt-rtx-cu12-bindings"
 MODULE = "tensorrt_rtx_bindings"

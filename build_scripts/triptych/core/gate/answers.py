@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from triptych.base.errors import Progress, UserError
 from triptych.core.gate.cached import decoding_of
-from triptych.core.gate.decoded import Decoded, decode, reference_row_outputs
-from triptych.core.gate.reference_rows import reference_of
+from triptych.core.gate.reference import reference_of
+from triptych.core.gate.runs import Decoded, decode, reference_row_outputs
 from triptych.core.inputs import PipelineInputs
 from triptych.core.samples import GateRequest, by_request, rows_of
 from triptych.runtime.faults import RequestError

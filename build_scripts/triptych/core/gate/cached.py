@@ -9,18 +9,16 @@ from pathlib import Path
 
 from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress
-from triptych.core.gate.artifact import open_core
 from triptych.core.gate.check import Labelled, check
-from triptych.core.gate.decoded import Decoding
 from triptych.core.gate.probe import describe_probe, judge_probe
-from triptych.core.gate.reference_rows import reference_of
+from triptych.core.gate.reference import measure_rounding, reference_of
 from triptych.core.gate.remedy import remedy_of
-from triptych.core.gate.rounding import measure_rounding
+from triptych.core.gate.runs import Decoding, open_core
 from triptych.core.inputs import PipelineInputs
 from triptych.core.samples import hash_requests, rows_of
 from triptych.repository.records import GateResult, read_record
+from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
-from triptych.spec.precisions import Precision
 from triptych.spec.tasks.accuracy import above_rounding, metrics_of, probe_limits, thresholds
 
 CODE = (
@@ -29,7 +27,7 @@ CODE = (
     "runtime/*.py",
     "core/feeds.py",
     "core/samples.py",
-    "base/onnx_session.py",
+    "base/onnx_graph.py",
     "repository/records.py",
 )
 GATE_FILE = "gate.json"

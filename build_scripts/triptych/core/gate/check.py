@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from triptych.core.gate.artifact import RowOutputs, RunBatch
-from triptych.core.gate.decoded import Decoded, Decoding, decode, reference_row_outputs
 from triptych.core.gate.differences import (
     Measured,
     Pairs,
@@ -18,11 +16,23 @@ from triptych.core.gate.differences import (
     measure,
     relative_errors,
 )
-from triptych.core.gate.runs import IN_BATCHES, Incomparable, check_rows, run_rows, run_ways
+from triptych.core.gate.runs import (
+    IN_BATCHES,
+    Decoded,
+    Decoding,
+    Incomparable,
+    RowOutputs,
+    RunBatch,
+    check_rows,
+    decode,
+    reference_row_outputs,
+    run_rows,
+    run_ways,
+)
 from triptych.core.gate.verdicts import judge_metrics, say_failures, worst_rows
 from triptych.core.samples import FEW_ROWS, Expected, GateRequest, by_request, rows_of
 from triptych.repository.records import GateResult
-from triptych.spec.precisions import Precision
+from triptych.spec.fields import Precision
 from triptych.spec.tasks.metrics_labelled import LabelledResult, compare_labelled
 from triptych.spec.tasks.metrics_labels import LabelledRow
 from triptych.spec.tasks.task import Core

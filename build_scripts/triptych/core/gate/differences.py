@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.feeds import Sample
-from triptych.core.gate.artifact import RowOutputs, RunBatch
-from triptych.core.gate.runs import Incomparable, choices_of, run_rows
+from triptych.core.gate.runs import Incomparable, RowOutputs, RunBatch, choices_of, run_rows
 from triptych.core.samples import Expected
-from triptych.spec.tasks.metrics_ranks import TIE
+from triptych.spec.tasks.compare import TIE
 from triptych.spec.tasks.metrics_vectors import row_cosines
 from triptych.spec.tasks.task import Core
 

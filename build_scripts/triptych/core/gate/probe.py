@@ -6,18 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from triptych.core.gate.artifact import RunBatch
 from triptych.core.gate.check import compare_answers, compare_rows, is_finite
-from triptych.core.gate.decoded import Decoding
 from triptych.core.gate.differences import relative_errors
-from triptych.core.gate.runs import Incomparable, check_rows, run_rows, tokens_of
+from triptych.core.gate.runs import (
+    Decoding,
+    Incomparable,
+    RunBatch,
+    check_rows,
+    run_rows,
+    tokens_of,
+)
 from triptych.core.gate.verdicts import judge_metrics, say_failures, worst_rows
 from triptych.core.samples import Expected, GateRequest, by_request, rows_of
 from triptych.repository.records import ProbeResult
 from triptych.spec.tasks.task import Core
 
 OUTSIDE = "outside your traffic"
-WORST_ROWS = 5
+WORST_PROBE_ROWS = 5
 BATCH_ROWS = 8
 """Rows of a batch, or the pipeline's fewer: packed attention takes the square of its tokens."""
 
@@ -73,7 +78,7 @@ def judge_probe(
     failures = [] if finite else ["results are not all finite"]
     failures += say_failures(verdicts, {})
     said = tuple(f"{OUTSIDE}: {failure}" for failure in failures)
-    return ProbeResult(len(requests), verdicts, worst[:WORST_ROWS]), said
+    return ProbeResult(len(requests), verdicts, worst[:WORST_PROBE_ROWS]), said
 
 
 def describe_probe(probe: ProbeResult) -> str:

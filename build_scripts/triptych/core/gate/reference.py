@@ -1,18 +1,28 @@
-"""The reference: the Hugging Face model in PyTorch, one row at a time, nothing shared."""
+"""The reference: the Hugging Face model in PyTorch, one row at a time, nothing shared.
+
+What the reference makes of core rows, kept in the cache: all candidates are held against it.
+
+PyTorch's own rounding: what the reference in fp32 makes of the same rows in fp64.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.base.cache import cached_stage, code_hash, versions_of
+from triptych.base.errors import Progress
 from triptych.base.tensors import TokenRow
 from triptych.core.feeds import Sample
-from triptych.core.samples import Expected
+from triptych.core.inputs import PipelineInputs
+from triptych.core.samples import Expected, hash_rows, rows_of
 from triptych.spec.model_facts import Activation, Dense, ModelFacts, Normalize
+from triptych.spec.model_source import CODE as MODEL_CODE
 from triptych.spec.tasks.task import Core
 
 
@@ -145,3 +155,106 @@ def _pool(mode: str, tokens: Any) -> Any:
         return tokens.sum(0) / len(tokens) ** 0.5
     weight = torch.arange(1, len(tokens) + 1, dtype=tokens.dtype)
     return (weight[:, None] * tokens).sum(0) / weight.sum()
+
+
+FILE = "expected.npz"
+CODE = ("core/gate/reference.py", "core/export/to_onnx.py", "core/export/heads.py")
+
+
+def reference_of(
+    inputs: PipelineInputs,
+    samples: Sequence[Sample],
+    progress: Progress,
+    *,
+    double: bool = False,
+    keep: bool = True,
+) -> list[Expected]:
+    """What the core should return for each of `samples`, by the model in PyTorch fp32 (or fp64).
+
+    Without `keep` it is neither looked for in the cache nor left there.
+
+    Raises:
+        UserError: transformers cannot load the model.
+    """
+    if not samples:
+        return []
+    plan = inputs.plan
+
+    def run() -> list[Expected]:
+
+        return reference_outputs(inputs.model_folder, plan.facts, plan.core, samples, double=double)
+
+    if not keep:
+        return run()
+    key: dict[str, object] = {
+        "facts": plan.facts.of_core,
+        "core": asdict(plan.core),
+        "rows": hash_rows(samples),
+        "double": double,
+        "versions": versions_of("torch", "transformers"),
+        "code": code_hash(*CODE, *MODEL_CODE),
+    }
+
+    def work(target: Path) -> None:
+        save(target / FILE, run())
+
+    return load(cached_stage("reference", key, work, progress).folder / FILE)
+
+
+def save(path: Path, expected: Sequence[Expected]) -> None:
+    """Write results of any shape, all rows of a part end to end, for `load`."""
+    arrays: dict[str, Any] = {}
+    for part, values in enumerate(zip(*expected, strict=True)):
+        arrays[f"shapes_{part}"] = np.array([value.shape for value in values], dtype=np.int64)
+        arrays[f"values_{part}"] = np.concatenate([value.ravel() for value in values])
+    np.savez(path, **arrays)
+
+
+def load(path: Path) -> list[Expected]:
+    """What `save` has written."""
+    with np.load(path, allow_pickle=False) as arrays:
+        parts = []
+        for part in range(len(arrays.files) // 2):
+            shapes, values = arrays[f"shapes_{part}"], arrays[f"values_{part}"]
+            ends = np.cumsum(shapes.prod(axis=1))[:-1]
+            pieces = zip(np.split(values, ends), shapes.tolist(), strict=True)
+            parts.append([piece.reshape(shape) for piece, shape in pieces])
+    return list(zip(*parts, strict=True))
+
+
+ROUNDING_ROWS = 32
+"""Rows of the gate that are also run in fp64, evenly spaced: it takes twice the time of fp32."""
+
+
+def measure_rounding(
+    inputs: PipelineInputs, expected: Sequence[Expected], progress: Progress
+) -> float | None:
+    """Largest difference of fp32 from fp64, on the scale of `max_difference`.
+
+    None where the model does not run in fp64, or a result is not finite.
+
+    Args:
+        inputs: of the pipeline.
+        expected: what the reference made of all of the gate's rows in fp32.
+        progress: told of damaged entries of the cache.
+    """
+    rows = rows_of(inputs.requests)
+    step = -(-len(rows) // ROUNDING_ROWS)
+    try:
+        exact = reference_of(inputs, rows[::step], progress, double=True)
+    except (RuntimeError, TypeError, ValueError, MemoryError):  # a model made for fp32 alone
+        return None
+    return _largest_difference(expected[::step], exact, expected)
+
+
+def _largest_difference(
+    rounded: Sequence[Expected], exact: Sequence[Expected], every: Sequence[Expected]
+) -> float | None:
+    largest = 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        for part in range(len(exact[0])):
+            scale = np.max([1.0, *(np.abs(row[part]).max(initial=0) for row in every)])
+            for own, right in zip(rounded, exact, strict=True):
+                off = np.abs(np.subtract(own[part], right[part], dtype=np.float64))
+                largest = float(np.maximum(largest, off.max(initial=0) / scale))
+    return largest if np.isfinite(largest) else None

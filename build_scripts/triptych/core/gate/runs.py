@@ -1,18 +1,104 @@
-"""Running an artifact on the same rows in several ways: in batches, alone, in another order."""
+"""Running an artifact on the same rows in several ways: in batches, alone, in another order.
+
+Running a core artifact in process on rows as the server passes them: what the gate checks.
+
+What the ensemble would answer: core outputs through the runtime's own decoder, in process.
+
+What a core is warmed up with: rows of the traffic, proven to run on the artifact.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.base.tensors import TokenRow
-from triptych.core.feeds import Sample
-from triptych.core.gate.artifact import RowOutputs, RunBatch
-from triptych.core.samples import Expected
-from triptych.spec.tasks.task import Core
+from triptych.base.cache import cached_stage, code_hash, versions_of
+from triptych.base.errors import Progress, UserError
+from triptych.base.onnx_graph import open_session
+from triptych.base.tensors import ROW_OFFSET, Tensor, TokenRow
+from triptych.core.feeds import Feed, Sample, core_feed, row_starts
+from triptych.core.inputs import PipelineInputs
+from triptych.core.samples import Expected, GateRequest, by_request, hash_rows, rows_of
+from triptych.repository.config import warm_up_file
+from triptych.runtime import module_of
+from triptych.runtime.carry import Arrays, unpack
+from triptych.spec.plan import Plan
+from triptych.spec.tasks.compare import TIE
+from triptych.spec.tasks.task import Core, Parameters, Task
+
+RowOutputs = dict[str, NDArray[Any]]
+"""What the core returned for one row, by output; per-token outputs end with the row's tokens."""
+
+RunBatch = Callable[[Sequence[Sample]], list[RowOutputs]]
+"""Runs one batch of rows on the artifact."""
+
+RunFeed = Callable[[Feed], Mapping[str, NDArray[Any]]]
+"""Runs one batch as the graph takes it; the outputs by name."""
+
+
+def open_onnx(path: Path, core: Core, inputs: tuple[Tensor, ...], *, pad_token_id: int) -> RunBatch:
+    """A function that runs one batch of rows through a ``model.onnx`` of any precision on the CPU.
+
+    The other arguments are those of `by_rows`.
+    """
+    session = open_session(path)
+    names = [tensor.name for tensor in core.outputs]
+
+    def run(feed: Feed) -> Mapping[str, NDArray[Any]]:
+        return dict(zip(names, session.run(names, feed), strict=True))
+
+    return by_rows(run, core, inputs, pad_token_id=pad_token_id)
+
+
+def by_rows(
+    run_feed: RunFeed, core: Core, inputs: tuple[Tensor, ...], *, pad_token_id: int
+) -> RunBatch:
+    """A function that runs one batch of rows by whatever runs a feed.
+
+    Args:
+        run_feed: gives the outputs for a feed, by name.
+        core: what it returns.
+        inputs: of a feed, as `core_feed` takes them.
+        pad_token_id: fills rows up.
+    """
+    names = [tensor.name for tensor in core.outputs]
+
+    def run(samples: Sequence[Sample]) -> list[RowOutputs]:
+        outputs = run_feed(core_feed(samples, inputs, pad_token_id=pad_token_id))
+        results = [outputs[name] for name in names]
+        rows = [sample for sample in samples if isinstance(sample, TokenRow)]
+        if not rows:
+            return [dict(zip(names, values, strict=True)) for values in zip(*results, strict=True)]
+        starts, packed = row_starts(rows, inputs), ROW_OFFSET in inputs
+        return [
+            {
+                name: _cut(values, index, starts[index], row, core, packed=packed)
+                for name, values in zip(names, results, strict=True)
+            }
+            for index, row in enumerate(rows)
+        ]
+
+    return run
+
+
+def open_core(path: Path, plan: Plan) -> RunBatch:
+    """`open_onnx` for the core of a plan."""
+    pad = plan.facts.pad_token_id
+    return open_onnx(path, plan.core, plan.core_inputs, pad_token_id=pad)
+
+
+def _cut(
+    values: NDArray[Any], index: int, start: int, row: TokenRow, core: Core, *, packed: bool
+) -> NDArray[Any]:
+    places = slice(start, start + len(row.ids)) if packed else (index, slice(len(row.ids)))
+    result: NDArray[Any] = values[places] if core.per_token else values[index]
+    return result
+
 
 BATCH_TOKENS = 4096
 """Tokens of a batch, unless one row has as many: packed attention takes their square in memory."""
@@ -160,3 +246,186 @@ def _choice_fault(row: RowOutputs, expected: Expected, core: Core) -> str:
     if any(len(set(chosen)) < len(chosen) for chosen in ids.tolist()):
         return f"{name} names a class twice"
     return ""
+
+
+Decoded = Arrays
+"""The outputs of the ensemble for one request of one row, by name, ``[1, …]`` each."""
+
+
+def as_floats(parameters: Parameters) -> Parameters:
+    """Request parameters for answers in full: making them smaller is not the model's doing."""
+    return {**parameters, "encoding": "float"} if "encoding" in parameters else parameters
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How core outputs become answers.
+
+    Attributes:
+        task: whose decoder it is.
+        settings: of the task, as its postprocess step gets them.
+        folder: with the ``tokenizer.json``, where the decoder reads one.
+    """
+
+    task: Task
+    settings: Mapping[str, Any]
+    folder: Path
+
+
+def decode(
+    decoding: Decoding, requests: Sequence[GateRequest], outputs: Sequence[RowOutputs]
+) -> list[Decoded]:
+    """The answer to each request, from what the core made of its rows.
+
+    Args:
+        decoding: how.
+        requests: each of one row.
+        outputs: one a core row; per-token ones have as many entries as the row has tokens.
+
+    Raises:
+        ValueError: not one output a core row.
+    """
+    if len(outputs) != sum(len(request.rows) for request in requests):
+        raise ValueError(f"{len(outputs)} outputs are not one for each core row of the requests")
+    decoder = module_of(decoding.task.decode).Decoder(decoding.settings, decoding.folder)
+    answers: list[Decoded] = []
+    for request, rows in zip(requests, by_request(requests, outputs), strict=True):
+        columns = {name: _stack([row[name] for row in rows]) for name in rows[0]}
+        carries = [unpack(carry) for carry in request.carries]
+        answers.append(decoder.decode(columns, carries, as_floats(request.parameters)))
+    return answers
+
+
+def _stack(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Rows as one array; those of fewer tokens are filled up with zeros, as the server's are."""
+    if len({array.shape for array in arrays}) == 1:
+        return np.stack(arrays)
+    width = max(len(array) for array in arrays)
+    rest = [(0, 0)] * (arrays[0].ndim - 1)
+    return np.stack([np.pad(array, [(0, width - len(array)), *rest]) for array in arrays])
+
+
+def reference_row_outputs(
+    core: Core, expected: Sequence[Expected], like: Sequence[RowOutputs] | None = None
+) -> list[RowOutputs]:
+    """The reference in the form of the artifact's outputs.
+
+    Args:
+        core: what the artifact returns.
+        expected: what the reference computed, one a row.
+        like: the artifact's outputs. Of classes that the reference scores equally up to rounding
+            the one that the artifact chose is chosen, so that a tie is no disagreement.
+    """
+    names = [tensor.name for tensor in core.outputs]
+    if not core.chooses:
+        return [dict(zip(names, values, strict=True)) for values in expected]
+    rows = []
+    for place, (every,) in enumerate(expected):
+        scores = every.reshape(-1, every.shape[-1])
+        kept = 1 if core.returns == "token_choices" else int(core.outputs[0].dims[0])
+        ids = np.argsort(-scores, axis=1, kind="stable")[:, :kept]
+        if like is not None:
+            ids = _with_ties(ids, choices_of(like[place], core)[0].astype(np.int64), scores)
+        best = np.take_along_axis(scores, ids, axis=1)
+        shape = (kept,) if core.returns == "choices" else (len(scores),)
+        outputs = (ids.astype(np.int32).reshape(shape), best.reshape(shape))
+        rows.append(dict(zip(names, outputs, strict=True)))
+    return rows
+
+
+def _with_ties(
+    ids: NDArray[np.int64], other: NDArray[np.int64], scores: NDArray[np.float32]
+) -> NDArray[np.int64]:
+    """`ids`, but those of `other` as far as they score the same."""
+    right, reached = (np.take_along_axis(scores, chosen, axis=1) for chosen in (ids, other))
+    same = np.logical_and.accumulate(np.abs(right - reached) <= TIE, axis=1)
+    result = ids.copy()
+    for row in np.flatnonzero((ids != other).any(axis=1)):
+        first = other[row, same[row]].tolist()
+        rest = [chosen for chosen in ids[row].tolist() if chosen not in first]
+        result[row] = [*first, *rest][: ids.shape[1]]
+    return result
+
+
+CODE = (
+    "core/gate/runs.py",
+    "repository/config.py",
+    "core/feeds.py",
+    "base/onnx_graph.py",
+)
+TOGETHER = 2
+"""Rows of a batch that is tried; more of the same row show nothing more."""
+
+
+def write_warm_ups(
+    inputs: PipelineInputs, artifact: Path, files: Mapping[str, str], progress: Progress
+) -> Path:
+    """A folder with one row of the traffic for each length that the plan warms up, cached.
+
+    Each file is one input of the core, as Triton reads an ``input_data_file``.
+
+    Args:
+        inputs: of the pipeline, planned in the layout that the artifact has.
+        artifact: the ``model.onnx`` that must take the rows, alone and in a batch.
+        files: hashes of the file and of those of weights beside it.
+        progress: told of a damaged entry of the cache.
+
+    Raises:
+        UserError: the artifact fails on one, or returns what is no number.
+    """
+    plan = inputs.plan
+    traffic = [request for request in inputs.requests if not request.edge]
+    known = [*rows_of(traffic), *inputs.calibration]
+    rows = {warm_up.tokens: _row_of(known, warm_up.tokens) for warm_up in plan.warm_ups}
+
+    def work(target: Path) -> None:
+        session = open_session(artifact)
+        for tokens, row in rows.items():
+            for count in (1, TOGETHER):
+                feed = core_feed(
+                    [row] * count,
+                    plan.core_inputs,
+                    pad_token_id=plan.facts.pad_token_id,
+                    width=tokens,
+                )
+                try:
+                    outputs = session.run(None, feed)
+                except Exception as error:
+                    raise _refused(tokens, str(error)) from error
+                if not all(np.isfinite(output).all() for output in outputs):
+                    raise _refused(tokens, "a result that is not a number")
+                if count == 1:
+                    for tensor in plan.core_inputs:
+                        file = target / warm_up_file(tensor, tokens)
+                        file.write_bytes(feed[tensor.name].tobytes())
+
+    stage = {
+        "artifact": files,
+        "rows": {str(tokens): hash_rows([row]) for tokens, row in rows.items()},
+        "layout": plan.layout,
+        "pad": plan.facts.pad_token_id,
+        "versions": versions_of("onnxruntime"),
+        "code": code_hash(*CODE),
+    }
+    return cached_stage("warm_ups", stage, work, progress).folder
+
+
+def _row_of(rows: list[Sample], tokens: int) -> Sample:
+    """The longest row that fits; where none does, the shortest without tokens of its middle."""
+    texts = [row for row in rows if isinstance(row, TokenRow)]
+    if not texts:
+        return rows[0]
+    fitting = [row for row in texts if len(row.ids) <= tokens]
+    if fitting:
+        return max(fitting, key=lambda row: len(row.ids))
+    ids, first = min(texts, key=lambda row: len(row.ids))
+    return TokenRow((*ids[: tokens - 1], ids[-1]), min(first, tokens))
+
+
+def _refused(tokens: int, given: str) -> UserError:
+    return UserError(
+        "core",
+        f"must take the warm-up of {tokens} tokens, or no server would load it",
+        given=" ".join(given.split())[:300],
+        remedy="Choose another model or precision",
+    )

@@ -1,28 +1,266 @@
-"""`triptych verify`: the accuracy gate through a live ensemble, on a server of one's own or not."""
+"""`triptych verify`: the accuracy gate through a live ensemble, on a server of one's own or not.
+
+What a served pipeline answered against what the reference says: the gate's limits, live.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from triptych.base.errors import Progress, UserError
 from triptych.core.gate.answers import reference_answers
 from triptych.core.gate.cached import limits_of, overrides_of
-from triptych.core.gate.live_replies import LiveCase, Rules
-from triptych.core.gate.live_send import live_requests, refusals, run_live
-from triptych.core.gate.live_verdict import LiveVerdict, judge_live
+from triptych.core.gate.live import (
+    ALONE,
+    WAYS,
+    LiveCase,
+    LiveRuns,
+    Rules,
+    SortedReplies,
+    describe_faults,
+    differences,
+    live_requests,
+    refusals,
+    run_live,
+    same,
+    shape_fault,
+    show_answer,
+    sort_replies,
+)
+from triptych.core.gate.verdicts import WORST_ROWS, judge_metrics, say_failures
 from triptych.core.inputs import PipelineInputs
+from triptych.core.samples import FEW_ROWS
 from triptych.repository.lock import Lock, find_lock
-from triptych.repository.plain import plain_data
+from triptych.repository.records import Verdict, WorstRow, plain_data
 from triptych.runtime.hooking import find_hook
+from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
-from triptych.spec.precisions import Precision
-from triptych.spec.tasks.accuracy import TOLERANCES, above_rounding
+from triptych.spec.tasks.accuracy import METRICS, TOLERANCES, Tolerance, above_rounding
+from triptych.spec.tasks.compare import Outputs
+
+ALIKE = "answers_alike"
+"""The share of requests answered like the reference in everything: where the task's own metrics
+say nothing of the outputs, as those of a custom task's functions."""
+
+LEAST_ALIKE: Mapping[Tolerance, float] = {"exact": 0.99, "close": 0.95, "quantized": 0.5}
+# A function that prints digits prints other ones for every rounding, so little can be asked there.
+_LOOSE = 0.05
+"""Largest difference of answers that are alike where the precision sets no limit of its own."""
+
+_LITTLE_ALIKE = "only {:.1%} of the answers are like the reference's"
+
+CORE_LEVEL = ("max_difference", "neighbour_effect")
+CORE_ONLY = ("edge_error",)
+"""Metrics of the core's own outputs, which no answer shows."""
+
+LEAST_BATCH = 1.2
+"""Rows the core runs at a time on average, below which a run says little of neighbours."""
+
+
+@dataclass(frozen=True)
+class LiveVerdict:
+    """What the live gate found.
+
+    Attributes:
+        verdicts: metric by metric, the worst of all ways of sending.
+        by_way: way of sending to the figures of the task.
+        edge_values: figures of the generated rows alone; no limits but those of `verdicts`.
+        failures: what is wrong, in words; empty where the pipeline may serve.
+        notes: what else a user should know.
+        counts: requests by what became of them, over all ways of sending.
+        worst: the rows furthest from the reference.
+        finite: no NaN, no infinity.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    by_way: Mapping[str, Mapping[str, float]]
+    edge_values: Mapping[str, float]
+    failures: tuple[str, ...]
+    notes: tuple[str, ...]
+    counts: Mapping[str, int]
+    worst: tuple[WorstRow, ...]
+    finite: bool
+
+
+def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> LiveVerdict:
+    """Hold every reply, in the order of the cases, to spec and reference, fail-closed."""
+    ways = {way: sort_replies(cases, runs.replies[way], rules) for way in WAYS}
+    held = _Held(cases, rules)
+    read = {way: held.figures(view) for way, view in ways.items()}
+    alone = ways[ALONE].answers
+    values = {
+        **_worst_values([figures.values for figures in read.values()]),
+        "max_difference": held.largest(
+            (answer, cases[place].wanted)
+            for view in ways.values()
+            for place, answer in view.answers.items()
+        ),
+        "neighbour_effect": held.largest(
+            (answer, alone[place])
+            for way, view in ways.items()
+            for place, answer in view.answers.items()
+            if way != ALONE and place in alone
+        ),
+    }
+    verdicts = _verdicts(values, held.readable, rules)
+    failures = [fault for way, view in ways.items() for fault in describe_faults(cases, view, way)]
+    failures += say_failures(verdicts, {ALIKE: [_LITTLE_ALIKE.format(values.get(ALIKE, 0.0))]})
+    return LiveVerdict(
+        verdicts=verdicts,
+        by_way={way: figures.values for way, figures in read.items()},
+        edge_values=held.figures(ways[ALONE], edge=True).values,
+        failures=tuple(failures),
+        notes=tuple(_notes(cases, runs, rules, held.readable)),
+        counts=dict(sum((view.counts for view in ways.values()), Counter())),
+        worst=tuple(_worst(ways, read, held)),
+        finite=all(view.finite for view in ways.values()),
+    )
+
+
+class _Figures(NamedTuple):
+    """What the rows of one way of sending come to: by metric, and by place of a case."""
+
+    values: Mapping[str, float]
+    badness: Mapping[int, float]
+
+
+class _Held:
+    """The cases as what answers are held against.
+
+    Attributes:
+        cases: in the order of the requests sent.
+        readable: the task's metrics that the answers show. The reference is held against itself:
+            where it misses a limit, functions of the pipeline's own took out of the outputs what
+            the metric needs.
+    """
+
+    def __init__(self, cases: Sequence[LiveCase], rules: Rules) -> None:
+        self.cases = cases
+        self._rules = rules
+        # What differences are relative to: the reference's largest number, where that is above 1.
+        self._scales: dict[str, float] = {}
+        for case in cases:
+            for name, array in case.wanted.items():
+                if np.issubdtype(array.dtype, np.floating) and array.size:
+                    largest = max(self._scales.get(name, 1.0), float(np.abs(array).max()))
+                    self._scales[name] = largest
+        rows = [case for case in cases if not case.edge and not case.refusal]
+        wanted = [case.wanted for case in rows]
+        found = rules.task.compare(wanted, wanted, [case.query for case in rows]).values
+        self.readable = tuple(
+            name
+            for name, value in found.items()
+            if name not in rules.limits or METRICS[name].meets(value, rules.limits[name])
+        )
+
+    def figures(self, view: SortedReplies, *, edge: bool = False) -> _Figures:
+        """The task's metrics of the traffic's rows, or of the generated ones."""
+        places = [place for place in view.answers if self.cases[place].edge == edge]
+        if not places:
+            return _Figures({}, {})
+        got = [view.answers[place] for place in places]
+        wanted = [self.cases[place].wanted for place in places]
+        if not self.readable:
+            alike = [self._alike(g, w) for g, w in zip(got, wanted, strict=True)]
+            badness = {place: float(not same) for place, same in zip(places, alike, strict=True)}
+            return _Figures({ALIKE: float(np.mean(alike))}, badness)
+        queries = [self.cases[place].query for place in places]
+        found = self._rules.task.compare(got, wanted, queries)
+        values = {name: value for name, value in found.values.items() if name in self.readable}
+        return _Figures(values, dict(zip(places, found.badness, strict=True)))
+
+    def _alike(self, got: Outputs, wanted: Outputs) -> bool:
+        if shape_fault(got, wanted) or not same(got, wanted):
+            return False
+        return self.difference(got, wanted) <= self._rules.limits.get("max_difference", _LOOSE)
+
+    def difference(self, one: Outputs, other: Outputs) -> float:
+        """Largest difference of two answers; infinite where they cannot be compared."""
+        if shape_fault(one, other):
+            return math.inf
+        found = differences(one, other, self._rules.json_outputs)
+        scaled = (value / self._scales.get(name, 1.0) for name, value in found.items())
+        return float(np.max([0.0, *scaled]))
+
+    def largest(self, pairs: Iterable[tuple[Outputs, Outputs]]) -> float:
+        """Largest `difference` of any pair; NaN where there is none."""
+        found = [self.difference(one, other) for one, other in pairs]
+        return float(np.max(found)) if found else math.nan
+
+
+def _worst_values(ways: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The worst figure of each metric over all ways of sending."""
+    worst: dict[str, float] = {}
+    for values in ways:
+        for name, value in values.items():
+            lower = name in METRICS and METRICS[name].better == "lower"
+            pick = max if lower else min
+            worst[name] = pick(worst.get(name, value), value)
+    return worst
+
+
+def _verdicts(
+    values: Mapping[str, float], readable: Sequence[str], rules: Rules
+) -> tuple[Verdict, ...]:
+    judged = [*readable, *(() if rules.hooked else CORE_LEVEL)]
+    limits = {name: limit for name, limit in rules.limits.items() if name in judged}
+    verdicts = judge_metrics(values, limits, complete=False)
+    if readable:
+        return verdicts
+    value, limit = values.get(ALIKE, math.nan), LEAST_ALIKE[rules.tolerance]
+    return (Verdict(ALIKE, value, limit, value >= limit), *verdicts)
+
+
+def _notes(
+    cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules, readable: Sequence[str]
+) -> Iterator[str]:
+    elsewhere = (*readable, *CORE_LEVEL, *CORE_ONLY)
+    skipped = [name for name in rules.limits if name not in elsewhere]
+    if skipped:
+        yield f"cannot be read off the answers, so not measured: {', '.join(skipped)}"
+    if rules.hooked:
+        yield (
+            f"no limit on {' and '.join(CORE_LEVEL)}: functions of the pipeline's own made the"
+            " outputs, and they may round"
+        )
+    if runs.mean_batch is not None and runs.mean_batch < LEAST_BATCH:
+        yield (
+            f"the core ran {runs.mean_batch:.1f} rows at a time: hardly anything shared a batch,"
+            " so that little is known of neighbours; raise --clients"
+        )
+    rows = sum(not case.edge for case in cases)
+    if rows < FEW_ROWS:
+        yield f"only {rows} rows of traffic decide: {FEW_ROWS} or more are better"
+
+
+def _worst(
+    ways: Mapping[str, SortedReplies], read: Mapping[str, _Figures], held: _Held
+) -> list[WorstRow]:
+    rows: dict[int, WorstRow] = {}
+    for way, figures in read.items():
+        for place, badness in figures.badness.items():
+            case, answer = held.cases[place], ways[way].answers[place]
+            got = {name: answer[name] for name in case.wanted if name in answer}  # in its order
+            difference = held.difference(got, case.wanted)
+            shown = show_answer(case.wanted), show_answer(got)
+            row = WorstRow(case.shown, badness, difference, *shown)
+            if place not in rows or _rank(rows[place]) < _rank(row):
+                rows[place] = row
+    return sorted(rows.values(), key=_rank, reverse=True)[:WORST_ROWS]
+
+
+def _rank(row: WorstRow) -> tuple[float, float]:
+    difference = math.inf if math.isnan(row.difference) else row.difference
+    return row.badness, difference
 
 
 class Endpoint(Protocol):

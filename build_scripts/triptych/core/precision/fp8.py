@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from triptych.base.onnx_files import read_model, write_model
-from triptych.base.onnx_nodes import (
+from triptych.base.onnx_graph import (
     add_constant,
     at_opset,
     drop_unused,
     free_mark,
     initializers,
+    read_model,
     set_nodes,
     value_of,
+    write_model,
 )
-from triptych.core.precision.activations import Feed, model_ranges
+from triptych.core.precision.calibrate import Feed, model_ranges
 from triptych.core.precision.float16 import halve_quantised
-from triptych.core.precision.linear import Group, find_groups
-from triptych.core.precision.recipe import Recipe, check_quantisable
+from triptych.core.precision.linear import Group, Recipe, check_quantisable, find_groups
 from triptych.repository.records import Conversion
 
 LARGEST = 448.0

@@ -14,15 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from triptych.base.onnx_files import read_model, write_model
-from triptych.base.onnx_nodes import initializers, value_of
-from triptych.core.precision.activations import Activations, Feed, capture, model_ranges
+from triptych.base.onnx_graph import initializers, read_model, value_of, write_model
+from triptych.core.precision.calibrate import (
+    Activations,
+    Feed,
+    capture,
+    find_smoothing,
+    model_ranges,
+    quantised,
+    round_together,
+    scale_of,
+)
 from triptych.core.precision.float16 import halve_quantised
-from triptych.core.precision.linear import Group, find_groups
+from triptych.core.precision.linear import Group, Recipe, check_quantisable, find_groups
 from triptych.core.precision.quantised_graph import QuantisedGroup, QuantisedLayer, rewrite
-from triptych.core.precision.recipe import Recipe, check_quantisable
-from triptych.core.precision.rounding import round_together, scale_of
-from triptych.core.precision.smoothing import find_smoothing, quantised
 from triptych.repository.records import Conversion
 
 

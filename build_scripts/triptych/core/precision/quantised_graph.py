@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.base.onnx_nodes import add_constant, copy_model, drop_unused, free_mark, set_nodes
+from triptych.base.onnx_graph import add_constant, copy_model, drop_unused, free_mark, set_nodes
+from triptych.core.precision.calibrate import LEVELS, Smoothing
 from triptych.core.precision.linear import Group, Linear
-from triptych.core.precision.rounding import LEVELS
-from triptych.core.precision.smoothing import Smoothing
 
 _SMALLEST_STEP = 1e-9
 

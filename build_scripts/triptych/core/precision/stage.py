@@ -8,16 +8,16 @@ from pathlib import Path
 
 from triptych.base.cache import sha256_of
 from triptych.base.errors import Progress, UserError
-from triptych.base.onnx_files import MODEL_FILE
-from triptych.core.export.stage import export_model
+from triptych.base.onnx_graph import MODEL_FILE
+from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.keep_layers import lower
 from triptych.repository.lock import Lock
 from triptych.repository.records import GateResult
 from triptych.repository.sharing import check_shareable
+from triptych.spec.fields import Precision
 from triptych.spec.plan import Plan
-from triptych.spec.precisions import Precision
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from triptych.base.errors import Finding
 from triptych.base.releases import Release
-from triptych.deploy.checks import fleet, known, pods, queries
-from triptych.deploy.checks.known import Known
+from triptych.deploy.checks import fleet, pods
 from triptych.deploy.checks.objects import Folder, Server, Unread, read_folder
-from triptych.repository.lint.flaw import Flaw, error
+from triptych.deploy.checks.pods import Known
+from triptych.repository.lint.snapshot import Flaw, error
 
 _SEVERITIES = ("error", "warning", "info")
 _TAG = re.compile(r":(\d\d)\.(\d\d)\b")
@@ -66,7 +66,7 @@ def _of(*kinds: str) -> Callable[[Checked], Iterable[Any]]:
 
 
 def _queries(checked: Checked) -> Iterable[Any]:
-    return queries.queries(checked.folder)
+    return fleet.queries(checked.folder)
 
 
 # A new check is a generator of flaws and a line here. What most often causes the rest comes first.
@@ -81,10 +81,10 @@ CHECKS = (
     Check("liveness-probe", _servers, _alone(pods.liveness_probe)),
     Check("probe-timeout", _servers, _alone(pods.probe_timeout)),
     Check("shared-memory", _servers, _alone(pods.shared_memory)),
-    Check("shared-memory-measured", _servers, _built(known.shared_memory_measured)),
+    Check("shared-memory-measured", _servers, _built(pods.shared_memory_measured)),
     Check("memory-limit", _servers, _alone(pods.memory_limit)),
-    Check("memory-measured", _servers, _built(known.memory_measured)),
-    Check("engine-gpu", _servers, _built(known.engine_gpu)),
+    Check("memory-measured", _servers, _built(pods.memory_measured)),
+    Check("engine-gpu", _servers, _built(pods.engine_gpu)),
     Check("pre-stop", _servers, _alone(pods.pre_stop)),
     Check("grace", _servers, _alone(pods.grace)),
     Check("restricted", _servers, _alone(pods.restricted)),
@@ -96,13 +96,13 @@ CHECKS = (
     Check("null-values", _of("ScaledObject"), _alone(fleet.null_values)),
     Check("fallback", _of("ScaledObject"), _alone(fleet.fallback)),
     Check("value-metric", _of("ScaledObject"), _alone(fleet.value_metric)),
-    Check("scales-on-use", _queries, _alone(queries.scales_on_use)),
-    Check("scales-on-ratio", _queries, _alone(queries.scales_on_ratio)),
-    Check("metric-known", _queries, _alone(queries.metric_known)),
+    Check("scales-on-use", _queries, _alone(fleet.scales_on_use)),
+    Check("scales-on-ratio", _queries, _alone(fleet.scales_on_ratio)),
+    Check("metric-known", _queries, _alone(fleet.metric_known)),
     Check(
         "histogram-release",
         _queries,
-        lambda query, checked: queries.histogram_release(query, checked.release),
+        lambda query, checked: fleet.histogram_release(query, checked.release),
     ),
     Check("balanced", _of("Service"), _amid(fleet.balanced)),
     Check("closed", _of("Service"), _amid(fleet.closed)),

@@ -14,13 +14,10 @@ from triptych.base.errors import UserError
 from triptych.interface.cli import (  # noqa: F401  (their verbs)
     asking,
     deploying,
-    dev,
-    engines,
     history,
     pipelines,
     serving,
     tuning,
-    ui,
     watching,
 )
 from triptych.interface.cli.options import EXIT_MISTAKE, app, status

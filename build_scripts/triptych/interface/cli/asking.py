@@ -87,7 +87,7 @@ def infer(
     With --out the rows of --file are written again, with columns of answers; after a break the same
     command goes on where it was.
     """
-    from triptych.client.infer import (
+    from triptych.client.questions import (
         TIMEOUT_S,
         ask,
         describe_answer,
@@ -110,7 +110,7 @@ def infer(
     if out is not None:
         from triptych.client.bulk.asked import Asked
         from triptych.client.bulk.run import run
-        from triptych.client.infer import read_constants
+        from triptych.client.questions import read_constants
 
         if file is None:
             raise UserError("--out", "must go with --file", given=out, remedy="Give both")
@@ -148,8 +148,8 @@ def _generate(
     as_json: bool,
 ) -> None:
     """Print an answer as it comes, and its figures at the end."""
-    from triptych.client.converse import parse_sampling, stream_answer
     from triptych.client.generation import Completion
+    from triptych.client.questions import parse_sampling, stream_answer
 
     began, first_s, last_s, chunks = time.monotonic(), 0.0, 0.0, []
     asked = parse_sampling(parameters)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from triptych.client import Client
-from triptych.interface.cli.tables import Terminal
+from triptych.interface.cli.options import Terminal
 from triptych.serving.server import Server
 
 SENTENCES = (

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from triptych.client import Client
-from triptych.interface.cli.tables import Terminal
+from triptych.interface.cli.options import Terminal
 from triptych.serving.server import Server
 
 QUESTION = "Explain in two sentences why bread rises."

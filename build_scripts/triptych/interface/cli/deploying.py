@@ -19,7 +19,7 @@ from triptych.interface.cli.options import (
     print_json,
     progress,
 )
-from triptych.interface.cli.shown import tell_findings
+from triptych.interface.cli.tables import tell_findings
 
 OUT = Path("deploy")
 
@@ -138,7 +138,7 @@ def deploy(
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.targets import manifests_of
     from triptych.repository.lock import read_lock
-    from triptych.serving.fleet.mirrored import mirrored_of
+    from triptych.serving.fleet.serve import mirrored_of
 
     built = built_spec(repository, name) or read_lock(repository, name).spec
     release = triton or built.serving.triton
@@ -185,7 +185,7 @@ def _check(
     """Print the findings on manifests; exits as `lint` does."""
     from triptych.base.releases import parse_release
     from triptych.deploy.checks import check_manifests
-    from triptych.deploy.checks.known import known_of
+    from triptych.deploy.checks.pods import known_of
 
     known = None if pipeline is None else known_of(*pipeline)
     release = None if triton is None else parse_release(triton)

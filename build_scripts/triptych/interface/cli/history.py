@@ -37,8 +37,8 @@ def history(
 
     The last five that were replaced are kept beside the repository and can be put back.
     """
-    from triptych.repository.kept import history_folder, kept_builds, kept_bytes, prune
     from triptych.repository.lock import build_id
+    from triptych.repository.store import history_folder, kept_builds, kept_bytes, prune
 
     if keep is not None:
         prune(repository, name, keep)
@@ -101,8 +101,8 @@ def rollback(
 
 
 def _described(folder: Path, pipeline: str, build: str, replaced_at: str) -> dict[str, Any]:
-    from triptych.repository.kept import read_build
     from triptych.repository.lock import FIGURES_FILE
+    from triptych.repository.store import read_build
 
     record = read_build(folder, pipeline)
     gate = {} if record is None else record.gate

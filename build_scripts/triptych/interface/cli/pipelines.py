@@ -1,15 +1,20 @@
-"""Verbs that make and check pipelines and repositories: new, test, inspect, build, lint."""
+"""Verbs that make and check pipelines and repositories: new, test, inspect, build, lint.
+
+The verb that runs where TensorRT is: `engine`.
+
+Pipelines that generate text, as `build` makes them and shows what it did.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from triptych.base.errors import UserError
-from triptych.interface.cli.generating import build_and_show, load_any_spec, read_generating
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
@@ -30,12 +35,221 @@ from triptych.interface.cli.options import (
     report_into,
     status,
 )
-from triptych.interface.cli.shown import print_built, print_failed_gate, print_tree, tell_findings
+from triptych.interface.cli.tables import (
+    print_built,
+    print_failed_gate,
+    print_finding,
+    print_tree,
+    tell_findings,
+    tell_verdict,
+)
 from triptych.spec.scaffold import tasks
 
 if TYPE_CHECKING:
+    from triptych.building.generation.text2text import AnyInputs
+    from triptych.core.gate.verify import Endpoint
     from triptych.repository.records import GateResult
+    from triptych.serving.bench.bench import Bench
+    from triptych.serving.bench.results import BenchResult
+    from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
     from triptych.spec.plan import Plan
+    from triptych.spec.slo import AnySlo
+    from triptych.spec.spec import PipelineSpec
+
+
+@app.command()
+def engine(
+    names: Names,
+    repository: Repository = REPOSITORY,
+    rehearse: Annotated[
+        bool,
+        typer.Option("--rehearse", help="Only try them, with TensorRT for RTX and without a GPU."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Build TensorRT engines on this GPU, checked before they count."""
+    from triptych.core.engine.stage import EngineFailure, build_engine
+
+    if rehearse:
+        _rehearse(names, repository, as_json=as_json)
+        return
+    results = []
+    for name in names:
+        status.print(name, style="bold", markup=False)
+        try:
+            built = build_engine(repository, name, progress)
+        except EngineFailure as failure:
+            print_failed_gate(status, failure.gate)
+            fail(as_json, {"pipeline": name, "gate": failure.gate.as_dict()}, str(failure))
+        results.append(built.as_dict())
+        if not as_json:
+            record = built.record
+            made = f"TensorRT {record.tensorrt}, {record.gpu}, {record.precision}"
+            state = "written" if built.changed else "up to date"
+            output.print(f"{built.owner}_core: {made}: {state}", markup=False)
+    if as_json:
+        print_json(results)
+
+
+def _rehearse(names: list[str], repository: Path, *, as_json: bool) -> None:
+    from triptych.core.engine.rehearsal import describe
+    from triptych.core.engine.stage import rehearse_engine
+
+    results = []
+    for name in names:
+        status.print(name, style="bold", markup=False)
+        done = rehearse_engine(repository, name, progress)
+        results.append(done.as_dict())
+        if not as_json:
+            output.print(f"{done.owner}_core: {describe(done.record)}", markup=False)
+    if as_json:
+        print_json(results)
+
+
+def load_any_spec(
+    folder: Path, overrides: Sequence[str], *, untuned: bool = False
+) -> PipelineSpec | GenerationSpec | Text2TextSpec:
+    """The spec of a pipeline of any kind.
+
+    Args:
+        folder: the pipeline's.
+        overrides: ``KEY=VALUE`` each.
+        untuned: leave ``tuned.yaml`` out.
+
+    Raises:
+        UserError: see `load_spec`.
+    """
+    from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
+    from triptych.spec.spec import GENERATION, TEXT2TEXT, load_spec, task_of
+
+    task = task_of(folder)
+    if task == GENERATION:
+        return load_generation_spec(folder, overrides, untuned=untuned)
+    if task == TEXT2TEXT:
+        return load_text2text_spec(folder, overrides)
+    return load_spec(folder, overrides, untuned=untuned)
+
+
+def read_generating(spec: GenerationSpec | Text2TextSpec) -> AnyInputs:
+    """What is known of a pipeline that generates text before anything is done.
+
+    Raises:
+        UserError: in the spec, the model or the traffic.
+    """
+    from triptych.building.generation.inputs import read_generation
+    from triptych.building.generation.text2text import read_text2text
+    from triptych.spec.generation_fields import GenerationSpec
+
+    if isinstance(spec, GenerationSpec):
+        return read_generation(spec, progress)
+    return read_text2text(spec, progress)
+
+
+def promise_of(
+    spec: PipelineSpec | GenerationSpec | Text2TextSpec,
+    limits: Sequence[str],
+    throughput: float | None,
+) -> AnySlo:
+    """What options promise of a pipeline of either kind, else what its spec does.
+
+    Raises:
+        UserError: a limit that is none of that kind's.
+    """
+    from triptych.spec.slo import parse_generation_slo, parse_slo
+    from triptych.spec.spec import PipelineSpec
+
+    if isinstance(spec, PipelineSpec):
+        return parse_slo(limits, throughput, spec.serving.slo)
+    return parse_generation_slo(limits, throughput, spec.serving.slo)
+
+
+def bench_any(
+    spec: PipelineSpec | GenerationSpec | Text2TextSpec,
+    repository: Path,
+    bench: Bench,
+    *,
+    url: str | None,
+    metrics_url: str | None,
+) -> BenchResult:
+    """Measure a pipeline of either kind.
+
+    Raises:
+        UserError: see `bench_pipeline`; baselines of one that generates text.
+    """
+    from triptych.serving.bench.bench import bench_pipeline
+    from triptych.spec.spec import PipelineSpec
+
+    places = {"url": url, "metrics_url": metrics_url}
+    if isinstance(spec, PipelineSpec):
+        from triptych.core.inputs import read_inputs
+
+        return bench_pipeline(read_inputs(spec, progress), repository, bench, progress, **places)
+    from triptych.building.generation.bench import bench_generation
+
+    if bench.baselines:
+        raise UserError(
+            "--baseline",
+            "must be of a pipeline that answers at once",
+            given=spec.name,
+            remedy="Leave it out; build_scripts/peers/generation.py has what to compare with",
+        )
+    return bench_generation(read_generating(spec), repository, bench, progress, **places)
+
+
+def build_and_show(
+    spec: GenerationSpec | Text2TextSpec, repository: Path, *, accept: str, as_json: bool
+) -> dict[str, Any]:
+    """Build a pipeline and print what a user should know of it; the result as plain data.
+
+    Raises:
+        UserError: see `build_generation`.
+    """
+    from triptych.building.generation.build import build_generation
+    from triptych.building.generation.gate import GenerationGateFailure
+    from triptych.repository.lint.checks import LintFailure
+
+    try:
+        built = build_generation(read_generating(spec), repository, progress, accept=accept)
+    except GenerationGateFailure as failure:
+        print_failed_gate(status, failure.gate)
+        fail(as_json, {"pipeline": spec.name, "gate": failure.gate.as_dict()}, str(failure))
+    except LintFailure as failure:
+        findings = [finding.as_dict() for finding in failure.findings]
+        fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
+    if built.gate is not None and built.gate.accepted:
+        print_failed_gate(status, built.gate)
+    for finding in built.findings:
+        if finding.severity == "warning":
+            print_finding(status, finding.as_dict())
+    return {**built.as_dict(), "repository": str(repository)}
+
+
+def verify_and_show(
+    spec: GenerationSpec | Text2TextSpec,
+    repository: Path,
+    server: AbstractContextManager[Endpoint],
+    *,
+    clients: int,
+    timeout_s: float,
+    as_json: bool,
+) -> NoReturn:
+    """Run the gate through a server, print the verdict and end with its exit code.
+
+    Raises:
+        UserError: see `verify_generation`.
+    """
+    from triptych.building.generation.live import describe_generation, verify_generation
+
+    result = verify_generation(
+        read_generating(spec),
+        repository,
+        server,
+        progress,
+        clients=clients,
+        timeout_s=timeout_s,
+    )
+    lines = describe_generation(result)
+    tell_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)
 
 
 @app.command()
@@ -106,8 +320,7 @@ def inspect(
     """Print the plan: models, shapes, limits and why; writes nothing."""
     from triptych.building.generation.describe import describe_inputs
     from triptych.core.inputs import read_inputs
-    from triptych.interface.cli.describe import describe_plan
-    from triptych.interface.cli.describe_gpu import describe_rehearsal
+    from triptych.interface.cli.describe import describe_plan, describe_rehearsal
     from triptych.repository.lock import find_lock
     from triptych.spec.spec import PipelineSpec
 
@@ -166,7 +379,7 @@ def build(
     from triptych.core.engine.stage import EngineFailure
     from triptych.core.gate.cached import GateFailure
     from triptych.core.inputs import read_inputs
-    from triptych.repository.lint.rendered import LintFailure
+    from triptych.repository.lint.checks import LintFailure
     from triptych.spec.spec import PipelineSpec
 
     if accept is not None and not accept.strip():
@@ -217,7 +430,7 @@ def build(
 def _report(plan: Plan, gate: GateResult, folder: Path) -> Path:
     """Write a gate's report into ``folder/<pipeline>``; the page."""
     from triptych.base.cache import versions_of
-    from triptych.core.export.stage import LIBRARIES
+    from triptych.core.export.to_onnx import LIBRARIES
     from triptych.interface.report.gate_write import About, write_report
 
     about = About(

@@ -1,15 +1,24 @@
-"""Verbs around a server: serve, verify, doctor."""
+"""Verbs around a server: serve, verify, doctor.
+
+A server that a verb runs until it is interrupted, and what it tells on the way.
+
+The verb `dev`: a pipeline built, served, watched, and exchanged at each change.
+
+The verb `ui`: a page in the browser that asks a pipeline.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
 from triptych.base.errors import UserError
-from triptych.interface.cli.generating import load_any_spec, verify_and_show
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
@@ -28,12 +37,166 @@ from triptych.interface.cli.options import (
     progress,
     status,
 )
-from triptych.interface.cli.running import run, warn
-from triptych.interface.cli.shown import print_finding, tell_verdict
+from triptych.interface.cli.pipelines import load_any_spec, verify_and_show
+from triptych.interface.cli.tables import (
+    print_built,
+    print_failed_gate,
+    print_finding,
+    tell_verdict,
+)
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from triptych.serving.fleet.mirrored import Mirrored
+    from triptych.building.dev import Round
+    from triptych.interface.page.web import PageServer
+    from triptych.serving.fleet.serve import Mirrored
+    from triptych.serving.server import Server
+    from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+    from triptych.spec.spec import PipelineSpec
+
+
+def run(
+    server: Server, announce: Callable[[], None], *, timeout_s: float, meanwhile: Callable[[], None]
+) -> None:
+    """Serve until interrupted.
+
+    Args:
+        server: not started yet.
+        announce: called whenever the server is ready.
+        timeout_s: that the models may take to load.
+        meanwhile: called now and then while it serves.
+
+    Raises:
+        UserError: the server does not become ready.
+    """
+    from triptych.serving.endpoint import serve_until_asked
+
+    asked = serve_until_asked(
+        server,
+        timeout_s=timeout_s,
+        on_progress=lambda line: progress("load", line),
+        on_ready=announce,
+        on_death=lambda line: status.print(f"error: {line}", style="red", markup=False),
+        meanwhile=meanwhile,
+    )
+    status.print(f"stopped ({asked})", markup=False)
+
+
+def warn(line: str) -> None:
+    """Tell what did not go well and ended nothing."""
+    status.print(f"warning: {line}", style="yellow", markup=False)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """A SIGTERM ends the verb as Ctrl-C does: servers stopped, nothing left behind."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@app.command()
+def dev(
+    name: Name,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    overrides: Overrides = None,
+    grpc_port: Port = 8001,
+    http_port: Port = 8000,
+    metrics_port: Port = 8002,
+    timeout_s: LoadTimeout = 120.0,
+    as_json: Json = False,
+) -> None:
+    """Serve a pipeline, and exchange it whenever its files change.
+
+    A change with a mistake is told, and what was there before goes on serving. Ctrl-C ends it.
+    """
+    from triptych.building.dev import Watch, rebuild
+    from triptych.serving.exchange import Exchange
+    from triptych.serving.server import Server
+
+    folder = pipelines / name
+    watch = Watch(folder)
+
+    def work(changed: list[str]) -> bool:
+        found = rebuild(folder, repository, overrides or (), progress)
+        _tell_round(found, as_json=as_json, changed=changed)
+        return found.built is not None
+
+    if not work([]):
+        raise typer.Exit(EXIT_FINDINGS)
+    server = Server(
+        repository,
+        grpc_port=grpc_port,
+        http_port=http_port,
+        metrics_port=metrics_port,
+        models=[name],
+    )
+    exchange = Exchange(
+        server,
+        only=name,
+        on_exchange=lambda line: progress("serve", line),
+        on_problem=warn,
+    )
+
+    def look() -> None:
+        changed = watch.changed()
+        if changed:
+            work(changed)
+        exchange.look()
+
+    def announce() -> None:
+        if as_json:
+            print(json.dumps({"grpc": server.grpc_url, "pid": server.pid}), flush=True)
+            return
+        output.print(
+            f"{name} is ready at {server.grpc_url}; edit {folder}, or stop with Ctrl-C",
+            style="green",
+            markup=False,
+        )
+
+    run(server, announce, timeout_s=timeout_s, meanwhile=look)
+
+
+def _tell_round(found: Round, *, as_json: bool, changed: list[str]) -> None:
+    """One round, as the verbs `test` and `build` would tell it."""
+    from triptych.base.errors import UserError
+    from triptych.core.engine.stage import EngineFailure
+    from triptych.core.gate.cached import GateFailure
+    from triptych.repository.lint.checks import LintFailure
+
+    failure = found.failure
+    for check in found.problems:
+        style = "red" if check.severity == "error" else "yellow"
+        status.print(f"{check.severity}: {check.name}: {check.note}", style=style, markup=False)
+    if isinstance(failure, GateFailure | EngineFailure):
+        print_failed_gate(status, failure.gate)
+    if isinstance(failure, LintFailure):
+        for finding in failure.findings:
+            print_finding(status, finding.as_dict())
+    why = ""
+    if failure is not None:
+        known = isinstance(failure, UserError | GateFailure | EngineFailure | LintFailure)
+        said = failure.message if isinstance(failure, UserError) else str(failure)
+        why = said if known else f"{type(failure).__name__}: {said}"
+        status.print(f"error: {why}", style="red", markup=False)
+    if found.built is not None:
+        print_built(status, found.built)
+    elif not why:
+        why = "; ".join(c.note for c in found.problems if c.severity == "error")
+    what = f"{', '.join(changed)} changed: " if changed else ""
+    done = "built" if found.built is not None else "not built, nothing was written"
+    status.print(f"{what}{done} ({found.seconds:.1f} s)", style="bold", markup=False)
+    if as_json:
+        models = [] if found.built is None else list(found.built.changed)
+        result = {"changed": changed, "models": models, "error": why, "seconds": found.seconds}
+        print(json.dumps(result), flush=True)
 
 
 @app.command()
@@ -78,10 +241,15 @@ def serve(
     """
     from triptych.container.machine import find_gpus
     from triptych.repository.store import complete
-    from triptych.serving.fleet.gpus import check_gpus, count_replicas
-    from triptych.serving.fleet.mirrored import FOLDER, check_alike, mirrored_of
+    from triptych.serving.fleet.serve import (
+        FOLDER,
+        check_alike,
+        check_gpus,
+        count_replicas,
+        mirrored_of,
+    )
     from triptych.serving.ports import is_loopback
-    from triptych.serving.production import check_and_make_flags
+    from triptych.serving.server import check_and_make_flags
 
     repository, models = _what_to_serve(repository)
     named = gpus.split(",") if gpus is not None else []
@@ -146,7 +314,7 @@ class _Order(NamedTuple):
 
 def _serve_one(order: _Order) -> None:
     from triptych.serving.exchange import Exchange
-    from triptych.serving.fleet.gpus import variables_of
+    from triptych.serving.fleet.serve import variables_of
     from triptych.serving.server import Server
 
     server = Server(
@@ -175,8 +343,7 @@ def _serve_one(order: _Order) -> None:
 
 
 def _serve_fleet(order: _Order, replicas: int) -> None:
-    from triptych.serving.fleet.crowding import find_crowding
-    from triptych.serving.fleet.serve import new_fleet, serve_until_asked
+    from triptych.serving.fleet.serve import find_crowding, new_fleet, serve_until_asked
 
     with new_fleet(
         order.repository,
@@ -297,3 +464,88 @@ def doctor(
             print_finding(output, finding)
         output.print(f"{errors} errors" if errors else "nothing stops you", markup=False)
     raise typer.Exit(EXIT_FINDINGS if errors else 0)
+
+
+@app.command()
+def ui(
+    name: Name,
+    url: Annotated[
+        str | None,
+        typer.Option(help="gRPC endpoint of a server; without it one is started and stopped."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address that the page listens on.")] = "127.0.0.1",
+    port: Port = 7860,
+    pipelines: Pipelines = PIPELINES,
+    repository: Repository = REPOSITORY,
+    timeout_s: LoadTimeout = 120.0,
+    request_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Deadline of each request.")
+    ] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Open a page in the browser to try a pipeline on.
+
+    It shows answers as the task has them, and where their time went. Ctrl-C ends it.
+    """
+    from triptych.interface.page.page import ChatPage, DemoPage, open_pipeline
+    from triptych.repository.store import complete
+    from triptych.serving.endpoint import check_built
+    from triptych.serving.exchange import Exchange
+    from triptych.serving.ports import claim_ports, is_loopback
+    from triptych.serving.server import Server, check_and_make_flags
+    from triptych.spec.spec import PipelineSpec
+
+    if url is None:
+        check_built(repository, name)
+        complete(repository)
+        check_and_make_flags(repository, production=False)
+    port = claim_ports(host, {"--port": port})["--port"]  # before a server is started for nothing
+    spec = _built_or_written(name, repository, pipelines)
+    if not is_loopback(host):
+        warn(f"{host} is reached from other machines, and the page asks nobody who they are")
+    with ExitStack() as opened:
+
+        def open_page(grpc_url: str, pid: int | None) -> None:
+            folder = pipelines / name
+            made: PageServer
+            if isinstance(spec, PipelineSpec):
+                pipeline = open_pipeline(spec, folder, grpc_url, request_timeout_s)
+                made = DemoPage(pipeline, host, port)
+            else:
+                made = ChatPage(spec, folder, grpc_url, host, port, timeout_s=request_timeout_s)
+            page = opened.enter_context(made)
+            if as_json:
+                print(json.dumps({"page": page.url, "grpc": grpc_url, "pid": pid}), flush=True)
+            else:
+                output.print(f"open {page.url} to try {name}; stop with Ctrl-C", style="green")
+
+        if url is not None:
+            with stoppable():
+                open_page(url, None)
+                try:
+                    signal.pause()
+                except KeyboardInterrupt:
+                    status.print("stopped", markup=False)
+            return
+        server = Server(repository, models=[name])
+        exchange = Exchange(
+            server, only=name, on_exchange=lambda line: progress("serve", line), on_problem=warn
+        )
+        pages: list[str] = []
+
+        def announce() -> None:
+            if not pages:  # a server that died comes back at the same address
+                pages.append(server.grpc_url)
+                open_page(server.grpc_url, server.pid)
+
+        run(server, announce, timeout_s=timeout_s, meanwhile=exchange.look)
+
+
+def _built_or_written(
+    name: str, repository: Path, pipelines: Path
+) -> PipelineSpec | GenerationSpec | Text2TextSpec:
+    """The spec of what is built; where that is elsewhere, what the pipeline's folder says."""
+    from triptych.repository.lock import find_lock
+
+    lock = find_lock(repository, name)
+    return load_any_spec(pipelines / name, ()) if lock is None else lock.spec

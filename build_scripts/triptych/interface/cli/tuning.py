@@ -27,7 +27,7 @@ from triptych.interface.cli.options import (
     report_into,
     status,
 )
-from triptych.interface.cli.running import stoppable
+from triptych.interface.cli.serving import stoppable
 
 MinThroughput = Annotated[
     float | None, typer.Option("--min-throughput", metavar="N", help="Requests a second promised.")
@@ -107,13 +107,11 @@ def bench(
     if compare is not None:
         _compare(*compare, as_json=as_json)
         return
-    from triptych.interface.cli.bench_tables import print_bench
-    from triptych.interface.cli.generating import bench_any, load_any_spec, promise_of
-    from triptych.interface.report.load_card import write_figures
-    from triptych.interface.report.load_write import write_bench_report
+    from triptych.interface.cli.pipelines import bench_any, load_any_spec, promise_of
+    from triptych.interface.cli.tables import print_bench
+    from triptych.interface.report.load import write_bench_report, write_figures
     from triptych.serving.bench.bench import CONCURRENCY, Bench, parse_loads, price_of
-    from triptych.serving.bench.points import to_json
-    from triptych.serving.bench.verdict import verdict_of
+    from triptych.serving.bench.results import to_json, verdict_of
 
     if name is None:
         raise UserError("NAME", "must be given", remedy="Name a pipeline, or use --compare A B")
@@ -151,7 +149,7 @@ def bench(
 
 
 def _compare(before: Path, after: Path, *, as_json: bool) -> None:
-    from triptych.interface.cli.bench_tables import print_comparison
+    from triptych.interface.cli.tables import print_comparison
     from triptych.serving.bench.comparison import compare, read_bench
 
     comparison = compare(read_bench(before), read_bench(after))
@@ -198,16 +196,16 @@ def tune(
     """
     from triptych.building.generation.gate import GenerationGateFailure
     from triptych.core.gate.cached import GateFailure
-    from triptych.repository.lint.rendered import LintFailure
+    from triptych.repository.lint.checks import LintFailure
 
     if check:
         _check(name, check, pipelines, repository, reports, rate, as_json=as_json)
-    from triptych.interface.cli.generating import load_any_spec, promise_of
-    from triptych.interface.cli.tune_tables import print_tuned
+    from triptych.interface.cli.pipelines import load_any_spec, promise_of
+    from triptych.interface.cli.tables import print_tuned
     from triptych.interface.report.tuning_report import write_tune_report
     from triptych.operate.tune.tune import Tuning, tune_pipeline
     from triptych.serving.bench.bench import price_of
-    from triptych.serving.bench.points import to_json
+    from triptych.serving.bench.results import to_json
     from triptych.spec.spec import TEXT2TEXT, not_known_here
 
     folder = pipelines / name
@@ -256,9 +254,9 @@ def _check(
 ) -> None:
     """Hold the plan against new traffic, and end."""
     from triptych.core.inputs import read_inputs
-    from triptych.operate.tune.capacity import measured_in
     from triptych.operate.tune.drift import check_drift, describe_drift
     from triptych.operate.tune.new_traffic import read_lengths
+    from triptych.operate.tune.proposal import measured_in
     from triptych.spec.spec import GENERATION, load_spec, task_of
 
     if len(pages) > 2:

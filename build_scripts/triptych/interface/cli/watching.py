@@ -1,4 +1,7 @@
-"""Verbs that read what servers sampled: watch, shadow, traffic."""
+"""Verbs that read what servers sampled: watch, shadow, traffic.
+
+What `watch --apply` does with a look's proposal, and what it tells of it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from triptych.base.errors import UserError
-from triptych.interface.cli.applying import apply_look
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
@@ -27,16 +29,77 @@ from triptych.interface.cli.options import (
     print_json,
     progress,
     report_into,
+    status,
 )
-from triptych.interface.cli.running import stoppable, warn
-from triptych.interface.cli.shown import tell_verdict
+from triptych.interface.cli.serving import stoppable, warn
+from triptych.interface.cli.tables import print_built, print_failed_gate, tell_verdict
 from triptych.interface.cli.tuning import seconds_of
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from triptych.operate.watch.found import Look
-    from triptych.operate.watch.page import GaugesPage
+    from triptych.operate.watch.findings import Look
+    from triptych.operate.watch.gauges import GaugesPage
     from triptych.spec.spec import PipelineSpec
+
+
+def apply_look(
+    look: Look,
+    samples: Path,
+    pipelines: Path,
+    repository: Path,
+    watched: Path,
+    *,
+    most: int,
+    as_json: bool,
+) -> dict[str, Any] | None:
+    """Build what a look proposes and put it in place; None where it proposes nothing.
+
+    Args:
+        look: just taken.
+        samples: folder of what servers sampled.
+        pipelines: folder of the pipelines.
+        repository: folder of the models.
+        watched: folder of the pipeline's timeline.
+        most: rows of the new traffic.
+        as_json: whether standard output is for the result alone.
+
+    Returns:
+        ``build``, ``replaced`` and more of what is in place, or ``failure``: why all is as it was.
+    """
+    from triptych.core.engine.stage import EngineFailure
+    from triptych.core.gate.cached import GateFailure
+    from triptych.core.inputs import read_inputs
+    from triptych.operate.watch.apply import apply_proposal, describe_applied, hindrance
+    from triptych.operate.watch.sample import read_files
+    from triptych.operate.watch.timeline import read_timeline
+    from triptych.repository.lint.checks import LintFailure
+    from triptych.spec.spec import load_spec
+
+    if look.drift is None or look.drift.proposal is None:
+        return None
+    inputs = read_inputs(load_spec(pipelines / look.pipeline), progress).as_built(repository)
+    last = read_files(samples, look.pipeline, read_timeline(watched).last)
+    rows = [row for row in last.rows if row.build == look.build]
+    failure = hindrance(inputs, look, rows, repository)
+    if not failure:
+        try:
+            with stoppable():
+                done = apply_proposal(inputs, look, rows, repository, progress, most=most)
+        except (GateFailure, EngineFailure) as error:
+            print_failed_gate(status, error.gate)
+            failure = str(error)
+        except LintFailure as error:
+            failure = str(error)
+        except UserError as error:
+            failure = error.message
+        else:
+            print_built(status, done.built)
+            for line in describe_applied(done):
+                (status if as_json else output).print(line, markup=False)
+            return done.as_dict()
+    status.print(f"not applied, all is as it was: {failure}", style="red", markup=False)
+    return {"failure": failure}
+
 
 Samples = Annotated[
     Path,
@@ -131,7 +194,7 @@ def _page(host: str, port: int | None) -> Iterator[GaugesPage | None]:
     if port is None:
         yield None
         return
-    from triptych.operate.watch.page import PATH, gauges_page
+    from triptych.operate.watch.gauges import PATH, gauges_page
 
     with gauges_page(host, port) as page:
         progress("watch", f"gauges at http://{host}:{page.server_port}{PATH}")
@@ -150,8 +213,8 @@ def _look(
     show_texts: bool,
 ) -> Look:
     from triptych.core.inputs import read_inputs
-    from triptych.interface.report.watch_page import write_watch_report
-    from triptych.operate.tune.capacity import measured_in
+    from triptych.interface.report.watch import write_watch_report
+    from triptych.operate.tune.proposal import measured_in
     from triptych.operate.watch.look import look_at
     from triptych.operate.watch.sample import read_files, read_sample
     from triptych.operate.watch.timeline import read_timeline
@@ -213,7 +276,7 @@ def _show_gauges(look: Look, page: GaugesPage) -> None:
 
 
 def _print(look: Look) -> None:
-    from triptych.operate.watch.words import describe_look
+    from triptych.operate.watch.findings import describe_look
 
     for line, style in describe_look(look):
         output.print(line, style=style, markup=False)
@@ -254,7 +317,7 @@ def shadow(
     to the candidate, each on a server of its own: answers, latency and cost, and one verdict.
     """
     from triptych.core.inputs import read_inputs
-    from triptych.interface.report.shadow_page import write_shadow_report
+    from triptych.interface.report.watch import write_shadow_report
     from triptych.operate.watch.sample import read_sample
     from triptych.operate.watch.shadow import Replay, shadow_candidate
     from triptych.operate.watch.verdict import describe_shadow
@@ -279,8 +342,7 @@ def shadow(
 @contextmanager
 def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
     """The repository of the candidate: a folder, or links to a build that is kept."""
-    from triptych.repository.kept import choose_build, kept_builds
-    from triptych.repository.store import work_beside
+    from triptych.repository.store import choose_build, kept_builds, work_beside
 
     kept = choose_build(kept_builds(repository, name), candidate)
     if kept is None or Path(candidate).is_dir():
@@ -309,7 +371,7 @@ def traffic(
     """Put sampled requests into traffic.jsonl; says what follows."""
     from triptych.core.inputs import read_inputs
     from triptych.operate.tune.drift import describe_drift
-    from triptych.operate.watch.new_rows import describe_change, take_rows
+    from triptych.operate.watch.apply import describe_change, take_rows
     from triptych.operate.watch.sample import read_sample
     from triptych.spec.spec import load_spec
 

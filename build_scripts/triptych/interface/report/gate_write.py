@@ -12,8 +12,7 @@ from triptych.base.files import write_files
 from triptych.base.formatting import NOTHING, code, figure, number
 from triptych.interface.report import plots
 from triptych.interface.report.pages import render
-from triptych.repository.plain import json_text
-from triptych.repository.records import Candidate, GateResult
+from triptych.repository.records import Candidate, GateResult, json_text
 from triptych.spec.tasks.accuracy import METRICS
 
 

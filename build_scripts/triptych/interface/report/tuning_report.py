@@ -10,14 +10,12 @@ from markupsafe import Markup
 
 from triptych.base.files import write_files
 from triptych.base.formatting import NOTHING, milliseconds, rounded, signed_percent
-from triptych.interface.report.load_page import achieved, latency, origin
+from triptych.interface.report.load import achieved, latency, origin
 from triptych.interface.report.pages import render
 from triptych.interface.report.plots import Dot, Series, curves
-from triptych.operate.tune.pareto import pareto_front
-from triptych.operate.tune.results import Outcome, Trial, TuneResult
-from triptych.repository.plain import json_text
-from triptych.serving.bench.points import Point, to_json
-from triptych.serving.bench.verdict import best_point, figures_of, warnings_of
+from triptych.operate.tune.results import Outcome, Trial, TuneResult, pareto_front
+from triptych.repository.records import json_text
+from triptych.serving.bench.results import Point, best_point, figures_of, to_json, warnings_of
 from triptych.spec.slo import AnySlo, GenerationSlo
 
 Labelled = tuple[str, Point]

@@ -14,10 +14,17 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from triptych.core.inputs import PipelineInputs
-from triptych.operate.tune.capacity import Capacity, MeasuredLoad, estimate
 from triptych.operate.tune.new_traffic import NewTraffic
-from triptych.operate.tune.proposal import WORTH_A_REBUILD, Proposal, describe_proposal, propose
-from triptych.repository.plain import plain_data
+from triptych.operate.tune.proposal import (
+    WORTH_A_REBUILD,
+    Capacity,
+    MeasuredLoad,
+    Proposal,
+    describe_proposal,
+    estimate,
+    propose,
+)
+from triptych.repository.records import plain_data
 from triptych.spec.plan import Plan, bucket_of, make_plan
 from triptych.spec.traffic import TRAFFIC_FILE, Lengths
 

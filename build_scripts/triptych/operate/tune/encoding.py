@@ -12,13 +12,12 @@ from triptych.base.errors import Progress, UserError
 from triptych.building import build as building
 from triptych.building.auto import AUTO
 from triptych.core.inputs import read_inputs
-from triptych.operate.tune.advice import advice, describe_outcome
 from triptych.operate.tune.fields import FIELDS
 from triptych.operate.tune.kind import Made, Setting
-from triptych.operate.tune.results import Outcome
+from triptych.operate.tune.results import Outcome, advice, describe_outcome
 from triptych.serving.bench.bench import server_of, subject_of
 from triptych.serving.bench.measure import Target, measure
-from triptych.serving.bench.points import Load, Measurement, Subject
+from triptych.serving.bench.results import Load, Measurement, Subject
 from triptych.spec.slo import Slo
 from triptych.spec.spec import load_spec
 from triptych.spec.tuned import TUNABLE

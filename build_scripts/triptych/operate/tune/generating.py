@@ -14,15 +14,14 @@ from triptych.base.formatting import rounded
 from triptych.building.generation.bench import check_clients, requests_of, subject_of
 from triptych.building.generation.build import build_trial
 from triptych.building.generation.inputs import GenerationInputs, read_generation
-from triptych.operate.tune.advice import against
-from triptych.operate.tune.generation_fields import GENERATION_FIELDS
+from triptych.operate.tune.fields import GENERATION_FIELDS
 from triptych.operate.tune.kind import Made, Setting
-from triptych.operate.tune.results import Outcome
+from triptych.operate.tune.results import Outcome, against
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.bench import WARM_UP_ANSWERS, server_of
 from triptych.serving.bench.measure import STRETCH, Target, measure
-from triptych.serving.bench.points import Load, Measurement, Subject
-from triptych.spec.generation_spec import GenerationSpec, load_generation_spec
+from triptych.serving.bench.results import Load, Measurement, Subject
+from triptych.spec.generation_fields import GenerationSpec, load_generation_spec
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.tuned import TUNABLE_GENERATION
 

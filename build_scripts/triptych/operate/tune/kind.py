@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from pydantic import JsonValue
 
 from triptych.base.errors import Progress
-from triptych.operate.tune.evidence import Propose
+from triptych.operate.tune.fields import Propose
 from triptych.operate.tune.results import Outcome
 from triptych.serving.bench.measure import Target
 from triptych.serving.bench.perf_analyzer import Request
-from triptych.serving.bench.points import Measurement, Subject
+from triptych.serving.bench.results import Measurement, Subject
 
 
 @dataclass(frozen=True)

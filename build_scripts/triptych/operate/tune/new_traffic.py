@@ -17,7 +17,7 @@ from triptych.base.errors import UserError
 from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
 from triptych.runtime.hooking import find_hook
-from triptych.serving.bench.metrics_page import MetricSample, read_metrics
+from triptych.serving.bench.resources import MetricSample, read_metrics
 from triptych.spec.plan import Plan
 from triptych.spec.traffic import Lengths, read_traffic
 

@@ -22,13 +22,20 @@ from triptych.base.files import write_files
 from triptych.base.formatting import rounded
 from triptych.building.generation.gate import GenerationGateFailure
 from triptych.core.gate.cached import GateFailure
-from triptych.operate.tune.evidence import Evidence, Proposal, Propose, Skip
+from triptych.operate.tune.fields import Evidence, Proposal, Propose, Skip
 from triptych.operate.tune.kind import Setting
 from triptych.operate.tune.objective import LoadFailed, Scored
-from triptych.operate.tune.results import REQUESTS, ScoreUnit, Trial, TrialVerdict
-from triptych.operate.tune.score_comparison import LEAST_GAIN, compare_scores, describe
-from triptych.repository.lint.rendered import LintFailure
-from triptych.serving.bench.points import Load, Measurement, Point, from_json, to_json
+from triptych.operate.tune.results import (
+    LEAST_GAIN,
+    REQUESTS,
+    ScoreUnit,
+    Trial,
+    TrialVerdict,
+    compare_scores,
+    describe,
+)
+from triptych.repository.lint.checks import LintFailure
+from triptych.serving.bench.results import Load, Measurement, Point, from_json, to_json
 
 
 class Contest(Protocol):

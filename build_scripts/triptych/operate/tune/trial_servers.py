@@ -19,9 +19,9 @@ from triptych.operate.tune.kind import Kind, Made, Setting
 from triptych.operate.tune.objective import Scored, Scoring
 from triptych.repository.store import work_beside
 from triptych.serving.bench.measure import Target
-from triptych.serving.bench.points import Measurement
+from triptych.serving.bench.results import Measurement
 from triptych.serving.endpoint import UNSAMPLED
-from triptych.serving.reload import reload
+from triptych.serving.exchange import reload
 from triptych.serving.server import Server
 
 LEAST_ROUNDS = 2

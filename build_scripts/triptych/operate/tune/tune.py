@@ -14,18 +14,16 @@ from triptych.base.cache import code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.operate.tune.encoding import Encoding
 from triptych.operate.tune.generating import Generating
-from triptych.operate.tune.goodput import Goodput
 from triptych.operate.tune.kind import Kind, Setting
-from triptych.operate.tune.objective import LoadFailed, Objective, Scored, Scoring
-from triptych.operate.tune.results import Outcome, TuneResult
-from triptych.operate.tune.score_comparison import describe, gain
+from triptych.operate.tune.objective import Goodput, LoadFailed, Objective, Scored, Scoring
+from triptych.operate.tune.results import Outcome, TuneResult, describe, gain
 from triptych.operate.tune.search import Search, TrialCache, points_of, scores_of
 from triptych.operate.tune.trial_servers import LEAST_ROUNDS, Slot, TrialServers, trial_servers
 from triptych.serving.bench.bench import Price, machine, tokens_of
 from triptych.serving.bench.bench import sustained as sustained_by
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.points import Point
 from triptych.serving.bench.rates import highest_rate
+from triptych.serving.bench.results import Point
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
 from triptych.spec.spec import SPEC_FILE
 from triptych.spec.traffic import TRAFFIC_FILE

@@ -13,19 +13,31 @@ import numpy as np
 
 from triptych.base.errors import Progress
 from triptych.core.gate.answers import reference_answers
-from triptych.core.gate.live_closeness import show_answer
+from triptych.core.gate.live import show_answer
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
 from triptych.core.samples import GateRequest, shown_text
-from triptych.operate.tune.capacity import MeasuredLoad
 from triptych.operate.tune.drift import Drift, check_drift
 from triptych.operate.tune.new_traffic import NewTraffic
-from triptych.operate.watch.alarms import alarms_in, changed_files, drifts_in, notes_on
-from triptych.operate.watch.found import Group, Held, Look, MeanTest, Worst
-from triptych.operate.watch.mixes import CHANCE, Mix, compare_mixes, label_of, script_of
-from triptych.operate.watch.reference import answers_to, reader_of, requests_of
-from triptych.operate.watch.sample import Sample, SampledRow
+from triptych.operate.tune.proposal import MeasuredLoad
+from triptych.operate.watch.findings import (
+    CHANCE,
+    Group,
+    Held,
+    Look,
+    MeanTest,
+    Mix,
+    Worst,
+    alarms_in,
+    changed_files,
+    compare_mixes,
+    drifts_in,
+    label_of,
+    notes_on,
+    script_of,
+)
+from triptych.operate.watch.sample import Sample, SampledRow, answers_to, reader_of, requests_of
 from triptych.operate.watch.scores import (
     RowScore,
     Tests,
@@ -37,7 +49,7 @@ from triptych.operate.watch.scores import (
 )
 from triptych.operate.watch.sequential import Evidence
 from triptych.repository.lock import build_id, read_lock
-from triptych.spec.tasks.metrics_outputs import Outputs
+from triptych.spec.tasks.compare import Outputs
 
 ALPHA = 1e-3
 """How often a pipeline that is right may ever be called wrong, over all looks at one build."""

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from triptych.core.gate.live_closeness import differences, is_finite, same, shape_fault
-from triptych.core.gate.live_replies import Rules
-from triptych.core.gate.live_verdict import ALIKE, LEAST_ALIKE
+from triptych.core.gate.live import Rules, differences, is_finite, same, shape_fault
+from triptych.core.gate.verify import ALIKE, LEAST_ALIKE
 from triptych.repository.records import GateResult
 from triptych.spec.tasks.accuracy import METRICS
+from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.metrics_bootstrap import difference_interval, ratio
-from triptych.spec.tasks.metrics_outputs import Outputs
 
 MEANS = (
     "label_agreement",

@@ -10,22 +10,20 @@ from pathlib import Path
 import numpy as np
 
 from triptych.base.errors import Progress, UserError
-from triptych.core.gate.live_send import TOGETHER, Reply, live_requests, run_live
+from triptych.core.gate.live import TOGETHER, Reply, live_requests, run_live
 from triptych.core.gate.verify import rules_of
 from triptych.core.inputs import PipelineInputs, task_of
 from triptych.core.samples import GateRequest
-from triptych.operate.watch.alarms import hooks_differ
-from triptych.operate.watch.pairs import compare_answers
-from triptych.operate.watch.reference import answers_to, reader_of, requests_of
-from triptych.operate.watch.sample import Sample
-from triptych.operate.watch.verdict import Shadow, judge, speeds_of
+from triptych.operate.watch.findings import hooks_differ
+from triptych.operate.watch.sample import Sample, answers_to, reader_of, requests_of
+from triptych.operate.watch.verdict import Shadow, compare_answers, judge, speeds_of
 from triptych.repository.lock import Lock, build_id, read_lock
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.serving.bench.bench import WARM_UP_REQUESTS
 from triptych.serving.bench.measure import Target, measure
-from triptych.serving.bench.points import Load, Measurement
+from triptych.serving.bench.results import Load, Measurement
 from triptych.serving.endpoint import Endpoint, served
-from triptych.spec.tasks.metrics_outputs import Outputs
+from triptych.spec.tasks.compare import Outputs
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
 
 TIMEOUT_S = 60.0

@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from triptych.base.errors import UserError
-from triptych.operate.watch.found import Look
+from triptych.operate.watch.findings import Look
 from triptych.operate.watch.sequential import Evidence
-from triptych.repository.plain import plain_data
+from triptych.repository.records import plain_data
 
 TIMELINE_FILE = "timeline.json"
 MOST_LOOKS = 2000

@@ -1,24 +1,18 @@
-"""Static lint of a whole Triton model repository: no server, no GPU, every fault at once."""
+"""Static lint of a whole Triton model repository: no server, no GPU, every fault at once.
+
+Lint of a repository before it is written: its files as they would lie there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.base import releases
 from triptych.base.errors import Finding
-from triptych.repository.lint import (
-    batching,
-    config,
-    core,
-    ensemble,
-    files,
-    generation,
-    profiles,
-    python_steps,
-    warmup,
-)
+from triptych.base.files import scratch_folder
+from triptych.repository.lint import config, core, ensemble, files, profiles, python_steps
 from triptych.repository.lint.engine import (
     engine_built,
     engine_cores,
@@ -26,8 +20,8 @@ from triptych.repository.lint.engine import (
     engine_version,
 )
 from triptych.repository.lint.ensemble import wirings
-from triptych.repository.lint.flaw import Flaw
-from triptych.repository.lint.snapshot import Repository, read_repository
+from triptych.repository.lint.snapshot import Flaw, Repository, read_repository
+from triptych.repository.render import Content
 
 
 class Check(NamedTuple):
@@ -74,22 +68,22 @@ CHECKS = (
     Check("profile-range", engine_cores, profiles.profile_range),
     Check("profile-switching", engine_cores, profiles.profile_switching),
     Check("batch-input", Repository.executed, core.batch_input),
-    Check("batch-shapes", Repository.executed, batching.batch_shapes),
-    Check("dynamic-batching", Repository.executed, batching.dynamic_batching),
-    Check("preferred-batch-size", Repository.configured, batching.preferred_batch_size),
-    Check("priority-levels", Repository.configured, batching.priority_levels),
-    Check("preserve-ordering", Repository.configured, batching.preserve_ordering),
-    Check("queue-policy", Repository.executed, batching.queue_policy),
-    Check("queue-limit", wirings, batching.queue_limit),
-    Check("queue-wake-up", Repository.executed, batching.queue_wake_up),
+    Check("batch-shapes", Repository.executed, config.batch_shapes),
+    Check("dynamic-batching", Repository.executed, config.dynamic_batching),
+    Check("preferred-batch-size", Repository.configured, config.preferred_batch_size),
+    Check("priority-levels", Repository.configured, config.priority_levels),
+    Check("preserve-ordering", Repository.configured, config.preserve_ordering),
+    Check("queue-policy", Repository.executed, config.queue_policy),
+    Check("queue-limit", wirings, config.queue_limit),
+    Check("queue-wake-up", Repository.executed, config.queue_wake_up),
     Check("instance-group", Repository.executed, config.instance_group),
-    Check("engine-gpus", Repository.executed, generation.engine_gpus),
-    Check("precision-gpus", Repository.executed, generation.precision_gpus),
-    Check("kv-cache", Repository.executed, generation.kv_cache),
-    Check("doubled-beginning", Repository.executed, generation.doubled_beginning),
+    Check("engine-gpus", Repository.executed, core.engine_gpus),
+    Check("precision-gpus", Repository.executed, core.precision_gpus),
+    Check("kv-cache", Repository.executed, core.kv_cache),
+    Check("doubled-beginning", Repository.executed, core.doubled_beginning),
     Check("response-cache", Repository.configured, config.response_cache),
-    Check("warmup", Repository.executed, warmup.warmup),
-    Check("graph-spec", Repository.executed, warmup.graph_spec),
+    Check("warmup", Repository.executed, config.warmup),
+    Check("graph-spec", Repository.executed, config.graph_spec),
     Check("cuda-graphs", Repository.executed, profiles.cuda_graphs),
     Check("python-model", Repository.executed, python_steps.python_model),
     Check("python-import", Repository.executed, python_steps.python_import),
@@ -128,3 +122,43 @@ def run_checks(
         for flaw in check.flaws(subject)
     ]
     return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
+
+
+class LintFailure(Exception):
+    """The rendered repository breaks a rule: nothing was written."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("; ".join(f"{f.file}: {f.rule}" for f in findings))
+
+
+def lint_rendered(
+    files: Mapping[str, Content], *, triton: str, beside: Sequence[Path] = ()
+) -> tuple[Finding, ...]:
+    """The findings that are no errors.
+
+    Args:
+        files: path relative to the repository -> content.
+        triton: the oldest release that must load it.
+        beside: folders of models that are there already and that `files` refer to.
+
+    Raises:
+        LintFailure: an error.
+    """
+    with scratch_folder("triptych-lint-") as scratch:
+        for path, content in files.items():
+            target = scratch / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, Path):
+                target.symlink_to(content.absolute())
+            else:
+                target.write_bytes(content)
+        for model in beside:
+            (scratch / model.name).symlink_to(model.absolute())
+        findings = run_checks(scratch, triton=triton, with_engines=False)
+    # The engine is built of what is written now, here or in the image that will serve it.
+    findings = [finding for finding in findings if finding.id != "engine-built"]
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise LintFailure(errors)
+    return tuple(findings)

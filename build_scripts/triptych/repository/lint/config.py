@@ -1,16 +1,255 @@
-"""Lint: a single config says only what the target Triton takes."""
+"""Lint: a single config says only what the target Triton takes.
+
+Lint: batches form, queues are bounded where they may be, and their policies make sense.
+
+Lint: warm-ups and CUDA graphs ask for requests that the model takes.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from triptych.base.releases import fields_newer_than, parameters_newer_than
-from triptych.repository.lint.flaw import Flaw, dims_text, error, names, warning
-from triptych.repository.lint.snapshot import BACKENDS, ENSEMBLE, Model, enum_name, is_file
+from triptych.base.releases import (
+    PRESERVE_ORDERING_BROKEN,
+    STEP_QUEUE_LIMIT_SAFE,
+    fields_newer_than,
+    parameters_newer_than,
+)
+from triptych.repository.lint.ensemble import Wiring, wirings
+from triptych.repository.lint.snapshot import (
+    BACKENDS,
+    ENSEMBLE,
+    Flaw,
+    Model,
+    dims_text,
+    enum_name,
+    error,
+    fits,
+    info,
+    is_file,
+    names,
+    warning,
+)
+
+# Beyond these a number was most likely written in another unit than microseconds.
+_SHORTEST_TIMEOUT_US = 1_000
+_LONGEST_DELAY_US = 1_000_000
+
+
+def dynamic_batching(model: Model) -> Iterator[Flaw]:
+    """A model that takes batches lets the server form them."""
+    config, known = model.config, BACKENDS.get(model.backend)
+    batches = bool(known and known.batches_itself) or config.WhichOneof("scheduling_choice")
+    if config.max_batch_size > 1 and not batches:
+        yield warning(
+            "should have dynamic_batching when max_batch_size is above 1",
+            f"max_batch_size {config.max_batch_size}: each request runs alone",
+            "Add dynamic_batching { max_queue_delay_microseconds: 500 }",
+        )
+    elif config.max_batch_size < 1 and config.HasField("dynamic_batching"):
+        yield warning(
+            "should have max_batch_size above 0 for dynamic_batching to do anything",
+            f"max_batch_size {config.max_batch_size}",
+            "Set max_batch_size, or remove dynamic_batching",
+        )
+
+
+def preferred_batch_size(model: Model) -> Iterator[Flaw]:
+    """Preferred batch sizes lie between 1 and max_batch_size."""
+    config = model.config
+    preferred = [
+        *config.dynamic_batching.preferred_batch_size,
+        *config.sequence_batching.oldest.preferred_batch_size,
+    ]
+    outside = [size for size in preferred if not 1 <= size <= config.max_batch_size]
+    if outside:
+        yield error(
+            f"must prefer batch sizes from 1 to max_batch_size ({config.max_batch_size})",
+            names(outside),
+            "Remove preferred_batch_size: without it the batcher fills up to the limit",
+        )
+
+
+def batch_shapes(model: Model) -> Iterator[Flaw]:
+    """Inputs of variable length share batches: ragged, or padded to planned lengths."""
+    if model.config.max_batch_size < 2 or not model.config.HasField("dynamic_batching"):
+        return
+    for tensor in model.config.input:
+        if -1 not in tensor.dims or tensor.allow_ragged_batch:
+            continue
+        given = f"input {tensor.name} {dims_text(tensor.dims)}, dynamic batching"
+        producers = [
+            step.model
+            for wiring in wirings(model.repository)
+            for step in wiring.feeding(model, {tensor.name})
+        ]
+        if producers and all(producer and producer.is_ours for producer in producers):
+            yield info(
+                "batches only rows that the preprocess step padded to the same bucket",
+                given,
+                "Nothing to do: the producer pads to planned lengths and releases equal lengths "
+                "next to each other",
+            )
+        else:
+            yield warning(
+                "should not leave a variable dimension to the dynamic batcher: requests of unequal "
+                "shape never share a batch, each one closes it",
+                given,
+                "Set allow_ragged_batch: true (and a batch_input for the row sizes), or pad to a "
+                "few fixed lengths before this model",
+            )
+
+
+def priority_levels(model: Model) -> Iterator[Flaw]:
+    """Priorities lie between 1 and priority_levels."""
+    batching = model.config.dynamic_batching
+    levels, default = batching.priority_levels, batching.default_priority_level
+    outside = [key for key in batching.priority_queue_policy if not 1 <= key <= levels]
+    if levels and not 1 <= default <= levels:
+        yield error(
+            f"must have default_priority_level from 1 to priority_levels ({levels})",
+            str(default),
+            f"Write default_priority_level: {(levels + 1) // 2}",
+        )
+    if levels and outside:
+        yield error(
+            f"must have priority_queue_policy only for levels from 1 to {levels}",
+            names(outside),
+            "Correct the key, or raise priority_levels",
+        )
+    elif not levels and (outside or default):
+        yield warning(
+            "should set priority_levels when it says anything on priorities",
+            f"default_priority_level {default}, policies for {names(outside)}",
+            "Add priority_levels, or remove the rest: without it nothing of it counts",
+        )
+
+
+def preserve_ordering(model: Model) -> Iterator[Flaw]:
+    """preserve_ordering is possible, works in the target release, and holds nothing back."""
+    (first, last), triton = PRESERVE_ORDERING_BROKEN, model.repository.triton
+    batching = model.config.dynamic_batching
+    if not batching.preserve_ordering:
+        return
+    delaying = any(
+        _delays(policy) and policy.default_timeout_microseconds for policy in model.queue_policies
+    )
+    clash = "timeout_action DELAY with a timeout" if delaying else ""
+    if batching.priority_levels > 1:
+        clash = f"priority_levels {batching.priority_levels}"
+    if clash:
+        yield error(
+            "must not combine preserve_ordering with what reorders requests",
+            clash,
+            "Remove preserve_ordering, or the other one",
+        )
+    steps = (step.model_name for wiring in wirings(model.repository) for step in wiring.steps)
+    if first <= triton <= last:
+        yield warning(
+            f"should not rely on preserve_ordering in Triton {first} to {last}: responses come in "
+            "the order they are finished",
+            f"preserve_ordering: true for Triton {triton}",
+            "Remove it, or target a later release",
+        )
+    elif model.name in steps:
+        yield warning(
+            "should not preserve the order of responses within an ensemble",
+            "preserve_ordering: true on a step",
+            "Remove it: each ensemble request waits for its own response anyway, and a slow one "
+            "would hold back those behind it",
+        )
+
+
+def _delays(policy: Any) -> bool:
+    return enum_name(policy, "timeout_action") == "DELAY"
+
+
+def queue_policy(model: Model) -> Iterator[Flaw]:
+    """Timeouts outlast the queue delay, limits hold a full batch, and units are microseconds."""
+    delay_us = model.config.dynamic_batching.max_queue_delay_microseconds
+    if delay_us > _LONGEST_DELAY_US:
+        yield warning(
+            "should have a queue delay below a second",
+            f"max_queue_delay_microseconds {delay_us}",
+            "Write microseconds: 500 is half a millisecond",
+        )
+    for policy in model.queue_policies:
+        timeout_us = policy.default_timeout_microseconds
+        given = f"default_timeout_microseconds {timeout_us}"
+        if 0 < timeout_us <= delay_us:
+            yield error(
+                f"must let requests wait longer than the queue delay ({delay_us} us)",
+                given,
+                "Raise default_timeout_microseconds, or lower max_queue_delay_microseconds",
+            )
+        elif 0 < timeout_us < _SHORTEST_TIMEOUT_US:
+            yield warning(
+                "should have a queue timeout of a millisecond or more",
+                given,
+                "Write microseconds: 5000000 is five seconds",
+            )
+        if _delays(policy) and not timeout_us and not policy.allow_timeout_override:
+            yield warning(
+                "should have a timeout for timeout_action DELAY to do anything",
+                "no default_timeout_microseconds, and requests may not set one",
+                "Add default_timeout_microseconds, or remove timeout_action",
+            )
+        if 0 < policy.max_queue_size < model.config.max_batch_size:
+            yield warning(
+                f"should queue at least one full batch ({model.config.max_batch_size})",
+                f"max_queue_size {policy.max_queue_size}",
+                "Raise max_queue_size to a few times max_batch_size",
+            )
+
+
+def queue_wake_up(model: Model) -> Iterator[Flaw]:
+    """A queue policy turns pre-fetching off, and a lone instance then misses requests.
+
+    Measured on 24.10: a request that comes while the instance works is not seen for up to 500 ms
+    (triton-inference-server/server issue 8870 is a related report).
+    """
+    lone = sum(map(model.instances_of, model.config.instance_group)) <= 1
+    policies = [policy for policy in model.queue_policies if policy.ByteSize()]
+    if lone and (model.config.dynamic_batching.priority_levels or policies):
+        yield warning(
+            "should have no queue policy while it has one instance: a request that arrives beside "
+            "a working one can wait 500 ms",
+            "a queue policy or priority levels",
+            "Remove it, or give the step a second instance",
+        )
+
+
+def queue_limit(wiring: Wiring) -> Iterator[Flaw]:
+    """No step limits its queue while other steps of the same request may run.
+
+    Seen with 24.10: in a chain of steps a full queue is answered with an error, wherever it is;
+    with two branches nearly every request hung for ever.
+    """
+    stages = wiring.stages()
+    cause = "steps that run at the same time" if any(len(s) > 1 for s in stages) else ""
+    models = [step.model for step in wiring.steps if step.model]
+    if any(model.config.model_transaction_policy.decoupled for model in models):
+        cause = "a decoupled step"
+    if wiring.ensemble.repository.triton >= STEP_QUEUE_LIMIT_SAFE or not cause:
+        return
+    first = stages[0] if stages and len(stages[0]) == 1 else []
+    for step in wiring.steps:
+        policies = step.model.queue_policies if step.model and step not in first else []
+        limits = [policy.max_queue_size for policy in policies if policy.max_queue_size]
+        if step.model and limits:
+            yield error(
+                f"must not limit the queue of a step before Triton {STEP_QUEUE_LIMIT_SAFE} while "
+                "another step of the same request may run: the request hangs for ever",
+                f"max_queue_size {names(limits)} on {step.label} of {wiring.ensemble.name}, which "
+                f"has {cause}",
+                "Limit the queue of the step that all requests pass first, alone, or target Triton "
+                f"{STEP_QUEUE_LIMIT_SAFE} or later",
+                step.model.config_file,
+            )
 
 
 def triton_version(model: Model) -> Iterator[Flaw]:
@@ -198,3 +437,128 @@ def response_cache(model: Model) -> Iterator[Flaw]:
             f"without response_cache: {names(uncached)}",
             "Add response_cache { enable: true } to the steps, or remove it here",
         )
+
+
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("TYPE_BOOL", "TYPE_UINT8", "TYPE_INT8"), 1),
+    **dict.fromkeys(("TYPE_UINT16", "TYPE_INT16", "TYPE_FP16", "TYPE_BF16"), 2),
+    **dict.fromkeys(("TYPE_UINT32", "TYPE_INT32", "TYPE_FP32"), 4),
+    **dict.fromkeys(("TYPE_UINT64", "TYPE_INT64", "TYPE_FP64"), 8),
+}
+
+
+def warmup(model: Model) -> Iterator[Flaw]:
+    """Every warm-up covers the model's inputs with data of the right dtype, dims and size."""
+    for index, sample in enumerate(model.config.model_warmup):
+        label = f"model_warmup {sample.name or index}"
+        for rule, given in sample_faults(model, sample):
+            yield error(
+                rule, f"{label}: {given}", "Correct the warm-up, or the model does not load"
+            )
+        yield from _doubtful(model, sample, label)
+
+
+def sample_faults(model: Model, sample: Any) -> Iterator[tuple[str, str]]:
+    """What keeps `model` from taking a warm-up: a rule, and what was given."""
+    limit = max(model.config.max_batch_size, 1)
+    if sample.batch_size > limit:
+        yield f"must warm up at most max_batch_size rows ({limit})", f"{sample.batch_size} rows"
+    missing = {n for n, tensor in model.inputs.items() if not tensor.optional} - set(sample.inputs)
+    if missing:
+        yield "must give every required input data", f"no data for {names(missing)}"
+    for name in sorted(set(sample.inputs) & set(model.inputs)):
+        tensor, data = model.inputs[name], sample.inputs[name]
+        place = f"input {name}"
+        wanted, got = enum_name(tensor, "data_type"), enum_name(data, "data_type")
+        if got != wanted:
+            yield f"must have the input's data_type ({wanted})", f"{place} {got}"
+        dims = f"dims that fit the input's, without the batch: {dims_text(tensor.dims)}"
+        if any(dim < 1 for dim in data.dims):
+            yield "must have concrete dims", f"{place} {dims_text(data.dims)}"
+        elif not fits(data.dims, tensor.dims):
+            yield f"must have {dims}", f"{place} {dims_text(data.dims)}"
+        source = data.WhichOneof("input_data_type")
+        if source is None:
+            yield "must have one of zero_data, random_data and input_data_file", f"{place} has none"
+        elif source == "input_data_file":
+            yield from _file_faults(model, data, place)
+
+
+def _file_faults(model: Model, data: Any, place: str) -> Iterator[tuple[str, str]]:
+    path = model.folder / "warmup" / data.input_data_file
+    relative = f"{model.name}/warmup/{data.input_data_file}"
+    if not is_file(path):
+        yield "must have its input_data_file in the model's folder warmup", f"no {relative}"
+        return
+    needed = prod(data.dims) * _ELEMENT_BYTES.get(enum_name(data, "data_type"), 0)
+    if path.stat().st_size < needed:
+        yield (
+            "must have as many bytes in its input_data_file as dims ask for",
+            f"{place}: {relative} has {path.stat().st_size} bytes, {needed} needed",
+        )
+
+
+def _doubtful(model: Model, sample: Any, label: str) -> Iterator[Flaw]:
+    if sample.batch_size == 0:
+        yield warning(
+            "should give every warm-up a batch_size, 0 is skipped",
+            f"{label}: no batch_size",
+            "Write batch_size: 1 or more",
+        )
+    controls = {control.name for control in model.config.sequence_batching.control_input}
+    unknown = set(sample.inputs) - set(model.inputs) - controls
+    if model.inputs and unknown:
+        yield warning(
+            "should warm up only inputs that exist",
+            f"{label}: unknown input {names(unknown)}; inputs: {names(model.inputs)}",
+            "Correct the name, or remove it",
+        )
+    # Random bytes make ids beyond the vocabulary, and lookups out of range.
+    random_ids = [
+        name
+        for name, data in sample.inputs.items()
+        if data.random_data and "INT" in enum_name(data, "data_type")
+    ]
+    if random_ids and model.backend != "python":
+        yield warning(
+            "should not warm up integer inputs with random_data: ids are out of range",
+            f"{label}: {names(random_ids)}",
+            "Use zero_data: true, or an input_data_file with real ids",
+        )
+
+
+def graph_spec(model: Model) -> Iterator[Flaw]:
+    """CUDA graphs are captured for batch sizes and shapes that the model takes."""
+    for index, spec in enumerate(model.config.optimization.cuda.graph_spec):
+        for rule, given in spec_faults(model, spec):
+            yield error(
+                rule, f"graph_spec {index}: {given}", "Correct the graph_spec, or remove it"
+            )
+
+
+def spec_faults(model: Model, spec: Any) -> Iterator[tuple[str, str]]:
+    """What keeps a `graph_spec` from being captured: a rule, and what was given."""
+    limit = model.config.max_batch_size
+    if not min(limit, 1) <= spec.batch_size <= limit:
+        span = f"from 1 to {limit}" if limit else "0"
+        yield f"must capture a CUDA graph for batch_size {span}", f"batch_size {spec.batch_size}"
+    yield from _shape_faults(model, spec.input)
+    if spec.HasField("graph_lower_bound"):
+        yield from _shape_faults(model, spec.graph_lower_bound.input)
+
+
+def _shape_faults(model: Model, shapes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    known = {*model.inputs, *model.added}
+    unknown = set(shapes) - known
+    if model.inputs and unknown:
+        given = f"unknown input {names(unknown)}; inputs: {names(known)}"
+        yield "must name inputs that exist in a graph_spec", given
+    for name, shape in sorted(shapes.items()):
+        given = f"input {name} {dims_text(shape.dim)}"
+        tensor = model.inputs.get(name)
+        if any(dim < 1 for dim in shape.dim):
+            yield "must have concrete dims in a graph_spec", given
+        # Ragged and batch inputs are given as they are after joining: nothing to compare with.
+        elif tensor and not tensor.allow_ragged_batch and not fits(shape.dim, tensor.dims):
+            rule = f"must fit the input's dims, without the batch: {dims_text(tensor.dims)}"
+            yield rule, given

@@ -17,10 +17,9 @@ from typing import Any
 from triptych.base import cache
 from triptych.base.releases import TENSORRT_VERSIONS, Release, releases_with, tensorrt_major
 from triptych.repository.lint.ensemble import Wiring, wirings
-from triptych.repository.lint.flaw import Flaw, error, names
 from triptych.repository.lint.operators import support_of, unsupported
-from triptych.repository.lint.snapshot import Model, Repository, enum_name
-from triptych.spec.engine_spec import Dims, EnginePlan, ShapeRange
+from triptych.repository.lint.snapshot import Flaw, Model, Repository, enum_name, error, names
+from triptych.spec.engine_plan import Dims, EnginePlan, ShapeRange
 
 # Inputs of these kinds, made by the server, have one entry a row.
 _BY_ROW = ("BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN")

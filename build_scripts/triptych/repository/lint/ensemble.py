@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.repository.lint.flaw import Flaw, dims_text, error, names, warning
-from triptych.repository.lint.snapshot import Model, Repository, enum_name
+from triptych.repository.lint.snapshot import (
+    Flaw,
+    Model,
+    Repository,
+    dims_text,
+    enum_name,
+    error,
+    names,
+    warning,
+)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from triptych.repository.lint.engine import sha256_of
-from triptych.repository.lint.flaw import Flaw, error, names, warning
-from triptych.repository.lint.python_source import files_beside
 from triptych.repository.lint.snapshot import (
+    Flaw,
     Model,
     Repository,
     entries,
+    error,
     exists,
+    files_beside,
     is_file,
     is_version,
+    names,
+    warning,
 )
 
 # Pointer files of git LFS are about 130 bytes; no model is that small.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.base.onnx_nodes import all_nodes, node_name
+from triptych.base.onnx_graph import all_nodes, node_name
 
 _DATA = Path(__file__).with_name("operators.json")
 _STANDARD = ("", "ai.onnx")

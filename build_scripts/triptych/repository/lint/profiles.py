@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from triptych.base.releases import CONTEXT_MEMORY, first_release
+from triptych.repository.lint.config import sample_faults, spec_faults
 from triptych.repository.lint.engine import EngineCore, Shapes, between, engine_cores
-from triptych.repository.lint.flaw import Flaw, dims_text, error, names, warning
-from triptych.repository.lint.snapshot import Model
-from triptych.repository.lint.warmup import sample_faults, spec_faults
-from triptych.spec.engine_spec import ShapeRange
+from triptych.repository.lint.snapshot import Flaw, Model, dims_text, error, names, warning
+from triptych.spec.engine_plan import ShapeRange
 
 # Each context reserves scratch memory for the largest profile and captures CUDA graphs of its own
 # while the model loads. Six buckets, the default, for two instances stay below.

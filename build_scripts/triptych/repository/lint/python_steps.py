@@ -7,9 +7,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from triptych.repository.lint.flaw import Flaw, error, names, warning
-from triptych.repository.lint.python_source import Source, defined_names, imports_of
-from triptych.repository.lint.snapshot import Model, enum_name, exists
+from triptych.repository.lint.snapshot import (
+    Flaw,
+    Model,
+    Source,
+    defined_names,
+    enum_name,
+    error,
+    exists,
+    imports_of,
+    names,
+    warning,
+)
 
 _CLASS = "TritonPythonModel"
 _IN_CONTAINER = {"numpy", "tokenizers", "triton_python_backend_utils", "c_python_backend_utils"}

@@ -1,20 +1,245 @@
-"""A model repository read once: what every lint check looks at."""
+"""A model repository read once: what every lint check looks at.
+
+What a lint check yields: a `Finding` without its id, and mostly without its file.
+
+The inputs and outputs of an ONNX file, in Triton's terms.
+
+The Python sources of a step, parsed: what they import and which files they read.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from triptych.base.errors import UserError
-from triptych.base.onnx_files import MODEL_FILE
+from triptych.base.errors import Severity, UserError
+from triptych.base.onnx_graph import MODEL_FILE
 from triptych.base.releases import Release
 from triptych.repository.config import CONFIG_FILE, new_config, read_config
-from triptych.repository.lint.graph import Graph, onnx_installed, read_graph
-from triptych.repository.lint.python_source import defines, read_sources
 from triptych.repository.lock import LOCK_FILE
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """One broken rule; its file is the config of what is checked where `file` is empty.
+
+    Severity: ``error`` when the server refuses to load it, or requests fail, hang or come back
+    wrong; ``warning`` when it serves but is slow, fragile or not what was meant; ``info`` when it
+    is as planned and worth knowing.
+    """
+
+    severity: Severity
+    rule: str
+    given: str
+    remedy: str
+    file: str = ""
+
+
+error = partial(Flaw, "error")
+warning = partial(Flaw, "warning")
+info = partial(Flaw, "info")
+
+
+def names(items: Iterable[object]) -> str:
+    """A sorted list for a message; ``none`` when there is nothing."""
+    return ", ".join(sorted({str(item) for item in items})) or "none"
+
+
+def dims_text(dims: Iterable[int]) -> str:
+    """Dims as in config.pbtxt: ``[-1, 384]``."""
+    return f"[{', '.join(str(dim) for dim in dims)}]"
+
+
+_FLOATS = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP64"}
+
+
+@dataclass(frozen=True)
+class GraphTensor:
+    """Its dims have the batch dimension, -1 where variable; None when the file does not say."""
+
+    data_type: str
+    dims: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What one ONNX file says about itself.
+
+    Attributes:
+        file: path relative to the repository.
+        data_files: files with weights that it refers to, relative to its folder.
+        problem: why it could not be read; empty when it could.
+    """
+
+    file: str
+    inputs: dict[str, GraphTensor] = field(default_factory=dict)
+    outputs: dict[str, GraphTensor] = field(default_factory=dict)
+    data_files: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def onnx_installed() -> bool:
+    try:
+        import onnx  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def read_graph(path: Path, file: str) -> Graph:
+    """Read the graph at `path` without its external weights; a broken file is a graph's `problem`.
+
+    Raises:
+        ImportError: onnx is not installed (see `onnx_installed`).
+    """
+    import onnx
+
+    try:
+        graph = onnx.load(str(path), load_external_data=False).graph
+    except Exception as problem:  # the parser raises more than its documented DecodeError
+        return Graph(file, problem=f"{type(problem).__name__}: {problem}")
+    if not graph.output:
+        return Graph(file, problem="no graph with an output in it")
+    weights = {tensor.name for tensor in graph.initializer}
+    stored_apart = filter(onnx.external_data_helper.uses_external_data, graph.initializer)
+    locations = {e.value for t in stored_apart for e in t.external_data if e.key == "location"}
+    return Graph(
+        file,
+        inputs={value.name: _tensor(value) for value in graph.input if value.name not in weights},
+        outputs={value.name: _tensor(value) for value in graph.output},
+        data_files=tuple(sorted(locations)),
+    )
+
+
+def _tensor(value: Any) -> GraphTensor:
+    import onnx
+
+    tensor = value.type.tensor_type
+    known = tensor.elem_type in onnx.TensorProto.DataType.values()
+    name = onnx.TensorProto.DataType.Name(tensor.elem_type) if known else "INVALID"
+    dims = None
+    if tensor.HasField("shape"):
+        dims = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)
+    return GraphTensor(f"TYPE_{_FLOATS.get(name, name)}", dims)
+
+
+_IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception"}
+_HOLDS_IMPORTS = (ast.stmt, ast.excepthandler, ast.match_case)
+_remembered = lru_cache(maxsize=128)
+"""Steps share most of their files, and so do the builds of one process."""
+
+
+class Source:
+    """One parsed file.
+
+    Attributes:
+        file: its path relative to the repository; `folder` likewise.
+        tree: an empty module when it does not parse; shared by files of the same content.
+        problem: why it does not parse, with the line; empty when it does.
+    """
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.path, self.file = path, path.relative_to(root).as_posix()
+        self.folder = self.file.rpartition("/")[0]
+        self.tree, self.problem = ast.Module(body=[], type_ignores=[]), ""
+        try:
+            self.tree = _parsed(path.read_bytes())
+        except SyntaxError as broken:
+            self.problem = f"line {broken.lineno}: {broken.msg}"
+        except (OSError, ValueError, RecursionError, MemoryError) as broken:
+            self.problem = f"{type(broken).__name__}: {broken}"
+
+
+@_remembered
+def _parsed(content: bytes) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Python merely doubts is not lint's concern
+        return ast.parse(content)
+
+
+def read_sources(folders: Iterable[Path], root: Path) -> list[Source]:
+    """The Python files in `folders` and below them; paths in messages are relative to `root`."""
+    return [Source(path, root) for folder in folders for path in sorted(folder.rglob("*.py"))]
+
+
+@_remembered
+def imports_of(tree: ast.Module, level: int) -> frozenset[str]:
+    """The top-level modules a file needs: absolute at level 0, siblings at level 1.
+
+    Imports that may fail (under ``try``/``except ImportError``) or that only a type checker runs
+    are left out.
+    """
+    found: set[str] = set()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ImportFrom) and node.level == level:
+            found.update([node.module] if node.module else (alias.name for alias in node.names))
+        elif isinstance(node, ast.Import) and level == 0:
+            found.update(alias.name for alias in node.names)
+        pending += [child for child in _needed_children(node) if isinstance(child, _HOLDS_IMPORTS)]
+    return frozenset(name.partition(".")[0] for name in found)
+
+
+def _needed_children(node: ast.AST) -> Iterable[ast.AST]:
+    if isinstance(node, ast.Try) and any(
+        handler.type is None or _mentions(handler.type, _IMPORT_ERRORS) for handler in node.handlers
+    ):
+        return [*node.orelse, *node.finalbody]
+    if isinstance(node, ast.If) and _mentions(node.test, {"TYPE_CHECKING"}):
+        return node.orelse
+    return ast.iter_child_nodes(node)
+
+
+@_remembered
+def files_beside(tree: ast.Module) -> frozenset[str]:
+    """Names of the files that a source looks for in its own folder.
+
+    It knows ``Path(__file__).with_name("x")`` and ``Path(__file__).parent / "x"``.
+    """
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                ast.Attribute(place, "with_name"), [ast.Constant(str(name)), *_]
+            ) | ast.BinOp(ast.Attribute(place, "parent"), ast.Div(), ast.Constant(str(name))):
+                if _mentions(place, {"__file__"}):
+                    found.add(name)
+    return frozenset(found)
+
+
+def _mentions(node: ast.AST, names: set[str]) -> bool:
+    return any(
+        getattr(child, "id", None) in names or getattr(child, "attr", None) in names
+        for child in ast.walk(node)
+    )
+
+
+@_remembered
+def defines(tree: ast.Module, name: str) -> bool:
+    """Whether a function or method `name` is defined anywhere in a source."""
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree))
+
+
+def defined_names(tree: ast.Module) -> dict[str, ast.stmt]:
+    """What a module defines, imports or assigns at its top level, by name; ``*`` for a star."""
+    found: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(name) | ast.FunctionDef(name):
+                found[name] = node
+            case ast.Import(aliases) | ast.ImportFrom(_, aliases):
+                found.update((alias.asname or alias.name, node) for alias in aliases)
+            case ast.Assign(targets):
+                found.update((t.id, node) for t in targets if isinstance(t, ast.Name))
+    return found
+
 
 # Every Python step that Triptych writes carries it, and nothing else does.
 _OUR_MARK = "stub_io.py"

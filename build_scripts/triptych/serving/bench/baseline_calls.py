@@ -152,7 +152,7 @@ def open_model(name: str, work: BaselineWork) -> Callable[[Sequence[Sample]], ob
         UserError: the model cannot be loaded.
     """
     if name == "onnxruntime":
-        from triptych.core.gate.artifact import open_onnx
+        from triptych.core.gate.runs import open_onnx
 
         pad = work.facts.pad_token_id
         return open_onnx(work.core_file, work.core, work.core_inputs, pad_token_id=pad)

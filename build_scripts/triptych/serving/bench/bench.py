@@ -20,10 +20,11 @@ from triptych.core.inputs import PipelineInputs
 from triptych.repository.lock import build_id, find_lock
 from triptych.serving.bench.baselines import ALL, Baselines
 from triptych.serving.bench.bottleneck import find_bottleneck
-from triptych.serving.bench.cost import cost_of
+from triptych.serving.bench.comparison import cost_of
 from triptych.serving.bench.measure import Target, measure
 from triptych.serving.bench.perf_analyzer import Distribution, Request
-from triptych.serving.bench.points import (
+from triptych.serving.bench.rates import highest_rate
+from triptych.serving.bench.results import (
     BenchResult,
     Cost,
     Load,
@@ -32,10 +33,9 @@ from triptych.serving.bench.points import (
     RateSearch,
     Subject,
 )
-from triptych.serving.bench.rates import highest_rate
+from triptych.serving.doctor import processor
 from triptych.serving.embedded import describe_local_server
 from triptych.serving.endpoint import check_built, served
-from triptych.serving.processor import processor
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from triptych.serving.bench.points import (
+from triptych.serving.bench.results import (
     Bottleneck,
     Load,
     Measurement,

@@ -10,8 +10,8 @@ from functools import partial
 from triptych.base.errors import UserError
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.bench.perf_output import Export, LoadResult, check_stability, histogram_of
-from triptych.serving.bench.points import Load, Measurement, Part, StepUse
 from triptych.serving.bench.resources import Watch
+from triptych.serving.bench.results import Load, Measurement, Part, StepUse
 from triptych.serving.bench.statistics import Counts, ServedStep, ServerCounts, step_use
 from triptych.serving.bench.streamed import answer_parts, streamed_of
 from triptych.spec.slo import GenerationSlo

@@ -10,7 +10,7 @@ from triptych.base.errors import Progress, UserError
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.measure import Target, measure
 from triptych.serving.bench.perf_analyzer import Request
-from triptych.serving.bench.points import Load, Measurement, Point, RateSearch
+from triptych.serving.bench.results import Load, Measurement, Point, RateSearch
 from triptych.spec.slo import AnySlo
 
 FEWEST_REQUESTS = 300

@@ -10,8 +10,8 @@ from typing import Any
 from tritonclient import grpc
 
 from triptych.base.errors import UserError
-from triptych.client.statistics import StepStatistics, read_statistics
-from triptych.serving.bench.points import StepUse
+from triptych.client.server_info import StepStatistics, read_statistics
+from triptych.serving.bench.results import StepUse
 
 STEPS = ("preprocess", "core", "postprocess")
 _TIMEOUT_S = 10.0

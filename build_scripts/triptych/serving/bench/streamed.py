@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import fsum
 
 from triptych.serving.bench.perf_output import Answer, Export, percentiles
-from triptych.serving.bench.points import Part, Streamed, Times
+from triptych.serving.bench.results import Part, Streamed, Times
 from triptych.spec.slo import PERCENTILES, GenerationSlo
 
 

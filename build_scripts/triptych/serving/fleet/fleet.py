@@ -1,4 +1,14 @@
-"""Replicas behind Envoy: what dies is replaced, what is built anew is put in one at a time."""
+"""Replicas behind Envoy: what dies is replaced, what is built anew is put in one at a time.
+
+What replicas serve: a repository as it was at one time, whatever is built into it later.
+
+A build swaps whole models and changes no file in place, so that links to its files keep what
+they hold.
+
+One server of a fleet: started, stopped and started again, each in a thread of its own.
+
+A server beside a fleet, on another build, that gets copies of some requests and samples them.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +17,225 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.serving.builds import Builds
-from triptych.serving.exchange import wrong_pipelines
-from triptych.serving.fleet.builds import Build, keep_build
-from triptych.serving.fleet.candidate import Candidate
+from triptych.base.files import told_to_user
+from triptych.container.health import find_fault
+from triptych.container.locks import find_pipelines
+from triptych.repository.store import link, locked
+from triptych.serving.endpoint import Pauses
+from triptych.serving.exchange import Builds, wrong_pipelines
 from triptych.serving.fleet.proxy import Proxy
-from triptych.serving.fleet.replica import Replica
 from triptych.serving.server import Server
+
+
+@dataclass(frozen=True, order=True)
+class Build:
+    """One of them: a later one has a higher number."""
+
+    number: int
+    folder: Path
+
+
+def keep_build(repository: Path, home: Path, number: int) -> Build:
+    """Keep what the repository holds now, in a folder that is made in `home`.
+
+    Raises:
+        UserError: a build writes into the repository just now, or there is no room.
+    """
+    folder = home / f"build-{number}"
+    with told_to_user(folder), locked(repository):
+        shutil.copytree(
+            repository,
+            folder,
+            copy_function=_link,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    return Build(number, folder)
+
+
+def _link(source: str, target: str) -> str:
+    link(Path(source).resolve(), Path(target))
+    return target
+
+
+_ASK_POLL_S = 0.2
+
+
+class Replica:
+    """A server and what became of it; `Fleet` decides, the methods here take their time.
+
+    Attributes:
+        name: as it is told to the user.
+        build: what it serves, or is being started on.
+        is_ready: whether it may get requests.
+        work: its start or exchange under way; None where there is none.
+        again_at: when it is to be started again, on the monotonic clock; None where it is not.
+        most_failed_starts: in a row: what fails so often will fail again.
+    """
+
+    most_failed_starts = 6
+
+    def __init__(self, name: str, server: Server, models: Sequence[str], build: Build) -> None:
+        self.name = name
+        self.server = server
+        self.build = build
+        self.is_ready = False
+        self.work: Future[None] | None = None
+        self.again_at: float | None = None
+        self._models = frozenset(models)
+        self._failed_starts = 0
+        self._pauses = Pauses()
+        self._ready_at = time.monotonic()
+        self._ending = threading.Lock()
+        self._ended = False
+        self._was_started = False
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it answers nothing and is not started again."""
+        return not self.is_ready and self.work is None and self.again_at is None
+
+    def start(self, build: Build, timeout_s: float) -> None:
+        """Start it on `build`, and return once each of its pipelines has answered a question.
+
+        Raises:
+            UserError: it does not load, or does not answer.
+        """
+        with self._ending:
+            if self._ended:
+                raise RuntimeError("the fleet is being stopped")
+            if build != self.build:
+                self.build = build
+                self._failed_starts = 0
+            if self._was_started:
+                self.server.restart(build.folder)
+            else:
+                self._was_started = True
+                self.server.start()
+        deadline = time.monotonic() + timeout_s
+        self.server.wait_ready(timeout_s)
+        self._answer(deadline)
+
+    def drain(self) -> None:
+        """Answer what is under way, then end the server."""
+        with self._ending:
+            self.server.stop()
+
+    def end(self) -> None:
+        """`drain`, and never start again."""
+        with self._ending:
+            self._ended = True
+            self.server.stop()
+
+    def ready(self) -> None:
+        """Count it as one that answers."""
+        self.is_ready = True
+        self._failed_starts = 0
+        self._ready_at = time.monotonic()
+
+    def failed(self) -> float | None:
+        """Count a death or a failed start; the pause until the next start, None if that is over."""
+        now = time.monotonic()
+        self._failed_starts += not self.is_ready
+        pause_s = self._pauses.take_s(now - self._ready_at if self.is_ready else 0.0)
+        self.is_ready = False
+        if self._failed_starts >= self.most_failed_starts:
+            self.again_at = None
+            return None
+        self.again_at = now + pause_s
+        return pause_s
+
+    def _answer(self, deadline: float) -> None:
+        pipelines = [
+            pipeline
+            for pipeline in find_pipelines(self.build.folder)
+            if not self._models or pipeline.name in self._models
+        ]
+        url = f"http://{self.server.http_url}"
+        while pipelines and (fault := find_fault(url, pipelines)):
+            death = self.server.death(_ASK_POLL_S)
+            if death is not None:
+                raise death
+            if time.monotonic() > deadline:
+                raise UserError(self.name, "must answer a question of its traffic", given=fault)
+
+
+class Candidate:
+    """Its server, kept up as a replica is; nothing that becomes of it changes the fleet.
+
+    Args:
+        replica: not started.
+        load_s: that its models may take to load.
+        on_change: told in a line what went well.
+        on_problem: told in a line what did not.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        load_s: float,
+        on_change: Callable[[str], None],
+        on_problem: Callable[[str], None],
+    ) -> None:
+        self.replica = replica
+        self._load_s = load_s
+        self._on_change = on_change
+        self._on_problem = on_problem
+
+    def start(self) -> None:
+        """Start it, in a thread of its own."""
+        replica = self.replica
+        done: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                replica.start(replica.build, self._load_s)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        replica.again_at = None
+        replica.work = done
+        threading.Thread(target=work, name="candidate", daemon=True).start()
+
+    def look(self) -> None:
+        """Tell what became of it, and start it again where it died; as `Fleet.look`."""
+        replica = self.replica
+        if replica.work is not None:
+            if replica.work.done():
+                self._end_start(replica.work.exception())
+        elif replica.is_ready:
+            death = replica.server.death(0.0)
+            if death is not None:
+                self._failed(death)
+        elif replica.again_at is not None and time.monotonic() >= replica.again_at:
+            self.start()
+
+    def end(self) -> None:
+        """Answer what is under way, and end the server for good."""
+        self.replica.end()
+
+    def _end_start(self, error: BaseException | None) -> None:
+        self.replica.work = None
+        if error is None:
+            self.replica.ready()
+            self._on_change(f"the candidate is ready at {self.replica.server.grpc_url}")
+        elif isinstance(error, UserError):
+            self._failed(error)
+        else:
+            raise error
+
+    def _failed(self, error: UserError) -> None:
+        pause_s = self.replica.failed()
+        again = "is not started again" if pause_s is None else f"is started again in {pause_s:g} s"
+        self._on_problem(f"{error.message} The candidate {again}; the fleet goes on without it.")
+
 
 _TAKEN_OUT_S = 10.0
 _FOUND_S = 30.0

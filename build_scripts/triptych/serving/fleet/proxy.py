@@ -17,14 +17,21 @@ from triptych.base.explained import yaml_of
 from triptych.base.files import write_files
 from triptych.container.entrypoint import server_variables
 from triptych.serving.embedded import server_path
-from triptych.serving.fleet.bootstrap import Listen, bootstrap
-from triptych.serving.fleet.clusters import GRPC, HTTP, EndpointFiles, Mirror, Service, assignment
-from triptych.serving.fleet.settings import ProxySettings
-from triptych.serving.http_probe import answers
+from triptych.serving.fleet.envoy import (
+    GRPC,
+    HTTP,
+    EndpointFiles,
+    Listen,
+    Mirror,
+    ProxySettings,
+    Service,
+    assignment,
+    bootstrap,
+)
 from triptych.serving.leftovers import new_mark
-from triptych.serving.plain_folder import new_plain_folder
 from triptych.serving.process import ServerProcess
-from triptych.serving.server import Server
+from triptych.serving.readiness import answers
+from triptych.serving.server import Server, new_plain_folder
 
 INSTALL_FLEET = "pip install -e .[fleet]"
 _LOOPBACK = "127.0.0.1"

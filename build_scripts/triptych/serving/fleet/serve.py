@@ -1,30 +1,167 @@
-"""A repository served by several replicas, from nothing to a fleet and back."""
+"""A repository served by several replicas, from nothing to a fleet and back.
+
+Whether replicas have room beside each other, by what they were measured to use.
+
+Which GPU each replica has, and how many replicas that makes.
+
+Which build gets copies of requests beside a fleet, and how many, as a user names it.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
+
+from triptych.base.errors import UserError
 from triptych.base.files import told_to_user
 from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
-from triptych.repository.lock import find_lock
+from triptych.repository.lock import find_lock, read_lock
 from triptych.repository.store import work_beside
-from triptych.serving.fleet.bootstrap import Listen
-from triptych.serving.fleet.builds import Build
-from triptych.serving.fleet.candidate import Candidate
-from triptych.serving.fleet.clusters import EndpointNames, Mirror
-from triptych.serving.fleet.fleet import Fleet
-from triptych.serving.fleet.gpus import variables_of
-from triptych.serving.fleet.mirrored import Mirrored
+from triptych.serving.endpoint import until_asked
+from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
+from triptych.serving.fleet.fleet import Build, Candidate, Fleet, Replica
 from triptych.serving.fleet.proxy import Proxy, find_envoy
-from triptych.serving.fleet.replica import Replica
-from triptych.serving.fleet.settings import proxy_settings
 from triptych.serving.ports import claim_ports
 from triptych.serving.server import Server
-from triptych.serving.wait import until_asked
+
+_MIB = 2**20
+
+
+def find_crowding(servers: Iterable[int]) -> list[str]:
+    """What to warn of, in sentences, now that the servers with these process ids are ready."""
+    used = [_memory_mib(pid) for pid in servers]
+    free_mib = psutil.virtual_memory().available / _MIB
+    return list(crowding(used, free_mib, len(os.sched_getaffinity(0))))
+
+
+def crowding(used_mib: list[float], free_mib: float, cores: int) -> Iterator[str]:
+    """The same from numbers: MiB that each replica uses and that are left, cores to run on."""
+    if max(used_mib) > free_mib:
+        yield (
+            f"a replica uses {max(used_mib):.0f} MiB and {free_mib:.0f} MiB are left: under load "
+            "they may need more; fewer replicas leave room"
+        )
+    if len(used_mib) > cores:
+        yield f"{len(used_mib)} replicas share {cores} cores, and take them from each other"
+
+
+def _memory_mib(server: int) -> float:
+    """Of a server and its steps; what they share counts once for all of them."""
+    found = 0
+    with suppress(psutil.Error):
+        process = psutil.Process(server)
+        for member in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                found += member.memory_full_info().pss
+    return found / _MIB
+
+
+def count_replicas(replicas: int | None, gpus: Sequence[str]) -> int:
+    """How many replicas are asked for.
+
+    Raises:
+        UserError: less than one, a GPU twice, or another number of replicas than of GPUs.
+    """
+    count = len(gpus) or 1 if replicas is None else replicas
+    if count < 1:
+        raise UserError("--replicas", "must be at least 1", given=replicas)
+    if "" in gpus or len(set(gpus)) < len(gpus):
+        raise UserError(
+            "--gpus",
+            "must name each GPU once: numbers, or UUIDs as nvidia-smi -L tells them",
+            given=",".join(gpus),
+            remedy="Write for example --gpus 0,1",
+        )
+    if gpus and count != len(gpus):
+        raise UserError(
+            "--replicas",
+            "must be as many as GPUs: each replica has one",
+            given=f"{count} with --gpus {','.join(gpus)}",
+            remedy="Leave --replicas out",
+        )
+    return count
+
+
+def check_gpus(gpus: Sequence[str], there: int) -> None:
+    """Raises a `UserError` where a number names none of the GPUs that this machine has."""
+    for gpu in gpus:
+        if there == 0 or (gpu.isdecimal() and int(gpu) >= there):
+            raise UserError(
+                "--gpus",
+                "must name GPUs of this machine",
+                given=f"{gpu}, and there are {there or 'none'}",
+                remedy="`nvidia-smi -L` lists them" if there else "Leave --gpus out",
+            )
+
+
+def variables_of(gpus: Sequence[str], number: int) -> dict[str, str]:
+    """What shows a server its own GPU alone; nothing where none were named."""
+    return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
+
+
+FOLDER = ".candidate"
+"""In the folder of the samples: what a candidate answered must not push out what the fleet did."""
+
+
+class Mirrored(NamedTuple):
+    """A candidate, and the share of the requests that it gets, above 0 and up to 1."""
+
+    repository: Path
+    share: float
+
+
+def mirrored_of(text: str) -> Mirrored:
+    """``REPOSITORY:SHARE``.
+
+    Raises:
+        UserError: another form, or what the repository holds samples nothing.
+    """
+    folder, _, share_text = text.rpartition(":")
+    try:
+        share = float(share_text)
+    except ValueError:
+        share = 0.0
+    if not folder or not 0 < share <= 1:
+        raise UserError(
+            "--mirror",
+            "must name a repository and a share of the requests, above 0 and up to 1",
+            given=text,
+            remedy="As in --mirror candidate:0.05",
+        )
+    repository = Path(folder)
+    names = [pipeline.name for pipeline in find_pipelines(repository)]
+    for name in names:
+        if read_lock(repository, name).spec.serving.sample is None:
+            raise UserError(
+                "--mirror",
+                "must name builds that sample: answers to mirrored requests are thrown away, so "
+                "nothing else would be left of them",
+                given=f"{name} without serving.sample",
+                remedy=f"Run `triptych build {name} --set serving.sample.rate=1 --repository "
+                f"{folder}`",
+            )
+    if not names:
+        raise UserError("--mirror", "must name a repository with a pipeline", given=folder)
+    return Mirrored(repository, share)
+
+
+def check_alike(repository: Path, candidate: Path) -> None:
+    """Raises a `UserError` where a candidate holds a pipeline that is not served beside it."""
+    for pipeline in find_pipelines(candidate):
+        if find_lock(repository, pipeline.name) is None:
+            raise UserError(
+                "--mirror",
+                "must name builds of pipelines that are served",
+                given=f"{pipeline.name}, which {repository} does not hold",
+            )
+
 
 _LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.3

@@ -5,12 +5,11 @@ from __future__ import annotations
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.runtime.given import PREFIX
+from triptych.spec.fields import Custom
 from triptych.spec.model_facts import ModelFacts
-from triptych.spec.spec_fields import Custom
-from triptych.spec.tasks.metrics_passages import compare_anything
+from triptych.spec.tasks.compare import compare_anything
 from triptych.spec.tasks.metrics_vectors import COSINES
-from triptych.spec.tasks.parts import TEXT, TEXT_PAIR, labels
-from triptych.spec.tasks.task import Core, Parameters, Task
+from triptych.spec.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task, labels
 
 RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"} | {
     PREFIX + name for name in ("text", "text_pair")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
+from triptych.spec.tasks.compare import group
 from triptych.spec.tasks.metrics_labels import LabelledRow, Truth
-from triptych.spec.tasks.metrics_passages import group
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import PARAMETERS, read_lines
 

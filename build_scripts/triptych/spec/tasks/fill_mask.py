@@ -5,10 +5,9 @@ from __future__ import annotations
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
-from triptych.spec.tasks.metrics_choices import compare_tokens
+from triptych.spec.tasks.compare import compare_tokens
 from triptych.spec.tasks.metrics_labelled import TOKEN_ACCURACY
-from triptych.spec.tasks.parts import BEST_CHOICES, TEXT, choosing_core, top_k
-from triptych.spec.tasks.task import LARGEST_TOP_K, Task
+from triptych.spec.tasks.task import BEST_CHOICES, LARGEST_TOP_K, TEXT, Task, choosing_core, top_k
 
 
 def _check(facts: ModelFacts) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
-from triptych.spec.tasks.metrics_choices import LABEL_METRICS, compare_labels
+from triptych.spec.tasks.compare import LABEL_METRICS, compare_labels
 from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY
-from triptych.spec.tasks.parts import (
+from triptych.spec.tasks.task import (
     BEST_CHOICES,
     CHOICES,
+    Core,
+    Parameters,
+    Task,
     choosing_core,
     has_labels,
     labels,
     top_k,
 )
-from triptych.spec.tasks.task import Core, Parameters, Task
 
 
 def _core(facts: ModelFacts, parameters: Parameters) -> Core:

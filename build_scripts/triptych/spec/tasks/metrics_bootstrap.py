@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from triptych.spec.tasks.metrics_ranks import Floats, Statistic
+from triptych.spec.tasks.compare import Floats, Statistic
 
 RESAMPLES = 2000
 SEED = 20240601

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from triptych.spec.tasks.compare import Outputs, Statistic, texts
 from triptych.spec.tasks.metrics_bootstrap import ratio
 from triptych.spec.tasks.metrics_labelled import LabelledMetric, Measure
 from triptych.spec.tasks.metrics_labels import LabelledRow, Truth
-from triptych.spec.tasks.metrics_outputs import Outputs, texts
-from triptych.spec.tasks.metrics_ranks import Statistic
 
 OUTPUT = "text_output"
 

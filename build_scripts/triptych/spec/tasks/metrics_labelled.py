@@ -8,13 +8,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from triptych.spec.tasks.compare import (
+    Floats,
+    Outputs,
+    Statistic,
+    numbers,
+    rank_correlation,
+    read_answer,
+    read_choices,
+    read_entities,
+    span_counts,
+    word_f1,
+)
 from triptych.spec.tasks.metrics_bootstrap import (
     LOSSES_TO_SHOW,
     difference_interval,
     ratio,
     value_of,
 )
-from triptych.spec.tasks.metrics_choices import read_choices
 from triptych.spec.tasks.metrics_labels import (
     ANSWERS,
     ENTITIES,
@@ -26,9 +37,6 @@ from triptych.spec.tasks.metrics_labels import (
     Truth,
     telling_queries,
 )
-from triptych.spec.tasks.metrics_outputs import Outputs, numbers
-from triptych.spec.tasks.metrics_ranks import Floats, Statistic, rank_correlation
-from triptych.spec.tasks.metrics_spans import read_answer, read_entities, span_counts, word_f1
 from triptych.spec.tasks.metrics_vectors import similarity
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from triptych.spec.tasks.metrics_passages import group
-from triptych.spec.tasks.metrics_spans import Span
+from triptych.spec.tasks.compare import Span, group
 
 _LARGEST = 1e9
 

@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.spec.tasks.metrics_outputs import Comparison, Outputs, finite, numbers
-from triptych.spec.tasks.metrics_ranks import Floats, spearman
+from triptych.spec.tasks.compare import Comparison, Floats, Outputs, finite, numbers, spearman
 
 COSINES = ("min_cosine", "mean_cosine")
 NEIGHBOURS = ("nearest_neighbour_agreement", "mean_neighbour_loss", "max_neighbour_loss")

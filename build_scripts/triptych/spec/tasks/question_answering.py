@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from triptych.base.tensors import Tensor
+from triptych.spec.tasks.compare import compare_answers
 from triptych.spec.tasks.metrics_labelled import ANSWER_F1
-from triptych.spec.tasks.metrics_spans import compare_answers
-from triptych.spec.tasks.parts import TEXT, TEXT_PAIR
-from triptych.spec.tasks.task import Core, Rule, Task, View
+from triptych.spec.tasks.task import TEXT, TEXT_PAIR, Core, Rule, Task, View
 
 _CORE = Core(
     "AutoModelForQuestionAnswering",

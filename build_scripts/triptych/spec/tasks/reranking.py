@@ -5,10 +5,9 @@ from __future__ import annotations
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
+from triptych.spec.tasks.compare import compare_scores
 from triptych.spec.tasks.metrics_labelled import RECIPROCAL_RANK
-from triptych.spec.tasks.metrics_passages import compare_scores
-from triptych.spec.tasks.parts import SEQUENCE_CLASSIFIER, TEXT, TEXT_PAIR
-from triptych.spec.tasks.task import Core, Task
+from triptych.spec.tasks.task import SEQUENCE_CLASSIFIER, TEXT, TEXT_PAIR, Core, Task
 
 _RELEVANCE = Tensor("relevance", "FP32", (1,))
 

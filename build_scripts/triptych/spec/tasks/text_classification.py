@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from triptych.spec.tasks.metrics_choices import LABEL_METRICS, compare_labels
+from triptych.spec.tasks.compare import LABEL_METRICS, compare_labels
 from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY
-from triptych.spec.tasks.parts import (
+from triptych.spec.tasks.task import (
     BEST_CHOICES,
     CHOICES,
     SEQUENCE_CLASSIFIER,
     TEXT,
+    Task,
     choosing_core,
     has_labels,
     labels,
     top_k,
 )
-from triptych.spec.tasks.task import Task
 
 TEXT_CLASSIFICATION = Task(
     name="text-classification",

@@ -8,8 +8,7 @@ from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.metrics_labelled import SIMILARITY_CORRELATION
 from triptych.spec.tasks.metrics_vectors import COSINES, NEIGHBOURS, compare_vectors
-from triptych.spec.tasks.parts import TEXT
-from triptych.spec.tasks.task import Core, Parameters, Rule, Task, View
+from triptych.spec.tasks.task import TEXT, Core, Parameters, Rule, Task, View
 
 
 def _core(facts: ModelFacts, parameters: Parameters) -> Core:

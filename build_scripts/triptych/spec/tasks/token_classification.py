@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
+from triptych.spec.tasks.compare import compare_entities
 from triptych.spec.tasks.metrics_labelled import ENTITY_F1
-from triptych.spec.tasks.metrics_spans import compare_entities
-from triptych.spec.tasks.parts import TEXT, has_labels, labels
-from triptych.spec.tasks.task import Core, Parameters, Rule, Task, View
+from triptych.spec.tasks.task import TEXT, Core, Parameters, Rule, Task, View, has_labels, labels
 
 EXAMPLE = {"entity": "PER", "score": 0.9, "text": "Ada", "start": 0, "end": 3}
 AGGREGATIONS = ("none", "simple", "first", "max", "average")

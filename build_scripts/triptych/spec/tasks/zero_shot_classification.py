@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
-from triptych.spec.tasks.metrics_choices import LABEL_METRICS, compare_labels
+from triptych.spec.tasks.compare import LABEL_METRICS, compare_labels
 from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY
-from triptych.spec.tasks.parts import CHOICES, SEQUENCE_CLASSIFIER, TEXT
-from triptych.spec.tasks.task import Core, Parameters, Rule, Task, View
+from triptych.spec.tasks.task import (
+    CHOICES,
+    SEQUENCE_CLASSIFIER,
+    TEXT,
+    Core,
+    Parameters,
+    Rule,
+    Task,
+    View,
+)
 
 
 def _core(facts: ModelFacts, parameters: Parameters) -> Core:

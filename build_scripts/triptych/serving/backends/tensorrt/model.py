@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from triptych.core.engine.cuda import Cuda
-from triptych.core.engine.engine_file import open_engine
-from triptych.core.engine.engine_runner import EngineRunner
+from triptych.core.engine.runner import EngineRunner, open_engine
 from triptych.runtime.shared_memory import make_private
 from triptych.serving.backends import contract as contracts
 from triptych.serving.backends import execution

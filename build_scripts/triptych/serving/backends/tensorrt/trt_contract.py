@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from triptych.core.engine.engine_file import EngineTensor
+from triptych.core.engine.runner import EngineTensor
 from triptych.serving.backends.contract import (
     BatchInputSpec,
     Contract,
@@ -20,7 +20,7 @@ from triptych.serving.backends.contract import (
     find_tensor,
     shape_text,
 )
-from triptych.spec.engine_spec import ShapeRange
+from triptych.spec.engine_plan import ShapeRange
 
 # TensorRT's name of a data type and Triton's.
 TRITON_TYPES = {

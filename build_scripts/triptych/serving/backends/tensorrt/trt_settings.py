@@ -12,7 +12,7 @@ from triptych.serving.backends.contract import (
     ModelConfig,
     model_file,
 )
-from triptych.spec.engine_spec import GraphSpec
+from triptych.spec.engine_plan import GraphSpec
 
 PLAN_FILE = "model.plan"
 

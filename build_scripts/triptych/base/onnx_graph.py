@@ -1,0 +1,359 @@
+"""Reading and editing the nodes, initializers and names of an ONNX graph.
+
+Reading and writing ONNX graphs, whatever their size.
+
+Element types of the values of a graph, found without its weights, whatever their size.
+
+Graphs for other hardware on a CPU, with the accuracy that they have there.
+
+ONNX Runtime's CPU provider has no kernel for most operators in bf16 (Add, MatMul, Softmax, ...: a
+session does not open). fp16 it computes in fp32, and it takes out the casts that it put around its
+kernels, so that a value may pass several operators without ever being rounded to fp16: one beyond
+65,504 does not overflow there as it does on a GPU.
+
+So either is run as a view of the graph: every operator computes in fp32 on values that are 16-bit
+numbers, and its result is rounded to the type by a Cast to it and one back. That is what kernels
+do that add up in fp32 and store in 16 bits. ONNX Runtime leaves such pairs of casts, which lose
+something, alone.
+
+fp8 it quantises and dequantises as written, as long as it does not fuse: it takes fp8 for int8
+then, so that a session does not open, or drops a Relu before a QuantizeLinear, silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+MODEL_FILE = "model.onnx"
+LARGEST_PROTOBUF = 1_900_000_000
+"""Bytes; weights of a larger graph go into a file beside it."""
+
+
+def hashes_of_graph(files: Mapping[str, str]) -> dict[str, str]:
+    """Of `files` of a folder (name -> hash): the graph, and weights beside it."""
+    return {name: digest for name, digest in files.items() if name.startswith(MODEL_FILE)}
+
+
+def read_model(path: Path) -> Any:
+    """The graph as an `onnx.ModelProto`, its weights with it."""
+    import onnx
+
+    return onnx.load(path)
+
+
+def write_model(model: Any, target: Path) -> Path:
+    """Write ``target/model.onnx``, checked; returns its path."""
+    target.mkdir(parents=True, exist_ok=True)
+    save_onnx(model, target / MODEL_FILE)
+    return target / MODEL_FILE
+
+
+def save_onnx(model: Any, path: Path) -> None:
+    """Save without traces of the machine that exported it."""
+    import onnx
+
+    graph = model.graph
+    # Shapes of inner values name the old axes, and metadata holds source paths.
+    del graph.value_info[:]
+    model.producer_version = ""
+    nodes = (node for one in (graph, *model.functions) for node in one.node)
+    values = (*graph.input, *graph.output, *graph.initializer)
+    for part in (model, graph, *model.functions, *nodes, *values):
+        part.doc_string = ""
+        del part.metadata_props[:]
+    onnx.checker.check_model(model)
+    large = model.ByteSize() > LARGEST_PROTOBUF
+    onnx.save(
+        model, path, save_as_external_data=large, location=f"{path.name}.data" if large else None
+    )
+
+
+OPSET = 19
+"""The first whose QuantizeLinear and DequantizeLinear know fp8, and scales of 16 bits."""
+
+PRODUCTS = frozenset(("MatMul", "Gemm", "Conv", "Einsum", "Attention"))
+"""Operators whose type decides accuracy and speed: nearly all work of a model is in them."""
+
+
+class Initializer(Protocol):
+    """What is read of an `onnx.TensorProto` without its values."""
+
+    name: str
+    dims: Sequence[int]
+    data_type: int
+
+
+Initializers = Mapping[str, Initializer]
+
+
+def initializers(graph: Any) -> dict[str, Initializer]:
+    """By name."""
+    return {tensor.name: tensor for tensor in graph.initializer}
+
+
+def value_of(tensor: Initializer) -> NDArray[Any]:
+    import onnx
+
+    value: NDArray[Any] = onnx.numpy_helper.to_array(tensor)
+    return value
+
+
+def add_constant(graph: Any, name: str, value: Any) -> str:
+    """Add an initializer, last; returns its name."""
+    import onnx
+
+    graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
+    return name
+
+
+def copy_model(model: Any) -> Any:
+    import onnx
+
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    return copy
+
+
+def set_nodes(graph: Any, nodes: Sequence[Any]) -> None:
+    """Replace all nodes of a graph."""
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def at_opset(model: Any) -> Any:
+    """The graph, which is at opset 18 at least, with the operators of `OPSET`; changed in place.
+
+    From 18 to 19 operators gained types and settings, and what they had means the same, so that
+    the number is all there is to change.
+    """
+    declared = next(one for one in model.opset_import if not one.domain)
+    declared.version = max(declared.version, OPSET)
+    return model
+
+
+def bodies(node: Any) -> Iterator[Any]:
+    """The subgraphs of an If, a Loop or a Scan."""
+    for attribute in node.attribute:
+        yield from (attribute.g, *attribute.graphs)
+
+
+def all_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
+    """The nodes, each followed by those of its subgraphs."""
+    for node in nodes:
+        yield node
+        for body in bodies(node):
+            yield from all_nodes(body.node)
+
+
+def node_name(node: Any) -> str:
+    """Its name, or that of its first output if it has none."""
+    return str(node.name or next(iter(node.output), ""))
+
+
+def reads(node: Any) -> Iterator[str]:
+    """The values a node reads, with all that its subgraphs name."""
+    yield from node.input
+    for body in bodies(node):
+        for inner in body.node:
+            yield from reads(inner)
+        yield from (output.name for output in body.output)
+
+
+def readers(graph: Any) -> dict[str, list[int]]:
+    """Value to the indices of the nodes that read it, each once."""
+    found: dict[str, list[int]] = {}
+    for index, node in enumerate(graph.node):
+        for name in dict.fromkeys(reads(node)):
+            found.setdefault(name, []).append(index)
+    return found
+
+
+def drop_unused(graph: Any) -> None:
+    """Take out the initializers that nothing reads any more, in place."""
+    used = {name for node in graph.node for name in reads(node)}
+    used |= {output.name for output in graph.output}
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    if len(kept) < len(graph.initializer):
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+
+
+def free_mark(graph: Any) -> str:
+    """A separator that no name in the graph contains: names built with it are free."""
+    taken = list(_names(graph))
+    mark = "/"
+    while any(mark in name for name in taken):
+        mark += "/"
+    return mark
+
+
+def _names(graph: Any) -> Iterator[str]:
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        yield value.name
+    for node in graph.node:
+        yield from node.output
+        for body in bodies(node):
+            yield from _names(body)
+
+
+FLOAT, FLOAT16, BFLOAT16, FP8 = 1, 10, 16, 17
+"""Numbers of `onnx.TensorProto.DataType`; fp8 is E4M3FN."""
+
+SMALL = 1024
+"""Bytes of an initializer that inference gets to read: sizes and axes, not weights."""
+
+
+def value_types(model: Any) -> dict[str, int]:
+    """Every value's type as a number of `onnx.TensorProto.DataType`, by name.
+
+    Args:
+        model: an `onnx.ModelProto`; it is not changed. Its weights need not be loaded.
+
+    Raises:
+        ValueError: inference cannot tell the type of some value.
+    """
+    import onnx
+
+    graph, helper = model.graph, onnx.helper
+    weights = [tensor for tensor in graph.initializer if tensor.ByteSize() > SMALL]
+    skeleton = helper.make_model(
+        helper.make_graph(
+            graph.node,
+            "skeleton",
+            [
+                *graph.input,
+                *(helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in weights),
+            ],
+            graph.output,
+            [tensor for tensor in graph.initializer if tensor.ByteSize() <= SMALL],
+        ),
+        opset_imports=model.opset_import,
+        ir_version=model.ir_version,
+    )
+    inferred = onnx.shape_inference.infer_shapes(skeleton).graph
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*inferred.value_info, *inferred.input, *inferred.output)
+    }
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in graph.node:
+        for name in node.output:
+            if name and not types.get(name):
+                raise ValueError(f"the type of {name} cannot be inferred")
+    return types
+
+
+_HALVES = (FLOAT16, BFLOAT16)
+_MOVES = frozenset(
+    {
+        *("Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity"),
+        *("Neg", "Relu", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose"),
+        *("Unsqueeze", "Where"),
+    }
+)
+"""Operators whose results need no rounding: they are among their inputs, or their negatives."""
+
+_TYPED_BY_ATTRIBUTE = frozenset(("Cast", "Constant", "ConstantOfShape"))
+"""Operators that output the 16-bit value themselves."""
+
+
+def open_session(path: Path, options: Any = None) -> Any:
+    """An `onnxruntime.InferenceSession` on the CPU, whatever the graph's precision.
+
+    Args:
+        path: of a ``model.onnx``, with fp32 outputs.
+        options: `onnxruntime.SessionOptions` to add to; the usual ones where left out.
+    """
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions() if options is None else options
+    model_graph = onnx.load(path, load_external_data=False).graph
+    weights = model_graph.initializer
+    if not _has_unsigned_inputs(model_graph):
+        # Without VNNI, products of bytes add pairs up in 16 bits, which overflow. A GPU adds them
+        # up in 32. A graph for ONNX Runtime is judged with the kernels that serve it.
+        _set_entry(options, "session.x64quantprecision", "1")
+    if any(tensor.data_type == FP8 for tensor in weights):
+        _set_entry(options, "session.disable_quant_qdq", "1")
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    graph = runnable(path)
+    if graph != path and any(map(onnx.external_data_helper.uses_external_data, weights)):
+        # A view is no file, so where its weights lie must be said.
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(path.parent)
+        )
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def _has_unsigned_inputs(graph: Any) -> bool:
+    """Whether layers take UINT8 inputs, as graphs for ONNX Runtime have them and TensorRT's not."""
+    import onnx
+
+    unsigned = any(one.data_type == onnx.TensorProto.UINT8 for one in graph.initializer)
+    return unsigned or any(node.op_type == "DynamicQuantizeLinear" for node in graph.node)
+
+
+def _set_entry(options: Any, key: str, value: str) -> None:
+    """Set what is not set yet: ONNX Runtime warns of an entry that is set again."""
+    try:
+        options.get_session_config_entry(key)
+    except RuntimeError:
+        options.add_session_config_entry(key, value)
+
+
+def runnable(path: Path) -> bytes | Path:
+    """What to open in ONNX Runtime on a CPU instead of the graph at `path`.
+
+    Returns:
+        A view of the graph as above, or `path` itself where nothing in it is fp16 or bf16. Weights
+        in a file beside the graph stay there.
+    """
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    types = value_types(model)
+    if not any(kind in _HALVES for kind in types.values()):
+        return path
+    view: bytes = _view(model, types).SerializeToString()
+    return view
+
+
+def _view(model: Any, types: dict[str, int]) -> Any:
+    """The graph with its 16-bit values as fp32 values of the same numbers."""
+    graph = model.graph
+    nodes = []
+    mark = free_mark(graph)
+    for tensor in graph.initializer:
+        if tensor.data_type in _HALVES:
+            name = tensor.name
+            tensor.name = f"{name}{mark}stored"
+            nodes.append(_cast(tensor.name, name, FLOAT))
+    for node in graph.node:
+        nodes.append(node)
+        for place, name in enumerate(node.output):
+            kind = types.get(name)
+            if kind not in _HALVES or node.op_type in _MOVES:
+                continue
+            stored = f"{name}{mark}stored"
+            if node.op_type in _TYPED_BY_ATTRIBUTE:
+                node.output[place] = stored
+            else:
+                node.output[place] = f"{name}{mark}exact"
+                nodes.append(_cast(node.output[place], stored, kind))
+            nodes.append(_cast(stored, name, FLOAT))
+    view = copy_model(model)
+    del view.graph.value_info[:]
+    set_nodes(view.graph, nodes)
+    return view
+
+
+def _cast(source: str, target: str, kind: int) -> Any:
+    import onnx
+
+    return onnx.helper.make_node("Cast", [source], [target], name=f"{target}/cast", to=kind)

@@ -1,0 +1,370 @@
+"""What the files of a model that generates text say of it.
+
+Numbers of fewer bits that a model's weights are stored in, by its files or by our own making.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic import TypeAdapter
+from tokenizers import Tokenizer
+
+from triptych.base.cache import cached_stage, code_hash, versions_of
+from triptych.base.errors import Progress, UserError
+from triptych.runtime.chat_template import ChatTemplate
+from triptych.runtime.generation_wire import TOKENIZER_FILE
+from triptych.runtime.prompts import TEMPLATE_FILE
+from triptych.runtime.sampling_parameters import DEFAULTS, find_fault
+from triptych.spec.model_source import OUT_OF_REACH, hash_model, read_tokenizer
+from triptych.spec.scaffold import LIMITS
+
+CONVERTED = {"int8": "int", "fp8": "float"}
+"""Precisions that an ordinary model is converted to, by the type as compressed-tensors calls it."""
+
+COMPUTED = ("fp16", "bf16")
+"""Precisions that quantised weights may be computed in."""
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What the files of a model say.
+
+    Attributes:
+        name: a precision of `GenerationCore` where it is one: ``awq``, ``gptq``, ``int8``, ``fp8``;
+            else the method that made it.
+        words: for a reader.
+    """
+
+    name: str
+    words: str
+
+
+def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
+    """What ``quantization_config`` of a ``config.json`` says; None where there is none."""
+    if not config:
+        return None
+    method = str(config.get("quant_method", "unknown")).lower()
+    if method in ("awq", "gptq"):
+        bits = config.get("bits", config.get("w_bit", 4))
+        size = config.get("group_size", config.get("q_group_size", -1))
+        groups = f"groups of {size}" if size > 0 else "a scale a channel"
+        return Quantisation(method, f"{method}: weights of {bits} bits, {groups}")
+    if method == "compressed-tensors":
+        kinds = [_kind(group) for group in config.get("config_groups", {}).values()]
+        name = kinds[0] if len(set(kinds)) == 1 and kinds[0] in CONVERTED else method
+        return Quantisation(name, f"{method}: {', '.join(kinds) or config.get('format')}")
+    return Quantisation(method, method)
+
+
+def _kind(group: Mapping[str, Any]) -> str:
+    """A group of layers: ``int8`` or ``fp8`` where weights and activations are, else in words."""
+    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    kind = f"{'fp' if weights.get('type') == 'float' else 'int'}{weights.get('num_bits')}"
+    same = activations is not None and all(
+        activations.get(name) == weights.get(name) for name in ("type", "num_bits")
+    )
+    return kind if same else f"{kind} weights alone" if activations is None else f"{kind} mixed"
+
+
+def check_precision(precision: str, found: Quantisation | None, *, backend: str) -> None:
+    """The precision suits what the model's weights are stored in, and the engine reads that.
+
+    Raises:
+        UserError: the precision names something else, or the engine was never tried on it.
+    """
+    if found is not None and backend != "vllm":
+        raise UserError(
+            "core.backend",
+            "must be vllm where the model's weights are quantised: no other was tried on them",
+            given=f"{backend}, and {found.words}",
+            remedy="Set core.backend: vllm, or name the original model",
+        )
+    if found is None:
+        if precision in ("awq", "gptq"):
+            raise UserError(
+                "core.precision",
+                f"{precision} needs a model that was quantised so: it takes calibration, which "
+                "is not done here",
+                given="a model whose config.json has no quantization_config",
+                remedy=f"Name such a model, often called …-{precision.upper()}; or choose int8, "
+                "fp8 or bf16",
+            )
+    elif precision not in (*COMPUTED, found.name):
+        own = f"{found.name} or " if found.name in (*CONVERTED, "awq", "gptq") else ""
+        raise UserError(
+            "core.precision",
+            f"must be {own}one of {', '.join(COMPUTED)}, to compute in: the model's weights are "
+            "quantised already",
+            given=f"{precision}, and {found.words}",
+            remedy=f"Set core.precision: {own.removesuffix(' or ') or 'bf16'}, or name the "
+            "original model",
+        )
+
+
+def compressed_tensors_config(precision: str) -> dict[str, Any]:
+    """``quantization_config`` of weights by channel and activations by token, scaled as they come.
+
+    As the compressed-tensors format has it, which vLLM reads:
+    https://github.com/vllm-project/compressed-tensors
+    """
+    both = {"num_bits": 8, "type": CONVERTED[precision], "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{CONVERTED[precision]}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**both, "strategy": "channel", "dynamic": False},
+                "input_activations": {**both, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+FACTS_FILE = "facts.json"
+GENERATION_FILE = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class GenerationFacts:
+    """One model.
+
+    Attributes:
+        sha256: of the files that decide its results.
+        architecture: class of transformers.
+        max_length: tokens of a prompt and its answer together, at most; `OUT_OF_REACH` where the
+            files have no limit.
+        stop_token_ids: tokens that end an answer.
+        special_tokens: name to text, as chat templates use them.
+        kv_values: numbers that the KV cache holds for a token.
+        kv_heads: that these are of: more GPUs than heads hold some of them twice.
+        vocabulary: tokens that the weights know; a tokenizer may have more.
+        suggested: sampling parameters that the model's files suggest. They are no defaults here.
+        quantisation: of the weights, by the model's files; None where there is none.
+    """
+
+    sha256: str
+    architecture: str
+    max_length: int
+    stop_token_ids: tuple[int, ...]
+    special_tokens: Mapping[str, str]
+    kv_values: int
+    kv_heads: int
+    vocabulary: int
+    quantisation: Quantisation | None = None
+    suggested: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GenerationModel:
+    """A model's facts, and the files that the steps read, in the cache.
+
+    Attributes:
+        tokenizer: that makes ids of a text.
+        chat_template: None where the model has none.
+        decoder: that makes text of ids, where it is another tokenizer.
+        pieces: see `runtime.source_pieces`; None where the tokenizer's ids are the model's.
+    """
+
+    facts: GenerationFacts
+    tokenizer: Path
+    chat_template: Path | None
+    decoder: Path | None = None
+    pieces: Path | None = None
+
+    def decoding(self) -> Tokenizer:
+        """What makes text of ids."""
+        return Tokenizer.from_file(str(self.decoder or self.tokenizer))
+
+
+def read_generation_model(folder: Path, progress: Progress) -> GenerationModel:
+    """Read the model in `folder`, once: transformers, which does, takes seconds to load.
+
+    Raises:
+        UserError: a model that does not generate text, or without a fast tokenizer.
+    """
+    sha256 = hash_model(folder)
+    inputs = {
+        "model": sha256,
+        "template": _text_of(folder / TEMPLATE_FILE),
+        "versions": versions_of("transformers", "tokenizers"),
+        "code": code_hash(
+            "building/generation/model.py",
+            "building/generation/model.py",
+            "spec/model_source.py",
+        ),
+    }
+
+    def work(target: Path) -> None:
+        # First: it says what is wrong with a tokenizer.
+        (target / TOKENIZER_FILE).write_text(read_tokenizer(folder), encoding="utf-8")
+        facts, template = _read(folder, sha256)
+        if template is not None:
+            (target / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        (target / FACTS_FILE).write_text(json.dumps(asdict(facts)), encoding="utf-8")
+
+    stage = cached_stage("generation-model", inputs, work, progress)
+    facts = TypeAdapter(GenerationFacts).validate_json((stage.folder / FACTS_FILE).read_bytes())
+    template = stage.folder / TEMPLATE_FILE
+    return GenerationModel(
+        facts, stage.folder / TOKENIZER_FILE, template if template.is_file() else None
+    )
+
+
+def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
+    from transformers import AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = read_config(folder)
+    architecture = (config.architectures or ["unknown"])[0]
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise UserError(
+            "model.source",
+            "must be a model that goes on with a text (a causal language model)",
+            given=architecture,
+            remedy="Choose another model, or another task",
+        )
+    text_config = config.get_text_config()
+    generation = read_generation_config(folder, config)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    kv_values, kv_heads = _kv_cache(text_config, architecture)
+    facts = GenerationFacts(
+        sha256=sha256,
+        architecture=architecture,
+        max_length=_max_length(text_config),
+        stop_token_ids=_stops(generation.eos_token_id, tokenizer.eos_token_id),
+        special_tokens=_special_tokens(tokenizer),
+        kv_values=kv_values,
+        kv_heads=kv_heads,
+        vocabulary=text_config.vocab_size,
+        quantisation=read_quantisation(getattr(config, "quantization_config", None)),
+        suggested=_suggested(folder / GENERATION_FILE),
+    )
+    return facts, _chat_template(tokenizer)
+
+
+def _kv_cache(config: Any, architecture: str) -> tuple[int, int]:
+    """The numbers that the KV cache holds for a token, and of how many heads they are."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise UserError(
+            "model.source",
+            "must be a model with attention, whose KV cache can be planned",
+            given=f"{architecture}, without num_attention_heads",
+            remedy="Choose another model",
+        )
+    if latent := getattr(config, "kv_lora_rank", None):
+        # DeepSeek's latent attention: one vector, and the part that has the place, for all heads.
+        return config.num_hidden_layers * (latent + config.qk_rope_head_dim), 1
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * kv_heads * head_size, kv_heads
+
+
+def read_config(folder: Path) -> Any:
+    """A model's configuration, as transformers has it.
+
+    Raises:
+        UserError: it does not know the model, or the file is no configuration.
+    """
+    from transformers import AutoConfig
+
+    with _loading("config.json"):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def read_generation_config(folder: Path, config: Any) -> Any:
+    """How a model generates, as transformers has it: by its own file, else by its configuration.
+
+    Raises:
+        UserError: the file is no such configuration.
+    """
+    from transformers import GenerationConfig
+
+    if not (folder / GENERATION_FILE).is_file():
+        return GenerationConfig.from_model_config(config)
+    with _loading(GENERATION_FILE):
+        found = GenerationConfig.from_pretrained(folder)
+        ends = found.eos_token_id
+        if not all(
+            isinstance(one, int) for one in (ends if isinstance(ends, list) else [ends or 0])
+        ):
+            raise ValueError(f"eos_token_id is {ends!r}, and no number or list of numbers")
+        return found
+
+
+@contextmanager
+def _loading(file: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            "model.source",
+            f"must have a {file} that transformers {versions_of('transformers')['transformers']} "
+            "takes",
+            given=" ".join(str(error).split())[:300],
+            remedy="Fetch the model again; where it is newer than this transformers, take another",
+        ) from error
+
+
+def _max_length(config: Any) -> int:
+    found = (getattr(config, name, None) for name in LIMITS)
+    return next((limit for limit in found if isinstance(limit, int)), OUT_OF_REACH)
+
+
+def _stops(said: int | Sequence[int] | None, tokenizers: int | None) -> tuple[int, ...]:
+    """Those that the model's files name, and the tokenizer's own one: vLLM ends answers at both.
+
+    Many a model that was trained further names its new end with the tokenizer alone.
+    """
+    named = [said] if isinstance(said, int) else list(said or ())
+    return tuple(dict.fromkeys([*named, *([] if tokenizers is None else [tokenizers])]))
+
+
+def _suggested(file: Path) -> dict[str, float]:
+    """What is in the file itself: transformers adds defaults of its own."""
+    said = json.loads(file.read_bytes()) if file.is_file() else {}
+    return {
+        name: said[name]
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        if name in said and said[name] != DEFAULTS[name] and not find_fault(name, said[name])
+    }
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, str]:
+    return {
+        name: token
+        for name, token in tokenizer.special_tokens_map.items()
+        if isinstance(token, str)
+    }
+
+
+def _chat_template(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
+        return None
+    try:
+        ChatTemplate(template, {})
+    except TemplateError as error:
+        raise UserError(
+            "model.source",
+            "must have a chat template that Jinja reads",
+            given=error,
+            remedy=f"Mend {TEMPLATE_FILE}, or the tokenizer's files, or fetch the model again",
+        ) from error
+    return template
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -1,0 +1,444 @@
+"""Questions to a served pipeline: the command line's words to rows, and answers to plain data.
+
+A generation for the command line: its words to parameters, and the answer's chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import yaml
+from numpy.typing import NDArray
+
+from triptych.base.errors import UserError
+from triptych.base.files import parse_yaml
+from triptych.spec.traffic import PARAMETERS
+
+if TYPE_CHECKING:
+    from triptych.client import Chunk, Client, InferenceError, PipelineConfig, Sampling
+
+
+Parameter = bool | int | float | str
+PlainOutputs = Mapping[str, object]
+"""Of one row by output, as JSON can say it."""
+
+TIMEOUT_S = 30.0
+"""A command's deadline."""
+_IMAGE = "image"
+_OF_COLUMNS = (".csv", ".tsv", ".parquet")
+_MOST_NUMBERS = 6
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row to send: text, or the bytes of an image, by input."""
+
+    inputs: dict[str, str | bytes]
+    shown: str
+    """The inputs as the user gave them: an image by its path."""
+    source: str = ""
+    """``file:line`` of the row; empty where the options of the command line gave it."""
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    """Of the request, for this row alone."""
+
+
+def read_questions(
+    texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path], file: Path | None
+) -> list[Question]:
+    """The rows of ``--text``, ``--text-pair``, ``--image`` and ``--file``, in this order.
+
+    A ``.jsonl`` file has one JSON object of inputs a line, images by their paths from the file,
+    and may have `parameters` as a pipeline's traffic has them. Any other file has one text a line.
+    What is given once goes with every row.
+
+    Raises:
+        UserError: nothing at all, inputs that differ in number, or a file that cannot be read.
+    """
+    columns = _by_input(texts, pairs, images)
+    if file is not None and file.suffix.lower() in _OF_COLUMNS:
+        raise UserError(
+            "--out",
+            f"must be given beside a {file.suffix} file, for its rows and their answers",
+            given="nothing",
+            remedy=f"Write for example --out {file.stem}.answers{file.suffix}",
+        )
+    if file is not None and file.suffix.lower() == ".jsonl":
+        return _read_objects(file, _once(columns))
+    if file is not None:
+        columns["text"] += _read_text(file).removesuffix("\n").split("\n")
+    columns = {name: values for name, values in columns.items() if values}
+    if not columns:
+        raise UserError(
+            "--text",
+            "or --text-pair, --image, --file must be given",
+            remedy='Write for example --text "hello"',
+        )
+    count = max(map(len, columns.values()))
+    if any(len(values) not in (1, count) for values in columns.values()):
+        raise UserError(
+            ", ".join(map(_option, columns)),
+            "must be given equally often, or once",
+            given=", ".join(f"{_option(name)} {len(v)}" for name, v in columns.items()),
+            remedy="Give one of each a row",
+        )
+    rows = zip(*(v if len(v) == count else v * count for v in columns.values()), strict=True)
+    return [_question(dict(zip(columns, row, strict=True)), Path()) for row in rows]
+
+
+def read_constants(
+    texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path]
+) -> dict[str, str | bytes]:
+    """What ``--text``, ``--text-pair`` and ``--image`` say for every row of a file.
+
+    Raises:
+        UserError: one is given twice, or is an image that cannot be read.
+    """
+    return _question(_once(_by_input(texts, pairs, images)), Path()).inputs
+
+
+def _by_input(
+    texts: Sequence[str], pairs: Sequence[str], images: Sequence[Path]
+) -> dict[str, list[str]]:
+    paths = [str(path) for path in images]
+    return {"text": list(texts), "text_pair": list(pairs), _IMAGE: paths}
+
+
+def _once(columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    for name, values in columns.items():
+        if len(values) > 1:
+            raise UserError(
+                _option(name),
+                "must be given at most once beside a file of rows",
+                given=len(values),
+                remedy="Write the rows into the file",
+            )
+    return {name: values[0] for name, values in columns.items() if values}
+
+
+def parse_parameters(pairs: Sequence[str]) -> dict[str, Parameter]:
+    """``KEY=VALUE`` pairs as request parameters.
+
+    A value is read as YAML reads it; a list is sent as JSON, its elements as they are written.
+
+    Raises:
+        UserError: not a pair, or a value that is neither scalar nor list of such.
+    """
+    parameters: dict[str, Parameter] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        try:
+            value = parse_yaml(text) if separator and key else None
+            if isinstance(value, list):
+                # Without YAML's types: `[yes, 1.50]` names two labels.
+                value = yaml.load(text, yaml.BaseLoader)
+        except ValueError:
+            value = None
+        if (parameter := request_parameter(value)) is None:
+            raise UserError(
+                "--parameter",
+                "must be KEY=VALUE with a plain value or a list of such",
+                given=pair,
+                remedy="Write for example --parameter dimensions=128",
+            )
+        parameters[key] = parameter
+    return parameters
+
+
+def ask(
+    pipeline: str,
+    questions: Sequence[Question],
+    *,
+    url: str,
+    parameters: Mapping[str, Parameter],
+    timeout_s: float,
+) -> list[PlainOutputs]:
+    """Send `questions` and return for each every output as plain data.
+
+    An output of one element is that element, any other a list; JSON is parsed.
+
+    Raises:
+        UserError: inputs that are not the pipeline's, or the server refused or was not reached.
+    """
+    from triptych.client import Client, InferenceError
+
+    try:
+        with Client(pipeline, url, timeout_s=timeout_s) as client:
+            config = client.interface()
+            config.check_takes_rows(pipeline)
+            _check_inputs(pipeline, config.inputs, questions)
+            return _send(client, config, questions, parameters)
+    except InferenceError as error:
+        raise unanswered(pipeline, url, error) from error
+
+
+def unanswered(pipeline: str, url: str, error: InferenceError) -> UserError:
+    """What the command line says where a server did not answer."""
+    from triptych.client import ServerUnreachable
+
+    unreachable = isinstance(error, ServerUnreachable)
+    remedy = "Start one with `triptych serve`, or name it with --url" if unreachable else ""
+    return UserError(f"{pipeline} at {url}", "must answer the request", given=error, remedy=remedy)
+
+
+def plain_outputs(
+    config: PipelineConfig, outputs: Mapping[str, NDArray[Any]]
+) -> dict[str, list[Any]]:
+    """Every output, [rows, …], as plain values a row, in the order of the config."""
+    in_json = _outputs_in_json()
+    return {
+        name: _plain(outputs[name], single=dims == (1,), as_json=name in in_json)
+        for name, (_, dims) in config.outputs.items()
+    }
+
+
+@functools.cache
+def _outputs_in_json() -> frozenset[str]:
+    from triptych.spec.tasks import TASKS
+
+    tensors = (tensor for task in TASKS.values() for tensor in task.outputs)
+    return frozenset(tensor.name for tensor in tensors if tensor.content == "json")
+
+
+def describe_answer(answer: PlainOutputs) -> list[str]:
+    """The lines that show the outputs of one row.
+
+    Lists of one length with names in them, such as labels and their scores, stand side by side.
+    """
+    scalars = {name: value for name, value in answer.items() if not isinstance(value, list)}
+    lists = {name: value for name, value in answer.items() if isinstance(value, list) and value}
+    lines = [_side_by_side(scalars)] if scalars else []
+    named = [len(value) for value in lists.values() if isinstance(value[0], str)]
+    beside = {name: value for name, value in lists.items() if named and len(value) == named[0]}
+    for entry in zip(*beside.values(), strict=True):
+        lines.append(_side_by_side(dict(zip(beside, entry, strict=True))))
+    for name, value in answer.items():
+        if isinstance(value, list) and name not in beside:
+            lines += _describe_list(name, value)
+    # Empty outputs are worth a word only where nothing else is there, as no entities in a text.
+    return lines or [f"{name}: none" for name in answer]
+
+
+def _send(
+    client: Client,
+    config: PipelineConfig,
+    questions: Sequence[Question],
+    parameters: Mapping[str, Parameter],
+) -> list[PlainOutputs]:
+    from triptych.client import InvalidRequest
+
+    alike: dict[str, list[int]] = {}
+    for index, question in enumerate(questions):
+        key = json.dumps({**parameters, **question.parameters}, sort_keys=True)
+        alike.setdefault(key, []).append(index)
+    answers: list[PlainOutputs] = [{}] * len(questions)
+    for key, rows in alike.items():
+        inputs = {name: [questions[row].inputs[name] for row in rows] for name in config.inputs}
+        try:
+            outputs = client.infer(inputs, parameters=json.loads(key))
+        except InvalidRequest as error:
+            row = None if error.row is None else rows[error.row]
+            raise InvalidRequest(error.message, row) from error
+        columns = plain_outputs(config, outputs)
+        for place, row in enumerate(rows):
+            answers[row] = {name: column[place] for name, column in columns.items()}
+    return answers
+
+
+def _check_inputs(pipeline: str, wanted: Sequence[str], questions: Sequence[Question]) -> None:
+    for question in questions:
+        missing = [name for name in wanted if name not in question.inputs]
+        foreign = [name for name in question.inputs if name not in wanted]
+        if not missing and not foreign:
+            continue
+        name = (missing or foreign)[0]
+        rule = "must be given" if missing else "must not be given"
+        raise UserError(
+            question.source or _option(name),
+            f"{rule}: `{name}`" if question.source else rule,
+            given=", ".join(question.inputs) or "nothing",
+            remedy=f"Give what `{pipeline}` wants of a row: {', '.join(wanted)}",
+        )
+
+
+def _read_objects(file: Path, common: Mapping[str, str]) -> list[Question]:
+    # The path of an image on the command line is from where the user stands.
+    beside = _question(common, Path())
+    questions = []
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
+        source = f"{file}:{number}"
+        row, parameters = _parse_object(line, source)
+        twice = sorted(common.keys() & row.keys())
+        if twice:
+            raise UserError(
+                _option(twice[0]), "must not be given beside lines that have it", given=source
+            )
+        own = _question(row, file.parent, source)
+        shown = " | ".join(part for part in (beside.shown, own.shown) if part)
+        questions.append(Question({**beside.inputs, **own.inputs}, shown, source, parameters))
+    if not questions:
+        raise UserError(
+            str(file), "must have rows", given="none", remedy='Write for example {"text": "hello"}'
+        )
+    return questions
+
+
+def _parse_object(line: str, source: str) -> tuple[dict[str, str], dict[str, Parameter]]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise UserError(
+            source,
+            "must be a JSON object with a string for each input",
+            given=line[:80],
+            remedy='Write for example {"text": "hello"}',
+        )
+    asked = row.pop(PARAMETERS, {})
+    for name, value in {**row, PARAMETERS: asked}.items():
+        if not isinstance(value, dict if name == PARAMETERS else str):
+            raise UserError(
+                f"{source}: {name}",
+                f"must be {'an object' if name == PARAMETERS else 'a string'}",
+                given=f"{value!r:.80}",
+                remedy='Write for example {"text": "hello"}, or keep other columns with --out',
+            )
+    parameters = {}
+    for name, value in asked.items():
+        if (parameter := request_parameter(value)) is None:
+            raise UserError(
+                f"{source}: {PARAMETERS}.{name}",
+                "must be a plain value, or a list of strings",
+                given=f"{value!r:.80}",
+            )
+        parameters[name] = parameter
+    return row, parameters
+
+
+def _question(row: Mapping[str, str], folder: Path, source: str = "") -> Question:
+    inputs: dict[str, str | bytes] = dict(row)
+    if _IMAGE in row:
+        try:
+            inputs[_IMAGE] = (folder / row[_IMAGE]).read_bytes()
+        except (OSError, ValueError) as error:
+            raise UserError(
+                source or _option(_IMAGE),
+                "must be a readable file",
+                given=f"{row[_IMAGE]}: {error}",
+            ) from error
+    return Question(inputs, " | ".join(row.values()), source)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            "--file", "must be a readable file of UTF-8 text", given=f"{file}: {error}"
+        ) from error
+
+
+def request_parameter(value: object) -> Parameter | None:
+    """`value` as a request can carry it; None where it cannot."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _plain(values: Any, *, single: bool, as_json: bool) -> list[Any]:
+    rows: list[Any] = _decoded(values.tolist()) if values.dtype == object else values.tolist()
+    if single:
+        rows = [row[0] for row in rows]
+    return [_parsed(row) for row in rows] if single and as_json else rows
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    return value.decode("utf-8", "backslashreplace")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # a custom task's output of the same name
+        return text
+
+
+def _describe_list(name: str, values: Sequence[Any]) -> list[str]:
+    if not values:
+        return []
+    if all(isinstance(value, dict) for value in values):
+        return [f"{name}:", *(f"  {_side_by_side(value)}" for value in values)]
+    start = ", ".join(map(_show, values[:_MOST_NUMBERS]))
+    if len(values) <= _MOST_NUMBERS:
+        return [f"{name}: [{start}]"]
+    return [f"{name}: [{start}, …] ({len(values)} elements)"]
+
+
+def _side_by_side(values: Mapping[str, object]) -> str:
+    return "  ".join(f"{name}: {_show(value)}" for name, value in values.items())
+
+
+def _show(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def parse_sampling(pairs: Sequence[str]) -> Sampling:
+    """``KEY=VALUE`` pairs as parameters of a generation, each value as YAML reads it.
+
+    Raises:
+        UserError: not a pair, or no YAML.
+    """
+    sampling: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        try:
+            value = parse_yaml(text) if separator and key else None
+        except ValueError:
+            value = None
+        if value is None:
+            raise UserError(
+                "--parameter",
+                "must be KEY=VALUE",
+                given=pair,
+                remedy="Write for example --parameter max_tokens=64",
+            )
+        sampling[key] = value
+    return cast("Sampling", sampling)  # the server says what it does not know
+
+
+def stream_answer(
+    pipeline: str,
+    url: str,
+    chat: str | None,
+    prompt: str | None,
+    sampling: Sampling,
+    timeout_s: float,
+) -> Iterator[Chunk]:
+    """The chunks of the answer to `chat`, what a user says, or of a text that goes on `prompt`.
+
+    Raises:
+        UserError: the server refused, or was not reached.
+    """
+    from triptych.client import Client, InferenceError
+
+    try:
+        with Client(pipeline, url, timeout_s=timeout_s) as client:
+            if prompt is not None:
+                yield from client.generate(prompt, **sampling)
+            else:
+                yield from client.chat([{"role": "user", "content": str(chat)}], **sampling)
+    except InferenceError as error:
+        raise unanswered(pipeline, url, error) from error

@@ -1,0 +1,154 @@
+"""What each step of a pipeline has done, in Triton's own counts and times.
+
+Models of a running server: one loaded again, and what one was configured with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from triptych.base.errors import UserError
+from triptych.client.address import read_target
+
+_TIMEOUT_S = 120.0
+_ANSWER_S = 10.0
+
+
+def reload_pipeline(url: str, pipeline: str, headers: Mapping[str, str]) -> None:
+    """Load a pipeline again: the server finds which of its steps have changed, each is loaded once.
+
+    Until all of them are ready the ones before serve. `headers` are those that the server asks of
+    who loads models.
+
+    Raises:
+        UserError: a model does not load.
+    """
+    from tritonclient.grpc import InferenceServerClient
+    from tritonclient.utils import InferenceServerException
+
+    with InferenceServerClient(url) as client:
+        try:
+            client.load_model(pipeline, headers=dict(headers), client_timeout=_TIMEOUT_S)
+        except InferenceServerException as error:
+            raise UserError(
+                pipeline, "must load", given=error.message(), remedy="See the server's log"
+            ) from error
+        if not client.is_model_ready(pipeline, client_timeout=_TIMEOUT_S):
+            raise UserError(pipeline, "must be ready after it was loaded", given="not ready")
+
+
+def read_settings(url: str, model: str) -> dict[str, Any]:
+    """The parameters in a model's config, each a JSON text, as values; other texts are left out.
+
+    Raises:
+        UserError: nothing answers at `url`, or it does not serve the model.
+    """
+    from tritonclient.grpc import InferenceServerClient
+    from tritonclient.utils import InferenceServerException
+
+    direct = [("grpc.enable_http_proxy", 0)]
+    with InferenceServerClient(read_target(url).uri, channel_args=direct) as client:
+        try:
+            config = client.get_model_config(model, client_timeout=_ANSWER_S).config
+        except InferenceServerException as error:
+            raise UserError(
+                f"{model} at {url}",
+                "must be served there",
+                given=error.message(),
+                remedy="Start it with `triptych serve`, or name another server with --url",
+            ) from error
+    found = {}
+    for name, parameter in config.parameters.items():
+        try:
+            found[name] = json.loads(parameter.string_value)
+        except ValueError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """Sums since the server loaded the step; two of them subtracted give what lay between.
+
+    ``…_us`` without ``total`` is the mean of a request, in the batch that it was in.
+
+    Attributes:
+        model: name of the step's model.
+        requests: requests run, among them those that a Python step itself refused.
+        failures: requests that ended in an error of the server, such as a full queue.
+        rows: rows inferred, counting every row of a request.
+        executions: batches run.
+        queue_total_us: time all requests together waited to be batched.
+        compute_input_total_us: spent gathering their inputs.
+        compute_infer_total_us: spent running the model.
+        compute_output_total_us: spent handing out their outputs.
+    """
+
+    model: str
+    requests: int
+    failures: int
+    rows: int
+    executions: int
+    queue_total_us: float
+    compute_input_total_us: float
+    compute_infer_total_us: float
+    compute_output_total_us: float
+
+    @property
+    def mean_batch(self) -> float:
+        """Rows a batch: 1.0 means that nothing was batched; 0.0 that nothing ran."""
+        return self.rows / self.executions if self.executions else 0.0
+
+    @property
+    def queue_us(self) -> float:
+        return self._mean(self.queue_total_us)
+
+    @property
+    def compute_input_us(self) -> float:
+        return self._mean(self.compute_input_total_us)
+
+    @property
+    def compute_infer_us(self) -> float:
+        return self._mean(self.compute_infer_total_us)
+
+    @property
+    def compute_output_us(self) -> float:
+        return self._mean(self.compute_output_total_us)
+
+    def _mean(self, total_us: float) -> float:
+        return total_us / self.requests if self.requests else 0.0
+
+    def __sub__(self, earlier: StepStatistics) -> StepStatistics:
+        """What happened after `earlier` was taken."""
+        if earlier.model != self.model:
+            return NotImplemented
+        sums = {
+            field.name: getattr(self, field.name) - getattr(earlier, field.name)
+            for field in fields(self)
+            if field.name != "model"
+        }
+        return StepStatistics(self.model, **sums)
+
+
+def read_statistics(model: str, response: Any) -> StepStatistics:
+    """The sums over all versions in a ``ModelStatisticsResponse`` for `model`."""
+    versions = list(response.model_stats)
+    inferences = [version.inference_stats for version in versions]
+
+    def total_us(phase: str) -> float:
+        return float(sum(getattr(inference, phase).ns for inference in inferences) / 1000)
+
+    return StepStatistics(
+        model=model,
+        requests=sum(inference.success.count for inference in inferences),
+        failures=sum(inference.fail.count for inference in inferences),
+        rows=sum(version.inference_count for version in versions),
+        executions=sum(version.execution_count for version in versions),
+        queue_total_us=total_us("queue"),
+        compute_input_total_us=total_us("compute_input"),
+        compute_infer_total_us=total_us("compute_infer"),
+        compute_output_total_us=total_us("compute_output"),
+    )

@@ -1,0 +1,512 @@
+"""Runs a TensorRT engine on arrays: owns its contexts, memory, stream and CUDA graphs.
+
+A serialized engine, opened: which tensors and profiles it has, or why it cannot be opened.
+
+Which optimization profile and which CUDA graph a batch runs in: pure arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from triptych.core.engine.cuda import Bytes, Cuda, EngineError, HostBuffer
+from triptych.core.engine.messages import Messages
+from triptych.spec.engine_plan import Dims, GraphSpec, ShapeRange
+
+# TensorRT's name of a data type -> numpy's. BF16 has none; FP8 and INT4 are no types of inputs.
+NUMPY_TYPES: Mapping[str, Any] = {
+    "FLOAT": np.float32,
+    "HALF": np.float16,
+    "INT8": np.int8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+}
+# The head of a plan, as trtexec --getPlanVersionOnly reads it (samples/common/sampleEngines.cpp in
+# NVIDIA/TensorRT): a tag, the version of the layout, and at byte 24 one byte a part of the release.
+_PLAN_TAG = 0x74727466
+_VERSION_AT = 24
+
+
+@dataclass(frozen=True)
+class EngineTensor:
+    """An input or output of an engine.
+
+    Attributes:
+        data_type: TensorRT's name of its type, such as ``FLOAT``.
+        dims: with the batch dimension; -1 where it varies.
+    """
+
+    name: str
+    data_type: str
+    dims: Dims
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Numpy's type of its elements; an EngineError where it has none."""
+        if self.data_type not in NUMPY_TYPES:
+            raise EngineError(
+                f"tensor '{self.name}' of the engine is {self.data_type}, which numpy cannot hold; "
+                "inputs and outputs must be " + ", ".join(NUMPY_TYPES)
+            )
+        return np.dtype(NUMPY_TYPES[self.data_type])
+
+
+@dataclass(frozen=True)
+class OpenEngine:
+    """An engine that TensorRT has loaded.
+
+    Attributes:
+        runtime: TensorRT's, which must outlive the engine.
+        inputs: in the engine's order, as are the outputs.
+        profiles: its optimization profiles in order, each by input name.
+        complaints: errors that TensorRT has logged, oldest first: it tells why nowhere else.
+    """
+
+    trt: Any
+    runtime: Any
+    engine: Any
+    inputs: tuple[EngineTensor, ...]
+    outputs: tuple[EngineTensor, ...]
+    profiles: tuple[Mapping[str, ShapeRange], ...]
+    complaints: list[str]
+
+    def failure(self, sentence: str) -> EngineError:
+        """An error of this sentence and of TensorRT's last complaint, which is then settled."""
+        error = EngineError(_with_reason(sentence, self.complaints))
+        self.complaints.clear()
+        return error
+
+
+def plan_version(plan: bytes) -> str:
+    """The TensorRT release a plan says it was built with; empty where its head is not known."""
+    if len(plan) < _VERSION_AT + 4 or struct.unpack_from("<II", plan) != (_PLAN_TAG, 0):
+        return ""
+    return ".".join(str(part) for part in plan[_VERSION_AT : _VERSION_AT + 4])
+
+
+def open_engine(plan: bytes, *, host_code: bool = False) -> OpenEngine:
+    """Load a plan on the current device.
+
+    Args:
+        plan: the bytes of ``model.plan``.
+        host_code: allow the program code that a version-compatible plan carries.
+
+    Raises:
+        EngineError: TensorRT is not installed, or refuses the plan; the message names both
+            releases where they are known.
+    """
+    try:
+        trt = importlib.import_module("tensorrt")
+    except ImportError as error:
+        raise EngineError(f"TensorRT is missing ({error}); install the package tensorrt") from error
+    messages = Messages()
+    complaints = messages.errors
+    try:
+        runtime = trt.Runtime(messages.logger(trt))
+    except TypeError as error:  # how the bindings say that there is none
+        raise EngineError(_with_reason("TensorRT cannot use this GPU", complaints)) from error
+    if host_code:
+        runtime.engine_host_code_allowed = True
+    engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        built, version = plan_version(plan), trt.__version__
+        if built and built.split(".")[:3] != version.split(".")[:3]:
+            raise EngineError(
+                f"the plan cannot be loaded: it was built for TensorRT {built}, this is {version}; "
+                "build it again here"
+            )
+        sentence = f"the plan cannot be loaded by TensorRT {version}"
+        raise EngineError(_with_reason(sentence, complaints))
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    tensors = {
+        name: EngineTensor(
+            name, engine.get_tensor_dtype(name).name, tuple(engine.get_tensor_shape(name))
+        )
+        for name in names
+    }
+    inputs = [n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
+    return OpenEngine(
+        trt=trt,
+        runtime=runtime,
+        engine=engine,
+        inputs=tuple(tensors[name] for name in inputs),
+        outputs=tuple(tensors[name] for name in names if name not in inputs),
+        profiles=tuple(
+            {
+                name: ShapeRange(*(tuple(s) for s in engine.get_tensor_profile_shape(name, index)))
+                for name in inputs
+            }
+            for index in range(engine.num_optimization_profiles)
+        ),
+        complaints=complaints,
+    )
+
+
+def _with_reason(sentence: str, complaints: list[str]) -> str:
+    return f"{sentence}: {complaints[-1]}" if complaints else sentence
+
+
+Shapes = Mapping[str, Dims]
+Profile = Mapping[str, ShapeRange]
+
+
+class ShapeError(EngineError):
+    """A batch that does not fit the engine: its shape is in no profile, or its type is another."""
+
+
+def choose_profile(profiles: Mapping[int, Profile], shapes: Shapes) -> int:
+    """The place of the profile that holds all `shapes` and whose optimum is nearest to them.
+
+    The distance is the sum of differences over all axes, as in Triton's own backend.
+
+    Raises:
+        ShapeError: no profile holds them; the message names the first input that fits in none, or
+            all of them where each fits somewhere.
+    """
+    fitting = [
+        index
+        for index, profile in profiles.items()
+        if all(_holds(profile[name], dims) for name, dims in shapes.items())
+    ]
+    if not fitting:
+        raise ShapeError(_misfit(profiles, shapes))
+    return min(fitting, key=lambda index: _distance(profiles[index], shapes))
+
+
+def choose_graph(graphs: Iterable[GraphSpec], shapes: Shapes) -> GraphSpec | None:
+    """The smallest CUDA graph that may compute a batch of these shapes, rows first; else None."""
+    rows = {dims[0] if dims else 0 for dims in shapes.values()}
+    if len(rows) != 1:
+        return None
+    (count,) = rows
+    matching = [
+        graph
+        for graph in graphs
+        if graph.lowest_batch_size <= count <= graph.batch_size
+        and all(tuple(graph.inputs[name]) == dims[1:] for name, dims in shapes.items())
+    ]
+    return min(matching, key=lambda graph: graph.batch_size, default=None)
+
+
+def _holds(shape_range: ShapeRange, dims: Dims) -> bool:
+    return len(dims) == len(shape_range.minimum) and all(
+        low <= dim <= high
+        for low, dim, high in zip(shape_range.minimum, dims, shape_range.maximum, strict=True)
+    )
+
+
+def _distance(profile: Profile, shapes: Shapes) -> int:
+    return sum(
+        abs(dim - optimum)
+        for name, dims in shapes.items()
+        for dim, optimum in zip(dims, profile[name].optimum, strict=True)
+    )
+
+
+def _misfit(profiles: Mapping[int, Profile], shapes: Shapes) -> str:
+    alone = [
+        name
+        for name, dims in shapes.items()
+        if not any(_holds(profile[name], dims) for profile in profiles.values())
+    ]
+    texts = []
+    for name in alone[:1] or shapes:
+        ranges = [profile[name] for profile in profiles.values()]
+        allowed = dict.fromkeys(f"{list(r.minimum)} to {list(r.maximum)}" for r in ranges)
+        shape = list(shapes[name])
+        texts.append(f"input '{name}' of shape {shape} (allowed: {', '.join(allowed)})")
+    return "no optimization profile of the engine holds " + " with ".join(texts)
+
+
+__all__ = ["EngineError", "EngineRunner"]
+
+Array = np.ndarray[Any, Any]
+Feed = dict[str, Array]
+_log = logging.getLogger(__name__)
+
+
+class _Buffer(NamedTuple):
+    """Memory of one tensor, on the host and on the device, for its largest shape."""
+
+    dtype: np.dtype[Any]
+    device: int
+    host: HostBuffer
+
+    def bytes(self, dims: Dims) -> Bytes:
+        """The start of the host memory, as much as a tensor of this shape takes."""
+        return self.host.array[: int(np.prod(dims, dtype=np.int64)) * self.dtype.itemsize]
+
+    def view(self, dims: Dims) -> Array:
+        return self.bytes(dims).view(self.dtype).reshape(dims)
+
+
+class _Captured(NamedTuple):
+    """A CUDA graph that can be launched, its profile, and the shapes of its outputs."""
+
+    spec: GraphSpec
+    place: int
+    executable: Any
+    outputs: Mapping[str, Dims]
+
+
+class EngineRunner:
+    """An engine ready to run, one batch at a time; `run` may be called from any thread.
+
+    As Triton's own backend does, it keeps one execution context a profile, and memory for the
+    largest shapes of all of them: no run allocates on the device. Inputs and outputs pass through
+    page-locked memory, so that the device copies them by itself.
+
+    Args:
+        plan: the bytes of ``model.plan``, or the engine opened on that GPU.
+        device: number of the GPU.
+        pinned: page-lock the host's side of the copies.
+        pinned_output: the same for the outputs, where it differs.
+        graphs: CUDA graphs to capture; one that cannot be captured is left out with a warning.
+        packed: rows lie end to end in one dimension, so that there is no batch dimension to pad:
+            such an engine has no graphs.
+        profiles: places of the profiles to use; None for all.
+        host_code: allow the program code that a version-compatible plan carries.
+        warn: takes the warnings.
+
+    Raises:
+        EngineError: the plan, a profile, a graph or the GPU does not fit; nothing stays allocated.
+    """
+
+    def __init__(
+        self,
+        plan: bytes | OpenEngine,
+        *,
+        device: int = 0,
+        pinned: bool = True,
+        pinned_output: bool | None = None,
+        graphs: Sequence[GraphSpec] = (),
+        packed: bool,
+        profiles: Sequence[int] | None = None,
+        host_code: bool = False,
+        warn: Callable[[str], None] = _log.warning,
+    ) -> None:
+        if packed and graphs:
+            raise EngineError("a packed engine has no batch dimension to pad, so no CUDA graphs")
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._owned = ExitStack()
+        self._cuda = Cuda(device)
+        self._captured: list[_Captured] = []
+        self._contexts: dict[int, Any] = {}
+        # A context does not keep its engine alive: this does.
+        self._opened = [open_engine(plan, host_code=host_code) if isinstance(plan, bytes) else plan]
+        self._owned.callback(self._opened.clear)
+        try:
+            self._open(*self._opened, wanted=profiles)
+            out = pinned if pinned_output is None else pinned_output
+            self._allocate(
+                dict.fromkeys((t.name for t in self.inputs), pinned)
+                | dict.fromkeys((t.name for t in self.outputs), out)
+            )
+            for spec in graphs:
+                self._capture(spec)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def captured(self) -> tuple[GraphSpec, ...]:
+        """The CUDA graphs that batches can run in."""
+        return tuple(one.spec for one in self._captured)
+
+    def run(self, feed: Mapping[str, Array]) -> Feed:
+        """Run one batch: every input by name, in its type and in a shape some profile holds.
+
+        Returns:
+            The outputs by name, in memory of their own.
+
+        Raises:
+            ShapeError: `feed` does not fit the engine.
+            EngineError: the GPU failed.
+        """
+        arrays = {tensor.name: _checked(tensor, feed) for tensor in self.inputs}
+        shapes: dict[str, Dims] = {name: array.shape for name, array in arrays.items()}
+        place = choose_profile(self.profiles, shapes)
+        with self._lock:
+            if place not in self._contexts:
+                raise EngineError("the engine is closed")
+            self._cuda.use()
+            try:
+                return self._run(place, arrays, shapes)
+            except EngineError:
+                # Let the stream end what it began: the next batch finds it and the memory free.
+                with suppress(EngineError):
+                    self._cuda.synchronize(self._stream)
+                raise
+
+    def close(self) -> None:
+        """Free all that the engine holds on the GPU; harmless if called twice."""
+        with self._lock, self._owned:
+            self._captured.clear()
+            self._cuda.use()
+
+    def __enter__(self) -> EngineRunner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, opened: OpenEngine, *, wanted: Sequence[int] | None) -> None:
+        self._stream = self._cuda.new_stream()
+        self._owned.callback(self._cuda.destroy_stream, self._stream)
+        self.inputs, self.outputs = opened.inputs, opened.outputs
+        count = len(opened.profiles)
+        places = list(range(count) if wanted is None else dict.fromkeys(wanted))
+        for place in places:
+            if not 0 <= place < count:
+                raise EngineError(
+                    f"the engine has no optimization profile {place}: it has {count}, from 0 on"
+                )
+        self.profiles: dict[int, Profile] = {place: opened.profiles[place] for place in places}
+        self._owned.callback(self._contexts.clear)
+        for place in places:
+            self._contexts[place] = self._new_context(opened, place)
+
+    def _new_context(self, opened: OpenEngine, place: int) -> Any:
+        context = opened.engine.create_execution_context()
+        if context is None:
+            raise opened.failure(
+                f"no execution context could be made for optimization profile {place}, most likely "
+                "for want of device memory"
+            )
+        if not context.set_optimization_profile_async(place, int(self._stream)):
+            raise opened.failure(f"optimization profile {place} could not be chosen")
+        self._cuda.synchronize(self._stream)
+        return context
+
+    def _allocate(self, pinned: Mapping[str, bool]) -> None:
+        largest: dict[str, int] = {}  # elements of each tensor, over all profiles
+        for place, profile in self.profiles.items():
+            shapes = {name: limits.maximum for name, limits in profile.items()}
+            for name, dims in {**shapes, **self._set_shapes(place, shapes)}.items():
+                count = int(np.prod(dims, dtype=np.int64))
+                largest[name] = max(largest.get(name, 1), count)
+        self._buffers: dict[str, _Buffer] = {}
+        for tensor in (*self.inputs, *self.outputs):
+            size = largest[tensor.name] * tensor.dtype.itemsize
+            address = self._cuda.allocate(size, purpose=f"tensor '{tensor.name}'")
+            self._owned.callback(self._cuda.free, address)
+            host = HostBuffer(self._cuda, size, pinned=pinned[tensor.name])
+            self._owned.callback(host.close)
+            self._buffers[tensor.name] = _Buffer(tensor.dtype, address, host)
+            for context in self._contexts.values():
+                if not context.set_tensor_address(tensor.name, address):
+                    raise EngineError(f"the engine refused the memory of tensor '{tensor.name}'")
+
+    def _set_shapes(self, place: int, shapes: Mapping[str, Dims]) -> dict[str, Dims]:
+        """Set the input shapes of a context; returns the shapes its outputs have then."""
+        context = self._contexts[place]
+        for name, dims in shapes.items():
+            if not context.set_input_shape(name, dims):
+                raise self._opened[0].failure(
+                    f"input '{name}' of shape {list(dims)} is refused by optimization profile "
+                    f"{place} of the engine"
+                )
+        outputs = {t.name: tuple(context.get_tensor_shape(t.name)) for t in self.outputs}
+        for name, dims in outputs.items():
+            if any(dim < 0 for dim in dims):
+                raise EngineError(
+                    f"the shape of output '{name}' depends on the data ({list(dims)}), which "
+                    "cannot be served from memory of a fixed size"
+                )
+        return outputs
+
+    def _capture(self, spec: GraphSpec) -> None:
+        names = {tensor.name for tensor in self.inputs}
+        if set(spec.inputs) != names:
+            raise EngineError(
+                f"a CUDA graph must give the shape of the inputs {', '.join(sorted(names))}, but "
+                f"gives {', '.join(sorted(spec.inputs))}"
+            )
+        shapes = {name: (spec.batch_size, *dims) for name, dims in spec.inputs.items()}
+        place = choose_profile(self.profiles, shapes)
+        try:
+            outputs = self._set_shapes(place, shapes)
+            for name, dims in shapes.items():  # what the warm-up computes must be valid values
+                self._buffers[name].view(dims)[...] = 0
+                self._copy_in(name, dims)
+            # The first run in a new shape still sets up the context, which cannot be captured.
+            self._enqueue(place)
+            self._cuda.synchronize(self._stream)
+            graph = self._cuda.capture(self._stream, partial(self._enqueue, place))
+        except EngineError as error:
+            self._warn(f"batches of {spec.batch_size} run without a CUDA graph: {error}")
+            return
+        self._owned.callback(self._cuda.destroy_graph, graph)
+        self._captured.append(_Captured(spec, place, graph, outputs))
+
+    def _run(self, place: int, arrays: Feed, shapes: Mapping[str, Dims]) -> Feed:
+        captured = self._graph(place, shapes)
+        rows = None
+        if captured is None:
+            outputs = self._set_shapes(place, shapes)
+            for name, array in arrays.items():
+                self._buffers[name].view(array.shape)[...] = array
+                self._copy_in(name, array.shape)
+            self._enqueue(place)
+        else:
+            outputs = dict(captured.outputs)
+            for name, array in arrays.items():
+                rows = array.shape[0]
+                dims = (captured.spec.batch_size, *array.shape[1:])
+                padded = self._buffers[name].view(dims)
+                padded[:rows] = array
+                # Copies of a real row: whatever the model computes, it computes nothing odd.
+                padded[rows:] = array[-1:]
+                self._copy_in(name, dims)
+            self._cuda.launch(captured.executable, self._stream)
+        for name, dims in outputs.items():
+            buffer = self._buffers[name]
+            if (target := buffer.bytes(dims)).size:
+                self._cuda.copy_out(target, buffer.device, self._stream)
+        self._cuda.synchronize(self._stream)
+        views = {name: self._buffers[name].view(dims) for name, dims in outputs.items()}
+        return {name: (view[:rows] if view.ndim else view).copy() for name, view in views.items()}
+
+    def _graph(self, place: int, shapes: Mapping[str, Dims]) -> _Captured | None:
+        candidates = [one for one in self._captured if one.place == place]
+        spec = choose_graph([one.spec for one in candidates], shapes)
+        return next((one for one in candidates if one.spec is spec), None)
+
+    def _copy_in(self, name: str, dims: Dims) -> None:
+        buffer = self._buffers[name]
+        if (source := buffer.bytes(dims)).size:
+            self._cuda.copy_in(buffer.device, source, self._stream)
+
+    def _enqueue(self, place: int) -> None:
+        if not self._contexts[place].execute_async_v3(int(self._stream)):
+            raise self._opened[0].failure(
+                f"the engine could not be run in optimization profile {place}"
+            )
+
+
+def _checked(tensor: EngineTensor, feed: Mapping[str, Array]) -> Array:
+    if tensor.name not in feed:
+        raise ShapeError(f"input '{tensor.name}' of the engine is missing")
+    array = feed[tensor.name]
+    if array.dtype != tensor.dtype:
+        raise ShapeError(f"input '{tensor.name}' must be {tensor.dtype}, not {array.dtype}")
+    return array

@@ -1,0 +1,491 @@
+"""The numbers of a replica and of the fleet, each from what decides it.
+
+What one replica was measured to hold and to use: of `bench`, or given by hand.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from triptych.base.errors import UserError
+from triptych.base.explained import Because
+from triptych.container.flags import Options as ServerOptions
+from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
+from triptych.container.supervisor import EXIT_S
+from triptych.deploy.options import Options
+from triptych.repository.lock import Lock
+from triptych.serving.bench.results import BenchResult, Measurement, Resources, read_result
+
+MEMORY_MARGIN = 1.25
+"""Over the most that was seen: a longer run and other requests need more than a bench does."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one replica.
+
+    Attributes:
+        capacity_per_s: requests a second that keep the promise.
+        cpu_cores: that it keeps busy at that rate.
+        memory_mib: most that it held.
+        load_s: from start to ready; None where nobody knows.
+        gpu_memory_mib: most in use on its GPU; None where there is none.
+    """
+
+    capacity_per_s: Because
+    cpu_cores: Because
+    memory_mib: Because
+    load_s: float | None
+    gpu_memory_mib: float | None
+
+
+def measured_of(lock: Lock, options: Options, reports: Path) -> Measured:
+    """The figures of the lock's pipeline.
+
+    Args:
+        lock: of the build that is deployed.
+        options: those given by hand win.
+        reports: the pipeline's folder of reports.
+
+    Raises:
+        UserError: something is neither measured nor given, is of another build or promise, or says
+            that the promise cannot be kept.
+    """
+    bench = _read_bench(lock, options, reports / "bench/bench.json")
+    if bench is not None:
+        _check_promise(bench, options.capacity_per_s)
+    return _with_use(lock, options, bench, _capacity(lock, options, bench, reports))
+
+
+def memory_seen_mib(lock: Lock, reports: Path) -> float | None:
+    """Most MiB that `bench` saw a server of this very build hold; None where it saw none.
+
+    Raises:
+        UserError: its result cannot be read.
+    """
+    file = reports / "bench/bench.json"
+    bench = read_result(BenchResult, file, "bench") if file.is_file() else None
+    if bench is None or _fault(lock, bench) is not None:
+        return None
+    return _most_memory_mib(bench) or None
+
+
+def _capacity(lock: Lock, options: Options, bench: BenchResult | None, reports: Path) -> Because:
+    if options.capacity_per_s is not None:
+        return Because(options.capacity_per_s, "given by hand (--capacity)")
+    if bench is None or bench.rate is None:
+        raise UserError(
+            "--capacity",
+            "must be given where the rate that one replica holds is not measured",
+            given="no search for it in the last bench"
+            if bench
+            else f"no {reports}/bench/bench.json",
+            remedy=f"Run `triptych bench {lock.spec.name} --find-rate`, or give --capacity",
+        )
+    rate = bench.rate
+    broken = rate.lowest_broken_per_s
+    more = "" if broken is None else f", {broken:.4g}/s broke it"
+    held = f"measured: {rate.highest_per_s:.4g}/s held {bench.slo}{more} ({_where(bench)})"
+    return Because(rate.highest_per_s, held)
+
+
+def _with_use(
+    lock: Lock, options: Options, bench: BenchResult | None, capacity: Because
+) -> Measured:
+    used = None if bench is None else _use_at(bench, capacity.value)
+    missing = [
+        option
+        for option, given in (("--cpu", options.cpu_cores), ("--memory", options.memory_mib))
+        if given is None and (used is None or not used.processes)
+    ]
+    if missing:
+        raise UserError(
+            " and ".join(missing),
+            "must be given where nothing of it was measured",
+            given="a bench of a server elsewhere" if bench else "no bench of this build",
+            remedy=f"Run `triptych bench {lock.spec.name} --find-rate` without --url",
+        )
+    cores = sum(one.cpu_cores for one in used.processes) if used else 0.0
+    memory = _most_memory_mib(bench)
+    if options.memory_mib is not None and options.memory_mib < memory:
+        raise UserError(
+            "--memory",
+            "must not be below what the server was measured to use",
+            given=f"{options.memory_mib}Mi, and it used {memory:.0f} MiB",
+            remedy="Give more, or build a smaller core (core.precision)",
+        )
+    where = "" if bench is None else f" ({_where(bench)})"
+    seen = used.cores if used else 0
+    gpus = [gpu.memory_mib for gpu in used.gpus] if used else []
+    return Measured(
+        capacity_per_s=capacity,
+        cpu_cores=Because(options.cpu_cores, "given by hand (--cpu)")
+        if options.cpu_cores is not None
+        else Because(
+            cores,
+            f"measured: {cores:.2f} of {seen} cores busy, at the rate nearest to capacity{where}",
+        ),
+        memory_mib=Because(options.memory_mib, "given by hand (--memory)")
+        if options.memory_mib is not None
+        else Because(
+            memory * MEMORY_MARGIN,
+            f"measured: {memory:.0f} MiB at most{where}, times {MEMORY_MARGIN:g} for what a bench "
+            "does not meet",
+        ),
+        load_s=None if bench is None else bench.load_s,
+        gpu_memory_mib=max(gpus, default=None),
+    )
+
+
+def _read_bench(lock: Lock, options: Options, file: Path) -> BenchResult | None:
+    """The last bench of this very build, under this very promise; None where there is no file."""
+    by_hand = (options.capacity_per_s, options.cpu_cores, options.memory_mib)
+    if not file.is_file():
+        return None
+    bench = read_result(BenchResult, file, "bench")
+    again = f"Run `triptych bench {lock.spec.name} --find-rate` again"
+    given = _fault(lock, bench)
+    if given is None:
+        return bench
+    if None not in by_hand:
+        return None
+    raise UserError(str(file), "must be of this build and its promise", given=given, remedy=again)
+
+
+def _fault(lock: Lock, bench: BenchResult) -> str | None:
+    """Why a result says nothing of the build; None where it does."""
+    subject = bench.subject
+    own = (lock.spec.name, lock.gate.precision, lock.plan.layout)
+    measured = (subject.pipeline, subject.precision, subject.layout)
+    if measured != own:
+        return f"a measurement of {', '.join(measured)}; built is {', '.join(own)}"
+    if _time(subject.measured_at) < _time(lock.built_at):
+        return f"measured at {subject.measured_at}, built at {lock.built_at}"
+    if bench.slo.limits_us != lock.spec.serving.slo.limits_us:
+        return f"measured for {bench.slo}; promised is {lock.spec.serving.slo}"
+    return None
+
+
+def _check_promise(bench: BenchResult, capacity: float | None) -> None:
+    """Raises a `UserError` where what was measured says that the promise cannot be kept."""
+    name = bench.subject.pipeline
+    rate = bench.rate
+    alone = [p for p in bench.points if p.load.kind == "concurrency" and p.load.value == 1]
+    if any(point.rounds and bench.slo.strain(point.latencies_us) > 1 for point in alone):
+        raise UserError(
+            "serving.slo",
+            "must be a promise that one request alone keeps",
+            given=f"{bench.slo}; one client alone was measured at {alone[0].typical}",
+            remedy=f"Promise less, or make it faster: `triptych tune {name}`",
+        )
+    if rate is None:
+        return
+    if rate.highest_per_s <= 0:
+        raise UserError(
+            "serving.slo",
+            "must be a promise that holds at some rate",
+            given=f"{bench.slo}; the lowest rate that broke it: {rate.lowest_broken_per_s:.4g}/s",
+            remedy=f"Promise less, or make it faster: `triptych tune {name}`",
+        )
+    broken = rate.lowest_broken_per_s
+    if capacity is not None and broken is not None and capacity >= broken:
+        raise UserError(
+            "--capacity",
+            "must be below the rate that was measured to break the promise",
+            given=f"{capacity:g}/s; {broken:.4g}/s broke {bench.slo}",
+            remedy=f"Leave it out: {rate.highest_per_s:.4g}/s held",
+        )
+
+
+def _use_at(bench: BenchResult, rate_per_s: float) -> Resources | None:
+    """What was taken in the round whose throughput is nearest to a rate, of those watched."""
+    watched = [one for one in _rounds(bench) if one.resources is not None]
+    nearest = min(watched, key=lambda one: abs(one.throughput_per_s - rate_per_s), default=None)
+    return None if nearest is None else nearest.resources
+
+
+def _most_memory_mib(bench: BenchResult | None) -> float:
+    rounds = [] if bench is None else _rounds(bench)
+    uses = [one.resources for one in rounds if one.resources is not None]
+    return max((sum(p.memory_mib for p in use.processes) for use in uses), default=0.0)
+
+
+def _rounds(bench: BenchResult) -> list[Measurement]:
+    points = (*bench.points, *(bench.rate.points if bench.rate else ()))
+    return [one for point in points for one in point.rounds]
+
+
+def _where(bench: BenchResult) -> str:
+    machine = bench.subject.machine
+    kind = f"{machine.get('cores', '?')} cores of {machine.get('processor', 'a machine')}"
+    return f"bench of {bench.subject.measured_at} on {kind}, server {bench.subject.server}"
+
+
+def _time(text: str) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(text)
+
+
+START_S = 300
+"""The start period of the image's own health check: for a load that nobody measured."""
+PROBE_S, PROBE_TIMEOUT_S, PROBE_FAILURES = 2, 5, 2
+"""Interval, timeout and retries of the image's own health check."""
+SCRAPE_S, POLL_S, SYNC_S, RATE_WINDOW_S = 15, 15, 15, 60
+"""Prometheus, KEDA and Kubernetes' autoscaler look so often; a rate is taken over four scrapes."""
+TOLERANCE = 0.1
+"""Kubernetes' autoscaler leaves a fleet alone that is less far off."""
+FEWEST_REPLICAS = 2
+TMP_MIB = 64
+PRE_STOP_S = 10
+_DNS_S = 5
+
+_START_TIMES, _LEAST_START_S = 10, 60
+_STABLE_TIMES, _LEAST_STABLE_S, _MOST_STABLE_S = 3, 300, 3600
+_END_MARGIN_S = 5
+_MEMORY_STEP_MIB = 64
+_ABOVE_FEWEST = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Seconds, MiB, cores and replicas.
+
+    `threshold_per_s` is the rate that one replica is given: its capacity, less headroom.
+    """
+
+    start_s: Because
+    pre_stop_s: Because
+    exit_timeout_s: Because
+    grace_s: Because
+    connection_age_s: Because
+    shm_mib: Because
+    memory_mib: Because
+    cpu_milli: Because
+    threshold_per_s: Because
+    fewest: Because
+    most: Because
+    stable_s: Because
+    tmp_mib: Because = Because(TMP_MIB, "the steps' scratch; nothing is kept there")
+
+
+def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path) -> Sizes:
+    """All numbers of a deployment.
+
+    Raises:
+        UserError: a replica could not end in the time that it is left.
+    """
+    ready_s, ready_reason = _ready(options, measured)
+    delay_s = delay(ready_s)
+    share = headroom(options.growth, ready_s)
+    threshold = share * measured.capacity_per_s.value
+    fewest = _fewest(lock, threshold)
+    exit_timeout = _exit_timeout(lock)
+    before_end = pre_stop(options)
+    shm = _shm(lock, repository)
+    return Sizes(
+        start_s=_start(options, measured),
+        pre_stop_s=before_end,
+        exit_timeout_s=exit_timeout,
+        grace_s=_grace(options, before_end.value, exit_timeout.value),
+        connection_age_s=Because(
+            max(60, math.ceil(2 * delay_s)),
+            "a gRPC client looks for new replicas only when a connection ends: twice the "
+            f"{delay_s:.0f} s from more load to a ready replica, so that each soon gets its part",
+        ),
+        shm_mib=shm,
+        memory_mib=_memory(lock, options, measured, shm.value),
+        cpu_milli=Because(
+            f"{max(100, math.ceil(measured.cpu_cores.value * 10) * 100)}m",
+            f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests. "
+            f"{_threads(lock)}",
+        ),
+        threshold_per_s=Because(
+            f"{threshold:.4g}",
+            f"{share:.3f} (headroom) x {measured.capacity_per_s.value:.4g}/s (capacity): "
+            f"replicas = ceil(rate / {threshold:.4g}). Capacity: {measured.capacity_per_s.reason}. "
+            f"Headroom: the rate may grow by {options.growth:.0%} a minute (--growth), and "
+            f"{delay_s:.0f} s pass until a new replica answers: {RATE_WINDOW_S / 2:.0f} s of the "
+            f"rate's window, {SCRAPE_S} s to a scrape, {POLL_S} s to KEDA, {SYNC_S} s to the "
+            f"autoscaler, {ready_s:.0f} s to ready ({ready_reason}); and the autoscaler leaves a "
+            f"fleet alone that is less than {TOLERANCE:.0%} off",
+        ),
+        fewest=fewest,
+        most=_most(options, fewest.value, threshold),
+        stable_s=Because(
+            stable_s(ready_s),
+            f"a replica that goes is missed for the {ready_s:.0f} s that a new one takes: the load "
+            f"must have been lower for {_STABLE_TIMES} times that, and for Kubernetes' usual "
+            f"{_LEAST_STABLE_S} s",
+        ),
+    )
+
+
+def delay(ready_s: float) -> float:
+    """Seconds from more load to a replica that takes its part."""
+    return ready_s + SCRAPE_S + POLL_S + SYNC_S + RATE_WINDOW_S / 2
+
+
+def headroom(growth: float, ready_s: float) -> float:
+    """Share of its capacity that a replica is given: the rest is for growth until another one."""
+    return 1 / ((1 + growth * delay(ready_s) / 60) * (1 + TOLERANCE))
+
+
+def stable_s(ready_s: float) -> int:
+    """Seconds for which the load must have been lower before a replica goes."""
+    return min(_MOST_STABLE_S, max(_LEAST_STABLE_S, math.ceil(_STABLE_TIMES * ready_s)))
+
+
+def _threads(lock: Lock) -> str:
+    if lock.spec.core.device == "gpu":
+        return "The core itself is on the GPU"
+    threads = lock.spec.core.threads
+    if threads is not None:
+        return f"The core has {threads} threads (core.threads)"
+    return "core.threads is not set: the core starts a thread for each core that the node has"
+
+
+def _ready(options: Options, measured: Measured) -> tuple[float, str]:
+    if options.ready_s is not None:
+        return options.ready_s, "given by hand, --ready"
+    if measured.load_s is not None:
+        return measured.load_s + PROBE_S, (
+            f"the models were measured to load in {measured.load_s:.1f} s, and a probe; scheduling,"
+            " images and new nodes are not in it: give --ready once a cluster has told it"
+        )
+    return START_S, "nobody measured it: the image's own start period; give --ready"
+
+
+def _start(options: Options, measured: Measured) -> Because:
+    if measured.load_s is None:
+        return Because(START_S, "nobody measured the load: the start period of the image itself")
+    seconds = max(_LEAST_START_S, math.ceil(_START_TIMES * measured.load_s))
+    return Because(
+        seconds,
+        f"{seconds} s in all: measured, the models load in {measured.load_s:.1f} s; "
+        f"{_START_TIMES} times that (at least {_LEAST_START_S} s) for a slow disk and a busy node",
+    )
+
+
+def _exit_timeout(lock: Lock) -> Because:
+    """Whatever is under way may take as long as it may wait, and its latency."""
+    slowest_ms = (
+        lock.spec.serving.longest_wait_ms + max(lock.spec.serving.slo.limits_us.values()) / 1e3
+    )
+    usual = ServerOptions.exit_timeout_s
+    return Because(
+        str(max(usual, math.ceil(slowest_ms / 1e3))),
+        f"requests under way may still take {slowest_ms / 1e3:g} s (serving.queue and the promise);"
+        f" {usual} s is the image's own",
+    )
+
+
+def pre_stop(options: Options) -> Because:
+    """Seconds of a replica before SIGTERM."""
+    if options.target == "compose":
+        return Because(
+            0, "Docker takes nothing out of its DNS before SIGTERM: a wait gains nothing"
+        )
+    why = "a server that is told to stop at once fails what still comes to it"
+    if options.envoy is not None:
+        return Because(
+            PRE_STOP_S + _DNS_S,
+            f"before SIGTERM, so that the proxy has let go of this replica: {why}. {_DNS_S} s each "
+            "for endpoints, the time that DNS keeps an answer, and the proxy's own look",
+        )
+    return Because(
+        PRE_STOP_S,
+        f"before SIGTERM, so that endpoints and balancers have let go of this replica: {why}",
+    )
+
+
+def _grace(options: Options, pre_stop_s: int, exit_timeout: str) -> Because:
+    drain_s = pre_stop_s + int(exit_timeout) + math.ceil(EXIT_S)
+    given = options.grace_s
+    if given is not None and given < drain_s:
+        raise UserError(
+            "--grace",
+            "must be longer than a replica takes to end: sleep, requests under way, exit",
+            given=f"{given} s; {pre_stop_s} + {exit_timeout} + {EXIT_S:g} s are {drain_s} s",
+            remedy="Give more, or lower serving.queue.max_wait_ms where it is what takes long",
+        )
+    return Because(
+        given or drain_s + _END_MARGIN_S,
+        f"{pre_stop_s} s of preStop, {exit_timeout} s for requests under way (exit timeout), "
+        f"{EXIT_S:g} s for the server to end, and a margin: SIGKILL must never come first",
+    )
+
+
+def shm_mib(lock: Lock, repository: Path) -> int:
+    """Shared memory that the Python steps of a pipeline may need, in MiB."""
+    processes = _step_processes(lock)
+    return processes * (STEP_SHM_MIB + largest_request_mib(repository))
+
+
+def _step_processes(lock: Lock) -> int:
+    instances = lock.spec.serving.instances
+    return instances.preprocess + instances.postprocess
+
+
+def _shm(lock: Lock, repository: Path) -> Because:
+    processes = _step_processes(lock)
+    request_mib = largest_request_mib(repository)
+    return Because(
+        shm_mib(lock, repository),
+        f"{processes} Python processes (instances of preprocess and postprocess) x ({STEP_SHM_MIB} "
+        f"MiB + {request_mib} MiB, the largest request that the pipeline takes): tensors pass "
+        "between Triton and its steps here, and 64 MiB, the usual size, ends them",
+    )
+
+
+def _memory(lock: Lock, options: Options, measured: Measured, shm_mib: int) -> Because:
+    if options.memory_mib is not None:
+        if options.memory_mib <= shm_mib:
+            raise UserError(
+                "--memory",
+                "must be more than shared memory, which counts as the container's",
+                given=f"{options.memory_mib}Mi, of which {shm_mib} MiB may be shared",
+                remedy="Give more, or fewer instances of the Python steps",
+            )
+        return Because(f"{options.memory_mib}Mi", "given by hand (--memory); request and limit")
+    instances = lock.spec.serving.instances.core
+    batch_mib = math.ceil((lock.plan.batch_mib or 0) * instances)
+    needed = measured.memory_mib.value + batch_mib + shm_mib
+    rounded = math.ceil(needed / _MEMORY_STEP_MIB) * _MEMORY_STEP_MIB
+    return Because(
+        f"{rounded}Mi",
+        f"{measured.memory_mib.reason}; {batch_mib} MiB for {lock.plan.max_batch_size} rows of "
+        f"{lock.plan.max_length} tokens in each of {instances} instances of the core, "
+        f"estimated; and {shm_mib} MiB of shared memory, which counts as the "
+        "container's. Request and limit are one: a node must not run out of what it promised",
+    )
+
+
+def _fewest(lock: Lock, threshold: float) -> Because:
+    promised = lock.spec.serving.slo.throughput
+    if promised is None or promised <= threshold:
+        return Because(
+            FEWEST_REPLICAS, "one may end, or be exchanged, while the other answers; no promised "
+            "throughput asks for more",
+        )  # fmt: skip
+    needed = math.ceil(promised / threshold)
+    return Because(
+        max(FEWEST_REPLICAS, needed),
+        f"{promised:g}/s are promised (serving.slo.throughput): ceil({promised:g} / "
+        f"{threshold:.4g}), at least {FEWEST_REPLICAS}",
+    )
+
+
+def _most(options: Options, fewest: int, threshold: float) -> Because:
+    if options.peak_per_s is None:
+        return Because(
+            _ABOVE_FEWEST * fewest,
+            f"{_ABOVE_FEWEST} times the fewest: a bound on cost; --peak-rate says what is needed",
+        )
+    needed = math.ceil(options.peak_per_s / threshold)
+    return Because(
+        max(fewest, needed),
+        f"a peak of {options.peak_per_s:g}/s (--peak-rate): ceil({options.peak_per_s:g} / "
+        f"{threshold:.4g})",
+    )

@@ -1,0 +1,257 @@
+"""What the files of sentence-transformers say of pooling and of what follows it.
+
+What a model's config says of its classes: their names, and what turns logits into scores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from triptych.base.errors import UserError
+from triptych.spec.model_facts import Activation, Dense, Normalize
+
+CLASSIFIES = "Classification"
+"""Part of the class name of every model of transformers with a classifying head."""
+
+LABELS_BY_DEFAULT = 2
+"""Classes of a config that says nothing of them: transformers does not write those down."""
+
+CROSS_ENCODER = "CrossEncoder"
+
+CROSS_ENCODER_ACTIVATIONS: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid"}
+
+
+class ModelConfig(TypedDict, total=False):
+    """Fields of ``config.json``, as far as they are read by name."""
+
+    architectures: list[str] | None
+    model_type: str
+    id2label: Mapping[str, str] | None
+    num_labels: int | None
+    _num_labels: int | None
+    problem_type: str | None
+    sentence_transformers: Mapping[str, str] | None
+    sbert_ce_default_activation_function: str | None
+    pad_token_id: int | None
+    vocab_size: int | None
+    max_position_embeddings: int | None
+
+
+class SentenceConfig(TypedDict, total=False):
+    """Fields of ``config_sentence_transformers.json``."""
+
+    model_type: str
+    activation_fn: str | None
+    prompts: Mapping[str, str] | None
+    default_prompt_name: str | None
+
+
+def read_labels(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the classes by index; empty for a model without a classifying head.
+
+    Raises:
+        UserError: the names are not numbered from 0 on.
+    """
+    names = config.get("id2label")
+    architectures = config.get("architectures")
+    if not (CLASSIFIES in architectures[0] if architectures else names):
+        return ()
+    if not names:
+        count = config.get("num_labels") or config.get("_num_labels") or LABELS_BY_DEFAULT
+        return tuple(f"LABEL_{index}" for index in range(count))
+    try:
+        by_index = {int(index): str(name) for index, name in names.items()}
+    except (AttributeError, ValueError):
+        by_index = {}
+    if sorted(by_index) != list(range(len(names))):
+        raise UserError(
+            "id2label in config.json",
+            "must name every class by its number, from 0 on",
+            given=names,
+            remedy="Correct the model's config.json",
+        )
+    return tuple(by_index[index] for index in range(len(names)))
+
+
+def read_activation(config: ModelConfig, sentence: SentenceConfig, classes: int) -> Activation:
+    """What turns the logits of so many classes into scores, as transformers' pipelines decide it.
+
+    A model with one output may be a cross-encoder of sentence-transformers: then its settings
+    decide. With more outputs they do not, as their default there is no activation at all, which
+    holds for no pipeline of transformers.
+
+    Raises:
+        UserError: a cross-encoder's activation is neither the identity nor a sigmoid.
+    """
+    named = _cross_encoder_activation(config, sentence)
+    if classes == 1 and named is not None:
+        kind = named.rsplit(".", 1)[-1]
+        if not named.startswith("torch.") or kind not in CROSS_ENCODER_ACTIVATIONS:
+            raise UserError(
+                "model.source",
+                "must be a cross-encoder whose activation is Identity or Sigmoid of torch.nn",
+                given=named,
+                remedy="Set activation_fn in the model's files to one of them",
+            )
+        return CROSS_ENCODER_ACTIVATIONS[kind]
+    problem = config.get("problem_type")
+    if problem == "regression":
+        return "none"
+    if problem == "multi_label_classification" or classes == 1:
+        return "sigmoid"
+    return "softmax"
+
+
+def _cross_encoder_activation(config: ModelConfig, sentence: SentenceConfig) -> str | None:
+    """Dotted name of the torch module, from where each version of the library wrote it."""
+    return (
+        (sentence.get("activation_fn") if is_cross_encoder(sentence) else None)
+        or (config.get("sentence_transformers") or {}).get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
+    )
+
+
+def is_cross_encoder(sentence: SentenceConfig) -> bool:
+    return sentence.get("model_type") == CROSS_ENCODER
+
+
+SENTENCE = "sentence_embedding"
+POOLING = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Flags of a sentence-transformers pooling config, in the order their vectors are joined."""
+
+
+class _Module(TypedDict):
+    """An entry of ``modules.json``: a dotted class name and the folder of its settings."""
+
+    type: str
+    path: str
+
+
+class _DenseConfig(TypedDict, total=False):
+    in_features: int
+    out_features: int
+    bias: bool
+    activation_function: str
+
+
+def read_modules(
+    folder: Path, sentence: SentenceConfig
+) -> tuple[tuple[str, ...], tuple[Dense | Normalize, ...]]:
+    """Pooling modes and what follows pooling, by ``modules.json`` and the files it names.
+
+    A model without that file is pooled by the mean, not normalised, as sentence-transformers
+    itself does.
+
+    Raises:
+        UserError: a module, or a setting of one, that changes results and is not known here.
+    """
+    modules: list[_Module] = read_json(folder / "modules.json", default=[])
+    if is_cross_encoder(sentence):
+        _check_cross_encoder(folder, modules, sentence)
+        modules = []
+    pooling: tuple[str, ...] = ("mean",)
+    head: list[Dense | Normalize] = []
+    for index, module in enumerate(modules):
+        kind, path = module["type"].rsplit(".", 1)[-1], folder / module["path"]
+        settings = read_json(path / "config.json", default={})
+        # Newer files name the tensors a module reads and writes; only vectors are expected here.
+        on_vectors = settings.get("module_input_name", SENTENCE) == SENTENCE
+        if kind == "Transformer" and index == 0:
+            continue
+        if kind == "Pooling":
+            pooling = _pooling(settings, path)
+        elif kind == "Dense" and on_vectors:
+            head.append(_dense(settings, module["path"]))
+        elif kind == "Normalize" and on_vectors:
+            head.append(Normalize())
+        else:
+            raise UserError(
+                str(folder / "modules.json"),
+                "must be a Transformer, then Pooling, Dense and Normalize on the pooled vector",
+                given=f"{module['type']} as module {index}",
+                remedy="Choose a model without that module",
+            )
+    return pooling, tuple(head)
+
+
+def read_json(path: Path, default: Any = None) -> Any:
+    """Content of a JSON file; `default`, unless it is None, where there is no file.
+
+    Raises:
+        UserError: not JSON.
+    """
+    if default is not None and not path.is_file():
+        return default
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(
+            str(path), "must be JSON", given=str(error), remedy="Fetch the model again"
+        ) from error
+
+
+def _check_cross_encoder(
+    folder: Path, modules: Sequence[_Module], sentence: SentenceConfig
+) -> None:
+    """Beside its classifying head, nothing else may change a cross-encoder's scores."""
+    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    if kinds not in ([], ["Transformer"]):
+        raise UserError(
+            str(folder / "modules.json"),
+            "must be the Transformer alone for a cross-encoder",
+            given=", ".join(kinds),
+            remedy="Choose a cross-encoder whose scores come from its classifying head",
+        )
+    if sentence.get("default_prompt_name"):
+        raise UserError(
+            str(folder / "config_sentence_transformers.json"),
+            "must not put a prompt before a cross-encoder's texts (default_prompt_name)",
+            given=sentence["default_prompt_name"],
+            remedy="Choose a cross-encoder without prompts",
+        )
+
+
+def _pooling(settings: Mapping[str, object], path: Path) -> tuple[str, ...]:
+    mode = settings.get("pooling_mode")  # newer files name the modes, older ones set flags
+    if isinstance(mode, str):
+        modes = tuple(mode.split("+"))
+    elif isinstance(mode, Sequence):
+        modes = tuple(mode)
+    else:
+        modes = tuple(name for flag, name in POOLING.items() if settings.get(flag))
+    unknown = set(modes) - set(POOLING.values())
+    if unknown or not modes:
+        raise UserError(
+            str(path / "config.json"),
+            f"must choose among the pooling modes {', '.join(POOLING.values())}",
+            given=", ".join(sorted(unknown)) or "none",
+            remedy="Choose a model with one of them",
+        )
+    if settings.get("include_prompt", True) is not True:
+        raise UserError(
+            str(path / "config.json"),
+            "must pool the prompt's tokens too (include_prompt)",
+            given="false",
+            remedy="Choose a model that pools them",
+        )
+    return modes
+
+
+def _dense(settings: _DenseConfig, folder: str) -> Dense:
+    return Dense(
+        folder=folder,
+        in_features=settings["in_features"],
+        out_features=settings["out_features"],
+        bias=settings.get("bias", True),
+        activation=settings.get("activation_function", "torch.nn.modules.activation.Tanh"),
+    )

@@ -1,0 +1,437 @@
+"""Lists of labels (or tokens) with scores, best first: a candidate's against the reference's.
+
+Reading the decoded outputs of one request, whatever a candidate made; what comparing gives.
+
+Ranks and their correlation (Spearman), of rows as they are or drawn several times.
+
+Passages with a score each, ranked by query; and outputs of which nothing is known.
+
+Entities and answers in a text: a candidate's against the reference's, or against the truth.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Outputs = Mapping[str, NDArray[Any]]
+"""What the ensemble returns for one request, by name, each ``[1, ...]``."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A candidate against the reference.
+
+    Attributes:
+        values: metric to value, as `tasks.accuracy.METRICS` has them; never NaN. A metric that
+            these requests cannot show (neighbours of a single text) is absent.
+        badness: of each request, 0 where it is equal and higher the worse it is; infinite where
+            an output is not finite or missing. Comparable within one task.
+    """
+
+    values: Mapping[str, float]
+    badness: Sequence[float]
+
+
+Compare = Callable[[Sequence[Outputs], Sequence[Outputs], Sequence[str]], Comparison]
+"""Compares a candidate's outputs with the reference's, one or more requests; last, the input
+``text`` of each, by which passages are grouped.
+
+What is not finite never passes: such a request disagrees, its difference is infinite, and a
+correlation over it is -1. Scores within `ranks.TIE` of the reference's best are as good.
+"""
+
+
+def texts(outputs: Outputs, name: str) -> list[str]:
+    """The elements of a BYTES output, none where it is missing."""
+    values = outputs[name].ravel().tolist() if name in outputs else []
+    return [v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in values]
+
+
+def numbers(outputs: Outputs, name: str) -> NDArray[np.float64]:
+    """The elements of a numeric output, flat; none where it is missing."""
+    values = outputs[name] if name in outputs else np.empty(0)
+    return np.asarray(values, dtype=np.float64).ravel()
+
+
+def finite(values: NDArray[Any]) -> bool:
+    return bool(np.isfinite(values).all())
+
+
+Floats = NDArray[np.float64]
+Statistic = Callable[[Floats], Floats]
+"""A figure over units, from how often each unit is taken: ``[samples, units]`` to ``[samples]``."""
+
+TIE = 1e-5
+"""Scores no further apart than this are equal up to rounding: either may come first."""
+
+
+def spearman(got: Floats, wanted: Floats) -> float | None:
+    """Rank correlation of a candidate's values with the reference's.
+
+    A value that differs from the reference's by no more than a tie counts as the reference's, so
+    that ties there do not become an order by chance here.
+
+    Args:
+        got: the candidate's, ``[n]``.
+        wanted: the reference's, ``[n]``.
+
+    Returns:
+        1.0 where all agree, 0.0 where the candidate tells nothing apart, -1.0 where a value is not
+        finite; None where there is no order to keep (under two values, or a constant reference
+        that the candidate does not share).
+    """
+    if len(wanted) < 2:
+        return None
+    if not (np.isfinite(got).all() and np.isfinite(wanted).all()):
+        return -1.0
+    got = np.where(np.abs(got - wanted) <= tie_of(wanted), wanted, got)
+    if np.array_equal(got, wanted):
+        return 1.0
+    if np.ptp(wanted) == 0:
+        return None
+    return float(rank_correlation(got, wanted)(np.ones((1, len(wanted))))[0])
+
+
+def tie_of(wanted: Floats) -> float:
+    """What counts as a tie among scores as large as these."""
+    return TIE * max(1.0, float(np.abs(wanted).max(initial=0.0)))
+
+
+def rank_correlation(some: Floats, others: Floats) -> Statistic:
+    """Spearman's correlation of two values of each unit, 0.0 where either is constant.
+
+    Equal values share their mean rank.
+    """
+    ranks_of_some, ranks_of_others = _ranking(some), _ranking(others)
+
+    def correlation(taken: Floats) -> Floats:
+        middle = (taken.sum(axis=1, keepdims=True) + 1) / 2
+        x, y = ranks_of_some(taken) - middle, ranks_of_others(taken) - middle
+        both = (taken * x * y).sum(axis=1)
+        spread = np.sqrt((taken * x * x).sum(axis=1) * (taken * y * y).sum(axis=1))
+        quotient: Floats = np.divide(both, spread, out=np.zeros_like(both), where=spread > 0)
+        return quotient
+
+    return correlation
+
+
+def _ranking(values: Floats) -> Callable[[Floats], Floats]:
+    """A function from how often each unit is taken to the mean rank of each, same shape."""
+    order = np.argsort(values, kind="stable")
+    begins = np.append(True, np.diff(values[order]) != 0)
+    level = np.empty(len(values), dtype=np.intp)
+    level[order] = np.cumsum(begins) - 1
+    first = np.flatnonzero(begins)
+
+    def ranks(taken: Floats) -> Floats:
+        sizes = np.add.reduceat(taken[:, order], first, axis=1)
+        mean_ranks: Floats = (np.cumsum(sizes, axis=1) - (sizes - 1) / 2)[:, level]
+        return mean_ranks
+
+    return ranks
+
+
+Name = tuple[str, int]
+"""A label, and which of those that are written the same."""
+
+LABEL_METRICS = ("label_agreement", "max_probability_difference", "confidence_shift")
+
+
+class Choices(NamedTuple):
+    """One request's list.
+
+    Attributes:
+        first: the best label; empty where there is none.
+        scores: of each label, best first; none at all where they are not finite.
+    """
+
+    first: str
+    scores: dict[Name, float]
+
+    @property
+    def best(self) -> float:
+        return max(self.scores.values(), default=-np.inf)
+
+    @property
+    def last(self) -> float:
+        """The lowest score: no label that is left out has a higher one."""
+        return min(self.scores.values(), default=-np.inf)
+
+
+def read_choices(outputs: Outputs, name: str) -> Choices:
+    """The list under `name` (``label`` or ``token``), empty where it cannot be used."""
+    labels, scores = texts(outputs, name), numbers(outputs, "score")
+    if not labels or len(labels) != len(scores) or not finite(scores):
+        return Choices("", {})
+    seen: Counter[str] = Counter()
+    named = {}
+    for label, score in zip(labels, scores.tolist(), strict=True):
+        named[label, seen[label]] = score
+        seen[label] += 1
+    return Choices(labels[0], named)
+
+
+def compare_labels(
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
+    """`LABEL_METRICS`; badness is the difference of a score, plus 1 by a label.
+
+    Scores that are no probabilities (of a regression) may be large: differences are relative to
+    the reference's largest score where that is above 1.
+    """
+    pairs = _read(got, wanted, "label")
+    scale = max([1.0, *(abs(score) for _, w in pairs for score in w.scores.values())])
+    agrees = [_same_first(g, w) for g, w in pairs]
+    differences = [_difference(g, w) / scale for g, w in pairs]
+    # An empty list has -inf: the shift is then infinite, too.
+    shifts = [float(g.best - w.best) if g.scores and w.scores else np.inf for g, w in pairs]
+    values = {
+        "label_agreement": float(np.mean(agrees)),
+        "max_probability_difference": max(differences),
+        "confidence_shift": abs(float(np.mean(shifts))) / scale,
+    }
+    badness = [d + (not same) for d, same in zip(differences, agrees, strict=True)]
+    return Comparison(values, badness)
+
+
+def compare_tokens(
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
+    """The metrics of fill-mask; badness adds the share of tokens that are missing."""
+    pairs = _read(got, wanted, "token")
+    agrees = [_same_first(g, w) for g, w in pairs]
+    overlaps = [_overlap(g, w) for g, w in pairs]
+    values = {"top_k_overlap": float(np.mean(overlaps)), "label_agreement": float(np.mean(agrees))}
+    badness = [
+        _difference(g, w) + (not same) + (1 - overlap)
+        for (g, w), same, overlap in zip(pairs, agrees, overlaps, strict=True)
+    ]
+    return Comparison(values, badness)
+
+
+def _read(
+    got: Sequence[Outputs], wanted: Sequence[Outputs], name: str
+) -> list[tuple[Choices, Choices]]:
+    pairs = zip(got, wanted, strict=True)
+    return [(read_choices(g, name), read_choices(w, name)) for g, w in pairs]
+
+
+def _same_first(got: Choices, wanted: Choices) -> bool:
+    """Whether the reference's score of the candidate's first label is as good as its best."""
+    return bool(got.scores) and wanted.scores.get((got.first, 0), -np.inf) >= wanted.best - TIE
+
+
+def _difference(got: Choices, wanted: Choices) -> float:
+    """Largest difference of a label's score; of one in a single list, as far as that tells."""
+    if not got.scores or not wanted.scores:
+        return np.inf
+    differences = [0.0]
+    for name in got.scores.keys() | wanted.scores.keys():
+        here, there = got.scores.get(name), wanted.scores.get(name)
+        if here is not None and there is not None:
+            differences.append(abs(here - there))
+        elif here is not None:
+            differences.append(here - wanted.last)
+        elif there is not None:
+            differences.append(there - got.last)
+    return max(differences)
+
+
+def _overlap(got: Choices, wanted: Choices) -> float:
+    """Share of the reference's tokens that the candidate has, or one that ties with the last."""
+    if not got.scores or not wanted.scores:
+        return 0.0
+    end = wanted.last + TIE
+    missing = wanted.scores.keys() - got.scores.keys()
+    at_the_end = sum(wanted.scores[name] <= end for name in missing)
+    tied = sum(
+        abs(got.scores[name] - wanted.last) <= TIE for name in got.scores - wanted.scores.keys()
+    )
+    return 1 - (len(missing) - min(at_the_end, tied)) / len(wanted.scores)
+
+
+def compare_scores(
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
+    """The metrics of reranking; badness is the difference of the scores."""
+    some, others = (np.array([_score(row) for row in rows]) for rows in (got, wanted))
+    values = {}
+    correlation = spearman(some, others)
+    if correlation is not None:
+        values["rank_correlation"] = correlation
+    agreements = [
+        _first_agrees(some[places], others[places]) for places in group(queries) if len(places) > 1
+    ]
+    if agreements:
+        values["top1_agreement"] = float(np.mean(agreements))
+    usable = np.isfinite(some) & np.isfinite(others)
+    moved = np.abs(np.where(usable, some, np.inf) - np.where(usable, others, 0))
+    return Comparison(values, moved.tolist())
+
+
+def group(queries: Sequence[str]) -> list[list[int]]:
+    """Places of the rows of each query, in the order of their first."""
+    places: dict[str, list[int]] = {}
+    for place, query in enumerate(queries):
+        places.setdefault(query, []).append(place)
+    return list(places.values())
+
+
+def _score(outputs: Outputs) -> float:
+    scores = numbers(outputs, "score")
+    return float(scores[0]) if len(scores) == 1 else np.nan
+
+
+def _first_agrees(got: Floats, wanted: Floats) -> float:
+    """Of the passages the candidate puts first, the share that the reference does, too."""
+    if not (np.isfinite(got).all() and np.isfinite(wanted).all()):
+        return 0.0
+    first = got == got.max()
+    return float((wanted[first] >= wanted.max() - tie_of(wanted)).mean())
+
+
+def compare_anything(
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
+    """No metrics: only the pipeline knows what its outputs mean. Badness is how far they differ."""
+    return Comparison({}, [_unlikeness(*pair) for pair in zip(got, wanted, strict=True)])
+
+
+def _unlikeness(got: Outputs, wanted: Outputs) -> float:
+    if got.keys() != wanted.keys():
+        return np.inf
+    worst = 0.0
+    for name, other in wanted.items():
+        mine = got[name]
+        if mine.shape != other.shape:
+            return np.inf
+        if other.dtype == object:
+            differences = (mine != other).astype(np.float64)
+        else:
+            with np.errstate(invalid="ignore"):  # infinity from infinity
+                differences = np.abs(np.subtract(mine, other, dtype=np.float64))
+            differences[mine == other] = 0
+            differences[~np.isfinite(differences)] = np.inf
+        worst = max(worst, float(differences.max(initial=0.0)))
+    return worst
+
+
+Span = tuple[str, int, int]
+"""An entity's label, its first character and the one after its last."""
+
+
+class Entities(NamedTuple):
+    """What was found in one text.
+
+    Attributes:
+        spans: how often each was found.
+        scores: of each.
+        broken: outputs that are no entities: they count as spans that nobody wanted.
+    """
+
+    spans: Counter[Span]
+    scores: dict[Span, float]
+    broken: int
+
+
+class ReadAnswer(NamedTuple):
+    """One request's answer; `usable` is false where its score is not finite."""
+
+    text: str
+    place: tuple[float, ...]
+    score: float
+    usable: bool
+
+
+def read_entities(outputs: Outputs) -> Entities:
+    """The JSON list under ``entities``; a span without a score is broken, as is other text."""
+    spans: Counter[Span] = Counter()
+    scores: dict[Span, float] = {}
+    broken = 0
+    try:
+        (text,) = texts(outputs, "entities")
+        for entity in json.loads(text):
+            span = (str(entity["entity"]), int(entity["start"]), int(entity["end"]))
+            score = entity["score"]
+            if score is None or not math.isfinite(score):
+                broken += 1
+                continue
+            spans[span] += 1
+            scores[span] = float(score)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        broken += 1
+    return Entities(spans, scores, broken)
+
+
+def span_counts(got: Entities, wanted: Counter[Span]) -> tuple[int, int]:
+    """Spans that both have, and spans of both together: F1 is twice the first over the second."""
+    return (got.spans & wanted).total(), got.spans.total() + got.broken + wanted.total()
+
+
+def compare_entities(
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
+    """``entity_f1`` over all texts; badness counts the spans missed or made up."""
+    shared = every = 0
+    badness = []
+    for mine, reference in zip(map(read_entities, got), map(read_entities, wanted), strict=True):
+        both, total = span_counts(mine, reference.spans)
+        shared, every = shared + both, every + total
+        moved = [
+            abs(score - reference.scores[span])
+            for span, score in mine.scores.items()
+            if span in reference.scores
+        ]
+        badness.append(float(total - 2 * both) + max(moved, default=0.0))
+    return Comparison({"entity_f1": 2 * shared / every if every else 1.0}, badness)
+
+
+def read_answer(outputs: Outputs) -> ReadAnswer:
+    """The answer of one request, unusable where parts are missing or not finite."""
+    text, score = texts(outputs, "answer"), numbers(outputs, "score")
+    place = (*numbers(outputs, "start"), *numbers(outputs, "end"))
+    if not text or not len(score) or not finite(score):
+        return ReadAnswer("", place, np.inf, usable=False)
+    return ReadAnswer(text[0], place, float(score[0]), usable=True)
+
+
+def compare_answers(
+    got: Sequence[Outputs], wanted: Sequence[Outputs], queries: Sequence[str]
+) -> Comparison:
+    """The metrics of question-answering; badness adds what both and the score lack."""
+    matches, overlaps, badness = [], [], []
+    for mine, reference in zip(map(read_answer, got), map(read_answer, wanted), strict=True):
+        usable = mine.usable and reference.usable
+        match = usable and mine[:2] == reference[:2]
+        overlap = word_f1(mine.text, reference.text) if usable else 0.0
+        matches.append(match)
+        overlaps.append(overlap)
+        moved = abs(mine.score - reference.score) if usable else np.inf
+        badness.append((not match) + (1 - overlap) + moved)
+    values = {"exact_match": float(np.mean(matches)), "answer_f1": float(np.mean(overlaps))}
+    return Comparison(values, badness)
+
+
+def word_f1(got: str, wanted: str) -> float:
+    """F1 of the words of two answers, as SQuAD counts them: no case, punctuation or articles.
+
+    Texts without a word are equal where both have none; two that are the same are always equal.
+    """
+    some, others = _words(got), _words(wanted)
+    if got == wanted or not (some or others):
+        return 1.0
+    return 2 * (some & others).total() / (some.total() + others.total())
+
+
+def _words(text: str) -> Counter[str]:
+    words = re.findall(r"\w+", text.lower())
+    return Counter(word for word in words if word not in ("a", "an", "the"))
