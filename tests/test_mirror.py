@@ -29,8 +29,8 @@ from triptych.serving.fleet.envoy import (
     bootstrap,
     proxy_settings,
 )
+from triptych.serving.fleet.mirrored import Mirrored, check_alike, mirrored_of
 from triptych.serving.fleet.proxy import envoy_command, find_envoy
-from triptych.serving.fleet.serve import Mirrored, check_alike, mirrored_of
 from triptych.serving.ports import claim_ports
 
 LOOPBACK = "127.0.0.1"

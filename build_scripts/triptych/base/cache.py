@@ -47,17 +47,21 @@ def key_of(stage: str, inputs: Mapping[str, object]) -> str:
 
 
 def code_hash(*patterns: str) -> str:
-    """Hash of the source of this package's files that match: another code is another result.
+    """Return the hash of the package's source files that match, in hex.
+
+    Args:
+        patterns: Globs below the package. A pattern that begins with ``!`` leaves out the files
+            that those before it have matched.
 
     Raises:
-        ValueError: a pattern matches nothing, so that a file was moved and the key would lie.
+        ValueError: A pattern matches nothing: a file was moved, and the key would be wrong.
     """
     files: set[Path] = set()
     for pattern in patterns:
-        found = [path for path in PACKAGE.glob(pattern) if path.suffix == ".py"]
+        found = {path for path in PACKAGE.glob(pattern.lstrip("!")) if path.suffix == ".py"}
         if not found:
             raise ValueError(f"no source file of this package matches {pattern!r}")
-        files.update(found)
+        files = files - found if pattern.startswith("!") else files | found
     return key_of(
         "code", {path.relative_to(PACKAGE).as_posix(): sha256_of(path) for path in sorted(files)}
     )

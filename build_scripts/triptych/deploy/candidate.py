@@ -23,7 +23,7 @@ from triptych.deploy.workload import (
 )
 from triptych.repository.lock import read_lock
 from triptych.serving.fleet.envoy import EndpointNames, Mirror
-from triptych.serving.fleet.serve import FOLDER
+from triptych.serving.fleet.mirrored import FOLDER
 
 
 def candidate_name(options: Options) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from triptych.base.errors import UserError
 from triptych.base.releases import Release
-from triptych.serving.fleet.serve import Mirrored
+from triptych.serving.fleet.mirrored import Mirrored
 
 Target = Literal["kubernetes", "kserve", "compose"]
 TARGETS: tuple[Target, ...] = ("kubernetes", "kserve", "compose")

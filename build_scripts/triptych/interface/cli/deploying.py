@@ -138,7 +138,7 @@ def deploy(
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.targets import manifests_of
     from triptych.repository.lock import read_lock
-    from triptych.serving.fleet.serve import mirrored_of
+    from triptych.serving.fleet.mirrored import mirrored_of
 
     built = built_spec(repository, name) or read_lock(repository, name).spec
     release = triton or built.serving.triton

@@ -49,7 +49,7 @@ from triptych.runtime.sample_files import FOLDER_VARIABLE
 if TYPE_CHECKING:
     from triptych.building.dev import Round
     from triptych.interface.page.web import PageServer
-    from triptych.serving.fleet.serve import Mirrored
+    from triptych.serving.fleet.mirrored import Mirrored
     from triptych.serving.server import Server
     from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
     from triptych.spec.spec import PipelineSpec
@@ -241,13 +241,8 @@ def serve(
     """
     from triptych.container.machine import find_gpus
     from triptych.repository.store import complete
-    from triptych.serving.fleet.serve import (
-        FOLDER,
-        check_alike,
-        check_gpus,
-        count_replicas,
-        mirrored_of,
-    )
+    from triptych.serving.fleet.mirrored import FOLDER, check_alike, mirrored_of
+    from triptych.serving.fleet.serve import check_gpus, count_replicas
     from triptych.serving.ports import is_loopback
     from triptych.serving.server import check_and_make_flags
 
