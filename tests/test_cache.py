@@ -83,8 +83,6 @@ def test_every_pattern_of_the_package_matches() -> None:
                 found += 1
                 glob = ast.literal_eval(pattern).lstrip("!")
                 assert list(PACKAGE.glob(glob)), f"{path}: {pattern}"
-                    f"{path}: {pattern}"
-                )
     assert found > 20
 
 
