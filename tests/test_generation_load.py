@@ -19,7 +19,7 @@ from conftest import write_pipeline
 from load_samples import bench, measurement
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.base.errors import UserError
-from triptych.interface.cli.tables import print_bench
+from triptych.interface.cli.measured_tables import print_bench
 from triptych.interface.report.load import as_csv, figures, page
 from triptych.serving.bench.bench import Price, tokens_of
 from triptych.serving.bench.bottleneck import find_bottleneck

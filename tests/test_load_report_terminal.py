@@ -9,7 +9,7 @@ from rich.console import Console
 
 from load_samples import NASTY, bench, hostile, subject
 from report_pages import typed
-from triptych.interface.cli.tables import print_bench, print_comparison
+from triptych.interface.cli.measured_tables import print_bench, print_comparison
 from triptych.serving.bench.comparison import compare
 from triptych.serving.bench.results import BenchResult
 

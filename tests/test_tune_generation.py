@@ -20,7 +20,7 @@ from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.base.errors import UserError
 from triptych.building.generation.describe import describe_inputs
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
-from triptych.interface.cli.tables import print_tuned
+from triptych.interface.cli.measured_tables import print_tuned
 from triptych.interface.report.tuning_report import tune_page
 from triptych.operate.tune import fields
 from triptych.operate.tune import tune as tuning

@@ -107,8 +107,8 @@ def bench(
     if compare is not None:
         _compare(*compare, as_json=as_json)
         return
+    from triptych.interface.cli.measured_tables import print_bench
     from triptych.interface.cli.pipelines import bench_any, load_any_spec, promise_of
-    from triptych.interface.cli.tables import print_bench
     from triptych.interface.report.load import write_bench_report, write_figures
     from triptych.serving.bench.bench import CONCURRENCY, Bench, parse_loads, price_of
     from triptych.serving.bench.results import to_json, verdict_of
@@ -149,7 +149,7 @@ def bench(
 
 
 def _compare(before: Path, after: Path, *, as_json: bool) -> None:
-    from triptych.interface.cli.tables import print_comparison
+    from triptych.interface.cli.measured_tables import print_comparison
     from triptych.serving.bench.comparison import compare, read_bench
 
     comparison = compare(read_bench(before), read_bench(after))
@@ -200,8 +200,8 @@ def tune(
 
     if check:
         _check(name, check, pipelines, repository, reports, rate, as_json=as_json)
+    from triptych.interface.cli.measured_tables import print_tuned
     from triptych.interface.cli.pipelines import load_any_spec, promise_of
-    from triptych.interface.cli.tables import print_tuned
     from triptych.interface.report.tuning_report import write_tune_report
     from triptych.operate.tune.tune import Tuning, tune_pipeline
     from triptych.serving.bench.bench import price_of

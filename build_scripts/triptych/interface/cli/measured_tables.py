@@ -1,0 +1,218 @@
+"""Results of `bench` and `tune` as a terminal shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from triptych.base.formatting import milliseconds, percent, rounded, signed_percent
+from triptych.interface.cli.options import (
+    STYLES,
+    Row,
+    print_table,
+    say,
+)
+from triptych.interface.report.load import cost_entries, part_name, samples, times_as_fast
+from triptych.interface.report.tuning_report import change_of, gained, grown
+from triptych.operate.tune.results import TuneResult
+from triptych.serving.bench.comparison import Change, Comparison
+from triptych.serving.bench.results import (
+    BenchResult,
+    Cost,
+    Point,
+    bottleneck_of,
+    headline,
+    rates_say,
+    verdict_of,
+    warnings_of,
+)
+from triptych.spec.slo import MOMENTS, AnySlo
+
+_TIMES = ("p50_us", "p95_us", "p99_us")
+_SHOWN = ("p50", "p95", "p99")
+_MOST_PARTS = 4
+_MORE_THAN_NOISE = ("better", "worse", "changed")
+
+
+def print_bench(console: Console, result: BenchResult) -> None:
+    """The verdict, every load, what holds the pipeline back, baselines, and cost."""
+    verdict = verdict_of(result)
+    say(console, f"{result.subject.pipeline}: {verdict.word}", STYLES.get(verdict.kind, "bold"))
+    say(console, f"  {verdict.says}")
+    if best := headline(result):
+        say(console, f"  {best}")
+    _print_points(console, result.points, result.slo)
+    _print_tokens(console, result.points)
+    _print_budget(console, result.points)
+    held = bottleneck_of(result.points)
+    if held is not None:
+        say(console, f"Bottleneck: {held.kind}. {held.says}", "bold")
+        if held.remedy:
+            say(console, f"  -> {held.remedy}")
+    _print_baselines(console, result)
+    if result.rate is not None:
+        say(console, f"Highest rate: {result.rate.slo} {rates_say(result.rate)}")
+    if result.cost is not None:
+        print_cost(console, result.cost)
+    _print_troubles(console, result)
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """What changed between two results, and whether it is more than noise."""
+    say(console, f"before: {comparison.before}")
+    say(console, f"after:  {comparison.after}")
+    for warning in comparison.warnings:
+        say(console, f"warning: {warning}", "yellow")
+    for name, (before, after) in comparison.differences.items():
+        say(console, f"  {name}: {before} -> {after}")
+    rows: list[Row | None] = []
+    for title, changes in _groups(comparison):
+        rows += [None, [Text(title, "bold")]]
+        for one in changes:
+            change = "-" if one.relative is None else signed_percent(one.relative)
+            weight = Text(one.weight, STYLES.get(one.weight, ""))
+            rows.append([f"  {one.name}", rounded(one.before), rounded(one.after), change, weight])
+    print_table(console, "Changes", ("", "before", "after", "change", ""), rows)
+    for when, names in (("before", comparison.only_before), ("after", comparison.only_after)):
+        for name in names:
+            say(console, f"  only {when}: {name}")
+
+
+def _groups(comparison: Comparison) -> list[tuple[str, Sequence[Change]]]:
+    """Titles with their changes; of a step only those that are more than noise."""
+    found: list[tuple[str, Sequence[Change]]] = []
+    for pair in comparison.pairs:
+        told = [one for one in pair.changes if not one.of_step or one.weight in _MORE_THAN_NOISE]
+        found.append((f"{pair.contender}, {pair.load}", told))
+    return [*found, *([("Altogether", comparison.totals)] if comparison.totals else [])]
+
+
+def print_cost(console: Console, cost: Cost) -> None:
+    """In a line."""
+    say(console, "Cost: " + "; ".join(f"{k.lower()} {v}" for k, v in cost_entries(cost).items()))
+
+
+def _print_points(console: Console, points: Sequence[Point], slo: AnySlo) -> None:
+    heads = ["load", "requests/s", *(f"{name.removesuffix('_us')} ms" for name in _TIMES)]
+    heads += ["errors", "stable", *(["SLO"] if not slo.is_empty else [])]
+    rows = []
+    for point in points:
+        answered = point.median("requests") > 0
+        told = [one.is_stable for one in point.rounds if one.is_stable is not None]
+        held = point.meets(slo)
+        row: list[str | Text] = [
+            str(point.load),
+            rounded(point.median("throughput_per_s")),
+            *(milliseconds(point.median(name)) if answered else "-" for name in _TIMES),
+            f"{sum(point.errors.values()):,}",
+            "-" if not told else "yes" if all(told) else "no",
+        ]
+        if not slo.is_empty:
+            row.append(Text("holds" if held else "broken", "green" if held else "red"))
+        rows.append(row)
+    print_table(console, "Loads", heads, rows)
+
+
+def _print_tokens(console: Console, points: Sequence[Point]) -> None:
+    """Of streamed answers; `n` is the number of samples behind the percentiles before it."""
+    heads = ("load", "tokens/s", "goodput/s", "", *(f"{name} ms" for name in _SHOWN), "n")
+    rows: list[Row | None] = []
+    for point in points:
+        if not point.streamed:
+            continue
+        first = [
+            str(point.load),
+            *(rounded(point.median(name)) for name in ("tokens_per_s", "goodput_per_s")),
+        ]
+        for moment in MOMENTS:
+            times = (point.latencies_us[f"{moment}_{name}"] for name in _SHOWN)
+            count = f"{samples(point, moment):,}"
+            rows.append([*first, moment, *map(milliseconds, times), count])
+            first = ["", "", ""]
+    if rows:
+        print_table(console, "Tokens", heads, rows, text_columns=(0, 3))
+
+
+def _print_budget(console: Console, points: Sequence[Point]) -> None:
+    """A request's mean time, its largest parts first, a line for each load."""
+    told = [point for point in points if point.typical.parts]
+    if told:
+        say(console, "Where a request's mean time goes", "bold")
+    for point in told:
+        parts = sorted(point.typical.parts, key=lambda part: -part.us)
+        whole = sum(part.us for part in parts)
+        if whole <= 0:
+            continue
+        words = [f"{part_name(p)} {percent(p.us / whole)}" for p in parts[:_MOST_PARTS] if p.us > 0]
+        say(console, f"  {point.load}: {milliseconds(whole)} ms: {', '.join(words)}")
+
+
+def _print_baselines(console: Console, result: BenchResult) -> None:
+    heads = ("contender", "load", "requests/s", "p50 ms", "p99 ms", "the pipeline is")
+    rows = [
+        (
+            other.contender,
+            str(other.load),
+            rounded(other.median("throughput_per_s")),
+            *(milliseconds(other.median(name)) for name in ("p50_us", "p99_us")),
+            times_as_fast(result.points, other),
+        )
+        for other in result.baselines
+    ]
+    print_table(console, "Baselines", heads, rows)
+
+
+def _print_troubles(console: Console, result: BenchResult) -> None:
+    every = (*result.points, *result.baselines, *(result.rate.points if result.rate else ()))
+    for text in warnings_of(every):
+        say(console, f"warning: {text}", "yellow")
+    found: dict[str, list[str]] = {}
+    for point in every:
+        for kind, count in point.errors.items():
+            found.setdefault(kind, []).append(f"{point.contender}, {point.load}: {count:,}")
+    for kind, places in found.items():
+        say(console, f"error: {kind} ({'; '.join(places)})", "red")
+
+
+def print_tuned(console: Console, result: TuneResult) -> None:
+    """The verdict, every trial, before and after, what else would help."""
+    word = "tuned" if result.slo.is_empty else "SLO met" if result.met else "SLO NOT MET"
+    style = "bold" if result.slo.is_empty else STYLES["met" if result.met else "not met"]
+    say(console, f"{result.subject.pipeline}: {word}", style)
+    say(console, f"  {result.verdict}")
+    say(console, f"  maximised: {result.objective}")
+    trials = [
+        (
+            str(one.number),
+            _written(one.change),
+            rounded(one.score),
+            rounded(one.against),
+            gained(one),
+            Text.assemble((one.verdict, STYLES.get(one.verdict, "")), f": {one.says}"),
+        )
+        for one in result.trials
+    ]
+    heads = ("", "change", "score", "against", "gain", "verdict")
+    print_table(console, "Trials", heads, trials, text_columns=(1, 5))
+    changes = [
+        (name, rounded(old), rounded(new), grown(old, new))
+        for name, (old, new) in change_of(result).items()
+    ]
+    print_table(console, "Before and after", ("", "before", "after", "change"), changes)
+    say(console, f"Settings: {_written(result.winner.overrides) or 'as before'}")
+    held = result.winner.bottleneck
+    say(console, f"Bottleneck: {held.kind}. {held.says}")
+    if result.winner.cost is not None:
+        print_cost(console, result.winner.cost)
+    for text in result.advice:
+        say(console, f"  -> {text}")
+    skipped = len(result.skipped)
+    took = f"{rounded(result.seconds)} s, {len(result.trials)} trials, {skipped} settings not tried"
+    say(console, f"Stopped after {took}: {result.stopped}")
+
+
+def _written(change: Mapping[str, object]) -> str:
+    """``core.instances=2, core.queue_delay_us=0``."""
+    return ", ".join(f"{key}={value}" for key, value in change.items())
