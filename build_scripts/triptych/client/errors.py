@@ -13,6 +13,7 @@ from triptych.runtime.faults import (
     RETRY_AFTER_MS,
     ROW,
     STOPPING,
+    TRITON_PREFIX,
     read_step_error,
 )
 
@@ -147,8 +148,7 @@ _REMEDIES: dict[type[InferenceError], str] = {
 }
 # An address in gRPC's own words.
 _PLACE = re.compile(r"\bipv[46]:(\[[0-9a-fA-F:%]+\]:\d+|[\d.]+:\d+)")
-# What Triton puts before a model's own message.
-_PREFIX = re.compile(r"^(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*")
+_PREFIX = re.compile(f"^{TRITON_PREFIX}")
 
 
 def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ()) -> InferenceError:

@@ -18,8 +18,9 @@ ENGINE_FAILED = "engine_failed"
 ROW = "row"
 RETRY_AFTER_MS = "retry_after_ms"
 
-_TRITON_PREFIX = r"(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*"
-_HEADER = re.compile(_TRITON_PREFIX + r"\[([a-z_]+)((?: [a-z_]+=\d+)*)\] ")
+TRITON_PREFIX = r"(?:in ensemble '[^']*', |\[request id: [^\]]*\] )*"
+"""Pattern of what Triton puts before a model's own message."""
+_HEADER = re.compile(TRITON_PREFIX + r"\[([a-z_]+)((?: [a-z_]+=\d+)*)\] ")
 
 
 class StepError(Exception):
@@ -31,9 +32,11 @@ class StepError(Exception):
 
     Attributes:
         code: One of the codes of this module.
+        status: Name of its status in Triton's `TritonError`.
     """
 
     code = INTERNAL
+    status = "INTERNAL"
 
     def __init__(self, text: str, **numbers: int) -> None:
         super().__init__(text)
@@ -51,6 +54,7 @@ class RequestError(StepError):
     """A request breaks a rule; `row` is the index of the row that does, if one does."""
 
     code = INVALID_REQUEST
+    status = "INVALID_ARG"
 
     def __init__(
         self, field: str, rule: str, given: object, remedy: str, row: int | None = None
@@ -66,6 +70,7 @@ class Overloaded(StepError):
     """The pipeline takes no further request at present; `retry_after_ms` says when it may."""
 
     code = OVERLOADED
+    status = "UNAVAILABLE"
 
     def __init__(self, text: str, retry_after_ms: float) -> None:
         super().__init__(text, **{RETRY_AFTER_MS: max(0, round(retry_after_ms))})
@@ -75,6 +80,7 @@ class Stopping(StepError):
     """The server takes no more requests."""
 
     code = STOPPING
+    status = "UNAVAILABLE"
 
     def __init__(self) -> None:
         super().__init__("The server is stopping. Send the request to another server, or later.")

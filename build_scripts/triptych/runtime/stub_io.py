@@ -8,7 +8,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .faults import InternalError, Overloaded, RequestError, StepError, Stopping
+from .faults import InternalError, RequestError, StepError
 
 Inputs = Mapping[str, Any]
 LONGEST_MESSAGE = 4000
@@ -24,16 +24,10 @@ def settings_of(args: Mapping[str, str]) -> dict[str, Any]:
 
 def error_response(fault: Exception) -> Any:
     """Return a response that fails its own request, with the status of the error's kind."""
-    if isinstance(fault, RequestError):
-        status = pb_utils.TritonError.INVALID_ARG
-    elif isinstance(fault, Overloaded | Stopping):
-        status = pb_utils.TritonError.UNAVAILABLE
-    else:
-        status = pb_utils.TritonError.INTERNAL
-    message = (fault if isinstance(fault, StepError) else InternalError(fault)).message
+    known = fault if isinstance(fault, StepError) else InternalError(fault)
     # A hook's own words may be anything: a lone surrogate, or megabytes, would fail a whole batch.
-    message = message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode("utf-8")
-    error = pb_utils.TritonError(message, status)
+    message = known.message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode("utf-8")
+    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, known.status))
     return pb_utils.InferenceResponse(output_tensors=[], error=error)
 
 
