@@ -100,7 +100,7 @@ docker-ready:
 	@test -n "$(TRITON_IMAGE)" || { source docker/versions.env; echo "error: set TRITON_IMAGE to" \
 	  "your registry's copy of NVIDIA's tritonserver:$$TRITON_TAG-py3" >&2; exit 2; }
 
-examples: setup  ## Train both examples (minutes), build them and check them on labelled rows
+examples: setup  ## Train both examples (minutes), build them and check them on labeled rows
 	$(BIN)/python build_scripts/examples/train.py ticket_routing
 	$(BIN)/python build_scripts/examples/train.py pii
 	$(BIN)/triptych build ticket_routing pii

@@ -14,7 +14,7 @@ from conftest import quiet, traffic_texts
 from task_models import MODELS
 from triptych.core.feeds import Sample
 from triptych.core.gate.cached import decoding_of
-from triptych.core.gate.check import Labelled, check
+from triptych.core.gate.check import Labeled, check
 from triptych.core.gate.reference import reference_of
 from triptych.core.gate.runs import RowOutputs, RunBatch, open_core
 from triptych.core.inputs import PipelineInputs, read_inputs
@@ -71,7 +71,7 @@ class Bench:
         return open_core(file or self.file, self.inputs.plan)
 
     def check(
-        self, run: RunBatch, precision: Precision = "fp32", labelled: Labelled | None = None
+        self, run: RunBatch, precision: Precision = "fp32", labeled: Labeled | None = None
     ) -> GateResult:
         plan = self.inputs.plan
         return check(
@@ -84,7 +84,7 @@ class Bench:
             precision=precision,
             batch_size=16,
             decoding=decoding_of(self.inputs),
-            labelled=labelled,
+            labeled=labeled,
         )
 
     def changed(self, change: Callable[[RowOutputs], RowOutputs]) -> RunBatch:

@@ -1,6 +1,6 @@
 """Mistakes of public charts for Triton: what each writes, and the checks that must say so.
 
-They are modelled by hand on the charts, in their own values, as far as the mistakes go.
+They are modeled by hand on the charts, in their own values, as far as the mistakes go.
 """
 
 from __future__ import annotations

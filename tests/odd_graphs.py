@@ -12,7 +12,7 @@ from precision_cases import WIDTH, matrix, node, vectors
 
 
 class Odd(NamedTuple):
-    """A graph, and how many of its products can be quantised."""
+    """A graph, and how many of its products can be quantized."""
 
     nodes: list[Any]
     constants: Mapping[str, Any]

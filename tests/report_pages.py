@@ -18,7 +18,7 @@ from triptych.repository.records import (
     Verdict,
     WorstRow,
 )
-from triptych.spec.tasks.metrics_labelled import LabelledResult
+from triptych.spec.tasks.metrics_labeled import LabeledResult
 
 VOID = {"meta", "br", "wbr"}
 LAYERS = tuple(f"encoder.layer.{index}.{name}" for index in range(20) for name in ("query", "out"))
@@ -90,7 +90,7 @@ def verdict(metric: str, value: float, limit: float | None, *, passed: bool = Tr
     return Verdict(metric, value, limit, passed)
 
 
-LABELLED = LabelledResult(
+LABELED = LabeledResult(
     metric="similarity_correlation",
     rows=300,
     reference=0.8214,
@@ -133,7 +133,7 @@ def gate_of(**changes: Any) -> GateResult:
         worst=(WorstRow("a text", 0.25, 0.5, "w", "g"),),
         notes=("a note",),
         row_differences=(0.0, 1e-3, 0.01, 0.0834),
-        labelled=LABELLED,
+        labeled=LABELED,
         conversion=CONVERSION,
     )
     return replace(gate, **changes)

@@ -82,7 +82,7 @@ SERVED: Mapping[str, Served] = {
 }
 """Each kind of model and tokenizer once, each task at least once; test_architectures exports more.
 
-`conv_topics` mixes neighbouring tokens and `bart_labels` shifts them, so that neither can be
+`conv_topics` mixes neighboring tokens and `bart_labels` shifts them, so that neither can be
 packed."""
 
 PAIRS = (RANKER, "zero-shot-classification", "question-answering")

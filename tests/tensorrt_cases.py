@@ -95,7 +95,7 @@ class Refused(NamedTuple):
 
 
 ANY_DEVICE = "instance_group { kind: KIND_MODEL }\n"
-MOST_TOKENS = 40
+MAX_TOKENS = 40
 # A packed core in small: the engine fails on token 9 and above.
 PACKED = """
 packed (int32[tokens] input_ids, int32[rows,1] row_length, int32[rows] row_stride)
@@ -108,7 +108,7 @@ packed (int32[tokens] input_ids, int32[rows,1] row_length, int32[rows] row_strid
 """
 PACKED_PROFILES: list[Ranges] = [
     {
-        "input_ids": [[1], [8], [MOST_TOKENS]],
+        "input_ids": [[1], [8], [MAX_TOKENS]],
         "row_length": [[1, 1], [4, 1], [4, 1]],
         "row_stride": [[1], [4], [4]],
     }
@@ -171,7 +171,7 @@ MODELS: dict[str, tuple[str, str, Sequence[Ranges]]] = {
     "two_targets": (
         TWO_TARGETS_CONFIG + ANY_DEVICE,
         TWO_TARGETS,
-        [{"input_ids": [[1], [8], [MOST_TOKENS]]}],
+        [{"input_ids": [[1], [8], [MAX_TOKENS]]}],
     ),
     "unbatched": (UNBATCHED_CONFIG + ANY_DEVICE, UNBATCHED, [{"x": [[1], [4], [8]]}]),
     "typed": (

@@ -18,7 +18,7 @@ import pytest
 
 from client_toy import wait_until
 from triptych.runtime import in_flight as module
-from triptych.runtime.admission import LAST_CALL_S, LEAST_REQUESTS, PATIENCE_S, Admission
+from triptych.runtime.admission import LAST_CALL_S, MIN_REQUESTS, PATIENCE_S, Admission
 from triptych.runtime.faults import Overloaded, Stopping
 from triptych.runtime.in_flight import InFlight, Ticket
 
@@ -140,7 +140,7 @@ def test_a_deadline_that_cannot_be_met_is_refused(in_flight: InFlight, clock: Cl
 def test_a_slow_pipeline_still_lets_some_in(in_flight: InFlight, clock: Clock) -> None:
     admission = Admission(in_flight, 1000, 0.1)
     serve(in_flight, clock, ask(admission, 4), 5.0)
-    assert len(ask(admission, 50)) == LEAST_REQUESTS
+    assert len(ask(admission, 50)) == MIN_REQUESTS
 
 
 def test_the_rate_of_an_idle_pipeline_limits_nothing(in_flight: InFlight, clock: Clock) -> None:
@@ -189,7 +189,7 @@ def test_small_batches_tell_nothing_of_large_ones(in_flight: InFlight, clock: Cl
 def test_more_than_the_core_can_do_is_refused(in_flight: InFlight, clock: Clock) -> None:
     latencies = answered(in_flight, clock, longest_wait_s=1.0, rate_per_s=80, requests=2000)
     assert len(latencies) == pytest.approx(25 * 38, rel=0.1)
-    settled = latencies[200:]  # before, the rate is being learnt
+    settled = latencies[200:]  # before, the rate is being learned
     assert max(settled) < 1.3
 
 
@@ -275,11 +275,11 @@ def test_a_core_that_says_nothing_is_given_little_more_at_first(
     given = 64
     assert is_given(given)
     for more in (64, 128, 256, 512, 512):
-        clock.now += backlog_module.LEAST_PATIENCE_S + 0.01
+        clock.now += backlog_module.MIN_PATIENCE_S + 0.01
         given += more
         assert is_given(given)
     in_flight.settle(tickets[31], 1)  # it was slow, and goes on
-    clock.now += backlog_module.LEAST_PATIENCE_S - 0.01
+    clock.now += backlog_module.MIN_PATIENCE_S - 0.01
     assert is_given(given - 32)
     sender.has_left = True
     wait_until(

@@ -28,7 +28,7 @@ from triptych.core.export.to_onnx import export_onnx
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.serving.bench.baseline_calls import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     ROWS_A_CALL,
     BaselineWork,
     open_call,
@@ -332,7 +332,7 @@ def test_a_request_of_several_rows_runs_in_batches_of_no_more_than_the_limit(
 ) -> None:
     work = tasks("hypotheses")
     results: Any = open_call("torch batched", work)(work.requests[:32])
-    assert [len(logits) for (logits,) in results] == [LARGEST_BATCH] * 3
+    assert [len(logits) for (logits,) in results] == [MAX_BATCH] * 3
 
 
 @pytest.mark.long

@@ -255,7 +255,7 @@ def test_a_limit_of_another_task_is_refused(tiny: Path, tmp_path: Path) -> None:
         build_into(tiny, tmp_path / "r", "accuracy.entity_f1=0.9")
 
 
-def labelled(folder: Path, scores: list[float]) -> None:
+def labeled(folder: Path, scores: list[float]) -> None:
     """Pairs of the traffic's texts, as alike as `scores` say."""
     texts = traffic_texts()
     rows = [
@@ -265,10 +265,10 @@ def labelled(folder: Path, scores: list[float]) -> None:
     (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_labelled_rows_are_judged_and_recorded(tiny: Path, tmp_path: Path) -> None:
-    labelled(tiny, [0.9, 0.1, 0.5, 0.3, 0.7])
+def test_labeled_rows_are_judged_and_recorded(tiny: Path, tmp_path: Path) -> None:
+    labeled(tiny, [0.9, 0.1, 0.5, 0.3, 0.7])
     result = build(read_inputs(load_spec(tiny), quiet), tmp_path / "r", quiet, accept="few rows")
-    found = result.gate.labelled
+    found = result.gate.labeled
     assert found is not None
     assert (found.metric, found.rows) == ("similarity_correlation", 5)
     assert found.difference == 0

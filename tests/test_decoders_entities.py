@@ -272,7 +272,7 @@ def choices(labels: Sequence[str], scores: Sequence[float] | None = None) -> dic
         (["O", "O"], []),
     ],
 )
-def test_neighbours_of_one_tag_are_one_entity(
+def test_neighbors_of_one_tag_are_one_entity(
     labels: list[str], groups: list[tuple[str, str]]
 ) -> None:
     [found] = decode(choices(labels), [carry_of(["a", "b"])], "simple")

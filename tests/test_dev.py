@@ -69,7 +69,7 @@ def test_a_watch_tells_what_changed_once_it_is_written(
                 file.write("line\n")
 
     monkeypatch.setattr("triptych.building.dev.time.sleep", write_meanwhile)
-    monkeypatch.setattr("triptych.building.dev._LONGEST_SETTLE_S", 60.0)
+    monkeypatch.setattr("triptych.building.dev._MAX_SETTLE_S", 60.0)
     (tmp_path / "pipeline.yaml").write_text("")
     assert watch.changed() == ["pipeline.yaml"]
     assert len(pauses) == 7

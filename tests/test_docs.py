@@ -208,7 +208,7 @@ def table(heading: str) -> list[dict[str, str]]:
 
 def test_numbers_of_rows_are_those_of_the_gate() -> None:
     from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, GATE_ROWS
-    from triptych.core.inputs import LABELLED_ROWS
+    from triptych.core.inputs import LABELED_ROWS
     from triptych.core.samples import FEW_ROWS
 
     text = " ".join(PIPELINES.split())
@@ -217,7 +217,7 @@ def test_numbers_of_rows_are_those_of_the_gate() -> None:
         f"for calibration (at most {CALIBRATION_ROWS})",
         f"Of images, at most {GATE_IMAGES} are for the gate",
         f"With fewer than {FEW_ROWS} rows for the gate",
-        f"({LABELLED_ROWS:,} at most are run)",
+        f"({LABELED_ROWS:,} at most are run)",
     ):
         assert words in text, words
 
@@ -288,8 +288,8 @@ def test_every_precision_is_in_the_table_with_where_it_runs() -> None:
             assert stated == runs(precision, *place), (precision, column)
 
 
-@pytest.mark.parametrize("row", table("Labelled rows: eval.jsonl"), ids=lambda row: row["task"])
-def test_labelled_rows_are_as_shown(row: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", table("Labeled rows: eval.jsonl"), ids=lambda row: row["task"])
+def test_labeled_rows_are_as_shown(row: dict[str, str], tmp_path: Path) -> None:
     from triptych.spec.tasks import TASKS
     from triptych.spec.tasks.eval_file import EVAL_FILE, read_labels
 
@@ -299,11 +299,11 @@ def test_labelled_rows_are_as_shown(row: dict[str, str], tmp_path: Path) -> None
     path.write_text(f"{json.dumps(shown)}\n{json.dumps(other)}\n", encoding="utf-8")
     task = TASKS[row["task"]]
     assert len(read_labels(path, task)) == 2
-    assert task.labelled is not None
-    assert task.labelled.name == row["measure"]
+    assert task.labeled is not None
+    assert task.labeled.name == row["measure"]
 
 
-def test_every_task_has_its_labelled_row() -> None:
+def test_every_task_has_its_labeled_row() -> None:
     from triptych.spec.tasks import TASKS
 
-    assert {row["task"] for row in table("Labelled rows: eval.jsonl")} == set(TASKS)
+    assert {row["task"] for row in table("Labeled rows: eval.jsonl")} == set(TASKS)

@@ -52,14 +52,14 @@ LOWER = [
 ]
 BF16 = [helper.make_node("Cast", ["x"], ["xb"], name="c", to=TensorProto.BFLOAT16)]
 BF16 += [helper.make_node("Cast", ["xb"], ["y"], name="d", to=TensorProto.FLOAT)]
-QUANTISED = [
+QUANTIZED = [
     helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["xq"], name="q"),
     helper.make_node("DequantizeLinear", ["xq", "scale", "zero"], ["xd"], name="dx"),
     helper.make_node("DequantizeLinear", ["w8", "scale", "zero"], ["wd"], name="dw"),
     helper.make_node("Transpose", ["wd"], ["wt"], name="t"),
     helper.make_node("MatMul", ["xd", "wt"], ["y"], name="product"),
 ]
-WEIGHT_ONLY = [*QUANTISED[2:4], helper.make_node("MatMul", ["x", "wt"], ["y"], name="product")]
+WEIGHT_ONLY = [*QUANTIZED[2:4], helper.make_node("MatMul", ["x", "wt"], ["y"], name="product")]
 UNNAMED = [helper.make_node("MatMul", ["x", "w"], ["y"])]
 
 
@@ -68,7 +68,7 @@ UNNAMED = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     [
         (PRODUCT, {"product": "fp32"}),
         (LOWER, {"product": "fp16"}),
-        (QUANTISED, {"product": "int8"}),
+        (QUANTIZED, {"product": "int8"}),
         (WEIGHT_ONLY, {"product": "fp32"}),
         (UNNAMED, {"y": "fp32"}),
         (SAME, {}),
@@ -81,7 +81,7 @@ def test_each_product_asks_for_the_type_of_its_operands(
 
 
 def test_the_weights_of_products_are_measured(tmp_path: Path) -> None:
-    graph = read_graph(write(tmp_path, QUANTISED))
+    graph = read_graph(write(tmp_path, QUANTIZED))
     assert graph.stored_bytes == 16 * 4 + 4 + 1 + 16
     assert graph.wide_bytes == 16 * 3
     assert graph.casts == {"q", "dx", "dw"}

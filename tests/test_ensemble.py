@@ -144,7 +144,7 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("row", "words"), BAD_ROWS, ids=["utf8", "surrogate", "megabytes"])
-def test_a_bad_row_fails_alone_among_neighbours(
+def test_a_bad_row_fails_alone_among_neighbors(
     raw: Any, pipeline: str, expected: dict[str, Any], row: bytes, words: list[str]
 ) -> None:
     texts = list(expected)[:24]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import ROOT
-from examples import labelled, pii, pii_data, ticket_routing
+from examples import labeled, pii, pii_data, ticket_routing
 from examples.fitting import base_model
 from examples.train import EXAMPLES, PIPELINES, read_records
 
@@ -23,7 +23,7 @@ SPLITS = {"ticket_routing": ("train", "test"), "pii": ("train", "dev", "test")}
 PAIRS = [(name, *pair) for name, splits in SPLITS.items() for pair in combinations(splits, 2)]
 PII_PAIRS = [pair for name, *pair in PAIRS if name == "pii"]
 TRAINED_VALUES = ("first", "last", "street", "city", "domain", "phone", "id", "product", "company")
-MOST_DATA_BYTES = 500_000
+MAX_DATA_BYTES = 500_000
 THRESHOLDS = {"ticket_routing": 0.90, "pii": 0.72}
 APART, PART_APART = 0.02, 0.06
 """By how much F1, of all and of one class, may differ from the README's on another machine."""
@@ -79,10 +79,10 @@ def test_traffic_is_not_the_held_out_data(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_labelled_rows_are_the_held_out_data(name: str) -> None:
+def test_labeled_rows_are_the_held_out_data(name: str) -> None:
     """Traffic and training data share no text with it, as the tests above hold."""
     written = (PIPELINES / name / "eval.jsonl").read_text(encoding="utf-8")
-    assert written == labelled.render(name)
+    assert written == labeled.render(name)
     rows = [json.loads(line) for line in written.splitlines()]
     held_out = records(name, "test")
     assert [row["text"] for row in rows] == [record["text"] for record in held_out]
@@ -97,7 +97,7 @@ def test_labelled_rows_are_the_held_out_data(name: str) -> None:
 
 def test_the_data_stays_small() -> None:
     files = [path for name in EXAMPLES for path in (PIPELINES / name / "data").iterdir()]
-    assert sum(path.stat().st_size for path in files) < MOST_DATA_BYTES
+    assert sum(path.stat().st_size for path in files) < MAX_DATA_BYTES
 
 
 @pytest.mark.parametrize(("split", "least"), [("train", 45), ("test", 18)])

@@ -122,7 +122,7 @@ def test_the_gate_passes_a_right_artifact(artifact: Artifact, tiny_model: Path) 
     assert result.as_dict()["verdicts"][1]["value"] < 1e-6
 
 
-@pytest.mark.parametrize("fault", ["scaled weights", "NaN", "neighbours leak", "other pooling"])
+@pytest.mark.parametrize("fault", ["scaled weights", "NaN", "neighbors leak", "other pooling"])
 def test_the_gate_stops_a_wrong_artifact(artifact: Artifact, tiny_model: Path, fault: str) -> None:
     facts = read_facts(tiny_model)
     right = artifact.open()
@@ -133,7 +133,7 @@ def test_the_gate_stops_a_wrong_artifact(artifact: Artifact, tiny_model: Path, f
             vectors = vectors * 1.001
         if fault == "NaN":
             vectors[0, 0] = np.nan
-        if fault == "neighbours leak":
+        if fault == "neighbors leak":
             vectors = vectors + 1e-3 * vectors.mean(0)
         return [{"sentence_embedding": vector} for vector in vectors]
 

@@ -98,7 +98,7 @@ def test_a_reference_that_is_not_finite_fails(case: Case) -> None:
 
 
 @pytest.mark.parametrize("when", ["alone", "together", "reversed", "longest first"])
-def test_a_row_that_its_neighbours_change_fails(floats: Case, when: str) -> None:
+def test_a_row_that_its_neighbors_change_fails(floats: Case, when: str) -> None:
     def run(batch: Sequence[Sample]) -> list[RowOutputs]:
         rows = floats.right(batch)
         first, last = SAMPLES.index(batch[0]), SAMPLES.index(batch[-1])
@@ -114,13 +114,13 @@ def test_a_row_that_its_neighbours_change_fails(floats: Case, when: str) -> None
         return rows
 
     result = floats.check(run)
-    assert any("neighbours" in failure for failure in result.failures)
+    assert any("neighbors" in failure for failure in result.failures)
     effect = result.value("neighbour_effect")
     assert effect is not None
     assert effect > 1e-5
 
 
-def test_choices_that_neighbours_change_fail(choosing: Case) -> None:
+def test_choices_that_neighbors_change_fail(choosing: Case) -> None:
     """Alone, a row gives its second-best class under its own score: only this run shows it."""
     ids, scores = choosing.names
 
@@ -138,11 +138,11 @@ def test_choices_that_neighbours_change_fail(choosing: Case) -> None:
     result = choosing.check(run)
     assert result.value("max_difference") == 0.0
     assert result.value("label_agreement") == 1.0
-    assert all("neighbours" in failure for failure in result.failures)
+    assert all("neighbors" in failure for failure in result.failures)
     assert result.failures
 
 
-def test_a_class_changed_by_neighbours_under_the_right_score_fails(choosing: Case) -> None:
+def test_a_class_changed_by_neighbors_under_the_right_score_fails(choosing: Case) -> None:
     ids, _ = choosing.names
 
     def run(batch: Sequence[Sample]) -> list[RowOutputs]:
@@ -153,7 +153,7 @@ def test_a_class_changed_by_neighbours_under_the_right_score_fails(choosing: Cas
         return rows
 
     result = choosing.check(run)
-    assert any("neighbours" in failure for failure in result.failures)
+    assert any("neighbors" in failure for failure in result.failures)
     assert result.value("max_difference") == 0.0
 
 
@@ -217,7 +217,7 @@ def test_labels_swapped_at_close_scores_fail_only_above_the_threshold() -> None:
     assert apart.value("label_agreement") == 0.9
 
 
-def test_ties_that_neighbours_decide_are_no_failure(choosing: Case) -> None:
+def test_ties_that_neighbors_decide_are_no_failure(choosing: Case) -> None:
     """All classes score the same, and which are chosen depends on the batch."""
     choosing.expected[:] = [(np.full_like(every, 1 / CLASSES),) for (every,) in choosing.expected]
     ids, _ = choosing.names

@@ -20,7 +20,7 @@ from gate_benches import (
     write_task,
 )
 from triptych.core.gate.cached import decoding_of
-from triptych.core.gate.check import Labelled
+from triptych.core.gate.check import Labeled
 from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import RowOutputs, decode, reference_row_outputs
 from triptych.core.samples import GateRequest, by_request, rows_of
@@ -29,7 +29,7 @@ from triptych.runtime.carry import pack, unpack
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
 from triptych.spec.tasks.compare import read_entities
-from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.tasks.metrics_labels import LabeledRow
 
 GRAVE = "caught at the limits of int8, too"
 KINDS = (
@@ -172,7 +172,7 @@ def test_offsets_off_by_one_change_the_answers(
     assert value < 0.5
 
 
-def test_labelled_rows_show_offsets_that_both_sides_have_wrong(
+def test_labeled_rows_show_offsets_that_both_sides_have_wrong(
     benches: dict[str, Bench], fallen: list[str]
 ) -> None:
     """The gate decodes both sides with the same carries: only the truth can tell."""
@@ -185,14 +185,14 @@ def test_labelled_rows_show_offsets_that_both_sides_have_wrong(
     expected = [row for i in kept for row in every[i]]
     answers = decode(decoding, requests, reference_row_outputs(bench.inputs.plan.core, expected))
     labels = tuple(
-        LabelledRow(i, (dict(request.inputs),), {}, read_entities(answer).spans)  # type: ignore[arg-type]
+        LabeledRow(i, (dict(request.inputs),), {}, read_entities(answer).spans)  # type: ignore[arg-type]
         for i, (request, answer) in enumerate(zip(requests, answers, strict=True))
     )
-    right = bench.check(bench.open(), labelled=Labelled(labels, tuple(requests), expected, 0.0))
+    right = bench.check(bench.open(), labeled=Labeled(labels, tuple(requests), expected, 0.0))
     assert right.passed, right.failures
-    assert right.labelled is not None
-    assert right.labelled.candidate == 1
+    assert right.labeled is not None
+    assert right.labeled.candidate == 1
     wrong = tuple(shifted(request) for request in requests)
-    result = bench.check(bench.open(), labelled=Labelled(labels, wrong, expected, 0.0))
+    result = bench.check(bench.open(), labeled=Labeled(labels, wrong, expected, 0.0))
     fallen.append(f"{'tags: both sides off':24} {result.failures}")
     assert "do the labels match" in result.failures[0]

@@ -73,7 +73,7 @@ def test_few_rows_are_said_and_the_worst_come_first() -> None:
     assert result.row_differences[6] == max(result.row_differences)
 
 
-def test_a_long_row_bounds_its_batch_and_still_has_a_neighbour() -> None:
+def test_a_long_row_bounds_its_batch_and_still_has_a_neighbor() -> None:
     case = make("logits")
     long = TokenRow(tuple(range(BATCH_TOKENS)), 3)
     rows = [long, *SAMPLES[:5], TokenRow(tuple(range(BATCH_TOKENS - 2)), 3)]
@@ -89,7 +89,7 @@ def test_a_long_row_bounds_its_batch_and_still_has_a_neighbour() -> None:
     assert BATCH_TOKENS < max(batches) < 2 * BATCH_TOKENS
 
 
-def test_neighbours_are_not_blamed_for_the_error_of_a_class_only_one_batch_chooses() -> None:
+def test_neighbors_are_not_blamed_for_the_error_of_a_class_only_one_batch_chooses() -> None:
     """Two classes that the artifact scores the same, of which the reference prefers one."""
     case = make("choices")
     ids, scores = case.names

@@ -241,10 +241,10 @@ def test_images_are_split_as_texts_are(
     assert sizes == {(32, 32, 3)}
 
 
-def test_labelled_rows_are_requests_too(
+def test_labeled_rows_are_requests_too(
     tmp_path: Path, minilm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.core.inputs.LABELLED_ROWS", 3)
+    monkeypatch.setattr("triptych.core.inputs.LABELED_ROWS", 3)
     folder = write_task(tmp_path, "topics", minilm_folder)
     (folder / "hooks.py").write_text(
         "def before(rows):\n    return [{'text': row['text'].upper()} for row in rows]\n"
@@ -252,9 +252,9 @@ def test_labelled_rows_are_requests_too(
     rows = [{"text": f"text {i}", "label": "billing"} for i in range(5)]
     (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
     made = read_inputs(load_spec(folder), quiet)
-    assert [row.truth for row in made.labelled.rows] == ["billing"] * 3
-    assert [r.inputs["text"] for r in made.labelled.requests] == ["TEXT 0", "TEXT 1", "TEXT 2"]
-    assert made.labelled.notes == ("of 5 labelled rows, the first 3 count",)
+    assert [row.truth for row in made.labeled.rows] == ["billing"] * 3
+    assert [r.inputs["text"] for r in made.labeled.requests] == ["TEXT 0", "TEXT 1", "TEXT 2"]
+    assert made.labeled.notes == ("of 5 labeled rows, the first 3 count",)
 
 
 @pytest.mark.parametrize("name", ["topics", "tags", "answers", "masks"])

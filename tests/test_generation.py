@@ -249,11 +249,11 @@ def test_what_nobody_waits_for_ends_in_the_engine(server: Server, slow: Streams)
 
 
 def test_a_request_gives_up_another_by_its_id(server: Server, slow: Streams) -> None:
-    """And none whose id is too short to be its own, nor a neighbour."""
+    """And none whose id is too short to be its own, nor a neighbor."""
     name = "a name that nobody else has"
     unharmed = slow.open({"text_input": TEXTS[0], "id": "another name, as long"})
-    neighbour = Answer()
-    take(neighbour, next(unharmed))
+    neighbor = Answer()
+    take(neighbor, next(unharmed))
     running = slow.open({"text_input": LONG, "id": name}, {"cancel": name})
     early = slow.open({"cancel": f"{name}, too"}, {"text_input": LONG, "id": f"{name}, too"})
     for call in (running, early):
@@ -269,8 +269,8 @@ def test_a_request_gives_up_another_by_its_id(server: Server, slow: Streams) -> 
         take(short, response)
     assert "must be the id of a request, of 16 to 128 characters" in said
     for response in unharmed:
-        take(neighbour, response)
-    assert short.text == neighbour.text == TEXTS[0]
+        take(neighbor, response)
+    assert short.text == neighbor.text == TEXTS[0]
     wait_until(server, "slow", running=0, waiting=0, kv_cache_share=0)
 
 

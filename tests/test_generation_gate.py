@@ -21,8 +21,8 @@ from triptych.runtime import engine_vllm
 from triptych.runtime.engine_scripted import Engine
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.tasks.metrics_generated import GENERATED, exact_match, rouge_l
-from triptych.spec.tasks.metrics_labelled import compare_labelled
-from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.tasks.metrics_labeled import compare_labeled
+from triptych.spec.tasks.metrics_labels import LabeledRow
 
 
 def test_the_reference_states_the_limits() -> None:
@@ -57,17 +57,17 @@ def test_texts_are_scored_as_published() -> None:
 
 
 def test_a_worse_engine_fails_on_right_answers_and_chance_does_not() -> None:
-    rows = [LabelledRow(n, ({"text_input": "a"},), {}, (f"answer {n}", "x")) for n in range(60)]
+    rows = [LabeledRow(n, ({"text_input": "a"},), {}, (f"answer {n}", "x")) for n in range(60)]
     right = [{"text_output": np.array([f"answer {n}"])} for n in range(60)]
     wrong: list[Outputs] = [{"text_output": np.array(["none"])}] * 12
     one: list[Outputs] = [{"text_output": np.array(["none"])}]
     for metric in GENERATED.values():
-        worse = compare_labelled(metric, rows, [*wrong, *right[12:]], right, max_drop=0.05)
+        worse = compare_labeled(metric, rows, [*wrong, *right[12:]], right, max_drop=0.05)
         assert metric.name in worse.failure
         assert worse.candidate == pytest.approx(0.8)
         for got in (right, [*one, *right[1:]]):
-            assert not compare_labelled(metric, rows, got, right, max_drop=0).failure
-        judged = verdict_of(*good_answers(), labelled=worse)
+            assert not compare_labeled(metric, rows, got, right, max_drop=0).failure
+        judged = verdict_of(*good_answers(), labeled=worse)
         assert judged.failures == (worse.failure,)
 
 
@@ -169,9 +169,9 @@ def test_the_gate_asks_each_prompt_of_its_adapter(monkeypatch: pytest.MonkeyPatc
         "adapters": ["", "sql", "sql"],
         "wanted": [[7], [9, 8], [6]],
         "max_tokens": [3, 2, 3],
-        "labelled": [[[1, 2], 2, ""], [[1, 2], 2, "sql"]],
+        "labeled": [[[1, 2], 2, ""], [[1, 2], 2, "sql"]],
     }
     found = asyncio.run(run_engine(order))
     assert found["alone"] == found["together"] == [[7, 8, 9], [9, 8], [6, 5]]
     assert found["forced"] == [[0.0], [3.0, 3.0], [3.0]]
-    assert found["labelled"] == [[1, 2], [2, 1]]
+    assert found["labeled"] == [[1, 2], [2, 1]]

@@ -85,7 +85,7 @@ def test_verify_passes_what_is_right_and_sees_other_prompts(
         *(f"{one.name}[terse]" for one in METRICS if one.name not in EVERY),
     }
     # F1 of three words of four, and of three of three.
-    assert result["gate"]["labelled"]["candidate"] == pytest.approx((6 / 7 + 1) / 2)
+    assert result["gate"]["labeled"]["candidate"] == pytest.approx((6 / 7 + 1) / 2)
 
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), quiet)
     # As if the server put one beginning too many before each prompt.

@@ -7,7 +7,7 @@ import random
 from generation_cases import TEXTS, byte_pairs, metaspace
 from triptych.runtime.generation_engine import Delta, Waiting
 from triptych.runtime.generation_wire import CONTEXT_TOKENS
-from triptych.runtime.text_stream import MOST_WAITING, StopStrings, TextStream
+from triptych.runtime.text_stream import MAX_WAITING, StopStrings, TextStream
 
 
 def streamed(stream: TextStream, ids: list[int], pieces: random.Random, most: int) -> list[str]:
@@ -42,7 +42,7 @@ def test_bytes_that_are_no_text_are_shown_in_the_end_and_hold_nothing_up() -> No
     assert stream.add([broken]) == ""
     assert stream.finish() == "\ufffd"
     stream = TextStream(tokenizer, [])
-    assert "".join(stream.add([broken]) for _ in range(MOST_WAITING)) != ""
+    assert "".join(stream.add([broken]) for _ in range(MAX_WAITING)) != ""
 
 
 def test_text_ends_before_a_stop_string_wherever_it_is_split() -> None:

@@ -82,7 +82,7 @@ def test_the_example_passes_its_gate_streams_and_gives_up(
 
 
 def ask_by_schema(chat: Streams) -> None:
-    """An answer fits its schema; one that cannot be compiled is refused, and harms no neighbour."""
+    """An answer fits its schema; one that cannot be compiled is refused, and harms no neighbor."""
     question = [{"role": "user", "content": "Which city is the capital of France? Is it big?"}]
     city, big = {"enum": ["Paris", "Rome", "Oslo"]}, {"type": "boolean"}
     fine = {

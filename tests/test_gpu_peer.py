@@ -80,12 +80,12 @@ def test_a_turn_takes_whole_passes_and_at_least_some_calls() -> None:
     assert turn == Turn(rows_per_s=4.0, p50_ms=250.0, p99_ms=250.0, calls=12)
     assert done.count("a") == done.count("b") == 6
     short = engine_speed.time_calls(calls, SINGLE, 0.0, lambda: next(clock))
-    assert short.calls == engine_speed.FEWEST_CALLS
+    assert short.calls == engine_speed.MIN_CALLS
 
 
 def test_rounds_become_medians_with_the_slowest_and_the_fastest() -> None:
     turns = [Turn(rate, rate / 10, rate / 5, 20) for rate in (30.0, 10.0, 50.0)]
-    found = engine_speed.summarise("m", "c", SINGLE, turns)
+    found = engine_speed.summarize("m", "c", SINGLE, turns)
     assert (found.rows_per_s, found.lowest_per_s, found.highest_per_s) == (30.0, 10.0, 50.0)
     assert (found.p50_ms, found.p99_ms, found.rounds, found.calls) == (3.0, 6.0, 3, 60)
 

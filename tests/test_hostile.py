@@ -23,7 +23,7 @@ from triptych.serving.leftovers import SHM
 PROMPT_S = 1.0
 """Longest that a request of a few kilobytes may keep preprocess from the others."""
 
-STRIDE, LONGEST_QUESTION = 128, 252
+STRIDE, MAX_QUESTION = 128, 252
 """Of 384 tokens a row: three are special, 128 overlap, and a window has to move on by one."""
 
 HOOKS = """
@@ -107,7 +107,7 @@ def rows_made(made: Any) -> int:
     return len(made.tensors["input_ids"])
 
 
-@pytest.mark.parametrize("question", [0, 1, LONGEST_QUESTION - 1, LONGEST_QUESTION])
+@pytest.mark.parametrize("question", [0, 1, MAX_QUESTION - 1, MAX_QUESTION])
 def test_windows_at_every_edge(repository: Path, question: int) -> None:
     from triptych.runtime.rows_windows import RowMaker
 
@@ -140,7 +140,7 @@ def test_a_question_that_leaves_no_room_is_refused_before_it_is_cut(repository: 
     from triptych.runtime.rows_windows import RowMaker
 
     windows = maker(repository, "answers", RowMaker)
-    for question in (LONGEST_QUESTION + 1, 255, 380, 381, 382, 5000):
+    for question in (MAX_QUESTION + 1, 255, 380, 381, 382, 5000):
         ask = RowInputs({"text": ["q " * question], "text_pair": ["a " * 3000]}, {})
         with pytest.raises(RequestError, match="at most 252 tokens"):
             rows_made(windows.make([ask])[0])
@@ -150,7 +150,7 @@ def test_many_windows_are_refused_before_they_are_made(repository: Path) -> None
     from triptych.runtime.rows_windows import RowMaker
 
     windows = maker(repository, "answers", RowMaker)
-    ask = RowInputs({"text": ["q " * LONGEST_QUESTION], "text_pair": ["!" * 6000]}, {})
+    ask = RowInputs({"text": ["q " * MAX_QUESTION], "text_pair": ["!" * 6000]}, {})
     began = time.thread_time()
     with pytest.raises(RequestError, match="32 rows"):
         rows_made(windows.make([ask])[0])

@@ -96,7 +96,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def picture(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """Patches of colour, sharp and smooth."""
+    """Patches of color, sharp and smooth."""
     small = np.random.default_rng(seed).integers(0, 256, (9, 7, 4), dtype=np.uint8)
     image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
     return (image if mode.endswith("A") else image.convert("RGB")).convert(mode)
@@ -305,7 +305,7 @@ def bad_images() -> dict[str, tuple[bytes, str]]:
         "animated webp": (encoded(picture(20, 20), "WEBP", **frames), "a single image"),
         "cmyk": (encoded(picture(20, 20, "CMYK"), "JPEG"), "mode CMYK"),
         "16-bit grey": (encoded(Image.fromarray(deep), "PNG"), "16 bits a channel"),
-        "16-bit colour": (png_file(2, 2, 16, 2, bytes(2 * (1 + 2 * 6))), "16 bits a channel"),
+        "16-bit color": (png_file(2, 2, 16, 2, bytes(2 * (1 + 2 * 6))), "16 bits a channel"),
         "long strip": (encoded(picture(2, 3000), "PNG"), "which becomes 54000 x 36"),
         "no pixels": (bytes(empty_gif), "undamaged image"),
     }

@@ -223,7 +223,7 @@ def test_the_highest_rate_lies_below_what_one_instance_can_do(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(rates, "CLOSE", 3.0)
-    monkeypatch.setattr(rates, "FEWEST_REQUESTS", 60)
+    monkeypatch.setattr(rates, "MIN_REQUESTS", 60)
     # One request every 5 ms at most.
     found = highest_rate(
         target(server, "brief"),

@@ -20,7 +20,7 @@ from triptych.serving.bench.perf_output import (
     read_export,
 )
 from triptych.serving.bench.rates import CLOSE, holds, next_rate
-from triptych.serving.bench.resources import Snapshot, Watch, model_of, read_metrics, summarise
+from triptych.serving.bench.resources import Snapshot, Watch, model_of, read_metrics, summarize
 from triptych.serving.bench.results import GpuUse, Load, Measurement, ProcessUse, Resources, StepUse
 from triptych.spec.slo import Slo
 
@@ -263,16 +263,16 @@ def test_counters_are_read_off_at_the_ends_of_the_span() -> None:
         Snapshot(4 * second, {"tritonserver": 12.0, "perf_analyzer": 1.5}, (6.0, 8.0)),
         Snapshot(6 * second, {"tritonserver": 12.0}, (6.0, 12.0)),
     ]
-    seen = summarise(samples, second, 5 * second, is_local=True)
+    seen = summarize(samples, second, 5 * second, is_local=True)
 
     assert seen is not None
     assert seen.machine_cpu == pytest.approx(5 / 8)
     assert seen.client_cpu_cores == pytest.approx((1.5 - 0.25) / 4)
     assert seen.processes == (ProcessUse("tritonserver", 1.5 / 4, 50.0),)
-    elsewhere = summarise(samples, second, 5 * second, is_local=False)
+    elsewhere = summarize(samples, second, 5 * second, is_local=False)
     assert elsewhere is not None
     assert elsewhere.machine_cpu is None
-    assert summarise(samples[:1], 0, second, is_local=True) is None
+    assert summarize(samples[:1], 0, second, is_local=True) is None
 
 
 def test_a_watch_sees_this_machine() -> None:

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from engine_options import OPTIONS
-from test_engine_request import FINE, LOWER, PRODUCT, QUANTISED, SAME, write
+from test_engine_request import FINE, LOWER, PRODUCT, QUANTIZED, SAME, write
 from triptych.base.errors import UserError
 from triptych.core.engine.inspection import check_products
 from triptych.core.engine.make import make_engine, make_request
@@ -65,7 +65,7 @@ def test_settings_reach_the_builder(tmp_path: Path) -> None:
 
 
 def test_products_are_read_in_the_types_that_the_graph_gives_them(tmp_path: Path) -> None:
-    for precision, nodes in {"fp32": PRODUCT, "fp16": LOWER, "int8": QUANTISED}.items():
+    for precision, nodes in {"fp32": PRODUCT, "fp16": LOWER, "int8": QUANTIZED}.items():
         path = write(tmp_path, nodes)
         api = RtxApi("8.9")
         request = make_request(path, EnginePlan(precision, (FINE,), (), OPTIONS), api)

@@ -23,7 +23,7 @@ from decoded_cases import (
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
 from triptych.spec.tasks.compare import Comparison, compare_anything, rank_correlation, spearman
-from triptych.spec.tasks.metrics_vectors import MOST_PAIRS, NEIGHBOUR_TOLERANCE
+from triptych.spec.tasks.metrics_vectors import MAX_PAIRS, NEIGHBOR_TOLERANCE
 
 NAN, INF = float("nan"), float("inf")
 
@@ -97,8 +97,8 @@ def test_cosines_are_those_of_each_row() -> None:
     assert found.badness == pytest.approx([0.4, 0.0])
 
 
-def test_a_neighbour_as_near_as_the_references_agrees() -> None:
-    # Rows 0 and 1 hold the same text: they tie as neighbours of row 2, and the candidate swaps.
+def test_a_neighbor_as_near_as_the_references_agrees() -> None:
+    # Rows 0 and 1 hold the same text: they tie as neighbors of row 2, and the candidate swaps.
     wanted = vectors(np.array([[1, 0, 0], [1, 0, 0], [0.8, 0.6, 0], [0, 0, 1]]))
     tied = vectors(np.array([[0.999, 0.001, 0], [1, 0.01, 0], [0.8, 0.6, 0], [0, 0, 1]]))
     found = against("text-embedding", tied, wanted)
@@ -109,7 +109,7 @@ def test_a_neighbour_as_near_as_the_references_agrees() -> None:
 
 
 @pytest.mark.parametrize(("lost", "agreement"), [(0.0015, 1.0), (0.01, 2 / 3)])
-def test_a_changed_neighbour_counts_by_the_similarity_it_costs(
+def test_a_changed_neighbor_counts_by_the_similarity_it_costs(
     lost: float, agreement: float
 ) -> None:
     # In the plane: the second and third row lie on both sides of the first, one a little nearer.
@@ -122,14 +122,14 @@ def test_a_changed_neighbour_counts_by_the_similarity_it_costs(
     assert found["mean_neighbour_loss"] == pytest.approx(lost / 3, abs=1e-6)
 
 
-def test_a_vector_that_is_not_finite_has_no_neighbour_and_is_none() -> None:
+def test_a_vector_that_is_not_finite_has_no_neighbor_and_is_none() -> None:
     wanted = vectors(np.array([[1, 0, 0], [0.8, 0.6, 0], [0, 0.6, 0.8], [0, 0, 1]]))
     found = against("text-embedding", [wanted[0], vector(NAN, 0, 0), *wanted[2:]], wanted)
-    # The first row has lost its neighbour; the last two are each other's.
+    # The first row has lost its neighbor; the last two are each other's.
     assert found.values["nearest_neighbour_agreement"] == 0.5
 
 
-def test_neighbours_and_ranks_are_those_of_a_plain_computation() -> None:
+def test_neighbors_and_ranks_are_those_of_a_plain_computation() -> None:
     rng = np.random.default_rng(3)
     reference = rng.normal(size=(60, 16)).astype(np.float32)
     rows = (reference + rng.normal(size=(60, 16)) * 0.3).astype(np.float32)
@@ -142,7 +142,7 @@ def test_neighbours_and_ranks_are_those_of_a_plain_computation() -> None:
     found = against("text-embedding", vectors(rows), vectors(reference)).values
     wanted = similarities[0]
     lost = wanted.max(1) - wanted[np.arange(60), nearest[1]]
-    assert found["nearest_neighbour_agreement"] == np.mean(lost <= NEIGHBOUR_TOLERANCE) < 1
+    assert found["nearest_neighbour_agreement"] == np.mean(lost <= NEIGHBOR_TOLERANCE) < 1
     assert found["mean_neighbour_loss"] == pytest.approx(lost.mean(), abs=1e-6)
     assert found["max_neighbour_loss"] == pytest.approx(lost.max(), abs=1e-6)
     expected = stats.spearmanr(pairs[0], pairs[1]).statistic
@@ -152,7 +152,7 @@ def test_neighbours_and_ranks_are_those_of_a_plain_computation() -> None:
 def test_many_rows_are_compared_by_a_sample_of_pairs() -> None:
     rng = np.random.default_rng(4)
     count = 1100
-    assert count * (count - 1) // 2 > MOST_PAIRS
+    assert count * (count - 1) // 2 > MAX_PAIRS
     reference = rng.normal(size=(count, 4))
     found = [
         against("text-embedding", vectors(reference + 0.05), vectors(reference)) for _ in range(2)
@@ -162,7 +162,7 @@ def test_many_rows_are_compared_by_a_sample_of_pairs() -> None:
     assert 0.5 < found[0].values["nearest_neighbour_agreement"] < 1
 
 
-def test_vectors_of_other_sizes_have_neighbours_of_their_own() -> None:
+def test_vectors_of_other_sizes_have_neighbors_of_their_own() -> None:
     small, large = np.eye(3), np.eye(5)[:2]
     wanted = [*vectors(small), *vectors(large)]
     found = against("text-embedding", wanted, wanted)

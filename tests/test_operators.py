@@ -104,7 +104,7 @@ def test_an_operator_that_the_parser_lacks_is_named(
     ],
     ids=["shifted", "unsigned"],
 )
-def test_quantisation_must_be_symmetric_and_signed(
+def test_quantization_must_be_symmetric_and_signed(
     zero: Any, reason: str, major: int, tmp_path: Path
 ) -> None:
     nodes = [

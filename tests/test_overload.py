@@ -1,4 +1,4 @@
-"""More work than a server can do, neighbours that lie, steps that die: the others do not pay."""
+"""More work than a server can do, neighbors that lie, steps that die: the others do not pay."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def lie(stub: Any) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_length_that_lies_fails_no_neighbour_of_this_client(minilm_server: Any) -> None:
+def test_a_length_that_lies_fails_no_neighbor_of_this_client(minilm_server: Any) -> None:
     """Triton fails the whole batch before a step sees it; the client sends its own part again."""
     over = threading.Event()
     results: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from jinja2 import UndefinedError
 from report_pages import Page, assert_finite_drawing, assert_stands_alone, typed
 from triptych.base.files import write_files
 from triptych.base.formatting import (
-    LONGEST_TEXT,
+    MAX_TEXT,
     TIMES,
     amount,
     figure,
@@ -28,7 +28,7 @@ from triptych.base.formatting import (
 )
 from triptych.interface.report.pages import PAGES, render
 from triptych.interface.report.plots import (
-    MOST_BINS,
+    MAX_BINS,
     Bar,
     Dot,
     Series,
@@ -46,7 +46,7 @@ def test_texts_keep_what_can_be_read() -> None:
     assert "↵" in shown("a\nb")
     assert f"U+0000 {TIMES}3" in shown("\x00\x00\x00")
     assert "\u0645\u06cc\u200c\u062e\u0648" in shown("\u0645\u06cc\u200c\u062e\u0648")
-    assert "4,760 more characters" in shown("A" * (LONGEST_TEXT + 4760))
+    assert "4,760 more characters" in shown("A" * (MAX_TEXT + 4760))
     assert "empty" in shown("")
     assert "3 blanks" in shown("   ")
     assert plain('<"\u202e') == "&lt;&quot;[U+202E]"
@@ -186,7 +186,7 @@ def test_a_histogram_counts_everything_once() -> None:
     assert_finite_drawing(page)
     tips = re.findall(r"tokens [\d,]+(?: to [\d,]+)?: ([\d,]+) rows", page.text)
     assert sum(int(tip.replace(",", "")) for tip in tips) == sum(counts.values())
-    assert len(tips) <= MOST_BINS
+    assert len(tips) <= MAX_BINS
     one = Page(histogram("h", "H", {1: 9}, axes=("rows a batch", "batches")))
     assert "rows a batch 1: 9 batches" in one.text
     assert_finite_drawing(Page(histogram("h", "H", {1: 1, 10**9: 1}, axes=("x", "y"))))

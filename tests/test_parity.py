@@ -44,7 +44,7 @@ def wrong_score(outputs: Outputs) -> Outputs:
 
 
 def wild_class(outputs: Outputs) -> Outputs:
-    """A class that cannot be, as uninitialised memory holds; no number where none are chosen."""
+    """A class that cannot be, as uninitialized memory holds; no number where none are chosen."""
     return {
         n: v * 0 + 2_000_000_000 if v.dtype.kind == "i" else v * np.nan for n, v in outputs.items()
     }

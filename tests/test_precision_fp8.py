@@ -1,4 +1,4 @@
-"""fp8: what is quantised, exactly how, and how right the results are."""
+"""fp8: what is quantized, exactly how, and how right the results are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_fp8(values: Any, largest: float) -> Any:
     return cut.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
 
 
-def test_both_layouts_are_quantised_and_right(exported: cases.Exported, tmp_path: Path) -> None:
+def test_both_layouts_are_quantized_and_right(exported: cases.Exported, tmp_path: Path) -> None:
     feeds = exported.feeds()
     done = convert(exported.path, tmp_path / "one", RECIPE, feeds)
     path = tmp_path / "one/model.onnx"
@@ -71,7 +71,7 @@ def test_a_row_does_not_depend_on_its_batch(exported: cases.Exported, tmp_path: 
     assert cases.relative_error(among, alone) < 0.01
 
 
-def test_layers_asked_for_are_not_quantised(exported: cases.Exported, tmp_path: Path) -> None:
+def test_layers_asked_for_are_not_quantized(exported: cases.Exported, tmp_path: Path) -> None:
     feeds = exported.feeds()
     layers = convert(exported.path, tmp_path / "all", RECIPE, feeds).layers
     kept = (layers[0], layers[3])

@@ -1,4 +1,4 @@
-"""int8 graphs: right, the same whatever the neighbours, and in a form both runtimes take."""
+"""int8 graphs: right, the same whatever the neighbors, and in a form both runtimes take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import precision_cases as cases
 from conftest import LAYOUTS
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import read_model, value_types, write_model
-from triptych.core.precision.int8 import Quantiser, convert
+from triptych.core.precision.int8 import Quantizer, convert
 from triptych.core.precision.linear import Recipe, find_groups
 from triptych.spec.fields import Precision
 
@@ -35,8 +35,8 @@ def outlying(rows: int, *, seed: int = 0) -> np.ndarray[Any, Any]:
     return vectors
 
 
-def quantise(path: Path, precision: Precision, feeds: Sequence[Mapping[str, Any]]) -> Quantiser:
-    return Quantiser(read_model(path), Recipe(precision), feeds)
+def quantize(path: Path, precision: Precision, feeds: Sequence[Mapping[str, Any]]) -> Quantizer:
+    return Quantizer(read_model(path), Recipe(precision), feeds)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -58,7 +58,7 @@ def test_a_whole_model_stays_close(exported: Any, tmp_path: Path, precision: Pre
 
 
 @pytest.mark.parametrize("precision", BOTH)
-def test_neighbours_change_nothing(exported: Any, tmp_path: Path, precision: Precision) -> None:
+def test_neighbors_change_nothing(exported: Any, tmp_path: Path, precision: Precision) -> None:
     convert(exported.path, tmp_path, Recipe(precision), exported.feeds())
     rows = [[2, 9, 11, 3], [2, *range(20, 50), 3], [2, 5, 3]]
     path = tmp_path / "model.onnx"
@@ -81,14 +81,14 @@ def test_the_groups_are_the_layers_that_share_an_input(exported: Any) -> None:
 
 
 def test_kept_layers_are_as_they_were(exported: Any, tmp_path: Path) -> None:
-    quantiser = quantise(exported.path, "int8", exported.feeds())
-    kept = quantiser.layers[:2]
-    graph, conversion = quantiser.converted(kept)
+    quantizer = quantize(exported.path, "int8", exported.feeds())
+    kept = quantizer.layers[:2]
+    graph, conversion = quantizer.converted(kept)
     write_model(graph, tmp_path)
     assert conversion.kept == kept
-    quantised = Counter(n.op_type for n in onnx.load(tmp_path / "model.onnx").graph.node)
-    assert quantised["QuantizeLinear"] == len(quantiser.layers) - 2
-    write_model(quantiser.converted(quantiser.layers)[0], tmp_path / "all")
+    quantized = Counter(n.op_type for n in onnx.load(tmp_path / "model.onnx").graph.node)
+    assert quantized["QuantizeLinear"] == len(quantizer.layers) - 2
+    write_model(quantizer.converted(quantizer.layers)[0], tmp_path / "all")
     for feed in exported.feeds()[:2]:
         wanted, found = (
             cases.run(path, feed)[0] for path in (exported.path, tmp_path / "all/model.onnx")
@@ -99,7 +99,7 @@ def test_kept_layers_are_as_they_were(exported: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", BOTH)
 def test_outliers_do_not_cost_the_other_elements(tmp_path: Path, precision: Precision) -> None:
     path = cases.two_layers(tmp_path)
-    graph, _ = quantise(path, precision, rows_of(outlying(300))).converted(())
+    graph, _ = quantize(path, precision, rows_of(outlying(300))).converted(())
     write_model(graph, tmp_path / "int8")
     feed = {"x": outlying(50, seed=1)}
     wanted = cases.run(path, feed)[0]
@@ -117,8 +117,8 @@ def test_outliers_do_not_cost_the_other_elements(tmp_path: Path, precision: Prec
 def test_onnx_runtime_makes_integer_kernels_of_it(exported: Any, tmp_path: Path) -> None:
     import onnxruntime
 
-    quantiser = quantise(exported.path, "int8", exported.feeds())
-    path = write_model(quantiser.converted(())[0], tmp_path)
+    quantizer = quantize(exported.path, "int8", exported.feeds())
+    path = write_model(quantizer.converted(())[0], tmp_path)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
@@ -133,13 +133,13 @@ def test_onnx_runtime_makes_integer_kernels_of_it(exported: Any, tmp_path: Path)
 def test_tensorrt_gets_what_it_demands(exported: Any) -> None:
     """Signed, around 0, one scale an input and one an output of a weight; pairs before MatMul."""
     recipe = Recipe("int8", backend="tensorrt", device="gpu")
-    model, _ = Quantiser(read_model(exported.path), recipe, exported.feeds()).converted(())
+    model, _ = Quantizer(read_model(exported.path), recipe, exported.feeds()).converted(())
     graph = model.graph
     constants = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
-    quantisers = [node for node in graph.node if node.op_type == "QuantizeLinear"]
-    assert quantisers
-    for node in quantisers:
+    quantizers = [node for node in graph.node if node.op_type == "QuantizeLinear"]
+    assert quantizers
+    for node in quantizers:
         scale, zero = (constants[name] for name in node.input[1:])
         assert scale.shape == ()
         assert zero.dtype == np.int8
@@ -171,10 +171,10 @@ def test_signed_and_unsigned_give_the_same(exported: Any, tmp_path: Path) -> Non
     assert cases.relative_error(first, second) < 5e-3  # the one for TensorRT is fp16 elsewhere
 
 
-def test_what_tensorrt_does_not_quantise_is_fp16(exported: Any) -> None:
-    """Products of attention, the quantised layers' results, and all that is between them."""
+def test_what_tensorrt_does_not_quantize_is_fp16(exported: Any) -> None:
+    """Products of attention, the quantized layers' results, and all that is between them."""
     recipe = Recipe("int8", backend="tensorrt", device="gpu")
-    model, _ = Quantiser(read_model(exported.path), recipe, exported.feeds()).converted(())
+    model, _ = Quantizer(read_model(exported.path), recipe, exported.feeds()).converted(())
     onnx.checker.check_model(model)
     types = value_types(model)
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -205,7 +205,7 @@ def test_a_gemm_with_a_bias_is_a_layer_too(tmp_path: Path, precision: Precision)
     weight, bias = cases.matrix(5), cases.vectors(1, seed=6)[0]
     nodes = [cases.node("Gemm", "x weight bias", "y", transB=1)]
     path = cases.write_graph(tmp_path, nodes, {"weight": weight, "bias": bias})
-    graph, _ = quantise(path, precision, rows_of(cases.vectors(64))).converted(())
+    graph, _ = quantize(path, precision, rows_of(cases.vectors(64))).converted(())
     write_model(graph, tmp_path / "int8")
     feed = {"x": cases.vectors(9, seed=2)}
     wanted = cases.run(path, feed)[0]
@@ -223,7 +223,7 @@ def test_a_value_that_two_nodes_read_is_not_a_bias(tmp_path: Path) -> None:
     ]
     constants = {"first": cases.matrix(1), "shift": cases.vectors(1)[0]}
     path = cases.write_graph(tmp_path, nodes, constants)
-    graph, _ = quantise(path, "int8", rows_of(cases.vectors(64))).converted(())
+    graph, _ = quantize(path, "int8", rows_of(cases.vectors(64))).converted(())
     write_model(graph, tmp_path / "int8")
     feed = {"x": cases.vectors(5, seed=3)}
     found, wanted = (cases.run(p, feed)[0] for p in (tmp_path / "int8/model.onnx", path))
@@ -234,25 +234,25 @@ def test_zeros_and_vectors_beyond_calibration_stay_numbers(tmp_path: Path) -> No
     path = cases.two_layers(tmp_path)
     feed = {"x": np.stack([np.zeros(32), np.full(32, 1e6), np.full(32, -1e6)]).astype(np.float32)}
     for precision in BOTH:
-        quantiser = quantise(path, precision, rows_of(cases.vectors(20)))
-        write_model(quantiser.converted(())[0], tmp_path / precision)
+        quantizer = quantize(path, precision, rows_of(cases.vectors(20)))
+        write_model(quantizer.converted(())[0], tmp_path / precision)
         assert np.isfinite(cases.run(tmp_path / precision / "model.onnx", feed)[0]).all()
 
 
-def test_values_that_never_vary_can_be_quantised(tmp_path: Path) -> None:
+def test_values_that_never_vary_can_be_quantized(tmp_path: Path) -> None:
     path = cases.two_layers(tmp_path)
     feeds = [{"x": np.zeros((1, 32), np.float32)}] * 3
-    graph, _ = quantise(path, "int8", feeds).converted(())
+    graph, _ = quantize(path, "int8", feeds).converted(())
     write_model(graph, tmp_path / "int8")
     assert np.array_equal(cases.run(tmp_path / "int8/model.onnx", feeds[0])[0], np.zeros((1, 32)))
 
 
-def test_nothing_to_quantise_is_said(tmp_path: Path) -> None:
+def test_nothing_to_quantize_is_said(tmp_path: Path) -> None:
     path = cases.write_graph(tmp_path, [cases.node("Relu", "x", "y")], {})
     with pytest.raises(UserError, match="linear layers"):
-        quantise(path, "int8", rows_of(cases.vectors(4)))
+        quantize(path, "int8", rows_of(cases.vectors(4)))
 
 
 def test_no_rows_to_calibrate_on_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="calibrate"):
-        quantise(cases.two_layers(tmp_path), "int8", [])
+        quantize(cases.two_layers(tmp_path), "int8", [])

@@ -23,13 +23,13 @@ from triptych.base.onnx_graph import open_session
 from triptych.building.build import Built, build
 from triptych.core.inputs import read_inputs
 from triptych.core.precision import float16, fp8, int8
-from triptych.core.precision.calibrate import MOST_VECTORS, capture, quiet_options
+from triptych.core.precision.calibrate import MAX_VECTORS, capture, quiet_options
 from triptych.core.precision.linear import Recipe, find_groups
 from triptych.repository.records import Conversion
 from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
 
-QUANTISED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
+QUANTIZED: tuple[Precision, ...] = ("int8", "int8_dynamic", "fp8")
 CONVERT: dict[Precision, Callable[..., Conversion]] = {
     "int8": int8.convert,
     "int8_dynamic": int8.convert,
@@ -62,7 +62,7 @@ def traffic_of(task: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def image(path: Path, seed: int) -> str:
-    """Write a picture of noise over one colour; returns its name."""
+    """Write a picture of noise over one color; returns its name."""
     from PIL import Image
 
     random = np.random.default_rng(seed)
@@ -117,7 +117,7 @@ def test_every_task_is_built(
     assert kinds["QuantizeLinear"] == len(conversion["layers"]) - len(conversion["kept"])
 
 
-@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("precision", QUANTIZED)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_graphs_stay_right(name: str, precision: Precision, tmp_path: Path) -> None:
     odd = ODD[name]
@@ -146,8 +146,8 @@ def test_a_layer_to_keep_that_does_not_exist_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("precision", QUANTISED)
-def test_what_cannot_be_quantised_says_what_to_do(precision: Precision, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_what_cannot_be_quantized_says_what_to_do(precision: Precision, tmp_path: Path) -> None:
     convert, recipe, out = CONVERT[precision], Recipe(precision), tmp_path / "out"
     with pytest.raises(UserError, match=rf"calibrate on for {precision}\..*Add real requests"):
         convert(cases.two_layers(tmp_path), out, recipe, [])
@@ -164,7 +164,7 @@ def test_large_models_have_their_weights_beside_them(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     path = cases.two_layers(tmp_path / "small")
-    monkeypatch.setattr(export, "LARGEST_PROTOBUF", 1000)
+    monkeypatch.setattr(export, "MAX_PROTOBUF", 1000)
     export.save_onnx(onnx.load(path), tmp_path / "model.onnx")
     feeds = [{"x": row[None]} for row in cases.vectors(64)]
     for source, out in ((path, "one"), (tmp_path / "model.onnx", "two")):
@@ -195,11 +195,11 @@ def test_sessions_may_share_their_options(
 
 def test_capture_keeps_some_vectors_and_the_extremes_of_all(tmp_path: Path) -> None:
     path = cases.two_layers(tmp_path)
-    rows = cases.vectors(3 * MOST_VECTORS).reshape(6, -1, cases.WIDTH)
+    rows = cases.vectors(3 * MAX_VECTORS).reshape(6, -1, cases.WIDTH)
     seen = capture(onnx.load(path), ["x", "b"], [{"x": row} for row in rows])
     every = rows.reshape(-1, cases.WIDTH)
     for name, values in (("x", every), ("b", np.maximum(every @ cases.matrix(1), 0))):
-        assert MOST_VECTORS * 0.9 < len(seen[name].vectors) <= MOST_VECTORS
+        assert MAX_VECTORS * 0.9 < len(seen[name].vectors) <= MAX_VECTORS
         assert np.allclose(seen[name].low, values.min(0), atol=1e-5)
         assert np.allclose(seen[name].high, values.max(0), atol=1e-5)
     assert np.array_equal(seen["x"].vectors[0], every[0])

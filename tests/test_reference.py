@@ -235,7 +235,7 @@ def test_scores_of_images_are_those_of_the_pipeline(vision_model: Path) -> None:
         assert by_label(scores, facts.labels) == pytest.approx(wanted, abs=1e-5)
 
 
-def test_pixel_values_without_rescaling_or_normalising(vision_model: Path) -> None:
+def test_pixel_values_without_rescaling_or_normalizing(vision_model: Path) -> None:
     facts = read_facts(vision_model)
     assert facts.image is not None
     pixels = np.array([[[0, 128, 255]]], dtype=np.uint8)

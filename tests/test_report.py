@@ -17,7 +17,7 @@ from report_pages import (
     ABOUT,
     CANDIDATES,
     CONVERSION,
-    LABELLED,
+    LABELED,
     LAYERS,
     NOTHING_KNOWN,
     Page,
@@ -67,7 +67,7 @@ def test_a_report_stands_alone_and_shows_every_figure(read: Callable[..., Page])
         "Passed",
         "All 2 limits hold",
         "≥ 0.9980",
-        "texts with the same nearest neighbour",
+        "texts with the same nearest neighbor",
         "0.8214",
         "most sensitive",
         "a text",
@@ -103,7 +103,7 @@ def test_every_plot_has_words_for_who_cannot_see_it(
 def test_what_is_outside_the_traffic_has_a_section_of_its_own(read: Callable[..., Page]) -> None:
     assert "Outside your traffic" not in read(gate_of()).text
     text = read(gate_of(probe=probe_of(passed=True), rounding=1.65e-5)).text
-    section = text.split("Outside your traffic")[1].split("Labelled rows")[0]
+    section = text.split("Outside your traffic")[1].split("Labeled rows")[0]
     for wanted in ("394 varied texts", "mean_neighbour_loss", "≤ 0.0015", "a text of the probe"):
         assert wanted in section, wanted
     assert "All 3 limits hold" in text
@@ -118,7 +118,7 @@ def test_what_is_outside_the_traffic_has_a_section_of_its_own(read: Callable[...
         {"verdicts": ()},
         {"verdicts": (verdict("mean_cosine", math.nan, 0.998, passed=False),)},
         {"verdicts": (verdict("max_difference", math.nan, None, passed=False),)},
-        {"labelled": replace(LABELLED, failure="fell by 0.03")},
+        {"labeled": replace(LABELED, failure="fell by 0.03")},
         {"probe": probe_of(passed=False)},
     ],
     ids=str,
@@ -137,9 +137,9 @@ def test_only_a_gate_without_any_fault_reads_as_passed(
 
 
 def test_a_failure_is_listed_once(read: Callable[..., Page]) -> None:
-    labelled = replace(LABELLED, failure="fell by 0.03")
+    labeled = replace(LABELED, failure="fell by 0.03")
     for failures in ((), ("fell by 0.03",)):
-        page = read(gate_of(failures=failures, labelled=labelled))
+        page = read(gate_of(failures=failures, labeled=labeled))
         assert page.text.count("fell by 0.03") == 2  # in the verdict and beside its plot
 
 
@@ -150,7 +150,7 @@ def test_each_verdict_has_its_row(read: Callable[..., Page]) -> None:
         verdict("max_difference", math.nan, 0.05, passed=False),
         verdict("of_a_later_version", 0.5, 0.4),
     )
-    page = read(gate_of(verdicts=verdicts, labelled=None, worst=(), conversion=None))
+    page = read(gate_of(verdicts=verdicts, labeled=None, worst=(), conversion=None))
     assert page.count("th") - 4 == len(verdicts)
     assert page.count("tr", "failed") == 2
     assert "2 of 4 limits do not hold" in page.text
@@ -222,14 +222,14 @@ def test_rows_beyond_the_limit_are_red() -> None:
         {"difference": 0.5, "low": 0.4, "high": 0.6, "max_drop": 0.0},
         {"difference": -1e-12, "low": -1.0, "high": 1.0},
         {"low": NAN},
-        {name: NAN for name, value in asdict(LABELLED).items() if isinstance(value, float)},
+        {name: NAN for name, value in asdict(LABELED).items() if isinstance(value, float)},
     ],
     ids=str,
 )
-def test_any_labelled_result_can_be_shown(
+def test_any_labeled_result_can_be_shown(
     read: Callable[..., Page], changes: dict[str, Any]
 ) -> None:
-    page = read(gate_of(labelled=replace(LABELLED, **changes), conversion=None))
+    page = read(gate_of(labeled=replace(LABELED, **changes), conversion=None))
     assert_finite_drawing(page)
     assert page.count("svg") == (1 if NAN in changes.values() else 2)
 
@@ -249,7 +249,7 @@ def test_any_ranges_can_be_drawn(
     read: Callable[..., Page], ranges: dict[str, float], precision: str
 ) -> None:
     conversion = replace(CONVERSION, ranges=ranges, kept=("one",), reasons={})
-    page = read(gate_of(conversion=conversion, precision=precision, labelled=None))
+    page = read(gate_of(conversion=conversion, precision=precision, labeled=None))
     assert_finite_drawing(page)
     assert page.count("svg") == 1 + bool(ranges)
     drawn = any(value is not NAN for value in ranges.values())
@@ -259,7 +259,7 @@ def test_any_ranges_can_be_drawn(
 def test_kept_layers_are_drawn_before_larger_ones() -> None:
     found = {name: 1.0 + index for index, name in enumerate(LAYERS)}
     svg = plots.ranges(found, [LAYERS[0]], fp16=False)
-    assert svg.count("<rect") == plots.MOST_BARS
+    assert svg.count("<rect") == plots.MAX_BARS
     assert svg.count("bar kept") == 1
     assert "encoder.layer.0.query: 1.0, kept" in svg
     assert plots.common_head(plots.charted(found, [])) == "encoder.layer."
@@ -285,7 +285,7 @@ def test_float16_overflow_is_red_only_where_nothing_was_done_about_it() -> None:
 def test_any_candidates_can_be_shown(
     read: Callable[..., Page], candidates: tuple[Candidate, ...]
 ) -> None:
-    page = read(gate_of(conversion=None, labelled=None), candidates)
+    page = read(gate_of(conversion=None, labeled=None), candidates)
     assert_finite_drawing(page)
     measured = sum(each.throughput_per_s is not None for each in candidates)
     assert page.count("circle") == measured
@@ -317,7 +317,7 @@ def test_gate_json_is_the_gate(tmp_path: Path) -> None:
     assert held["verdicts"] == [asdict(each) for each in gate.verdicts]
     assert held["candidates"] == [plain_data(asdict(each)) for each in CANDIDATES]
     assert held["accepted"] is None
-    assert {"rows", "labelled", "versions"} < held.keys()
+    assert {"rows", "labeled", "versions"} < held.keys()
     assert (held["pipeline"], held["layout"]) == ("minilm", "packed")
     write_report(gate_of(conversion=None, accepted="why"), ABOUT, tmp_path)
     held = json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import precision_cases as cases
 from triptych.core.precision.calibrate import (
     Activations,
     find_smoothing,
-    quantised,
+    quantized,
     round_nearest,
     round_together,
     scale_of,
@@ -94,6 +94,6 @@ def test_a_rare_peak_is_cut_off_where_that_costs_less() -> None:
 
 def test_values_beyond_the_range_are_cut_off_and_the_others_rounded() -> None:
     vectors = np.array([[0.0, 0.5, 1.27, 50.0, -50.0]], np.float32)
-    assert np.allclose(quantised(vectors, 1.27), [[0.0, 0.5, 1.27, 1.27, -1.28]])
-    each = quantised(vectors, None)
+    assert np.allclose(quantized(vectors, 1.27), [[0.0, 0.5, 1.27, 1.27, -1.28]])
+    each = quantized(vectors, None)
     assert np.abs(each - vectors).max() <= 50 / 127 / 2 + 1e-6

@@ -180,16 +180,16 @@ def test_what_a_hanging_redact_costs_is_told_at_once(
     put(ticket, b"x")
     wait_for(lambda: not writer._waiting)  # the writer has it, and hangs
     began = time.monotonic()
-    for _ in range(writing.MOST_WAITING + 5):
+    for _ in range(writing.MAX_WAITING + 5):
         put(ticket, b"x")
     assert FakeMetricFamily.counts - none == {"waiting": 5}
     assert time.monotonic() - began < 5
     (tmp_path / "go").touch()
-    wait_for(lambda: FakeMetricFamily.counts["kept"] > writing.MOST_WAITING)
+    wait_for(lambda: FakeMetricFamily.counts["kept"] > writing.MAX_WAITING)
     put(ticket, b"x")
     put(with_passenger(numbers, b"\xff" * 16), b"x")  # what makes no sense costs no other row
     writer.close()
-    kept = writing.MOST_WAITING + 2
+    kept = writing.MAX_WAITING + 2
     found = {name: count for name, count in FakeMetricFamily.counts.items() if name != "bytes"}
     assert found == {"waiting": 5, "kept": kept, "fault": 1}
     assert sum(file.rows for file in list_files(tmp_path / "samples/p", "p")) == kept

@@ -37,7 +37,7 @@ def test_a_plain_transformer_is_mean_pooled(model: Path) -> None:
     assert (facts.pooling, facts.head, facts.max_length) == (("mean",), (), 512)
 
 
-def test_flags_limits_and_prompts_are_honoured(model: Path) -> None:
+def test_flags_limits_and_prompts_are_honored(model: Path) -> None:
     write(
         model / "modules.json",
         [

@@ -157,7 +157,7 @@ def test_every_other_error_is_read(steps: Any) -> None:
     check(steps.stub_io.error_response(faults.EngineFailed("it ended")), faults.ENGINE_FAILED)
     check(steps.stub_io.error_response(KeyError("requests under way must")), faults.INTERNAL)
     unpaired = steps.stub_io.error_response(ValueError("\ud800" + "x" * 10**6))
-    assert len(unpaired.message) <= steps.stub_io.LONGEST_MESSAGE
+    assert len(unpaired.message) <= steps.stub_io.MAX_MESSAGE
     check(unpaired, faults.INTERNAL)
 
 

@@ -277,7 +277,7 @@ def rows_of(pipeline: str) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("pipeline", [*NAMES, "images"])
-def test_a_result_does_not_depend_on_its_neighbours(server: Any, pipeline: str) -> None:
+def test_a_result_does_not_depend_on_its_neighbors(server: Any, pipeline: str) -> None:
     rows = rows_of(pipeline)
     count = len(next(iter(rows.values())))
     order = list(range(count))

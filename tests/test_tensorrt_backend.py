@@ -136,7 +136,7 @@ def test_requests_that_wait_together_are_one_run(server: Served) -> None:
     ("bad", "text"),
     [
         (
-            packed_request(cases.MOST_TOKENS + 1),
+            packed_request(cases.MAX_TOKENS + 1),
             "no optimization profile of the engine holds input",
         ),
         (

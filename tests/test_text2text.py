@@ -1,4 +1,4 @@
-"""Summarising and translating: random T5, BART and Marian, as transformers has them, and served."""
+"""Summarizing and translating: random T5, BART and Marian, as transformers has them, and served."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CORES: dict[str, dict[str, object]] = {
     "bart": {"beams": 3, "min_answer": 30},  # more than the gate asks for
     "marian": {"no_repeat_ngram": 2},
 }
-LABELLED = "marian"
+LABELED = "marian"
 
 
 def silent(_stage: str, _line: str) -> None:
@@ -65,11 +65,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, core in CORES.items():
         folder = write_pipeline(base / kind, write_model(kind, base / "models" / kind), **core)
         inputs = read_text2text(load_text2text_spec(folder), silent)
-        if kind == LABELLED:
+        if kind == LABELED:
             write_labels(inputs)
         built = build_generation(inputs, base / "repository", silent)
         assert built.gate is not None
-        assert (built.gate.labelled is not None) == (kind == LABELLED)
+        assert (built.gate.labeled is not None) == (kind == LABELED)
         measured = {verdict.metric: verdict.value for verdict in built.gate.verdicts}
         assert measured["exact_prefix"] == measured["prompt_agreement"] == 1.0, kind
         assert not build_generation(inputs, base / "repository", silent).changed
@@ -163,9 +163,9 @@ def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: P
         assert figures["exact_prefix"] == figures["invariance"] == 1.0
         # Of a search that chooses among beams, or may not repeat itself, the server has no such.
         assert ("logprob_difference" in figures) == (kind == "t5")
-        assert (found.gate.labelled is not None) == (kind == LABELLED)
-    assert found.gate.labelled is not None
-    assert 0 < found.gate.labelled.candidate < 1
+        assert (found.gate.labeled is not None) == (kind == LABELED)
+    assert found.gate.labeled is not None
+    assert 0 < found.gate.labeled.candidate < 1
     # Not what is served: another prefix.
     other = verified("t5", "prefix=dog ")
     assert {"prompt_agreement", "exact_prefix"} <= {

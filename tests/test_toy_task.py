@@ -1,4 +1,4 @@
-"""A task is one value: its metrics, limits and labelled rows follow from it alone."""
+"""A task is one value: its metrics, limits and labeled rows follow from it alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from gate_cases import SAMPLES, make, requests_of
 from triptych.base.errors import UserError
-from triptych.core.gate.check import Labelled, check
+from triptych.core.gate.check import Labeled, check
 from triptych.core.gate.runs import Decoding
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.row_types import RowMaker, TextRowMaker
@@ -22,7 +22,7 @@ from triptych.spec.tasks.accuracy import metrics_of, thresholds
 from triptych.spec.tasks.compare import Comparison, numbers
 from triptych.spec.tasks.eval_file import first_rows, read_labels
 from triptych.spec.tasks.metrics_bootstrap import ratio
-from triptych.spec.tasks.metrics_labelled import LabelledMetric
+from triptych.spec.tasks.metrics_labeled import LabeledMetric
 from triptych.spec.tasks.metrics_labels import Truth
 from triptych.spec.tasks.reranking import RERANKING
 from triptych.spec.tasks.task import Task
@@ -54,7 +54,7 @@ SIGNS: Task = replace(
     name="signs",
     metrics=("exact_match",),
     compare_outputs=_compare,
-    labelled=LabelledMetric("right_signs", _measure, Truth("sign", '"+"', "a sign", _read)),
+    labeled=LabeledMetric("right_signs", _measure, Truth("sign", '"+"', "a sign", _read)),
 )
 
 
@@ -82,13 +82,13 @@ def test_a_new_task_is_judged_by_what_its_value_says(tmp_path: Path) -> None:
         "precision": "fp16",
         "batch_size": 4,
         "decoding": Decoding(SIGNS, {}, tmp_path),
-        "labelled": Labelled(tuple(rows), requests, case.expected, 0.0),
+        "labeled": Labeled(tuple(rows), requests, case.expected, 0.0),
     }
     right = check(case.right, requests, case.expected, core, limits, **settings)
     assert right.passed, right.failures
     assert right.value("exact_match") == 1
-    assert right.labelled is not None
-    assert (right.labelled.metric, right.labelled.candidate) == ("right_signs", 1)
+    assert right.labeled is not None
+    assert (right.labeled.metric, right.labeled.candidate) == ("right_signs", 1)
 
     flipped = replace(case, expected=[(-scores,) for (scores,) in case.expected])
     wrong = check(flipped.right, requests, case.expected, core, limits, **settings)
@@ -96,7 +96,7 @@ def test_a_new_task_is_judged_by_what_its_value_says(tmp_path: Path) -> None:
     assert any("right_signs" in failure for failure in wrong.failures)
 
 
-def test_labelled_rows_of_a_new_task_are_refused_in_its_words(tmp_path: Path) -> None:
+def test_labeled_rows_of_a_new_task_are_refused_in_its_words(tmp_path: Path) -> None:
     path = tmp_path / "eval.jsonl"
     path.write_text('{"text": "q", "text_pair": "p", "sign": "?"}', encoding="utf-8")
     with pytest.raises(UserError, match="must have a sign as `sign`"):

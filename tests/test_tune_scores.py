@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from triptych.operate.tune.objective import CLIENTS, LoadFailed, Objective
-from triptych.operate.tune.results import MOST_ROUNDS, compare_scores, gain
+from triptych.operate.tune.results import MAX_ROUNDS, compare_scores, gain
 from triptych.serving.bench.results import Measurement
 from triptych.spec.slo import Slo
 from tune_cases import measurement
@@ -23,7 +23,7 @@ def test_a_clear_gain_takes_two_rounds_and_a_clear_loss_one() -> None:
 
 def test_noise_gets_more_rounds_and_then_no_verdict() -> None:
     rounds = [(100.0, 108.0), (100.0, 95.0), (100.0, 106.0), (100.0, 97.0), (100.0, 103.0)]
-    assert [compare_scores(rounds[:n]) for n in range(1, MOST_ROUNDS)] == [None] * (MOST_ROUNDS - 1)
+    assert [compare_scores(rounds[:n]) for n in range(1, MAX_ROUNDS)] == [None] * (MAX_ROUNDS - 1)
     assert compare_scores(rounds) == "no difference"
     equal = [(100, 100.2), (100, 100.1), (100, 99.8), (100, 100.1), (100, 99.9)]
     assert compare_scores(equal) == "no difference"

@@ -275,7 +275,7 @@ def test_the_lock_tells_the_precision_and_what_was_accepted(
     assert any("known and harmless" in line for line, _ in describe_verification(result))
 
 
-def test_one_client_says_little_of_neighbours(base: Path, url: str) -> None:
+def test_one_client_says_little_of_neighbors(base: Path, url: str) -> None:
     result = verify(base / "p/tags", base / "r", url=url, clients=1)
     assert result.passed
     assert any("1.0 rows at a time" in note for note in result.found.notes)

@@ -34,8 +34,8 @@ def train(kind: str, texts: Sequence[str]) -> Any:
     if kind == "PreTrainedTokenizerFast":
         return _byte_pairs_without_class(texts)
     made, special = getattr(transformers, kind), SPECIAL[kind]
-    learnt = made().train_new_from_iterator(texts, VOCABULARY)
-    model = json.loads(learnt.backend_tokenizer.to_str())["model"]
+    learned = made().train_new_from_iterator(texts, VOCABULARY)
+    model = json.loads(learned.backend_tokenizer.to_str())["model"]
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         pieces = [p for p in sorted(vocabulary, key=vocabulary.__getitem__) if p not in special]

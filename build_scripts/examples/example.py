@@ -19,7 +19,7 @@ class Example:
     Attributes:
         auto_class: the transformers class of its model.
         labels: of the model's outputs, in their order.
-        encode: (tokenizer, records) -> tokenized, labelled rows.
+        encode: (tokenizer, records) -> tokenized, labeled rows.
         measure: (folder of the trained model, held-out records) -> figures, ready for JSON.
         schedule: of its training.
     """

@@ -27,7 +27,7 @@ _ROUGH = 0.25
 _FOREIGN_NAMES = 0.15
 _COMPOSED = 0.5
 """Share of values put together from a start and an end, where a split has such sections."""
-_SPELT_OUT = {"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue"}
+_SPELLED_OUT = {"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue"}
 _LETTERS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "\u0131": "i", "ł": "l"})
 
 
@@ -84,7 +84,7 @@ def _join(first: Marked, second: Marked) -> Marked:
 
 
 def _roughen(row: Marked, draw: random.Random) -> Marked:
-    """The row with spelt-out umlauts, a space or sign left out, or a letter missing."""
+    """The row with spelled-out umlauts, a space or sign left out, or a letter missing."""
     pieces = list(row.text)
     outside = [
         index
@@ -93,7 +93,7 @@ def _roughen(row: Marked, draw: random.Random) -> Marked:
     ]
     way = draw.choice(("umlauts", "spaces", "signs", "letter"))
     if way == "umlauts":
-        pieces = [_SPELT_OUT.get(piece, piece) for piece in pieces]
+        pieces = [_SPELLED_OUT.get(piece, piece) for piece in pieces]
     elif way == "spaces":
         pieces = [
             "" if piece == " " and before in ",:;" else piece

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from triptych.deploy.numbers import FEWEST_REPLICAS, RATE_WINDOW_S, TOLERANCE, headroom, stable_s
+from triptych.deploy.numbers import MIN_REPLICAS, RATE_WINDOW_S, TOLERANCE, headroom, stable_s
 from triptych.deploy.scaling import WAITING_SHARE
 
 
@@ -148,7 +148,7 @@ def own(capacity_per_s: float, limit_s: float, growth: float, ready_s: float, mo
                 RATE_WINDOW_S,
             ),
         ),
-        fewest=FEWEST_REPLICAS,
+        fewest=MIN_REPLICAS,
         most=most,
         down=Pace(stable_s(ready_s), replicas=0),
     )

@@ -21,7 +21,7 @@ from peers.ensemble import Ensemble
 from peers.http_server import HttpServer
 from peers.infinity import Infinity
 from peers.litserve_peer import LitServe
-from peers.measurement import Measurement, Summary, summarise
+from peers.measurement import Measurement, Summary, summarize
 from peers.mlserver_peer import MLServer
 from peers.model import CACHE, PIPELINE, build, cosines, reference
 from triptych.repository.lock import read_lock
@@ -63,13 +63,13 @@ def main() -> int:
     measurements: list[Measurement] = []
     for number in range(options.rounds):
         turns = _turns(contenders, texts, options)
-        # Each round starts elsewhere, so that what warms up or drifts does not favour one place.
+        # Each round starts elsewhere, so that what warms up or drifts does not favor one place.
         shift = number * len(turns) // max(1, options.rounds)
         for turn in turns[shift:] + turns[:shift]:
             for one in turn():
                 measurements.append(one)
                 _say(f"round {number + 1}/{options.rounds}  {_line(one)}")
-    summaries = summarise(sorted(measurements, key=lambda one: _place(one, contenders)))
+    summaries = summarize(sorted(measurements, key=lambda one: _place(one, contenders)))
     print(_table(summaries))
     _write(options.output, options, len(texts), measurements, summaries)
     _say(f"written: {options.output}")

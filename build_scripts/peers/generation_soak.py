@@ -43,7 +43,7 @@ PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
 CANCELLED_SHARE = 0.2
 REFUSED_SHARE = 0.02
 WHOLE_SHARE = 0.25
-MOST_TOKENS = 48
+MAX_TOKENS = 48
 STUCK_S = 300.0
 """No answer of so few tokens takes so long: the stream hangs."""
 EMPTY_S = 10.0
@@ -84,7 +84,7 @@ class Load:
     async def _one(self) -> str:
         dice = self._random.random()
         sampling: dict[str, Any] = {
-            "max_tokens": self._random.randint(1, MOST_TOKENS),
+            "max_tokens": self._random.randint(1, MAX_TOKENS),
             "temperature": self._random.choice([0.0, 1.0]),
             **self._random.choice([{}, {"logprobs": 2}, {"stop": [". "]}, {"top_p": 0.9}]),
         }
@@ -109,7 +109,7 @@ class Load:
                 with suppress(asyncio.TimeoutError, StopAsyncIteration):
                     await asyncio.wait_for(anext(answer), self._random.random())
                 return "left early"
-            wanted = self._random.randint(1, MOST_TOKENS // 2)
+            wanted = self._random.randint(1, MAX_TOKENS // 2)
             async for chunk in answer:
                 self.tokens += len(chunk.token_ids)
                 wanted -= 1

@@ -1,4 +1,4 @@
-"""Photograph-like images to classify: smooth colours with noise, in the sizes of telephones."""
+"""Photograph-like images to classify: smooth colors with noise, in the sizes of telephones."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Summary:
     p99_ms: float
 
 
-def summarise(measurements: Sequence[Measurement]) -> list[Summary]:
+def summarize(measurements: Sequence[Measurement]) -> list[Summary]:
     """One summary for each contender and number of clients, in the order they first came."""
     groups: dict[tuple[str, int], list[Measurement]] = {}
     for one in measurements:

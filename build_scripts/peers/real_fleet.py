@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from triptych.serving.server import Server
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 FIRST_S, ROW_S = 0.1, 0.025
 """What a batch sleeps: at first, and for each row."""
 _NAME = "sleeper"
@@ -35,7 +35,7 @@ class TritonPythonModel:
 """
 _CONFIG = f"""
 backend: "python"
-max_batch_size: {MOST_ROWS}
+max_batch_size: {MAX_ROWS}
 input {{ name: "x" data_type: TYPE_FP32 dims: [1] }}
 output {{ name: "y" data_type: TYPE_FP32 dims: [1] }}
 instance_group {{ kind: KIND_CPU count: 1 }}

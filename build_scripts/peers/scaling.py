@@ -39,7 +39,7 @@ def measure(seed: int) -> tuple[Service, real_fleet.RealRun]:
     with tempfile.TemporaryDirectory() as folder:
         found = real_fleet.run(Path(folder) / "models", 3, arrivals(REAL_STEPS, seed))
     sizes = sorted(found.batch_s)
-    took = np.interp(range(1, real_fleet.MOST_ROWS + 1), sizes, [found.batch_s[n] for n in sizes])
+    took = np.interp(range(1, real_fleet.MAX_ROWS + 1), sizes, [found.batch_s[n] for n in sizes])
     overhead = max(0.0, found.idle_s - found.batch_s[sizes[0]])
     return Service((0.0, *took.tolist()), 2 * LIMIT_S, overhead), found
 

@@ -206,9 +206,9 @@ def _kernel_type(trt: Any, network: Any, config: Any, product: dict[str, Any]) -
     if product["name"] in trt._play.layer_types:
         return str(trt._play.layer_types[product["name"]])
     if network._typed:
-        return str(product["quantised"] or product["dtype"])
-    if product["quantised"] and config._has("INT8"):
-        return str(product["quantised"])
+        return str(product["quantized"] or product["dtype"])
+    if product["quantized"] and config._has("INT8"):
+        return str(product["quantized"])
     layer = product["layer"]
     held = config._has("FP16") and config._has("OBEY_PRECISION_CONSTRAINTS")
     if held and layer._precision is not None and layer._precision.name == "HALF":

@@ -90,13 +90,13 @@ class OnnxParser:
             layer = trt.ILayer(name, kind, f"[ONNX Layer: {name}]", outputs)
             network._layers.append(layer)
             if node.op_type in ("MatMul", "Gemm", "Conv"):
-                quantised = [_stored(value, types, makers) for value in node.input[:2]]
+                quantized = [_stored(value, types, makers) for value in node.input[:2]]
                 network._products.append(
                     {
                         "name": name,
                         "layer": layer,
                         "dtype": TYPES.get(types[node.input[0]], ""),
-                        "quantised": quantised[0] if quantised[0] == quantised[1] else "",
+                        "quantized": quantized[0] if quantized[0] == quantized[1] else "",
                         "elements": sizes.get(node.input[1], 0),
                     }
                 )
@@ -108,7 +108,7 @@ class OnnxParser:
 
 
 def _stored(value: str, types: dict[str, int], makers: dict[str, Any]) -> str:
-    """The type a value was quantised to; empty where it was not."""
+    """The type a value was quantized to; empty where it was not."""
     maker = makers.get(value)
     while maker is not None and maker.op_type in ("Transpose", "Reshape"):
         maker = makers.get(maker.input[0])

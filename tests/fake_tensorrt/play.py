@@ -19,7 +19,7 @@ class Play:
         layer_types: ONNX node -> the type its kernel really has (``Float``, ``Half``, ...).
         fused: the inspector shows the whole graph as one layer.
         lost_profile: the last profile is not in the plan.
-        stale: plans do not deserialise.
+        stale: plans do not deserialize.
         miscompute: changes the outputs of a run.
         builds: what each build was asked for, in order.
     """

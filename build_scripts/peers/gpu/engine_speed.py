@@ -14,7 +14,7 @@ from peers.gpu.contenders import Call, Contender
 from peers.gpu.feeds import Load
 from peers.gpu.ledger import Budget, Ledger, fit
 
-FEWEST_CALLS = 10
+MIN_CALLS = 10
 """Of a measurement, however slow."""
 
 
@@ -114,7 +114,7 @@ def measure(
         ledger.tell(f"{model}: round {number + 1}/{fitting} of {len(order)} contenders")
     names = [contender.name for contender in contenders]
     return [
-        summarise(model, name, load, turns)
+        summarize(model, name, load, turns)
         for (name, load), turns in sorted(found.items(), key=lambda item: names.index(item[0][0]))
         if name in ready
     ]
@@ -141,7 +141,7 @@ def time_calls(
     start = end = clock()
     for number, call in enumerate(cycle(calls)):
         whole = number % len(calls) == 0  # long and short batches have their true shares
-        if whole and end - start >= seconds and number >= FEWEST_CALLS:
+        if whole and end - start >= seconds and number >= MIN_CALLS:
             break
         began = end
         call()
@@ -151,7 +151,7 @@ def time_calls(
     return Turn(load.batch_size * len(took) / (end - start), float(p50), float(p99), len(took))
 
 
-def summarise(model: str, contender: str, load: Load, turns: Sequence[Turn]) -> Speed:
+def summarize(model: str, contender: str, load: Load, turns: Sequence[Turn]) -> Speed:
     """The medians of one contender under one load."""
     rates = [turn.rows_per_s for turn in turns]
     return Speed(

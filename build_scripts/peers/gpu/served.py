@@ -23,7 +23,7 @@ OVERHEAD_S = 2.0
 
 START_S = 30.0
 WARM_UP_REQUESTS = 200
-LEAST_ANSWERED = 0.93
+MIN_ANSWERED = 0.93
 """Share of the rate asked for that must be answered: else the load was not the one asked for."""
 
 
@@ -140,7 +140,7 @@ def measure(
         offered = SHARE * max(loop.rate_per_s for loop in loops)
         results = [load(request_rate_per_s=offered) for _ in range(fitting)]
     poisson = loop_of(results, 0, offered)
-    if poisson.rate_per_s < LEAST_ANSWERED * offered:
+    if poisson.rate_per_s < MIN_ANSWERED * offered:
         ledger.note(f"{what}: of {offered:.0f}/s offered, {poisson.rate_per_s:.0f}/s were answered")
     return Served(**names, closed=loops, poisson=poisson)
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peers.gpu.engine_speed import Speed
-from peers.gpu.served import LEAST_ANSWERED, SHARE, Served
+from peers.gpu.served import MIN_ANSWERED, SHARE, Served
 
 Status = Literal["met", "missed", "not run"]
 PRECISION = "fp16"
 EAGER = "torch eager fp32"
-LEAST_SPEEDUP = 4.0
-LEAST_SERVED_SHARE = 0.7
-LARGEST_TAIL = 3.0
+MIN_SPEEDUP = 4.0
+MIN_SERVED_SHARE = 0.7
+MAX_TAIL = 3.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def judge(model: str, speeds: Sequence[Speed], served: Sequence[Served]) -> list
 
 
 def _one_by_one(model: str, speeds: Sequence[Speed]) -> Target:
-    promise = f"{PRECISION} engine at least {LEAST_SPEEDUP:g} times {EAGER}, one by one"
+    promise = f"{PRECISION} engine at least {MIN_SPEEDUP:g} times {EAGER}, one by one"
     single = [speed for speed in speeds if speed.batch_size == 1]
     engines = [speed for speed in single if speed.contender.startswith(f"engine {PRECISION} ")]
     eager = next((speed for speed in single if speed.contender == EAGER), None)
@@ -62,13 +62,11 @@ def _one_by_one(model: str, speeds: Sequence[Speed]) -> Target:
     best = max(engines, key=lambda speed: speed.rows_per_s)
     ratio = best.rows_per_s / eager.rows_per_s
     figures = f"{ratio:.1f} times: {best.rows_per_s:.0f} rows/s ({best.contender}) against "
-    return _decided(
-        model, promise, ratio >= LEAST_SPEEDUP, f"{figures}{eager.rows_per_s:.0f} rows/s"
-    )
+    return _decided(model, promise, ratio >= MIN_SPEEDUP, f"{figures}{eager.rows_per_s:.0f} rows/s")
 
 
 def _share(model: str, speeds: Sequence[Speed], served: Served | None) -> Target:
-    promise = f"served at least {LEAST_SERVED_SHARE:g} of the bare engine, tokenization included"
+    promise = f"served at least {MIN_SERVED_SHARE:g} of the bare engine, tokenization included"
     if served is None:
         return Target(model, promise, "not run", "no served pipeline was measured")
     name = f"engine {PRECISION} {served.layout}"
@@ -81,13 +79,11 @@ def _share(model: str, speeds: Sequence[Speed], served: Served | None) -> Target
         f"{ratio:.2f}: {served.top.rate_per_s:.0f} texts/s ({served.layout}, "
         f"{served.top.clients} clients) against {best.rows_per_s:.0f} rows/s ({best.load})"
     )
-    return _decided(model, promise, ratio >= LEAST_SERVED_SHARE, figures)
+    return _decided(model, promise, ratio >= MIN_SERVED_SHARE, figures)
 
 
 def _tail(model: str, served: Served | None) -> Target:
-    promise = (
-        f"p99 at {SHARE:.0%} load at most {LARGEST_TAIL:g} times the latency of a single request"
-    )
+    promise = f"p99 at {SHARE:.0%} load at most {MAX_TAIL:g} times the latency of a single request"
     if served is None:
         return Target(model, promise, "not run", "no served pipeline was measured")
     load = served.poisson
@@ -96,10 +92,10 @@ def _tail(model: str, served: Served | None) -> Target:
         f"{ratio:.1f} times: p99 {load.p99_ms:.2f} ms at {load.offered_per_s:.0f}/s against p50 "
         f"{served.alone.p50_ms:.2f} ms ({served.layout})"
     )
-    held = load.rate_per_s >= LEAST_ANSWERED * (load.offered_per_s or 0.0)
+    held = load.rate_per_s >= MIN_ANSWERED * (load.offered_per_s or 0.0)
     if not held:
         figures += f"; only {load.rate_per_s:.0f}/s were answered"
-    return _decided(model, promise, held and ratio <= LARGEST_TAIL, figures)
+    return _decided(model, promise, held and ratio <= MAX_TAIL, figures)
 
 
 def _decided(model: str, promise: str, met: bool, figures: str) -> Target:

@@ -14,7 +14,7 @@ from triptych.base.errors import is_unseen
 NOTHING = "\N{EM DASH}"
 MINUS = "\N{MINUS SIGN}"
 TIMES = "\N{MULTIPLICATION SIGN}"
-LONGEST_TEXT = 240
+MAX_TEXT = 240
 """Characters of a client's text that are shown; the rest is only counted."""
 
 _LARGEST = 1e300
@@ -34,7 +34,7 @@ def plain(text: Any) -> Markup:
     return _spelled(str(text), "[{}]")
 
 
-def shown(text: Any, most: int = LONGEST_TEXT) -> Markup:
+def shown(text: Any, most: int = MAX_TEXT) -> Markup:
     """The first `most` characters as HTML: escaped, of their own direction, the unseen spelled."""
     if text is None:
         return Markup(NOTHING)

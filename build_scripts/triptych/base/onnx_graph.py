@@ -16,7 +16,7 @@ numbers, and its result is rounded to the type by a Cast to it and one back. Tha
 do that add up in fp32 and store in 16 bits. ONNX Runtime leaves such pairs of casts, which lose
 something, alone.
 
-fp8 it quantises and dequantises as written, as long as it does not fuse: it takes fp8 for int8
+fp8 it quantizes and dequantizes as written, as long as it does not fuse: it takes fp8 for int8
 then, so that a session does not open, or drops a Relu before a QuantizeLinear, silently.
 """
 
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MODEL_FILE = "model.onnx"
-LARGEST_PROTOBUF = 1_900_000_000
+MAX_PROTOBUF = 1_900_000_000
 """Bytes; weights of a larger graph go into a file beside it."""
 
 
@@ -67,7 +67,7 @@ def save_onnx(model: Any, path: Path) -> None:
         part.doc_string = ""
         del part.metadata_props[:]
     onnx.checker.check_model(model)
-    large = model.ByteSize() > LARGEST_PROTOBUF
+    large = model.ByteSize() > MAX_PROTOBUF
     onnx.save(
         model, path, save_as_external_data=large, location=f"{path.name}.data" if large else None
     )

@@ -37,7 +37,7 @@ from triptych.repository.records import GateResult, Rehearsal
 from triptych.repository.render import render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files, write_models
-from triptych.spec.model_source import read_licence
+from triptych.spec.model_source import read_license
 from triptych.spec.plan import Plan
 
 
@@ -143,9 +143,9 @@ def _write(
         warm_ups=None if shared else write_warm_ups(core.inputs, core.file, core.files, progress),
         samples=samples_of(core.inputs, progress),
     )
-    licence = read_licence(core.inputs.model_folder)
+    license = read_license(core.inputs.model_folder)
     files[f"{name}/{CARD_FILE}"] = render_card(
-        plan, core.gate, licence=licence, unpacked=core.unpacked
+        plan, core.gate, license=license, unpacked=core.unpacked
     )
     previous = find_lock(repository, name)
     # Of the graph that the gate has seen: another one on the disk by now is refused by `serve`.

@@ -58,7 +58,7 @@ def rebuild(folder: Path, repository: Path, overrides: Sequence[str], progress: 
 
 
 _SETTLE_S = 0.1
-_LONGEST_SETTLE_S = 2.0
+_MAX_SETTLE_S = 2.0
 _PASSING = (".swp", ".tmp", "~", ".pyc")
 """Ends of the names of what editors and Python leave beside a file."""
 
@@ -77,7 +77,7 @@ class Watch:
         now = self._look()
         if now == self._seen:
             return []
-        deadline = time.monotonic() + _LONGEST_SETTLE_S
+        deadline = time.monotonic() + _MAX_SETTLE_S
         while time.monotonic() < deadline:  # an editor empties a file, and then fills it
             before = now
             time.sleep(_SETTLE_S)

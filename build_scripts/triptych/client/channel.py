@@ -13,10 +13,10 @@ from triptych.base.errors import UserError
 from triptych.client.address import Target
 
 # The most a gRPC message can carry, and what Triton itself allows.
-LARGEST_MESSAGE_BYTES = 2**31 - 1
+MAX_MESSAGE_BYTES = 2**31 - 1
 # After a restart of the server gRPC's own pause before it connects again grows to two minutes,
 # and every call fails until then.
-_LONGEST_RECONNECT_PAUSE_MS = 2_000
+_MAX_RECONNECT_PAUSE_MS = 2_000
 # Each server in its turn; and one of several that fails half of its requests, as one that is going
 # down does on releases before 25.05 for two seconds, is left out for a second or more. What is sent
 # again is not gRPC's to say (`retry`): Triton calls a full queue UNAVAILABLE, too, and a server
@@ -118,9 +118,9 @@ def open_channel(
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_PAUSE_MS),
+        ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_PAUSE_MS),
         # Once a connection breaks, a name is looked up again as soon as that.
-        ("grpc.dns_min_time_between_resolutions_ms", _LONGEST_RECONNECT_PAUSE_MS),
+        ("grpc.dns_min_time_between_resolutions_ms", _MAX_RECONNECT_PAUSE_MS),
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ]
     if keep_alive is not None:

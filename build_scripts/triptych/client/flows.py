@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
 from triptych.client.address import read_target
-from triptych.client.channel import LARGEST_MESSAGE_BYTES, KeepAlive, Tls, open_channel
+from triptych.client.channel import MAX_MESSAGE_BYTES, KeepAlive, Tls, open_channel
 from triptych.client.connection import Connection
 from triptych.client.errors import (
     Cancelled,
@@ -85,7 +85,7 @@ class PipelineClient:
         max_in_flight: int = _MAX_IN_FLIGHT,
         retry: Retry | None = _RETRY,
         keep_alive: KeepAlive | None = _KEEP_ALIVE,
-        max_message_bytes: int = LARGEST_MESSAGE_BYTES,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
         renew_s: float | None = _RENEW_S,
     ) -> None:
         """Prepare a client of an ensemble; it connects at the first call.

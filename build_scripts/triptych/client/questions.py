@@ -31,7 +31,7 @@ TIMEOUT_S = 30.0
 """A command's deadline."""
 _IMAGE = "image"
 _OF_COLUMNS = (".csv", ".tsv", ".parquet")
-_MOST_NUMBERS = 6
+_MAX_NUMBERS = 6
 
 
 @dataclass(frozen=True)
@@ -377,8 +377,8 @@ def _describe_list(name: str, values: Sequence[Any]) -> list[str]:
         return []
     if all(isinstance(value, dict) for value in values):
         return [f"{name}:", *(f"  {_side_by_side(value)}" for value in values)]
-    start = ", ".join(map(_show, values[:_MOST_NUMBERS]))
-    if len(values) <= _MOST_NUMBERS:
+    start = ", ".join(map(_show, values[:_MAX_NUMBERS]))
+    if len(values) <= _MAX_NUMBERS:
         return [f"{name}: [{start}]"]
     return [f"{name}: [{start}, …] ({len(values)} elements)"]
 

@@ -151,7 +151,7 @@ def embed(
 ) -> TaskCall[Vectors, Vectors]:
     """Embed `texts`.
 
-    `dimensions` keeps that many leading numbers of a vector and normalises it again; `encoding` is
+    `dimensions` keeps that many leading numbers of a vector and normalizes it again; `encoding` is
     float, int8 or binary (one bit a number, eight to a byte), and to name it saves the server the
     empty output of the other kind; `prompt_name` is the model's prompt to put before each text.
 

@@ -34,11 +34,11 @@ from triptych.client.wire import (
 )
 
 _QUEUE_GRACE_S = 0.25
-_MOST_SENDINGS = 20
-"""Of one request that fails with its neighbours."""
+_MAX_SENDINGS = 20
+"""Of one request that fails with its neighbors."""
 # With these two, requests of up to 8 rows of real texts of mixed length carried 15 % padding, up
 # to 32 rows 25 %; without them, only sorted, 19 % and 67 %. Few bytes are like any few.
-_LEAST_LIKE_SHARE = 0.8
+_MIN_LIKE_SHARE = 0.8
 _LIKE_BYTES = 16
 
 
@@ -69,7 +69,7 @@ def split_rows(rows: Sequence[int], sizes: Sequence[int], limit: int) -> list[tu
     """
     requests: list[list[int]] = []
     for row in sorted(rows, key=sizes.__getitem__, reverse=True):
-        least = _LEAST_LIKE_SHARE * sizes[requests[-1][0]] - _LIKE_BYTES if requests else 0.0
+        least = _MIN_LIKE_SHARE * sizes[requests[-1][0]] - _LIKE_BYTES if requests else 0.0
         if requests and len(requests[-1]) < limit and sizes[row] >= least:
             requests[-1].append(row)
         else:
@@ -214,7 +214,7 @@ class Work:
             self._waiting.extendleft(Portion(half) for half in halves)
             return
         tried = (*portion.tried, error.address)
-        if isinstance(error, NeighbourFailed) and len(tried) < _MOST_SENDINGS:
+        if isinstance(error, NeighbourFailed) and len(tried) < _MAX_SENDINGS:
             self._waiting.appendleft(replace(portion, tried=tried))
             return
         if isinstance(error, DeadlineExceeded):

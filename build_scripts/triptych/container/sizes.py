@@ -8,7 +8,7 @@ from pathlib import Path
 
 from triptych.container.locks import find_pipelines
 
-MOST_MIB = 64
+MAX_MIB = 64
 """Of a repository with anything else than such pipelines; Triton's own limit."""
 TEXTS_A_REQUEST = 8
 """As in ``runtime/stub_io.py``: so many longest texts fit into one request."""
@@ -27,8 +27,8 @@ def largest_request_mib(repository: Path) -> int:
     found = [_largest_bytes(repository / p.name, p.steps) for p in find_pipelines(repository)]
     bounded = [size for size in found if size is not None]
     if not found or len(bounded) < len(found):
-        return MOST_MIB
-    return min(-(-max(bounded) // _MIB) + _REST_MIB, MOST_MIB)
+        return MAX_MIB
+    return min(-(-max(bounded) // _MIB) + _REST_MIB, MAX_MIB)
 
 
 def _largest_bytes(ensemble: Path, steps: tuple[str, ...]) -> int | None:

@@ -30,7 +30,7 @@ _QUIET_S = 0.2
 _LAST_WRITE_S = 2.0
 _LOOK_S = 1.0
 # A step that was told to end does so within this time, also on a busy machine.
-_LONGEST_END_S = 15.0
+_MAX_END_S = 15.0
 _WAIT4 = {"x86_64": "61", "aarch64": "260"}
 
 
@@ -75,7 +75,7 @@ class EndlessLoad:
         self._looked_at = now
         awaited = _awaited_children(server)
         self._awaited = {pid: self._awaited.get(pid, now) for pid in awaited}
-        endless = {pid for pid, since in self._awaited.items() if now - since > _LONGEST_END_S}
+        endless = {pid for pid, since in self._awaited.items() if now - since > _MAX_END_S}
         living = step_processes(server) if endless else {}
         return {pid: model for pid, model in living.items() if pid in endless}
 

@@ -21,25 +21,25 @@ from triptych.spec.spec import SPEC_FILE, PipelineSpec
 from triptych.spec.tasks import Task, find_task
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import EVAL_FILE, first_rows, read_labels
-from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.tasks.metrics_labels import LabeledRow
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_traffic
 from triptych.spec.tuned import Tuned, describe_tuned, read_tuned
 
-LABELLED_ROWS = 2000
-"""Of more labelled rows, only the first ones are run."""
+LABELED_ROWS = 2000
+"""Of more labeled rows, only the first ones are run."""
 
 
 @dataclass(frozen=True)
-class LabelledRequests:
+class LabeledRequests:
     """Rows of ``eval.jsonl``.
 
     Attributes:
-        rows: as the user labelled them.
+        rows: as the user labeled them.
         requests: that they make, in order.
         notes: what the gate's result should say about them.
     """
 
-    rows: tuple[LabelledRow, ...] = ()
+    rows: tuple[LabeledRow, ...] = ()
     requests: tuple[GateRequest, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -56,7 +56,7 @@ class PipelineInputs:
         calibration: core rows of the traffic that the gate does not use.
         probe: for the gate of lower precision, whatever the traffic; none of images.
         hooks: content of the pipeline's ``hooks.py``.
-        labelled: rows with the truth, where there are some.
+        labeled: rows with the truth, where there are some.
         traffic: every request of ``traffic.jsonl`` as a client sends it, for load.
     """
 
@@ -67,7 +67,7 @@ class PipelineInputs:
     calibration: tuple[Sample, ...]
     probe: tuple[GateRequest, ...]
     hooks: bytes | None
-    labelled: LabelledRequests = field(default_factory=LabelledRequests)
+    labeled: LabeledRequests = field(default_factory=LabeledRequests)
     traffic: tuple[Mapping[str, str | bytes], ...] = ()
 
     @property
@@ -161,7 +161,7 @@ def read_inputs(
         calibration=rows.calibration,
         probe=rows.probe,
         hooks=None if hooks is None else (spec.folder / HOOKS_FILE).read_bytes(),
-        labelled=_read_labelled(spec, task, reader, progress),
+        labeled=_read_labeled(spec, task, reader, progress),
         traffic=tuple(request.sent for request in requests),
     )
 
@@ -175,21 +175,21 @@ def _report_tuned(spec: PipelineSpec, progress: Progress) -> None:
     progress("tuned", describe_tuned(spec.folder, told, spec_file=SPEC_FILE))
 
 
-def _read_labelled(
+def _read_labeled(
     spec: PipelineSpec, task: Task, reader: RequestReader, progress: Progress
-) -> LabelledRequests:
+) -> LabeledRequests:
     path = spec.folder / EVAL_FILE
     if not path.is_file():
-        return LabelledRequests()
+        return LabeledRequests()
     every = read_labels(path, task)
-    rows = first_rows(every, task, LABELLED_ROWS)
+    rows = first_rows(every, task, LABELED_ROWS)
     lines = [
         TrafficRow(row.line, inputs, row.parameters) for row in rows for inputs in row.requests
     ]
     requests = reader.read(EVAL_FILE, lines)
-    notes = (f"of {len(every)} labelled rows, the first {len(rows)} count",) * (every != rows)
-    progress("labels", notes[0] if notes else f"{len(rows)} labelled rows")
-    return LabelledRequests(tuple(rows), tuple(requests), notes)
+    notes = (f"of {len(every)} labeled rows, the first {len(rows)} count",) * (every != rows)
+    progress("labels", notes[0] if notes else f"{len(rows)} labeled rows")
+    return LabeledRequests(tuple(rows), tuple(requests), notes)
 
 
 def _check_max_length(spec: PipelineSpec, facts: ModelFacts) -> None:

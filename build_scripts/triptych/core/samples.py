@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from triptych.core.feeds import Sample
 from triptych.runtime.row_types import RowInputs
 
-LONGEST_SHOWN = 80
+MAX_SHOWN = 80
 FEW_ROWS = 200
 """Fewer rows of traffic than this show little of what an artifact gets wrong."""
 
@@ -109,7 +109,7 @@ def shown_text(inputs: Mapping[str, str | bytes]) -> str:
         f"{len(value)} bytes" if isinstance(value, bytes) else " ".join(value.split())
         for value in inputs.values()
     ]
-    return shorten(" | ".join(texts), LONGEST_SHOWN)
+    return shorten(" | ".join(texts), MAX_SHOWN)
 
 
 def shorten(text: str, most: int) -> str:

@@ -216,7 +216,7 @@ def _steps(metrics: Metrics) -> Iterator[Panel]:
     yield Panel(
         "Compute by step",
         "Mean time in a step. It rises without more load: longer rows (see Rows), a noisy "
-        "neighbour, a node that throttles.",
+        "neighbor, a node that throttles.",
         "µs",
         {"{{model}}": metrics.step_compute_us(_WINDOW)},
     )

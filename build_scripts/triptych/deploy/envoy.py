@@ -36,7 +36,7 @@ USER = 101
 
 _REPLICAS = 2
 _CPU_MILLI, _MEMORY_MIB = 500, 128
-_LARGEST_AT_ONCE = 8
+_MAX_AT_ONCE = 8
 _SETTLE_S = 1
 _MARGIN_S = 5
 # What ``stats`` of the admin page calls requests under way, of both protocols.
@@ -110,8 +110,8 @@ def memory_limit(basis: Deployed, unit: str) -> Because:
     """Of a proxy; `unit` is what MiB are called."""
     request_mib = largest_request_mib(basis.repository)
     return Because(
-        f"{_MEMORY_MIB + _LARGEST_AT_ONCE * request_mib}{unit}",
-        f"not measured: {_MEMORY_MIB} MiB, and {_LARGEST_AT_ONCE} requests of {request_mib} MiB, "
+        f"{_MEMORY_MIB + _MAX_AT_ONCE * request_mib}{unit}",
+        f"not measured: {_MEMORY_MIB} MiB, and {_MAX_AT_ONCE} requests of {request_mib} MiB, "
         "the largest, which are held until they are answered",
     )
 

@@ -28,7 +28,7 @@ from triptych.deploy.generation_monitoring import (
 )
 from triptych.deploy.metrics import GenerationMetrics
 from triptych.deploy.monitoring import Objective
-from triptych.deploy.numbers import FEWEST_REPLICAS, Sizes, delay, pre_stop, stable_s
+from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable_s
 from triptych.deploy.options import Options, check
 from triptych.deploy.scaling import scaled, trigger
 from triptych.repository.lock import build_id
@@ -247,7 +247,7 @@ def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
     memory_mib = options.memory_mib or math.ceil(2 * weights_mib) + _ENGINE_MIB + shm_mib
     cores = options.cpu_cores or _STEPS_CPU + max(1, gpus)
     at_once = spec.core.max_sequences
-    most = _ABOVE_FEWEST * FEWEST_REPLICAS
+    most = _ABOVE_FEWEST * MIN_REPLICAS
     return Sizes(
         start_s=Because(
             start_s,
@@ -285,7 +285,7 @@ def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
             f"requests under way: {BUSY:.0%} of the {at_once} that share a batch "
             "(core.max_sequences); replicas = ceil(requests / this)",
         ),
-        fewest=Because(FEWEST_REPLICAS, "one may end, or be exchanged, while the other answers"),
+        fewest=Because(MIN_REPLICAS, "one may end, or be exchanged, while the other answers"),
         most=Because(most, f"{_ABOVE_FEWEST} times the fewest: a bound on cost"),
         stable_s=Because(stable_s(ready_s), f"a replica that goes is missed for {ready_s:.0f} s"),
         tmp_mib=Because(_CACHES_MIB, "what the engine compiles, not measured; nothing is kept"),

@@ -24,7 +24,7 @@ from triptych.repository.config import COUNTED_FROM, has_edge
 from triptych.repository.lock import Lock
 
 DRIFT_WINDOW = "6h"
-FEWEST_ROWS = 1000
+MIN_ROWS = 1000
 """Their mean is known to a few percent, whatever the lengths."""
 
 
@@ -229,7 +229,7 @@ def _burn_alert(one: Objective, burn: Burn, promise: Promised, options: Options)
         {"severity": burn.severity, "kind": one.kind, **who(promise.pipeline, options)},
         Because(
             expression,
-            f"budget {one.budget:.4g} of the {one.of} ({promise.limits}), burnt "
+            f"budget {one.budget:.4g} of the {one.of} ({promise.limits}), burned "
             f"{burn.times:g} times as fast as it may: {threshold:.4g}{capped}. With fewer than "
             f"{fewest} {one.of} in {burn.short} a single one could raise it",
         ),
@@ -325,7 +325,7 @@ def _row_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict
         (
             f"({mean} > {built_for * WORTH_TUNING:.6g}",
             f"or {mean} < {built_for / WORTH_TUNING:.6g})",
-            f"and on () {metrics.count_rows(DRIFT_WINDOW)} >= {FEWEST_ROWS}",
+            f"and on () {metrics.count_rows(DRIFT_WINDOW)} >= {MIN_ROWS}",
         )
     )
     yield alert(
@@ -334,7 +334,7 @@ def _row_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict
         Because(
             expression,
             f"built for rows of {built_for:g} tokens in the mean; work of {WORTH_TUNING:g} times "
-            f"that, or the reverse, is worth tuning anew. Means of {FEWEST_ROWS} rows do not "
+            f"that, or the reverse, is worth tuning anew. Means of {MIN_ROWS} rows do not "
             "differ so by chance",
         ),
         f"{lock.spec.name}: rows are longer or shorter than those it was built for",

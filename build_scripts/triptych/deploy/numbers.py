@@ -236,13 +236,13 @@ SCRAPE_S, POLL_S, SYNC_S, RATE_WINDOW_S = 15, 15, 15, 60
 """Prometheus, KEDA and Kubernetes' autoscaler look so often; a rate is taken over four scrapes."""
 TOLERANCE = 0.1
 """Kubernetes' autoscaler leaves a fleet alone that is less far off."""
-FEWEST_REPLICAS = 2
+MIN_REPLICAS = 2
 TMP_MIB = 64
 PRE_STOP_S = 10
 _DNS_S = 5
 
-_START_TIMES, _LEAST_START_S = 10, 60
-_STABLE_TIMES, _LEAST_STABLE_S, _MOST_STABLE_S = 3, 300, 3600
+_START_TIMES, _MIN_START_S = 10, 60
+_STABLE_TIMES, _MIN_STABLE_S, _MAX_STABLE_S = 3, 300, 3600
 _END_MARGIN_S = 5
 _MEMORY_STEP_MIB = 64
 _ABOVE_FEWEST = 4
@@ -317,7 +317,7 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
             stable_s(ready_s),
             f"a replica that goes is missed for the {ready_s:.0f} s that a new one takes: the load "
             f"must have been lower for {_STABLE_TIMES} times that, and for Kubernetes' usual "
-            f"{_LEAST_STABLE_S} s",
+            f"{_MIN_STABLE_S} s",
         ),
     )
 
@@ -334,7 +334,7 @@ def headroom(growth: float, ready_s: float) -> float:
 
 def stable_s(ready_s: float) -> int:
     """Seconds for which the load must have been lower before a replica goes."""
-    return min(_MOST_STABLE_S, max(_LEAST_STABLE_S, math.ceil(_STABLE_TIMES * ready_s)))
+    return min(_MAX_STABLE_S, max(_MIN_STABLE_S, math.ceil(_STABLE_TIMES * ready_s)))
 
 
 def _threads(lock: Lock) -> str:
@@ -360,11 +360,11 @@ def _ready(options: Options, measured: Measured) -> tuple[float, str]:
 def _start(options: Options, measured: Measured) -> Because:
     if measured.load_s is None:
         return Because(START_S, "nobody measured the load: the start period of the image itself")
-    seconds = max(_LEAST_START_S, math.ceil(_START_TIMES * measured.load_s))
+    seconds = max(_MIN_START_S, math.ceil(_START_TIMES * measured.load_s))
     return Because(
         seconds,
         f"{seconds} s in all: measured, the models load in {measured.load_s:.1f} s; "
-        f"{_START_TIMES} times that (at least {_LEAST_START_S} s) for a slow disk and a busy node",
+        f"{_START_TIMES} times that (at least {_MIN_START_S} s) for a slow disk and a busy node",
     )
 
 
@@ -466,14 +466,14 @@ def _fewest(lock: Lock, threshold: float) -> Because:
     promised = lock.spec.serving.slo.throughput
     if promised is None or promised <= threshold:
         return Because(
-            FEWEST_REPLICAS, "one may end, or be exchanged, while the other answers; no promised "
+            MIN_REPLICAS, "one may end, or be exchanged, while the other answers; no promised "
             "throughput asks for more",
         )  # fmt: skip
     needed = math.ceil(promised / threshold)
     return Because(
-        max(FEWEST_REPLICAS, needed),
+        max(MIN_REPLICAS, needed),
         f"{promised:g}/s are promised (serving.slo.throughput): ceil({promised:g} / "
-        f"{threshold:.4g}), at least {FEWEST_REPLICAS}",
+        f"{threshold:.4g}), at least {MIN_REPLICAS}",
     )
 
 

@@ -19,7 +19,7 @@ ROLLOUTS = ("argo",)
 ENVOY_IMAGE = "envoyproxy/envoy:v1.40.0"
 WATCH_EVERY = "1h"
 """Between two looks at what the servers sample."""
-LONGEST_NAME = 54
+MAX_NAME = 54
 """KEDA names its autoscaler ``keda-hpa-NAME``, and a label holds 63 characters."""
 
 _OF_TARGET: dict[str, Target] = {
@@ -56,7 +56,7 @@ class Options:
         peak_per_s: most requests a second that are to be served; None for four times the fewest
             replicas.
         grace_s: most seconds that the platform lets a replica end; None for no limit.
-        gpu: product of the GPU as its nodes are labelled, a MIG slice's profile included; None
+        gpu: product of the GPU as its nodes are labeled, a MIG slice's profile included; None
             takes the engine's.
         target: what the manifests are for.
         envoy_image: the proxy's, with a tag or a digest.
@@ -118,7 +118,7 @@ class Options:
 def check(options: Options) -> None:
     """Raises a `UserError` for the first option that no cluster could take."""
     for field, name in (("--as", options.name), ("--namespace", options.namespace)):
-        most = LONGEST_NAME if field == "--as" else 63
+        most = MAX_NAME if field == "--as" else 63
         if not _NAME.fullmatch(name) or len(name) > most:
             raise UserError(
                 field,

@@ -13,7 +13,7 @@ from triptych.deploy.workload import closed_policy, labels, metadata, models_vol
 
 IN_PLACE = "/in-place"
 """Where the build that the new one replaces is mounted."""
-_MOST_S = 3600
+_MAX_S = 3600
 _BUILDS = 2
 
 
@@ -82,7 +82,7 @@ def verdict_spec(basis: Deployed) -> dict[str, Any]:
             "exit code 1 is a verdict, which a second run would not change: the new build is "
             "worse, or too few rows are sampled to tell; 2 is a mistake. None of them may pass",
         ),
-        "activeDeadlineSeconds": _MOST_S,
+        "activeDeadlineSeconds": _MAX_S,
         "template": {
             "metadata": {"labels": labels(options, verdict_name(options))},
             "spec": {**pod, **node, "restartPolicy": "Never"},

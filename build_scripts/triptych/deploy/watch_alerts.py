@@ -14,8 +14,8 @@ from triptych.repository.lock import Lock
 WATCH_SILENT = "3h"
 """Two looks may be late or fail before anybody is told."""
 DROPPED_WINDOW = "6h"
-MOST_DROPPED = 0.1
-FEWEST_DROPPED = 20
+MAX_DROPPED = 0.1
+MIN_DROPPED = 20
 
 
 def watch_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[str, Any]]:
@@ -29,7 +29,7 @@ def watch_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dic
         f"{camel(options.name)}SamplesDropped",
         {"severity": "ticket", "kind": "watch", **who(lock.spec.name, options)},
         Because(
-            f"{lost} / {all_} > {MOST_DROPPED:g}\nand {lost} >= {FEWEST_DROPPED}",
+            f"{lost} / {all_} > {MAX_DROPPED:g}\nand {lost} >= {MIN_DROPPED}",
             "what the disk refused, what did not fit into a request's ticket, what the writer "
             "could not take: with so many lost, the rest is no uniform choice of the requests. "
             "Rows that `redact` leaves out are nobody's loss",

@@ -14,13 +14,13 @@ _SPEED = (
 )
 
 
-def render_card(plan: Plan, gate: GateResult, *, licence: str, unpacked: str) -> bytes:
+def render_card(plan: Plan, gate: GateResult, *, license: str, unpacked: str) -> bytes:
     """The same inputs give the same bytes: there is no date in it.
 
     Args:
         plan: of the pipeline.
         gate: what was measured of its core.
-        licence: of the model, as its own card names it; empty where it names none.
+        license: of the model, as its own card names it; empty where it names none.
         unpacked: why the layout is not packed; empty where it is, or was not asked for.
     """
     spec, facts = plan.spec, plan.facts
@@ -30,7 +30,7 @@ def render_card(plan: Plan, gate: GateResult, *, licence: str, unpacked: str) ->
         "outputs": ", ".join(tensor.name for tensor in plan.task.outputs),
         "model": spec.model.source,
         "revision": spec.model.revision or "none given",
-        "licence of the model": licence or "its files name none",
+        "license of the model": license or "its files name none",
         "architecture": facts.architecture,
         "SHA-256 of the model's files": facts.sha256,
         "precision": gate.precision,

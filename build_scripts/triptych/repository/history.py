@@ -10,7 +10,7 @@ from triptych.base.errors import UserError
 from triptych.repository.lock import LOCK_FILE, build_id
 from triptych.repository.render import Content
 from triptych.repository.store import (
-    FEWEST_DIGITS,
+    MIN_DIGITS,
     BuildRecord,
     KeptBuild,
     choose_build,
@@ -86,7 +86,7 @@ def _choose(kept: list[KeptBuild], repository: Path, pipeline: str, build: str |
     known = ", ".join(one.build[:12] for one in kept) or "none"
     raise UserError(
         "BUILD",
-        f"must be {FEWEST_DIGITS} or more of the first digits of one build that is kept",
+        f"must be {MIN_DIGITS} or more of the first digits of one build that is kept",
         given=build,
         remedy=f"Kept are: {known} (`triptych history {pipeline}`)",
     )

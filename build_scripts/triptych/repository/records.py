@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, TypeAdapter
 
 from triptych.spec.engine_plan import ShapeRange
 from triptych.spec.fields import Precision
-from triptych.spec.tasks.metrics_labelled import LabelledResult
+from triptych.spec.tasks.metrics_labeled import LabeledResult
 
 
 def json_text(value: Any) -> str:
@@ -71,7 +71,7 @@ class Conversion:
         batch_ms: what keeping them costs: milliseconds of a batch in fp32, with nothing kept and
             as kept, on one thread.
         fp32_products: nodes that multiply matrices and stay in fp32 on purpose, where all others
-            are in 16 bits or quantised.
+            are in 16 bits or quantized.
     """
 
     OPTIONAL = ("layer_errors", "batch_ms", "fp32_products")
@@ -181,7 +181,7 @@ class GateResult:
         row_differences: of each request, as `WorstRow.difference`; made-up ones first.
         rounding: what fp32 makes of fp64 in PyTorch, as `max_difference`; None where not measured.
         probe: the result on texts outside the traffic; None for fp32 and where there are none.
-        labelled: the result on labelled rows; None where there are none.
+        labeled: the result on labeled rows; None where there are none.
         conversion: to lower precision; None for fp32.
         accepted: why a failed gate did not stop the build; empty where it did not fail.
         candidates: what the precision was chosen from, where it was left open.
@@ -200,7 +200,7 @@ class GateResult:
     row_differences: tuple[Number, ...] = ()
     rounding: float | None = None
     probe: ProbeResult | None = None
-    labelled: LabelledResult | None = None
+    labeled: LabeledResult | None = None
     conversion: Conversion | None = None
     accepted: str = ""
     candidates: tuple[Candidate, ...] = ()

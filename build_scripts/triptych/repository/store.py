@@ -38,7 +38,7 @@ from triptych.repository.render import Content
 KEPT = 5
 """Replaced builds of each pipeline, unless `prune` leaves fewer."""
 
-FEWEST_DIGITS = 4
+MIN_DIGITS = 4
 """That name a build."""
 
 _REPLACED_FILE = "replaced.json"
@@ -208,7 +208,7 @@ def kept_builds(repository: Path, pipeline: str) -> list[KeptBuild]:
 def choose_build(kept: list[KeptBuild], build: str) -> KeptBuild | None:
     """The one whose id begins with these digits; None where there is none, or more than one."""
     fitting = [one for one in kept if one.build.startswith(build)]
-    return fitting[0] if len(fitting) == 1 and len(build) >= FEWEST_DIGITS else None
+    return fitting[0] if len(fitting) == 1 and len(build) >= MIN_DIGITS else None
 
 
 def prune(repository: Path, pipeline: str, keep: int) -> list[KeptBuild]:
@@ -248,7 +248,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 Work = Literal["auto", "tune", "serve", "shadow"]
 """What has repositories of its own beside the one that is asked for."""
-SMALLEST_LINK_BYTES = 64 << 10
+MIN_LINK_BYTES = 64 << 10
 """A file of this size or more is not written twice: models with equal ones share its bytes."""
 
 
@@ -411,7 +411,7 @@ def _stage(target: Path, content: Content, repository: Path) -> None:
 def _twin(content: Path, repository: Path) -> Path | None:
     """A file of the repository with the same name and bytes as `content`, if it is large."""
     size = content.stat().st_size
-    if size < SMALLEST_LINK_BYTES:
+    if size < MIN_LINK_BYTES:
         return None
     for path in sorted(repository.glob(f"*/*/{content.name}")):
         if path.stat().st_size == size and filecmp.cmp(path, content, shallow=False):

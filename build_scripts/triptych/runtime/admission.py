@@ -11,7 +11,7 @@ import time
 from .faults import Overloaded, Stopping
 from .in_flight import InFlight, Ticket
 
-LEAST_REQUESTS = 8
+MIN_REQUESTS = 8
 """So many may be under way however slow the pipeline is: what one call of the client sends."""
 
 KNOWN_DEPTHS = 2.0
@@ -28,7 +28,7 @@ PATIENCE_S = 1.0
 LAST_CALL_S = 0.05
 """What reaches preprocess so soon after the server was told to stop had been sent before."""
 
-SHORTEST_HINT_MS = 20
+MIN_HINT_MS = 20
 
 
 class Admission:
@@ -85,10 +85,10 @@ class Admission:
         own_s = None if left_s is None else DEADLINE_SHARE * left_s
         limit_s = self._longest_s if own_s is None else min(self._longest_s, own_s)
         wait_s = self._wait_s()
-        late = self._requests >= LEAST_REQUESTS and wait_s > self._longest_s
+        late = self._requests >= MIN_REQUESTS and wait_s > self._longest_s
         late = late or (self._requests > 0 and own_s is not None and wait_s > own_s)
         if (late or self._requests >= self._most) and not self._lost_count():
-            hint_ms = max(1e3 * (wait_s - 0.5 * limit_s), SHORTEST_HINT_MS)
+            hint_ms = max(1e3 * (wait_s - 0.5 * limit_s), MIN_HINT_MS)
             again = f"Try again in {hint_ms:.0f} ms"
             if late:
                 whose = ", by the deadline of the request" if limit_s == own_s else ""

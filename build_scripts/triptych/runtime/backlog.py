@@ -24,12 +24,12 @@ WINDOW_BATCHES = 2
 """And at least so many of its largest batches for each instance: one computed, one queued."""
 SEEN_S = 0.05
 """Before the rate is measured, that of so many seconds stands for it."""
-MOST_WINDOWS = 8
+MAX_WINDOWS = 8
 """Who lost a window after another has left in numbers: each time twice as much is given next, up to
 so many windows. But a core that only has no CPU for a while looks the same at first."""
 POLL_S = 0.002
 """How often the thread looks for room, while something waits."""
-LEAST_PATIENCE_S = 0.25
+MIN_PATIENCE_S = 0.25
 """When nothing was answered for so long, nor for the time that the window takes, what the core was
 given is lost: its senders have left, and Triton drops a request between two steps."""
 
@@ -159,9 +159,9 @@ class Backlog:
         if counts.departed_at > self._departed_at:
             self._departed_at, self._lost_rows, self._windows = counts.departed_at, 0, 1
         idle_s = now - max(self._departed_at, self._given_at)
-        if given_rows > self._lost_rows and idle_s > max(LEAST_PATIENCE_S, window_rows * row_s):
+        if given_rows > self._lost_rows and idle_s > max(MIN_PATIENCE_S, window_rows * row_s):
             if self._lost_rows:
-                self._windows = min(2 * self._windows, MOST_WINDOWS)
+                self._windows = min(2 * self._windows, MAX_WINDOWS)
             self._lost_rows = given_rows
         return self._windows * window_rows - (given_rows - self._lost_rows)
 

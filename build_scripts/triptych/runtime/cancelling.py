@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-LONGEST_KEY = 256
+MAX_KEY = 256
 
 
 class CancelInbox:
@@ -36,7 +36,7 @@ class CancelInbox:
     def _read(self) -> None:
         with suppress(BlockingIOError):
             while True:
-                self._on_key(self._socket.recv(LONGEST_KEY).decode("ascii", "replace"))
+                self._on_key(self._socket.recv(MAX_KEY).decode("ascii", "replace"))
 
     def close(self) -> None:
         self._socket.close()

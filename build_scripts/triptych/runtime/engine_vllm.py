@@ -25,7 +25,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Of adapters, that vLLM makes room for: what `max_lora_rank` may be."""
 
 DTYPES = {"fp32": "float32", "fp16": "float16"}
-"""Of what is computed; all else is bfloat16, as with quantised weights, which say what they are."""
+"""Of what is computed; all else is bfloat16, as with quantized weights, which say what they are."""
 
 
 class Engine:

@@ -20,7 +20,7 @@ from .engine import Engine
 from .faults import EngineFailed, Overloaded, RequestError, Stopping
 from .generation_counts import Clock, GenerationCounts
 from .generation_engine import MODEL_FOLDER, NOTHING, Delta, Load, Waiting
-from .generation_wire import CANCELLED, REFUSED, SHORTEST_NAME, Chunk, Opening, Order, Place
+from .generation_wire import CANCELLED, MIN_NAME, REFUSED, Chunk, Opening, Order, Place
 from .in_flight import InFlight
 from .sampling_parameters import FIELD
 from .shared_memory import make_private
@@ -37,7 +37,7 @@ EARLY_S = 60.0
 """A request may come so long after the one that cancels it: several steps may work before."""
 RETRY_MS = 1000
 """Wait that a refused request is told: answers differ too much in length to estimate one."""
-_LONGEST_FAULT = 300
+_MAX_FAULT = 300
 
 
 class _Stream:
@@ -53,7 +53,7 @@ class _Stream:
         self, sender: Any, opening: Opening, cancel_at: str, name: str = "", tokens: int = 1
     ) -> None:
         self.key = secrets.token_hex(16)
-        self.name = name if len(name) >= SHORTEST_NAME else None
+        self.name = name if len(name) >= MIN_NAME else None
         self.sender = sender
         self.told_at = time.monotonic()
         self.number = 0
@@ -307,4 +307,4 @@ class TritonPythonModel:
 
 def _words(error: Exception) -> str:
     """What an engine says, in one line, without its own sources' places."""
-    return re.sub(r"\[[\d:]+\] \S+?:\d+: ", "", " ".join(str(error).split()))[:_LONGEST_FAULT]
+    return re.sub(r"\[[\d:]+\] \S+?:\d+: ", "", " ".join(str(error).split()))[:_MAX_FAULT]

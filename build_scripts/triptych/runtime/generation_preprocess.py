@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from .faults import RequestError
 from .generation_counts import Unprepared
-from .generation_wire import LONGEST_NAME, SHORTEST_NAME, Order
+from .generation_wire import MAX_NAME, MIN_NAME, Order
 from .prompts import Prompts
 from .sampling_parameters import DEFAULTS, FIELD, check_sampling
 from .shared_memory import make_private
@@ -99,10 +99,10 @@ class TritonPythonModel:
 
 
 def _cancelling(name: str) -> Order:
-    if not SHORTEST_NAME <= len(name) <= LONGEST_NAME:
+    if not MIN_NAME <= len(name) <= MAX_NAME:
         raise RequestError(
             CANCEL,
-            f"must be the id of a request, of {SHORTEST_NAME} to {LONGEST_NAME} characters: others "
+            f"must be the id of a request, of {MIN_NAME} to {MAX_NAME} characters: others "
             "may have shorter ones, too",
             f"{len(name)} characters",
             "Give requests random ids",

@@ -17,7 +17,7 @@ CONTEXT_TOKENS = 6
 
 CANCELLED = "cancelled"
 """Finish reason of an answer that nobody waits for any more; else ``stop`` or ``length``."""
-SHORTEST_NAME, LONGEST_NAME = 16, 128
+MIN_NAME, MAX_NAME = 16, 128
 """Characters of a request's id by which it can be cancelled: others may have shorter ones, too."""
 REFUSED = "refused"
 """Finish reason between the steps of a request that the engine does not take."""

@@ -18,7 +18,7 @@ from .row_types import CoreRows
 
 NAME = "triptych_row_tokens"
 FLUSH_S = 2.0
-SMALLEST_EDGE = 4
+MIN_EDGE = 4
 EDGES_AN_OCTAVE = 3
 
 
@@ -75,7 +75,7 @@ def edges_of(max_length: int, bucket_edges: Sequence[int] = ()) -> list[int]:
     cut to the limit, and the few that have its length by themselves.
     """
     steps = range(EDGES_AN_OCTAVE * max_length.bit_length())
-    common = (round(SMALLEST_EDGE * 2 ** (step / EDGES_AN_OCTAVE)) for step in steps)
+    common = (round(MIN_EDGE * 2 ** (step / EDGES_AN_OCTAVE)) for step in steps)
     edges = {*common, *bucket_edges, max_length - 1, max_length}
     return sorted(edge for edge in edges if 0 < edge <= max_length)
 

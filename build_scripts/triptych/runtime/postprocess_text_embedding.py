@@ -17,7 +17,7 @@ class Decoder:
         pass
 
     def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
-        """Shorten, normalise and encode each vector.
+        """Shorten, normalize and encode each vector.
 
         Returns:
             ``embedding`` FP32 ``[n, d]`` and ``embedding_int8`` INT8 ``[n, b]``: the encoding

@@ -89,7 +89,7 @@ class Decoder:
         return _write(self._group(pieces), self._groups, carries)
 
     def _group(self, pieces: Pieces) -> Pieces:
-        """Join neighbours of one tag; a ``B-`` label always begins anew."""
+        """Join neighbors of one tag; a ``B-`` label always begins anew."""
         tag = self._tag[pieces.label]
         changes = self._begins[pieces.label]
         changes[1:] |= tag[1:] != tag[:-1]

@@ -99,7 +99,7 @@ class TritonPythonModel:
         last_width = answered[order[-1]].width if order else 0
         for index, response in zip(order, self._backlog.take(ready), strict=True):
             if self._by_width and response is not None and answered[index].width != last_width:
-                # Triton joins only neighbours of equal shape into one batch of the core. To send
+                # Triton joins only neighbors of equal shape into one batch of the core. To send
                 # takes a round trip each: the most go by being returned, after all others.
                 send(requests[index].get_response_sender(), response)
             else:

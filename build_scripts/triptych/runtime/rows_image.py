@@ -29,12 +29,12 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """Formats whose decoders start no other program and need no other file."""
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX")
-"""Kinds of pixel, 8 bits a channel at most, whose colours are not a matter of a profile."""
+"""Kinds of pixel, 8 bits a channel at most, whose colors are not a matter of a profile."""
 
 IMAGES_A_REQUEST = 2
 """All images of a request together may have so many times the pixels that one may have."""
 
-MOST_THREADS = 4
+MAX_THREADS = 4
 _BIT_DEPTH = 24  # place in a PNG file: signature, length and name of the header, two sizes
 _ASPECT = "must not be so much longer than wide, or wider than long, that resizing makes it huge"
 
@@ -113,7 +113,7 @@ class RowMaker:
         self._facts: Mapping[str, Any] = settings["image"]
         self._limits = Limits(settings["max_image_bytes"], settings["max_pixels"])
         self._shape = tuple(self._facts[axis] for axis in ("height", "width", "channels"))
-        self._threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._threads)  # starts a thread when it is first needed
 
     def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:

@@ -17,7 +17,7 @@ from .row_types import Row, RowInputs
 from .token_kinds import word_offsets
 from .token_rows import Input, TokenRowMaker, check_filled
 
-LARGEST_STRIDE = 128
+MAX_STRIDE = 128
 
 
 class RowMaker(TokenRowMaker):
@@ -27,7 +27,7 @@ class RowMaker(TokenRowMaker):
     offsets = True
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        self.stride = min(settings["max_length"] // 2, LARGEST_STRIDE)
+        self.stride = min(settings["max_length"] // 2, MAX_STRIDE)
         super().__init__(settings, folder)
 
     def configure(self) -> None:

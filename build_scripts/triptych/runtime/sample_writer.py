@@ -28,8 +28,8 @@ from .sampling import SampledRows, passenger_of, unpack
 
 LOCK_FILE = "triptych.lock.json"
 SCHEMA = 1
-MOST_WAITING = 1024
-MOST_WAITING_BYTES = 64 << 20
+MAX_WAITING = 1024
+MAX_WAITING_BYTES = 64 << 20
 """Requests, and their bytes, that wait for the writer: more are dropped."""
 
 WINDOWS = 10
@@ -109,8 +109,8 @@ class SampleWriter:
             return
         passenger = passenger_of(ticket)
         with self._condition:
-            room = self._waiting_bytes + len(passenger) <= MOST_WAITING_BYTES
-            taken = room and len(self._waiting) < MOST_WAITING
+            room = self._waiting_bytes + len(passenger) <= MAX_WAITING_BYTES
+            taken = room and len(self._waiting) < MAX_WAITING
             if taken:
                 # The arrays may lie in memory that Triton takes back after the answer.
                 self._waiting.append((passenger, {name: a.copy() for name, a in outputs.items()}))

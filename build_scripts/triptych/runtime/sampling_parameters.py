@@ -10,14 +10,14 @@ from .faults import RequestError
 from .parameters import own_parameters
 
 FIELD = "sampling_parameters"
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
 SCHEMA = "json_schema"
-MOST_SCHEMA_CHARACTERS = 32_768
-MOST_SCHEMA_LEVELS = 200
+MAX_SCHEMA_CHARACTERS = 32_768
+MAX_SCHEMA_LEVELS = 200
 """Three times those that xgrammar takes of the JSON itself: a schema has about two for each."""
 ADAPTER = "adapter"
-MOST_NAME_CHARACTERS = 64
+MAX_NAME_CHARACTERS = 64
 
 
 class Number(NamedTuple):
@@ -139,29 +139,29 @@ def find_fault(name: str, value: object) -> str:
         stops = [value] if isinstance(value, str) else value
         if (
             isinstance(stops, list)
-            and len(stops) <= MOST_STOPS
-            and all(isinstance(s, str) and 0 < len(s) <= MOST_STOP_CHARACTERS for s in stops)
+            and len(stops) <= MAX_STOPS
+            and all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops)
         ):
             return ""
         return (
-            f"must be a string or a list of at most {MOST_STOPS}, of 1 to "
-            f"{MOST_STOP_CHARACTERS} characters each"
+            f"must be a string or a list of at most {MAX_STOPS}, of 1 to "
+            f"{MAX_STOP_CHARACTERS} characters each"
         )
     if name == ADAPTER:
-        taken = isinstance(value, str) and len(value) <= MOST_NAME_CHARACTERS
-        return "" if taken else f"must be a name of at most {MOST_NAME_CHARACTERS} characters"
+        taken = isinstance(value, str) and len(value) <= MAX_NAME_CHARACTERS
+        return "" if taken else f"must be a name of at most {MAX_NAME_CHARACTERS} characters"
     if name in FLAGS:
         return "" if isinstance(value, bool) else "must be true or false"
     if name == SCHEMA:
         if (
             isinstance(value, dict)
-            and not _deeper(value, MOST_SCHEMA_LEVELS)
-            and len(json.dumps(value)) <= MOST_SCHEMA_CHARACTERS
+            and not _deeper(value, MAX_SCHEMA_LEVELS)
+            and len(json.dumps(value)) <= MAX_SCHEMA_CHARACTERS
         ):
             return ""
         return (
-            f"must be a JSON schema, an object of at most {MOST_SCHEMA_CHARACTERS} characters and "
-            f"{MOST_SCHEMA_LEVELS} levels"
+            f"must be a JSON schema, an object of at most {MAX_SCHEMA_CHARACTERS} characters and "
+            f"{MAX_SCHEMA_LEVELS} levels"
         )
     rule = NUMBERS.get(name)
     if rule is None:

@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 from .faults import InternalError, RequestError, StepError
 
 Inputs = Mapping[str, Any]
-LONGEST_MESSAGE = 4000
+MAX_MESSAGE = 4000
 TEXTS_A_REQUEST = 8
 """All texts of a request together may have so many times the bytes that one may have."""
 
@@ -26,7 +26,7 @@ def error_response(fault: Exception) -> Any:
     """Return a response that fails its own request, with the status of the error's kind."""
     known = fault if isinstance(fault, StepError) else InternalError(fault)
     # A hook's own words may be anything: a lone surrogate, or megabytes, would fail a whole batch.
-    message = known.message[:LONGEST_MESSAGE].encode("utf-8", "replace").decode("utf-8")
+    message = known.message[:MAX_MESSAGE].encode("utf-8", "replace").decode("utf-8")
     error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, known.status))
     return pb_utils.InferenceResponse(output_tensors=[], error=error)
 

@@ -18,7 +18,7 @@ def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, most: int) 
     if len(order) <= most:
         return order
     oldest = order.index(0)
-    # Of the runs of neighbours with the oldest in it, the one that pads least.
+    # Of the runs of neighbors with the oldest in it, the one that pads least.
     starts = range(max(0, oldest - most + 1), min(oldest, len(order) - most) + 1)
 
     def padding(start: int) -> int:

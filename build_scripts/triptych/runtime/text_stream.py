@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 BROKEN = "\ufffd"
 """What decoding makes of bytes that are no character yet."""
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 """So many tokens that end in no character are no text at all: they are shown as they are."""
 
 
@@ -37,7 +37,7 @@ class TextStream:
         self._waiting += len(ids)
         text = self._decode()
         certain = text.rstrip(BROKEN)
-        if len(certain) <= len(self._shown) and self._waiting >= MOST_WAITING:
+        if len(certain) <= len(self._shown) and self._waiting >= MAX_WAITING:
             certain = text
         return self._show(certain, ends_here=certain == text)
 

@@ -83,7 +83,7 @@ def served(
             raise
 
 
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 _STEADY_S = 60.0
 _MEANWHILE_S = 0.3
 
@@ -104,7 +104,7 @@ class Pauses:
     def take_s(self, lived_s: float) -> float:
         """The pause after a death; what lived for a minute before it counts as mended."""
         pause_s = 0.0 if lived_s > _STEADY_S else self.next_s
-        self.next_s = min(max(2 * pause_s, 0.5), LONGEST_PAUSE_S)
+        self.next_s = min(max(2 * pause_s, 0.5), MAX_PAUSE_S)
         return pause_s
 
 

@@ -128,7 +128,7 @@ _EXIT_TIMEOUT_S = 3600
 # While models load no request can be in flight, and the server does not heed SIGTERM.
 _LOADING_GRACE_S = 2.0
 _POLL_S, _WATCH_S, _DYING_S = 0.05, 0.2, 1.0
-_MOST_STARTS = 3
+_MAX_STARTS = 3
 
 
 class Server:
@@ -290,7 +290,7 @@ class Server:
         starts, endless = 1, EndlessLoad()
         while True:
             exited = not self._started().is_running
-            if starts < _MOST_STARTS and (reason := self._starved(endless)):
+            if starts < _MAX_STARTS and (reason := self._starved(endless)):
                 starts += 1
                 if on_progress is not None:
                     on_progress(f"the server starts again: {reason}")

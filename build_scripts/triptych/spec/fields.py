@@ -49,7 +49,7 @@ def check_runs(precision: str, backend: str, device: str) -> None:
         )
 
 
-LONGEST_WAIT_MS = (1000, 5000)
+MAX_WAIT_MS = (1000, 5000)
 """A request waits so long where a shorter latency is promised, and where none is."""
 
 Positive = Annotated[int, Field(ge=1)]
@@ -315,8 +315,8 @@ class Serving(Frozen):
 
     @property
     def longest_wait_ms(self) -> float:
-        """`queue.max_wait_ms`, else what is promised, within `LONGEST_WAIT_MS`."""
-        least, most = LONGEST_WAIT_MS
+        """`queue.max_wait_ms`, else what is promised, within `MAX_WAIT_MS`."""
+        least, most = MAX_WAIT_MS
         promised = max(self.slo.limits_us.values(), default=most * 1e3) / 1e3
         return self.queue.max_wait_ms or max(promised, least)
 

@@ -2,7 +2,7 @@
 
 >>> spec = load_generation_spec(Path("pipelines/chat"), overrides=["core.max_sequences=8"])
 
-What a user may write in ``pipeline.yaml`` of a pipeline that summarises or translates.
+What a user may write in ``pipeline.yaml`` of a pipeline that summarizes or translates.
 
 >>> spec = load_text2text_spec(Path("pipelines/summaries"), overrides=["core.beams=4"])
 """
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from triptych.base.errors import UserError, closest
 from triptych.base.releases import OLDEST
-from triptych.runtime.sampling_parameters import ADAPTER, MOST_NAME_CHARACTERS, find_fault
+from triptych.runtime.sampling_parameters import ADAPTER, MAX_NAME_CHARACTERS, find_fault
 from triptych.spec.fields import Frozen, ModelSource, Positive, check_release
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.spec import load_as
@@ -27,7 +27,7 @@ Device = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
 """A GPU's UUID, as ``nvidia-smi -L`` says it."""
 
 AdapterName = Annotated[
-    str, Field(pattern=rf"^[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MOST_NAME_CHARACTERS - 1}}}$")
+    str, Field(pattern=rf"^[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARACTERS - 1}}}$")
 ]
 AdapterSource = Annotated[
     ModelSource,
@@ -58,7 +58,7 @@ class GenerationCore(Frozen):
             prompt, for tests.
         precision: what is computed in; of ``int8`` and ``fp8``, products of 8-bit weights and
             activations, the rest in bf16: an ordinary model is converted. Weights that are
-            quantised already are taken as they are: ``awq``, ``gptq``, ``int8``, ``fp8`` name what
+            quantized already are taken as they are: ``awq``, ``gptq``, ``int8``, ``fp8`` name what
             they must be, fp16 and bf16 what is computed in.
         max_sequences: requests that share a batch; others wait.
         max_batched_tokens: that the engine computes at a time: a longer prompt takes several turns,
@@ -93,11 +93,11 @@ class GenerationCore(Frozen):
             raise ValueError("core.max_batched_tokens must be at least core.max_sequences")
         if self.token_delay_ms is not None and self.backend != "scripted":
             raise ValueError("core.token_delay_ms is for the scripted backend")
-        quantised = self.precision not in ("fp32", "fp16", "bf16")
-        if self.backend == "tensorrt_llm" and (quantised or self.kv_cache.precision != "auto"):
+        quantized = self.precision not in ("fp32", "fp16", "bf16")
+        if self.backend == "tensorrt_llm" and (quantized or self.kv_cache.precision != "auto"):
             raise ValueError(
                 "core.backend tensorrt_llm computes in fp32, fp16 or bf16 here: what it reads of "
-                "quantised weights and KV caches was never tried"
+                "quantized weights and KV caches was never tried"
             )
         return self
 

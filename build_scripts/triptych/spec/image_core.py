@@ -13,7 +13,7 @@ from triptych.spec.model_facts import ImageFacts
 
 
 class ImageCore(nn.Module):
-    """Pixels to logits: rescaling and normalising before `model`, which takes ``pixel_values``."""
+    """Pixels to logits: rescaling and normalizing before `model`, which takes ``pixel_values``."""
 
     mean: torch.Tensor
     std: torch.Tensor

@@ -18,11 +18,11 @@ from triptych.base.errors import UserError
 from triptych.spec.model_facts import ImageFacts, Resize
 from triptych.spec.model_text import read_json
 
-LARGEST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 """Of any element from the processor's, relative to its largest one where that is above 1."""
 
 _FIELD = "model.source"
-_REMEDY = "Choose a model whose image processor resizes, crops, rescales and normalises, no more"
+_REMEDY = "Choose a model whose image processor resizes, crops, rescales and normalizes, no more"
 _CHANNELS = 3
 _ENLARGED = 256 / 224  # by which a processor may resize to more than `size` without a setting
 _SEED = 20
@@ -76,7 +76,7 @@ def read_image_facts(folder: Path) -> ImageFacts:
     for geometry in dict.fromkeys(_geometries(processor)):
         reading = replace(facts, **geometry._asdict())
         furthest = _furthest(reading, probes)
-        if furthest[0] <= LARGEST_DIFFERENCE:
+        if furthest[0] <= MAX_DIFFERENCE:
             return reading
         closest = furthest if closest is None else min(closest, furthest)
     differs = "" if closest is None else f", closest reading {closest[0]:.3g} off at {closest[1]}"

@@ -15,7 +15,7 @@ class ImageFacts:
     """The settings of an image processor, its defaults filled in.
 
     From an RGB image to the model's input, in this order: resize, crop, reverse the channels (so
-    far `runtime.rows_image.to_pixels`), rescale, normalise (`model.image_core.ImageCore`).
+    far `runtime.rows_image.to_pixels`), rescale, normalize (`model.image_core.ImageCore`).
 
     Attributes:
         resize: what `edges` means: both edges exactly, the shorter edge with the longer one in
@@ -26,8 +26,8 @@ class ImageFacts:
             smaller; None for no crop.
         reverse_channels: whether the model's channels are blue, green, red.
         rescale_factor: multiplies the pixels, which count from 0 to 255; None for no rescaling.
-        mean: subtracted from each channel after that; None for no normalisation.
-        std: divides each channel after that; None for no normalisation.
+        mean: subtracted from each channel after that; None for no normalization.
+        std: divides each channel after that; None for no normalization.
         height: of every result, in pixels; likewise `width` and `channels`.
     """
 

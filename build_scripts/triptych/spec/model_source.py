@@ -1,6 +1,6 @@
 """Where a model's files are, and what they say: `ModelSource` -> local folder -> `ModelFacts`.
 
-Under which licence a model's own files say that it is.
+Under which license a model's own files say that it is.
 
 A model of the Hugging Face Hub: fetched into the ordinary cache, or found there.
 
@@ -40,7 +40,7 @@ CARD = "README.md"
 _HEAD = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
-def read_licence(folder: Path) -> str:
+def read_license(folder: Path) -> str:
     """The `license` of the card in a model's folder, as it names it; empty where it names none."""
     try:
         head = _HEAD.match((folder / CARD).read_text(encoding="utf-8").replace("\r\n", "\n"))

@@ -149,7 +149,7 @@ def read_modules(
 ) -> tuple[tuple[str, ...], tuple[Dense | Normalize, ...]]:
     """Pooling modes and what follows pooling, by ``modules.json`` and the files it names.
 
-    A model without that file is pooled by the mean, not normalised, as sentence-transformers
+    A model without that file is pooled by the mean, not normalized, as sentence-transformers
     itself does.
 
     Raises:

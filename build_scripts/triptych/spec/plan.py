@@ -345,7 +345,7 @@ def bucket_of(length: int, edges: tuple[int, ...]) -> int:
 def choose_edges(
     lengths: Lengths, max_length: int, *, count: int, multiple: int = 1
 ) -> tuple[int, ...]:
-    """The at most `count` padded lengths that minimise the traffic's expected padded tokens.
+    """The at most `count` padded lengths that minimize the traffic's expected padded tokens.
 
     Exact, by dynamic programming over the histogram: an optimal edge is always an observed
     length (rounded up to `multiple`), so only those and `max_length` are candidates.

@@ -21,14 +21,14 @@ MOMENTS = {"ttft": "time to first token", "itl": "inter-token latency", "e2e": "
 
 _TIME = r"(\d+(?:\.\d+)?)\s*(us|ms|s)"
 _RELATION = r"\s*(?:<=|<|=)\s*"
-_LONGEST_MS = 3_600_000
+_MAX_MS = 3_600_000
 LIMIT = rf"p(50|90|95|99|99\.9){_RELATION}{_TIME}"
 """How a limit is written on the command line."""
 
 GENERATION_LIMIT = rf"({'|'.join(MOMENTS)})_p(50|90|95|99){_RELATION}{_TIME}"
 """The same of a streamed answer: ``ttft_p99=500ms``."""
 
-Milliseconds = Annotated[float, Field(gt=0, le=_LONGEST_MS)]
+Milliseconds = Annotated[float, Field(gt=0, le=_MAX_MS)]
 
 
 def _milliseconds(text: str) -> float:
@@ -39,7 +39,7 @@ def _milliseconds(text: str) -> float:
     """
     found = re.fullmatch(_TIME, text)
     value = float(found[1]) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[found[2]] if found else 0.0
-    if not 0 < value <= _LONGEST_MS:
+    if not 0 < value <= _MAX_MS:
         raise ValueError("a time above 0 and up to an hour, as 500ms or 0.5s")
     return value
 

@@ -18,7 +18,7 @@ from triptych.spec.model_source import find_folder
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-MOST_RANK = 512
+MAX_RANK = 512
 """That vLLM makes room for."""
 
 NOT_PLAIN = (
@@ -110,8 +110,8 @@ def read_adapter(name: str, folder: Path, modules: Mapping[str, tuple[int, int]]
             )
     config = _read_config(field, folder / CONFIG)
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
-        raise UserError(field, f"must have a rank r from 1 to {MOST_RANK}", given=rank)
+    if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+        raise UserError(field, f"must have a rank r from 1 to {MAX_RANK}", given=rank)
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise UserError(field, "must have a number as lora_alpha", given=alpha)
     _check_tensors(field, _read_shapes(field, folder / WEIGHTS), rank, modules)

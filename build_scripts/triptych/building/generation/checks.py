@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from triptych.building.generation.inputs import read_prompt_lines
-from triptych.building.generation.labelled import read_rows
+from triptych.building.generation.labeled import read_rows
 from triptych.building.hook_tests import Check
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import HOOKS_FILE
@@ -18,7 +18,7 @@ from triptych.spec.traffic import TRAFFIC_FILE
 
 
 def check_folder(folder: Path) -> list[Check]:
-    """Look at spec, traffic and labelled rows.
+    """Look at spec, traffic and labeled rows.
 
     Raises:
         UserError: one of them cannot be read.

@@ -39,7 +39,7 @@ def describe_inputs(inputs: AnyInputs) -> dict[str, Any]:
             if facts.max_length == OUT_OF_REACH
             else f"{facts.max_length} tokens",
             **({"suggests": dict(facts.suggested)} if facts.suggested else {}),
-            **({"weights": facts.quantisation.words} if facts.quantisation else {}),
+            **({"weights": facts.quantization.words} if facts.quantization else {}),
             "chat_template": "its own" if inputs.model.chat_template else "none: no messages",
             **({"adapters": _adapters(inputs)} if inputs.adapters else {}),
         },

@@ -23,13 +23,13 @@ from triptych.base.cache import PACKAGE, cached_stage, code_hash
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import scratch_folder
 from triptych.building.generation.inputs import Prompt
-from triptych.building.generation.labelled import (
-    Labelled,
-    describe_labelled,
-    judge_labelled,
-    read_labelled,
+from triptych.building.generation.labeled import (
+    Labeled,
+    describe_labeled,
+    judge_labeled,
+    read_labeled,
 )
-from triptych.building.generation.quantising import engine_weights
+from triptych.building.generation.quantizing import engine_weights
 from triptych.building.generation.reference import (
     TOKENS,
     Reference,
@@ -45,9 +45,9 @@ from triptych.repository.records import GateResult, Verdict, WorstRow
 from triptych.runtime.generation_engine import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import BROKEN, TextStream
 from triptych.serving.environment import environment_python, packages_versions
-from triptych.spec.tasks.metrics_labelled import LabelledResult
+from triptych.spec.tasks.metrics_labeled import LabeledResult
 
-_LONGEST_SHOWN = 80
+_MAX_SHOWN = 80
 
 
 class GenerationMetric(NamedTuple):
@@ -154,7 +154,7 @@ def judge(
     tokenizer: Tokenizer,
     *,
     other_limits: Mapping[str, float | None] = MappingProxyType({}),
-    labelled: LabelledResult | None = None,
+    labeled: LabeledResult | None = None,
     accept: str = "",
 ) -> GateResult:
     """The verdict on what answered, held to the limits of its precision.
@@ -169,7 +169,7 @@ def judge(
         tokenizer: of the model.
         other_limits: instead of those of the precision; None for no limit. What cannot be measured
             and has none is left out.
-        labelled: the result on rows with right answers; None where there are none.
+        labeled: the result on rows with right answers; None where there are none.
         accept: see `generation.build`.
     """
     prefixes = [common_length(one.ids, got) for one, got in zip(wanted, found.alone, strict=True)]
@@ -193,13 +193,13 @@ def judge(
             if not verdict.passed:
                 words = f"{metric.words}{told}: {verdict.value:.6g}, limit {verdict.limit:g}"
                 failures = (*failures, words)
-    if labelled is not None and labelled.failure:
-        failures = (*failures, labelled.failure)
+    if labeled is not None and labeled.failure:
+        failures = (*failures, labeled.failure)
     largest = [max(map(abs, row), default=math.nan) for row in differences]
     answers = zip(prompts, wanted, found.alone, prefixes, largest, strict=True)
     worst = tuple(
         WorstRow(
-            shown=next(iter(prompt.sent.values()))[:_LONGEST_SHOWN],
+            shown=next(iter(prompt.sent.values()))[:_MAX_SHOWN],
             badness=1 - length / len(one.ids),
             difference=difference,
             wanted=one.text,
@@ -217,7 +217,7 @@ def judge(
         failures=failures,
         worst=tuple(sorted(worst, key=lambda row: -row.badness)),
         row_differences=tuple(largest),
-        labelled=labelled,
+        labeled=labeled,
         accepted=accept if failures else "",
     )
 
@@ -313,16 +313,16 @@ def check_generation(inputs: AnyInputs, progress: Progress, *, accept: str = "")
         GenerationGateFailure: a limit is broken, and that is not accepted.
         UserError: the engine is not there, or does not run the model.
     """
-    labelled = read_labelled(inputs)
+    labeled = read_labeled(inputs)
     prompts = choose_prompts(inputs, PROMPTS)
-    gate = measure(inputs, prompts, progress, labelled=labelled, accept=accept)
+    gate = measure(inputs, prompts, progress, labeled=labeled, accept=accept)
     for verdict in gate.verdicts:
         limit = "" if verdict.limit is None else f" (limit {verdict.limit:g})"
         progress("gate", f"{verdict.metric} {verdict.value:.4g}{limit}")
     for note in gate.notes:
         progress("gate", note)
-    if gate.labelled is not None:
-        progress("gate", describe_labelled(gate.labelled))
+    if gate.labeled is not None:
+        progress("gate", describe_labeled(gate.labeled))
     if gate.failures and not gate.accepted:
         raise GenerationGateFailure(inputs.spec.name, gate)
     return gate
@@ -334,7 +334,7 @@ def measure(
     progress: Progress,
     *,
     most: int = TOKENS,
-    labelled: Labelled = Labelled(),  # noqa: B008  (it cannot be changed)
+    labeled: Labeled = Labeled(),  # noqa: B008  (it cannot be changed)
     accept: str = "",
 ) -> GateResult:
     """Run reference and engine on `prompts`, `most` tokens an answer, and on rows with the truth.
@@ -347,7 +347,7 @@ def measure(
     engine = ENGINES[inputs.spec.core.backend]
     longest = inputs.spec.accuracy.max_tokens
     wanted = reference_answers(inputs, prompts, progress, most=most)
-    right = reference_answers(inputs, labelled.prompts, progress, most=longest)
+    right = reference_answers(inputs, labeled.prompts, progress, most=longest)
     weights = (
         inputs.weights if isinstance(inputs, Text2TextInputs) else engine_weights(inputs, progress)
     )
@@ -358,9 +358,9 @@ def measure(
         "adapters": [one.adapter for one in prompts],
         "wanted": [list(one.ids) for one in wanted],
         "max_tokens": [answer_tokens(inputs, one, most) for one in prompts],
-        "labelled": [
+        "labeled": [
             [list(one.ids), answer_tokens(inputs, one, longest), one.adapter]
-            for one in labelled.prompts
+            for one in labeled.prompts
         ],
     }
     key = {
@@ -399,10 +399,10 @@ def measure(
         answered(prompts, wanted, result, tokenizer, inputs.context_tokens),
         tokenizer,
         other_limits=inputs.other_limits(live=False),
-        labelled=judge_labelled(
+        labeled=judge_labeled(
             inputs,
-            labelled,
-            [tokenizer.decode(ids, skip_special_tokens=True) for ids in result["labelled"]],
+            labeled,
+            [tokenizer.decode(ids, skip_special_tokens=True) for ids in result["labeled"]],
             [one.text for one in right],
         ),
         accept=accept,
@@ -411,11 +411,11 @@ def measure(
 
 
 def _notes(inputs: AnyInputs) -> tuple[str, ...]:
-    stored = inputs.model.facts.quantisation
+    stored = inputs.model.facts.quantization
     if stored is None:
         return ()
     return (
-        f"{stored.words}: held to the same weights in fp32, so that what quantising them lost is "
+        f"{stored.words}: held to the same weights in fp32, so that what quantizing them lost is "
         "not seen",
     )
 

@@ -128,9 +128,9 @@ class GenerationInputs(GeneratingInputs):
     def judged_as(self) -> str:
         """The precision whose limits the gate holds the core to, as `metrics.limits_of` has it.
 
-        Weights alone that are quantised are held to the same in fp32, and computed in bf16.
+        Weights alone that are quantized are held to the same in fp32, and computed in bf16.
         """
-        core, stored = self.spec.core, self.model.facts.quantisation
+        core, stored = self.spec.core, self.model.facts.quantization
         own: str = "bf16" if core.precision in ("awq", "gptq") else core.precision
         if stored is not None and stored.name in CONVERTED:
             own = stored.name
@@ -179,7 +179,7 @@ def read_generation(spec: GenerationSpec, progress: Progress) -> GenerationInput
     _tell_of_answers(spec, model.facts, progress)
     if spec.core.backend != "scripted":
         core = spec.core
-        check_precision(core.precision, model.facts.quantisation, backend=core.backend)
+        check_precision(core.precision, model.facts.quantization, backend=core.backend)
     adapters = read_adapters(spec, weights, model.facts.sha256, progress)
     max_length = max_length_of(spec, model.facts)
     inputs = GenerationInputs(spec, model, weights, max_length, (), adapters=adapters)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.gate import PROMPTS, Answered, common_length, judge
 from triptych.building.generation.inputs import GeneratingInputs, Prompt
-from triptych.building.generation.labelled import describe_labelled, judge_labelled, read_labelled
+from triptych.building.generation.labeled import describe_labeled, judge_labeled, read_labeled
 from triptych.building.generation.lock import built_gate
 from triptych.building.generation.reference import (
     TOKENS,
@@ -75,21 +75,21 @@ class LiveRuns:
         alone: streams, one after the other.
         whole: answers in one piece, one after the other.
         together: streams, many at once: from the first to the last, and from the last.
-        labelled: wholes of the prompts with right answers, many at once.
+        labeled: wholes of the prompts with right answers, many at once.
     """
 
     prompts: Sequence[Sequence[int]]
     alone: Sequence[Reply]
     whole: Sequence[Reply]
     together: Sequence[Sequence[Reply]]
-    labelled: Sequence[Reply]
+    labeled: Sequence[Reply]
 
 
 def ask_live(
     inputs: GeneratingInputs,
     url: str,
     prompts: Sequence[Prompt],
-    labelled: Sequence[Prompt],
+    labeled: Sequence[Prompt],
     clients: int,
     *,
     timeout_s: float,
@@ -100,7 +100,7 @@ def ask_live(
         inputs: of the pipeline.
         url: ``host:port`` of the server's gRPC endpoint.
         prompts: of the gate.
-        labelled: prompts with right answers.
+        labeled: prompts with right answers.
         clients: requests under way at once where they are sent together.
         timeout_s: deadline of each request, in seconds.
 
@@ -117,7 +117,7 @@ def ask_live(
         def asked(prompts: Sequence[Prompt], most: int) -> list[_Asked]:
             return [_Asked(client, one, answer_tokens(inputs, one, most)) for one in prompts]
 
-        gate, rows = asked(prompts, TOKENS), asked(labelled, spec.accuracy.max_tokens)
+        gate, rows = asked(prompts, TOKENS), asked(labeled, spec.accuracy.max_tokens)
         try:
             return LiveRuns(
                 prompts=ids,
@@ -127,7 +127,7 @@ def ask_live(
                     list(pool.map(_Asked.streamed, gate)),
                     list(pool.map(_Asked.streamed, gate[::-1]))[::-1],
                 ),
-                labelled=list(pool.map(_Asked.whole, rows)),
+                labeled=list(pool.map(_Asked.whole, rows)),
             )
         except _NO_SERVER as error:
             raise UserError(
@@ -251,7 +251,7 @@ def verify_generation(
     """
     spec = inputs.spec
     built = built_gate(repository, spec.name)
-    prompts, labelled = choose_prompts(inputs, PROMPTS), read_labelled(inputs)
+    prompts, labeled = choose_prompts(inputs, PROMPTS), read_labeled(inputs)
     tokenizer = inputs.model.decoding()
     scripted = spec.core.backend == "scripted"
 
@@ -261,16 +261,16 @@ def verify_generation(
         return reference_answers(inputs, prompts, progress, most=most)
 
     wanted = reference(prompts, TOKENS)
-    right = reference(labelled.prompts, spec.accuracy.max_tokens)
+    right = reference(labeled.prompts, spec.accuracy.max_tokens)
     with server as reached:
         progress("verify", f"{len(prompts)} prompts, alone and {clients} at a time ...")
         began = time.monotonic()
         runs = ask_live(
-            inputs, reached.grpc_url, prompts, labelled.prompts, clients, timeout_s=timeout_s
+            inputs, reached.grpc_url, prompts, labeled.prompts, clients, timeout_s=timeout_s
         )
         seconds = time.monotonic() - began
     precision = built.get("precision") or inputs.judged_as
-    texts = [one.answer.text for one in runs.labelled]
+    texts = [one.answer.text for one in runs.labeled]
     wanted = weighed(inputs, prompts, wanted, [one.answer.token_ids for one in runs.alone])
     other_limits = inputs.other_limits(live=True)
     gate = judge(
@@ -280,7 +280,7 @@ def verify_generation(
         _answered(wanted, runs, other_limits),
         tokenizer,
         other_limits=other_limits,
-        labelled=judge_labelled(inputs, labelled, texts, [one.text for one in right]),
+        labeled=judge_labeled(inputs, labeled, texts, [one.text for one in right]),
     )
     return LiveGeneration(
         pipeline=spec.name,
@@ -308,8 +308,8 @@ def describe_generation(result: LiveGeneration) -> Iterator[tuple[str, str]]:
         f" ({result.clients} at a time), in {result.seconds:.1f} s",
         "",
     )
-    if gate.labelled is not None:
-        yield f"  {describe_labelled(gate.labelled)}", "red" if gate.labelled.failure else ""
+    if gate.labeled is not None:
+        yield f"  {describe_labeled(gate.labeled)}", "red" if gate.labeled.failure else ""
     if result.scripted:
         yield "  note: the scripted engine has no model; it must repeat the prompt", "yellow"
     if result.accepted:
@@ -353,7 +353,7 @@ def _answered(
 def _faults(inputs: GeneratingInputs, wanted: Sequence[Reference], runs: LiveRuns) -> Iterator[str]:
     """What the metrics do not show."""
     passes = (runs.alone, runs.whole, *runs.together)
-    every = [reply for one in (*passes, runs.labelled) for reply in one]
+    every = [reply for one in (*passes, runs.labeled) for reply in one]
     failed = [str(one.error) for one in every if one.error is not None]
     if failed:
         yield f"{len(failed)} of {len(every)} requests: {failed[0]}"

@@ -49,7 +49,7 @@ def lock_bytes(
         "model_sha256": facts.sha256,
         "architecture": facts.architecture,
         **({"adapters": {one.name: one.sha256 for one in adapters}} if adapters else {}),
-        **({"quantisation": asdict(facts.quantisation)} if facts.quantisation else {}),
+        **({"quantization": asdict(facts.quantization)} if facts.quantization else {}),
         "versions": dict(versions),
         "plan": {"max_length": inputs.max_length},
         "traffic": {

@@ -29,11 +29,11 @@ CONVERTED = {"int8": "int", "fp8": "float"}
 """Precisions that an ordinary model is converted to, by the type as compressed-tensors calls it."""
 
 COMPUTED = ("fp16", "bf16")
-"""Precisions that quantised weights may be computed in."""
+"""Precisions that quantized weights may be computed in."""
 
 
 @dataclass(frozen=True)
-class Quantisation:
+class Quantization:
     """What the files of a model say.
 
     Attributes:
@@ -46,7 +46,7 @@ class Quantisation:
     words: str
 
 
-def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
+def read_quantization(config: Mapping[str, Any] | None) -> Quantization | None:
     """What ``quantization_config`` of a ``config.json`` says; None where there is none."""
     if not config:
         return None
@@ -55,12 +55,12 @@ def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
         bits = config.get("bits", config.get("w_bit", 4))
         size = config.get("group_size", config.get("q_group_size", -1))
         groups = f"groups of {size}" if size > 0 else "a scale a channel"
-        return Quantisation(method, f"{method}: weights of {bits} bits, {groups}")
+        return Quantization(method, f"{method}: weights of {bits} bits, {groups}")
     if method == "compressed-tensors":
         kinds = [_kind(group) for group in config.get("config_groups", {}).values()]
         name = kinds[0] if len(set(kinds)) == 1 and kinds[0] in CONVERTED else method
-        return Quantisation(name, f"{method}: {', '.join(kinds) or config.get('format')}")
-    return Quantisation(method, method)
+        return Quantization(name, f"{method}: {', '.join(kinds) or config.get('format')}")
+    return Quantization(method, method)
 
 
 def _kind(group: Mapping[str, Any]) -> str:
@@ -73,7 +73,7 @@ def _kind(group: Mapping[str, Any]) -> str:
     return kind if same else f"{kind} weights alone" if activations is None else f"{kind} mixed"
 
 
-def check_precision(precision: str, found: Quantisation | None, *, backend: str) -> None:
+def check_precision(precision: str, found: Quantization | None, *, backend: str) -> None:
     """The precision suits what the model's weights are stored in, and the engine reads that.
 
     Raises:
@@ -82,7 +82,7 @@ def check_precision(precision: str, found: Quantisation | None, *, backend: str)
     if found is not None and backend != "vllm":
         raise UserError(
             "core.backend",
-            "must be vllm where the model's weights are quantised: no other was tried on them",
+            "must be vllm where the model's weights are quantized: no other was tried on them",
             given=f"{backend}, and {found.words}",
             remedy="Set core.backend: vllm, or name the original model",
         )
@@ -90,7 +90,7 @@ def check_precision(precision: str, found: Quantisation | None, *, backend: str)
         if precision in ("awq", "gptq"):
             raise UserError(
                 "core.precision",
-                f"{precision} needs a model that was quantised so: it takes calibration, which "
+                f"{precision} needs a model that was quantized so: it takes calibration, which "
                 "is not done here",
                 given="a model whose config.json has no quantization_config",
                 remedy=f"Name such a model, often called …-{precision.upper()}; or choose int8, "
@@ -101,7 +101,7 @@ def check_precision(precision: str, found: Quantisation | None, *, backend: str)
         raise UserError(
             "core.precision",
             f"must be {own}one of {', '.join(COMPUTED)}, to compute in: the model's weights are "
-            "quantised already",
+            "quantized already",
             given=f"{precision}, and {found.words}",
             remedy=f"Set core.precision: {own.removesuffix(' or ') or 'bf16'}, or name the "
             "original model",
@@ -149,7 +149,7 @@ class GenerationFacts:
         kv_heads: that these are of: more GPUs than heads hold some of them twice.
         vocabulary: tokens that the weights know; a tokenizer may have more.
         suggested: sampling parameters that the model's files suggest. They are no defaults here.
-        quantisation: of the weights, by the model's files; None where there is none.
+        quantization: of the weights, by the model's files; None where there is none.
     """
 
     sha256: str
@@ -160,7 +160,7 @@ class GenerationFacts:
     kv_values: int
     kv_heads: int
     vocabulary: int
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
     suggested: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -246,7 +246,7 @@ def _read(folder: Path, sha256: str) -> tuple[GenerationFacts, str | None]:
         kv_values=kv_values,
         kv_heads=kv_heads,
         vocabulary=text_config.vocab_size,
-        quantisation=read_quantisation(getattr(config, "quantization_config", None)),
+        quantization=read_quantization(getattr(config, "quantization_config", None)),
         suggested=_suggested(folder / GENERATION_FILE),
     )
     return facts, _chat_template(tokenizer)

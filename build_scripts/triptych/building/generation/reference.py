@@ -1,6 +1,6 @@
 """What the original model says: transformers in fp32, one prompt at a time.
 
-Of quantised weights the original is not there: they are taken as they are, dequantised to fp32.
+Of quantized weights the original is not there: they are taken as they are, dequantized to fp32.
 """
 
 from __future__ import annotations

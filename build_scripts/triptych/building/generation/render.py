@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.tensors import Tensor
-from triptych.building.generation.quantising import engine_weights
+from triptych.building.generation.quantizing import engine_weights
 from triptych.building.generation.text2text import AnyInputs, Text2TextInputs
 from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
 from triptych.repository.render import RUNTIME, Content, with_imports

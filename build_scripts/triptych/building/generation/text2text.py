@@ -1,4 +1,4 @@
-"""Everything that is read before a pipeline that summarises or translates is built.
+"""Everything that is read before a pipeline that summarizes or translates is built.
 
 Marian's tokenizer, which has no fast form, as files that the steps read.
 
@@ -161,7 +161,7 @@ def convert(folder: Path, target: Path, precision: str) -> None:
     class Converter(TransformersConverter):  # type: ignore[misc]  # it has no types
         def load_model(self, model_class: Any, *places: Any, **named: Any) -> Any:
             model = super().load_model(model_class, *places, **named)
-            # transformers normalises behind each block of BART whatever the file says, and newer
+            # transformers normalizes behind each block of BART whatever the file says, and newer
             # configurations leave out what the converter asks for.
             if model_class.__name__ == "BartForConditionalGeneration":
                 model.config.normalize_before = False
@@ -231,7 +231,7 @@ LIMITS_WITHOUT_LOGPROBS: Mapping[str, float | None] = dict.fromkeys(
 """Of live answers, where a search has several beams, or tokens that it may not take: there are
 none, or such as the search made of them."""
 
-LONGEST_BY_DEFAULT = 512
+MAX_BY_DEFAULT = 512
 """Tokens of a text where neither the model nor its tokenizer has a limit."""
 
 _MODEL, _FACTS, _DECODER = "model", "facts.json", "decoder"
@@ -393,7 +393,7 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
     facts = GenerationFacts(
         sha256=sha256,
         architecture=architecture,
-        max_length=min(known, default=LONGEST_BY_DEFAULT),
+        max_length=min(known, default=MAX_BY_DEFAULT),
         stop_token_ids=(ends if isinstance(ends, int) else ends[0],),
         special_tokens={},
         kv_values=0,

@@ -1,6 +1,6 @@
 """Where a model that generates text has its files: a Hugging Face folder, or one made of a GGUF.
 
-A model whose weights are quantised, in fp32: what its engine rounds further is told apart.
+A model whose weights are quantized, in fp32: what its engine rounds further is told apart.
 
 Layouts are those of AutoAWQ (gemm), GPTQModel, compressed-tensors and the fp8 of transformers.
 """
@@ -20,7 +20,7 @@ from triptych.spec.fields import ModelSource
 from triptych.spec.model_source import locate
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where a word of AWQ has the values of eight neighbours."""
+"""Where a word of AWQ has the values of eight neighbors."""
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _BESIDE = (
@@ -30,7 +30,7 @@ _BESIDE = (
 
 
 class UnknownLayoutError(ValueError):
-    """Weights that are quantised in a way that is not known here."""
+    """Weights that are quantized in a way that is not known here."""
 
 
 def load_model(folder: Path) -> Any:
@@ -44,22 +44,22 @@ def load_model(folder: Path) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    quantised = getattr(config, "quantization_config", None)
-    if not quantised:
+    quantized = getattr(config, "quantization_config", None)
+    if not quantized:
         kind = transformers.AutoModelForCausalLM
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
     del config.quantization_config
-    weights = dict(dequantise(folder, quantised))
+    weights = dict(dequantize(folder, quantized))
     # The automatic class takes no weights in memory.
     model, report = getattr(transformers, config.architectures[0]).from_pretrained(
         None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
     )
     if wrong := sorted([*report["missing_keys"], *report["unexpected_keys"]]):
-        raise UnknownLayoutError(f"{quantised.get('quant_method')}: {', '.join(wrong[:3])}")
+        raise UnknownLayoutError(f"{quantized.get('quant_method')}: {', '.join(wrong[:3])}")
     return model.eval()
 
 
-def dequantise(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def dequantize(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Name and fp32 tensor of each parameter.
 
     Args:
@@ -98,7 +98,7 @@ def dequantise(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _awq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Words hold neighbours of a row; rows are inputs."""
+    """Words hold neighbors of a row; rows are inputs."""
     import torch
 
     if config.get("bits", config.get("w_bit")) != 4 or config.get("version", "gemm") != "gemm":
@@ -115,7 +115,7 @@ def _awq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> A
 
 
 def _gptq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Words hold neighbours of a column; rows are inputs."""
+    """Words hold neighbors of a column; rows are inputs."""
     import torch
 
     bits = config["bits"]
@@ -132,7 +132,7 @@ def _gptq(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def _packed(packed: Any, beside: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Words hold neighbours of a row; rows are outputs; values lie around the middle."""
+    """Words hold neighbors of a row; rows are outputs; values lie around the middle."""
     (group,) = config["config_groups"].values()
     bits = group["weights"]["num_bits"]
     if 32 % bits or "weight_zero_point" in beside or "weight_g_idx" in beside:
@@ -182,7 +182,7 @@ def find_weights(model: ModelSource, folder: Path, progress: Progress) -> Path:
     inputs = {"gguf": sha256_of(file), "code": code_hash("building/generation/worker_gguf.py")}
 
     def work(target: Path) -> None:
-        progress("source", f"{file.name}: dequantised to fp32 ...")
+        progress("source", f"{file.name}: dequantized to fp32 ...")
         done = subprocess.run(
             [str(environment_python()), str(_WORKER), str(file), str(target / _MODEL)],
             capture_output=True,

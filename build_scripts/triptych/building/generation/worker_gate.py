@@ -3,7 +3,7 @@
 Usage: ``python worker_gate.py RUNTIME ORDER.json RESULT.json``, with RUNTIME the folder that has
 the package of the steps. The order: ``engine``, a module of `runtime`, its ``weights`` and
 ``settings``; for each prompt its token ids in ``prompts``, the reference's answer in ``wanted``,
-its most tokens in ``max_tokens`` and its adapter in ``adapters``; ``labelled`` prompts, each with
+its most tokens in ``max_tokens`` and its adapter in ``adapters``; ``labeled`` prompts, each with
 its most tokens and its adapter. What the result holds says `gate`.
 """
 
@@ -58,11 +58,11 @@ async def run_engine(order: Mapping[str, Any]) -> dict[str, Any]:
         await engine.score(f"forced-{i}", prompt, ids, adapter)
         for i, ((prompt, _, adapter), ids) in enumerate(zip(asked, order["wanted"], strict=True))
     ]
-    labelled = await asyncio.gather(
-        *(answer(f"labelled-{i}", *one) for i, one in enumerate(order.get("labelled", [])))
+    labeled = await asyncio.gather(
+        *(answer(f"labeled-{i}", *one) for i, one in enumerate(order.get("labeled", [])))
     )
     engine.close()
-    return {"alone": alone, "together": together, "forced": forced, "labelled": labelled}
+    return {"alone": alone, "together": together, "forced": forced, "labeled": labeled}
 
 
 def main(order_file: Path, result_file: Path) -> None:

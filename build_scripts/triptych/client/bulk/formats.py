@@ -149,7 +149,7 @@ def check_columns(wanted: Mapping[str, str], scan: Scan, path: Path) -> None:
             )
 
 
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 class JsonLines:
@@ -167,9 +167,9 @@ class JsonLines:
             except ValueError:
                 continue
             found |= {name for name in names if name in row}
-            if len(columns) < _MOST_SHOWN:
+            if len(columns) < _MAX_SHOWN:
                 columns |= dict.fromkeys(row)
-        return Scan(rows, frozenset(found), list(columns)[:_MOST_SHOWN])
+        return Scan(rows, frozenset(found), list(columns)[:_MAX_SHOWN])
 
     def chunks(self, wanted: Mapping[str, str], size: int, skip: int) -> Iterator[Chunk]:
         lines = islice(self._lines(), skip, None)
@@ -280,7 +280,7 @@ def _own_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-_LONGEST_CELL = 1 << 24
+_MAX_CELL = 1 << 24
 """Characters. A quote that nobody closes makes one cell of all that follows."""
 
 
@@ -289,7 +289,7 @@ class Delimited:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        csv.field_size_limit(_LONGEST_CELL)
+        csv.field_size_limit(_MAX_CELL)
         self._separator = "\t" if path.suffix.lower() == ".tsv" else ","
         first = self._first_line()
         self._line_end = "\r\n" if first.endswith("\r\n") else "\n"
@@ -351,7 +351,7 @@ class Delimited:
     def _first_line(self) -> str:
         with self.path.open(encoding="utf-8-sig", newline="") as file:
             try:
-                return file.readline(_LONGEST_CELL)
+                return file.readline(_MAX_CELL)
             except UnicodeDecodeError as error:
                 raise not_utf8(self.path, 0, error) from error
 

@@ -146,7 +146,7 @@ def fused_layers(name: str) -> list[str]:
 def _wanted(node: Any, types: Mapping[str, int], sources: Mapping[str, Any]) -> str:
     """The precision a product asks for; empty where it multiplies integers.
 
-    One whose operands are both dequantised is to be computed on what they were quantised to.
+    One whose operands are both dequantized is to be computed on what they were quantized to.
     """
     kinds = []
     for value in node.input[:2]:

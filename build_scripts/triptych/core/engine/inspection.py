@@ -1,7 +1,7 @@
 """A finished engine held against what was asked for: tensors, profiles, types of its products.
 
 How the types are judged. Each product of matrices in the ONNX graph asks for a precision: that of
-its operands, or what both were quantised to. The inspector names the kernels and, in their
+its operands, or what both were quantized to. The inspector names the kernels and, in their
 metadata, the nodes each was built from. For a node:
 
 - a kernel whose name spells its operand type (``…_f16f16_f16f32_…``) has that type;
@@ -21,7 +21,7 @@ fp32, it cannot hold them as fp32. If it is not, the build fails.
 The matrix products of a parsed network: in which type each computes, and whether it was asked.
 
 A strongly typed network computes a product in the type of its operands. One whose operands both
-come from a dequantisation is computed on what they were quantised to.
+come from a dequantization is computed on what they were quantized to.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Layer:
         nodes: ONNX nodes it was built from.
         kernel: its type and its tactic.
         region: whether it is a region of many operators, which may convert types within.
-        reads: floating-point and quantised types of its inputs, as `writes` of its outputs.
+        reads: floating-point and quantized types of its inputs, as `writes` of its outputs.
     """
 
     name: str
@@ -94,8 +94,8 @@ class Layer:
         pairs = [match[1] for part in self.kernel.split("_") if (match := _PAIR.fullmatch(part))]
         if pairs:
             return _OPERANDS[pairs[-1]]
-        quantised = {kind for kind in self.reads if kind in ("int8", "fp8")}
-        kinds = quantised or set(self.reads)
+        quantized = {kind for kind in self.reads if kind in ("int8", "fp8")}
+        kinds = quantized or set(self.reads)
         if len(kinds) != 1:
             return ""
         (kind,) = kinds
@@ -355,7 +355,7 @@ def _precisions(network: Any, nodes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _precision(tensor: Any, makers: Mapping[str, Any]) -> str:
-    """Of an operand: what it was quantised to, else its own type; empty if it is no such type."""
+    """Of an operand: what it was quantized to, else its own type; empty if it is no such type."""
     name = tensor.name
     while (maker := makers.get(name)) is not None and maker.type.name in _SEEN_THROUGH:
         name = maker.get_input(0).name
@@ -365,6 +365,6 @@ def _precision(tensor: Any, makers: Mapping[str, Any]) -> str:
 
 
 def _widest(operands: list[Any]) -> str:
-    """Where only one operand is quantised, or both differently: the type both come in."""
+    """Where only one operand is quantized, or both differently: the type both come in."""
     kinds = [_PRECISIONS.get(operand.dtype.name, "") for operand in operands]
     return "fp32" if "fp32" in kinds else kinds[0]

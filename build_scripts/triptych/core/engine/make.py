@@ -226,10 +226,10 @@ def _constrain_types(trt: Any, network: Any, graph: EngineGraph) -> None:
     Before strong typing, TensorRT takes fp32 for 16 bits wherever that is faster once fp16 is
     allowed at all. So each layer that computes in floating point gets the type of its node as a
     constraint; what the gate wanted in fp32 stays fp32, and the flag OBEY_PRECISION_CONSTRAINTS
-    makes the build fail where a constraint cannot be met. What multiplies quantised values is left
+    makes the build fail where a constraint cannot be met. What multiplies quantized values is left
     alone: its type is theirs, and a constraint would keep TensorRT from fusing it with them.
     """
-    if "fp16" not in graph.kinds:  # then nothing but fp32 is allowed, besides what is quantised
+    if "fp16" not in graph.kinds:  # then nothing but fp32 is allowed, besides what is quantized
         return
     types = {"fp32": trt.DataType.FLOAT, "fp16": trt.DataType.HALF}
     unconstrained = [getattr(trt.LayerType, name) for name in _UNCONSTRAINED]

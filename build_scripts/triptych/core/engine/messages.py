@@ -18,8 +18,8 @@ from triptych.base.onnx_graph import node_name
 from triptych.core.engine.api import Api
 from triptych.core.engine.graph import place_of
 
-LONGEST_QUOTE = 400
-LARGEST_LOG = 10_000
+MAX_QUOTE = 400
+MAX_LOG = 10_000
 TELL_EVERY_S = 5.0
 Tell = Callable[[str], None]
 
@@ -43,7 +43,7 @@ class Messages:
     def __init__(self) -> None:
         self.errors: list[str] = []
         # A server may run for months; a build logs far fewer.
-        self.warnings: deque[str] = deque(maxlen=LARGEST_LOG)
+        self.warnings: deque[str] = deque(maxlen=MAX_LOG)
 
     def logger(self, trt: Any, tell: Tell | None = None) -> Any:
         """A logger for TensorRT that writes here; `tell` gets INFO messages now and then."""
@@ -211,4 +211,4 @@ def _node_of(error: Any, onnx: Path) -> str:
 
 def _short(text: str) -> str:
     words = " ".join(text.split())
-    return words if len(words) <= LONGEST_QUOTE else words[: LONGEST_QUOTE - 1] + "…"
+    return words if len(words) <= MAX_QUOTE else words[: MAX_QUOTE - 1] + "…"

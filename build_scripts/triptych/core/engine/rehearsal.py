@@ -45,7 +45,7 @@ _CODE = (
 )
 _RECORD_FILE = "rehearsal.json"
 _WORKER = (sys.executable, "-m", "triptych.core.engine.rehearsal_worker")
-_LONGEST_REASON = 300
+_MAX_REASON = 300
 
 
 def rehearse(
@@ -153,4 +153,4 @@ def _no_answer(given: str) -> UserError:
 def _ending(code: int, output: bytes) -> str:
     how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
-    return f"{how}, after: {lines[-1].strip()[:_LONGEST_REASON]}" if lines else how
+    return f"{how}, after: {lines[-1].strip()[:_MAX_REASON]}" if lines else how

@@ -20,7 +20,7 @@ from triptych.spec.engine_plan import EnginePlan
 DISTRIBUTION = "tensorrt-rtx-cu12-bindings"
 MODULE = "tensorrt_rtx_bindings"
 COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
-"""That it builds for; 9.0 and 10.0, of data centres, are not among them."""
+"""That it builds for; 9.0 and 10.0, of data centers, are not among them."""
 
 USUAL = "8.9"
 """Where nothing names a GPU: L4 and L40S, and the nearest to H100 and H200."""

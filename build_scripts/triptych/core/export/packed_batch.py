@@ -82,7 +82,7 @@ class PackedBatch:
     @cached_property
     def _first_tile(self) -> Tensor:
         """Number of tiles before each row's first, ``[B]``."""
-        # Not `//`: rounding towards minus infinity takes five operators more.
+        # Not `//`: rounding toward minus infinity takes five operators more.
         return _sums_before(torch.div(self._last, self.tile_size, rounding_mode="trunc") + 1)
 
     @cached_property

@@ -41,7 +41,7 @@ from triptych.spec.tasks.task import Core
 TOLERANCE = 1e-4
 """Largest difference between a row in a batch and alone, relative to the largest element."""
 
-SMALLEST_SCALE = 1e-2
+MIN_SCALE = 1e-2
 LENGTHS = (23, 5, 11)
 SPECIAL: Mapping[int, Mapping[int, tuple[str, ...]]] = {
     5: {-2: ("eos", "sep"), -1: ("pad",)},
@@ -304,7 +304,7 @@ def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> fl
     """Largest difference, relative to `scale` or the largest element expected if that is above."""
     if expected is None or result.shape != expected.shape:
         return float("inf")
-    largest = max(float(expected.abs().max()), scale, SMALLEST_SCALE)
+    largest = max(float(expected.abs().max()), scale, MIN_SCALE)
     difference = float((result - expected).abs().max()) / largest
     return float("inf") if difference != difference else difference
 

@@ -64,7 +64,7 @@ def load_model(folder: Path, auto_class: str) -> Any:
         raise _mismatch(model.config, sorted(report["mismatched_keys"])[0])
     model = model.eval()
     _check_kind(model)
-    missing = _learnt(model, report["missing_keys"])
+    missing = _learned(model, report["missing_keys"])
     refused = bool(missing) and _matter(model, missing)
     if auto_class == "AutoModel" and getattr(model.config, "is_encoder_decoder", False):
         encoder = None if not refused and _runs(model) else _encoder_of(model)
@@ -103,7 +103,7 @@ def _mismatch(config: Any, wrong: tuple[str, Any, Any]) -> UserError:
 
 
 def _one_line(error: Exception) -> str:
-    """An error's message without line breaks and terminal colours, cut to a readable length."""
+    """An error's message without line breaks and terminal colors, cut to a readable length."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())[:300]
 
 
@@ -121,7 +121,7 @@ def _loader(folder: Path, auto_class: str) -> Any:
     return getattr(transformers, auto_class)
 
 
-def _learnt(model: Any, missing: set[str]) -> list[str]:
+def _learned(model: Any, missing: set[str]) -> list[str]:
     """Those of the missing weights that training decides: not, say, a table of sines."""
     import torch
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triptych.base.cache import cached_stage, code_hash, key_of, versions_of
 from triptych.base.errors import Progress
-from triptych.core.gate.check import Labelled, check
+from triptych.core.gate.check import Labeled, check
 from triptych.core.gate.probe import describe_probe, judge_probe
 from triptych.core.gate.reference import measure_rounding, reference_of
 from triptych.core.gate.remedy import remedy_of
@@ -76,19 +76,19 @@ class Gate:
         self._progress = progress
         self._limits = limits_of(inputs, precision)
         self._probe_limits = _probe_limits(inputs, precision)
-        plan, labelled = inputs.plan, inputs.labelled
+        plan, labeled = inputs.plan, inputs.labeled
         key = {
             "precision": precision,
             "model": plan.facts.sha256,
             "rows": hash_requests(inputs.requests),
-            "labelled": hash_requests(labelled.requests),
-            "truth": [[row.line, repr(row.truth)] for row in labelled.rows],
+            "labeled": hash_requests(labeled.requests),
+            "truth": [[row.line, repr(row.truth)] for row in labeled.rows],
             "limits": self._limits,
             "own_limits": overrides_of(inputs),
             "probe": hash_requests(inputs.probe),
             "probe_limits": self._probe_limits,
             "max_drop": plan.spec.accuracy.max_drop,
-            "notes": labelled.notes,
+            "notes": labeled.notes,
             "batch_size": plan.max_batch_size,
             "onnxruntime": versions_of("onnxruntime"),
             "code": code_hash(*CODE),
@@ -122,12 +122,12 @@ class Gate:
 
     def _check(self, artifact: Path) -> GateResult:
         inputs, plan, task = self._inputs, self._inputs.plan, self._inputs.plan.task
-        labelled = None
-        if inputs.labelled.rows:
-            labelled = Labelled(
-                rows=inputs.labelled.rows,
-                requests=inputs.labelled.requests,
-                expected=reference_of(inputs, rows_of(inputs.labelled.requests), self._progress),
+        labeled = None
+        if inputs.labeled.rows:
+            labeled = Labeled(
+                rows=inputs.labeled.rows,
+                requests=inputs.labeled.requests,
+                expected=reference_of(inputs, rows_of(inputs.labeled.requests), self._progress),
                 max_drop=plan.spec.accuracy.max_drop,
             )
         expected = reference_of(inputs, rows_of(inputs.requests), self._progress)
@@ -146,8 +146,8 @@ class Gate:
             precision=self.precision,
             batch_size=plan.max_batch_size,
             decoding=decoding,
-            labelled=labelled,
-            notes=(*inputs.labelled.notes, *notes),
+            labeled=labeled,
+            notes=(*inputs.labeled.notes, *notes),
         )
         result = replace(result, rounding=rounding)
         if not self._probe_limits:

@@ -33,8 +33,8 @@ from triptych.core.gate.verdicts import judge_metrics, say_failures, worst_rows
 from triptych.core.samples import FEW_ROWS, Expected, GateRequest, by_request, rows_of
 from triptych.repository.records import GateResult
 from triptych.spec.fields import Precision
-from triptych.spec.tasks.metrics_labelled import LabelledResult, compare_labelled
-from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.tasks.metrics_labeled import LabeledResult, compare_labeled
+from triptych.spec.tasks.metrics_labels import LabeledRow
 from triptych.spec.tasks.task import Core
 
 NOT_FINITE = "results are not all finite"
@@ -43,17 +43,17 @@ ALONE_BATCHES = 2
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """Rows with the truth.
 
     Attributes:
-        rows: as the user labelled them.
+        rows: as the user labeled them.
         requests: the same rows, as the gate runs them.
         expected: what the reference made of each core row.
         max_drop: how much worse than the reference's the metric may certainly be.
     """
 
-    rows: tuple[LabelledRow, ...]
+    rows: tuple[LabeledRow, ...]
     requests: tuple[GateRequest, ...]
     expected: Sequence[Expected]
     max_drop: float
@@ -70,7 +70,7 @@ def check(
     precision: Precision,
     batch_size: int,
     decoding: Decoding | None = None,
-    labelled: Labelled | None = None,
+    labeled: Labeled | None = None,
     notes: Sequence[str] = (),
 ) -> GateResult:
     """Compare the artifact with the reference, fail-closed.
@@ -85,7 +85,7 @@ def check(
         precision: of the artifact.
         batch_size: rows per batch.
         decoding: makes answers of core outputs; None to judge the core alone.
-        labelled: rows with the truth.
+        labeled: rows with the truth.
         notes: more that the result should say.
 
     Raises:
@@ -102,14 +102,14 @@ def check(
     alone = range(min(len(samples), first + ALONE_BATCHES * batch_size))
     try:
         runs = run_ways(run, samples, expected, core, batch_size=batch_size, alone=alone)
-        labelled_rows = [] if labelled is None else _run_labelled(run, labelled, core, batch_size)
+        labeled_rows = [] if labeled is None else _run_labeled(run, labeled, core, batch_size)
     except Incomparable as fault:
         verdicts = judge_metrics({}, limits, complete=False)
         return GateResult(
             precision, traffic, edges, False, verdicts, (str(fault),), notes=tuple(notes)
         )
     every = [row for rows in runs.values() for row in rows.values()]
-    finite = all(map(is_finite, [*every, *labelled_rows]))
+    finite = all(map(is_finite, [*every, *labeled_rows]))
     batched = runs.pop(IN_BATCHES)
     # Differences of infinities are NaN, which fails like any other excess.
     with np.errstate(invalid="ignore", over="ignore"):
@@ -121,8 +121,8 @@ def check(
     complete = decoding is None or finite
     verdicts = judge_metrics(values, limits, complete=complete)
     truth = None
-    if labelled is not None and decoding is not None and finite:
-        truth = _compare_labelled(labelled, labelled_rows, core, decoding)
+    if labeled is not None and decoding is not None and finite:
+        truth = _compare_labeled(labeled, labeled_rows, core, decoding)
     failures = [*say_failures(verdicts, _said(measured, limits))]
     failures += [] if finite else [NOT_FINITE]
     failures += [truth.failure] if truth is not None and truth.failure else []
@@ -139,7 +139,7 @@ def check(
         worst=worst_rows(requests, compared.badness, differences, compared.wanted, compared.got),
         notes=(*notes, *(f"{name} cannot be measured on these rows" for name in unmeasured)),
         row_differences=tuple(differences),
-        labelled=truth,
+        labeled=truth,
     )
 
 
@@ -220,7 +220,7 @@ def _said(measured: Sequence[Measured], limits: Mapping[str, float]) -> dict[str
             if not view.difference <= limit
         ],
         "neighbour_effect": [
-            f"batch neighbours change {view.name} by {view.effect:.2e}, above {allowed:g}"
+            f"batch neighbors change {view.name} by {view.effect:.2e}, above {allowed:g}"
             for view in measured
             if not view.effect <= allowed
         ],
@@ -232,25 +232,23 @@ def is_finite(row: RowOutputs) -> bool:
     return all(bool(np.isfinite(values).all()) for values in row.values())
 
 
-def _run_labelled(
-    run: RunBatch, labelled: Labelled, core: Core, batch_size: int
-) -> list[RowOutputs]:
-    samples = rows_of(labelled.requests)
+def _run_labeled(run: RunBatch, labeled: Labeled, core: Core, batch_size: int) -> list[RowOutputs]:
+    samples = rows_of(labeled.requests)
     rows = run_rows(run, samples, range(len(samples)), batch_size)
-    check_rows(rows, samples, labelled.expected, core)
+    check_rows(rows, samples, labeled.expected, core)
     return [rows[place] for place in range(len(samples))]
 
 
-def _compare_labelled(
-    labelled: Labelled, outputs: Sequence[RowOutputs], core: Core, decoding: Decoding
-) -> LabelledResult | None:
-    if decoding.task.labelled is None:
+def _compare_labeled(
+    labeled: Labeled, outputs: Sequence[RowOutputs], core: Core, decoding: Decoding
+) -> LabeledResult | None:
+    if decoding.task.labeled is None:
         return None
-    right = reference_row_outputs(core, labelled.expected, like=outputs)
-    return compare_labelled(
-        decoding.task.labelled,
-        labelled.rows,
-        decode(decoding, labelled.requests, outputs),
-        decode(decoding, labelled.requests, right),
-        max_drop=labelled.max_drop,
+    right = reference_row_outputs(core, labeled.expected, like=outputs)
+    return compare_labeled(
+        decoding.task.labeled,
+        labeled.rows,
+        decode(decoding, labeled.requests, outputs),
+        decode(decoding, labeled.requests, right),
+        max_drop=labeled.max_drop,
     )

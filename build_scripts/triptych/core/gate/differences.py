@@ -28,7 +28,7 @@ class Measured:
         name: of it, in words.
         rows: largest difference of each row from the reference, relative to the reference's
             largest element of all rows where that is above 1.
-        effect: largest change by batch neighbours, on the same scale.
+        effect: largest change by batch neighbors, on the same scale.
     """
 
     name: str
@@ -179,11 +179,11 @@ def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 def _effects(
     row: RowOutputs, changed: RowOutputs, expected: Expected, core: Core, error: float
 ) -> list[float]:
-    """What neighbours change of each view of a row.
+    """What neighbors change of each view of a row.
 
     A class that only one of both chooses is compared with the reference's score instead of with
     what the other one gave it, which is not known: that score may be off by `error`, the
-    artifact's own, without any neighbour having a part in it.
+    artifact's own, without any neighbor having a part in it.
     """
     views, others = _views(row, expected, core), _views(changed, expected, core)
     if not core.chooses:

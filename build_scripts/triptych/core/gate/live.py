@@ -180,7 +180,7 @@ WAYS = (ALONE, TOGETHER, REVERSED)
 """How the requests are sent: one after the other, many at once, and so from the last to the first.
 """
 
-MOST_LATE = 3
+MAX_LATE = 3
 """So many requests past their deadline, and the others are not waited for."""
 
 _NO_SERVER = (ServerUnreachable, AccessDenied, PipelineNotFound, PipelineNotReady)
@@ -368,7 +368,7 @@ def _send(
     late: list[DeadlineExceeded] = []
 
     def send(place: int) -> Reply:
-        if len(late) >= MOST_LATE:
+        if len(late) >= MAX_LATE:
             raise late[0]
         request = requests[place]
         inputs = {name: [value] for name, value in request.inputs.items()}
@@ -391,7 +391,7 @@ def _send(
 
 
 _NOT_FINITE = "answered with NaN or infinity"
-_LONGEST_SHOWN = 160
+_MAX_SHOWN = 160
 
 
 @dataclass(frozen=True)
@@ -504,7 +504,7 @@ def describe_faults(cases: Sequence[LiveCase], view: SortedReplies, way: str) ->
     for kind, found in view.faults.items():
         place, words = found[0]
         count = f"{len(found)} requests were" if len(found) > 1 else "1 request was"
-        first = f"{cases[place].shown!r:.{_LONGEST_SHOWN}}" + (f": {words}" if words else "")
+        first = f"{cases[place].shown!r:.{_MAX_SHOWN}}" + (f": {words}" if words else "")
         yield f"{way}: {count} {kind}; the first: {first}"
     if not view.answers:
         yield f"{way}: there is no answer that can be compared"

@@ -39,7 +39,7 @@ def judge_probe(
 ) -> tuple[ProbeResult, tuple[str, ...]]:
     """The figures, and what is wrong in words, fail-closed.
 
-    What neighbours do, the traffic has shown: rows run once, in batches of like lengths.
+    What neighbors do, the traffic has shown: rows run once, in batches of like lengths.
 
     Args:
         run: runs a batch on the artifact.

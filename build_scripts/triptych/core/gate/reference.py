@@ -36,7 +36,7 @@ def reference_outputs(
 ) -> list[Expected]:
     """What the core should return for each sample, computed in fp32, or in fp64 where `double`.
 
-    Each row runs alone and unpadded, so no mask, no neighbour and no padding takes part. What the
+    Each row runs alone and unpadded, so no mask, no neighbor and no padding takes part. What the
     model does not do itself (pooling, scores, pixel values) is written plainly here, apart from
     the exported code that it is to check.
 

@@ -181,7 +181,7 @@ def check_rows(
 def _batches(
     samples: Sequence[Sample], order: Sequence[int], batch_size: int
 ) -> Iterator[list[int]]:
-    # A row that fills a batch alone still gets a short neighbour.
+    # A row that fills a batch alone still gets a short neighbor.
     room = max(BATCH_TOKENS, BATCH_TOKENS // 16 + max(map(tokens_of, samples), default=0))
     batch: list[int] = []
     tokens = 0

@@ -15,7 +15,7 @@ from triptych.repository.records import Verdict, WorstRow
 from triptych.spec.tasks.accuracy import METRICS
 
 WORST_ROWS = 10
-LONGEST_ANSWER = 120
+MAX_ANSWER = 120
 _FEW = 4
 
 
@@ -86,7 +86,7 @@ def describe_answer(outputs: Mapping[str, NDArray[Any]]) -> str:
         text = ", ".join(f"{name} {score:.4f}" for name, score in pairs)
     else:
         text = "; ".join(_values(array) for array in filled.values())
-    return shorten(text, LONGEST_ANSWER)
+    return shorten(text, MAX_ANSWER)
 
 
 def _names(filled: Mapping[str, NDArray[Any]], count: int) -> list[str] | None:

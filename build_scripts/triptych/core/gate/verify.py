@@ -51,7 +51,7 @@ ALIKE = "answers_alike"
 """The share of requests answered like the reference in everything: where the task's own metrics
 say nothing of the outputs, as those of a custom task's functions."""
 
-LEAST_ALIKE: Mapping[Tolerance, float] = {"exact": 0.99, "close": 0.95, "quantized": 0.5}
+MIN_ALIKE: Mapping[Tolerance, float] = {"exact": 0.99, "close": 0.95, "quantized": 0.5}
 # A function that prints digits prints other ones for every rounding, so little can be asked there.
 _LOOSE = 0.05
 """Largest difference of answers that are alike where the precision sets no limit of its own."""
@@ -62,8 +62,8 @@ CORE_LEVEL = ("max_difference", "neighbour_effect")
 CORE_ONLY = ("edge_error",)
 """Metrics of the core's own outputs, which no answer shows."""
 
-LEAST_BATCH = 1.2
-"""Rows the core runs at a time on average, below which a run says little of neighbours."""
+MIN_BATCH = 1.2
+"""Rows the core runs at a time on average, below which a run says little of neighbors."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _verdicts(
     verdicts = judge_metrics(values, limits, complete=False)
     if readable:
         return verdicts
-    value, limit = values.get(ALIKE, math.nan), LEAST_ALIKE[rules.tolerance]
+    value, limit = values.get(ALIKE, math.nan), MIN_ALIKE[rules.tolerance]
     return (Verdict(ALIKE, value, limit, value >= limit), *verdicts)
 
 
@@ -232,10 +232,10 @@ def _notes(
             f"no limit on {' and '.join(CORE_LEVEL)}: functions of the pipeline's own made the"
             " outputs, and they may round"
         )
-    if runs.mean_batch is not None and runs.mean_batch < LEAST_BATCH:
+    if runs.mean_batch is not None and runs.mean_batch < MIN_BATCH:
         yield (
             f"the core ran {runs.mean_batch:.1f} rows at a time: hardly anything shared a batch,"
-            " so that little is known of neighbours; raise --clients"
+            " so that little is known of neighbors; raise --clients"
         )
     rows = sum(not case.edge for case in cases)
     if rows < FEW_ROWS:

@@ -1,4 +1,4 @@
-"""How to quantise a layer's input so that its output stays right: shift, scales and range.
+"""How to quantize a layer's input so that its output stays right: shift, scales and range.
 
 A few elements of a transformer's activations are far larger than the others, always the same ones;
 on one scale for all, the others would lose their precision. Each element is shifted to the middle
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from triptych.base.onnx_graph import FLOAT, copy_model, free_mark, value_types, write_model
 
 Feed = Mapping[str, NDArray[Any]]
-MOST_VECTORS = 4096
+MAX_VECTORS = 4096
 """Vectors kept of each value: enough to round the weights of usual layers by."""
 _PROBE = "largest magnitude of "
 
@@ -76,7 +76,7 @@ def capture(model: Any, values: Sequence[str], feeds: Sequence[Feed]) -> dict[st
     probed.graph.node.extend(
         onnx.helper.make_node("Flatten", [value], [flat], axis=-1) for value, flat in probes.items()
     )
-    share = max(4, MOST_VECTORS // len(feeds))
+    share = max(4, MAX_VECTORS // len(feeds))
     kept: list[list[NDArray[np.float32]]] = [[] for _ in values]
     lows: list[list[NDArray[np.float32]]] = [[] for _ in values]
     highs: list[list[NDArray[np.float32]]] = [[] for _ in values]
@@ -336,11 +336,11 @@ class _Trial:
     def error(self, method: str) -> float:
         """Of the layer's output, with the range that `method` finds."""
         limit = _range(self._fitted, float(self._fitted.max()), method)
-        lost = quantised(self._judged, limit) @ self._weight - self._wanted
+        lost = quantized(self._judged, limit) @ self._weight - self._wanted
         return float((np.linalg.norm(lost, axis=1) / self._length).mean())
 
 
-def quantised(smooth: Matrix, limit: float | None) -> Matrix:
+def quantized(smooth: Matrix, limit: float | None) -> Matrix:
     """What is left of smoothed vectors after INT8, on one scale or (None) on one a vector."""
     if limit is None:
         step = np.maximum(np.abs(smooth).max(1, keepdims=True), _SMALLEST) / LEVELS

@@ -17,7 +17,7 @@ number. What stays in fp32:
 - What comes before any weight: places, masks, the scaling of pixels. Whole numbers beyond
   2,048 (fp16) or 256 (bf16) are not exact in 16 bits, and angles of rotary positions or buckets of
   relative ones consist of such numbers. It happens once a batch, not once a layer.
-- What follows the last layer: pooling, normalisation (its epsilon of 1e-12 is 0 in fp16), the
+- What follows the last layer: pooling, normalization (its epsilon of 1e-12 is 0 in fp16), the
   probabilities. It costs next to nothing, and its results are what users compare.
 - Sums over a row and powers (`FRAGILE`), wherever they are.
 - A node with a number that has no 16-bit form, and one that the standard does not define for the
@@ -27,7 +27,7 @@ number. What stays in fp32:
 
 In 16 bits stay, on purpose: LayerNormalization and Softmax. Standard and runtimes compute both in
 fp32 inside, whatever the type of what they read, and casts around them would keep TensorRT from
-recognising attention.
+recognizing attention.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def fp32_nodes(
 
     graph, wanted = model.graph, HALF_TYPES[precision]
     constants = initializers(graph)
-    # Weights that are stored quantised count as what their DequantizeLinear outputs.
+    # Weights that are stored quantized count as what their DequantizeLinear outputs.
     weights = constants | {
         node.output[0]: onnx.TensorProto(dims=constants[node.input[0]].dims, data_type=FLOAT)
         for node in graph.node
@@ -163,7 +163,7 @@ def _learned(graph: Any, types: Mapping[str, int], constants: Initializers) -> s
     values: set[str] = set()
     nodes = set()
     for index, node in enumerate(graph.node):
-        # A node that dequantises a stored weight belongs to the layer that reads it.
+        # A node that dequantizes a stored weight belongs to the layer that reads it.
         stored = not constants.keys().isdisjoint(node.output)
         if stored or _is_weighed(node, constants) or values.intersection(node.input):
             nodes.add(index)
@@ -284,13 +284,13 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     )
 
 
-def halve_quantised(model: Any, ranges: Mapping[str, float]) -> tuple[Any, tuple[str, ...]]:
+def halve_quantized(model: Any, ranges: Mapping[str, float]) -> tuple[Any, tuple[str, ...]]:
     """A graph with Q/DQ layers, changed so that its fp32 values are fp16, scales with them.
 
     With it come the matrix products that stay in fp32, as `Conversion.fp32_products`.
 
-    TensorRT computes what is not quantised as the graph says: attention and the rest in fp32 would
-    cost more than the quantised layers gain. `ranges` are those of the fp32 graph, by value.
+    TensorRT computes what is not quantized as the graph says: attention and the rest in fp32 would
+    cost more than the quantized layers gain. `ranges` are those of the fp32 graph, by value.
     """
     at_opset(model)
     _name_nodes(model.graph)
@@ -369,7 +369,7 @@ def _retyped(model: Any, types: Mapping[str, int], fp32: Set[str], precision: st
 
     graph = model.graph
     _split_constants(graph, fp32)
-    # The converter recognises floats by these.
+    # The converter recognizes floats by these.
     del graph.value_info[:]
     inner = {name for node in graph.node for name in node.output if name}
     inner -= {value.name for value in graph.output}

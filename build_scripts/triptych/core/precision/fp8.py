@@ -1,9 +1,9 @@
 """fp32 graph -> fp8 graph for GPUs since Hopper: explicit Q/DQ around the linear layers.
 
-E4M3 in standard operators: an input is quantised and dequantised, a weight is stored in fp8 and
-dequantised, the layer itself and all else stay as they were. One scale for a tensor, for
+E4M3 in standard operators: an input is quantized and dequantized, a weight is stored in fp8 and
+dequantized, the layer itself and all else stay as they were. One scale for a tensor, for
 inputs and for weights: TensorRT multiplies in fp8 only where both operands have a single scale,
-and with one for each output of a weight it would dequantise and multiply in 16 bits. fp8 keeps its
+and with one for each output of a weight it would dequantize and multiply in 16 bits. fp8 keeps its
 relative precision over a wide range, so little is lost by that. Scales are fixed at build, by
 calibration rows: a row's result does not depend on what shares its batch.
 """
@@ -28,8 +28,8 @@ from triptych.base.onnx_graph import (
     write_model,
 )
 from triptych.core.precision.calibrate import Feed, model_ranges
-from triptych.core.precision.float16 import halve_quantised
-from triptych.core.precision.linear import Group, Recipe, check_quantisable, find_groups
+from triptych.core.precision.float16 import halve_quantized
+from triptych.core.precision.linear import Group, Recipe, check_quantizable, find_groups
 from triptych.repository.records import Conversion
 
 LARGEST = 448.0
@@ -43,18 +43,18 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     backend is TensorRT. `Conversion.ranges` is the largest magnitude of each group's input.
 
     Raises:
-        UserError: as `check_quantisable`.
+        UserError: as `check_quantizable`.
     """
     model = read_model(source)
     groups = find_groups(model.graph)
     layers = tuple(group.name for group in groups)
-    check_quantisable(recipe, layers, feeds)
+    check_quantizable(recipe, layers, feeds)
     seen = model_ranges(model, feeds)
     wanted = [group for group in groups if group.name not in recipe.kept]
-    written = _quantised(at_opset(model), wanted, seen)
+    written = _quantized(at_opset(model), wanted, seen)
     fp32_products: tuple[str, ...] = ()
     if recipe.backend == "tensorrt":
-        written, fp32_products = halve_quantised(written, seen)
+        written, fp32_products = halve_quantized(written, seen)
     write_model(written, target)
     return Conversion(
         layers,
@@ -64,7 +64,7 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     )
 
 
-def _quantised(model: Any, groups: Sequence[Group], ranges: Mapping[str, float]) -> Any:
+def _quantized(model: Any, groups: Sequence[Group], ranges: Mapping[str, float]) -> Any:
     """The graph, changed in place, with Q/DQ around the layers of `groups`."""
     import ml_dtypes
     import onnx
@@ -81,7 +81,7 @@ def _quantised(model: Any, groups: Sequence[Group], ranges: Mapping[str, float])
         add_constant(graph, f"{own}zero", np.zeros((), dtype=ml_dtypes.float8_e4m3fn))
         return scale
 
-    def dequantise(own: str, result: str) -> Any:
+    def dequantize(own: str, result: str) -> Any:
         operands = [f"{own}fp8", f"{own}scale", f"{own}zero"]
         return onnx.helper.make_node("DequantizeLinear", operands, [result], name=f"{result}/node")
 
@@ -89,11 +89,11 @@ def _quantised(model: Any, groups: Sequence[Group], ranges: Mapping[str, float])
         own = group.input + mark
         add_scale(own, ranges[group.input])
         operands = [group.input, f"{own}scale", f"{own}zero"]
-        quantise = onnx.helper.make_node(
-            "QuantizeLinear", operands, [f"{own}fp8"], name=f"{own}quantise", saturate=1
+        quantize = onnx.helper.make_node(
+            "QuantizeLinear", operands, [f"{own}fp8"], name=f"{own}quantize", saturate=1
         )
         first = min(layer.nodes[0] for layer in group.layers)
-        before.setdefault(first, []).extend([quantise, dequantise(own, f"{own}dequantised")])
+        before.setdefault(first, []).extend([quantize, dequantize(own, f"{own}dequantized")])
         for layer in group.layers:
             place = layer.nodes[0]
             node = graph.node[place]
@@ -104,9 +104,9 @@ def _quantised(model: Any, groups: Sequence[Group], ranges: Mapping[str, float])
                 scale = add_scale(held, float(np.abs(weight).max()))
                 cut = np.clip(weight / scale, -LARGEST, LARGEST)
                 add_constant(graph, f"{held}fp8", cut.astype(ml_dtypes.float8_e4m3fn))
-            dequantised = f"{node.output[0]}{mark}weight"
-            before.setdefault(place, []).append(dequantise(held, dequantised))
-            node.input[0], node.input[1] = f"{own}dequantised", dequantised
+            dequantized = f"{node.output[0]}{mark}weight"
+            before.setdefault(place, []).append(dequantize(held, dequantized))
+            node.input[0], node.input[1] = f"{own}dequantized", dequantized
     nodes = []
     for place, node in enumerate(graph.node):
         nodes += [*before.get(place, ()), node]

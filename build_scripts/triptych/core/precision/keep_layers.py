@@ -197,10 +197,10 @@ def _one_thread() -> Any:
 
 def _writer(source: Path, recipe: Recipe, feeds: Sequence[Mapping[str, Any]]) -> Write:
     if recipe.precision in ("int8", "int8_dynamic"):
-        quantiser = int8.Quantiser(read_model(source), recipe, feeds)
+        quantizer = int8.Quantizer(read_model(source), recipe, feeds)
 
         def write(kept: Sequence[str], target: Path) -> Conversion:
-            graph, conversion = quantiser.converted(kept)
+            graph, conversion = quantizer.converted(kept)
             write_model(graph, target)
             return conversion
 
@@ -221,7 +221,7 @@ def _convert(
 
 
 CHOICE_FILE = "choice.json"
-LARGEST_KEPT_SHARE = 0.5
+MAX_KEPT_SHARE = 0.5
 """A core with more of its layers kept is hardly of the precision any more."""
 
 
@@ -340,7 +340,7 @@ def _try(converter: Converter, kept: Sequence[str], gate: Judge) -> Lowered:
 def _counts(layers: int) -> list[int]:
     """How many layers to keep at each try: few steps, small ones first."""
     counts, count = [], 1
-    while count <= layers * LARGEST_KEPT_SHARE:
+    while count <= layers * MAX_KEPT_SHARE:
         counts.append(count)
         count += max(1, count // 2)
     return counts

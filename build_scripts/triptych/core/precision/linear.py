@@ -1,4 +1,4 @@
-"""Finds the linear layers of a graph: what a quantiser works on, and the names to speak of them.
+"""Finds the linear layers of a graph: what a quantizer works on, and the names to speak of them.
 
 What a conversion to any precision is asked for.
 """
@@ -16,7 +16,7 @@ from triptych.base.onnx_graph import FLOAT, initializers, readers
 from triptych.spec.fields import Precision
 
 SMALLEST = 16
-"""Fewest inputs and outputs of a layer worth quantising: below, no kernel gains from it."""
+"""Fewest inputs and outputs of a layer worth quantizing: below, no kernel gains from it."""
 
 _WRAPPERS = re.compile(r"^(?:compute\.)?(?:encoder\.)*(?=\w+\.)")
 """What our own modules put before the name that the model itself gives."""
@@ -49,7 +49,7 @@ class Linear:
 class Group:
     """The linear layers that read one value, `input`, in the order of the graph.
 
-    They share its quantisation.
+    They share its quantization.
     """
 
     name: str
@@ -187,8 +187,8 @@ def check_kept(recipe: Recipe, known: Collection[str]) -> None:
         )
 
 
-def check_quantisable(recipe: Recipe, layers: Collection[str], feeds: Sequence[object]) -> None:
-    """Check that a graph with these linear layers can be quantised as the recipe asks.
+def check_quantizable(recipe: Recipe, layers: Collection[str], feeds: Sequence[object]) -> None:
+    """Check that a graph with these linear layers can be quantized as the recipe asks.
 
     Raises:
         UserError: there is no layer, no calibration row, or no such layer to keep.

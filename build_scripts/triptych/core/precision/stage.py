@@ -126,6 +126,6 @@ def shared_core(
 
 
 def _rows_are_apart(gate: GateResult) -> bool:
-    """Whether packing is not what failed: both layouts are off, and neighbours change nothing."""
+    """Whether packing is not what failed: both layouts are off, and neighbors change nothing."""
     passed = {verdict.metric: verdict.passed for verdict in gate.verdicts}
     return gate.finite and passed.get("neighbour_effect", False)

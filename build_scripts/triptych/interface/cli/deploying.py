@@ -79,7 +79,7 @@ def deploy(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="PRODUCT", help="GPU, as its nodes are labelled; else the engine's."),
+        typer.Option(metavar="PRODUCT", help="GPU, as its nodes are labeled; else the engine's."),
     ] = None,
     envoy_image: Annotated[
         str, typer.Option("--envoy-image", metavar="IMAGE", help="The proxy in front.")

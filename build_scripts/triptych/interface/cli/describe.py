@@ -52,7 +52,7 @@ def describe_gpu(plan: Plan) -> Described:
             else "a batch stays open until an instance is free, and so is as full as can be"
         ),
         "preferred_batch_sizes": "none: all profiles share the limit of rows, so no size is faster "
-        "than its neighbours, and a preferred one would close batches early",
+        "than its neighbors, and a preferred one would close batches early",
     }
     if serving.rate_limiter is not None:
         names = ", ".join(f"{each.name} x {each.count}" for each in serving.rate_limiter.resources)

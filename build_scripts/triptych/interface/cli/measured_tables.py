@@ -32,7 +32,7 @@ from triptych.spec.slo import MOMENTS, AnySlo
 
 _TIMES = ("p50_us", "p95_us", "p99_us")
 _SHOWN = ("p50", "p95", "p99")
-_MOST_PARTS = 4
+_MAX_PARTS = 4
 _MORE_THAN_NOISE = ("better", "worse", "changed")
 
 
@@ -145,7 +145,7 @@ def _print_budget(console: Console, points: Sequence[Point]) -> None:
         whole = sum(part.us for part in parts)
         if whole <= 0:
             continue
-        words = [f"{part_name(p)} {percent(p.us / whole)}" for p in parts[:_MOST_PARTS] if p.us > 0]
+        words = [f"{part_name(p)} {percent(p.us / whole)}" for p in parts[:_MAX_PARTS] if p.us > 0]
         say(console, f"  {point.load}: {milliseconds(whole)} ms: {', '.join(words)}")
 
 
@@ -182,7 +182,7 @@ def print_tuned(console: Console, result: TuneResult) -> None:
     style = "bold" if result.slo.is_empty else STYLES["met" if result.met else "not met"]
     say(console, f"{result.subject.pipeline}: {word}", style)
     say(console, f"  {result.verdict}")
-    say(console, f"  maximised: {result.objective}")
+    say(console, f"  maximized: {result.objective}")
     trials = [
         (
             str(one.number),

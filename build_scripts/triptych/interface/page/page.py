@@ -299,7 +299,7 @@ def _examples(path: Path) -> list[str]:
 
 """Rows of the traffic that a page offers."""
 
-_LARGEST_PREVIEW = 4 << 20
+_MAX_PREVIEW = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -429,5 +429,5 @@ def _page(
         shown=shown,
         times=None if reply is None else reply.times,
         total_us=total_us,
-        images=[base64.b64encode(each).decode() for each in images if len(each) < _LARGEST_PREVIEW],
+        images=[base64.b64encode(each).decode() for each in images if len(each) < _MAX_PREVIEW],
     )

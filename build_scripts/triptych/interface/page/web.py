@@ -17,7 +17,7 @@ from triptych.client.address import is_loopback
 EXAMPLE = "example"
 """The field, or part of the address, that chooses a row of the traffic."""
 
-_LARGEST_FORM = 64 << 20
+_MAX_FORM = 64 << 20
 _READ_TIMEOUT_S = 30.0
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if self._is_foreign() or urlsplit(self.path).path != "/":
             self._plain(HTTPStatus.NOT_FOUND)
-        elif not size.isdecimal() or int(size) > _LARGEST_FORM:
+        elif not size.isdecimal() or int(size) > _MAX_FORM:
             self.close_connection = True
             self._plain(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         else:

@@ -41,9 +41,9 @@ def write_report(gate: GateResult, about: About, target: Path) -> Path:
 
 
 def page(gate: GateResult, about: About) -> str:
-    labelled, failures = gate.labelled, list(gate.failures)
-    if labelled and labelled.failure and labelled.failure not in failures:
-        failures.append(labelled.failure)
+    labeled, failures = gate.labeled, list(gate.failures)
+    if labeled and labeled.failure and labeled.failure not in failures:
+        failures.append(labeled.failure)
     verdicts = (*gate.verdicts, *(gate.probe.verdicts if gate.probe else ()))
     bound = [verdict for verdict in verdicts if verdict.limit is not None]
     differences = [v for each in gate.row_differences if (v := number(each)) is not None]
@@ -89,8 +89,8 @@ def _outcome(gate: GateResult, failures: Sequence[str]) -> tuple[str, str]:
 
 
 def _interval(gate: GateResult) -> Markup:
-    """The plot of the labelled metric; "" where an end is not finite."""
-    found = gate.labelled
+    """The plot of the labeled metric; "" where an end is not finite."""
+    found = gate.labeled
     ends = (found.difference, found.low, found.high, found.max_drop) if found else (None,)
     held = [value for end in ends if (value := number(end)) is not None]
     return plots.interval(*held) if len(held) == 4 else Markup()

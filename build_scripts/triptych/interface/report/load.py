@@ -107,7 +107,7 @@ CURVES = ("p50", "p95", "p99")
 """Percentiles that are drawn."""
 
 STEPS = {"preprocess": "s1", "core": "s2", "postprocess": "s3"}
-"""Step to its colour; what is none of them has another."""
+"""Step to its color; what is none of them has another."""
 
 _CLOSED = (
     "Each point a number of clients that send their next request when the last is answered. "

@@ -187,8 +187,8 @@ def _short(value: float) -> str:
     return f"{value:,.10f}".rstrip("0").rstrip(".") if 1e-4 <= value < 1e6 else rounded(value)
 
 
-MOST_BINS = 40
-MOST_BARS = 20
+MAX_BINS = 40
+MAX_BARS = 20
 LOGARITHMIC = 30
 """Values that are so many times apart are drawn on a logarithmic axis."""
 
@@ -267,7 +267,7 @@ def histogram(
     if not held:
         return Markup()
     draw, low, high = Drawing(30, 30 + height), min(held), max(held)
-    step = -(-(high - low + 1) // MOST_BINS)
+    step = -(-(high - low + 1) // MAX_BINS)
     bins = [0] * -(-(high - low + 1) // step)
     for value, count in held.items():
         bins[(value - low) // step] += count
@@ -404,7 +404,7 @@ def differences(values: Sequence[float], limit: float | None) -> Markup:
 
 
 def interval(difference: float, low: float, high: float, max_drop: float) -> Markup:
-    """The change of the labelled metric with its 95 % confidence interval."""
+    """The change of the labeled metric with its 95 % confidence interval."""
     draw, middle = Drawing(36, 116), 80
     x = linear([difference, low, high, 0.0, -max_drop], 12, WIDTH - 12, 0.15)
     draw.box("loss", x.start, draw.top, x(-max_drop) - x.start, draw.bottom - draw.top)
@@ -422,7 +422,7 @@ def interval(difference: float, low: float, high: float, max_drop: float) -> Mar
     draw.dot(f"estimate {kind}", x(difference), middle, 5.5, tip)
     draw.label(signed(difference), x(difference), middle - 13, "middle", "strong")
     says = f"{tip}. Losses of more than {figure(max_drop)} are to the left of the limit."
-    return draw.svg("interval", draw.bottom + 46, "Change of the labelled metric", says)
+    return draw.svg("interval", draw.bottom + 46, "Change of the labeled metric", says)
 
 
 def ranges(found: Mapping[str, float], kept: Sequence[str], *, fp16: bool) -> Markup:
@@ -459,7 +459,7 @@ def ranges(found: Mapping[str, float], kept: Sequence[str], *, fp16: bool) -> Ma
 def charted(found: Mapping[str, float], kept: Sequence[str]) -> list[str]:
     """Which ranges `ranges` draws, the largest first: of kept layers before others."""
     held = set(kept)
-    order = sorted(found, key=lambda name: (name not in held, -found[name]))[:MOST_BARS]
+    order = sorted(found, key=lambda name: (name not in held, -found[name]))[:MAX_BARS]
     return sorted(order, key=lambda name: -found[name])
 
 

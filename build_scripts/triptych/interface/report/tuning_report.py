@@ -18,7 +18,7 @@ from triptych.repository.records import json_text
 from triptych.serving.bench.results import Point, best_point, figures_of, to_json, warnings_of
 from triptych.spec.slo import AnySlo, GenerationSlo
 
-Labelled = tuple[str, Point]
+Labeled = tuple[str, Point]
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ def write_tune_report(result: TuneResult, folder: Path) -> Path:
 
 def tune_page(result: TuneResult) -> str:
     outcomes = (("before", result.baseline), ("after", result.winner))
-    labelled = [(name, point) for name, outcome in outcomes for point in outcome.points]
-    labelled += [(f"trial {one.number}", p) for one in result.trials for p in one.points]
-    points = [point for _, point in labelled]
-    names = {id(point): name for name, point in labelled}
+    labeled = [(name, point) for name, outcome in outcomes for point in outcome.points]
+    labeled += [(f"trial {one.number}", p) for one in result.trials for p in one.points]
+    points = [point for _, point in labeled]
+    names = {id(point): name for name, point in labeled}
     axes = axes_of(result)
     front = [
         (names[id(point)], point) for point in pareto_front(points, axes.rate_of, axes.tail_of)
@@ -131,7 +131,7 @@ def tune_page(result: TuneResult) -> str:
         grown=grown,
         gained=gained,
         front=front,
-        front_plot=_front(labelled, front, axes),
+        front_plot=_front(labeled, front, axes),
         points=points,
         warnings=warnings_of(points),
         origin=origin(result.subject),
@@ -214,9 +214,9 @@ def _before_after(result: TuneResult, axes: Axes) -> Markup:
     return curves("before-after", title, series, axes=axes.titles, limits=limits)
 
 
-def _front(labelled: Sequence[Labelled], front: Sequence[Labelled], axes: Axes) -> Markup:
+def _front(labeled: Sequence[Labeled], front: Sequence[Labeled], axes: Axes) -> Markup:
     """All points of all trials, and those of them that none beats."""
-    answered = [(name, point) for name, point in labelled if point.median("requests") > 0]
+    answered = [(name, point) for name, point in labeled if point.median("requests") > 0]
     series = [
         Series("measured", "cloud", tuple(axes.dot(*each) for each in answered), joined=False),
         Series("front", "front", tuple(axes.dot(*each) for each in front)),

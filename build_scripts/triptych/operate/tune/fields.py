@@ -83,7 +83,7 @@ def more_instances(evidence: Evidence[Any], key: str, step: str, now: int) -> Pr
     return Proposal(key, values, busy or "the server does not tell how busy it is")
 
 
-MOST_DELAY_US = 20_000
+MAX_DELAY_US = 20_000
 
 FULL = 0.5
 """A batch limit that the mean batch reaches less than this share of is not what holds it."""
@@ -99,7 +99,7 @@ def queue_delay(evidence: Evidence[Plan]) -> Proposal | Skip:
         return Proposal(key, lower, f"requests may wait {now} us for others", others=(now * 2,))
     if core is not None and core.mean_batch >= FULL * evidence.plan.max_batch_size:
         return Skip(key, f"batches fill by themselves: {core.mean_batch:.1f} rows on average")
-    most = min(MOST_DELAY_US, min(evidence.limits_us.values(), default=MOST_DELAY_US * 5) / 5)
+    most = min(MAX_DELAY_US, min(evidence.limits_us.values(), default=MAX_DELAY_US * 5) / 5)
     values = tuple(value for value in (1000, 4000, 16_000) if value <= most)
     if not values:
         return Skip(key, "the promised latency leaves no time to wait")
@@ -177,7 +177,7 @@ FIELDS: tuple[Propose, ...] = (
 FULL_ENGINE = 0.8
 """Share of the places in a batch that are taken in the mean, from which some requests wait."""
 
-LEAST_BATCHED_TOKENS = 64
+MIN_BATCHED_TOKENS = 64
 """Fewer at a time leave a processor or a GPU idle while a prompt is computed."""
 
 INTERVALS = (4, 16)
@@ -224,7 +224,7 @@ def batched_tokens(evidence: Seen) -> Proposal | Skip:
     lengths = [len(prompt.ids) for prompt in evidence.plan.prompts]
     places = evidence.plan.spec.core.max_sequences
     come = max(max(lengths), sum(lengths) / len(lengths) * min(places, under_way(evidence)))
-    least = max(LEAST_BATCHED_TOKENS, places)
+    least = max(MIN_BATCHED_TOKENS, places)
     more = (now * 2, now * 4) if come > now else ()
     fewer = tuple(value for value in (now // 2, now // 4) if least <= value < come)
     said = f"prompts that may come together have {come:.0f} tokens, a turn {now}"

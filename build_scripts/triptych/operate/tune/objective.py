@@ -1,10 +1,10 @@
-"""What tuning maximises: the throughput at which a promised latency holds, or the highest one.
+"""What tuning maximizes: the throughput at which a promised latency holds, or the highest one.
 
 A latency is promised: closed loops of 1, 2, 4, ... clients give throughput against latency, and the
 score is the throughput where the curve crosses the limit. None is: throughput with many clients.
 Of streamed answers it is `goodput`.
 
-What tuning maximises of streamed answers: goodput, or tokens a second where nothing is promised.
+What tuning maximizes of streamed answers: goodput, or tokens a second where nothing is promised.
 
 An answer counts only where it keeps every limit. More clients give more answers until first tokens
 wait, or tokens come too slowly: the score is the goodput at the number of clients that has most.

@@ -82,7 +82,7 @@ class Outcome:
     """One setting, measured at length in turns with the other one."""
 
     overrides: dict[str, JsonValue]  # all that differs from the spec; empty for the baseline
-    score: float  # what tuning maximises, in the result's unit; median of the rounds
+    score: float  # what tuning maximizes, in the result's unit; median of the rounds
     points: tuple[Point, ...]  # closed loops, ascending in clients
     bottleneck: Bottleneck  # at the load where throughput no longer grows
     rate: RateSearch | None = None  # None where no latency is promised, and of streamed answers
@@ -162,14 +162,14 @@ def advice(plan: Plan, slo: Slo, winner: Outcome) -> tuple[str, ...]:
     return tuple(found)
 
 
-MOST_ROUNDS = 5
-LEAST_GAIN = 0.01
+MAX_ROUNDS = 5
+MIN_GAIN = 0.01
 """A smaller gain is not worth another number in a config, even a proven one."""
 
 LOST = 0.85
 """A setting this far behind in its first round is not measured again."""
 
-_LEAST_SPREAD = 0.01
+_MIN_SPREAD = 0.01
 """Two rounds may agree by chance: no less than this is taken for the noise of one."""
 
 _T = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
@@ -193,7 +193,7 @@ def gain(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if len(ratios) < 2:
         return exp(ratios[0]) - 1, float("inf")
     rounds = min(len(ratios), max(_T))
-    half = _T[rounds] * max(stdev(ratios), _LEAST_SPREAD) / sqrt(len(ratios))
+    half = _T[rounds] * max(stdev(ratios), _MIN_SPREAD) / sqrt(len(ratios))
     return exp(mean(ratios)) - 1, half
 
 
@@ -202,11 +202,11 @@ def compare_scores(scores: Sequence[tuple[float, float]]) -> TrialVerdict | None
     share, half = gain(scores)
     if share < LOST - 1:
         return "worse"
-    if share - half > 0 and share > LEAST_GAIN:
+    if share - half > 0 and share > MIN_GAIN:
         return "better"
     if share + half < 0:
         return "worse"
-    if len(scores) >= MOST_ROUNDS or share + half < LEAST_GAIN:
+    if len(scores) >= MAX_ROUNDS or share + half < MIN_GAIN:
         return "no difference"
     return None
 

@@ -26,7 +26,7 @@ from triptych.operate.tune.fields import Evidence, Proposal, Propose, Skip
 from triptych.operate.tune.kind import Setting
 from triptych.operate.tune.objective import LoadFailed, Scored
 from triptych.operate.tune.results import (
-    LEAST_GAIN,
+    MIN_GAIN,
     REQUESTS,
     ScoreUnit,
     Trial,
@@ -210,7 +210,7 @@ class Search:
             return False
         if self.clock() > self.end:
             return False
-        return (trial.score or 0.0) > (1 + LEAST_GAIN) * (trial.against or 0.0)
+        return (trial.score or 0.0) > (1 + MIN_GAIN) * (trial.against or 0.0)
 
     def _measured(self, other: Setting, change: dict[str, JsonValue], reason: str) -> Trial:
         rounds: list[tuple[Scored, Scored]] = []

@@ -24,7 +24,7 @@ from triptych.serving.endpoint import UNSAMPLED
 from triptych.serving.exchange import reload
 from triptych.serving.server import Server
 
-LEAST_ROUNDS = 2
+MIN_ROUNDS = 2
 """Of the comparison at the end, even where time is up: one tells nothing of noise."""
 
 
@@ -155,7 +155,7 @@ class TrialServers:
         """What the comparison at the end takes at least: two rounds, the baseline served anew."""
         best = self.best_slot.setting
         served_s = 0.0 if best == self.baseline else self._served_s
-        rounds_s = LEAST_ROUNDS * self._round_s(best, self.baseline)
+        rounds_s = MIN_ROUNDS * self._round_s(best, self.baseline)
         starts = {self.scored(one)[-1].start for one in (best, self.baseline) if self.scored(one)}
         apart = self.objective.keeps_clients and len(starts) > 1  # see `_with`
         return served_s + rounds_s + apart * sum(map(self.measure_s, starts))

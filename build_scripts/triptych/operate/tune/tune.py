@@ -18,7 +18,7 @@ from triptych.operate.tune.kind import Kind, Setting
 from triptych.operate.tune.objective import Goodput, LoadFailed, Objective, Scored, Scoring
 from triptych.operate.tune.results import Outcome, TuneResult, describe, gain
 from triptych.operate.tune.search import Search, TrialCache, points_of, scores_of
-from triptych.operate.tune.trial_servers import LEAST_ROUNDS, Slot, TrialServers, trial_servers
+from triptych.operate.tune.trial_servers import MIN_ROUNDS, Slot, TrialServers, trial_servers
 from triptych.serving.bench.bench import Price, machine, tokens_of
 from triptych.serving.bench.bench import sustained as sustained_by
 from triptych.serving.bench.bottleneck import find_bottleneck
@@ -42,7 +42,7 @@ FINAL_CLIENTS = (1, 4, 16)
 """Closed loops of the final comparison, besides those that the score is made of."""
 
 FINAL_ROUNDS = 3
-_LEAST_RATE_S = 3.0
+_MIN_RATE_S = 3.0
 """The least time for the search of the highest rate, in times of one measurement."""
 
 Round = TypeVar("Round")
@@ -139,7 +139,7 @@ def _kind_of(folder: Path, tuning: Tuning) -> tuple[Kind, Scoring]:
 def _least_rates_s(kind: Kind, tuning: Tuning) -> float:
     """What the highest rates of both sides take at least; 0 where none are searched."""
     searched = kind.searches_rates and tuning.slo.limits_us
-    return 2 * _LEAST_RATE_S * tuning.seconds if searched else 0.0
+    return 2 * _MIN_RATE_S * tuning.seconds if searched else 0.0
 
 
 def _cache_key(folder: Path, tuning: Tuning, start: Setting) -> dict[str, object]:
@@ -192,9 +192,9 @@ class _Final:
         return before, before, f"the winner's gain is within the noise: {describe(scores)}"
 
     def _rounds(self, measure: Callable[[], Round], *, sides: int) -> list[Round]:
-        """As many rounds as there is time for; of two sides `LEAST_ROUNDS` where there is none."""
+        """As many rounds as there is time for; of two sides `MIN_ROUNDS` where there is none."""
         rounds: list[Round] = []
-        least = LEAST_ROUNDS if sides > 1 else 0
+        least = MIN_ROUNDS if sides > 1 else 0
         while len(rounds) < FINAL_ROUNDS:
             a_round_s = self.servers.next_round_s() * sides / 2
             if len(rounds) >= least and not self._is_time_for(a_round_s):
@@ -262,7 +262,7 @@ class _Final:
                 tuning.slo,
                 start_per_s=max(1.0, 0.7 * score),
                 seconds=tuning.seconds,
-                budget_s=max(_LEAST_RATE_S * tuning.seconds, min(left, most)),
+                budget_s=max(_MIN_RATE_S * tuning.seconds, min(left, most)),
                 progress=self.progress,
             )
         if isinstance(tuning.slo, GenerationSlo):
@@ -290,7 +290,7 @@ def _at_their_best(
     """
     rounds = []
     for one in (before, after):
-        points = [point for point in one.points if len(point.rounds) >= LEAST_ROUNDS]
+        points = [point for point in one.points if len(point.rounds) >= MIN_ROUNDS]
         best = max(points, key=lambda point: point.median("goodput_per_s"))
         rounds.append([each.goodput_per_s for each in best.rounds])
     if not all(map(min, rounds)):  # no good answer: what the rounds were scored by tells more

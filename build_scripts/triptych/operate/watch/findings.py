@@ -36,10 +36,10 @@ from triptych.spec.tuned import TUNED_FILE
 CHANCE = 1e-6
 """How often two samples of one mix may be called different: over 1,000 looks, once in 1,000."""
 
-LEAST_EXPECTED = 5.0
+MIN_EXPECTED = 5.0
 """Categories of which fewer rows are expected on a side are taken together."""
 
-MOST_LETTERS = 400
+MAX_LETTERS = 400
 NONE = "(none)"
 
 
@@ -91,7 +91,7 @@ def _chance(old: Counter[str], new: Counter[str]) -> float:
     rest = (0, 0)
     for name in {**old, **new}:
         pair = old[name], new[name]
-        if min(rows) * sum(pair) / every < LEAST_EXPECTED:
+        if min(rows) * sum(pair) / every < MIN_EXPECTED:
             rest = rest[0] + pair[0], rest[1] + pair[1]
         else:
             cells.append(pair)
@@ -112,7 +112,7 @@ def _chance(old: Counter[str], new: Counter[str]) -> float:
 def script_of(inputs: Mapping[str, str | bytes]) -> str:
     """The script that most letters of a request are of: ``LATIN``, ``CYRILLIC``, ``CJK``."""
     text = " ".join(value for value in inputs.values() if isinstance(value, str))
-    letters = [char for char in text[: 4 * MOST_LETTERS] if char.isalpha()][:MOST_LETTERS]
+    letters = [char for char in text[: 4 * MAX_LETTERS] if char.isalpha()][:MAX_LETTERS]
     names = Counter(unicodedata.name(char, NONE).partition(" ")[0] for char in letters)
     return names.most_common(1)[0][0] if names else NONE
 

@@ -55,7 +55,7 @@ ALPHA = 1e-3
 """How often a pipeline that is right may ever be called wrong, over all looks at one build."""
 
 WORST = 10
-LEAST_GROUP = 5
+MIN_GROUP = 5
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -202,7 +202,7 @@ def _groups(
         if label is not None:
             groups.setdefault(("label", 0, label), []).append(loss)
     for (kind, _, name), losses in sorted(groups.items()):
-        if len(losses) >= LEAST_GROUP:
+        if len(losses) >= MIN_GROUP:
             yield Group(kind, name, len(losses), float(np.mean(losses)), *mean_interval(losses))
 
 

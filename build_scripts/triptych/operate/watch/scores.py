@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from triptych.core.gate.live import Rules, differences, is_finite, same, shape_fault
-from triptych.core.gate.verify import ALIKE, LEAST_ALIKE
+from triptych.core.gate.verify import ALIKE, MIN_ALIKE
 from triptych.repository.records import GateResult
 from triptych.spec.tasks.accuracy import METRICS
 from triptych.spec.tasks.compare import Outputs
@@ -32,10 +32,10 @@ UNSEEN = -math.log(0.001)
 """What none of n rows of the gate showed, at most so many n-ths of all rows have: said of a gate,
 that is wrong once in 1,000 times."""
 
-LEAST_ALLOWED, MOST_ALLOWED = 1e-6, 0.5
+MIN_ALLOWED, MAX_ALLOWED = 1e-6, 0.5
 SLACK = 2.0
 """How much further than the gate's worst row a row may be: answers may have been cut short and
-scaled up (`dimensions`), and have other neighbours."""
+scaled up (`dimensions`), and have other neighbors."""
 
 LOOSE = 0.05
 """Largest difference of answers that are alike, where no limit says otherwise."""
@@ -90,18 +90,16 @@ class Figure:
 
 def tests_for(rules: Rules, wanted: Sequence[Outputs], gate: GateResult) -> Tests:
     """The tests of a pipeline, whose reference answers `wanted`, built with the result `gate`."""
-    unseen = min(UNSEEN / max(gate.rows, 1), MOST_ALLOWED)
+    unseen = min(UNSEEN / max(gate.rows, 1), MAX_ALLOWED)
     held = rules.task.compare(wanted, wanted, [""] * len(wanted)).values
     allowed = {}
     for name in MEANS:
         limit = rules.limits.get(name)
         # Functions of the pipeline's own may have taken out of the outputs what it needs.
         if limit is not None and held.get(name, 0.0) >= limit:
-            allowed[name] = (
-                min(max(1 - limit, LEAST_ALLOWED), MOST_ALLOWED) if limit < 1 else unseen
-            )
+            allowed[name] = min(max(1 - limit, MIN_ALLOWED), MAX_ALLOWED) if limit < 1 else unseen
     if not allowed:
-        allowed[ALIKE] = max(1 - LEAST_ALIKE[rules.tolerance], unseen)
+        allowed[ALIKE] = max(1 - MIN_ALIKE[rules.tolerance], unseen)
     if rules.hooked:
         return Tests(allowed, None)
     rows = [value for value in gate.row_differences[gate.edge_rows :] if math.isfinite(value)]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BETTORS = 40
-LEAST_STAKE, MOST_STAKE = 0.05, 0.95
+MIN_STAKE, MAX_STAKE = 0.05, 0.95
 """The smallest stake, and the largest as a share of what could lose everything (1/allowed)."""
 
 
@@ -76,5 +76,5 @@ class Evidence:
 
 def stakes_for(allowed: float) -> NDArray[np.float64]:
     """The bettors' stakes: large ones see a flood of losses at once, small ones a trickle."""
-    most = MOST_STAKE / allowed
-    return np.geomspace(min(LEAST_STAKE, most), most, BETTORS)
+    most = MAX_STAKE / allowed
+    return np.geomspace(min(MIN_STAKE, most), most, BETTORS)

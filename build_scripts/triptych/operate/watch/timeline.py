@@ -19,7 +19,7 @@ from triptych.operate.watch.sequential import Evidence
 from triptych.repository.records import plain_data
 
 TIMELINE_FILE = "timeline.json"
-MOST_LOOKS = 2000
+MAX_LOOKS = 2000
 SCHEMA = 1
 
 
@@ -80,7 +80,7 @@ class Timeline:
             evidence={test.name: test.evidence for test in look.tests},
             figures={one.metric: (one.value, one.low, one.high) for one in look.figures},
         )
-        looks = (*self.looks, past)[-MOST_LOOKS:]
+        looks = (*self.looks, past)[-MAX_LOOKS:]
         new = tuple(file for file in files if file not in self.files)
         last = new or tuple(file for file in self.last if file in files)
         return Timeline(SCHEMA, look.build, look.evidence, tuple(files), last, looks)

@@ -297,7 +297,7 @@ def judge(
         return "keep the old one", against
     if open_ends := [*_unsure(answers, speeds)]:
         return "cannot tell", open_ends
-    return "take it", [*_in_favour(answers, speeds)]
+    return "take it", [*_in_favor(answers, speeds)]
 
 
 def _wrong(answers: Answers) -> Iterator[str]:
@@ -326,7 +326,7 @@ def _unsure(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]:
         yield "one round says nothing of the noise of latency and cost: measure more, or none"
 
 
-def _in_favour(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]:
+def _in_favor(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]:
     to = "the original model" if answers.reference else "the one in place"
     if all(test.in_place == test.candidate for test in answers.tests):
         yield f"no difference in the answers to {answers.rows} rows, held to {to}"

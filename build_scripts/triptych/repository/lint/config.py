@@ -36,8 +36,8 @@ from triptych.repository.lint.snapshot import (
 )
 
 # Beyond these a number was most likely written in another unit than microseconds.
-_SHORTEST_TIMEOUT_US = 1_000
-_LONGEST_DELAY_US = 1_000_000
+_MIN_TIMEOUT_US = 1_000
+_MAX_DELAY_US = 1_000_000
 
 
 def dynamic_batching(model: Model) -> Iterator[Flaw]:
@@ -171,7 +171,7 @@ def _delays(policy: Any) -> bool:
 def queue_policy(model: Model) -> Iterator[Flaw]:
     """Timeouts outlast the queue delay, limits hold a full batch, and units are microseconds."""
     delay_us = model.config.dynamic_batching.max_queue_delay_microseconds
-    if delay_us > _LONGEST_DELAY_US:
+    if delay_us > _MAX_DELAY_US:
         yield warning(
             "should have a queue delay below a second",
             f"max_queue_delay_microseconds {delay_us}",
@@ -186,7 +186,7 @@ def queue_policy(model: Model) -> Iterator[Flaw]:
                 given,
                 "Raise default_timeout_microseconds, or lower max_queue_delay_microseconds",
             )
-        elif 0 < timeout_us < _SHORTEST_TIMEOUT_US:
+        elif 0 < timeout_us < _MIN_TIMEOUT_US:
             yield warning(
                 "should have a queue timeout of a millisecond or more",
                 given,

@@ -23,7 +23,7 @@ from triptych.spec.engine_plan import Dims, EnginePlan, ShapeRange
 
 # Inputs of these kinds, made by the server, have one entry a row.
 _BY_ROW = ("BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN")
-_MOST_REFUSALS = 3
+_MAX_REFUSALS = 3
 Shapes = Mapping[str, Dims]
 """Input to its shape, batch dimension included."""
 
@@ -250,7 +250,7 @@ def engine_operators(core: EngineCore) -> Iterator[Flaw]:
         for refusal in refused:
             if refusal.certain:
                 nodes.setdefault(refusal.reason, []).append(refusal.node)
-        for reason, (first, *others) in list(nodes.items())[:_MOST_REFUSALS]:
+        for reason, (first, *others) in list(nodes.items())[:_MAX_REFUSALS]:
             more = f" and {len(others)} more" if others else ""
             yield error(
                 f"must hold only what TensorRT {support_of(major).tensorrt} takes",

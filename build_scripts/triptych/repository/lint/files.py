@@ -25,10 +25,10 @@ from triptych.repository.lint.snapshot import (
 _LFS_START = b"version https://git-lfs"
 _FILE_SUFFIXES = (".json", ".txt", ".model", ".vocab", ".bpe", ".npy", ".npz", ".tar.gz", ".so")
 _MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY/"
-_FEWEST_ROWS = 50
-_MOST_TRUNCATED_SHARE = 0.05
-_LEAST_VOCABULARY_SHARE = 0.03
-_MOST_NEAR_DUPLICATES = 0.2
+_MIN_ROWS = 50
+_MAX_TRUNCATED_SHARE = 0.05
+_MIN_VOCABULARY_SHARE = 0.03
+_MAX_NEAR_DUPLICATES = 0.2
 
 
 def repository_readable(repository: Repository) -> Iterator[Flaw]:
@@ -236,17 +236,17 @@ def lock_files(model: Model) -> Iterator[Flaw]:
 def traffic(model: Model) -> Iterator[Flaw]:
     """The traffic behind the numbers is large and varied enough and fits the maximal length."""
     rows, truncated = (_in_lock(model, "traffic", key) for key in ("rows", "truncated_share"))
-    if _is_number(rows) and rows < _FEWEST_ROWS:
+    if _is_number(rows) and rows < _MIN_ROWS:
         yield warning(
-            f"should be built from at least {_FEWEST_ROWS} rows of traffic",
+            f"should be built from at least {_MIN_ROWS} rows of traffic",
             f"{rows} rows",
             "Add real requests to traffic.jsonl: bucket edges, calibration and the gate all rest "
             "on them",
             model.lock_file,
         )
-    if _is_number(truncated) and truncated > _MOST_TRUNCATED_SHARE:
+    if _is_number(truncated) and truncated > _MAX_TRUNCATED_SHARE:
         yield warning(
-            f"should truncate at most {_MOST_TRUNCATED_SHARE:.0%} of the traffic",
+            f"should truncate at most {_MAX_TRUNCATED_SHARE:.0%} of the traffic",
             f"{truncated:.1%} of the rows are longer than tokenizer.max_length",
             "Raise tokenizer.max_length, split long texts, or set overflow: reject",
             model.lock_file,
@@ -259,11 +259,11 @@ def _narrow_traffic(model: Model) -> Iterator[Flaw]:
     words, share, near = (_in_lock(model, "traffic", key) for key in keys)
     if not (_is_number(words) and _is_number(share) and _is_number(near)):
         return
-    if share < _LEAST_VOCABULARY_SHARE or near > _MOST_NEAR_DUPLICATES:
+    if share < _MIN_VOCABULARY_SHARE or near > _MAX_NEAR_DUPLICATES:
         yield warning(
             f"should be built from varied traffic: of its words at least "
-            f"{_LEAST_VOCABULARY_SHARE:.0%} different ones, of its rows at most "
-            f"{_MOST_NEAR_DUPLICATES:.0%} near duplicates",
+            f"{_MIN_VOCABULARY_SHARE:.0%} different ones, of its rows at most "
+            f"{_MAX_NEAR_DUPLICATES:.0%} near duplicates",
             f"{words} different words, {share:.1%} of all; {near:.0%} of the rows are near "
             "duplicates of others",
             "Add real requests with other words to traffic.jsonl: the gate and int8 know only what "

@@ -33,8 +33,8 @@ _TYPED_INPUT = {"Where": 1, "OneHot": 2}
 _TYPED_BY_OUTPUT = ("Constant", "ConstantOfShape", "EyeLike", "RandomNormal", "RandomUniform")
 # A type of inputs and outputs alone, and what may read it there.
 _EDGE_TYPE, _TAKE_EDGE_TYPE = "UINT8", ("Cast", "Shape", "Size")
-# Quantisation is symmetric: a zero point of other than zero is refused.
-_QUANTISATION = ("DequantizeLinear", "QuantizeLinear")
+# Quantization is symmetric: a zero point of other than zero is refused.
+_QUANTIZATION = ("DequantizeLinear", "QuantizeLinear")
 # Their outputs have other types than the input that they are documented by.
 _CHECKED_OUTPUT = ("Cast", "DequantizeLinear", "QuantizeLinear")
 
@@ -117,8 +117,8 @@ def unsupported(model_path: Path, major: int) -> list[Refusal]:
     for node in (node for body in bodies for node in all_nodes(body)):
         if (node.domain, node.op_type) not in functions:
             refused += _node_refusals(node, types, support)
-            if node.op_type in _QUANTISATION and shifted & {*node.input[2:]}:
-                reason = "a zero point is not zero: quantisation must be symmetric"
+            if node.op_type in _QUANTIZATION and shifted & {*node.input[2:]}:
+                reason = "a zero point is not zero: quantization must be symmetric"
                 refused.append(Refusal(node_name(node), node.op_type, reason, certain=True))
     return refused
 

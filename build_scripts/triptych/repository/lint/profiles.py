@@ -13,7 +13,7 @@ from triptych.spec.engine_plan import ShapeRange
 
 # Each context reserves scratch memory for the largest profile and captures CUDA graphs of its own
 # while the model loads. Six buckets, the default, for two instances stay below.
-_MOST_CONTEXTS = 16
+_MAX_CONTEXTS = 16
 _MANY_PROFILES = 2
 _ALLOCATION_SINCE = first_release(CONTEXT_MEMORY)
 _GIVEN_AT_MOST = 4
@@ -144,9 +144,9 @@ def profile_switching(core: EngineCore) -> Iterator[Flaw]:
     newer = f", from Triton {_ALLOCATION_SINCE} on" if older else ""
     for index, group in enumerate(core.config.instance_group):
         profiles, count = max(len(group.profile), 1), core.model.instances_of(group)
-        if profiles >= _MANY_PROFILES and profiles * count > _MOST_CONTEXTS and not lean:
+        if profiles >= _MANY_PROFILES and profiles * count > _MAX_CONTEXTS and not lean:
             yield warning(
-                f"should make at most {_MOST_CONTEXTS} execution contexts a GPU: each one reserves "
+                f"should make at most {_MAX_CONTEXTS} execution contexts a GPU: each one reserves "
                 "memory for the largest profile and captures CUDA graphs of its own at load",
                 f"instance_group {group.name or index}: {profiles} profiles for each of {count} "
                 "instances",

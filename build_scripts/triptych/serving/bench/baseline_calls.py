@@ -2,7 +2,7 @@
 
 A call tokenizes its requests (or decodes and resizes its images) with the pipeline's own row maker,
 which is faster than transformers' tokenizers in Python, and runs the model. It leaves out what
-comes before, the pipeline's ``hooks.before``, and what comes after, decoding: both favour the
+comes before, the pipeline's ``hooks.before``, and what comes after, decoding: both favor the
 baseline. It runs on the CPU, with as many threads as the library takes by itself.
 """
 
@@ -33,7 +33,7 @@ like length; ``torch.compile`` is as ``torch eager``, compiled; ``onnxruntime`` 
 own fp32 core.
 """
 
-LARGEST_BATCH = 32
+MAX_BATCH = 32
 """Rows of a padded batch: a request may come to several, as windows of a long text do."""
 
 Request = Mapping[str, str | bytes]
@@ -103,8 +103,8 @@ def open_call(name: str, work: BaselineWork) -> Call:
 
     def call(requests: Sequence[Request]) -> object:
         samples = sorted(make(requests), key=tokens_of)
-        starts = range(0, len(samples), LARGEST_BATCH)
-        return [run(samples[start : start + LARGEST_BATCH]) for start in starts]
+        starts = range(0, len(samples), MAX_BATCH)
+        return [run(samples[start : start + MAX_BATCH]) for start in starts]
 
     return call
 

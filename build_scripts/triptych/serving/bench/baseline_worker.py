@@ -23,7 +23,7 @@ from pathlib import Path
 from triptych.serving.bench.baseline_calls import Call, Request, open_call, plan_calls, read_work
 
 WARM_UP_CALLS = 12
-LONGEST_REASON = 300
+MAX_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def main(work_file: Path, name: str) -> None:
             send(_measure(call, turns, orders.get()))
     except BaseException as error:  # whatever it is, the parent tells it
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        send(WorkerReply(failed=reason[:LONGEST_REASON]))
+        send(WorkerReply(failed=reason[:MAX_REASON]))
         raise
 
 

@@ -28,7 +28,7 @@ from triptych.serving.bench.perf_output import histogram_of
 from triptych.serving.bench.results import Load, Measurement, ProcessUse, Resources
 
 _END_TIMEOUT_S = 10.0
-_LONGEST_REASON = 300
+_MAX_REASON = 300
 _LOOK = os.WEXITED | os.WNOWAIT
 """How to look at its end: it is left for `end` to wait for."""
 
@@ -83,7 +83,7 @@ class ChildProcess:
         how = f"exit code {code}" if exited else f"killed by signal {code}"
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
-        return f"its process ended ({how})" + (f": {said[-1][:_LONGEST_REASON]}" if said else "")
+        return f"its process ended ({how})" + (f": {said[-1][:_MAX_REASON]}" if said else "")
 
     def end(self, grace_s: float = 0.0) -> None:
         """Kill it with all that it started, and wait until it is gone.
@@ -131,7 +131,7 @@ class WorkerProcess(ChildProcess):
         ]
         variables = {
             # A thread of torch that waits for another spins up to 15 ms by default: where the
-            # other has lost its core to a neighbour, that takes one core more. Spinning for a
+            # other has lost its core to a neighbor, that takes one core more. Spinning for a
             # tenth of a millisecond loses nothing on a quiet machine.
             "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "3000"),
             "HF_HUB_OFFLINE": "1",

@@ -23,7 +23,7 @@ STRETCH = 1.2
 WARM_UP_CLIENTS = 8
 NO_ANSWER = "no answer in time"
 STREAM_ERROR = "refused or failed: the server counted it, its log may say why"
-LONGEST_ANSWERS = 3.0
+MAX_ANSWERS = 3.0
 """A measurement of streamed answers takes at least so many times the longest of the warm-up: one
 for each window, or a window may see no answer end."""
 
@@ -34,7 +34,7 @@ STREAMS_END_S = 60.0
 """After the windows of streamed answers those under way may take so long, and as long as the
 windows: perf_analyzer waits for ever where a stream ended with an error."""
 
-_LONGEST_KIND = 160
+_MAX_KIND = 160
 _STRANGERS = 1.2
 """Requests that the server may have answered for each one that was sent, before it is said."""
 
@@ -92,7 +92,7 @@ def measure(
                 )
                 if warmed.export is not None:
                     longest_s = max(warmed.export.latencies_us) / 1e6
-                    seconds = max(seconds, LONGEST_ANSWERS * longest_s)
+                    seconds = max(seconds, MAX_ANSWERS * longest_s)
                 before = counts.read()
             with Watch(target.pid, target.metrics_url) as watch:
                 result = run_longer(partial(_run, target, requests, load, timeout_s), seconds)
@@ -228,7 +228,7 @@ def _failed(
 def error_kind(message: str) -> str:
     """A server's message without what differs from request to request, and not too long."""
     kind = re.sub(r"\d+", "N", " ".join(message.split()))
-    return kind if len(kind) <= _LONGEST_KIND else kind[: _LONGEST_KIND - 1] + "…"
+    return kind if len(kind) <= _MAX_KIND else kind[: _MAX_KIND - 1] + "…"
 
 
 def time_parts(client_us: float, server_us: float, steps: Sequence[StepUse]) -> tuple[Part, ...]:

@@ -13,17 +13,17 @@ from triptych.serving.bench.perf_analyzer import Request
 from triptych.serving.bench.results import Load, Measurement, Point, RateSearch
 from triptych.spec.slo import AnySlo
 
-FEWEST_REQUESTS = 300
+MIN_REQUESTS = 300
 """In a measurement: the 99th percentile of fewer rests on two or three of them."""
 
-LEAST_ANSWERED = 0.93
+MIN_ANSWERED = 0.93
 """Share of the requests sent that must come back within the windows: less is a growing backlog."""
 
 GROWTH = 1.5
 CLOSE = 1.05
 """The search ends where the lowest broken rate is within this factor of the highest that held."""
 
-_LEAST_STEP_DOWN = 100.0
+_MIN_STEP_DOWN = 100.0
 _SIGMAS = 3.0
 _SLACK_S = 20.0
 WARM_UP_REQUESTS = 50
@@ -100,7 +100,7 @@ def next_rate(held: float, broken: float, start_per_s: float) -> float | None:
         return held * GROWTH
     if held == 0:
         lower = broken / 2
-        return lower if lower >= start_per_s / _LEAST_STEP_DOWN else None
+        return lower if lower >= start_per_s / _MIN_STEP_DOWN else None
     return math.sqrt(held * broken) if broken / held > CLOSE else None
 
 
@@ -111,8 +111,8 @@ def holds(measurement: Measurement, slo: AnySlo, rate_per_s: float) -> bool:
     sent = measurement.sent_per_s or rate_per_s
     # Arrivals are random: of few requests the rate comes out a little lower or higher.
     noise = _SIGMAS / math.sqrt(measurement.requests)
-    is_sent = sent >= rate_per_s * (1 - max(1 - LEAST_ANSWERED, noise))
-    is_answered = measurement.throughput_per_s >= LEAST_ANSWERED * min(sent, rate_per_s)
+    is_sent = sent >= rate_per_s * (1 - max(1 - MIN_ANSWERED, noise))
+    is_answered = measurement.throughput_per_s >= MIN_ANSWERED * min(sent, rate_per_s)
     return is_sent and is_answered and slo.strain(measurement.latencies_us) <= 1
 
 
@@ -127,7 +127,7 @@ def _try_rate(
 ) -> Point | None:
     """One rate, measured twice where it breaks; None where there is no time for it."""
     load = Load("poisson", rate)
-    length = max(seconds, FEWEST_REQUESTS / rate)
+    length = max(seconds, MIN_REQUESTS / rate)
     rounds: list[Measurement] = []
     for _ in range(2):
         left = deadline - time.monotonic()

@@ -116,7 +116,7 @@ class Watch:
 
         The clock of those times must be this machine's.
         """
-        return summarise(self._snapshots, start_ns, end_ns, is_local=self._pid is not None)
+        return summarize(self._snapshots, start_ns, end_ns, is_local=self._pid is not None)
 
     def _run(self) -> None:
         number = 0
@@ -180,7 +180,7 @@ class Watch:
         }
 
 
-def summarise(
+def summarize(
     snapshots: Sequence[Snapshot], start_ns: int, end_ns: int, *, is_local: bool
 ) -> Resources | None:
     """Means and peaks over a span of time; counters are interpolated at its ends.

@@ -92,7 +92,7 @@ class ProcessUse:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """One GPU: mean utilisation (0 to 1) and most memory used."""
+    """One GPU: mean utilization (0 to 1) and most memory used."""
 
     name: str
     utilization: float

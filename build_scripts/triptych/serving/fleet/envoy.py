@@ -150,7 +150,7 @@ def balancing(settings: ProxySettings) -> dict[str, Any]:
                 "hash_balance_factor": Because(
                     150,
                     "percent of the mean that a replica may have under way: a value that "
-                    "many ask for overflows to its neighbours",
+                    "many ask for overflows to its neighbors",
                 )
             },
         },

@@ -46,17 +46,17 @@ METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         Metric("max_difference", "lower", "largest difference of any element the core returns"),
-        Metric("neighbour_effect", "lower", "largest change of any element by batch neighbours"),
+        Metric("neighbour_effect", "lower", "largest change of any element by batch neighbors"),
         Metric("edge_error", "lower", "largest relative error of a made-up row"),
         Metric("min_cosine", "higher", "lowest cosine of a vector with the reference's"),
         Metric("mean_cosine", "higher", "mean cosine of the vectors with the reference's"),
         Metric(
             "nearest_neighbour_agreement",
             "higher",
-            "texts with the same nearest neighbour, or one as near",
+            "texts with the same nearest neighbor, or one as near",
         ),
-        Metric("mean_neighbour_loss", "lower", "mean similarity lost by other nearest neighbours"),
-        Metric("max_neighbour_loss", "lower", "largest similarity lost by another neighbour"),
+        Metric("mean_neighbour_loss", "lower", "mean similarity lost by other nearest neighbors"),
+        Metric("max_neighbour_loss", "lower", "largest similarity lost by another neighbor"),
         Metric("similarity_rank_correlation", "higher", "Spearman of the similarities of pairs"),
         Metric("label_agreement", "higher", "same first label"),
         Metric("max_probability_difference", "lower", "largest difference of a label's score"),
@@ -95,9 +95,9 @@ _LIMITS: dict[str, tuple[float, float, float | None]] = {
 
 `max_difference` and `neighbour_effect` are relative to the reference's largest element where that
 is above 1. Batches of another shape add up in another order, which moves fp32 by 2e-7; what is then
-rounded to few levels moves by whole levels. So MiniLM shows, without any influence of neighbours,
+rounded to few levels moves by whole levels. So MiniLM shows, without any influence of neighbors,
 2e-4 in fp16, 2e-3 in bf16 and 1.2e-2 with int8 activations of a scale per row; with a scale per
-batch, where neighbours do have influence, 5.6e-2.
+batch, where neighbors do have influence, 5.6e-2.
 
 `edge_error` is of whole rows, relative to each row's own reference. Made-up rows are what no
 calibration has seen: int8 MiniLM is off by 0.07 to 0.3, and by 0.48 where one word fills a row. No
@@ -125,8 +125,8 @@ _PROBE_LIMITS: dict[str, tuple[float, float]] = {
 """By metric, on the general probe: close, quantized.
 
 What MiniLM shows there, converted as a whole on its own traffic, is about half as far from 1 (or
-from 0): bf16 has a mean cosine of 0.99993 and all neighbours; int8 and int8_dynamic have mean
-cosines of 0.995 and 0.997, 0.948 and 0.957 of the neighbours, a mean loss of 5e-4 and 8e-4, and
+from 0): bf16 has a mean cosine of 0.99993 and all neighbors; int8 and int8_dynamic have mean
+cosines of 0.995 and 0.997, 0.948 and 0.957 of the neighbors, a mean loss of 5e-4 and 8e-4, and
 single texts as low as 0.94 and 0.90. Fitted to traffic of one phrase with a number, int8_dynamic
 has 0.987, 0.918, 2.3e-3 and 0.865; int8 0.921, 0.758, 1.2e-2 and 0.60. Labels, spans and ranks have
 about twice the room that they have on the traffic: far from what a model was trained on, it decides

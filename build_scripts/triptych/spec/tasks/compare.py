@@ -32,7 +32,7 @@ class Comparison:
 
     Attributes:
         values: metric to value, as `tasks.accuracy.METRICS` has them; never NaN. A metric that
-            these requests cannot show (neighbours of a single text) is absent.
+            these requests cannot show (neighbors of a single text) is absent.
         badness: of each request, 0 where it is equal and higher the worse it is; infinite where
             an output is not finite or missing. Comparable within one task.
     """

@@ -90,7 +90,7 @@ def custom_task(custom: Custom) -> Task:
         core=core,
         metrics=METRICS[custom.returns],
         compare_outputs=compare_anything,
-        labelled=None,
+        labeled=None,
         decodes_answers=False,
         settings=labels,
         carries=custom.reads == "tokens",

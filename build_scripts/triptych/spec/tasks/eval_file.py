@@ -8,31 +8,31 @@ from typing import Any
 
 from triptych.base.errors import UserError
 from triptych.spec.tasks.compare import group
-from triptych.spec.tasks.metrics_labels import LabelledRow, Truth
+from triptych.spec.tasks.metrics_labels import LabeledRow, Truth
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import PARAMETERS, read_lines
 
 EVAL_FILE = "eval.jsonl"
 
 
-def read_labels(path: Path, task: Task) -> list[LabelledRow]:
-    """Read labelled rows: one JSON object a line with the task's inputs and the truth.
+def read_labels(path: Path, task: Task) -> list[LabeledRow]:
+    """Read labeled rows: one JSON object a line with the task's inputs and the truth.
 
     Raises:
         UserError: a missing or empty file, a line that is no such object, rows that cannot tell
-            a good model from a bad one, or a task without a metric for labelled rows.
+            a good model from a bad one, or a task without a metric for labeled rows.
     """
-    if task.labelled is None:
+    if task.labeled is None:
         raise UserError(
             str(path),
             f"must not be there for task {task.name}, whose outputs only the pipeline can judge",
             remedy="Remove it; test the pipeline's own measure in its tests",
         )
-    truth, fields = task.labelled.truth, [tensor.name for tensor in task.inputs]
+    truth, fields = task.labeled.truth, [tensor.name for tensor in task.inputs]
     form = _form(truth, fields)
     if not path.is_file():
         raise UserError(
-            str(path), "must exist", given="no such file", remedy=f"Write labelled rows: {form}"
+            str(path), "must exist", given="no such file", remedy=f"Write labeled rows: {form}"
         )
     rows = []
     for number, line, row in read_lines(path):
@@ -52,9 +52,9 @@ def read_labels(path: Path, task: Task) -> list[LabelledRow]:
     return rows
 
 
-def first_rows(rows: Sequence[LabelledRow], task: Task, most: int) -> list[LabelledRow]:
+def first_rows(rows: Sequence[LabeledRow], task: Task, most: int) -> list[LabeledRow]:
     """The first `most` rows; where passages are ranked, those of whole queries, one at least."""
-    if task.labelled is None or not task.labelled.truth.by_query:
+    if task.labeled is None or not task.labeled.truth.by_query:
         return list(rows[:most])
     taken: list[int] = []
     for places in group([row.query for row in rows]):
@@ -75,7 +75,7 @@ def _form(truth: Truth, fields: Sequence[str]) -> str:
 
 def _read_row(
     place: str, number: int, row: Mapping[str, Any], truth: Truth, fields: Sequence[str]
-) -> LabelledRow:
+) -> LabeledRow:
     def refuse(rule: str, given: object) -> UserError:
         remedy = f"Write {_form(truth, fields)}"
         return UserError(place, rule, given=repr(given)[:80], remedy=remedy)
@@ -93,4 +93,4 @@ def _read_row(
         raise refuse(f"must have {str(error) or truth.rule} as `{truth.key}`", value) from error
     request = {name: row[name] for name in fields}
     second = ({**request, fields[0]: row[truth.second]},) if truth.second else ()
-    return LabelledRow(number, (request, *second), parameters, right)
+    return LabeledRow(number, (request, *second), parameters, right)

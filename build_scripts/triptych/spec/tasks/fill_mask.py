@@ -6,8 +6,8 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.compare import compare_tokens
-from triptych.spec.tasks.metrics_labelled import TOKEN_ACCURACY
-from triptych.spec.tasks.task import BEST_CHOICES, LARGEST_TOP_K, TEXT, Task, choosing_core, top_k
+from triptych.spec.tasks.metrics_labeled import TOKEN_ACCURACY
+from triptych.spec.tasks.task import BEST_CHOICES, MAX_TOP_K, TEXT, Task, choosing_core, top_k
 
 
 def _check(facts: ModelFacts) -> None:
@@ -26,11 +26,11 @@ FILL_MASK = Task(
     outputs=(Tensor("token", "BYTES", ("choices",)), Tensor("score", "FP32", ("choices",))),
     rows="rows_mask.py",
     decode="postprocess_fill_mask.py",
-    core=lambda facts, _: choosing_core("AutoModelForMaskedLM", "mask", LARGEST_TOP_K),
+    core=lambda facts, _: choosing_core("AutoModelForMaskedLM", "mask", MAX_TOP_K),
     metrics=("top_k_overlap", "label_agreement"),
     compare_outputs=compare_tokens,
-    labelled=TOKEN_ACCURACY,
-    parameters=lambda facts: top_k(LARGEST_TOP_K, default=5),
+    labeled=TOKEN_ACCURACY,
+    parameters=lambda facts: top_k(MAX_TOP_K, default=5),
     settings=lambda facts: {"mask_token": facts.mask_token, "mask_token_id": facts.mask_token_id},
     decodes_tokens=True,
     view=BEST_CHOICES,

@@ -6,7 +6,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.compare import LABEL_METRICS, compare_labels
-from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY
+from triptych.spec.tasks.metrics_labeled import LABEL_ACCURACY
 from triptych.spec.tasks.task import (
     BEST_CHOICES,
     CHOICES,
@@ -44,7 +44,7 @@ IMAGE_CLASSIFICATION = Task(
     core=_core,
     metrics=LABEL_METRICS,
     compare_outputs=compare_labels,
-    labelled=LABEL_ACCURACY,
+    labeled=LABEL_ACCURACY,
     parameters=lambda facts: top_k(len(facts.labels), default=5),
     settings=labels,
     view=BEST_CHOICES,

@@ -9,8 +9,8 @@ import numpy as np
 
 from triptych.spec.tasks.compare import Outputs, Statistic, texts
 from triptych.spec.tasks.metrics_bootstrap import ratio
-from triptych.spec.tasks.metrics_labelled import LabelledMetric, Measure
-from triptych.spec.tasks.metrics_labels import LabelledRow, Truth
+from triptych.spec.tasks.metrics_labeled import LabeledMetric, Measure
+from triptych.spec.tasks.metrics_labels import LabeledRow, Truth
 
 OUTPUT = "text_output"
 
@@ -53,7 +53,7 @@ def _words(text: str) -> list[str]:
 def _best(score: Callable[[str, str], float]) -> Measure:
     """The mean over rows of the score with the nearest of the right answers."""
 
-    def measure(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
+    def measure(rows: Sequence[LabeledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
         values = [
             max(score("".join(texts(output, OUTPUT)), right) for right in row.truth)
             for output, row in zip(outputs, rows, strict=True)
@@ -70,7 +70,7 @@ def _read_answers(value: object, text: str) -> tuple[str, ...]:
 
 
 TEXTS = Truth("answers", '["…"]', "a list of right answers, one at least", _read_answers)
-GENERATED: Mapping[str, LabelledMetric] = {
-    "exact_match": LabelledMetric("exact_match", _best(exact_match), TEXTS),
-    "rouge_l": LabelledMetric("rouge_l", _best(rouge_l), TEXTS),
+GENERATED: Mapping[str, LabeledMetric] = {
+    "exact_match": LabeledMetric("exact_match", _best(exact_match), TEXTS),
+    "rouge_l": LabeledMetric("rouge_l", _best(rouge_l), TEXTS),
 }

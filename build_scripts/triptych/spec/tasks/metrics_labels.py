@@ -1,4 +1,4 @@
-"""Labelled rows: what is right of a request, as a task's rows of `eval.jsonl` say it."""
+"""Labeled rows: what is right of a request, as a task's rows of `eval.jsonl` say it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGEST = 1e9
 
 
 @dataclass(frozen=True)
-class LabelledRow:
+class LabeledRow:
     """One line of `eval.jsonl`.
 
     Attributes:
@@ -41,7 +41,7 @@ class Truth(NamedTuple):
         key: of the JSON object.
         example: of its value, as JSON.
         rule: what the value must be.
-        read: makes `LabelledRow.truth` of it and the row's text; ValueError where it is not that.
+        read: makes `LabeledRow.truth` of it and the row's text; ValueError where it is not that.
         second: key of a second text that makes a request of its own; empty for none.
         by_query: whether only all rows of a query together tell something.
         fault: why rows cannot be judged with, as a rule; empty where they can.
@@ -53,10 +53,10 @@ class Truth(NamedTuple):
     read: Callable[[Any, str], Any]
     second: str = ""
     by_query: bool = False
-    fault: Callable[[Sequence[LabelledRow]], str] = lambda rows: ""
+    fault: Callable[[Sequence[LabeledRow]], str] = lambda rows: ""
 
 
-def telling_queries(rows: Sequence[LabelledRow]) -> Iterator[list[int]]:
+def telling_queries(rows: Sequence[LabeledRow]) -> Iterator[list[int]]:
     """Places of the rows of each query that has both relevant and other passages."""
     for places in group([row.query for row in rows]):
         if len({rows[place].truth for place in places}) == 2:
@@ -103,17 +103,17 @@ def _read_score(value: Any, text: str) -> float:
     return float(value)
 
 
-def _no_query(rows: Sequence[LabelledRow]) -> str:
+def _no_query(rows: Sequence[LabeledRow]) -> str:
     if any(telling_queries(rows)):
         return ""
     return "must have a query (`text`) with a relevant passage and one that is not"
 
 
-def _no_entity(rows: Sequence[LabelledRow]) -> str:
+def _no_entity(rows: Sequence[LabeledRow]) -> str:
     return "" if any(row.truth for row in rows) else "must have a row with an entity"
 
 
-def _one_score(rows: Sequence[LabelledRow]) -> str:
+def _one_score(rows: Sequence[LabeledRow]) -> str:
     if len({row.truth for row in rows}) > 1:
         return ""
     return "must have pairs with different scores"

@@ -1,4 +1,4 @@
-"""Embeddings of a candidate against the reference's: cosines, neighbours, similarities of pairs."""
+"""Embeddings of a candidate against the reference's: cosines, neighbors, similarities of pairs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from triptych.spec.tasks.compare import Comparison, Floats, Outputs, finite, numbers, spearman
 
 COSINES = ("min_cosine", "mean_cosine")
-NEIGHBOURS = ("nearest_neighbour_agreement", "mean_neighbour_loss", "max_neighbour_loss")
-NEIGHBOUR_TOLERANCE = 0.002
-"""Similarity that a text's nearest neighbour may lose and still count as the right one: the more
+NEIGHBORS = ("nearest_neighbour_agreement", "mean_neighbour_loss", "max_neighbour_loss")
+NEIGHBOR_TOLERANCE = 0.002
+"""Similarity that a text's nearest neighbor may lose and still count as the right one: the more
 texts there are, the more of them are as near as that, and it hardly matters which one is found."""
 
 FARTHEST = 2.0
-"""What the neighbour of a vector that is not finite loses: as much as two cosines can differ."""
+"""What the neighbor of a vector that is not finite loses: as much as two cosines can differ."""
 
-MOST_PAIRS = 200_000
+MAX_PAIRS = 200_000
 """Pairs of rows whose similarities are ranked; of more, as many are drawn."""
 
 _ROWS, _PAIRS = 1024, 16_384
@@ -38,9 +38,9 @@ def compare_vectors(
 ) -> Comparison:
     """The metrics of text-embedding, and one minus the cosine of each request.
 
-    Neighbours and pairs are looked for among vectors of one encoding and size, at least three of
+    Neighbors and pairs are looked for among vectors of one encoding and size, at least three of
     them; bits are left out there, as an element near zero may have either sign. The metrics of
-    neighbours and pairs are absent where there are no such vectors.
+    neighbors and pairs are absent where there are no such vectors.
     """
     binary = _binary_widths(wanted)
     pairs = [(_vector(g, binary), _vector(w, binary)) for g, w in zip(got, wanted, strict=True)]
@@ -56,13 +56,13 @@ def compare_vectors(
             continue
         rows = np.stack([_of_width(pairs[place][0].values, width) for place in places])
         reference = np.stack([pairs[place][1].values for place in places])
-        losses.append(_neighbour_losses(rows, reference))
+        losses.append(_neighbor_losses(rows, reference))
         some, others = _pairs_of(len(places))
         seen.append(_similarities(unit_rows(rows), some, others))
         expected.append(_similarities(unit_rows(reference), some, others))
     if losses:
         lost = np.concatenate(losses)
-        values["nearest_neighbour_agreement"] = float((lost <= NEIGHBOUR_TOLERANCE).mean())
+        values["nearest_neighbour_agreement"] = float((lost <= NEIGHBOR_TOLERANCE).mean())
         values["mean_neighbour_loss"] = float(lost.mean())
         values["max_neighbour_loss"] = float(lost.max())
         correlation = spearman(np.concatenate(seen), np.concatenate(expected))
@@ -137,10 +137,10 @@ def _of_width(values: Floats, width: int) -> Floats:
     return values if len(values) == width else np.full(width, np.nan)
 
 
-def _neighbour_losses(rows: Floats, reference: Floats) -> Floats:
+def _neighbor_losses(rows: Floats, reference: Floats) -> Floats:
     """For each row, by how much the other row it is nearest to is farther than the nearest one.
 
-    Both as the reference has it, in cosines; 0 where it is the same neighbour or one as near.
+    Both as the reference has it, in cosines; 0 where it is the same neighbor or one as near.
     """
     some, others = unit_rows(rows), unit_rows(reference)
     losses = np.empty(len(rows))
@@ -157,12 +157,12 @@ def _neighbour_losses(rows: Floats, reference: Floats) -> Floats:
 
 
 def _pairs_of(rows: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Places of both rows of each pair: all pairs, or `MOST_PAIRS` drawn."""
-    if rows * (rows - 1) // 2 <= MOST_PAIRS:
+    """Places of both rows of each pair: all pairs, or `MAX_PAIRS` drawn."""
+    if rows * (rows - 1) // 2 <= MAX_PAIRS:
         return np.triu_indices(rows, 1)
     rng = np.random.default_rng(_SEED)
-    some = rng.integers(rows, size=MOST_PAIRS)
-    return some, (some + rng.integers(1, rows, size=MOST_PAIRS)) % rows
+    some = rng.integers(rows, size=MAX_PAIRS)
+    return some, (some + rng.integers(1, rows, size=MAX_PAIRS)) % rows
 
 
 def _similarities(units: Floats, some: NDArray[np.intp], others: NDArray[np.intp]) -> Floats:

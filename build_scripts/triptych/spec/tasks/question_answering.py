@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triptych.base.tensors import Tensor
 from triptych.spec.tasks.compare import compare_answers
-from triptych.spec.tasks.metrics_labelled import ANSWER_F1
+from triptych.spec.tasks.metrics_labeled import ANSWER_F1
 from triptych.spec.tasks.task import TEXT, TEXT_PAIR, Core, Rule, Task, View
 
 _CORE = Core(
@@ -29,7 +29,7 @@ QUESTION_ANSWERING = Task(
     core=lambda facts, _: _CORE,
     metrics=("exact_match", "answer_f1"),
     compare_outputs=compare_answers,
-    labelled=ANSWER_F1,
+    labeled=ANSWER_F1,
     parameters=lambda facts: {
         "max_answer_tokens": Rule("int", default=15, min=1, max=512),
         "impossible_answer": Rule("bool", default=False),

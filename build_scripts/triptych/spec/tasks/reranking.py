@@ -6,7 +6,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.compare import compare_scores
-from triptych.spec.tasks.metrics_labelled import RECIPROCAL_RANK
+from triptych.spec.tasks.metrics_labeled import RECIPROCAL_RANK
 from triptych.spec.tasks.task import SEQUENCE_CLASSIFIER, TEXT, TEXT_PAIR, Core, Task
 
 _RELEVANCE = Tensor("relevance", "FP32", (1,))
@@ -32,6 +32,6 @@ RERANKING = Task(
     core=lambda facts, _: Core(SEQUENCE_CLASSIFIER, "row", "scores", (_RELEVANCE,)),
     metrics=("rank_correlation", "top1_agreement"),
     compare_outputs=compare_scores,
-    labelled=RECIPROCAL_RANK,
+    labeled=RECIPROCAL_RANK,
     check=_check,
 )

@@ -13,7 +13,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.compare import Compare, Comparison, Outputs
-from triptych.spec.tasks.metrics_labelled import LabelledMetric
+from triptych.spec.tasks.metrics_labeled import LabeledMetric
 
 Reads = Literal["pooled", "row", "mask", "tokens", "image"]
 """What of the encoder's result the head works on: the pooled vector that sentence-transformers
@@ -33,7 +33,7 @@ ViewKind = Literal["choices", "entities", "answer", "vectors", "outputs"]
 entities marked; `text_pair` with the answer in it marked; vectors and how alike two are; or the
 outputs as they are."""
 
-LARGEST_TOP_K = 64
+MAX_TOP_K = 64
 """Most choices that leave the core: a request cannot ask for more."""
 
 
@@ -118,7 +118,7 @@ class Task:
         core: what the core computes, from the model's facts and the pipeline's parameters.
         metrics: what is measured beside the core's own: names in `accuracy.METRICS`.
         compare_outputs: makes the metrics of decoded outputs.
-        labelled: what is measured on labelled rows; None where there can be none.
+        labeled: what is measured on labeled rows; None where there can be none.
         decodes_answers: whether the gate compares decoded answers. Where only the pipeline knows
             what they mean, the core alone is judged.
         parameters: what a request may ask for: name to rule.
@@ -141,7 +141,7 @@ class Task:
     core: Callable[[ModelFacts, Parameters], Core]
     metrics: tuple[str, ...]
     compare_outputs: Compare
-    labelled: LabelledMetric | None
+    labeled: LabeledMetric | None
     decodes_answers: bool = True
     parameters: Callable[[ModelFacts], Mapping[str, Rule]] = lambda facts: {}
     settings: Callable[[ModelFacts], Mapping[str, object]] = lambda facts: {}
@@ -191,13 +191,13 @@ SEQUENCE_CLASSIFIER = "AutoModelForSequenceClassification"
 
 def choosing_core(auto_class: str, reads: Reads, classes: int) -> Core:
     """A core that returns the best of `classes` with their scores, best first."""
-    kept = min(classes, LARGEST_TOP_K)
+    kept = min(classes, MAX_TOP_K)
     outputs = (Tensor("class_id", "INT32", (kept,)), Tensor("class_score", "FP32", (kept,)))
     return Core(auto_class=auto_class, reads=reads, returns="choices", outputs=outputs)
 
 
 def top_k(classes: int, *, default: int) -> Mapping[str, Rule]:
-    kept = min(classes, LARGEST_TOP_K)
+    kept = min(classes, MAX_TOP_K)
     return {"top_k": Rule("int", default=min(default, kept), min=1, max=kept)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triptych.spec.tasks.compare import LABEL_METRICS, compare_labels
-from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY
+from triptych.spec.tasks.metrics_labeled import LABEL_ACCURACY
 from triptych.spec.tasks.task import (
     BEST_CHOICES,
     CHOICES,
@@ -25,7 +25,7 @@ TEXT_CLASSIFICATION = Task(
     core=lambda facts, _: choosing_core(SEQUENCE_CLASSIFIER, "row", len(facts.labels)),
     metrics=LABEL_METRICS,
     compare_outputs=compare_labels,
-    labelled=LABEL_ACCURACY,
+    labeled=LABEL_ACCURACY,
     parameters=lambda facts: top_k(len(facts.labels), default=1),
     settings=labels,
     view=BEST_CHOICES,

@@ -1,4 +1,4 @@
-"""text-embedding: one vector a text, pooled and normalised as the model's own modules say."""
+"""text-embedding: one vector a text, pooled and normalized as the model's own modules say."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
-from triptych.spec.tasks.metrics_labelled import SIMILARITY_CORRELATION
-from triptych.spec.tasks.metrics_vectors import COSINES, NEIGHBOURS, compare_vectors
+from triptych.spec.tasks.metrics_labeled import SIMILARITY_CORRELATION
+from triptych.spec.tasks.metrics_vectors import COSINES, NEIGHBORS, compare_vectors
 from triptych.spec.tasks.task import TEXT, Core, Parameters, Rule, Task, View
 
 
@@ -39,9 +39,9 @@ TEXT_EMBEDDING = Task(
     rows="rows_text.py",
     decode="postprocess_text_embedding.py",
     core=_core,
-    metrics=(*COSINES, *NEIGHBOURS, "similarity_rank_correlation"),
+    metrics=(*COSINES, *NEIGHBORS, "similarity_rank_correlation"),
     compare_outputs=compare_vectors,
-    labelled=SIMILARITY_CORRELATION,
+    labeled=SIMILARITY_CORRELATION,
     parameters=_parameters,
     view=View("vectors"),
     settings=lambda facts: {"prompts": dict(facts.prompts)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.compare import compare_entities
-from triptych.spec.tasks.metrics_labelled import ENTITY_F1
+from triptych.spec.tasks.metrics_labeled import ENTITY_F1
 from triptych.spec.tasks.task import TEXT, Core, Parameters, Rule, Task, View, has_labels, labels
 
 EXAMPLE = {"entity": "PER", "score": 0.9, "text": "Ada", "start": 0, "end": 3}
@@ -30,7 +30,7 @@ TOKEN_CLASSIFICATION = Task(
     core=_core,
     metrics=("entity_f1", "label_agreement"),
     compare_outputs=compare_entities,
-    labelled=ENTITY_F1,
+    labeled=ENTITY_F1,
     parameters=lambda facts: {"aggregation": Rule("str", default="simple", choices=AGGREGATIONS)},
     settings=labels,
     carries=True,

@@ -8,7 +8,7 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.compare import LABEL_METRICS, compare_labels
-from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY
+from triptych.spec.tasks.metrics_labeled import LABEL_ACCURACY
 from triptych.spec.tasks.task import (
     CHOICES,
     SEQUENCE_CLASSIFIER,
@@ -60,7 +60,7 @@ ZERO_SHOT_CLASSIFICATION = Task(
     core=_core,
     metrics=LABEL_METRICS,
     compare_outputs=compare_labels,
-    labelled=LABEL_ACCURACY,
+    labeled=LABEL_ACCURACY,
     parameters=lambda facts: {
         "labels": Rule("list"),
         "multi_label": Rule("bool", default=False),

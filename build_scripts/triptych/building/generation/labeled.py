@@ -18,21 +18,21 @@ from triptych.building.generation.inputs import (
 from triptych.building.generation.reference import answer_tokens
 from triptych.spec.tasks.eval_file import EVAL_FILE
 from triptych.spec.tasks.metrics_generated import GENERATED, OUTPUT, TEXTS
-from triptych.spec.tasks.metrics_labelled import LabelledResult, compare_labelled
-from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.tasks.metrics_labeled import LabeledResult, compare_labeled
+from triptych.spec.tasks.metrics_labels import LabeledRow
 
-MOST_ROWS = 200
+MAX_ROWS = 200
 """Of more rows, only the first ones are answered."""
 
 
-class Labelled(NamedTuple):
+class Labeled(NamedTuple):
     """Rows of ``eval.jsonl``, and the prompt of each."""
 
-    rows: tuple[LabelledRow, ...] = ()
+    rows: tuple[LabeledRow, ...] = ()
     prompts: tuple[Prompt, ...] = ()
 
 
-def read_labelled(inputs: GeneratingInputs) -> Labelled:
+def read_labeled(inputs: GeneratingInputs) -> Labeled:
     """The first rows of the file; none where there is no file.
 
     Raises:
@@ -40,8 +40,8 @@ def read_labelled(inputs: GeneratingInputs) -> Labelled:
     """
     path = inputs.spec.folder / EVAL_FILE
     if not path.is_file():
-        return Labelled()
-    rows, prompts = read_rows(path)[:MOST_ROWS], []
+        return Labeled()
+    rows, prompts = read_rows(path)[:MAX_ROWS], []
     for row in rows:
         place = f"{path}:{row.line}"
         prompt = make_prompt(inputs, row.requests[0], place)
@@ -53,10 +53,10 @@ def read_labelled(inputs: GeneratingInputs) -> Labelled:
                 remedy="Shorten it, or raise core.max_length",
             )
         prompts.append(prompt)
-    return Labelled(tuple(rows), tuple(prompts))
+    return Labeled(tuple(rows), tuple(prompts))
 
 
-def read_rows(path: Path) -> list[LabelledRow]:
+def read_rows(path: Path) -> list[LabeledRow]:
     """Every row of ``eval.jsonl``.
 
     Raises:
@@ -73,27 +73,27 @@ def read_rows(path: Path) -> list[LabelledRow]:
                 given=repr(line.get(TEXTS.key))[:80],
                 remedy=f'Write for example {{"text_input": "…", "{TEXTS.key}": {TEXTS.example}}}',
             ) from error
-        rows.append(LabelledRow(number, (dict(sent),), {}, truth))
+        rows.append(LabeledRow(number, (dict(sent),), {}, truth))
     return rows
 
 
-def judge_labelled(
-    inputs: GeneratingInputs, labelled: Labelled, got: Sequence[str], reference: Sequence[str]
-) -> LabelledResult | None:
+def judge_labeled(
+    inputs: GeneratingInputs, labeled: Labeled, got: Sequence[str], reference: Sequence[str]
+) -> LabeledResult | None:
     """Whether texts are worse than the reference's, beyond chance; None where there are no rows."""
-    if not labelled.rows:
+    if not labeled.rows:
         return None
     accuracy = inputs.spec.accuracy
-    return compare_labelled(
+    return compare_labeled(
         GENERATED[accuracy.metric],
-        labelled.rows,
+        labeled.rows,
         [{OUTPUT: np.array([text])} for text in got],
         [{OUTPUT: np.array([text])} for text in reference],
         max_drop=accuracy.max_drop,
     )
 
 
-def describe_labelled(result: LabelledResult) -> str:
+def describe_labeled(result: LabeledResult) -> str:
     """The result in one line."""
     return (
         f"{result.metric} on {result.rows} rows: {result.candidate:.4f}, the original's "

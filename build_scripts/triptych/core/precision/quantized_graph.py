@@ -1,6 +1,6 @@
-"""Writes quantised layers into a graph: explicit Q/DQ pairs, in standard operators.
+"""Writes quantized layers into a graph: explicit Q/DQ pairs, in standard operators.
 
-``x - shift``, times ``1 / scale``, quantised; the weight dequantised; their product plus the bias.
+``x - shift``, times ``1 / scale``, quantized; the weight dequantized; their product plus the bias.
 ONNX Runtime makes one integer kernel of each DQ, DQ and MatMul; TensorRT an INT8 layer.
 """
 
@@ -17,11 +17,11 @@ from triptych.base.onnx_graph import add_constant, copy_model, drop_unused, free
 from triptych.core.precision.calibrate import LEVELS, Smoothing
 from triptych.core.precision.linear import Group, Linear
 
-_SMALLEST_STEP = 1e-9
+_MIN_STEP = 1e-9
 
 
 @dataclass(frozen=True)
-class QuantisedLayer:
+class QuantizedLayer:
     """One linear layer.
 
     Attributes:
@@ -38,25 +38,25 @@ class QuantisedLayer:
 
 
 @dataclass(frozen=True)
-class QuantisedGroup:
-    """Layers that read one value, and how that is quantised."""
+class QuantizedGroup:
+    """Layers that read one value, and how that is quantized."""
 
     group: Group
     smoothing: Smoothing
-    layers: tuple[QuantisedLayer, ...]
+    layers: tuple[QuantizedLayer, ...]
 
 
-def rewrite(model: Any, groups: Sequence[QuantisedGroup], *, signed: bool) -> Any:
-    """A copy of the fp32 `onnx.ModelProto` with `groups` quantised.
+def rewrite(model: Any, groups: Sequence[QuantizedGroup], *, signed: bool) -> Any:
+    """A copy of the fp32 `onnx.ModelProto` with `groups` quantized.
 
     Inputs are INT8 around 0, as TensorRT demands, where `signed`; else UINT8 around 128.
     """
     result = copy_model(model)
     writer = _Writer(result.graph, signed=signed)
     instead: dict[int, list[Any]] = {}
-    for quantised in groups:
-        nodes, value, step = writer.quantise(quantised.group.input, quantised.smoothing)
-        for one in quantised.layers:
+    for quantized in groups:
+        nodes, value, step = writer.quantize(quantized.group.input, quantized.smoothing)
+        for one in quantized.layers:
             first, *others = one.layer.nodes
             instead[first] = [*nodes, *writer.multiply(one, value, step)]
             instead.update((place, []) for place in others)
@@ -78,7 +78,7 @@ class _Writer:
         self._known: set[str] = set()
         self._mark = free_mark(graph)
 
-    def quantise(self, name: str, smoothing: Smoothing) -> tuple[list[Any], str, str]:
+    def quantize(self, name: str, smoothing: Smoothing) -> tuple[list[Any], str, str]:
         """The nodes, the value that stands for `name`, and the step of each vector, if it has."""
         own = name + self._mark
         shift = self._constant(f"{own}shift", smoothing.shift)
@@ -95,12 +95,12 @@ class _Writer:
         zero = self._constant(f"int8{self._mark}zero", self._zero)
         nodes += [
             _node("QuantizeLinear", [value, scale, zero], f"{own}int8"),
-            _node("DequantizeLinear", [f"{own}int8", scale, zero], f"{own}dequantised"),
+            _node("DequantizeLinear", [f"{own}int8", scale, zero], f"{own}dequantized"),
         ]
-        return nodes, f"{own}dequantised", step
+        return nodes, f"{own}dequantized", step
 
-    def multiply(self, one: QuantisedLayer, value: str, step: str) -> list[Any]:
-        """The layer on the quantised value."""
+    def multiply(self, one: QuantizedLayer, value: str, step: str) -> list[Any]:
+        """The layer on the quantized value."""
         own = one.layer.output + self._mark
         stored = self._constant(f"{own}weight", one.weight)
         scale = self._constant(f"{own}weight_scale", one.scale)
@@ -119,7 +119,7 @@ class _Writer:
     def _scale_each(self, own: str) -> list[Any]:
         """Divide each vector by a step of its own, so that its largest element is 127."""
         share = self._constant(f"int8{self._mark}share", np.float32(1 / LEVELS))
-        least = self._constant(f"int8{self._mark}least", np.float32(_SMALLEST_STEP))
+        least = self._constant(f"int8{self._mark}least", np.float32(_MIN_STEP))
         last = self._constant(f"int8{self._mark}last_axis", np.array([-1], dtype=np.int64))
         return [
             _node("Abs", [f"{own}smooth"], f"{own}magnitude"),

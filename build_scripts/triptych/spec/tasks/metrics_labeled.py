@@ -1,4 +1,4 @@
-"""Labelled rows: the task's own metric, candidate against reference, with chance set aside."""
+"""Labeled rows: the task's own metric, candidate against reference, with chance set aside."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from triptych.spec.tasks.metrics_labels import (
     RELEVANCE,
     SIMILARITY,
     TOKEN,
-    LabelledRow,
+    LabeledRow,
     Truth,
     telling_queries,
 )
@@ -41,12 +41,12 @@ from triptych.spec.tasks.metrics_vectors import similarity
 
 
 @dataclass(frozen=True)
-class LabelledResult:
-    """The metric on labelled rows.
+class LabeledResult:
+    """The metric on labeled rows.
 
     Attributes:
         metric: its name.
-        rows: labelled rows.
+        rows: labeled rows.
         reference: the reference's value.
         candidate: the candidate's.
         difference: candidate minus reference.
@@ -70,12 +70,12 @@ class LabelledResult:
     failure: str
 
 
-Measure = Callable[[Sequence[LabelledRow], Sequence[Outputs]], tuple[Statistic, int]]
+Measure = Callable[[Sequence[LabeledRow], Sequence[Outputs]], tuple[Statistic, int]]
 """The figure of rows and their outputs, and of how many units it is."""
 
 
-class LabelledMetric(NamedTuple):
-    """What a task measures on labelled rows.
+class LabeledMetric(NamedTuple):
+    """What a task measures on labeled rows.
 
     Attributes:
         name: of the metric.
@@ -88,15 +88,15 @@ class LabelledMetric(NamedTuple):
     truth: Truth
 
 
-def compare_labelled(
-    metric: LabelledMetric,
-    rows: Sequence[LabelledRow],
+def compare_labeled(
+    metric: LabeledMetric,
+    rows: Sequence[LabeledRow],
     got: Sequence[Outputs],
     reference: Sequence[Outputs],
     *,
     max_drop: float,
-) -> LabelledResult:
-    """Whether the candidate is worse than the reference on labelled rows, beyond chance.
+) -> LabeledResult:
+    """Whether the candidate is worse than the reference on labeled rows, beyond chance.
 
     It fails where the whole 95 % interval of candidate minus reference lies below `-max_drop`, so
     noise is not called a loss; and where nothing could be lost: the reference is right
@@ -104,7 +104,7 @@ def compare_labelled(
 
     Args:
         metric: of the task.
-        rows: labelled.
+        rows: labeled.
         got: the candidate's decoded outputs, one for each of the rows' `requests`, in order.
         reference: the reference's.
         max_drop: of the metric, at least 0.
@@ -118,13 +118,13 @@ def compare_labelled(
     name = metric.name
     figure, units = metric.measure(rows, got) if rows else (None, 0)
     if figure is None or not units:
-        nothing = f"no labelled row can show the {name}"
-        return LabelledResult(name, len(rows), 0, 0, 0, 0, 0, max_drop, max_drop + 1, nothing)
+        nothing = f"no labeled row can show the {name}"
+        return LabeledResult(name, len(rows), 0, 0, 0, 0, 0, max_drop, max_drop + 1, nothing)
     figure_of_reference, _ = metric.measure(rows, reference)
     candidate, wanted = value_of(figure, units), value_of(figure_of_reference, units)
     low, high = difference_interval(figure_of_reference, figure, units)
     difference = candidate - wanted
-    result = LabelledResult(
+    result = LabeledResult(
         metric=name,
         rows=len(rows),
         reference=wanted,
@@ -139,15 +139,15 @@ def compare_labelled(
     return replace(result, failure=_failure(result))
 
 
-def _failure(result: LabelledResult) -> str:
+def _failure(result: LabeledResult) -> str:
     if result.reference <= 0:
         return (
-            f"the reference's {result.metric} is {result.reference:.4f} on {result.rows} labelled"
+            f"the reference's {result.metric} is {result.reference:.4f} on {result.rows} labeled"
             " rows, so no loss could be seen: do the labels match the model's?"
         )
     if result.high < -result.max_drop:
         return (
-            f"{result.metric} on {result.rows} labelled rows is {result.candidate:.4f}, and"
+            f"{result.metric} on {result.rows} labeled rows is {result.candidate:.4f}, and"
             f" {result.reference:.4f} with the reference: a drop of {-result.difference:.4f}"
             f" (95 % interval {-result.high:.4f} to {-result.low:.4f}), above the"
             f" {result.max_drop:g} allowed"
@@ -162,14 +162,14 @@ def _mean(values: Sequence[float]) -> tuple[Statistic, int]:
 def _accuracy(name: str) -> Measure:
     """Share of rows whose first label, or token, is the truth; blanks around it aside."""
 
-    def measure(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
+    def measure(rows: Sequence[LabeledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
         firsts = [read_choices(output, name).first.strip() for output in outputs]
         return _mean([first == row.truth for first, row in zip(firsts, rows, strict=True)])
 
     return measure
 
 
-def _entity_f1(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
+def _entity_f1(rows: Sequence[LabeledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
     counts = [
         span_counts(read_entities(output), row.truth)
         for output, row in zip(outputs, rows, strict=True)
@@ -178,7 +178,7 @@ def _entity_f1(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tuple
     return ratio(2 * shared, every), len(rows)
 
 
-def _answer_f1(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
+def _answer_f1(rows: Sequence[LabeledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
     """Mean F1 of words with the nearest of the right answers."""
     values = []
     for output, row in zip(outputs, rows, strict=True):
@@ -189,7 +189,7 @@ def _answer_f1(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tuple
 
 
 def _reciprocal_rank(
-    rows: Sequence[LabelledRow], outputs: Sequence[Outputs]
+    rows: Sequence[LabeledRow], outputs: Sequence[Outputs]
 ) -> tuple[Statistic, int]:
     """Mean over the queries of one over the place of the first relevant passage.
 
@@ -211,16 +211,16 @@ def _score(outputs: Outputs) -> float:
     return float(scores[0]) if len(scores) == 1 and np.isfinite(scores[0]) else -np.inf
 
 
-def _similarity(rows: Sequence[LabelledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
+def _similarity(rows: Sequence[LabeledRow], outputs: Sequence[Outputs]) -> tuple[Statistic, int]:
     """Spearman of the cosine of each two texts with the truth."""
     cosines = similarity(outputs[::2], outputs[1::2])
     truth: Floats = np.array([row.truth for row in rows], dtype=np.float64)
     return rank_correlation(cosines, truth), len(rows)
 
 
-LABEL_ACCURACY = LabelledMetric("accuracy", _accuracy("label"), LABEL)
-TOKEN_ACCURACY = LabelledMetric("accuracy", _accuracy("token"), TOKEN)
-ENTITY_F1 = LabelledMetric("entity_f1", _entity_f1, ENTITIES)
-ANSWER_F1 = LabelledMetric("answer_f1", _answer_f1, ANSWERS)
-RECIPROCAL_RANK = LabelledMetric("mean_reciprocal_rank", _reciprocal_rank, RELEVANCE)
-SIMILARITY_CORRELATION = LabelledMetric("similarity_correlation", _similarity, SIMILARITY)
+LABEL_ACCURACY = LabeledMetric("accuracy", _accuracy("label"), LABEL)
+TOKEN_ACCURACY = LabeledMetric("accuracy", _accuracy("token"), TOKEN)
+ENTITY_F1 = LabeledMetric("entity_f1", _entity_f1, ENTITIES)
+ANSWER_F1 = LabeledMetric("answer_f1", _answer_f1, ANSWERS)
+RECIPROCAL_RANK = LabeledMetric("mean_reciprocal_rank", _reciprocal_rank, RELEVANCE)
+SIMILARITY_CORRELATION = LabeledMetric("similarity_correlation", _similarity, SIMILARITY)

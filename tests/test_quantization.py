@@ -1,4 +1,4 @@
-"""Which precision suits which model: what its files say of quantised weights, and the limits."""
+"""Which precision suits which model: what its files say of quantized weights, and the limits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from triptych.building.generation.lock import lock_bytes
 from triptych.building.generation.model import (
     GenerationFacts,
     GenerationModel,
-    Quantisation,
+    Quantization,
     check_precision,
     compressed_tensors_config,
-    read_quantisation,
+    read_quantization,
 )
 from triptych.spec.fields import ModelSource
 from triptych.spec.generation_fields import GenerationCore, GenerationSpec, KvCache
@@ -32,14 +32,14 @@ W4A16 = {
 }
 
 
-def inputs(quantised: Quantisation | None, **core: Any) -> GenerationInputs:
+def inputs(quantized: Quantization | None, **core: Any) -> GenerationInputs:
     spec = GenerationSpec(
         name="chat",
         task="text-generation",
         model=ModelSource(source="model"),
         core=GenerationCore(**core),
     )
-    model = GenerationModel(replace(FACTS, quantisation=quantised), Path(), None)
+    model = GenerationModel(replace(FACTS, quantization=quantized), Path(), None)
     return GenerationInputs(spec, model, Path(), 64, ())
 
 
@@ -57,15 +57,15 @@ def test_what_a_model_says_of_its_weights_is_named() -> None:
         (W4A16, "compressed-tensors", "int4 weights alone"),
         ({"quant_method": "mxfp4"}, "mxfp4", "mxfp4"),
     ):
-        found = read_quantisation(config)
+        found = read_quantization(config)
         assert found is not None
         assert found.name == name, config
         assert words in found.words, config
-    assert read_quantisation(None) is read_quantisation({}) is None
+    assert read_quantization(None) is read_quantization({}) is None
 
 
 def test_a_precision_that_does_not_suit_the_weights_is_refused_in_words() -> None:
-    awq, other = Quantisation("awq", "awq: 4 bits"), Quantisation("mxfp4", "mxfp4")
+    awq, other = Quantization("awq", "awq: 4 bits"), Quantization("mxfp4", "mxfp4")
     for precision, stored in (
         *((name, None) for name in ("fp32", "fp16", "bf16", "int8", "fp8")),
         *((name, awq) for name in ("awq", "fp16", "bf16")),
@@ -73,9 +73,9 @@ def test_a_precision_that_does_not_suit_the_weights_is_refused_in_words() -> Non
     ):
         check_precision(precision, stored, backend="vllm")
     for precision, stored, words in (
-        ("awq", None, "needs a model that was quantised so"),
+        ("awq", None, "needs a model that was quantized so"),
         ("gptq", awq, "must be awq or one of fp16, bf16"),
-        ("int8", awq, "quantised already. Given: int8, and awq: 4 bits. Set core.precision: awq"),
+        ("int8", awq, "quantized already. Given: int8, and awq: 4 bits. Set core.precision: awq"),
         ("fp32", other, "must be one of fp16, bf16"),
     ):
         with pytest.raises(UserError, match=words):
@@ -100,10 +100,10 @@ def test_a_token_takes_what_the_kv_cache_is_stored_in() -> None:
 
 
 def test_the_limits_are_those_of_what_is_rounded() -> None:
-    w8a8 = Quantisation("int8", "compressed-tensors: int8")
+    w8a8 = Quantization("int8", "compressed-tensors: int8")
     assert inputs(None, precision="bf16").judged_as == "bf16"
     assert inputs(w8a8, precision="fp16").judged_as == "int8"
-    assert inputs(Quantisation("awq", "awq"), precision="awq").judged_as == "bf16"
+    assert inputs(Quantization("awq", "awq"), precision="awq").judged_as == "bf16"
     both = inputs(None, precision="fp32", kv_cache=KvCache(precision="fp8")).judged_as
     assert both == "fp32+fp8kv"
     assert limits_of("int8") == LIMITS["int8"]
@@ -114,15 +114,15 @@ def test_the_limits_are_those_of_what_is_rounded() -> None:
     assert limits_of("int8+fp8kv")["logprob_difference"] >= LIMITS["int8"]["logprob_difference"]
 
 
-def test_inspect_and_the_lock_name_quantised_weights(tmp_path: Path) -> None:
-    awq = Quantisation("awq", "awq: weights of 4 bits, groups of 64")
-    for quantised in (awq, None):
-        found = replace(inputs(quantised), prompts=(Prompt({"text_input": "a"}, (1, 2)),))
+def test_inspect_and_the_lock_name_quantized_weights(tmp_path: Path) -> None:
+    awq = Quantization("awq", "awq: weights of 4 bits, groups of 64")
+    for quantized in (awq, None):
+        found = replace(inputs(quantized), prompts=(Prompt({"text_input": "a"}, (1, 2)),))
         lock = json.loads(
             lock_bytes(found, {}, versions={}, gate=None, ungated="", repository=tmp_path)
         )
-        assert lock.get("quantisation") == (None if quantised is None else asdict(awq))
-        assert describe_inputs(found)["model"].get("weights") == (quantised and awq.words)
+        assert lock.get("quantization") == (None if quantized is None else asdict(awq))
+        assert describe_inputs(found)["model"].get("weights") == (quantized and awq.words)
 
 
 def test_an_engine_that_ends_is_quoted_with_what_ended_it() -> None:

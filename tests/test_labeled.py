@@ -1,4 +1,4 @@
-"""Labelled rows: read with care, and judged so that noise is no loss and a loss is no noise."""
+"""Labeled rows: read with care, and judged so that noise is no loss and a loss is no noise."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from triptych.spec.tasks.compare import rank_correlation
 from triptych.spec.tasks.custom import custom_task
 from triptych.spec.tasks.eval_file import first_rows, read_labels
 from triptych.spec.tasks.metrics_bootstrap import LOSSES_TO_SHOW, difference_interval, ratio
-from triptych.spec.tasks.metrics_labelled import LABEL_ACCURACY, LabelledResult, compare_labelled
-from triptych.spec.tasks.metrics_labels import LabelledRow
+from triptych.spec.tasks.metrics_labeled import LABEL_ACCURACY, LabeledResult, compare_labeled
+from triptych.spec.tasks.metrics_labels import LabeledRow
 
 FIELDS = {
     "question-answering": ("text", "text_pair"),
@@ -68,7 +68,7 @@ def fields_of(task: str) -> tuple[str, ...]:
     return FIELDS.get(task, ("text",))
 
 
-def read(path: Path, task: str) -> list[LabelledRow]:
+def read(path: Path, task: str) -> list[LabeledRow]:
     return read_labels(path, CUSTOM if task == "custom" else TASKS[task])
 
 
@@ -174,10 +174,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read(tmp_path / "nowhere.jsonl", "reranking")
 
 
-def rows_of(*truths: Any, texts: Sequence[str] = ()) -> list[LabelledRow]:
+def rows_of(*truths: Any, texts: Sequence[str] = ()) -> list[LabeledRow]:
     texts = texts or ["q"] * len(truths)
     pairs = zip(texts, truths, strict=True)
-    return [LabelledRow(n, ({"text": text},), {}, truth) for n, (text, truth) in enumerate(pairs)]
+    return [LabeledRow(n, ({"text": text},), {}, truth) for n, (text, truth) in enumerate(pairs)]
 
 
 def test_of_many_rows_the_first_count_and_of_passages_those_of_whole_queries() -> None:
@@ -194,11 +194,11 @@ def test_of_many_rows_the_first_count_and_of_passages_those_of_whole_queries() -
 
 
 def judge_pair(
-    task: str, rows: Sequence[LabelledRow], got: Sequence[Decoded], wanted: Sequence[Decoded]
-) -> LabelledResult:
-    metric = TASKS[task].labelled
+    task: str, rows: Sequence[LabeledRow], got: Sequence[Decoded], wanted: Sequence[Decoded]
+) -> LabeledResult:
+    metric = TASKS[task].labeled
     assert metric is not None
-    return compare_labelled(metric, rows, got, wanted, max_drop=0.0)
+    return compare_labeled(metric, rows, got, wanted, max_drop=0.0)
 
 
 def spans(*places: int) -> Counter[tuple[str, int, int]]:
@@ -245,7 +245,7 @@ def found(*places: int) -> Decoded:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_metric_is_what_a_hand_makes_it(
-    task: str, rows: list[LabelledRow], got: list[Decoded], metric: str, value: float
+    task: str, rows: list[LabeledRow], got: list[Decoded], metric: str, value: float
 ) -> None:
     result = judge_pair(task, rows, got, got)
     assert (result.metric, result.rows) == (metric, len(rows))
@@ -255,7 +255,7 @@ def test_the_metric_is_what_a_hand_makes_it(
 
 
 def test_similarity_is_ranked_against_the_scores() -> None:
-    rows = [LabelledRow(n, ({"text": "a"}, {"text": "b"}), {}, s) for n, s in enumerate((1, 5, 3))]
+    rows = [LabeledRow(n, ({"text": "a"}, {"text": "b"}), {}, s) for n, s in enumerate((1, 5, 3))]
     angles = [0, 1.5, 0, 0.1, 0, 0.7]
     got = [vector(np.cos(angle), np.sin(angle)) for angle in angles]
     result = judge_pair("text-embedding", rows, got, got)
@@ -279,10 +279,10 @@ def test_a_reference_that_is_never_right_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], rows_of(True, True)], ids=len)
-def test_rows_that_tell_nothing_prove_nothing(rows: list[LabelledRow]) -> None:
+def test_rows_that_tell_nothing_prove_nothing(rows: list[LabeledRow]) -> None:
     got = relevances([1.0] * len(rows))
     result = judge_pair("reranking", rows, got, got)
-    assert result.failure == "no labelled row can show the mean_reciprocal_rank"
+    assert result.failure == "no labeled row can show the mean_reciprocal_rank"
     assert result.smallest_visible_drop == 1
 
 
@@ -290,9 +290,9 @@ def choose(right: Sequence[bool]) -> list[Decoded]:
     return [labels(("yes" if each else "no", 0.9)) for each in right]
 
 
-def accuracy(candidate: Any, reference: Any, max_drop: float = 0.0) -> LabelledResult:
+def accuracy(candidate: Any, reference: Any, max_drop: float = 0.0) -> LabeledResult:
     rows = rows_of(*["yes"] * len(reference))
-    return compare_labelled(
+    return compare_labeled(
         LABEL_ACCURACY, rows, choose(candidate), choose(reference), max_drop=max_drop
     )
 

@@ -1,6 +1,6 @@
 """Writes the examples' ``eval.jsonl``: the held-out rows, as the accuracy gate reads them.
 
-Usage: ``python build_scripts/examples/labelled.py`` rewrites ``pipelines/*/eval.jsonl``.
+Usage: ``python build_scripts/examples/labeled.py`` rewrites ``pipelines/*/eval.jsonl``.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from triptych.base.errors import UserError
-from triptych.building.generation.quantising import quantise
-from triptych.building.generation.weights import UnknownLayoutError, dequantise, load_model
+from triptych.building.generation.quantizing import quantize
+from triptych.building.generation.weights import UnknownLayoutError, dequantize, load_model
 
 INPUTS, OUTPUTS, GROUP = 32, 16, 8
 
@@ -50,7 +50,7 @@ def stored(folder: Path) -> dict[str, Any]:
 def test_linear_layers_are_stored_in_8_bits_and_nothing_else(
     precision: str, dtype: torch.dtype, model: Path, tmp_path: Path
 ) -> None:
-    quantise(model, tmp_path / "made", precision)
+    quantize(model, tmp_path / "made", precision)
     was, made = stored(model), stored(tmp_path / "made")
     assert len(list(model.glob("*.safetensors"))) > 2
     index = json.loads((tmp_path / "made/model.safetensors.index.json").read_bytes())
@@ -83,9 +83,9 @@ def test_a_model_without_plain_linear_layers_is_refused(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(UserError, match=r"plain linear layers.*c_attn"):
-        quantise(tmp_path / "gpt2", tmp_path / "made", "int8")
+        quantize(tmp_path / "gpt2", tmp_path / "made", "int8")
     with pytest.raises(UserError, match=r"made of \*.safetensors"):
-        quantise(tmp_path, tmp_path / "none", "int8")
+        quantize(tmp_path, tmp_path / "none", "int8")
 
 
 def words(values: torch.Tensor) -> torch.Tensor:
@@ -141,13 +141,13 @@ def test_weights_of_4_bits_are_read_as_each_layout_has_them(tmp_path: Path) -> N
     ):
         named = {f"a.{name}": tensor.contiguous() for name, tensor in tensors.items()}
         save_file({**named, "norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-        found = dict(dequantise(tmp_path, config))
+        found = dict(dequantize(tmp_path, config))
         assert found.keys() == {"a.weight", "norm.weight"}
         assert torch.equal(found["a.weight"], wanted), config
     blocks = {"a.weight": torch.full((3, 5), 2.0).to(torch.float8_e4m3fn)}
     blocks["a.weight_scale_inv"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     save_file(blocks, tmp_path / "model.safetensors")
-    (weight,) = dict(dequantise(tmp_path, {"quant_method": "fp8"})).values()
+    (weight,) = dict(dequantize(tmp_path, {"quant_method": "fp8"})).values()
     assert weight.tolist() == [[2, 2, 2, 4, 4], [2, 2, 2, 4, 4], [6, 6, 6, 8, 8]]
 
 
@@ -155,4 +155,4 @@ def test_a_layout_that_is_not_known_is_named(tmp_path: Path) -> None:
     save_file({"a.qweight": torch.zeros(1, dtype=torch.int32)}, tmp_path / "model.safetensors")
     for method, bits in (("awq", 8), ("gptq", 3)):
         with pytest.raises(UnknownLayoutError, match=method):
-            dict(dequantise(tmp_path, {"quant_method": method, "bits": bits}))
+            dict(dequantize(tmp_path, {"quant_method": method, "bits": bits}))

@@ -30,24 +30,24 @@ def engine_weights(inputs: GenerationInputs, progress: Progress = lambda *_: Non
         UserError: it cannot be made.
     """
     precision, facts = inputs.spec.core.precision, inputs.model.facts
-    if precision not in CONVERTED or facts.quantisation is not None:
+    if precision not in CONVERTED or facts.quantization is not None:
         return inputs.weights
     key = {
         "model": facts.sha256,
         "precision": precision,
         "versions": versions_of("torch", "safetensors", "transformers"),
-        "code": code_hash("building/generation/quantising.py", "building/generation/model.py"),
+        "code": code_hash("building/generation/quantizing.py", "building/generation/model.py"),
     }
 
     def work(target: Path) -> None:
         progress("convert", f"{precision} weights ...")
-        quantise(inputs.weights, target / _MODEL, precision)
+        quantize(inputs.weights, target / _MODEL, precision)
 
-    return cached_stage("quantised", key, work, progress).folder / _MODEL
+    return cached_stage("quantized", key, work, progress).folder / _MODEL
 
 
-def quantise(folder: Path, target: Path, precision: str) -> None:
-    """Write what the engine reads of the model in `folder`, quantised, to the new `target`.
+def quantize(folder: Path, target: Path, precision: str) -> None:
+    """Write what the engine reads of the model in `folder`, quantized, to the new `target`.
 
     Raises:
         UserError: no safetensors, or no linear layers in them, or none that stand alone.
@@ -66,12 +66,12 @@ def quantise(folder: Path, target: Path, precision: str) -> None:
             "core.precision",
             f"{precision} is for models of plain linear layers, each with its own weight",
             given=", ".join(odd[:2]),
-            remedy="Choose bf16, or a checkpoint that was quantised elsewhere (compressed-tensors)",
+            remedy="Choose bf16, or a checkpoint that was quantized elsewhere (compressed-tensors)",
         )
     target.mkdir()
     places: dict[str, str] = {}
     for shard in shards:
-        written = _quantise_shard(shard, target / shard.name, layers, precision)
+        written = _quantize_shard(shard, target / shard.name, layers, precision)
         places |= dict.fromkeys(written, shard.name)
     if (folder / _INDEX).is_file():
         size = sum((target / shard.name).stat().st_size for shard in shards)
@@ -115,7 +115,7 @@ def _matrices_of(folder: Path) -> tuple[set[str], set[str]]:
     return layers, left
 
 
-def _quantise_shard(source: Path, target: Path, layers: set[str], precision: str) -> list[str]:
+def _quantize_shard(source: Path, target: Path, layers: set[str], precision: str) -> list[str]:
     """One file of the model; names of the tensors in the new one."""
     import torch
     from safetensors import safe_open
