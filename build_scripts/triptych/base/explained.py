@@ -14,7 +14,7 @@ _UNBROKEN = 1 << 20
 
 
 @dataclass(frozen=True)
-class Because:
+class ExplainedValue:
     """A value of a manifest and why it is that one."""
 
     value: Any
@@ -23,7 +23,7 @@ class Because:
 
 def plain(node: Any) -> Any:
     """The data without reasons."""
-    if isinstance(node, Because):
+    if isinstance(node, ExplainedValue):
         return plain(node.value)
     if isinstance(node, Mapping):
         return {key: plain(value) for key, value in node.items()}
@@ -32,7 +32,7 @@ def plain(node: Any) -> Any:
 
 def reasons_of(node: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
     """Dotted path, value and reason of everything that has one, in the order of the document."""
-    if isinstance(node, Because):
+    if isinstance(node, ExplainedValue):
         yield path, plain(node.value), node.reason
         yield from reasons_of(node.value, path)
     elif isinstance(node, Mapping):
@@ -82,7 +82,7 @@ def _lines(node: Any, indent: int) -> Iterator[str]:
 
 def _commented(node: Any, indent: int) -> Generator[str, None, Any]:
     """Yields the comment of a value; returns the value."""
-    if isinstance(node, Because):
+    if isinstance(node, ExplainedValue):
         prefix = " " * indent + "# "
         yield from textwrap.wrap(
             node.reason, _WIDTH, initial_indent=prefix, subsequent_indent=prefix,

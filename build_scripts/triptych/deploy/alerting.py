@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.options import Options
 
 SHORTEST_FOR = "5m"
@@ -18,7 +18,7 @@ def who(pipeline: str, options: Options) -> dict[str, str]:
 def alert(
     name: str,
     labels: dict[str, str],
-    expression: str | Because,
+    expression: str | ExplainedValue,
     summary: str,
     description: str,
     after: Any = None,

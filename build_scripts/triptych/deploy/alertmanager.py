@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 
 ON_CALL = "https://on-call.example.com/triptych"
 TICKETS = "https://tickets.example.com/triptych"
@@ -25,7 +25,7 @@ def alertmanager(
     return {
         "route": {
             "receiver": "tickets",
-            "group_by": Because(
+            "group_by": ExplainedValue(
                 [*same, "kind"], "one message for all windows and limits that break together"
             ),
             "group_wait": wait,
@@ -36,7 +36,7 @@ def alertmanager(
             ],
         },
         "inhibit_rules": [
-            Because(
+            ExplainedValue(
                 {
                     "source_matchers": ['kind="replicas"', 'severity="page"'],
                     "target_matchers": ['kind=~"latency|saturation"'],
@@ -45,7 +45,7 @@ def alertmanager(
                 "a missing replica explains slow steps and a full fleet, and is on call itself; "
                 "requests that fail are told all the same",
             ),
-            Because(
+            ExplainedValue(
                 {
                     "source_matchers": ['severity="page"'],
                     "target_matchers": ['severity="ticket"'],
@@ -62,6 +62,9 @@ def _receiver(name: str, url: str) -> dict[str, Any]:
     return {
         "name": name,
         "webhook_configs": [
-            {"url": Because(url, "yours, or another kind of receiver"), "send_resolved": True}
+            {
+                "url": ExplainedValue(url, "yours, or another kind of receiver"),
+                "send_resolved": True,
+            }
         ],
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from triptych.base.errors import UserError
-from triptych.base.explained import Because, reasons_of
+from triptych.base.explained import ExplainedValue, reasons_of
 from triptych.container.locks import find_pipelines
 from triptych.deploy.dashboard import dashboard_map, rows_of
 from triptych.deploy.devices import overlay_of, placement
@@ -63,7 +63,7 @@ class Deployed(Protocol):
         """Of a replica."""
 
     @property
-    def cores(self) -> Because:
+    def cores(self) -> ExplainedValue:
         """That a replica keeps busy."""
 
     @property
@@ -71,11 +71,11 @@ class Deployed(Protocol):
         """Promised, of what Envoy can time: whole answers."""
 
     @property
-    def environment(self) -> Mapping[str, Because]:
+    def environment(self) -> Mapping[str, ExplainedValue]:
         """Variables of the server, beside those that all have."""
 
     @property
-    def requests_at_once(self) -> Because | None:
+    def requests_at_once(self) -> ExplainedValue | None:
         """That a replica is given, where that scales it; None where their rate does."""
 
     def overlay(self) -> str:
@@ -136,19 +136,19 @@ class Basis:
         return len(self.lock.spec.serving.gpus) if self.lock.spec.core.device == "gpu" else 0
 
     @property
-    def cores(self) -> Because:
-        return Because(self.measured.cpu_cores.value, "at capacity")
+    def cores(self) -> ExplainedValue:
+        return ExplainedValue(self.measured.cpu_cores.value, "at capacity")
 
     @property
     def limits_ms(self) -> Sequence[float]:
         return list(self.lock.spec.serving.slo.limits_ms.values())
 
     @property
-    def environment(self) -> Mapping[str, Because]:
+    def environment(self) -> Mapping[str, ExplainedValue]:
         return {}
 
     @property
-    def requests_at_once(self) -> Because | None:
+    def requests_at_once(self) -> ExplainedValue | None:
         return None
 
     def overlay(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.basis import Basis, Deployed
 from triptych.deploy.devices import placement
 from triptych.deploy.options import Options
@@ -39,7 +39,7 @@ def mirror(options: Options) -> Mirror | None:
     return Mirror(options.mirrored.share, at)
 
 
-def beside(basis: Deployed, askers: Because) -> dict[str, Any]:
+def beside(basis: Deployed, askers: ExplainedValue) -> dict[str, Any]:
     """All objects of the candidate, which `askers` alone reach: file to document."""
     options = basis.options
     if options.mirrored is None:
@@ -50,7 +50,7 @@ def beside(basis: Deployed, askers: Because) -> dict[str, Any]:
     if options.envoy is not None:
         found = headless_service(options, name)
         found["spec"]["selector"] = own
-    nobody = Because([], "as the replicas: it calls nobody")
+    nobody = ExplainedValue([], "as the replicas: it calls nobody")
     return {
         "candidate-deployment.yaml": _deployment(basis),
         "candidate-service.yaml": {**found, "metadata": metadata(options, name)},
@@ -82,7 +82,7 @@ def _deployment(basis: Deployed) -> dict[str, Any]:
         "metadata": metadata(options, name),
         "spec": {
             **made["spec"],
-            "replicas": Because(
+            "replicas": ExplainedValue(
                 1,
                 "it gets a share alone, and nobody waits for it. Its metrics are scraped by "
                 "nobody: they would count as the replicas'",

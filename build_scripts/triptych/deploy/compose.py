@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy import envoy
@@ -67,11 +67,13 @@ def _servers(basis: Deployed) -> dict[str, Any]:
         own = [str(number * gpus + index) for index in range(gpus)]
         device = {"driver": "nvidia", "device_ids": own, "capabilities": ["gpu"]}
         server["deploy"]["resources"]["reservations"] = {
-            "devices": Because([device], count.reason if number == 0 else "a GPU of its own")
+            "devices": ExplainedValue([device], count.reason if number == 0 else "a GPU of its own")
         }
         server["networks"] = {
             "default": {
-                "aliases": Because([SERVERS], "Envoy finds all replicas behind this one name")
+                "aliases": ExplainedValue(
+                    [SERVERS], "Envoy finds all replicas behind this one name"
+                )
             }
         }
         services[f"{SERVERS}-{number}"] = server
@@ -86,32 +88,32 @@ def _server(basis: Deployed) -> dict[str, Any]:
         "user": f"{USER}:{USER}",
         "environment": {
             "TRIPTYCH_EXIT_TIMEOUT_S": sizes.exit_timeout_s,
-            "TRIPTYCH_CONNECTION_AGE_S": Because(
+            "TRIPTYCH_CONNECTION_AGE_S": ExplainedValue(
                 str(sizes.connection_age_s.value), sizes.connection_age_s.reason
             ),
             **({FOLDER_VARIABLE: MOUNT} if samples else {}),
             **basis.environment,
         },
         "labels": {
-            "triptych.version": Because(
+            "triptych.version": ExplainedValue(
                 basis.version,
                 "the start of the lock's SHA-256: with a new build `up` makes new containers",
             )
         },
         "volumes": [_models(basis), *samples],
-        "shm_size": Because(f"{sizes.shm_mib.value}m", sizes.shm_mib.reason),
+        "shm_size": ExplainedValue(f"{sizes.shm_mib.value}m", sizes.shm_mib.reason),
         "read_only": True,
         "tmpfs": [f"/tmp:size={sizes.tmp_mib.value}m,uid={USER},gid={USER},mode=0700"],
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         **_locked_memory(basis),
-        "init": Because(False, "the server itself is process 1 and heeds SIGTERM"),
+        "init": ExplainedValue(False, "the server itself is process 1 and heeds SIGTERM"),
         "restart": "unless-stopped",
-        "stop_grace_period": Because(f"{sizes.grace_s.value}s", sizes.grace_s.reason),
-        "healthcheck": Because(
+        "stop_grace_period": ExplainedValue(f"{sizes.grace_s.value}s", sizes.grace_s.reason),
+        "healthcheck": ExplainedValue(
             {
                 "test": ["CMD", *COMMAND],
-                "start_period": Because(f"{sizes.start_s.value}s", sizes.start_s.reason),
+                "start_period": ExplainedValue(f"{sizes.start_s.value}s", sizes.start_s.reason),
                 "interval": f"{PROBE_S}s",
                 "timeout": f"{PROBE_TIMEOUT_S}s",
                 "retries": PROBE_FAILURES,
@@ -121,7 +123,7 @@ def _server(basis: Deployed) -> dict[str, Any]:
         "deploy": {
             "resources": {
                 "limits": {
-                    "memory": Because(
+                    "memory": ExplainedValue(
                         f"{_mebibytes(sizes.memory_mib.value)}M", sizes.memory_mib.reason
                     )
                 }
@@ -139,7 +141,7 @@ def _proxy(basis: Deployed) -> dict[str, Any]:
         "command": envoy.arguments(workers=2),
         "user": f"{envoy.USER}:{envoy.USER}",
         "configs": [{"source": PROXY, "target": f"{envoy.CONFIG_FOLDER}/envoy.yaml"}],
-        "ports": Because(
+        "ports": ExplainedValue(
             [f"127.0.0.1:${{{_PUBLISHED[name]}:-{PORTS[name]}}}:{PORTS[name]}" for name in PORTS],
             "this machine only: put a gateway that knows who may ask in front",
         ),
@@ -149,7 +151,7 @@ def _proxy(basis: Deployed) -> dict[str, Any]:
         "restart": "unless-stopped",
         "pre_stop": [
             {
-                "command": Because(
+                "command": ExplainedValue(
                     ["bash", "-c", _escaped(script)],
                     f"until nothing is under way, {exit_s} s at most: on SIGTERM it ends at once",
                 )
@@ -162,7 +164,7 @@ def _proxy(basis: Deployed) -> dict[str, Any]:
             "timeout": f"{PROBE_TIMEOUT_S}s",
             "retries": PROBE_FAILURES,
         },
-        "cpu_shares": Because(
+        "cpu_shares": ExplainedValue(
             _PROXY_SHARES, "twice a server's, which take all cores there are: it must not wait"
         ),
         "deploy": {"resources": {"limits": {"memory": envoy.memory_limit(basis, "M")}}},
@@ -177,7 +179,7 @@ def _watch(basis: Deployed) -> dict[str, Any]:
         "entrypoint": watch_command(basis.name),
         "environment": watch_environment(),
         "volumes": [_models(basis), _samples()],
-        "ports": Because(
+        "ports": ExplainedValue(
             [f"127.0.0.1:${{TRIPTYCH_WATCH:-{_WATCH_PORT}}}:{PORTS['metrics']}"],
             "gauges for Prometheus; this machine only",
         ),
@@ -186,7 +188,9 @@ def _watch(basis: Deployed) -> dict[str, Any]:
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "restart": "unless-stopped",
-        "deploy": {"resources": {"limits": {"memory": Because(f"{memory.value}M", memory.reason)}}},
+        "deploy": {
+            "resources": {"limits": {"memory": ExplainedValue(f"{memory.value}M", memory.reason)}}
+        },
     }
 
 
@@ -200,28 +204,30 @@ def _models(basis: Deployed) -> dict[str, Any]:
         reference = f"{basis.options.models}:{basis.version}"
         return {
             "type": "image",
-            "source": Because(reference, "wants Docker 28 and Compose 2.35 or later"),
+            "source": ExplainedValue(reference, "wants Docker 28 and Compose 2.35 or later"),
             "target": target,
         }
     folder = _escaped(os.fspath(basis.repository.resolve()))
     return {
         "type": "bind",
-        "source": Because(
+        "source": ExplainedValue(
             f"${{TRIPTYCH_REPOSITORY:-{folder}}}", "the repository of this build, on the host"
         ),
         "target": target,
         "read_only": True,
-        "bind": {"create_host_path": Because(False, "a folder that is not there is a mistake")},
+        "bind": {
+            "create_host_path": ExplainedValue(False, "a folder that is not there is a mistake")
+        },
     }
 
 
 def _locked_memory(basis: Deployed) -> dict[str, Any]:
     if not basis.gpus:
         return {}
-    return {"ulimits": {"memlock": Because(-1, "pinned pools are locked memory")}}
+    return {"ulimits": {"memlock": ExplainedValue(-1, "pinned pools are locked memory")}}
 
 
-def _replicas(basis: Deployed) -> Because:
+def _replicas(basis: Deployed) -> ExplainedValue:
     given = basis.options.replicas
     cores = basis.cores
     count, why = (
@@ -229,7 +235,7 @@ def _replicas(basis: Deployed) -> Because:
         if given is None
         else (given, "given by hand (--replicas)")
     )
-    return Because(
+    return ExplainedValue(
         count,
         f"{why}. All on one host: {cores.reason} each keeps {cores.value:.2g} cores busy, "
         f"{count * cores.value:.2g} in all, and has no limit of them: containers share alike",

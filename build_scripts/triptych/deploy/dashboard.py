@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.metrics import Metrics, quantile_of
 from triptych.deploy.monitoring import Objective, Promised, objectives
 from triptych.deploy.options import Options
@@ -48,7 +48,9 @@ def dashboard_map(
     meta = metadata(options, name=f"{options.name}-dashboard")
     meta["labels"] = {
         **meta["labels"],
-        SIDECAR_LABEL: Because("1", "the label by which the sidecar of Grafana's chart finds it"),
+        SIDECAR_LABEL: ExplainedValue(
+            "1", "the label by which the sidecar of Grafana's chart finds it"
+        ),
     }
     return {
         "apiVersion": "v1",

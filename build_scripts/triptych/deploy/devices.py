@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.numbers import Measured, Sizes
 from triptych.deploy.options import Options
 from triptych.deploy.workload import CONTAINER
@@ -39,7 +39,7 @@ def overlay_of(lock: Lock, options: Options) -> str:
 def gpu_node(product: str | None, why: str) -> dict[str, Any]:
     """Fields of a pod for nodes with GPUs, those of a product where it is known."""
     tolerated = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-    selected = {} if product is None else {"nodeSelector": {PRODUCT: Because(product, why)}}
+    selected = {} if product is None else {"nodeSelector": {PRODUCT: ExplainedValue(product, why)}}
     return {"tolerations": [tolerated], **selected}
 
 
@@ -60,7 +60,7 @@ def placement(
         product = _product(lock, options)
         used = measured.gpu_memory_mib
         told = "not measured" if used is None else f"measured: {used:.0f} MiB of its memory in use"
-        limits[gpu_resource(product)] = Because(
+        limits[gpu_resource(product)] = ExplainedValue(
             len(lock.spec.serving.gpus), f"serving.gpus has {lock.spec.serving.gpus}; {told}"
         )
         pod = gpu_node(product, _why(lock))

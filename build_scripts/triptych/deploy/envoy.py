@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.container.sizes import largest_request_mib
 from triptych.deploy.basis import Deployed
 from triptych.deploy.candidate import candidate_name, mirror
@@ -106,10 +106,10 @@ def ready_script() -> str:
     )
 
 
-def memory_limit(basis: Deployed, unit: str) -> Because:
+def memory_limit(basis: Deployed, unit: str) -> ExplainedValue:
     """Of a proxy; `unit` is what MiB are called."""
     request_mib = largest_request_mib(basis.repository)
-    return Because(
+    return ExplainedValue(
         f"{_MEMORY_MIB + _MAX_AT_ONCE * request_mib}{unit}",
         f"not measured: {_MEMORY_MIB} MiB, and {_MAX_AT_ONCE} requests of {request_mib} MiB, "
         "the largest, which are held until they are answered",
@@ -131,12 +131,14 @@ def deployment(basis: Deployed) -> dict[str, Any]:
         "readinessProbe": {
             **ready,
             "periodSeconds": 2,
-            "failureThreshold": Because(2, "not ready while it drains, too: no client comes anew"),
+            "failureThreshold": ExplainedValue(
+                2, "not ready while it drains, too: no client comes anew"
+            ),
         },
         "livenessProbe": {
             "tcpSocket": {"port": "metrics"},
             "periodSeconds": 10,
-            "failureThreshold": Because(
+            "failureThreshold": ExplainedValue(
                 3, "by its port: /ready says no while it drains, and it must not end for that"
             ),
         },
@@ -146,7 +148,7 @@ def deployment(basis: Deployed) -> dict[str, Any]:
                     "command": [
                         "bash",
                         "-c",
-                        Because(
+                        ExplainedValue(
                             drain_script(PRE_STOP_S, exit_s),
                             f"{PRE_STOP_S} s in which clients are told to connect anew, then until "
                             f"nothing is under way, {exit_s} s at most, as the servers' exit "
@@ -158,7 +160,7 @@ def deployment(basis: Deployed) -> dict[str, Any]:
         },
         "resources": {
             "requests": {
-                "cpu": Because(f"{_CPU_MILLI}m", "not measured: watch it, and set it here"),
+                "cpu": ExplainedValue(f"{_CPU_MILLI}m", "not measured: watch it, and set it here"),
                 "memory": memory,
             },
             "limits": {"memory": memory.value},
@@ -168,7 +170,7 @@ def deployment(basis: Deployed) -> dict[str, Any]:
     }
     pod = {
         **isolated(proxy_labels(options), USER),
-        "terminationGracePeriodSeconds": Because(
+        "terminationGracePeriodSeconds": ExplainedValue(
             PRE_STOP_S + exit_s * (1 + _SETTLE_S) + _MARGIN_S, "what preStop may take, and a margin"
         ),
         "containers": [container],
@@ -179,7 +181,7 @@ def deployment(basis: Deployed) -> dict[str, Any]:
         "kind": "Deployment",
         "metadata": metadata(options, proxy_name(options)),
         "spec": {
-            "replicas": Because(
+            "replicas": ExplainedValue(
                 _REPLICAS, "one may end while the other answers; no autoscaler owns this number"
             ),
             "selector": {"matchLabels": proxy_labels(options)},
@@ -191,7 +193,7 @@ def deployment(basis: Deployed) -> dict[str, Any]:
 
 def proxy_policy(options: Options) -> dict[str, Any]:
     """Who asks the proxy, and whom it asks."""
-    askers = Because(
+    askers = ExplainedValue(
         [{"podSelector": {}}],
         "nobody's identity is checked: only this namespace may ask, where a gateway belongs",
     )
@@ -201,7 +203,7 @@ def proxy_policy(options: Options) -> dict[str, Any]:
         "ports": [{"port": PORTS["http"]}, {"port": PORTS["grpc"]}],
     }
     names = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
-    egress = Because([servers, names], "the replicas, and DNS, which tells their addresses")
+    egress = ExplainedValue([servers, names], "the replicas, and DNS, which tells their addresses")
     return network_policy(options, askers, egress, proxy_name(options))
 
 
@@ -212,9 +214,9 @@ def proxy_monitor(options: Options) -> dict[str, Any]:
     return {**monitor, "metadata": metadata(options, proxy_name(options)), "spec": spec}
 
 
-def proxy_askers(options: Options) -> Because:
+def proxy_askers(options: Options) -> ExplainedValue:
     """Who may reach the servers."""
-    return Because(
+    return ExplainedValue(
         [{"podSelector": {"matchLabels": proxy_labels(options)}}],
         "Triton checks nobody's identity, and what went past the proxy would not be counted: the "
         "proxy alone may ask",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.basis import Deployed
 from triptych.deploy.candidate import beside, candidate_name
 from triptych.deploy.options import Options
@@ -54,7 +54,7 @@ def _route(options: Options) -> dict[str, Any]:
     backends: list[dict[str, Any]] = [_backend(options.name)]
     rule: dict[str, Any] = {"backendRefs": backends}
     if options.rollout is not None:
-        backends[0]["weight"] = Because(
+        backends[0]["weight"] = ExplainedValue(
             100, "of the old build; Argo Rollouts moves both, and an apply amid that resets them"
         )
         backends.append({**_backend(canary_name(options)), "weight": 0})
@@ -62,7 +62,7 @@ def _route(options: Options) -> dict[str, Any]:
         share = options.mirrored.share
         copies = {
             "backendRef": _backend(candidate_name(options)),
-            "fraction": Because(
+            "fraction": ExplainedValue(
                 {"numerator": round(share * _MILLION), "denominator": _MILLION},
                 f"--mirror: {share:g} of the requests; what the candidate answers is thrown away",
             ),
@@ -74,7 +74,7 @@ def _route(options: Options) -> dict[str, Any]:
         "metadata": metadata(options),
         "spec": {
             "parentRefs": [{"name": name, "namespace": namespace}],
-            "rules": Because(
+            "rules": ExplainedValue(
                 [rule],
                 "every host name and method of the gateway's listener: add hostnames where it has "
                 "other routes",

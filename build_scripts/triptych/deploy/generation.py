@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import UserError
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.basis import VERSION_DIGITS, check_alone
@@ -79,26 +79,26 @@ class GenerationBasis:
         return gpus_of(self.spec)
 
     @property
-    def cores(self) -> Because:
+    def cores(self) -> ExplainedValue:
         milli = float(self.sizes.cpu_milli.value.removesuffix("m"))
-        return Because(milli / 1000, "by an estimate")
+        return ExplainedValue(milli / 1000, "by an estimate")
 
     @property
     def limits_ms(self) -> Sequence[float]:
         return []
 
     @property
-    def environment(self) -> Mapping[str, Because]:
+    def environment(self) -> Mapping[str, ExplainedValue]:
         return {
-            "HOME": Because(
+            "HOME": ExplainedValue(
                 HOME, "engines keep what they compile below it, and the file system is read-only"
             )
         }
 
     @property
-    def requests_at_once(self) -> Because | None:
+    def requests_at_once(self) -> ExplainedValue | None:
         threshold = self.sizes.threshold_per_s
-        return Because(max(1, math.floor(float(threshold.value))), threshold.reason)
+        return ExplainedValue(max(1, math.floor(float(threshold.value))), threshold.reason)
 
     def overlay(self) -> str:
         if not self.gpus:
@@ -110,7 +110,7 @@ class GenerationBasis:
         limits: dict[str, Any] = {"memory": sizes.memory_mib.value}
         pod: dict[str, Any] = {}
         if self.gpus:
-            limits[gpu_resource(product)] = Because(
+            limits[gpu_resource(product)] = ExplainedValue(
                 self.gpus, "tensor_parallel x pipeline_parallel: a pod is one copy of the model"
             )
             pod = gpu_node(product, "--gpu")
@@ -127,7 +127,7 @@ class GenerationBasis:
 
     def scaled(self) -> dict[str, Any]:
         metrics = self.metrics
-        under_way = Because(
+        under_way = ExplainedValue(
             f"sum({metrics.gauge('running')} + {metrics.gauge('waiting')})",
             "requests in the engines and before them: an answer takes as long as it is, so that a "
             "rate says little",
@@ -135,7 +135,7 @@ class GenerationBasis:
         triggers = [trigger(self.options, "requests", under_way, self.sizes.threshold_per_s)]
         if isinstance(self.spec, GenerationSpec):
             cache = metrics.gauge("kv_cache_share")
-            full = Because(
+            full = ExplainedValue(
                 f"(avg({cache}) > bool {FULL:g}) * (count({cache}) + 1)",
                 f"a guard: one replica more for as long as the KV caches are over {FULL:.0%} full "
                 "on average, as with prompts longer than planned",
@@ -249,46 +249,52 @@ def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
     at_once = spec.core.max_sequences
     most = _ABOVE_FEWEST * MIN_REPLICAS
     return Sizes(
-        start_s=Because(
+        start_s=ExplainedValue(
             start_s,
             f"{_TIMES} times {weights_mib:.0f} MiB of weights at {_READ_MIB_S} MiB/s of a volume, "
             f"and {_ENGINE_S} s of the engine's own start; not measured",
         ),
         pre_stop_s=before_end,
-        exit_timeout_s=Because(
+        exit_timeout_s=ExplainedValue(
             str(answer_s), f"an answer under way may take {_TOKEN_MS} ms a token, not measured"
         ),
-        grace_s=Because(
+        grace_s=ExplainedValue(
             grace_s, "preStop, the longest answer, the end of the server, and a margin"
         ),
-        connection_age_s=Because(
+        connection_age_s=ExplainedValue(
             math.ceil(2 * delay(ready_s)), "clients find new replicas with a new connection"
         ),
-        shm_mib=Because(
+        shm_mib=ExplainedValue(
             shm_mib,
             f"{_processes(spec)} Python processes x ({STEP_SHM_MIB} MiB + "
             f"{largest_request_mib(repository)} MiB, the largest request)"
             + (f"; {_PARTS_SHM_MIB} MiB in which the parts of the model talk" * (gpus > 1)),
         ),
-        memory_mib=Because(
+        memory_mib=ExplainedValue(
             f"{memory_mib}Mi",
             "given by hand (--memory)"
             if options.memory_mib
             else f"not measured: twice the {weights_mib:.0f} MiB of weights while they load, "
             f"{_ENGINE_MIB} MiB of the engine, and shared memory",
         ),
-        cpu_milli=Because(
+        cpu_milli=ExplainedValue(
             f"{math.ceil(cores * 1000)}m", "a core for each GPU's process and two for the steps"
         ),
-        threshold_per_s=Because(
+        threshold_per_s=ExplainedValue(
             f"{max(1.0, BUSY * at_once):.4g}",
             f"requests under way: {BUSY:.0%} of the {at_once} that share a batch "
             "(core.max_sequences); replicas = ceil(requests / this)",
         ),
-        fewest=Because(MIN_REPLICAS, "one may end, or be exchanged, while the other answers"),
-        most=Because(most, f"{_ABOVE_FEWEST} times the fewest: a bound on cost"),
-        stable_s=Because(stable_s(ready_s), f"a replica that goes is missed for {ready_s:.0f} s"),
-        tmp_mib=Because(_CACHES_MIB, "what the engine compiles, not measured; nothing is kept"),
+        fewest=ExplainedValue(
+            MIN_REPLICAS, "one may end, or be exchanged, while the other answers"
+        ),
+        most=ExplainedValue(most, f"{_ABOVE_FEWEST} times the fewest: a bound on cost"),
+        stable_s=ExplainedValue(
+            stable_s(ready_s), f"a replica that goes is missed for {ready_s:.0f} s"
+        ),
+        tmp_mib=ExplainedValue(
+            _CACHES_MIB, "what the engine compiles, not measured; nothing is kept"
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.alerting import alert, camel, who
 from triptych.deploy.dashboard import Panel, burn_panels, gpu_panels, replicas_panel
 from triptych.deploy.metrics import GenerationMetrics, quantile_of
@@ -88,7 +88,7 @@ def _load_alerts(
     yield alert(
         f"{start}Silent",
         {"severity": "page", "kind": "failures", **labels},
-        Because(
+        ExplainedValue(
             metrics.silent(SILENT),
             "a replica that had requests all the time and made no token: its engine hangs, which "
             "no health check sees and no time counts that never ends",
@@ -99,7 +99,7 @@ def _load_alerts(
     yield alert(
         f"{start}Crowded",
         {"severity": "page", "kind": "saturation", **labels},
-        Because(
+        ExplainedValue(
             f"sum(avg_over_time({metrics.gauge('waiting')}[{metrics.window(_WINDOW)}]))"
             f" > {CROWDED * places:.6g} * count({metrics.gauge('waiting')})",
             f"requests wait for {CROWDED:.0%} of the {places} places (core.max_sequences) of each "
@@ -114,7 +114,7 @@ def _load_alerts(
         yield alert(
             f"{start}KvCacheFull",
             {"severity": "ticket", "kind": "saturation", **labels},
-            Because(
+            ExplainedValue(
                 f"avg({metrics.gauge('kv_cache_share')}) > {FULL:g}",
                 "the autoscaler adds a replica for as long as this is so: it is at its end",
             ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.basis import Deployed, Manifests
 from triptych.deploy.kubernetes import APPLY, KUSTOMIZATION, servers
 from triptych.deploy.monitoring import pod_monitor, told_unready
@@ -47,7 +47,7 @@ def kserve_manifests(basis: Deployed) -> Manifests:
         UserError: something cannot work; says what and what to do.
     """
     options, sample = basis.options, basis.sample
-    unready = Because(
+    unready = ExplainedValue(
         f'kube_deployment_status_replicas_unavailable{{namespace="{options.namespace}",'
         f'deployment=~"{options.workload}.*"}} > 0',
         "the Deployments that KServe or Knative makes",
@@ -94,7 +94,7 @@ def _container(basis: Deployed) -> dict[str, Any]:
         "env": [
             {
                 "name": "TRIPTYCH_REPOSITORY",
-                "value": Because(MODELS_MOUNT, "where KServe mounts storageUri"),
+                "value": ExplainedValue(MODELS_MOUNT, "where KServe mounts storageUri"),
             },
             *container["env"],
         ],
@@ -110,14 +110,16 @@ def _runtime(basis: Deployed) -> dict[str, Any]:
     pod = _pod(basis)
     _, node = basis.placement()
     spec = {
-        "labels": Because(
+        "labels": ExplainedValue(
             pod["metadata"]["labels"],
             "of the pods: what watches, guards and scales them selects these",
         ),
         "supportedModelFormats": [
             {
                 "name": FORMAT,
-                "autoSelect": Because(False, "its image and numbers are of this pipeline alone"),
+                "autoSelect": ExplainedValue(
+                    False, "its image and numbers are of this pipeline alone"
+                ),
             }
         ],
         "protocolVersions": ["v2", "grpc-v2"],
@@ -140,9 +142,9 @@ def _inference_service(basis: Deployed) -> dict[str, Any]:
         "out; the start-up check compares every file with the lock"
     )
     if options.models is None:
-        uri = Because(f"pvc://{options.name}-{basis.version}", reason)
+        uri = ExplainedValue(f"pvc://{options.name}-{basis.version}", reason)
     else:
-        uri = Because(
+        uri = ExplainedValue(
             f"oci+native://{options.models}:{basis.version}",
             f"{reason}. An image volume: KServe 0.20, Kubernetes 1.35",
         )
@@ -152,7 +154,7 @@ def _inference_service(basis: Deployed) -> dict[str, Any]:
         "metadata": {
             **metadata(options),
             "annotations": {
-                "storage.kserve.io/readonly": Because(
+                "storage.kserve.io/readonly": ExplainedValue(
                     "true", "files must stay as the lock has them"
                 )
             },
@@ -181,7 +183,7 @@ def _standard(basis: Deployed) -> dict[str, Any]:
         _add("/spec/containers/0/lifecycle", container["lifecycle"]),
         _add(
             "/spec/containers/0/ports",
-            Because(
+            ExplainedValue(
                 container["ports"],
                 "KServe's Service and route know gRPC by the name of its port; without names it "
                 "opens HTTP alone",
@@ -194,13 +196,13 @@ def _standard(basis: Deployed) -> dict[str, Any]:
         "metadata": {
             "name": options.name,
             "annotations": {
-                _MODE: Because(
+                _MODE: ExplainedValue(
                     "Standard",
                     "before KServe 0.16 this was called RawDeployment. canaryTrafficPercent does "
                     "nothing here, and says so nowhere (issue 5335): 0.20 has spec.canary, which "
                     "names a second predictor; overlays/knative splits by percent",
                 ),
-                "serving.kserve.io/autoscalerClass": Because(
+                "serving.kserve.io/autoscalerClass": ExplainedValue(
                     "external", "the ScaledObject beside this file scales, as without KServe"
                 ),
             },
@@ -209,7 +211,7 @@ def _standard(basis: Deployed) -> dict[str, Any]:
     }
     scaled = basis.scaled()
     scaled["spec"]["scaleTargetRef"] = {
-        "name": Because(options.workload, "the Deployment that KServe makes")
+        "name": ExplainedValue(options.workload, "the Deployment that KServe makes")
     }
     return {
         "kustomization.yaml": _kustomization(
@@ -232,7 +234,9 @@ def _knative(basis: Deployed) -> dict[str, Any]:
             "/spec/containers/0/ports",
             [
                 {
-                    "name": Because("h2c", "Knative opens one port, and knows gRPC by this name"),
+                    "name": ExplainedValue(
+                        "h2c", "Knative opens one port, and knows gRPC by this name"
+                    ),
                     "containerPort": grpc,
                 }
             ],
@@ -241,7 +245,7 @@ def _knative(basis: Deployed) -> dict[str, Any]:
     predictor: dict[str, Any] = {
         "minReplicas": basis.sizes.fewest,
         "maxReplicas": basis.sizes.most,
-        "timeout": Because(
+        "timeout": ExplainedValue(
             basis.sizes.grace_s.value,
             "Knative's limit of a request, and the grace of a pod: it takes no other, no preStop "
             f"and no spread. {basis.sizes.grace_s.reason}",
@@ -250,7 +254,7 @@ def _knative(basis: Deployed) -> dict[str, Any]:
     if basis.sample is not None:
         fs_group = group()["fsGroup"]
         predictor["securityContext"] = {
-            "fsGroup": Because(
+            "fsGroup": ExplainedValue(
                 fs_group.value,
                 f"{fs_group.reason}. Knative takes no fsGroupChangePolicy, and this and a volume "
                 "that is written to only where its config-features have "
@@ -262,9 +266,9 @@ def _knative(basis: Deployed) -> dict[str, Any]:
         predictor["scaleTarget"] = at_once
     elif rate >= 1:
         predictor["scaleMetric"] = "rps"
-        predictor["scaleTarget"] = Because(rate, basis.sizes.threshold_per_s.reason)
+        predictor["scaleTarget"] = ExplainedValue(rate, basis.sizes.threshold_per_s.reason)
     if options.canary_percent is not None:
-        predictor["canaryTrafficPercent"] = Because(
+        predictor["canaryTrafficPercent"] = ExplainedValue(
             options.canary_percent,
             "--canary: the last build that was rolled out whole keeps the rest. Without it the new "
             "build gets all; 0 goes back",
@@ -275,8 +279,10 @@ def _knative(basis: Deployed) -> dict[str, Any]:
         "metadata": {
             "name": options.name,
             "annotations": {
-                _MODE: Because("Serverless", "Knative; KServe 0.16 and later take that name, too"),
-                "autoscaling.knative.dev/target-utilization-percentage": Because(
+                _MODE: ExplainedValue(
+                    "Serverless", "Knative; KServe 0.16 and later take that name, too"
+                ),
+                "autoscaling.knative.dev/target-utilization-percentage": ExplainedValue(
                     "100", "the headroom is in scaleTarget; Knative would take another 30 % off"
                 ),
             },
@@ -287,7 +293,9 @@ def _knative(basis: Deployed) -> dict[str, Any]:
         {"op": "remove", "path": "/spec/podMetricsEndpoints/0/port"},
         _add(
             "/spec/podMetricsEndpoints/0/portNumber",
-            Because(PORTS["metrics"], "the container names no port for it: Knative allows one"),
+            ExplainedValue(
+                PORTS["metrics"], "the container names no port for it: Knative allows one"
+            ),
         ),
     ]
     made = _kustomization(basis, ["../../base"])
@@ -303,7 +311,7 @@ def _knative(basis: Deployed) -> dict[str, Any]:
 def _kustomization(basis: Deployed, resources: list[str]) -> dict[str, Any]:
     return {
         **KUSTOMIZATION,
-        "namespace": Because(
+        "namespace": ExplainedValue(
             basis.options.namespace, "queries and alerts select it, too: change it with --namespace"
         ),
         "resources": resources,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy import envoy
 from triptych.deploy.alertmanager import alertmanager
 from triptych.deploy.basis import Deployed, Manifests
@@ -46,7 +46,9 @@ def kubernetes_manifests(basis: Deployed) -> Manifests:
         name = envoy.proxy_name(options)
         kustomization["configMapGenerator"] = [
             {
-                "name": Because(name, "its hash becomes part of its name: a change rolls out"),
+                "name": ExplainedValue(
+                    name, "its hash becomes part of its name: a change rolls out"
+                ),
                 "files": ["envoy.yaml"],
             }
         ]
@@ -56,7 +58,7 @@ def kubernetes_manifests(basis: Deployed) -> Manifests:
         **files,
         f"overlays/{overlay}/kustomization.yaml": {
             **KUSTOMIZATION,
-            "namespace": Because(
+            "namespace": ExplainedValue(
                 options.namespace, "queries and alerts select it, too: change it with --namespace"
             ),
             "resources": ["../../base"],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.alerting import SHORTEST_FOR, alert, camel, who
 from triptych.deploy.metrics import Metrics, quantile_of
 from triptych.deploy.numbers import SCRAPE_S, Measured, Sizes
@@ -90,7 +90,7 @@ def pod_monitor(options: Options) -> dict[str, Any]:
                 {
                     "port": "metrics",
                     "path": "/metrics",
-                    "interval": Because(
+                    "interval": ExplainedValue(
                         f"{SCRAPE_S}s",
                         "four scrapes in the shortest window that a rate is taken over",
                     ),
@@ -146,7 +146,7 @@ def rule_of(
     }
 
 
-def told_unready(rule: dict[str, Any], expression: Because) -> dict[str, Any]:
+def told_unready(rule: dict[str, Any], expression: ExplainedValue) -> dict[str, Any]:
     """The rules with another expression for replicas that do not get ready."""
     groups = [
         {
@@ -227,7 +227,7 @@ def _burn_alert(one: Objective, burn: Burn, promise: Promised, options: Options)
     return alert(
         f"{camel(options.name)}{one.name}Burn{burn.long}",
         {"severity": burn.severity, "kind": one.kind, **who(promise.pipeline, options)},
-        Because(
+        ExplainedValue(
             expression,
             f"budget {one.budget:.4g} of the {one.of} ({promise.limits}), burned "
             f"{burn.times:g} times as fast as it may: {threshold:.4g}{capped}. With fewer than "
@@ -248,7 +248,7 @@ def _percentile_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterat
         yield alert(
             f"{camel(options.name)}{name.upper()}Missed",
             {"severity": "page", "kind": "latency", **who(lock.spec.name, options)},
-            Because(
+            ExplainedValue(
                 f"{metrics.percentile_us(name)} > {limit_ms * 1e3:.0f}",
                 f"{shown} <= {limit_ms:g} ms is promised. Triton {options.release} has no "
                 f"histogram with an edge there (serving.triton and --triton of {COUNTED_FROM} or "
@@ -271,7 +271,7 @@ def _saturation_alerts(
     yield alert(
         f"{camel(options.name)}Saturated",
         {"severity": "page", "kind": "saturation", **who(name, options)},
-        Because(
+        ExplainedValue(
             f"{metrics.offered('5m')} > {per_replica:.6g} * {metrics.replicas()}",
             f"more comes in than all replicas were measured to hold, {per_replica:.4g}/s each",
         ),
@@ -296,7 +296,7 @@ def replica_alerts(
         f"{name}: a replica does not get ready",
         "kubectl describe pod and kubectl logs --previous: the start-up check says in one line "
         "what it refuses.",
-        Because(
+        ExplainedValue(
             metrics.window(f"{waiting_s}s"),
             "longer than a start may take, and than the autoscaler needs to settle",
         ),
@@ -304,7 +304,7 @@ def replica_alerts(
     yield alert(
         f"{start}NoMetrics",
         {**labels, "kind": "metrics"},
-        Because(
+        ExplainedValue(
             f"absent({metrics.replicas()})",
             "no metrics: neither this page nor the autoscaler knows of any load",
         ),
@@ -331,7 +331,7 @@ def _row_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict
     yield alert(
         f"{camel(options.name)}RowsDrifted",
         {"severity": "ticket", "kind": "rows", **who(lock.spec.name, options)},
-        Because(
+        ExplainedValue(
             expression,
             f"built for rows of {built_for:g} tokens in the mean; work of {WORTH_TUNING:g} times "
             f"that, or the reverse, is worth tuning anew. Means of {MIN_ROWS} rows do not "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.base.errors import UserError
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.container.flags import Options as ServerOptions
 from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
@@ -35,9 +35,9 @@ class Measured:
         gpu_memory_mib: most in use on its GPU; None where there is none.
     """
 
-    capacity_per_s: Because
-    cpu_cores: Because
-    memory_mib: Because
+    capacity_per_s: ExplainedValue
+    cpu_cores: ExplainedValue
+    memory_mib: ExplainedValue
     load_s: float | None
     gpu_memory_mib: float | None
 
@@ -73,9 +73,11 @@ def memory_seen_mib(lock: Lock, reports: Path) -> float | None:
     return _most_memory_mib(bench) or None
 
 
-def _capacity(lock: Lock, options: Options, bench: BenchResult | None, reports: Path) -> Because:
+def _capacity(
+    lock: Lock, options: Options, bench: BenchResult | None, reports: Path
+) -> ExplainedValue:
     if options.capacity_per_s is not None:
-        return Because(options.capacity_per_s, "given by hand (--capacity)")
+        return ExplainedValue(options.capacity_per_s, "given by hand (--capacity)")
     if bench is None or bench.rate is None:
         raise UserError(
             "--capacity",
@@ -89,11 +91,11 @@ def _capacity(lock: Lock, options: Options, bench: BenchResult | None, reports: 
     broken = rate.lowest_broken_per_s
     more = "" if broken is None else f", {broken:.4g}/s broke it"
     held = f"measured: {rate.highest_per_s:.4g}/s held {bench.slo}{more} ({_where(bench)})"
-    return Because(rate.highest_per_s, held)
+    return ExplainedValue(rate.highest_per_s, held)
 
 
 def _with_use(
-    lock: Lock, options: Options, bench: BenchResult | None, capacity: Because
+    lock: Lock, options: Options, bench: BenchResult | None, capacity: ExplainedValue
 ) -> Measured:
     used = None if bench is None else _use_at(bench, capacity.value)
     missing = [
@@ -122,15 +124,15 @@ def _with_use(
     gpus = [gpu.memory_mib for gpu in used.gpus] if used else []
     return Measured(
         capacity_per_s=capacity,
-        cpu_cores=Because(options.cpu_cores, "given by hand (--cpu)")
+        cpu_cores=ExplainedValue(options.cpu_cores, "given by hand (--cpu)")
         if options.cpu_cores is not None
-        else Because(
+        else ExplainedValue(
             cores,
             f"measured: {cores:.2f} of {seen} cores busy, at the rate nearest to capacity{where}",
         ),
-        memory_mib=Because(options.memory_mib, "given by hand (--memory)")
+        memory_mib=ExplainedValue(options.memory_mib, "given by hand (--memory)")
         if options.memory_mib is not None
-        else Because(
+        else ExplainedValue(
             memory * MEMORY_MARGIN,
             f"measured: {memory:.0f} MiB at most{where}, times {MEMORY_MARGIN:g} for what a bench "
             "does not meet",
@@ -255,19 +257,19 @@ class Sizes:
     `threshold_per_s` is the rate that one replica is given: its capacity, less headroom.
     """
 
-    start_s: Because
-    pre_stop_s: Because
-    exit_timeout_s: Because
-    grace_s: Because
-    connection_age_s: Because
-    shm_mib: Because
-    memory_mib: Because
-    cpu_milli: Because
-    threshold_per_s: Because
-    fewest: Because
-    most: Because
-    stable_s: Because
-    tmp_mib: Because = Because(TMP_MIB, "the steps' scratch; nothing is kept there")
+    start_s: ExplainedValue
+    pre_stop_s: ExplainedValue
+    exit_timeout_s: ExplainedValue
+    grace_s: ExplainedValue
+    connection_age_s: ExplainedValue
+    shm_mib: ExplainedValue
+    memory_mib: ExplainedValue
+    cpu_milli: ExplainedValue
+    threshold_per_s: ExplainedValue
+    fewest: ExplainedValue
+    most: ExplainedValue
+    stable_s: ExplainedValue
+    tmp_mib: ExplainedValue = ExplainedValue(TMP_MIB, "the steps' scratch; nothing is kept there")
 
 
 def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path) -> Sizes:
@@ -289,19 +291,19 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
         pre_stop_s=before_end,
         exit_timeout_s=exit_timeout,
         grace_s=_grace(options, before_end.value, exit_timeout.value),
-        connection_age_s=Because(
+        connection_age_s=ExplainedValue(
             max(60, math.ceil(2 * delay_s)),
             "a gRPC client looks for new replicas only when a connection ends: twice the "
             f"{delay_s:.0f} s from more load to a ready replica, so that each soon gets its part",
         ),
         shm_mib=shm,
         memory_mib=_memory(lock, options, measured, shm.value),
-        cpu_milli=Because(
+        cpu_milli=ExplainedValue(
             f"{max(100, math.ceil(measured.cpu_cores.value * 10) * 100)}m",
             f"{measured.cpu_cores.reason}. No limit: throttling would cost the slowest requests. "
             f"{_threads(lock)}",
         ),
-        threshold_per_s=Because(
+        threshold_per_s=ExplainedValue(
             f"{threshold:.4g}",
             f"{share:.3f} (headroom) x {measured.capacity_per_s.value:.4g}/s (capacity): "
             f"replicas = ceil(rate / {threshold:.4g}). Capacity: {measured.capacity_per_s.reason}. "
@@ -313,7 +315,7 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
         ),
         fewest=fewest,
         most=_most(options, fewest.value, threshold),
-        stable_s=Because(
+        stable_s=ExplainedValue(
             stable_s(ready_s),
             f"a replica that goes is missed for the {ready_s:.0f} s that a new one takes: the load "
             f"must have been lower for {_STABLE_TIMES} times that, and for Kubernetes' usual "
@@ -357,50 +359,52 @@ def _ready(options: Options, measured: Measured) -> tuple[float, str]:
     return START_S, "nobody measured it: the image's own start period; give --ready"
 
 
-def _start(options: Options, measured: Measured) -> Because:
+def _start(options: Options, measured: Measured) -> ExplainedValue:
     if measured.load_s is None:
-        return Because(START_S, "nobody measured the load: the start period of the image itself")
+        return ExplainedValue(
+            START_S, "nobody measured the load: the start period of the image itself"
+        )
     seconds = max(_MIN_START_S, math.ceil(_START_TIMES * measured.load_s))
-    return Because(
+    return ExplainedValue(
         seconds,
         f"{seconds} s in all: measured, the models load in {measured.load_s:.1f} s; "
         f"{_START_TIMES} times that (at least {_MIN_START_S} s) for a slow disk and a busy node",
     )
 
 
-def _exit_timeout(lock: Lock) -> Because:
+def _exit_timeout(lock: Lock) -> ExplainedValue:
     """Whatever is under way may take as long as it may wait, and its latency."""
     slowest_ms = (
         lock.spec.serving.longest_wait_ms + max(lock.spec.serving.slo.limits_us.values()) / 1e3
     )
     usual = ServerOptions.exit_timeout_s
-    return Because(
+    return ExplainedValue(
         str(max(usual, math.ceil(slowest_ms / 1e3))),
         f"requests under way may still take {slowest_ms / 1e3:g} s (serving.queue and the promise);"
         f" {usual} s is the image's own",
     )
 
 
-def pre_stop(options: Options) -> Because:
+def pre_stop(options: Options) -> ExplainedValue:
     """Seconds of a replica before SIGTERM."""
     if options.target == "compose":
-        return Because(
+        return ExplainedValue(
             0, "Docker takes nothing out of its DNS before SIGTERM: a wait gains nothing"
         )
     why = "a server that is told to stop at once fails what still comes to it"
     if options.envoy is not None:
-        return Because(
+        return ExplainedValue(
             PRE_STOP_S + _DNS_S,
             f"before SIGTERM, so that the proxy has let go of this replica: {why}. {_DNS_S} s each "
             "for endpoints, the time that DNS keeps an answer, and the proxy's own look",
         )
-    return Because(
+    return ExplainedValue(
         PRE_STOP_S,
         f"before SIGTERM, so that endpoints and balancers have let go of this replica: {why}",
     )
 
 
-def _grace(options: Options, pre_stop_s: int, exit_timeout: str) -> Because:
+def _grace(options: Options, pre_stop_s: int, exit_timeout: str) -> ExplainedValue:
     drain_s = pre_stop_s + int(exit_timeout) + math.ceil(EXIT_S)
     given = options.grace_s
     if given is not None and given < drain_s:
@@ -410,7 +414,7 @@ def _grace(options: Options, pre_stop_s: int, exit_timeout: str) -> Because:
             given=f"{given} s; {pre_stop_s} + {exit_timeout} + {EXIT_S:g} s are {drain_s} s",
             remedy="Give more, or lower serving.queue.max_wait_ms where it is what takes long",
         )
-    return Because(
+    return ExplainedValue(
         given or drain_s + _END_MARGIN_S,
         f"{pre_stop_s} s of preStop, {exit_timeout} s for requests under way (exit timeout), "
         f"{EXIT_S:g} s for the server to end, and a margin: SIGKILL must never come first",
@@ -428,10 +432,10 @@ def _step_processes(lock: Lock) -> int:
     return instances.preprocess + instances.postprocess
 
 
-def _shm(lock: Lock, repository: Path) -> Because:
+def _shm(lock: Lock, repository: Path) -> ExplainedValue:
     processes = _step_processes(lock)
     request_mib = largest_request_mib(repository)
-    return Because(
+    return ExplainedValue(
         shm_mib(lock, repository),
         f"{processes} Python processes (instances of preprocess and postprocess) x ({STEP_SHM_MIB} "
         f"MiB + {request_mib} MiB, the largest request that the pipeline takes): tensors pass "
@@ -439,7 +443,7 @@ def _shm(lock: Lock, repository: Path) -> Because:
     )
 
 
-def _memory(lock: Lock, options: Options, measured: Measured, shm_mib: int) -> Because:
+def _memory(lock: Lock, options: Options, measured: Measured, shm_mib: int) -> ExplainedValue:
     if options.memory_mib is not None:
         if options.memory_mib <= shm_mib:
             raise UserError(
@@ -448,12 +452,14 @@ def _memory(lock: Lock, options: Options, measured: Measured, shm_mib: int) -> B
                 given=f"{options.memory_mib}Mi, of which {shm_mib} MiB may be shared",
                 remedy="Give more, or fewer instances of the Python steps",
             )
-        return Because(f"{options.memory_mib}Mi", "given by hand (--memory); request and limit")
+        return ExplainedValue(
+            f"{options.memory_mib}Mi", "given by hand (--memory); request and limit"
+        )
     instances = lock.spec.serving.instances.core
     batch_mib = math.ceil((lock.plan.batch_mib or 0) * instances)
     needed = measured.memory_mib.value + batch_mib + shm_mib
     rounded = math.ceil(needed / _MEMORY_STEP_MIB) * _MEMORY_STEP_MIB
-    return Because(
+    return ExplainedValue(
         f"{rounded}Mi",
         f"{measured.memory_mib.reason}; {batch_mib} MiB for {lock.plan.max_batch_size} rows of "
         f"{lock.plan.max_length} tokens in each of {instances} instances of the core, "
@@ -462,29 +468,29 @@ def _memory(lock: Lock, options: Options, measured: Measured, shm_mib: int) -> B
     )
 
 
-def _fewest(lock: Lock, threshold: float) -> Because:
+def _fewest(lock: Lock, threshold: float) -> ExplainedValue:
     promised = lock.spec.serving.slo.throughput
     if promised is None or promised <= threshold:
-        return Because(
+        return ExplainedValue(
             MIN_REPLICAS, "one may end, or be exchanged, while the other answers; no promised "
             "throughput asks for more",
         )  # fmt: skip
     needed = math.ceil(promised / threshold)
-    return Because(
+    return ExplainedValue(
         max(MIN_REPLICAS, needed),
         f"{promised:g}/s are promised (serving.slo.throughput): ceil({promised:g} / "
         f"{threshold:.4g}), at least {MIN_REPLICAS}",
     )
 
 
-def _most(options: Options, fewest: int, threshold: float) -> Because:
+def _most(options: Options, fewest: int, threshold: float) -> ExplainedValue:
     if options.peak_per_s is None:
-        return Because(
+        return ExplainedValue(
             _ABOVE_FEWEST * fewest,
             f"{_ABOVE_FEWEST} times the fewest: a bound on cost; --peak-rate says what is needed",
         )
     needed = math.ceil(options.peak_per_s / threshold)
-    return Because(
+    return ExplainedValue(
         max(fewest, needed),
         f"a peak of {options.peak_per_s:g}/s (--peak-rate): ceil({options.peak_per_s:g} / "
         f"{threshold:.4g})",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.basis import Deployed
 from triptych.deploy.gateway import canary_name
 from triptych.deploy.monitoring import BURNS, told_unready
@@ -33,7 +33,7 @@ def progressive(basis: Deployed, base: dict[str, Any]) -> dict[str, Any]:
         "kind": "Rollout",
         "name": options.name,
     }
-    unready = Because(
+    unready = ExplainedValue(
         f'rollout_info_replicas_unavailable{{name="{options.name}"}} > 0',
         "of Argo Rollouts' controller, whose own namespace a scraper may write there: the "
         "Deployment's pods are gone",
@@ -80,7 +80,7 @@ def _rollout(basis: Deployed) -> dict[str, Any]:
         steps.insert(
             0,
             {
-                "analysis": Because(
+                "analysis": ExplainedValue(
                     compared,
                     "what users asked of late, asked of both builds, before the new one gets a "
                     "single request. Too few sampled rows tell nothing, and end the rollout",
@@ -97,14 +97,14 @@ def _rollout(basis: Deployed) -> dict[str, Any]:
                 "apiVersion": "apps/v1",
                 "kind": "Deployment",
                 "name": options.name,
-                "scaleDown": Because(
+                "scaleDown": ExplainedValue(
                     "onsuccess", "the Deployment's own pods go once the Rollout's answer"
                 ),
             },
-            "revisionHistoryLimit": Because(
+            "revisionHistoryLimit": ExplainedValue(
                 _REVISIONS, "builds that `kubectl argo rollouts undo` can go back to"
             ),
-            "progressDeadlineSeconds": Because(
+            "progressDeadlineSeconds": ExplainedValue(
                 2 * basis.sizes.start_s.value, "as the Deployment's: twice what a start may take"
             ),
             "strategy": {
@@ -139,7 +139,7 @@ def _analysis(basis: Deployed) -> dict[str, Any]:
                 "count": _LOOKS,
                 "interval": "1m",
                 "failureLimit": 0,
-                "successCondition": Because(
+                "successCondition": ExplainedValue(
                     f"len(result) > 0 && result[0] <= {threshold:.6g}",
                     f"the budget of {one.budget:.4g} may burn {_BURN.times:g} times as fast for a "
                     "while, as in the alerts; a canary of which all requests fail is over that. "
@@ -167,7 +167,7 @@ def _weights(basis: Deployed) -> list[Any]:
     """Percent of the requests for the new build: the first that shows one that fails them all."""
     thresholds = [_BURN.threshold(one.budget) for one in basis.objectives()]
     least = _STEP_PERCENT * math.floor(100 * max(thresholds) / _STEP_PERCENT + 1)
-    first = Because(
+    first = ExplainedValue(
         least,
         f"the rules see both builds together: with a smaller share not even a build that fails "
         f"every request would burn the budget {_BURN.times:g} times too fast",
@@ -175,5 +175,5 @@ def _weights(basis: Deployed) -> list[Any]:
     return [first, *[w for w in (50,) if w > least]]
 
 
-def _pause() -> Because:
-    return Because(_WINDOW, "the window that the rules look at must be of this weight alone")
+def _pause() -> ExplainedValue:
+    return ExplainedValue(_WINDOW, "the window that the rules look at must be of this weight alone")

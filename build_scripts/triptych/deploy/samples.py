@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from triptych.base.cache import CACHE_VARIABLE
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.container.settings import read_settings
 from triptych.deploy.basis import Deployed
 from triptych.deploy.monitoring import pod_monitor
@@ -63,7 +63,7 @@ def claim(options: Options, sample: Sample) -> dict[str, Any]:
         "kind": "PersistentVolumeClaim",
         "metadata": metadata(options, claim_name(options)),
         "spec": {
-            "accessModes": Because(
+            "accessModes": ExplainedValue(
                 ["ReadWriteMany"],
                 "replicas on all nodes write, and the watch reads what all of them answered: name "
                 "a storageClassName that can (NFS, CephFS, EFS, Filestore) where the cluster's "
@@ -71,7 +71,7 @@ def claim(options: Options, sample: Sample) -> dict[str, Any]:
             ),
             "resources": {
                 "requests": {
-                    "storage": Because(
+                    "storage": ExplainedValue(
                         f"{mib}Mi",
                         f"{_FOLDERS} x serving.sample.max_bytes ({sample.max_bytes} bytes): each "
                         "replica may be over it by a file of a tenth, and a candidate has a folder "
@@ -111,13 +111,13 @@ def volume(options: Options) -> dict[str, Any]:
 def group() -> dict[str, Any]:
     """Of a pod's securityContext: what lets its user write to a new volume."""
     return {
-        "fsGroup": Because(
+        "fsGroup": ExplainedValue(
             USER,
             "the root of a new volume is root's. Files are for their user alone (0600), so the "
             "servers and the watch are one user. A driver that does not set groups (NFS): make "
             f"its root writable for {USER}",
         ),
-        "fsGroupChangePolicy": Because(
+        "fsGroupChangePolicy": ExplainedValue(
             "OnRootMismatch",
             "Always would let the group read each file again whenever a pod starts",
         ),
@@ -130,7 +130,7 @@ def watch_command(pipeline: str) -> list[Any]:
         *("triptych", "watch", pipeline),
         *(
             "--every",
-            Because(WATCH_EVERY, "all looks are one test: more of them cost no false alarm"),
+            ExplainedValue(WATCH_EVERY, "all looks are one test: more of them cost no false alarm"),
         ),
         *("--port", str(PORTS["metrics"]), "--host", "0.0.0.0"),
         *("--repository", str(read_settings({}).repository)),
@@ -143,12 +143,12 @@ def watch_environment() -> dict[str, str]:
     return {"HOME": "/tmp", CACHE_VARIABLE: f"{MOUNT}/.cache", "HF_HUB_OFFLINE": "1"}
 
 
-def watch_memory_mib(basis: Deployed) -> Because:
+def watch_memory_mib(basis: Deployed) -> ExplainedValue:
     """Of one look."""
     core = basis.repository / f"{basis.name}_core"
     size_mib = sum(file.stat().st_size for file in core.rglob("*") if file.is_file()) / _MIB
     mib = math.ceil((_BASE_MIB + _OF_CORE * size_mib) / _STEP_MIB) * _STEP_MIB
-    return Because(
+    return ExplainedValue(
         mib,
         f"{_BASE_MIB} MiB, and {_OF_CORE} times the core's files ({size_mib:.0f} MiB), whose "
         "weights may be a fourth of the original's: MiniLM's 90 MiB took 570. Not measured for "
@@ -198,7 +198,9 @@ def watch_pod(basis: Deployed, container: dict[str, Any], *, version: str) -> di
             {
                 "name": "tmp",
                 "emptyDir": {
-                    "sizeLimit": Because(f"{_TMP_MIB}Mi", "scratch, also of servers for `shadow`")
+                    "sizeLimit": ExplainedValue(
+                        f"{_TMP_MIB}Mi", "scratch, also of servers for `shadow`"
+                    )
                 },
             },
         ],
@@ -218,8 +220,8 @@ def _deployment(basis: Deployed) -> dict[str, Any]:
         "livenessProbe": {**listens, "periodSeconds": 30},
         "resources": {
             "requests": {
-                "cpu": Because(f"{_CPU_MILLI}m", "a look may take its time"),
-                "memory": Because(f"{memory.value}Mi", memory.reason),
+                "cpu": ExplainedValue(f"{_CPU_MILLI}m", "a look may take its time"),
+                "memory": ExplainedValue(f"{memory.value}Mi", memory.reason),
             },
             "limits": {"memory": f"{memory.value}Mi"},
         },
@@ -229,13 +231,13 @@ def _deployment(basis: Deployed) -> dict[str, Any]:
         "kind": "Deployment",
         "metadata": metadata(options, watch_name(options)),
         "spec": {
-            "replicas": Because(
+            "replicas": ExplainedValue(
                 1,
                 "one that stays, and no CronJob: its gauges are scraped as the servers' are, while "
                 "a pod that has ended would need a Pushgateway; an alarm is no failed Job, and a "
                 "look that fails is told by the time of the last one",
             ),
-            "strategy": {"type": Because("Recreate", "two would write one timeline")},
+            "strategy": {"type": ExplainedValue("Recreate", "two would write one timeline")},
             "selector": {"matchLabels": own},
             "template": {
                 "metadata": {"labels": {**own, "app.kubernetes.io/version": basis.version}},
@@ -246,7 +248,7 @@ def _deployment(basis: Deployed) -> dict[str, Any]:
 
 
 def _policy(options: Options) -> dict[str, Any]:
-    nobody = Because([], "texts of users are in its samples: it calls nobody")
+    nobody = ExplainedValue([], "texts of users are in its samples: it calls nobody")
     ingress = [metrics_ingress(options)]
     return closed_policy(options, watch_name(options), ingress=ingress, egress=nobody)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import POLL_S, RATE_WINDOW_S, Sizes
 from triptych.deploy.options import Options
@@ -30,7 +30,7 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes, metrics: Metrics) 
     guard = trigger(
         options,
         "queue",
-        Because(
+        ExplainedValue(
             f"{waits} * ({metrics.replicas()} + 1)",
             f"a guard: one replica more for as long as a request waits over {limit_us / 1e3:g} ms "
             f"on average ({WAITING_SHARE:.0%} of the shortest promise). Queue time itself explodes "
@@ -55,7 +55,7 @@ def scaled(options: Options, sizes: Sizes, triggers: list[dict[str, Any]]) -> di
             "fallback": {
                 "failureThreshold": _FAILURES,
                 "replicas": sizes.fewest.value,
-                "behavior": Because(
+                "behavior": ExplainedValue(
                     "currentReplicasIfHigher",
                     "without data the fleet stays as it was for the last load known (KEDA 2.17)",
                 ),
@@ -64,7 +64,7 @@ def scaled(options: Options, sizes: Sizes, triggers: list[dict[str, Any]]) -> di
                 "horizontalPodAutoscalerConfig": {
                     "behavior": {
                         "scaleUp": {
-                            "stabilizationWindowSeconds": Because(
+                            "stabilizationWindowSeconds": ExplainedValue(
                                 0, "the headroom pays for the time to ready, not for waiting"
                             )
                         },
@@ -77,7 +77,7 @@ def scaled(options: Options, sizes: Sizes, triggers: list[dict[str, Any]]) -> di
     }
 
 
-def _offered(metrics: Metrics, window: str) -> Because:
+def _offered(metrics: Metrics, window: str) -> ExplainedValue:
     what = (
         "what came in, refused requests included: answers saturate just when replicas are missing"
     )
@@ -86,20 +86,20 @@ def _offered(metrics: Metrics, window: str) -> Because:
         if metrics.envoy is None
         else "Of the proxy: were there no server to take it"
     )
-    return Because(metrics.offered(window), f"{what}. {where}")
+    return ExplainedValue(metrics.offered(window), f"{what}. {where}")
 
 
-def trigger(options: Options, name: str, query: Because, threshold: Any) -> dict[str, Any]:
+def trigger(options: Options, name: str, query: ExplainedValue, threshold: Any) -> dict[str, Any]:
     """A query of Prometheus; as many replicas as `threshold` goes into it."""
     return {
         "type": "prometheus",
         "name": name,
-        "metricType": Because("AverageValue", "replicas = ceil(query / threshold)"),
+        "metricType": ExplainedValue("AverageValue", "replicas = ceil(query / threshold)"),
         "metadata": {
             "serverAddress": options.prometheus,
             "query": query,
             "threshold": threshold,
-            "ignoreNullValues": Because(
+            "ignoreNullValues": ExplainedValue(
                 "false", "lost metrics are no load of 0: KEDA would remove replicas"
             ),
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.container.settings import read_settings
 from triptych.deploy.basis import Deployed
 from triptych.deploy.options import Options
@@ -30,7 +30,7 @@ def verdict_command(pipeline: str) -> list[Any]:
         *("--samples", MOUNT),
         *(
             "--rounds",
-            Because(
+            ExplainedValue(
                 "0",
                 "answers alone: latency beside strangers on a node is noise, and the rules judge "
                 "it on live requests",
@@ -47,7 +47,7 @@ def verdict_spec(basis: Deployed) -> dict[str, Any]:
     resources, node = basis.placement()
     memory = watch_memory_mib(basis)
     server_mib = int(basis.sizes.memory_mib.value.removesuffix("Mi"))
-    limit = Because(
+    limit = ExplainedValue(
         f"{memory.value + _BUILDS * server_mib}Mi",
         f"a server of each build ({server_mib} MiB, as a replica), and the original model: "
         f"{memory.reason}",
@@ -72,12 +72,12 @@ def verdict_spec(basis: Deployed) -> dict[str, Any]:
             "name": "shm",
             "emptyDir": {
                 "medium": "Memory",
-                "sizeLimit": Because(f"{shm_mib}Mi", "of two servers"),
+                "sizeLimit": ExplainedValue(f"{shm_mib}Mi", "of two servers"),
             },
         },
     ]
     return {
-        "backoffLimit": Because(
+        "backoffLimit": ExplainedValue(
             0,
             "exit code 1 is a verdict, which a second run would not change: the new build is "
             "worse, or too few rows are sampled to tell; 2 is a mistake. None of them may pass",

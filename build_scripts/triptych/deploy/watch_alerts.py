@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.deploy.alerting import SHORTEST_FOR, alert, camel, who
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import WATCH_EVERY, Options
@@ -28,7 +28,7 @@ def watch_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dic
     yield alert(
         f"{camel(options.name)}SamplesDropped",
         {"severity": "ticket", "kind": "watch", **who(lock.spec.name, options)},
-        Because(
+        ExplainedValue(
             f"{lost} / {all_} > {MAX_DROPPED:g}\nand {lost} >= {MIN_DROPPED}",
             "what the disk refused, what did not fit into a request's ticket, what the writer "
             "could not take: with so many lost, the rest is no uniform choice of the requests. "
@@ -47,7 +47,7 @@ def _of_looks(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[s
     yield alert(
         f"{start}AnswersWrong",
         {"severity": "page", "kind": "answers", **labels},
-        Because(
+        ExplainedValue(
             f"max({metrics.watch('alarms')}) > 0",
             "the watch's own test, of all rows since the build: one that is right raises it once "
             "in 1,000 builds, however often it is looked at. So it needs no window here",
@@ -59,7 +59,7 @@ def _of_looks(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[s
     yield alert(
         f"{start}RequestsDrifted",
         {"severity": "ticket", "kind": "rows", **labels},
-        Because(
+        ExplainedValue(
             f"max({metrics.watch('drifts')}) > 0",
             "lengths, labels or scripts of a look that chance explains less than once in a million",
         ),
@@ -71,7 +71,7 @@ def _of_looks(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[s
     yield alert(
         f"{start}WatchSilent",
         {"severity": "ticket", "kind": "watch", **labels},
-        Because(
+        ExplainedValue(
             f"time() - max({looked}) > {metrics.seconds(WATCH_SILENT):g}\n"
             f"or absent_over_time({looked}[{metrics.window(WATCH_SILENT)}])",
             f"a look is due every {WATCH_EVERY}: two may be missing. Whether answers are right is "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy.numbers import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, Sizes
@@ -50,12 +50,12 @@ def deployment(options: Options, sizes: Sizes, version: str) -> dict[str, Any]:
         "strategy": {
             "rollingUpdate": {
                 "maxSurge": 1,
-                "maxUnavailable": Because(
+                "maxUnavailable": ExplainedValue(
                     0, "a new replica answers before an old one goes: on GPUs this takes a free one"
                 ),
             }
         },
-        "progressDeadlineSeconds": Because(
+        "progressDeadlineSeconds": ExplainedValue(
             2 * sizes.start_s.value,
             "twice what a start may take, for scheduling and images",
         ),
@@ -86,7 +86,7 @@ def headless_service(options: Options, name: str) -> dict[str, Any]:
         "kind": "Service",
         "metadata": {"name": name, "labels": labels(options)},
         "spec": {
-            "clusterIP": Because(
+            "clusterIP": ExplainedValue(
                 "None",
                 "gRPC keeps one connection open: behind one address it would stay on one replica. "
                 "The proxy balances over all of them",
@@ -104,8 +104,8 @@ def disruption_budget(options: Options, name: str | None = None) -> dict[str, An
         "kind": "PodDisruptionBudget",
         "metadata": metadata(options, name),
         "spec": {
-            "maxUnavailable": Because(1, "nodes are drained one replica at a time"),
-            "unhealthyPodEvictionPolicy": Because(
+            "maxUnavailable": ExplainedValue(1, "nodes are drained one replica at a time"),
+            "unhealthyPodEvictionPolicy": ExplainedValue(
                 "AlwaysAllow", "a replica that never got ready must not hold up a drain"
             ),
             "selector": {"matchLabels": labels(options, name)},
@@ -114,7 +114,7 @@ def disruption_budget(options: Options, name: str | None = None) -> dict[str, An
 
 
 def network_policy(
-    options: Options, askers: Because, egress: Because, name: str | None = None
+    options: Options, askers: ExplainedValue, egress: ExplainedValue, name: str | None = None
 ) -> dict[str, Any]:
     """Who may ask the servers, or pods of `name`, and whom they ask; Prometheus sees metrics."""
     ingress = [
@@ -143,7 +143,7 @@ def metrics_ingress(options: Options) -> dict[str, Any]:
     namespace = options.monitoring_namespace
     scraper = {"namespaceSelector": {}} if namespace is None else pods_of(namespace)
     return {
-        "from": Because(
+        "from": ExplainedValue(
             [scraper],
             "the metrics page has no key: for Prometheus only, where its namespace is "
             "known by its address",
@@ -152,18 +152,18 @@ def metrics_ingress(options: Options) -> dict[str, Any]:
     }
 
 
-def servers_policy(options: Options, askers: Because) -> dict[str, Any]:
+def servers_policy(options: Options, askers: ExplainedValue) -> dict[str, Any]:
     """The servers' own: they call nobody."""
-    nobody = Because([], "a replica calls nobody; a collector of traces must be let in")
+    nobody = ExplainedValue([], "a replica calls nobody; a collector of traces must be let in")
     return network_policy(options, askers, nobody)
 
 
-def gateway_askers(options: Options, namespace: str) -> Because:
+def gateway_askers(options: Options, namespace: str) -> ExplainedValue:
     """Who asks servers behind a gateway of a namespace."""
     peers: list[dict[str, Any]] = [{"podSelector": {}}]
     if namespace != options.namespace:
         peers.append(pods_of(namespace))
-    return Because(
+    return ExplainedValue(
         peers,
         "Triton checks nobody's identity: only this namespace and the gateway's may ask; a gateway "
         "whose proxies run in another one must be let in",
@@ -179,15 +179,17 @@ def _container(options: Options, sizes: Sizes) -> dict[str, Any]:
             {"name": "TRIPTYCH_EXIT_TIMEOUT_S", "value": sizes.exit_timeout_s},
             {
                 "name": "TRIPTYCH_CONNECTION_AGE_S",
-                "value": Because(str(sizes.connection_age_s.value), sizes.connection_age_s.reason),
+                "value": ExplainedValue(
+                    str(sizes.connection_age_s.value), sizes.connection_age_s.reason
+                ),
             },
         ],
         "ports": [{"name": name, "containerPort": port} for name, port in PORTS.items()],
-        "startupProbe": Because(
+        "startupProbe": ExplainedValue(
             {
                 **exec_health,
                 "periodSeconds": _START_PROBE_S,
-                "failureThreshold": Because(
+                "failureThreshold": ExplainedValue(
                     -(-sizes.start_s.value // _START_PROBE_S), sizes.start_s.reason
                 ),
             },
@@ -195,13 +197,13 @@ def _container(options: Options, sizes: Sizes) -> dict[str, Any]:
         ),
         "readinessProbe": {
             **exec_health,
-            "periodSeconds": Because(PROBE_S, "as the image's own health check"),
+            "periodSeconds": ExplainedValue(PROBE_S, "as the image's own health check"),
             "failureThreshold": PROBE_FAILURES,
         },
         "livenessProbe": {
             **exec_health,
             "periodSeconds": _LIVE_S,
-            "failureThreshold": Because(
+            "failureThreshold": ExplainedValue(
                 _LIVE_FAILURES,
                 f"{_LIVE_FAILURES * _LIVE_S} s, longer than until it is taken out of the Service: "
                 "for a step that is frozen; after a death the container ends by itself",
@@ -210,7 +212,7 @@ def _container(options: Options, sizes: Sizes) -> dict[str, Any]:
         "lifecycle": {
             "preStop": {
                 "exec": {
-                    "command": Because(
+                    "command": ExplainedValue(
                         ["sleep", str(sizes.pre_stop_s.value)], sizes.pre_stop_s.reason
                     )
                 }
@@ -232,9 +234,9 @@ def models_volume(options: Options, version: str, name: str = "models") -> dict[
         "the start-up check compares every file with the lock"
     )
     if options.models is not None:
-        reference = Because(f"{options.models}:{version}", reason)
+        reference = ExplainedValue(f"{options.models}:{version}", reason)
         return {"name": name, "image": {"reference": reference, "pullPolicy": "IfNotPresent"}}
-    claim = Because(f"{options.name}-{version}", reason)
+    claim = ExplainedValue(f"{options.name}-{version}", reason)
     return {"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
 
 
@@ -245,12 +247,14 @@ def _volumes(options: Options, sizes: Sizes, version: str) -> list[dict[str, Any
             "name": "shm",
             "emptyDir": {
                 "medium": "Memory",
-                "sizeLimit": Because(f"{sizes.shm_mib.value}Mi", sizes.shm_mib.reason),
+                "sizeLimit": ExplainedValue(f"{sizes.shm_mib.value}Mi", sizes.shm_mib.reason),
             },
         },
         {
             "name": "tmp",
-            "emptyDir": {"sizeLimit": Because(f"{sizes.tmp_mib.value}Mi", sizes.tmp_mib.reason)},
+            "emptyDir": {
+                "sizeLimit": ExplainedValue(f"{sizes.tmp_mib.value}Mi", sizes.tmp_mib.reason)
+            },
         },
     ]
 
@@ -299,7 +303,7 @@ def _spread(selected: dict[str, str], key: str) -> dict[str, Any]:
     return {
         "maxSkew": 1,
         "topologyKey": key,
-        "whenUnsatisfiable": Because(
+        "whenUnsatisfiable": ExplainedValue(
             "ScheduleAnyway", "a replica on a full node is better than none under load"
         ),
         "labelSelector": {"matchLabels": selected},

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triptych.base.explained import Because
+from triptych.base.explained import ExplainedValue
 
 _EDGES_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
 
@@ -30,59 +30,65 @@ class ProxySettings:
     `affinity`, where it is set, is a header of streams that decides on their replica.
     """
 
-    max_request_mib: Because
-    retry_percent: Because
-    latency_edges_ms: Because
-    affinity: Because | None = None
-    retries: Because = Because(
+    max_request_mib: ExplainedValue
+    retry_percent: ExplainedValue
+    latency_edges_ms: ExplainedValue
+    affinity: ExplainedValue | None = None
+    retries: ExplainedValue = ExplainedValue(
         2,
         "two replicas may be going at once; a request that ends its server ends three at most",
     )
-    retry_at_least: Because = Because(
+    retry_at_least: ExplainedValue = ExplainedValue(
         32, "retries that may always be under way: of few requests a share is nothing"
     )
-    reselections: Because = Because(
+    reselections: ExplainedValue = ExplainedValue(
         64,
         "a retry must not go where it failed, and a dead replica looks idle: of two replicas "
         "3 in 4 picks are of the idle one, so that few draws would not do",
     )
-    least_backoff_s: Because = Because(
+    least_backoff_s: ExplainedValue = ExplainedValue(
         0.025, "with jitter, and up to ten times that: a queue that was full may have room then"
     )
-    connect_s: Because = Because(1, "replicas are near: one that takes longer is not there")
-    check_interval_s: Because = Because(
+    connect_s: ExplainedValue = ExplainedValue(
+        1, "replicas are near: one that takes longer is not there"
+    )
+    check_interval_s: ExplainedValue = ExplainedValue(
         1,
         "also without traffic, which Envoy would check once a minute: who asks first must not pay",
     )
-    check_timeout_s: Because = Because(
+    check_timeout_s: ExplainedValue = ExplainedValue(
         3, "as the image's own health check: a server under load answers late"
     )
-    check_failures: Because = Because(3, "one late answer takes no replica out")
-    check_passes: Because = Because(1, "a server says that it is ready once all of its models are")
-    eject_after: Because = Because(
+    check_failures: ExplainedValue = ExplainedValue(3, "one late answer takes no replica out")
+    check_passes: ExplainedValue = ExplainedValue(
+        1, "a server says that it is ready once all of its models are"
+    )
+    eject_after: ExplainedValue = ExplainedValue(
         2,
         "refused or broken connections in a row. Statuses do not count: UNAVAILABLE may be a full "
         "queue, and INTERNAL the request's own fault, on every replica that it is sent to",
     )
-    eject_s: Because = Because(
+    eject_s: ExplainedValue = ExplainedValue(
         5, "then it may try again, and earlier where a health check passes meanwhile"
     )
-    eject_percent: Because = Because(
+    eject_percent: ExplainedValue = ExplainedValue(
         50, "a network that fails between proxy and replicas must not take out all of them"
     )
-    keepalive_s: Because = Because(60, "as the servers' own: clients that vanished are noticed")
-    keepalive_timeout_s: Because = Because(20, "see the interval")
-    most_at_once: Because = Because(
+    keepalive_s: ExplainedValue = ExplainedValue(
+        60, "as the servers' own: clients that vanished are noticed"
+    )
+    keepalive_timeout_s: ExplainedValue = ExplainedValue(20, "see the interval")
+    most_at_once: ExplainedValue = ExplainedValue(
         1_000_000,
         "requests, pending ones and connections: the pipelines know what they can take and refuse "
         "the rest; Envoy's own 1024 would refuse before they do",
     )
-    mirrored_at_once: Because = Because(
+    mirrored_at_once: ExplainedValue = ExplainedValue(
         16,
         "mirrored requests under way: of more, none is mirrored. Each is held whole until the "
         "candidate has answered, and a slow one must not fill this proxy's memory",
     )
-    dns_refresh_s: Because = Because(
+    dns_refresh_s: ExplainedValue = ExplainedValue(
         5,
         "a replica that got ready is found within that; one that goes sleeps longer before it does",
     )
@@ -108,22 +114,22 @@ def proxy_settings(
     return ProxySettings(
         affinity=None
         if affinity is None
-        else Because(
+        else ExplainedValue(
             affinity,
             "streams of one value begin alike: one replica keeps what it computed of that. Without "
             "the header a stream goes anywhere",
         ),
-        max_request_mib=Because(
+        max_request_mib=ExplainedValue(
             max_request_mib,
             "MiB, as the servers' own limit: no pipeline here takes a larger request. A whole one "
             "is held until it is answered, so that it can be sent again",
         ),
-        retry_percent=Because(
+        retry_percent=ExplainedValue(
             min(100, max(20, math.ceil(200 / max(1, replicas - 1)))),
             f"of the requests under way may be retries: twice what each of {replicas} replicas "
             "leaves to the others when it dies, at least 20, so that overload is not multiplied",
         ),
-        latency_edges_ms=Because(
+        latency_edges_ms=ExplainedValue(
             sorted({*map(float, _EDGES_MS), *limits}),
             "edges of the latency histograms in ms"
             + (f"; {promised} are promised (serving.slo)" if limits else ""),
@@ -135,11 +141,13 @@ def balancing(settings: ProxySettings) -> dict[str, Any]:
     """Fields of a cluster of Envoy's."""
     if settings.affinity is None:
         return {
-            "lb_policy": Because("LEAST_REQUEST", "requests take unequal time, by their length"),
+            "lb_policy": ExplainedValue(
+                "LEAST_REQUEST", "requests take unequal time, by their length"
+            ),
             "common_lb_config": {"healthy_panic_threshold": _no_panic()},
         }
     return {
-        "lb_policy": Because(
+        "lb_policy": ExplainedValue(
             "RING_HASH",
             f"a replica for each value of {settings.affinity.value}, and few change it when "
             "replicas come and go",
@@ -147,7 +155,7 @@ def balancing(settings: ProxySettings) -> dict[str, Any]:
         "common_lb_config": {
             "healthy_panic_threshold": _no_panic(),
             "consistent_hashing_lb_config": {
-                "hash_balance_factor": Because(
+                "hash_balance_factor": ExplainedValue(
                     150,
                     "percent of the mean that a replica may have under way: a value that "
                     "many ask for overflows to its neighbors",
@@ -158,7 +166,7 @@ def balancing(settings: ProxySettings) -> dict[str, Any]:
 
 
 def _no_panic() -> dict[str, Any]:
-    return {"value": Because(0, "servers that are known not to be ready get no traffic")}
+    return {"value": ExplainedValue(0, "servers that are known not to be ready get no traffic")}
 
 
 _TYPES = "type.googleapis.com/envoy"
@@ -225,10 +233,10 @@ def replicas(service: Service, settings: ProxySettings, endpoints: Endpoints) ->
         "typed_extension_protocol_options": {
             f"envoy.{kind}": typed(kind, explicit_http_config={protocol: {}})
         },
-        "ignore_health_on_host_removal": Because(
+        "ignore_health_on_host_removal": ExplainedValue(
             True, "a replica that was taken out gets nothing more, also while it is healthy"
         ),
-        "close_connections_on_host_health_failure": Because(
+        "close_connections_on_host_health_failure": ExplainedValue(
             True, "what waits for a frozen replica is asked elsewhere"
         ),
         "health_checks": [_health_check(service, settings)],
@@ -269,7 +277,7 @@ def _health_check(service: Service, settings: ProxySettings) -> dict[str, Any]:
     if not service.is_grpc:
         how = {
             "http_health_check": {"path": "/v2/health/ready"},
-            "reuse_connection": Because(
+            "reuse_connection": ExplainedValue(
                 False, "a server that is told to stop waits for open connections before it does"
             ),
         }
@@ -331,10 +339,10 @@ def typed(name: str, **fields: Any) -> dict[str, Any]:
     return {"@type": f"{_TYPES}.{name}", **fields}
 
 
-def seconds(setting: Because, *, explained: bool = True) -> Because | str:
+def seconds(setting: ExplainedValue, *, explained: bool = True) -> ExplainedValue | str:
     """A duration as Envoy writes it; without its reason where that stands beside it."""
     text = f"{setting.value:g}s"
-    return Because(text, setting.reason) if explained else text
+    return ExplainedValue(text, setting.reason) if explained else text
 
 
 _LOOPBACK = "127.0.0.1"
@@ -486,7 +494,7 @@ def _manager(
     filters: Iterable[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     return {
-        "stream_idle_timeout": Because(
+        "stream_idle_timeout": ExplainedValue(
             "0s", "a client's own deadline counts, and a stream may pause for as long as it likes"
         ),
         "local_reply_config": {"mappers": _refusals(settings)},
@@ -544,11 +552,15 @@ def _route(
     """One kind of request; what cannot be sent again passes without being held."""
     route: dict[str, Any] = {
         "cluster": service.cluster,
-        "timeout": Because("0s", "the client's deadline counts; Envoy's own 15 s would cut it"),
+        "timeout": ExplainedValue(
+            "0s", "the client's deadline counts; Envoy's own 15 s would cut it"
+        ),
     }
     if service.is_grpc:
         route["max_stream_duration"] = {
-            "grpc_timeout_header_max": Because("0s", "the client's deadline as it is, all tries")
+            "grpc_timeout_header_max": ExplainedValue(
+                "0s", "the client's deadline as it is, all tries"
+            )
         }
     if mirror is not None:
         route["request_mirror_policies"] = [_mirror_policy(service, mirror)]
@@ -561,7 +573,7 @@ def _route(
             "match": match,
             "route": route,
             "request_headers_to_remove": [
-                Because(
+                ExplainedValue(
                     "triton_grpc_error",
                     "a stream that Triton ends with a status, as this asks, may abort Triton",
                 )
@@ -593,17 +605,17 @@ def _mirror_policy(service: Service, mirror: Mirror) -> dict[str, Any]:
     return {
         "cluster": CANDIDATES[service].cluster,
         "runtime_fraction": {
-            "default_value": Because(
+            "default_value": ExplainedValue(
                 {"numerator": round(mirror.share * _MILLION), "denominator": "MILLION"},
                 f"{mirror.share:g} of the requests are asked of the candidate, too; nobody waits "
                 "for it, and its answers are thrown away",
             )
         },
-        "disable_shadow_host_suffix_append": Because(
+        "disable_shadow_host_suffix_append": ExplainedValue(
             True, "Envoy would ask for another host name than the client did"
         ),
     }
 
 
-def _bytes(setting: Because) -> Because:
-    return Because(setting.value * _MIB, setting.reason)
+def _bytes(setting: ExplainedValue) -> ExplainedValue:
+    return ExplainedValue(setting.value * _MIB, setting.reason)
