@@ -157,7 +157,8 @@ def find_installation(private: Path, *, own_backends: Path | None = None) -> Ins
     """
     on_path = shutil.which("tritonserver")
     if on_path and own_backends is None:
-        return Installation(executable=Path(on_path))
+        # Without an activated environment, its Python steps would find another Python's packages.
+        return Installation(executable=Path(on_path), environment={"PATH": server_path()})
     here = read_platform()
     check_requirements(here)
     wheel = find_wheel()
