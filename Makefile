@@ -106,38 +106,38 @@ examples: setup  ## Train both examples (minutes), build them and check them on 
 	$(BIN)/triptych build ticket_routing pii
 
 compare: setup  ## Measure fp32 and auto precision against infinity-emb, LitServe, MLServer and others
-	$(BIN)/python build_scripts/peers/compare.py
+	$(BIN)/python build_scripts/benchmarks/compare.py
 
 compare-path: setup  ## What tokenizing, hops and decoding cost around a core like a GPU's (ARGS=--full)
-	$(BIN)/python build_scripts/peers/path.py $(ARGS)
+	$(BIN)/python build_scripts/benchmarks/path.py $(ARGS)
 
 compare-generation: setup setup-generation  ## Text generation beside vLLM's own server and transformers (ARGS="--clients 8")
-	$(BIN)/python build_scripts/peers/generation.py $(ARGS)
+	$(BIN)/python build_scripts/benchmarks/generation.py $(ARGS)
 
 compare-tasks: setup  ## Measure every task against transformers' own pipelines
-	$(BIN)/python build_scripts/peers/tasks.py
+	$(BIN)/python build_scripts/benchmarks/tasks.py
 
 grid: setup  ## Hold `triptych tune` against a whole grid of settings (about an hour)
-	$(BIN)/python build_scripts/peers/grid.py
+	$(BIN)/python build_scripts/benchmarks/grid.py
 
 scaling: setup  ## Compare autoscalers: a simulation of KEDA, held against three real servers; ARGS=--live moves real ones
-	$(BIN)/python build_scripts/peers/scaling.py $(ARGS)
+	$(BIN)/python build_scripts/benchmarks/scaling.py $(ARGS)
 
 precisions: setup  ## The core in every precision: the gate, accuracy and speed (PROVIDER=...)
-	$(BIN)/python build_scripts/peers/precisions.py --provider $(PROVIDER)
+	$(BIN)/python build_scripts/benchmarks/precisions.py --provider $(PROVIDER)
 
 # A Python that is named is used as it is, since TensorRT may be nowhere else (an NGC container).
 PYTHON_IS_NAMED := $(filter-out file default,$(firstword $(origin PYTHON)))
 GPU_PYTHON := $(if $(PYTHON_IS_NAMED),$(PYTHON),$(BIN)/python)
 gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Engines, their parity and speed, served, on a GPU (PYTHON=..., ARGS="--minutes 8")
-	PYTHONPATH="build_scripts$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m peers.gpu $(ARGS)
+	PYTHONPATH="build_scripts$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 soak: setup  ## Watch memory over 200,000 requests
-	$(BIN)/python build_scripts/peers/soak.py
+	$(BIN)/python build_scripts/benchmarks/soak.py
 
 fuzz: setup  ## Send 100,000 broken requests beside a client whose answers must stay right
 	$(BIN)/triptych build minilm
-	$(BIN)/python build_scripts/peers/fuzz.py model_repository minilm
+	$(BIN)/python build_scripts/benchmarks/fuzz.py model_repository minilm
 
 clean:  ## Remove what was built, reported and cached
 	rm -rf .cache reports .mypy_cache .pytest_cache .ruff_cache

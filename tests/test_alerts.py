@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from alert_cases import Case, deployed, deployed_cases, deployed_talk
-from peers.prometheus_tools import tool
+from benchmarks.prometheus_tools import tool
 from triptych.repository.config import HISTOGRAM
 
 STEP_MIN = 2

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from alert_cases import Case, deployed, deployed_cases, deployed_talk
+from benchmarks.prometheus_tools import tool
 from conftest import ROOT
 from deploy_cases import ENGINE
-from peers.prometheus_tools import tool
 from triptych.base.explained import yaml_of
 from triptych.deploy.alertmanager import alertmanager
 

@@ -9,7 +9,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from peers.gpu import carry
+from benchmarks.gpu import carry
 
 PIECE = 1000
 

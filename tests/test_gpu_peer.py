@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from peers.gpu import engine_speed, feeds, report, targets
-from peers.gpu.contenders import Call, Contender
-from peers.gpu.engine_speed import Speed, Turn
-from peers.gpu.feeds import Load
-from peers.gpu.ledger import Budget, Ledger, fit, one_line
-from peers.gpu.machine import Machine
-from peers.gpu.report import ALL_MET, BAD, FAKE, INCOMPLETE, Findings
-from peers.gpu.served import Loop, Served
+from benchmarks.gpu import engine_speed, feeds, report, targets
+from benchmarks.gpu.contenders import Call, Contender
+from benchmarks.gpu.engine_speed import Speed, Turn
+from benchmarks.gpu.feeds import Load
+from benchmarks.gpu.ledger import Budget, Ledger, fit, one_line
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.report import ALL_MET, BAD, FAKE, INCOMPLETE, Findings
+from benchmarks.gpu.served import Loop, Served
 from triptych.base.tensors import TokenRow
 
 ROWS = [TokenRow(tuple(range(1, length + 1)), length) for length in (3, 9, 5)]

@@ -18,13 +18,13 @@ import pytest
 
 import engine_cases
 import served_engines
+from benchmarks.gpu import contenders, engine_speed, engines, report, run, served
+from benchmarks.gpu.ledger import Ledger
+from benchmarks.gpu.machine import PARTS, Machine, Seams, read_machine
+from benchmarks.gpu.report import ALL_MET, BAD, INCOMPLETE, Findings
+from benchmarks.gpu.run import Options
+from benchmarks.gpu.subjects import LAYOUTS, Model
 from conftest import ROOT
-from peers.gpu import contenders, engine_speed, engines, report, run, served
-from peers.gpu.ledger import Ledger
-from peers.gpu.machine import PARTS, Machine, Seams, read_machine
-from peers.gpu.report import ALL_MET, BAD, INCOMPLETE, Findings
-from peers.gpu.run import Options
-from peers.gpu.subjects import LAYOUTS, Model
 from triptych.container.machine import find_gpus
 from triptych.core.engine.runner import EngineError
 from triptych.core.gate.runs import open_core
@@ -37,7 +37,7 @@ NO_COMPILER = "it compiles for minutes"
 
 
 def peers_gpu(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "build_scripts/peers/gpu"), *words]
+    command = [sys.executable, str(ROOT / "build_scripts/benchmarks/gpu"), *words]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
@@ -64,7 +64,7 @@ def test_a_mistake_in_what_is_asked_exits_with_2(words: list[str]) -> None:
 
 
 def test_without_its_packages_it_says_what_to_install_and_exits_with_3() -> None:
-    command = [sys.executable, "-S", str(ROOT / "build_scripts/peers/gpu"), "--check"]
+    command = [sys.executable, "-S", str(ROOT / "build_scripts/benchmarks/gpu"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == INCOMPLETE
     assert "pip install" in done.stderr

@@ -21,8 +21,8 @@ from typing import Any
 import promql_parser
 import pytest
 
+from benchmarks.prometheus_tools import running
 from conftest import build_into, write_pipeline
-from peers.prometheus_tools import running
 from test_watch import look
 from triptych.base.explained import plain
 from triptych.base.releases import Release

@@ -22,8 +22,8 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from benchmarks.fuzz import fuzz
 from conftest import set_parameter
-from peers.fuzz import fuzz
 from test_cli import endpoints_of, serving
 from test_server import eventually
 from triptych.client import Client, InferenceError

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.autoscaler import Autoscaler, Observed, Pace, Scaling, Trigger, deployed, fixed, own
+from benchmarks.fleet_simulation import Fleet, Service, arrivals, capacity
 from deploy_cases import options, write_built
-from peers.autoscaler import Autoscaler, Observed, Pace, Scaling, Trigger, deployed, fixed, own
-from peers.fleet_simulation import Fleet, Service, arrivals, capacity
 from triptych.base.explained import plain
 from triptych.deploy.basis import basis_of
 from triptych.deploy.numbers import headroom, stable_s

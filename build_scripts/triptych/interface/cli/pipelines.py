@@ -191,7 +191,7 @@ def bench_any(
             "--baseline",
             "must be of a pipeline that answers at once",
             given=spec.name,
-            remedy="Leave it out; build_scripts/peers/generation.py has what to compare with",
+            remedy="Leave it out; build_scripts/benchmarks/generation.py has what to compare with",
         )
     return bench_generation(read_generating(spec), repository, bench, progress, **places)
 

@@ -1,0 +1,1 @@
+"""Triptych compared with other servers on this machine; nothing of the package imports it."""

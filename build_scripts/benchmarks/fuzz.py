@@ -1,0 +1,230 @@
+"""Broken requests by the thousand at a real server, beside a client whose answers must stay right.
+
+Usage: ``python build_scripts/benchmarks/fuzz.py model_repository minilm --requests 100000``.
+Over gRPC: wrong shapes, types, lengths, names and parameters, for the ensemble and for its steps;
+over HTTP: bodies and headers that lie. Each request must end in an answer or a status within its
+deadline, and the server must live. Prints how many ended how; exit code 1 where one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import struct
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import numpy as np
+import psutil
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from triptych.client import Client
+from triptych.container.locks import find_pipelines
+from triptych.serving.server import Server
+
+DEADLINE_S = 20.0
+CLIENTS = 8
+CANARY = "where is my parcel"
+TYPES = ("BYTES", "INT32", "INT64", "FP32", "UINT8", "BOOL", "FP16", "", "NONSENSE")
+NAMES = (
+    "text",
+    "text_pair",
+    "ticket",
+    "carry",
+    "input_ids",
+    "row_length",
+    "row_stride",
+    "",
+    "x" * 999,
+)
+NUMBERS = (-(2**63), -(2**31), -1, 0, 1, 7, 255, 2**31 - 1, 2**40, 2**63 - 1)
+
+
+class Fuzzer:
+    """Broken requests from one seed."""
+
+    def __init__(self, models: list[str], seed: int) -> None:
+        self._random = random.Random(seed)
+        self._models = models
+
+    def infer(self) -> tuple[str, Any]:
+        """What is broken, and the request."""
+        choose = self._random
+        request = service_pb2.ModelInferRequest(model_name=choose.choice(self._models))
+        if choose.random() < 0.02:
+            request.model_name = choose.choice(("", "..", "no such", "x" * 5000))
+        kind = choose.choice(("text", "length", "tensors", "parameters"))
+        if kind in ("text", "parameters"):
+            rows = choose.choice((0, 1, 1, 2, 5, 65, 1000)) if kind == "text" else 1
+            data = b"".join(
+                struct.pack("<I", len(text)) + text for text in map(self._text, range(rows))
+            )
+            self._add(request, "text", "BYTES", (rows, 1), data)
+        elif kind == "length":
+            size = choose.choice((0, 3, 4, 1000, 2**31, 2**32 - 1))
+            rest = choose.randbytes(choose.choice((0, 1, 3, 40)))
+            self._add(
+                request,
+                "text",
+                "BYTES",
+                (1, 1),
+                struct.pack("<I", size)[: choose.randint(0, 4)] + rest,
+            )
+        else:
+            for _ in range(choose.randint(0, 5)):
+                shape = tuple(
+                    choose.choice((-1, 0, 1, 2, 4, 384, 2**40)) for _ in range(choose.randint(0, 4))
+                )
+                data = choose.randbytes(choose.choice((0, 1, 4, 8, 32, 1536)))
+                self._add(request, choose.choice(NAMES), choose.choice(TYPES), shape, data)
+        if kind == "parameters":
+            for _ in range(choose.randint(1, 4)):
+                target = request.parameters[
+                    choose.choice(("timeout", "priority", "sequence_id", "top_k", "ü", ""))
+                ]
+                target.int64_param = choose.choice(NUMBERS)
+                if choose.random() < 0.5:
+                    target.string_param = choose.choice(("", "[" * 3000, '{"a":', "\x00", "1e999"))
+        return kind, request
+
+    def body(self) -> tuple[str, bytes, dict[str, str]]:
+        """What is broken, an HTTP body and its headers."""
+        choose = self._random
+        good: dict[str, list[dict[str, Any]]] = {
+            "inputs": [{"name": "text", "shape": [1, 1], "datatype": "BYTES", "data": [CANARY]}]
+        }
+        kind = choose.choice(("deep", "cut", "bytes", "header", "json"))
+        text = json.dumps(good).encode()
+        if kind == "deep":
+            return kind, choose.choice((b"[", b'{"a":')) * choose.choice((10, 20_000)), {}
+        if kind == "cut":
+            return kind, text[: choose.randint(0, len(text))], {}
+        if kind == "bytes":
+            return kind, choose.randbytes(choose.choice((0, 1, 100, 5000))), {}
+        if kind == "header":
+            value = choose.choice(("-1", "0", "5", str(len(text) + 1), "9" * 30, "x"))
+            return kind, text, {"Inference-Header-Content-Length": value}
+        wrong: Any = choose.choice((None, -1, 1e308, [], {}, [[[]]], "\x00", True, [1, "a", None]))
+        good["inputs"][0][choose.choice(("name", "shape", "datatype", "data"))] = wrong
+        return kind, json.dumps(good).encode(), {}
+
+    def path(self) -> str:
+        return f"/v2/models/{self._random.choice(self._models)}/infer"
+
+    def _text(self, _row: int) -> bytes:
+        choose = self._random
+        return choose.choice(
+            (b"", b"\xff\xfe", b"\x00" * 50, "漢字 🙂".encode(), b"a " * 900, choose.randbytes(20))
+        )
+
+    def _add(
+        self, request: Any, name: str, datatype: str, shape: tuple[int, ...], data: bytes
+    ) -> None:
+        request.inputs.add(name=name, datatype=datatype).shape.extend(shape)
+        if self._random.random() < 0.95:  # else fewer contents than inputs
+            request.raw_input_contents.append(data)
+
+
+def send_grpc(url: str, fuzzer: Fuzzer, count: int, ended: Counter[str]) -> None:
+    with grpc.insecure_channel(url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for _ in range(count):
+            kind, request = fuzzer.infer()
+            try:
+                stub.ModelInfer(request, timeout=DEADLINE_S)
+                ended[f"grpc {kind}: answered"] += 1
+            except grpc.RpcError as error:
+                ended[f"grpc {kind}: {error.code().name}"] += 1
+
+
+def send_http(url: str, fuzzer: Fuzzer, count: int, ended: Counter[str]) -> None:
+    for _ in range(count):
+        kind, body, headers = fuzzer.body()
+        connection = http.client.HTTPConnection(url, timeout=DEADLINE_S)
+        try:
+            connection.request("POST", fuzzer.path(), body, headers)
+            ended[f"http {kind}: {connection.getresponse().status}"] += 1
+        except (OSError, http.client.HTTPException) as error:
+            ended[f"http {kind}: {type(error).__name__}"] += 1
+        finally:
+            connection.close()
+
+
+def watch(url: str, pipeline: str, over: threading.Event, ended: Counter[str]) -> None:
+    """A client of the usual kind, all the time; its answers never change."""
+    with Client(pipeline, url) as client:
+        first = client.infer({"text": [CANARY]})
+        while not over.wait(0.02):
+            try:
+                found = client.infer({"text": [CANARY]}, timeout_s=DEADLINE_S)
+            except Exception as error:
+                ended[f"canary: {type(error).__name__}"] += 1
+                continue
+            right = all(np.allclose(found[name], first[name], atol=1e-5) for name in first)
+            ended["canary: right" if right else "canary: WRONG"] += 1
+
+
+def fuzz(repository: Path, pipeline: str, requests: int, seed: int) -> tuple[Counter[str], bool]:
+    """How the requests ended, and whether nothing was lost or wrong and the server lives."""
+    models = next([p.name, *p.steps] for p in find_pipelines(repository) if p.name == pipeline)
+    ended: Counter[str] = Counter()
+    over = threading.Event()
+    with Server(repository, models=[pipeline]) as server:
+        before = psutil.Process(server.pid).memory_info().rss
+        canary = threading.Thread(target=watch, args=(server.grpc_url, pipeline, over, ended))
+        canary.start()
+        share = requests // (2 * CLIENTS)
+        senders: list[tuple[Callable[..., None], str]]
+        senders = [(send_grpc, server.grpc_url), (send_http, server.http_url)] * CLIENTS
+        began = time.monotonic()
+        with ThreadPoolExecutor(len(senders)) as pool:
+            for number, (send, url) in enumerate(senders):
+                pool.submit(send, url, Fuzzer(models, seed + number), share, ended)
+        over.set()
+        canary.join()
+        alive = server.death(0.0) is None
+        grown = (psutil.Process(server.pid).memory_info().rss - before) / 2**20 if alive else 0.0
+    seconds = time.monotonic() - began
+    print(f"{share * len(senders)} requests in {seconds:.0f} s; the server grew by {grown:.0f} MiB")
+    bad = (
+        "WRONG",
+        "DEADLINE",
+        "UNKNOWN",
+        "INTERNAL",
+        "timeout",
+        "Timeout",
+        "Refused",
+        "Unreachable",
+    )
+    faults = [line for line in ended if any(word in line for word in bad)]
+    lost = [line for line in ended if line.startswith("canary") and line != "canary: right"]
+    return ended, alive and not lost and not faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("repository", type=Path)
+    parser.add_argument("pipeline")
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    ended, well = fuzz(given.repository, given.pipeline, given.requests, given.seed)
+    for line, count in sorted(ended.items()):
+        print(f"{count:8}  {line}")
+    print("well: nothing lost, nothing wrong" if well else "NOT well")
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The ensemble that Triton's tutorials lead to, for the same model: see ``tutorial/``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from benchmarks import hops
+from benchmarks.model import model_folder
+
+_TEMPLATE = Path(__file__).parent / "tutorial"
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+ENSEMBLE = "sentence_embedding"
+CORE = "transformer"
+
+
+def write_repository(target: Path, core_time: hops.CoreTime | None = None) -> None:
+    """Write the tutorial's model repository to `target`, replacing what is there.
+
+    Its transformer is the real one; with `core_time` it is a core that waits for so long.
+    """
+    if target.exists():
+        shutil.rmtree(target)
+    shutil.copytree(_TEMPLATE, target, ignore=shutil.ignore_patterns("__pycache__", ".keep"))
+    (target / ENSEMBLE / "1").mkdir()
+    transformer = target / CORE
+    if core_time is None:
+        _export_padded(transformer / "1" / "model.onnx")
+    else:
+        hops.write_core(transformer / "config.pbtxt", transformer, core_time)
+    tokenizer = target / "tokenizer" / "1" / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        shutil.copyfile(model_folder() / name, tokenizer / name)
+
+
+def _export_padded(path: Path) -> None:
+    """The usual export: three INT64 ``[batch, sequence]`` inputs, the last hidden state out."""
+    import torch
+    from transformers import AutoModel
+
+    class Transformer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModel.from_pretrained(model_folder()).eval()
+
+        def forward(
+            self,
+            input_ids: torch.Tensor,
+            attention_mask: torch.Tensor,
+            token_type_ids: torch.Tensor,
+        ) -> torch.Tensor:
+            hidden: torch.Tensor = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids
+            ).last_hidden_state
+            return hidden
+
+    example = (
+        torch.tensor([[101, 7592, 2088, 102], [101, 2204, 102, 0]]),
+        torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
+        torch.zeros(2, 4, dtype=torch.long),
+    )
+    dynamic = torch.export.Dim.DYNAMIC
+    program = torch.onnx.export(
+        Transformer().eval(),
+        example,
+        dynamo=True,
+        input_names=list(_INPUTS),
+        output_names=["last_hidden_state"],
+        dynamic_shapes=tuple({0: dynamic, 1: dynamic} for _ in _INPUTS),
+        verbose=False,
+    )
+    if program is None:
+        raise RuntimeError("torch.onnx.export returned nothing")
+    program.save(path)

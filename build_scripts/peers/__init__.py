@@ -1,1 +1,0 @@
-"""Triptych against its peers on this machine; nothing of the package imports it."""
