@@ -22,7 +22,7 @@ from triptych.core.engine.make import make_engine, make_request
 from triptych.core.engine.rehearsal_worker import rehearse
 from triptych.core.export.to_onnx import export_model
 from triptych.core.inputs import read_inputs
-from triptych.core.precision.keep_layers import Converter
+from triptych.core.precision.keep_layers import CoreConverter
 from triptych.core.precision.linear import Recipe
 from triptych.repository.records import Conversion
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
@@ -76,7 +76,7 @@ def of_pipeline(
     for precision in precisions if not exported.refusal else ():
         path, conversion = exported.file, NOTHING
         if precision != "fp32":
-            converter = Converter(inputs, exported.file, exported.key, precision, quiet)
+            converter = CoreConverter(inputs, exported.file, exported.key, precision, quiet)
             stage, _, conversion = converter.converted(())
             path = stage.folder / MODEL_FILE
         plan = replace(inputs.plan.engine, precision=precision)

@@ -83,7 +83,7 @@ def verdict(repository: Path) -> str:
             return f"half-written: {name}"
     missing = [name for name in ALWAYS if not model(found, name)]
     try:
-        store.complete(repository)
+        store.recover(repository)
     except BaseException as error:
         return f"bricked: {error!r}"
     after = tree(repository)

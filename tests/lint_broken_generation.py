@@ -66,7 +66,7 @@ BROKEN_GENERATION = (
     error("kv-cache", "solo", "1024 tokens", kv_cache(1025, 1)),
     warning("kv-cache", "solo", "3 such requests", kv_cache(1024, 300)),
     warning(
-        "doubled-beginning",
+        "duplicate-bos-token",
         "solo/1/chat_template.jinja",
         "<s>; bos_token is not named",
         settings(special_tokens={"eos_token": "</s>"}),

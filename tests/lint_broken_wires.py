@@ -53,21 +53,21 @@ ENSEMBLES = (
     ),
     error("ensemble-steps", "loop", "needs loop", ensemble("loop", "a", "b", "loop a=a > b=b")),
     error("ensemble-steps", "idle", "no step", ensemble("idle", "", "")),
-    error("ensemble-closes", ENS, "leaves out row_length", replace(ENS, MAP_LENGTH, "")),
+    error("ensemble-wiring", ENS, "leaves out row_length", replace(ENS, MAP_LENGTH, "")),
     error(
-        "ensemble-closes",
+        "ensemble-wiring",
         ENS,
         "no output embeding; it has: embedding",
         replace(ENS, 'key: "embedding"', 'key: "embeding"'),
     ),
     error(
-        "ensemble-closes",
+        "ensemble-wiring",
         ENS,
         "no input ids; it has: input_ids, row_length",
         replace(ENS, 'input_map { key: "input_ids"', 'input_map { key: "ids"'),
     ),
     error(
-        "ensemble-closes",
+        "ensemble-wiring",
         ENS,
         "reads 'tokens'; tensors there are: embedding, input_ids",
         replace(
@@ -77,36 +77,36 @@ ENSEMBLES = (
         ),
     ),
     error(
-        "ensemble-closes",
+        "ensemble-wiring",
         ENS,
         "nothing reads 'pair'",
         replace(ENS, "input [", 'input [{ name: "pair" data_type: TYPE_STRING dims: [1] }, '),
     ),
     error(
-        "ensemble-closes",
+        "ensemble-wiring",
         "twice",
         "u comes from",
         solo(),
         ensemble("twice", "x", "u", "solo a=x > c=u", "solo a=x > c=u"),
     ),
     error(
-        "ensemble-closes", "own", "own input", solo(), ensemble("own", "x y", "y", "solo a=x > c=y")
+        "ensemble-wiring", "own", "own input", solo(), ensemble("own", "x y", "y", "solo a=x > c=y")
     ),
     error(
-        "ensemble-closes",
+        "ensemble-wiring",
         ENS,
         "the ensemble's output reads 'embedding'",
         replace(ENS, 'key: "embedding" value: "embedding"', 'key: "embedding" value: "vector"'),
     ),
     error(
-        "ensemble-closes",
+        "ensemble-wiring",
         "ring",
         "step 0 (solo), step 1 (solo)",
         solo(),
         ensemble("ring", "x", "v", "solo a=x b=v > c=u", "solo a=x b=u > c=v"),
     ),
     error(
-        "ensemble-closes",
+        "ensemble-wiring",
         "auto",
         "no input a; it has: none",
         solo(),
@@ -114,7 +114,7 @@ ENSEMBLES = (
         ensemble("auto", "x", "y", "solo a=x > c=y"),
     ),
     error(
-        "ensemble-closes",
+        "ensemble-wiring",
         "mute",
         "lacks an output_map",
         solo(),

@@ -11,9 +11,9 @@ from typing import Any
 from triptych.base.formatting import MINUS, TIMES
 from triptych.interface.report.gate_write import About
 from triptych.repository.records import (
-    Candidate,
     Conversion,
     GateResult,
+    PrecisionTrial,
     ProbeResult,
     Verdict,
     WorstRow,
@@ -139,8 +139,8 @@ def gate_of(**changes: Any) -> GateResult:
     return replace(gate, **changes)
 
 
-def candidate(precision: Any, status: Any, **changes: Any) -> Candidate:
-    found = Candidate(
+def candidate(precision: Any, status: Any, **changes: Any) -> PrecisionTrial:
+    found = PrecisionTrial(
         precision=precision,
         status=status,
         verdicts={"mean_cosine": 0.9987, "nearest_neighbour_agreement": 0.9775},
@@ -151,7 +151,7 @@ def candidate(precision: Any, status: Any, **changes: Any) -> Candidate:
     return replace(found, **changes)
 
 
-NOTHING_KNOWN = Candidate("int8", "failed")
+NOTHING_KNOWN = PrecisionTrial("int8", "failed")
 CANDIDATES = (
     candidate("fp32", "passed", throughput_per_s=162.3),
     candidate("bf16", "not runnable", verdicts=None, throughput_per_s=None),

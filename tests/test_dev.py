@@ -18,7 +18,7 @@ from conftest import build_into
 from exchange_cases import Asker, hooks, write_tickets
 from test_server_failures import STOP_ONCE
 from triptych.building.dev import Watch
-from triptych.repository.history import put_back
+from triptych.repository.history import rollback
 from triptych.serving.exchange import Exchange
 from triptych.serving.server import Server
 
@@ -99,7 +99,7 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         assert told == [f"tickets was built anew and exchanged: {steps}"]
         asker.wait_for("SECOND")
         for label in ("FIRST", "SECOND"):
-            put_back(repository, "tickets", None)
+            rollback(repository, "tickets", None)
             exchange.look()
             assert told.pop() == told[0]
             asker.wait_for(label)

@@ -15,7 +15,7 @@ from conftest import lock_data
 from deploy_cases import write_built
 from triptych.base.errors import UserError
 from triptych.interface.cli import app
-from triptych.repository.history import put_back
+from triptych.repository.history import rollback
 from triptych.repository.lock import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import (
@@ -79,7 +79,7 @@ def test_what_was_replaced_comes_back_as_it_was(repository: Path) -> None:
     # The core has not changed: the kept build shares its bytes.
     assert kept_bytes(repository, "tiny") < len(old[CORE])
 
-    done = put_back(repository, "tiny", None)
+    done = rollback(repository, "tiny", None)
     assert (done.builds, done.replaced) == ({"tiny": first}, {"tiny": second})
     assert done.changed == ("tiny", "tiny_postprocess")
     assert files_of(repository, "tiny") == old
@@ -87,9 +87,9 @@ def test_what_was_replaced_comes_back_as_it_was(repository: Path) -> None:
     assert "9/s" in (repository / "tiny/BENCH.md").read_text()
     assert (repository / CORE).stat().st_ino == inode
 
-    put_back(repository, "tiny", second[:6])
+    rollback(repository, "tiny", second[:6])
     assert files_of(repository, "tiny") == new
-    assert put_back(repository, "tiny", None).builds == {"tiny": first}
+    assert rollback(repository, "tiny", None).builds == {"tiny": first}
 
 
 def test_the_command_lists_and_puts_back(repository: Path) -> None:
@@ -145,7 +145,7 @@ def test_the_last_builds_are_kept_and_no_more(repository: Path) -> None:
     builds = [write_next(repository, "tiny", number) for number in range(2, KEPT + 4)]
     kept = [one.build for one in kept_builds(repository, "tiny")]
     assert kept == builds[-2 : -KEPT - 2 : -1]
-    assert put_back(repository, "tiny", kept[-1]).builds == {"tiny": kept[-1]}
+    assert rollback(repository, "tiny", kept[-1]).builds == {"tiny": kept[-1]}
     assert len(kept_builds(repository, "tiny")) == KEPT
     assert builds[-1] in [one.build for one in kept_builds(repository, "tiny")]
     assert sorted(path.name for path in history_folder(repository).iterdir()) == ["tiny"]
@@ -157,25 +157,25 @@ def test_pipelines_that_share_a_core_go_back_together(repository: Path) -> None:
     write_next(repository, "tiny", 2, core_key="other")
     write_next(repository, "guest", 2, core_key="other")
     with pytest.raises(UserError, match=r"tiny has another core now.*it takes guest along"):
-        put_back(repository, "guest", first["guest"])
-    assert put_back(repository, "tiny", None).builds == first
+        rollback(repository, "guest", first["guest"])
+    assert rollback(repository, "tiny", None).builds == first
     assert {name: files_of(repository, name) for name in old} == old
     # Nothing of the guest fits the other core any more.
     shutil.rmtree(history_folder(repository) / "guest")
     with pytest.raises(UserError, match="no kept build of guest fits that core"):
-        put_back(repository, "tiny", None)
+        rollback(repository, "tiny", None)
     assert {name: files_of(repository, name) for name in old} == old
 
 
 def test_what_cannot_be_put_back_is_refused(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing has been replaced here"):
-        put_back(repository, "tiny", None)
+        rollback(repository, "tiny", None)
     first = build_id(repository, "tiny")
     write_next(repository, "tiny", 2)
     now = files_of(repository, "tiny")
     for wrong in ("0123456789", first[:3], "", "../tiny"):
         with pytest.raises(UserError, match=rf"first digits of one build.*{first[:12]}"):
-            put_back(repository, "tiny", wrong)
+            rollback(repository, "tiny", wrong)
     folder = history_folder(repository) / "tiny" / first
     for path, damage in (
         ("tiny/config.pbtxt", "other bytes"),
@@ -188,14 +188,14 @@ def test_what_cannot_be_put_back_is_refused(repository: Path, tmp_path: Path) ->
         if damage == "other bytes":
             kept.write_bytes(content + b" ")
         with pytest.raises(UserError, match=rf"{path}.*as it was kept.*{damage}"):
-            put_back(repository, "tiny", None)
+            rollback(repository, "tiny", None)
         assert files_of(repository, "tiny") == now
         kept.unlink(missing_ok=True)
         kept.write_bytes(content)
     # A copy elsewhere has its own history, and needs none to serve or to be built.
     copy = Path(shutil.copytree(repository, tmp_path / "elsewhere/repository"))
     assert kept_builds(copy, "tiny") == []
-    put_back(repository, "tiny", None)
+    rollback(repository, "tiny", None)
     assert files_of(copy, "tiny") == now
 
 
@@ -213,5 +213,5 @@ def test_a_lock_of_another_kind_will_do(repository: Path) -> None:
     shown = CliRunner().invoke(app, ["history", "guest", "-r", str(repository)]).output
     assert f"{first[:12]}  built 2026-01-01T00:00:02, replaced " in shown
     assert "no precision, not checked\n" in shown
-    assert put_back(repository, "guest", first).builds == {"guest": first}
+    assert rollback(repository, "guest", first).builds == {"guest": first}
     assert lock_data(repository, "guest")["schema"] == "other-1"

@@ -13,7 +13,7 @@ from conftest import build_into, lock_data, quiet, write_pipeline
 from triptych.base.errors import UserError
 from triptych.building import build as building
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.precision.keep_layers import Lowered, lower
+from triptych.core.precision.keep_layers import ConvertedCore, convert_with_exclusions
 from triptych.repository.records import GateResult
 from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
@@ -64,10 +64,10 @@ class Gate:
 LAYERS = 8  # two transformer layers: q/k/v, attention output, two of the feed-forward
 
 
-def lowered_by(fp32: tuple[PipelineInputs, Path, str], gate: Gate, *, mark: str) -> Lowered:
+def lowered_by(fp32: tuple[PipelineInputs, Path, str], gate: Gate, *, mark: str) -> ConvertedCore:
     inputs, file, key = fp32
     gate.judged_by = mark
-    return lower(inputs, file, key, gate, quiet)
+    return convert_with_exclusions(inputs, file, key, gate, quiet)
 
 
 def test_nothing_is_kept_where_the_gate_passes(fp32: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate
 from triptych.core.gate.probe import OUTSIDE
 from triptych.core.inputs import read_inputs
-from triptych.core.precision.keep_layers import Converter
+from triptych.core.precision.keep_layers import CoreConverter
 from triptych.repository.lock import read_lock
 from triptych.spec.spec import load_spec
 
@@ -87,7 +87,7 @@ def test_a_core_fitted_to_one_phrase_is_stopped(tmp_path: Path) -> None:
     (folder / "traffic.jsonl").write_text("\n".join(lines), encoding="utf-8")
     inputs = read_inputs(load_spec(folder), quiet)
     exported = export_model(inputs.plan, inputs.model_folder, quiet)
-    converter = Converter(inputs, exported.file, exported.key, "int8_dynamic", quiet)
+    converter = CoreConverter(inputs, exported.file, exported.key, "int8_dynamic", quiet)
     converted, _, _ = converter.converted(())
     told: list[str] = []
     gate = Gate(inputs, "int8_dynamic", lambda stage, line: told.append(line))

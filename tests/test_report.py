@@ -30,7 +30,7 @@ from report_pages import (
 )
 from triptych.interface.report import plots
 from triptych.interface.report.gate_write import About, write_report
-from triptych.repository.records import Candidate, Conversion, GateResult, WorstRow, plain_data
+from triptych.repository.records import Conversion, GateResult, PrecisionTrial, WorstRow, plain_data
 
 NAN = math.nan
 
@@ -51,7 +51,7 @@ def read(tmp_path: Path) -> Callable[..., Page]:
     """Writes a report and takes it apart."""
 
     def write(
-        gate: GateResult, candidates: tuple[Candidate, ...] = (), about: About = ABOUT
+        gate: GateResult, candidates: tuple[PrecisionTrial, ...] = (), about: About = ABOUT
     ) -> Page:
         write_report(replace(gate, candidates=candidates), about, tmp_path / "out")
         return Page((tmp_path / "out/report.html").read_text(encoding="utf-8"))
@@ -283,7 +283,7 @@ def test_float16_overflow_is_red_only_where_nothing_was_done_about_it() -> None:
     ids=range(6),
 )
 def test_any_candidates_can_be_shown(
-    read: Callable[..., Page], candidates: tuple[Candidate, ...]
+    read: Callable[..., Page], candidates: tuple[PrecisionTrial, ...]
 ) -> None:
     page = read(gate_of(conversion=None, labeled=None), candidates)
     assert_finite_drawing(page)

@@ -14,7 +14,7 @@ import pytest
 from killed_commits import tree
 from test_server import write_model
 from triptych.base.errors import UserError
-from triptych.repository.store import complete, work_beside, write_models
+from triptych.repository.store import recover, sibling_work_dir, write_models
 from triptych.serving.server import Server
 
 TESTS = Path(__file__).parent
@@ -86,7 +86,7 @@ def test_a_server_reads_whole_models_after_a_kill_between_two(tmp_path: Path) ->
     assert {path.partition("/")[0] for path in now if now[path] != before[path]} == {"a"}
     with Server(repository):
         pass  # both are ready
-    complete(repository)
+    recover(repository)
     now = tree(repository)  # with byte code that the server has left
     assert all(now[path] == content + b"\n" for path, content in before.items())
 
@@ -94,8 +94,8 @@ def test_a_server_reads_whole_models_after_a_kill_between_two(tmp_path: Path) ->
 HOLD = """
 import sys
 from pathlib import Path
-from triptych.repository.store import work_beside
-with work_beside(Path(sys.argv[1]), sys.argv[2]) as folder:
+from triptych.repository.store import sibling_work_dir
+with sibling_work_dir(Path(sys.argv[1]), sys.argv[2]) as folder:
     print(folder, flush=True)
     sys.stdin.read()
 """
@@ -105,7 +105,7 @@ def test_what_killed_work_left_goes_with_the_next_command(tmp_path: Path) -> Non
     repository = tmp_path / "r"
     write_models(repository, OLD)
     for work, command in (
-        ("auto", lambda: complete(repository)),
+        ("auto", lambda: recover(repository)),
         ("tune", lambda: write_models(repository, OLD)),
     ):
         words = [sys.executable, "-c", HOLD, str(repository), work]
@@ -115,7 +115,7 @@ def test_what_killed_work_left_goes_with_the_next_command(tmp_path: Path) -> Non
             killed.kill()
         assert left.parent == tmp_path
         assert left.is_dir()
-        with work_beside(repository, "auto") as living:
+        with sibling_work_dir(repository, "auto") as living:
             command()
             assert living.is_dir()
         assert not left.exists()
@@ -204,13 +204,13 @@ ONE_MODEL = """
 import sys
 from pathlib import Path
 from triptych.base.errors import UserError
-from triptych.repository.store import complete, write_models
+from triptych.repository.store import recover, write_models
 folder = Path(sys.argv[1])
 try:
     write_models(folder / "r", {"a/x": b"new"})
 except UserError as error:
     print(error)
-complete(folder / "r")  # for a server: there is nothing to do, and no leave is needed
+recover(folder / "r")  # for a server: there is nothing to do, and no leave is needed
 print(sorted(path.name for path in folder.iterdir()))
 """
 

@@ -25,7 +25,7 @@ from triptych.base.onnx_graph import MODEL_FILE
 from triptych.core.feeds import Feed, core_feed
 from triptych.core.gate.cached import Gate
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.core.precision.keep_layers import Lowered, lower
+from triptych.core.precision.keep_layers import ConvertedCore, convert_with_exclusions
 from triptych.repository.lock import read_lock
 from triptych.repository.records import Conversion
 from triptych.spec.fields import Precision
@@ -125,14 +125,14 @@ def _source(inputs: PipelineInputs) -> tuple[Path, str]:
     return repository / inputs.plan.step("core") / "1" / MODEL_FILE, lock.source_key
 
 
-def _core(inputs: PipelineInputs, precision: Precision) -> Lowered:
+def _core(inputs: PipelineInputs, precision: Precision) -> ConvertedCore:
     """The core with as few layers kept as its gate allows, whatever could serve it."""
     file, key = _source(inputs)
     gate = Gate(inputs, precision, _tell)
     if precision == "fp32":
         files = {file.name: sha256_of(file)}
-        return Lowered(file, key, gate.run(file, files), Conversion(()), files)
-    return lower(inputs, file, key, gate, _tell)
+        return ConvertedCore(file, key, gate.run(file, files), Conversion(()), files)
+    return convert_with_exclusions(inputs, file, key, gate, _tell)
 
 
 def _tell(stage: str, line: str) -> None:
@@ -168,7 +168,7 @@ def _speeds(sessions: dict[str, Any], feeds: Sequence[Feed]) -> dict[str, float]
 
 
 def _row(
-    core: Lowered,
+    core: ConvertedCore,
     precision: str,
     sessions: dict[str, Any],
     faults: dict[str, str],

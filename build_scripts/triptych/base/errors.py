@@ -77,7 +77,7 @@ class Finding:
     """One result of `lint` or `doctor`: what rule is broken, where, and what mends it.
 
     Attributes:
-        id: stable name of the check, in kebab case (``ensemble-closes``).
+        id: stable name of the check, in kebab case (``ensemble-wiring``).
         severity: ``error`` makes the command exit with 1; ``warning`` and ``info`` do not.
         file: path relative to what was checked; empty for the machine itself.
         rule: what must hold.

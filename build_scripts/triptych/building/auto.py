@@ -25,8 +25,8 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore, lower_precision
 from triptych.core.samples import hash_requests
 from triptych.repository.lock import read_lock
-from triptych.repository.records import Candidate, GateResult, plain_record, read_record
-from triptych.repository.store import work_beside
+from triptych.repository.records import GateResult, PrecisionTrial, plain_record, read_record
+from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench import perf_analyzer
 from triptych.serving.doctor import processor
 from triptych.serving.endpoint import UNSAMPLED
@@ -181,8 +181,8 @@ def choose(
     """
     precisions = _candidates_of(core.plan.spec.core)
     cores: dict[Precision, CheckedCore] = {}
-    candidates: dict[Precision, Candidate] = {}
-    with work_beside(repository, "auto") as scratch:
+    candidates: dict[Precision, PrecisionTrial] = {}
+    with sibling_work_dir(repository, "auto") as scratch:
         for number, precision in enumerate(precisions, start=1):
             progress("auto", f"{precision}: {number}/{len(precisions)}")
             target = scratch / precision
@@ -220,7 +220,7 @@ def _try(
     target: Path,
     write: WriteRepository,
     progress: Progress,
-) -> tuple[CheckedCore | None, Candidate]:
+) -> tuple[CheckedCore | None, PrecisionTrial]:
     """The core in `precision`, written into `target`; None where it cannot be taken."""
     try:
         found = core if precision == BASELINE else lower_precision(core, precision, progress)
@@ -230,18 +230,18 @@ def _try(
     except EngineFailure as failure:
         if precision == BASELINE:
             raise
-        return None, Candidate(precision, "failed", failure.gate.failures)
+        return None, PrecisionTrial(precision, "failed", failure.gate.failures)
     except UserError as error:
         if precision == BASELINE:
             raise
-        return None, Candidate(precision, "not runnable", note=str(error))
+        return None, PrecisionTrial(precision, "not runnable", note=str(error))
     size = sum(path.stat().st_size for path in target.glob("*_core/1/*"))
     passed = _candidate(precision, found.gate)
     return found, replace(passed, status="passed", failures=(), size_bytes=size)
 
 
-def _candidate(precision: Precision, gate: GateResult) -> Candidate:
-    return Candidate(
+def _candidate(precision: Precision, gate: GateResult) -> PrecisionTrial:
+    return PrecisionTrial(
         precision,
         "failed",
         gate.failures,

@@ -171,7 +171,7 @@ def serve(
     Raises:
         UserError: a pipeline is not built, or not as its lock says, or does not load.
     """
-    from triptych.repository.store import complete
+    from triptych.repository.store import recover
     from triptych.serving.endpoint import check_built
     from triptych.serving.server import Server, check_and_make_flags
 
@@ -185,7 +185,7 @@ def serve(
         )
     for name in names:
         check_built(folder, name)
-    complete(folder)
+    recover(folder)
     check_and_make_flags(folder, production=False)
     server = Server(
         folder,

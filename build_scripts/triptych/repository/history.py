@@ -21,7 +21,7 @@ from triptych.repository.store import (
 
 
 @dataclass(frozen=True)
-class PutBack:
+class RollbackResult:
     """What a rollback did.
 
     Attributes:
@@ -35,7 +35,7 @@ class PutBack:
     changed: tuple[str, ...]
 
 
-def put_back(repository: Path, pipeline: str, build: str | None) -> PutBack:
+def rollback(repository: Path, pipeline: str, build: str | None) -> RollbackResult:
     """Put a kept build in place again, at once and whole; the one in place is kept in turn.
 
     Pipelines that share its core and do not fit it as they are go back with it.
@@ -63,7 +63,7 @@ def put_back(repository: Path, pipeline: str, build: str | None) -> PutBack:
     replaced = {name: build_id(repository, name) for name in group}
     changed = write_models(repository, files, retired=sorted(retired), linked=True)
     builds = {name: kept.build for name, kept in group.items()}
-    return PutBack(builds, replaced, tuple(changed))
+    return RollbackResult(builds, replaced, tuple(changed))
 
 
 def _choose(kept: list[KeptBuild], repository: Path, pipeline: str, build: str | None) -> KeptBuild:

@@ -87,7 +87,7 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PrecisionTrial:
     """One precision that `auto` tried, and what became of it.
 
     Attributes:
@@ -203,7 +203,7 @@ class GateResult:
     labeled: LabeledResult | None = None
     conversion: Conversion | None = None
     accepted: str = ""
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[PrecisionTrial, ...] = ()
 
     @property
     def passed(self) -> bool:

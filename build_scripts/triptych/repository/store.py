@@ -305,7 +305,7 @@ def write_models(
     return sorted([*changed, *gone])
 
 
-def complete(repository: Path) -> None:
+def recover(repository: Path) -> None:
     """Complete or clear what a killed build left, so that a server finds whole models.
 
     Raises:
@@ -318,7 +318,7 @@ def complete(repository: Path) -> None:
 
 
 @contextlib.contextmanager
-def work_beside(repository: Path, work: Work) -> Iterator[Path]:
+def sibling_work_dir(repository: Path, work: Work) -> Iterator[Path]:
     """A folder beside the repository for others; gone at the end, if killed with the next command.
 
     Raises:
@@ -397,7 +397,7 @@ def _staging(repository: Path) -> Path:
 def _stage(target: Path, content: Content, repository: Path) -> None:
     """Write one staged file."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, Path) and (twin := _twin(content, repository)):
+    if isinstance(content, Path) and (twin := _find_identical(content, repository)):
         os.link(twin, target)
         return
     with target.open("wb") as file:
@@ -408,7 +408,7 @@ def _stage(target: Path, content: Content, repository: Path) -> None:
                 shutil.copyfileobj(source, file, 1 << 20)
 
 
-def _twin(content: Path, repository: Path) -> Path | None:
+def _find_identical(content: Path, repository: Path) -> Path | None:
     """A file of the repository with the same name and bytes as `content`, if it is large."""
     size = content.stat().st_size
     if size < MIN_LINK_BYTES:

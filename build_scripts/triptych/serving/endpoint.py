@@ -15,7 +15,7 @@ from types import FrameType
 
 from triptych.base.errors import UserError
 from triptych.repository.config import CONFIG_FILE
-from triptych.repository.store import complete
+from triptych.repository.store import recover
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
@@ -69,7 +69,7 @@ def served(
         yield Endpoint(url, metrics_url)
         return
     check_built(repository, pipeline)
-    complete(repository)
+    recover(repository)
     progress("serve", f"tritonserver on {repository} ...")
     began = time.monotonic()
     with Server(repository, models=[pipeline], environment=UNSAMPLED) as server:

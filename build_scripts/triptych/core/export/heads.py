@@ -22,7 +22,7 @@ ROW_READINGS: tuple[Reading, ...] = ("cls", "mean", "lasttoken", "lastword", "ma
 """What a model's own head may read of a row, in the order they are tried."""
 
 
-class Rows(NamedTuple):
+class RowMembership(NamedTuple):
     """Where the rows of a batch are in a tensor ``[R, N, ...]``: R the rows, or 1 if they share it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     length: Tensor
 
 
-def pool(mode: str, hidden: Tensor, rows: Rows) -> Tensor:
+def pool(mode: str, hidden: Tensor, rows: RowMembership) -> Tensor:
     """One vector a row, by a pooling mode of sentence-transformers: ``[R, N, H]`` to ``[B, H]``."""
     member, position, length = rows.member, rows.position, rows.length
     if mode == "max":
@@ -77,7 +77,7 @@ class SentenceHead(nn.Module):
             for module in facts.head
         )
 
-    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         """FP32 ``[R, N, H]`` to FP32 ``[B, dim]``."""
         pooled = [pool(mode, hidden, rows) for mode in self.pooling]
         vector = torch.cat(pooled, dim=-1) if len(pooled) > 1 else pooled[0]
@@ -135,7 +135,7 @@ class OwnHead(nn.Module):
             self.model.config = copy.copy(model.config)
             self.model.config.pad_token_id = 0
 
-    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         """FP32 ``[R, N, H]`` to logits, FP32 ``[B, K]``, or ``[R, N, K]`` of every token."""
         if self.reading == "all":
             return logits_of(self.model(inputs_embeds=hidden))
@@ -148,7 +148,7 @@ class OwnHead(nn.Module):
         read = _at_mask(hidden, rows, self.mask_token_id)
         return logits_of(self.model(inputs_embeds=read[:, None]))[:, 0]
 
-    def _last_word(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def _last_word(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         words = rows.member & (rows.ids != self.pad_token_id)
         place = torch.where(words, rows.position, 0)
         last = place.amax(1, keepdim=True)
@@ -163,14 +163,14 @@ class LogitsReader(nn.Module):
         self.reading = reading
         self.mask_token_id = mask_token_id
 
-    def forward(self, logits: Tensor, rows: Rows) -> Tensor:
+    def forward(self, logits: Tensor, rows: RowMembership) -> Tensor:
         """FP32 ``[B, N, K]`` to ``[B, K]`` where the mask token is read, else as they are."""
         if self.reading != "mask":
             return logits
         return _at_mask(logits, rows, self.mask_token_id)
 
 
-def _at_mask(values: Tensor, rows: Rows, mask_token_id: int | None) -> Tensor:
+def _at_mask(values: Tensor, rows: RowMembership, mask_token_id: int | None) -> Tensor:
     """``[R, N, K]`` to ``[B, K]`` at each row's mask token; 0 in rows without one."""
     masked = rows.member & (rows.ids == mask_token_id)
     return weighted(masked.to(values.dtype), values)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from triptych.core.export.heads import Rows, weighted
+from triptych.core.export.heads import RowMembership, weighted
 from triptych.core.export.packed_attention import packed_attention
 from triptych.core.export.packed_batch import PackedBatch
 from triptych.core.export.packed_ops import PackedOperations
@@ -23,7 +23,7 @@ class CannotPack(Exception):
     """The model cannot be run on packed tokens; the message gives the reason."""
 
 
-class Counting(NamedTuple):
+class PositionIds(NamedTuple):
     """Numbering of the tokens of a row.
 
     Attributes:
@@ -70,7 +70,7 @@ class PaddedEncoder(nn.Module):
         read: Callable[[Any], Tensor],
         segments: int,
         *,
-        counting: Counting | None = None,
+        counting: PositionIds | None = None,
         around: Callable[[Any], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class PaddedEncoder(nn.Module):
 
     def forward(
         self, input_ids: Tensor, row_length: Tensor, first_segment: Tensor | None = None
-    ) -> tuple[Tensor, Rows]:
+    ) -> tuple[Tensor, RowMembership]:
         """Return what the model computes for each token, and where the rows are.
 
         The result is FP32 ``[B, L, H]``, or the logits of a model with its own head.
@@ -105,7 +105,7 @@ class PaddedEncoder(nn.Module):
             extra["position_ids"] = self.counting.numbers(ids, position, valid)
         with self.around(self.encoder):
             output = self.encoder(input_ids=ids, attention_mask=valid.long(), **extra)
-        return self.read(output), Rows(ids, position, valid, length)
+        return self.read(output), RowMembership(ids, position, valid, length)
 
     def _types(self, position: Tensor, first_segment: Tensor | None) -> Mapping[str, Tensor]:
         """Return ``token_type_ids`` like `position`, where the model takes them."""
@@ -194,7 +194,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def any_length(model: Any) -> Iterator[None]:
+def without_fixed_length(model: Any) -> Iterator[None]:
     """Keep a model from computing with the sequence's length in Python, which fixes it in a graph.
 
     DeBERTa cuts its table of relative positions to the length; the full table gives the same.

@@ -20,15 +20,15 @@ from triptych.core.export.heads import (
     LogitsReader,
     OwnHead,
     Reading,
-    Rows,
+    RowMembership,
     SentenceHead,
     logits_of,
 )
 from triptych.core.export.packing import (
     CannotPack,
-    Counting,
     PackedCore,
     PaddedEncoder,
+    PositionIds,
     TextCore,
     hidden_of,
     last_picked,
@@ -135,7 +135,7 @@ def _prove(
 class _TokenVectors(nn.Module):
     """Head that returns the vectors of all tokens."""
 
-    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
         return hidden
 
 
@@ -155,7 +155,7 @@ def _ways(
         reader = LogitsReader(READINGS[core.reads][0], facts.mask_token_id)
         ways += [(model, logits_of, reader, around) for around in (last_picked, nullcontext)]
     for module, read, after, around in ways:
-        countings: list[Counting | None] = [None]
+        countings: list[PositionIds | None] = [None]
         if takes(module, "position_ids"):
             countings.insert(0, _counting(model.base_model, samples[0].ids))
         for counting in countings:
@@ -256,7 +256,7 @@ def _head_distance(head: nn.Module, sample: ProbeRow) -> float:
         return float("inf")
     size = len(sample.ids)
     member = torch.ones((1, size), dtype=torch.bool)
-    rows = Rows(sample.ids[None], torch.arange(size)[None], member, torch.tensor([[size]]))
+    rows = RowMembership(sample.ids[None], torch.arange(size)[None], member, torch.tensor([[size]]))
     return _distance(head(sample.hidden[None], rows)[0], sample.logits, sample.scale)
 
 
@@ -309,7 +309,7 @@ def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> fl
     return float("inf") if difference != difference else difference
 
 
-def _counting(encoder: Any, ids: Tensor) -> Counting:
+def _counting(encoder: Any, ids: Tensor) -> PositionIds:
     """How the encoder numbers a row's tokens, by what it looks up in its table of positions."""
     pad = getattr(encoder.config, "pad_token_id", None)
     row = ids.clone()
@@ -332,9 +332,9 @@ def _counting(encoder: Any, ids: Tensor) -> Counting:
         for hook in hooks:
             hook.remove()
     if not seen:
-        return Counting()
+        return PositionIds()
     first = seen[0][0]
-    return Counting(first, pad if seen[0][:4] == [first, pad, first + 1, first + 2] else None)
+    return PositionIds(first, pad if seen[0][:4] == [first, pad, first + 1, first + 2] else None)
 
 
 def _starts(batch: Sequence[Tensor]) -> list[int]:

@@ -220,11 +220,11 @@ def export_onnx(
     """
     import torch
 
-    from triptych.core.export.packing import CannotPack, any_length
+    from triptych.core.export.packing import CannotPack, without_fixed_length
     from triptych.core.export.tile_sizes import SIZES, compute_from_shapes, compute_from_values
 
     model = load_model(folder, core.auto_class)
-    with _quiet(), any_length(model), torch.no_grad():
+    with _quiet(), without_fixed_length(model), torch.no_grad():
         graph = _graph(model, facts, core, inputs, folder, packed=packed)
         traced = (*inputs, *made_by_server(inputs)[:1], *SIZES) if packed else inputs
         examples, shapes = _examples(traced, packed=packed)

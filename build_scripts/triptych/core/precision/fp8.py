@@ -29,7 +29,7 @@ from triptych.base.onnx_graph import (
 )
 from triptych.core.precision.calibrate import Feed, model_ranges
 from triptych.core.precision.float16 import halve_quantized
-from triptych.core.precision.linear import Group, Recipe, check_quantizable, find_groups
+from triptych.core.precision.linear import LinearGroup, Recipe, check_quantizable, find_groups
 from triptych.repository.records import Conversion
 
 LARGEST = 448.0
@@ -64,7 +64,7 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     )
 
 
-def _quantized(model: Any, groups: Sequence[Group], ranges: Mapping[str, float]) -> Any:
+def _quantized(model: Any, groups: Sequence[LinearGroup], ranges: Mapping[str, float]) -> Any:
     """The graph, changed in place, with Q/DQ around the layers of `groups`."""
     import ml_dtypes
     import onnx

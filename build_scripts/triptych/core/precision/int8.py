@@ -26,7 +26,7 @@ from triptych.core.precision.calibrate import (
     scale_of,
 )
 from triptych.core.precision.float16 import halve_quantized
-from triptych.core.precision.linear import Group, Recipe, check_quantizable, find_groups
+from triptych.core.precision.linear import LinearGroup, Recipe, check_quantizable, find_groups
 from triptych.core.precision.quantized_graph import QuantizedGroup, QuantizedLayer, rewrite
 from triptych.repository.records import Conversion
 
@@ -99,7 +99,9 @@ class Quantizer:
         return halve_quantized(written, self._value_ranges)
 
 
-def _quantize(model: Any, group: Group, seen: Activations, *, dynamic: bool) -> QuantizedGroup:
+def _quantize(
+    model: Any, group: LinearGroup, seen: Activations, *, dynamic: bool
+) -> QuantizedGroup:
     tensors = initializers(model.graph)
     stored = [value_of(tensors[layer.weight]) for layer in group.layers]
     weights = [

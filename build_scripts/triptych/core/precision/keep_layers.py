@@ -58,7 +58,7 @@ Write = Callable[[Sequence[str], Path], Conversion]
 """Writes a converted graph into a folder, the named layers kept."""
 
 
-class Converter:
+class CoreConverter:
     """Converts one graph; what its calibration found serves every try.
 
     Attributes:
@@ -225,7 +225,7 @@ MAX_KEPT_SHARE = 0.5
 """A core with more of its layers kept is hardly of the precision any more."""
 
 
-class Judge(Protocol):
+class GateRunner(Protocol):
     """The gate of a precision, as `Gate` is."""
 
     precision: Precision
@@ -236,7 +236,7 @@ class Judge(Protocol):
 
 
 @dataclass(frozen=True)
-class Lowered:
+class ConvertedCore:
     """A core of lower precision: the graph, the hash of all that decided it, and both results.
 
     `files` are hashes of the graph's files, by name.
@@ -250,14 +250,14 @@ class Lowered:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerSelection:
     """Which layers to keep, and what finding them showed; see `Conversion`."""
 
     kept: tuple[str, ...] = ()
     layer_errors: Mapping[str, float] = field(default_factory=dict)
     batch_ms: Mapping[str, float] = field(default_factory=dict)
 
-    def on_record(self, lowered: Lowered) -> Lowered:
+    def with_search_results(self, lowered: ConvertedCore) -> ConvertedCore:
         """The core with what the search showed in the record of its conversion."""
         conversion = replace(
             lowered.conversion, layer_errors=self.layer_errors, batch_ms=self.batch_ms
@@ -265,9 +265,9 @@ class Choice:
         return replace(lowered, conversion=conversion)
 
 
-def lower(
-    inputs: PipelineInputs, source: Path, key: str, gate: Judge, progress: Progress
-) -> Lowered:
+def convert_with_exclusions(
+    inputs: PipelineInputs, source: Path, key: str, gate: GateRunner, progress: Progress
+) -> ConvertedCore:
     """Convert the fp32 core, keeping as few layers as the gate allows.
 
     Args:
@@ -283,12 +283,12 @@ def lower(
     Raises:
         UserError: the graph cannot be converted.
     """
-    converter = Converter(inputs, source, key, gate.precision, progress)
-    searched: list[Lowered] = []
+    converter = CoreConverter(inputs, source, key, gate.precision, progress)
+    searched: list[ConvertedCore] = []
 
     def work(target: Path) -> None:
         lowered, choice = _search(inputs, converter, gate, progress)
-        searched.append(choice.on_record(lowered))
+        searched.append(choice.with_search_results(lowered))
         if not lowered.gate.passed:
             raise _NothingPasses
         text = json.dumps(plain_record(choice), ensure_ascii=False)
@@ -303,8 +303,8 @@ def lower(
     if searched:
         return searched[0]
     text = (folder / CHOICE_FILE).read_text(encoding="utf-8")
-    choice = read_record(Choice, json.loads(text))
-    return choice.on_record(_try(converter, choice.kept, gate))
+    choice = read_record(LayerSelection, json.loads(text))
+    return choice.with_search_results(_try(converter, choice.kept, gate))
 
 
 class _NothingPasses(Exception):
@@ -312,10 +312,10 @@ class _NothingPasses(Exception):
 
 
 def _search(
-    inputs: PipelineInputs, converter: Converter, gate: Judge, progress: Progress
-) -> tuple[Lowered, Choice]:
+    inputs: PipelineInputs, converter: CoreConverter, gate: GateRunner, progress: Progress
+) -> tuple[ConvertedCore, LayerSelection]:
     """The last core tried, and the layers it was to keep."""
-    choice = Choice()
+    choice = LayerSelection()
     lowered = _try(converter, choice.kept, gate)
     if lowered.gate.passed:
         return lowered, choice
@@ -324,17 +324,17 @@ def _search(
     )
     worst_first = sorted(errors, key=lambda name: -errors[name])
     for count in _counts(len(worst_first)):
-        choice = Choice(tuple(worst_first[:count]), errors)
+        choice = LayerSelection(tuple(worst_first[:count]), errors)
         lowered = _try(converter, choice.kept, gate)
         if lowered.gate.passed:
             return lowered, replace(choice, batch_ms=converter.times(lowered.file))
     return lowered, replace(choice, layer_errors=errors)
 
 
-def _try(converter: Converter, kept: Sequence[str], gate: Judge) -> Lowered:
+def _try(converter: CoreConverter, kept: Sequence[str], gate: GateRunner) -> ConvertedCore:
     stage, key, conversion = converter.converted(kept)
     file, files = stage.folder / MODEL_FILE, hashes_of_graph(stage.files)
-    return Lowered(file, key, gate.run(file, files), conversion, files)
+    return ConvertedCore(file, key, gate.run(file, files), conversion, files)
 
 
 def _counts(layers: int) -> list[int]:

@@ -46,7 +46,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Group:
+class LinearGroup:
     """The linear layers that read one value, `input`, in the order of the graph.
 
     They share its quantization.
@@ -57,7 +57,7 @@ class Group:
     layers: tuple[Linear, ...]
 
 
-def find_groups(graph: Any) -> list[Group]:
+def find_groups(graph: Any) -> list[LinearGroup]:
     """The groups of linear layers of an `onnx.GraphProto`, in its order."""
     search = _Search(graph)
     found: dict[str, list[Linear]] = {}
@@ -65,12 +65,12 @@ def find_groups(graph: Any) -> list[Group]:
         linear = search.linear(index, node)
         if linear is not None:
             found.setdefault(linear.input, []).append(linear)
-    groups: dict[str, Group] = {}
+    groups: dict[str, LinearGroup] = {}
     for value, layers in found.items():
         name = _common_name([layer.name for layer in layers])
         while name in groups:  # a module that runs twice
             name += "'"
-        groups[name] = Group(name, value, tuple(layers))
+        groups[name] = LinearGroup(name, value, tuple(layers))
     return list(groups.values())
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from triptych.base.onnx_graph import add_constant, copy_model, drop_unused, free_mark, set_nodes
 from triptych.core.precision.calibrate import LEVELS, Smoothing
-from triptych.core.precision.linear import Group, Linear
+from triptych.core.precision.linear import Linear, LinearGroup
 
 _MIN_STEP = 1e-9
 
@@ -41,7 +41,7 @@ class QuantizedLayer:
 class QuantizedGroup:
     """Layers that read one value, and how that is quantized."""
 
-    group: Group
+    group: LinearGroup
     smoothing: Smoothing
     layers: tuple[QuantizedLayer, ...]
 

@@ -12,7 +12,7 @@ from triptych.base.onnx_graph import MODEL_FILE
 from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.inputs import PipelineInputs
-from triptych.core.precision.keep_layers import lower
+from triptych.core.precision.keep_layers import convert_with_exclusions
 from triptych.repository.lock import Lock
 from triptych.repository.records import GateResult
 from triptych.repository.sharing import check_shareable
@@ -102,7 +102,7 @@ def lower_precision(
         UserError: the graph cannot be converted.
     """
     gate = Gate(core.inputs, precision, progress)
-    lowered = lower(core.inputs, core.file, core.key, gate, progress)
+    lowered = convert_with_exclusions(core.inputs, core.file, core.key, gate, progress)
     result = replace(lowered.gate, conversion=lowered.conversion)
     lower_core = replace(core, file=lowered.file, key=lowered.key, gate=result, files=lowered.files)
     return lower_core.accepted(accept)

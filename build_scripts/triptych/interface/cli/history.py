@@ -85,9 +85,9 @@ def rollback(
     Its lock comes back, too, and the build in place is kept in turn. A server that `serve` runs
     exchanges it. Pipelines that share its core go back with it where they must.
     """
-    from triptych.repository.history import put_back
+    from triptych.repository.history import rollback
 
-    done = put_back(repository, name, build)
+    done = rollback(repository, name, build)
     if as_json:
         print_json({"builds": done.builds, "replaced": done.replaced, "changed": done.changed})
         return

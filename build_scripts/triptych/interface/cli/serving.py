@@ -240,7 +240,7 @@ def serve(
     of --mirror answers nobody gets: it is sampled, in .candidate of the samples.
     """
     from triptych.container.machine import find_gpus
-    from triptych.repository.store import complete
+    from triptych.repository.store import recover
     from triptych.serving.fleet.mirrored import FOLDER, check_alike, mirrored_of
     from triptych.serving.fleet.serve import check_gpus, count_replicas
     from triptych.serving.ports import is_loopback
@@ -254,7 +254,7 @@ def serve(
         if count == 1:
             raise UserError("--mirror", "must come with --replicas of 2 or more: Envoy mirrors")
         check_alike(repository, mirrored.repository)
-        complete(mirrored.repository)
+        recover(mirrored.repository)
     if named:
         check_gpus(named, len(find_gpus()))
     if not is_loopback(host):
@@ -262,7 +262,7 @@ def serve(
             f"{host} is reached from other machines, and Triton asks nobody who they are: "
             "keep it behind a gateway that does (docker/README.md)"
         )
-    complete(repository)
+    recover(repository)
     production = profile == "production"
     order = _Order(
         repository,
@@ -483,7 +483,7 @@ def ui(
     It shows answers as the task has them, and where their time went. Ctrl-C ends it.
     """
     from triptych.interface.page.page import ChatPage, DemoPage, open_pipeline
-    from triptych.repository.store import complete
+    from triptych.repository.store import recover
     from triptych.serving.endpoint import check_built
     from triptych.serving.exchange import Exchange
     from triptych.serving.ports import claim_ports, is_loopback
@@ -492,7 +492,7 @@ def ui(
 
     if url is None:
         check_built(repository, name)
-        complete(repository)
+        recover(repository)
         check_and_make_flags(repository, production=False)
     port = claim_ports(host, {"--port": port})["--port"]  # before a server is started for nothing
     spec = _built_or_written(name, repository, pipelines)

@@ -17,7 +17,7 @@ from triptych.interface.cli.options import (
     print_table,
     say,
 )
-from triptych.repository.records import Candidate, Conversion, GateResult
+from triptych.repository.records import Conversion, GateResult, PrecisionTrial
 
 if TYPE_CHECKING:
     from triptych.building.build import Built
@@ -87,7 +87,7 @@ def print_built(console: Console, built: Built) -> None:
             print_finding(console, finding.as_dict())
 
 
-def print_candidates(console: Console, candidates: Sequence[Candidate]) -> None:
+def print_candidates(console: Console, candidates: Sequence[PrecisionTrial]) -> None:
     """What `auto` chose from: speed, size and the gate's figures of each precision."""
     if not candidates:
         return

@@ -342,13 +342,13 @@ def shadow(
 @contextmanager
 def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
     """The repository of the candidate: a folder, or links to a build that is kept."""
-    from triptych.repository.store import choose_build, kept_builds, work_beside
+    from triptych.repository.store import choose_build, kept_builds, sibling_work_dir
 
     kept = choose_build(kept_builds(repository, name), candidate)
     if kept is None or Path(candidate).is_dir():
         yield Path(candidate)
         return
-    with work_beside(repository, "shadow") as folder:
+    with sibling_work_dir(repository, "shadow") as folder:
         kept.lay_out(folder)
         yield folder
 

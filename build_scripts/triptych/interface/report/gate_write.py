@@ -12,7 +12,7 @@ from triptych.base.files import write_files
 from triptych.base.formatting import NOTHING, code, figure, number
 from triptych.interface.report import plots
 from triptych.interface.report.pages import render
-from triptych.repository.records import Candidate, GateResult, json_text
+from triptych.repository.records import GateResult, PrecisionTrial, json_text
 from triptych.spec.tasks.accuracy import METRICS
 
 
@@ -102,16 +102,16 @@ def _ranges(gate: GateResult) -> dict[str, float]:
     return {name: abs(v) for name, held in given.items() if (v := number(held)) is not None}
 
 
-def _verdicts(candidate: Candidate) -> Mapping[str, float]:
+def _verdicts(candidate: PrecisionTrial) -> Mapping[str, float]:
     return candidate.verdicts or {}
 
 
-def _metrics(candidates: Sequence[Candidate]) -> list[str]:
+def _metrics(candidates: Sequence[PrecisionTrial]) -> list[str]:
     """Every metric of any candidate, in the order of their first appearance."""
     return list(dict.fromkeys(metric for each in candidates for metric in _verdicts(each)))
 
 
-def _candidate_lines(candidates: Sequence[Candidate]) -> dict[str, list[str]]:
+def _candidate_lines(candidates: Sequence[PrecisionTrial]) -> dict[str, list[str]]:
     """Candidates side by side, a measure a line: names are long and candidates are few."""
     speeds = [number(each.throughput_per_s) for each in candidates]
     slow = dict(zip((each.precision for each in candidates), speeds, strict=True)).get("fp32")
@@ -173,7 +173,7 @@ def _tightest(gate: GateResult, metrics: Sequence[str]) -> tuple[str, float | No
     return metric, limit
 
 
-def _remarks(candidate: Candidate) -> list[str]:
+def _remarks(candidate: PrecisionTrial) -> list[str]:
     """What failed and what else is to say."""
     said, kept = [*candidate.failures], candidate.kept
     if candidate.note:

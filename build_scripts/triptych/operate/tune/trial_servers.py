@@ -17,7 +17,7 @@ from typing import Any
 from triptych.base.errors import Progress
 from triptych.operate.tune.kind import Kind, Made, Setting
 from triptych.operate.tune.objective import Scored, Scoring
-from triptych.repository.store import work_beside
+from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench.measure import Target
 from triptych.serving.bench.results import Measurement
 from triptych.serving.endpoint import UNSAMPLED
@@ -232,7 +232,7 @@ def trial_servers(
         seconds: of each measurement.
         progress: told what is loaded.
     """
-    with work_beside(beside, "tune") as scratch:
+    with sibling_work_dir(beside, "tune") as scratch:
         first, second = (Slot(scratch / name, kind) for name in ("a", "b"))
         try:
             yield TrialServers(first, second, objective, seconds, progress)

@@ -24,7 +24,7 @@ from triptych.operate.tune.new_traffic import tokenize_sample
 from triptych.operate.tune.proposal import Proposal, expected_of
 from triptych.operate.watch.findings import Look, edits_since
 from triptych.operate.watch.sample import Sample, SampledRow
-from triptych.repository.history import put_back
+from triptych.repository.history import rollback
 from triptych.repository.lock import build_id, read_lock
 from triptych.repository.records import plain_data
 from triptych.spec.spec import SPEC_FILE, load_spec
@@ -265,7 +265,7 @@ def apply_proposal(
         except BaseException:
             # A graph is in place before its engine is built, which may fail.
             if build_id(repository, name) != look.build:
-                put_back(repository, name, look.build)
+                rollback(repository, name, look.build)
             raise
     return Applied(
         pipeline=name,

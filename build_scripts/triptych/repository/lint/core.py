@@ -287,7 +287,7 @@ def kv_cache(model: Model) -> Iterator[Flaw]:
         )
 
 
-def doubled_beginning(model: Model) -> Iterator[Flaw]:
+def duplicate_bos_token(model: Model) -> Iterator[Flaw]:
     """A text on which a chat template was rendered gets no second beginning."""
     known = _settings(model).get("special_tokens", {})
     for folder in model.served_folders:

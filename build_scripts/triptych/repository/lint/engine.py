@@ -29,7 +29,7 @@ Shapes = Mapping[str, Dims]
 
 
 @dataclass(frozen=True)
-class Rows:
+class SentRows:
     """What the step `source` sends the core.
 
     Attributes:
@@ -128,14 +128,14 @@ def _plan_of(lock: Any) -> EnginePlan | None:
         return None
 
 
-def _rows_sent(wiring: Wiring, core: Model) -> Iterator[Rows]:
+def _rows_sent(wiring: Wiring, core: Model) -> Iterator[SentRows]:
     """Of the steps that make an input of variable length."""
     for producer in {p.index: p for p in wiring.feeding(core, core.varying)}.values():
         if producer.model is not None:
             edges = _setting(producer.model, "bucket_edges")
             longest = _setting(producer.model, "max_length")
             padded = tuple(edges) if _are_sizes(edges) else ()
-            yield Rows(producer.model.name, padded, longest if _are_sizes([longest]) else None)
+            yield SentRows(producer.model.name, padded, longest if _are_sizes([longest]) else None)
 
 
 def _setting(model: Model, key: str) -> Any:

@@ -141,7 +141,7 @@ def ensemble_steps(wiring: Wiring) -> Iterator[Flaw]:
         )
 
 
-def ensemble_closes(wiring: Wiring) -> Iterator[Flaw]:
+def ensemble_wiring(wiring: Wiring) -> Iterator[Flaw]:
     """Every tensor has one source and a reader, every required input is mapped, nothing circles."""
     for step in wiring.steps:
         yield from _check_maps(wiring, step)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from triptych.base.tensors import TokenRow
-from triptych.core.export.heads import Rows, SentenceHead
+from triptych.core.export.heads import RowMembership, SentenceHead
 from triptych.core.export.to_onnx import load_model
 from triptych.core.feeds import Sample
 from triptych.core.gate.reference import pixel_values
@@ -19,7 +19,7 @@ from triptych.spec.tasks.task import Core
 
 
 class TorchModel:
-    """Rows to vectors where the core pools, else to logits; nothing is decoded.
+    """RowMembership to vectors where the core pools, else to logits; nothing is decoded.
 
     Logits are of every token where the model gives them so: of fill-mask, too, whose users get
     them at every place and pick the mask's afterwards.
@@ -75,9 +75,9 @@ class TorchModel:
         return inputs
 
 
-def _places(inputs: dict[str, torch.Tensor]) -> Rows:
+def _places(inputs: dict[str, torch.Tensor]) -> RowMembership:
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    return Rows(
+    return RowMembership(
         ids=ids,
         position=torch.arange(ids.shape[1])[None],
         member=mask.bool(),

@@ -20,7 +20,7 @@ from triptych.base.files import told_to_user
 from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
 from triptych.repository.lock import find_lock
-from triptych.repository.store import work_beside
+from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import until_asked
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
 from triptych.serving.fleet.fleet import Build, Candidate, Fleet, Replica
@@ -165,7 +165,7 @@ def new_fleet(
 
     with ExitStack() as opened:
         with told_to_user(repository.resolve().parent):
-            folder = opened.enter_context(work_beside(repository, "serve"))
+            folder = opened.enter_context(sibling_work_dir(repository, "serve"))
         settings = proxy_settings(
             replicas=replicas,
             max_request_mib=largest_request_mib(repository),
