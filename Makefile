@@ -48,7 +48,8 @@ demo-chat: setup setup-generation  ## Build SmolLM2 on vLLM, serve it, stream an
 	$(BIN)/triptych build chat --repository $(CHAT_REPOSITORY)
 	$(BIN)/python -m triptych.interface.cli.demo_chat $(CHAT_REPOSITORY) chat
 
-# The lanes of tests. `make test` has all but the long ones; .ci/run runs both in one.
+# `make test` runs all tests but the long ones. LONG=1 adds the long ones, LONG=2/3 the second of
+# three parts of them: .ci/run takes the parts in turn, one a commit.
 PYTEST := $(BIN)/python -m pytest
 # A file's tests stay on one worker, since they share its server; the biggest files come first.
 # Three workers for two cores: many tests wait, for a server to start or for a deadline.
@@ -56,14 +57,14 @@ PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check: lint types pure  ## Lint, types and the pure tests: no server, no build, no torch
 
-test: lint types unit  ## Lint, types and the tests, against a real server (LONG=1: the long ones, too)
+test: lint types unit  ## Lint, types and the tests, against a real server (LONG=1: with the long tests)
 
 test-long: setup setup-generation  ## What takes minutes each: trainings, compilers, races, whole runs
 	$(PYTEST) $(PARALLEL) -m long
 
 .PHONY: unit pure lint types format
 unit: setup $(if $(LONG),setup-generation)
-	$(PYTEST) $(PARALLEL) $(if $(LONG),,-m "not long")
+	$(PYTEST) $(PARALLEL) $(if $(LONG),--long $(LONG),-m "not long")
 
 pure: setup
 	$(PYTEST) --pure --numprocesses 2

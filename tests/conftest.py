@@ -77,6 +77,7 @@ class NoTorch:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pure", action="store_true", help="files without a server, build or torch")
+    parser.addoption("--long", default="1", help="K/N: long tests of part K of N; 1: all of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,6 +95,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if config.getoption("--pure"):
         items[:] = [item for item in items if is_pure(item)]
+    part, _, parts = config.getoption("--long").partition("/")
+    long_files = sorted({item.path for item in items if item.get_closest_marker("long")})
+    chosen = set(long_files[int(part) - 1 :: int(parts or 1)])
+    others = [item for item in items if item.get_closest_marker("long") and item.path not in chosen]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 def is_pure(item: pytest.Item) -> bool:

@@ -60,7 +60,7 @@ def served() -> Iterator[None]:
 def test_the_two_commands_come_first() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]
     # What runs this very test.
-    assert "make --jobs 2 test LONG=1" in (ROOT / ".ci/run").read_text()
+    assert "make --jobs 2 test LONG=" in (ROOT / ".ci/run").read_text()
 
 
 @pytest.mark.long
