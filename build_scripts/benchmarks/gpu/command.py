@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu import pack, report
+from benchmarks.gpu import report
 from benchmarks.gpu.ledger import Ledger
 from benchmarks.gpu.machine import Seams, describe, read_machine
 from benchmarks.gpu.run import Options, run
@@ -18,8 +18,6 @@ from benchmarks.model import CACHE
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look, measure, print, write; returns the exit code."""
     given = _parse(arguments)
-    if given.pack is not None:
-        return pack.main([str(given.pack), "--home", str(given.home)])
     seams = Seams()
     machine = read_machine(seams)
     if given.check:
@@ -37,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         minutes=given.minutes,
         build_only=given.build_only,
         reuse=given.reuse,
-        earlier=given.earlier,
         home=given.home,
     )
     found = run(
@@ -69,8 +66,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--reuse", action="store_true", help="take the graphs in --home as they are"
     )
-    parser.add_argument("--pack", type=Path, help="folder for pieces to a GPU without a network")
-    parser.add_argument("--earlier", type=Path, help="gpu.json of a run with another Python here")
     parser.add_argument("--home", type=Path, default=HOME, help="models, pipelines, repository")
     parser.add_argument("--output", type=Path, default=CACHE / "gpu.json")
     given = parser.parse_args(arguments)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from benchmarks.gpu import contenders, engine_speed, engines, served, targets
 from benchmarks.gpu.contenders import Contender, TorchType
-from benchmarks.gpu.earlier import Earlier
 from benchmarks.gpu.engines import Built
 from benchmarks.gpu.feeds import BATCHES, loads_of
 from benchmarks.gpu.ledger import Budget, Ledger
@@ -44,7 +43,6 @@ class Options:
         minutes: of all together; None for no limit.
         build_only: build the graphs and end: needs no GPU.
         reuse: take the graphs that another machine has built.
-        earlier: report of a run with another Python on this machine, to judge both together.
         home: folder of models, pipelines and repository.
         batches: rows of a batch.
         clients: of closed loops.
@@ -59,7 +57,6 @@ class Options:
     minutes: float | None = None
     build_only: bool = False
     reuse: bool = False
-    earlier: Path | None = None
     home: Path = HOME
     batches: Sequence[int] = BATCHES
     clients: Sequence[int] = served.CLIENTS
@@ -84,18 +81,13 @@ def run(
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     found = Findings(machine, seams.fakes, started)
     whole = Budget(float("inf") if options.minutes is None else options.minutes * 60)
-    earlier = Earlier.read(options.earlier)
     for part, reason in machine.lacks.items():
-        if earlier is not None and part not in earlier.lacks:
-            continue
         if not options.build_only or part == "graphs":
             ledger.skip(f"{part} ({PARTS[part]})", reason)
     for number, model in enumerate(options.models):
         budget = whole.share(1 / (len(options.models) - number))
         bench = _Bench(options, machine, seams, ledger, found, partial(save, found))
         bench.measure(model, budget)
-    if earlier is not None:
-        earlier.add_to(found, ledger)
     if not options.build_only:
         for model in options.models:
             found.targets += targets.judge(model.name, found.speeds, found.served)
