@@ -11,7 +11,7 @@ import pytest
 from drift_cases import MAX_LENGTH, built_for, draw, exact, read_minilm
 from test_capacity import SEARCH
 from triptych.core.inputs import PipelineInputs
-from triptych.operate.tune.drift import Drift, check_drift, describe_drift
+from triptych.operate.tune.drift import Drift, check_drift, format_drift
 from triptych.operate.tune.proposal import MeasuredLoad, tuned_diff
 from triptych.spec.plan import Layout, choose_edges
 from triptych.spec.slo import Slo
@@ -28,7 +28,7 @@ def verdict(
 ) -> Drift:
     found = check_drift(built_for(inputs, old, layout), exact(new))
     json.dumps(found.as_dict(), allow_nan=False)
-    assert [line for line, _ in describe_drift(found)]
+    assert [line for line, _ in format_drift(found)]
     return found
 
 
@@ -120,7 +120,7 @@ def test_a_promise_that_breaks_asks_for_tuning_even_without_drift(inputs: Pipeli
     found = check_drift(pipeline, same, measured=measured, rate_per_s=240.0)
     assert (found.action, found.first) == ("tune again", "")
     assert "240/s" in found.reason
-    assert any("p99 about" in line for line, _ in describe_drift(found))
+    assert any("p99 about" in line for line, _ in format_drift(found))
     json.dumps(found.as_dict(), allow_nan=False)
     counted = replace(same, rows_per_s=240.0)
     assert check_drift(pipeline, counted, measured=measured).action == "tune again"
@@ -152,7 +152,7 @@ def test_what_is_proposed_has_its_effect_and_its_diff(inputs: PipelineInputs) ->
         assert proposal.capacity is not None
         assert capacity is not None
         assert proposal.changes == changes
-        text = "\n".join(line for line, _ in describe_drift(found))
+        text = "\n".join(line for line, _ in format_drift(found))
         assert "proposed: a build with the new requests" in text
         if changes:  # padded to lengths of other rows
             assert proposal.core_work < 0.8
@@ -186,5 +186,5 @@ def test_what_was_measured_may_have_been_another_build(inputs: PipelineInputs) -
 def test_a_look_every_hour_needs_more_to_call_it_drift(inputs: PipelineInputs) -> None:
     old, new = draw(30, 400, 0), exact(draw(36, 250, 1))
     once = check_drift(built_for(inputs, old, "packed"), new)
-    often = check_drift(built_for(inputs, old, "packed"), new, chance=1e-6)
+    often = check_drift(built_for(inputs, old, "packed"), new, significance=1e-6)
     assert (once.distance, once.noise < often.noise) == (often.distance, True)

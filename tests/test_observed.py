@@ -34,7 +34,7 @@ from triptych.deploy.monitoring import prometheus_rule
 from triptych.deploy.numbers import measured_of, sizes_of
 from triptych.deploy.options import Options
 from triptych.deploy.scaling import scaled_object
-from triptych.operate.watch.gauges import GaugesPage, gauges_page, gauges_text
+from triptych.operate.monitor.metrics import RunCollector, metrics_page
 from triptych.repository.lock import read_lock
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 from triptych.serving.fleet.envoy import Listen, proxy_settings
@@ -193,7 +193,7 @@ class Watched:
     """
 
     url: str
-    gauges: GaugesPage
+    gauges: RunCollector
     prometheus: str
     alertmanager: str
     told: Told
@@ -214,12 +214,12 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
         )
         stack.callback(proxy.stop)
         proxy.start([server])
-        gauges = stack.enter_context(gauges_page(LOOPBACK, 0))
-        gauges.text = gauges_text(replace(look(), pipeline="tiny", alarms=()))
+        gauges = stack.enter_context(metrics_page(LOOPBACK, 0))
+        gauges.run = replace(look(), pipeline="tiny", alarms=())
         pages = {
             pod: url.split("/")[2]
             for pod, url in (("tiny-1", server.metrics_url), ("tiny-envoy-1", proxy.metrics_url))
-        } | {"tiny-watch-1": f"{LOOPBACK}:{gauges.server_port}"}
+        } | {"tiny-watch-1": f"{LOOPBACK}:{gauges.port}"}
         hook = stack.enter_context(webhook(told))
         routes = alertmanager(on_call=hook, tickets=hook, wait="1s", interval="1s")
         for name, content in (
@@ -282,12 +282,12 @@ def test_a_slowed_step_raises_the_alert_and_it_clears(tmp_path: Path, tiny_model
         # A busy machine may have raised it for a while already.
         assert until(lambda: watch.told.last(alert) != "firing", 60), watch.told
         load.text = "a slow one"
-        right = watch.gauges.text
-        watch.gauges.text = gauges_text(replace(look(), pipeline="tiny"))
+        right = watch.gauges.run
+        watch.gauges.run = replace(look(), pipeline="tiny")
         for raised in (alert, wrong):
             assert until(lambda: watch.told.last(raised) == "firing", 60), watch.told  # noqa: B023
         load.text = Load.text
-        watch.gauges.text = right
+        watch.gauges.run = right
         for raised in (alert, wrong):
             assert until(lambda: watch.told.last(raised) == "resolved", 60), watch.told  # noqa: B023
         assert_inhibited(watch.alertmanager)

@@ -203,7 +203,7 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
     assert look["redacted"] >= 3
     assert {test["name"] for test in look["tests"]} == {"label_agreement", "rows_beyond_the_gate"}
     assert {test["mean"] for test in look["tests"]} == {0.0}
-    assert 'triptych_watch_alarms{pipeline="sampled"} 0.0' in gauges.read_text()
+    assert 'triptych_monitor_alarms{pipeline="sampled"} 0.0' in gauges.read_text()
     done = triptych(built, "watch", "sampled", *reports)  # nothing new
     assert done.exit_code == 0
     assert "0 new rows compared" in done.stdout
@@ -211,16 +211,16 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
     done = triptych(built, "watch", "stale", *reports)
     assert done.exit_code == 1, done.output
     assert "alarm: label_agreement" in done.stdout
-    assert "not as it was built: stale_postprocess/config.pbtxt" in done.stdout
-    assert "labels go by other names: account is old account" in done.stdout
-    page = (built / "reports/stale/watch/report.html").read_text(encoding="utf-8")
-    assert "labels go by other names" in page
+    assert "changed since the build: stale_postprocess/config.pbtxt" in done.stdout
+    assert "labels were renamed: account is now old account" in done.stdout
+    page = (built / "reports/stale/monitor/report.html").read_text(encoding="utf-8")
+    assert "labels were renamed" in page
     for path in (built / "reports").rglob("*"):
         if path.is_file():
             content = path.read_text(encoding="utf-8")
             assert not any(text in content for text in (*TEXTS, SECRET, PLANTED)), path
-    timeline = json.loads((built / "reports/sampled/watch/timeline.json").read_text())
-    assert len(timeline["looks"]) == 2
+    timeline = json.loads((built / "reports/sampled/monitor/timeline.json").read_text())
+    assert len(timeline["runs"]) == 2
 
 
 @pytest.mark.server
@@ -244,22 +244,22 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
     def shadow(candidate: Path, *words: str) -> dict[str, Any]:
         done = triptych(built, "shadow", "sampled", "--candidate", candidate, "--json", *words)
         found: dict[str, Any] = json.loads(done.stdout)
-        assert done.exit_code == (0 if found["verdict"] == "take it" else 1), done.output
+        assert done.exit_code == (0 if found["verdict"] == "promote" else 1), done.output
         return found
 
     found = shadow(built / "alike", "--rounds", "0")
-    assert found["verdict"] == "take it", found
+    assert found["verdict"] == "promote", found
     assert "no difference in the answers" in found["reasons"][0]
-    assert {test["state"] for test in found["answers"]["tests"]} == {"right"}
+    assert {test["state"] for test in found["answers"]["tests"]} == {"within limit"}
     assert (found["source"], found["speeds"], found["notes"]) == ("sample", [], [])
 
     found = shadow(built / "other", "--rounds", "1", "--seconds", "0.6")
-    assert found["verdict"] == "keep the old one", found
+    assert found["verdict"] == "reject", found
     assert "label_agreement" in found["reasons"][0]
-    agreement = next(one for one in found["answers"]["figures"] if "agreement" in one["metric"])
-    assert (agreement["in_place"], agreement["candidate"], agreement["between"]) == (1, 0, 0)
-    assert {"p50 ms", "p99 ms", "core ms a request"} <= {one["name"] for one in found["speeds"]}
-    assert all(min(one["in_place"] + one["candidate"]) > 0 for one in found["speeds"])
+    agreement = next(one for one in found["answers"]["metrics"] if "agreement" in one["metric"])
+    assert (agreement["active"], agreement["candidate"], agreement["between"]) == (1, 0, 0)
+    assert {"p50 ms", "p99 ms", "core ms per request"} <= {one["name"] for one in found["speeds"]}
+    assert all(min(one["active"] + one["candidate"]) > 0 for one in found["speeds"])
     assert "built with another hooks.py" in str(found["notes"])
     assert not any(text in json.dumps(found) for text in (*TEXTS, SECRET))
     assert len(records(folder)) == before  # what is replayed is not sampled
@@ -333,12 +333,12 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
     told = triptych(built, "watch", "sampled", *reports).stdout
     assert "0 new rows" in told  # and what the last ones told still holds
     assert "triptych watch sampled --apply" in told
-    assert "all is well" not in told
+    assert "no alarms" not in told
 
     hooks = pipeline / "hooks.py"
     hooks.write_bytes(before["hooks.py"] + b"# edited\n")
     code, look = watch("--apply")
-    assert (code, "hooks.py is not as built" in look["applied"]["failure"]) == (1, True)
+    assert (code, "hooks.py changed since the build" in look["applied"]["failure"]) == (1, True)
     hooks.write_bytes(before["hooks.py"])
 
     def breaks(inputs: PipelineInputs, folder: Path, progress: Progress) -> Built:
@@ -348,7 +348,7 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
         raise UserError("engine", "must compute what its graph does")
 
     with monkeypatch.context() as patch:
-        patch.setattr("triptych.operate.watch.apply.build", breaks)
+        patch.setattr("triptych.operate.monitor.apply.build", breaks)
         code, look = watch("--apply")
     assert (code, "must compute" in look["applied"]["failure"]) == (1, True)
     assert (build_id(repository, "sampled"), files()) == (first, before)

@@ -20,20 +20,25 @@ from load_samples import measurement
 from report_pages import assert_stands_alone
 from triptych.base.errors import UserError
 from triptych.interface.report.watch import write_shadow_report
-from triptych.operate.watch.findings import Look, MeanTest, compare_mixes, script_of
-from triptych.operate.watch.gauges import gauges_text
-from triptych.operate.watch.sample import read_sample
-from triptych.operate.watch.scores import Figure
-from triptych.operate.watch.sequential import Evidence
-from triptych.operate.watch.timeline import TIMELINE_FILE, Timeline, read_timeline
-from triptych.operate.watch.verdict import (
+from triptych.operate.monitor.metrics import metrics_text
+from triptych.operate.monitor.results import (
+    MeanTest,
+    MonitorRun,
+    compare_distributions,
+    main_script,
+)
+from triptych.operate.monitor.sample import read_sample
+from triptych.operate.monitor.scores import MetricValue
+from triptych.operate.monitor.sequential import SequentialEvidence
+from triptych.operate.monitor.timeline import RUN_FOLDER, TIMELINE_FILE, Timeline, read_timeline
+from triptych.operate.monitor.verdict import (
     Answers,
-    PairFigure,
+    MetricPair,
     PairTest,
-    Shadow,
-    describe_shadow,
+    ReplayComparison,
+    compare_speeds,
+    format_comparison,
     judge,
-    speeds_of,
 )
 from triptych.runtime.sample_files import write_file
 
@@ -52,7 +57,7 @@ def test_looks_at_what_is_right_raise_no_alarm() -> None:
     for name, (allowed, draw) in draws.items():
         alarms = 0
         for _ in range(100):
-            evidence, losses = Evidence(allowed, NEEDED), draw()
+            evidence, losses = SequentialEvidence(allowed, NEEDED), draw()
             for start in range(0, len(losses), 100):
                 evidence = evidence.add(losses[start : start + 100])
             alarms += evidence.alarm_row is not None
@@ -69,17 +74,17 @@ def test_what_is_wrong_is_found_in_few_rows_whatever_its_kind() -> None:
         (0.02, (rng.random(2000) < 0.05).astype(np.float64), 2000),
     )
     for allowed, losses, most in cases:
-        once = Evidence(allowed, NEEDED).add(losses)
+        once = SequentialEvidence(allowed, NEEDED).add(losses)
         assert once.alarm_row is not None
         assert once.alarm_row <= most, (allowed, once.alarm_row)
-        parts = Evidence(allowed, NEEDED)
+        parts = SequentialEvidence(allowed, NEEDED)
         for part in np.array_split(losses, 7):
             parts = parts.add(part)
         assert (parts.alarm_row, parts.rows) == (once.alarm_row, len(losses))
-        assert parts.log_capitals == pytest.approx(once.log_capitals)
+        assert parts.log_wealth == pytest.approx(once.log_wealth)
         assert parts.mean == pytest.approx(losses.mean())
     with pytest.raises(ValueError, match="0 to 1"):
-        Evidence(0.1, NEEDED).add([math.nan])
+        SequentialEvidence(0.1, NEEDED).add([math.nan])
 
 
 def test_a_mix_has_moved_where_chance_cannot_explain_it() -> None:
@@ -91,17 +96,17 @@ def test_a_mix_has_moved_where_chance_cannot_explain_it() -> None:
         return [names[place] for place in rng.choice(4, size=rows, p=shares)]
 
     for _ in range(300):
-        mix = compare_mixes("labels", draw(usual, 300), draw(usual, 60))
+        mix = compare_distributions("labels", draw(usual, 300), draw(usual, 60))
         assert mix is not None
-        assert not mix.moved
-    mix = compare_mixes("labels", draw(usual, 400), draw(other, 1000))
+        assert not mix.drifted
+    mix = compare_distributions("labels", draw(usual, 400), draw(other, 1000))
     assert mix is not None
-    assert mix.moved
+    assert mix.drifted
     assert mix.largest.split()[0] in ("a", "b")
-    assert compare_mixes("labels", [], ["a"]) is None
-    assert compare_mixes("labels", ["a"] * 9, ["a"]) is not None
+    assert compare_distributions("labels", [], ["a"]) is None
+    assert compare_distributions("labels", ["a"] * 9, ["a"]) is not None
     for text, script in (("wo ist es", "LATIN"), ("где это", "CYRILLIC"), ("12", "(none)")):
-        assert script_of({"text": text}) == script
+        assert main_script({"text": text}) == script
 
 
 def record(**fields: Any) -> bytes:
@@ -138,18 +143,18 @@ def test_rows_come_back_as_they_were_and_damage_is_counted(tmp_path: Path) -> No
     assert row.answer["score"].tolist() == [[0.75, 0.25]]
     again = read_sample(tmp_path, "p", keep_hours=1, known=frozenset(sample.known))
     assert (again.rows, again.known) == ((), sample.known)
-    with pytest.raises(UserError, match="must be a folder with samples"):
+    with pytest.raises(UserError, match="does not exist, so there are no samples"):
         read_sample(tmp_path, "q", keep_hours=1)
     time.sleep(0.002)
     assert not read_sample(tmp_path, "p", keep_hours=1e-7).known
     assert not list((tmp_path / "p").iterdir())
 
 
-def look(build: str = "b1") -> Look:
-    evidence = Evidence(0.02, NEEDED).add([1.0, 1.0, 1.0, 1.0])
+def look(build: str = "b1") -> MonitorRun:
+    evidence = SequentialEvidence(0.02, NEEDED).add([1.0, 1.0, 1.0, 1.0])
     test = MeanTest("label_agreement", 0.02, 1.0, 4, 3.5, 3.0, evidence.alarm_row)
-    figure = Figure("label_agreement", 0.0, 0.0, 0.4, 0.98, 1.0)
-    return Look(
+    figure = MetricValue("label_agreement", 0.0, 0.0, 0.4, 0.98, 1.0)
+    return MonitorRun(
         pipeline="p",
         at=time.time(),
         build=build,
@@ -159,12 +164,12 @@ def look(build: str = "b1") -> Look:
         others=0,
         refused=0,
         damaged=0,
-        figures=(figure,),
+        metrics=(figure,),
         tests=(test,),
         groups=(),
         worst=(),
         drift=None,
-        mixes=(),
+        distributions=(),
         alarms=("wrong",),
         drifts=(),
         notes=(),
@@ -172,40 +177,55 @@ def look(build: str = "b1") -> Look:
     )
 
 
-def test_a_timeline_outlives_its_process_and_a_build_begins_anew(tmp_path: Path) -> None:
+def test_timeline_is_read_back_and_a_new_build_starts_without_evidence(tmp_path: Path) -> None:
     timeline = Timeline().after(look(), ["f1"]).after(look(), ["f2"])
     (tmp_path / TIMELINE_FILE).write_text(timeline.as_text(), encoding="utf-8")
     found = read_timeline(tmp_path)
     assert found == timeline
-    assert (len(found.looks), found.files, found.last) == (2, ("f2",), ("f2",))
+    assert (len(found.runs), found.files, found.last) == (2, ("f2",), ("f2",))
     quiet = found.after(look(), ["f2"])  # nothing new: what the last rows told still holds
     assert (quiet.files, quiet.last) == (("f2",), ("f2",))
     assert quiet.after(look(), []).last == ()
-    assert found.of_build("b1") == look().evidence
-    assert found.of_build("b2") == {}
+    assert found.evidence_about("b1") == look().evidence
+    assert found.evidence_about("b2") == {}
     assert read_timeline(tmp_path / "nothing") == Timeline()
+    old = json.loads(timeline.as_text())  # as releases before "monitor" wrote it
+    old["schema"], old["looks"] = 1, old.pop("runs")
+    for past in old["looks"]:
+        past["figures"] = past.pop("metrics")
+    for evidence in old["evidence"].values():
+        evidence["log_capitals"] = evidence.pop("log_wealth")
+    (tmp_path / "watch").mkdir()
+    (tmp_path / "watch" / TIMELINE_FILE).write_text(json.dumps(old))
+    assert read_timeline(tmp_path / RUN_FOLDER) == timeline
     (tmp_path / TIMELINE_FILE).write_text("{}{")
-    with pytest.raises(UserError, match="must be a timeline"):
+    with pytest.raises(UserError, match="is not a timeline"):
         read_timeline(tmp_path)
 
 
-def test_gauges_are_what_prometheus_reads() -> None:
+def test_metrics_are_in_prometheus_text_format() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     samples = {
         (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(gauges_text(look()))
+        for family in text_string_to_metric_families(metrics_text(look()))
         for sample in family.samples
     }
+    assert samples["triptych_monitor_alarms", "p"] == 1
+    evidence = samples["triptych_monitor_alarm_evidence_ratio", "label_agreement", "p"]
+    assert evidence == pytest.approx(3.5 / 3)
+    assert samples["triptych_monitor_metric", "label_agreement", "p"] == 0
+    assert samples["triptych_monitor_last_run_timestamp_seconds", "p"] > 1e9
+    # the names of earlier releases
     assert samples["triptych_watch_alarms", "p"] == 1
-    assert samples["triptych_watch_evidence", "label_agreement", "p"] == pytest.approx(3.5 / 3)
+    assert samples["triptych_watch_evidence", "label_agreement", "p"] == evidence
     assert samples["triptych_watch_value", "label_agreement", "p"] == 0
 
 
-def test_a_candidate_is_judged_by_what_is_clear(tmp_path: Path) -> None:
+def test_verdict_on_a_candidate(tmp_path: Path) -> None:
     right = PairTest("label_agreement", 500, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     wrong = replace(right, candidate=0.1, low=0.07, high=0.13, more_low=0.05, more_high=0.12)
-    better = replace(wrong, in_place=0.3, more_low=-0.3, more_high=-0.1)
+    better = replace(wrong, active=0.3, more_low=-0.3, more_high=-0.1)
     near = replace(wrong, candidate=0.02, low=0.01, high=0.03, more_low=0.01, more_high=0.03)
 
     def answers(
@@ -219,50 +239,67 @@ def test_a_candidate_is_judged_by_what_is_clear(tmp_path: Path) -> None:
     steady = [measurement(8, drift=drift) for drift in (0.999, 1.0, 1.001)]
     refused = [measurement(8, errors={"queue is full": 2})]
     for found, rounds, word, reason in (
-        (answers(), (same, same), "take it", "no difference in the answers"),
-        (answers(), (slow, same), "take it", "p50 ms"),
-        (answers(better), (same, same), "take it", "are better"),
-        (answers(), (same, slow), "keep the old one", "more than the rounds are apart"),
-        (answers(), (steady, little), "take it", "no latency or cost is clearly higher by 5.0"),
-        (answers(wrong), ([], []), "keep the old one", "worse than the one in place"),
-        (answers(wrong, 9), ([], []), "keep the old one", "worse than the one in place"),
-        (answers(replace(wrong, more_low=-0.01)), ([], []), "keep the old one", "no better"),
-        (answers(lost=3), ([], []), "keep the old one", "3 of 500 requests got no answer"),
-        (answers(), (same, refused), "keep the old one", "queue is full"),
-        (answers(right, 199), (same, same), "cannot tell", "199 rows are too few"),
-        (answers(near), (same, same), "cannot tell", "more rows would tell"),
-        (answers(wrong, reference=False), (same, same), "cannot tell", "another model"),
-        (answers(reference=False), (same, same), "take it", "held to the one in place"),
-        (answers(), (same[:1], same[:1]), "cannot tell", "one round"),
+        (answers(), (same, same), "promote", "no difference in the answers"),
+        (answers(), (slow, same), "promote", "p50 ms"),
+        (answers(better), (same, same), "promote", "or better"),
+        (answers(), (same, slow), "reject", "more than the rounds vary"),
+        (
+            answers(),
+            (steady, little),
+            "promote",
+            "significantly higher by 5.0",
+        ),
+        (answers(wrong), ([], []), "reject", "worse than the active build"),
+        (answers(wrong, 9), ([], []), "reject", "worse than the active build"),
+        (answers(replace(wrong, more_low=-0.01)), ([], []), "reject", "no better"),
+        (answers(lost=3), ([], []), "reject", "3 of 500 requests failed"),
+        (answers(), (same, refused), "reject", "queue is full"),
+        (answers(right, 199), (same, same), "inconclusive", "199 rows are too few"),
+        (answers(near), (same, same), "inconclusive", "more rows are needed"),
+        (answers(wrong, reference=False), (same, same), "inconclusive", "the models differ"),
+        (answers(reference=False), (same, same), "promote", "compared with the active build"),
+        (answers(), (same[:1], same[:1]), "inconclusive", "one round"),
     ):
         errors = [kind for one in rounds[1] for kind in one.errors]
-        said, reasons = judge(found, speeds_of(*rounds), errors)
+        said, reasons = judge(found, compare_speeds(*rounds), errors)
         assert said == word, (reasons, word)
         assert reason in "; ".join(reasons)
-    cost = next(one for one in speeds_of(same, slow) if one.name == "core ms a request")
+    cost = next(one for one in compare_speeds(same, slow) if one.name == "core ms per request")
     assert cost.medians[0] == pytest.approx(1e3 * 1.82 / same[1].throughput_per_s)
-    told = Shadow(
+    told = ReplayComparison(
         pipeline="p",
         builds=("b1", "b2"),
         precisions=("fp32", "int8"),
         source="sample",
         load="8 clients",
-        verdict="keep the old one",
-        reasons=("of what was seen",),
-        answers=replace(answers(wrong), figures=(PairFigure("mean_cosine", 1, None, 0.5, 0.9),)),
-        speeds=speeds_of(same, slow),
+        verdict="reject",
+        reasons=("label_agreement is lower",),
+        answers=replace(answers(wrong), metrics=(MetricPair("mean_cosine", 1, None, 0.5, 0.9),)),
+        speeds=compare_speeds(same, slow),
         errors=(("queue is full",), ()),
         notes=("a note",),
     )
-    text = "\n".join(line for line, _ in describe_shadow(told))
-    for part in ("b2 (int8) beside b1 (fp32), 500 rows", "queue is full", "a note", ", worse"):
+    text = "\n".join(line for line, _ in format_comparison(told))
+    for part in (
+        "b2 (int8) compared with b1 (fp32), 500 rows",
+        "queue is full",
+        "a note",
+        ", worse",
+    ):
         assert part in text
     assert re.search(r"mean_cosine +1 +- +0.5 +0.9\n", text)
-    assert text.endswith("keep the old one: of what was seen")
+    assert text.endswith("reject: label_agreement is lower")
     assert told.as_dict()["answers"]["tests"][0]["state"] == "worse"
     page = write_shadow_report(told, tmp_path).read_text(encoding="utf-8")
     assert_stands_alone(page)
-    for part in ("Keep the old one", "of what was seen", "b2", "worse", "queue is full", "a note"):
+    for part in (
+        "Reject",
+        "label_agreement is lower",
+        "b2",
+        "worse",
+        "queue is full",
+        "a note",
+    ):
         assert part in page, part
     assert page.count("<svg") == len(told.speeds) == 3
     assert json.loads((tmp_path / "shadow.json").read_text()) == told.as_dict()

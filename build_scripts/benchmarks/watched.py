@@ -28,12 +28,12 @@ from triptych.base.errors import UserError
 from triptych.building.build import build
 from triptych.client import Client
 from triptych.core.inputs import PipelineInputs, read_inputs
-from triptych.operate.tune.drift import describe_drift
-from triptych.operate.watch.apply import take_rows
-from triptych.operate.watch.findings import Look
-from triptych.operate.watch.look import look_at
-from triptych.operate.watch.sample import Sample, read_sample
-from triptych.operate.watch.sequential import Evidence
+from triptych.operate.monitor.apply import take_rows
+from triptych.operate.monitor.results import MonitorRun
+from triptych.operate.monitor.run import run_monitor
+from triptych.operate.monitor.sample import TrafficSample, read_sample
+from triptych.operate.monitor.sequential import SequentialEvidence
+from triptych.operate.tune.drift import format_drift
 from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
@@ -156,7 +156,7 @@ def _faults(rows: int, looks: int, precisions: Sequence[str]) -> None:
     texts, chance = _texts(), random.Random(18)
     print("| fault | rows | row of the alarm | tests that found it | named as |")
     print("| --- | --- | --- | --- | --- |")
-    good: dict[str, Sample] = {}
+    good: dict[str, TrafficSample] = {}
     with _served(_REPOSITORY) as url:
         for name, one in inputs.items():
             many = 10 * looks if _FAULTS[name][2] is None else rows
@@ -166,7 +166,7 @@ def _faults(rows: int, looks: int, precisions: Sequence[str]) -> None:
             _row(_FAULTS[name][0], _look(one, sample))
     for name, sample in good.items():
         called = 0
-        evidence: Mapping[str, Evidence] = {}
+        evidence: Mapping[str, SequentialEvidence] = {}
         for start in range(0, 10 * looks, 10):
             part = replace(sample, rows=sample.rows[start : start + 10])
             found = _look(inputs[name], part, evidence)
@@ -174,7 +174,7 @@ def _faults(rows: int, looks: int, precisions: Sequence[str]) -> None:
         print(f"{_FAULTS[name][0]}: {called} of {looks} looks at ten rows each called for anybody")
 
 
-def _row(fault: str, look: Look) -> None:
+def _row(fault: str, look: MonitorRun) -> None:
     found = sorted((test.alarm_row, test.name) for test in look.tests if test.alarm_row is not None)
     tests = ", ".join(f"{name} at {row}" for row, name in found)
     known = {test.name for test in look.tests}
@@ -213,9 +213,9 @@ def _drift() -> None:
             sample = _ask(url, "drifting", sent, known)
             known |= set(sample.known)
             print(f"| {kind} | {'; '.join(_look(inputs, sample).drifts) or 'none'} |", flush=True)
-    change = take_rows(inputs, sample, replace=True, most=400)
+    change = take_rows(inputs, sample, replace=True, max_rows=400)
     if change.drift is not None:
-        print("advice:", " ".join(line.strip() for line, _ in describe_drift(change.drift)))
+        print("advice:", " ".join(line.strip() for line, _ in format_drift(change.drift)))
     again = _FOLDER / "again"
     build(read_inputs(load_spec(_FOLDER / "drifting"), _quiet), again, _quiet, rehearsal=False)
     costs: dict[str, list[tuple[float, float]]] = {"before": [], "after": []}
@@ -291,7 +291,7 @@ def _served(repository: Path) -> Iterator[str]:
 
 def _ask(
     url: str, name: str, texts: Sequence[str], known: set[str] | frozenset[str] = frozenset()
-) -> Sample:
+) -> TrafficSample:
     """Send the texts; what was sampled of them."""
 
     def rows() -> int:
@@ -312,9 +312,11 @@ def _ask(
 
 
 def _look(
-    inputs: PipelineInputs, sample: Sample, evidence: Mapping[str, Evidence] | None = None
-) -> Look:
-    return look_at(inputs, _REPOSITORY, sample, _quiet, evidence=evidence or {}, most=10**6)
+    inputs: PipelineInputs,
+    sample: TrafficSample,
+    evidence: Mapping[str, SequentialEvidence] | None = None,
+) -> MonitorRun:
+    return run_monitor(inputs, _REPOSITORY, sample, _quiet, evidence=evidence or {}, max_rows=10**6)
 
 
 def _texts() -> list[str]:

@@ -254,7 +254,7 @@ def _check(
 ) -> None:
     """Hold the plan against new traffic, and end."""
     from triptych.core.inputs import read_inputs
-    from triptych.operate.tune.drift import check_drift, describe_drift
+    from triptych.operate.tune.drift import check_drift, format_drift
     from triptych.operate.tune.new_traffic import read_lengths
     from triptych.operate.tune.proposal import measured_in
     from triptych.spec.spec import GENERATION, load_spec, task_of
@@ -274,7 +274,7 @@ def _check(
     if as_json:
         print_json(drift.as_dict())
     else:
-        for line, style in describe_drift(drift):
+        for line, style in format_drift(drift):
             output.print(line, style=style, markup=False)
     raise typer.Exit(0 if drift.action == "keep" else EXIT_FINDINGS)
 

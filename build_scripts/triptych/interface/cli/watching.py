@@ -37,13 +37,13 @@ from triptych.interface.cli.tuning import seconds_of
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from triptych.operate.watch.findings import Look
-    from triptych.operate.watch.gauges import GaugesPage
+    from triptych.operate.monitor.metrics import RunCollector
+    from triptych.operate.monitor.results import MonitorRun
     from triptych.spec.spec import PipelineSpec
 
 
 def apply_look(
-    look: Look,
+    look: MonitorRun,
     samples: Path,
     pipelines: Path,
     repository: Path,
@@ -69,9 +69,9 @@ def apply_look(
     from triptych.core.engine.stage import EngineFailure
     from triptych.core.gate.cached import GateFailure
     from triptych.core.inputs import read_inputs
-    from triptych.operate.watch.apply import apply_proposal, describe_applied, hindrance
-    from triptych.operate.watch.sample import read_files
-    from triptych.operate.watch.timeline import read_timeline
+    from triptych.operate.monitor.apply import apply_blocker, apply_proposal, format_applied
+    from triptych.operate.monitor.sample import read_files
+    from triptych.operate.monitor.timeline import read_timeline
     from triptych.repository.lint.checks import LintFailure
     from triptych.spec.spec import load_spec
 
@@ -80,11 +80,11 @@ def apply_look(
     inputs = read_inputs(load_spec(pipelines / look.pipeline), progress).as_built(repository)
     last = read_files(samples, look.pipeline, read_timeline(watched).last)
     rows = [row for row in last.rows if row.build == look.build]
-    failure = hindrance(inputs, look, rows, repository)
+    failure = apply_blocker(inputs, look, rows, repository)
     if not failure:
         try:
             with stoppable():
-                done = apply_proposal(inputs, look, rows, repository, progress, most=most)
+                done = apply_proposal(inputs, look, rows, repository, progress, max_rows=most)
         except (GateFailure, EngineFailure) as error:
             print_failed_gate(status, error.gate)
             failure = str(error)
@@ -94,7 +94,7 @@ def apply_look(
             failure = error.message
         else:
             print_built(status, done.built)
-            for line in describe_applied(done):
+            for line in format_applied(done):
                 (status if as_json else output).print(line, markup=False)
             return done.as_dict()
     status.print(f"not applied, all is as it was: {failure}", style="red", markup=False)
@@ -151,7 +151,7 @@ def watch(
     if port is not None and pause_s is None:
         raise UserError("--port", "must come with --every: a page needs somebody who stays")
 
-    def look(page: GaugesPage | None) -> bool:
+    def look(page: RunCollector | None) -> bool:
         """Whether all is well, or was put right."""
         found = _look(
             name, samples, pipelines, repository, rows, reports, servers, show_texts=show_texts
@@ -164,7 +164,9 @@ def watch(
             _print(found)
         applied = None
         if apply:
-            watched = reports / name / "watch"
+            from triptych.operate.monitor.timeline import RUN_FOLDER
+
+            watched = reports / name / RUN_FOLDER
             applied = apply_look(
                 found, samples, pipelines, repository, watched, most=rows, as_json=as_json
             )
@@ -190,14 +192,14 @@ def _go_on(look: Callable[[], bool], pause_s: float) -> NoReturn:
 
 
 @contextmanager
-def _page(host: str, port: int | None) -> Iterator[GaugesPage | None]:
+def _page(host: str, port: int | None) -> Iterator[RunCollector | None]:
     if port is None:
         yield None
         return
-    from triptych.operate.watch.gauges import PATH, gauges_page
+    from triptych.operate.monitor.metrics import PATH, metrics_page
 
-    with gauges_page(host, port) as page:
-        progress("watch", f"gauges at http://{host}:{page.server_port}{PATH}")
+    with metrics_page(host, port) as page:
+        progress("watch", f"gauges at http://{host}:{page.port}{PATH}")
         yield page
 
 
@@ -211,30 +213,30 @@ def _look(
     servers: int | None,
     *,
     show_texts: bool,
-) -> Look:
+) -> MonitorRun:
     from triptych.core.inputs import read_inputs
     from triptych.interface.report.watch import write_watch_report
+    from triptych.operate.monitor.run import run_monitor
+    from triptych.operate.monitor.sample import read_files, read_sample
+    from triptych.operate.monitor.timeline import RUN_FOLDER, read_timeline
     from triptych.operate.tune.proposal import measured_in
-    from triptych.operate.watch.look import look_at
-    from triptych.operate.watch.sample import read_files, read_sample
-    from triptych.operate.watch.timeline import read_timeline
     from triptych.repository.lock import build_id
     from triptych.spec.spec import load_spec
 
     spec = load_spec(pipelines / name)
     inputs = read_inputs(spec, progress).as_built(repository)
-    folder = reports / name / "watch"
+    folder = reports / name / RUN_FOLDER
     timeline = read_timeline(folder)
     sample = read_sample(
         samples, name, keep_hours=_keep_hours(spec), known=frozenset(timeline.files)
     )
-    look = look_at(
+    look = run_monitor(
         inputs,
         repository,
         sample,
         progress,
-        evidence=timeline.of_build(build_id(repository, name)),
-        most=rows,
+        evidence=timeline.evidence_about(build_id(repository, name)),
+        max_rows=rows,
         last=None if sample.rows else read_files(samples, name, timeline.last),
         measured=measured_in(reports / name),
         servers=servers,
@@ -261,24 +263,22 @@ def _keep_hours(spec: PipelineSpec) -> float:
     return spec.serving.sample.keep_hours
 
 
-def _write_gauges(look: Look, path: Path) -> None:
+def _write_gauges(look: MonitorRun, path: Path) -> None:
     from triptych.base.files import told_to_user, write_files
-    from triptych.operate.watch.gauges import gauges_text
+    from triptych.operate.monitor.metrics import metrics_text
 
     with told_to_user(path.parent):
-        write_files(path.parent, {path.name: gauges_text(look)})
+        write_files(path.parent, {path.name: metrics_text(look)})
 
 
-def _show_gauges(look: Look, page: GaugesPage) -> None:
-    from triptych.operate.watch.gauges import gauges_text
-
-    page.text = gauges_text(look)
+def _show_gauges(look: MonitorRun, page: RunCollector) -> None:
+    page.run = look
 
 
-def _print(look: Look) -> None:
-    from triptych.operate.watch.findings import describe_look
+def _print(look: MonitorRun) -> None:
+    from triptych.operate.monitor.results import format_run
 
-    for line, style in describe_look(look):
+    for line, style in format_run(look):
         output.print(line, style=style, markup=False)
 
 
@@ -318,9 +318,9 @@ def shadow(
     """
     from triptych.core.inputs import read_inputs
     from triptych.interface.report.watch import write_shadow_report
-    from triptych.operate.watch.sample import read_sample
-    from triptych.operate.watch.shadow import Replay, shadow_candidate
-    from triptych.operate.watch.verdict import describe_shadow
+    from triptych.operate.monitor.sample import read_sample
+    from triptych.operate.monitor.shadow import ReplayOptions, compare_candidate
+    from triptych.operate.monitor.verdict import format_comparison
     from triptych.serving.bench.bench import parse_loads
     from triptych.spec.spec import load_spec
 
@@ -331,11 +331,11 @@ def shadow(
     sample = None
     if not from_traffic and spec.serving.sample is not None:
         sample = read_sample(samples, name, keep_hours=spec.serving.sample.keep_hours)
-    how = Replay(most=rows, clients=clients, load=load, rounds=rounds, seconds=seconds)
+    how = ReplayOptions(max_rows=rows, clients=clients, load=load, rounds=rounds, seconds=seconds)
     with stoppable(), _candidate(name, repository, candidate) as other:
-        found = shadow_candidate(inputs, repository, other, sample, how, progress)
+        found = compare_candidate(inputs, repository, other, sample, how, progress)
     report_into(lambda target: write_shadow_report(found, target), reports / name / "shadow")
-    lines = describe_shadow(found)
+    lines = format_comparison(found)
     tell_verdict(found.as_dict(), lines, passed=found.passed, as_json=as_json)
 
 
@@ -370,9 +370,9 @@ def traffic(
 ) -> None:
     """Put sampled requests into traffic.jsonl; says what follows."""
     from triptych.core.inputs import read_inputs
-    from triptych.operate.tune.drift import describe_drift
-    from triptych.operate.watch.apply import describe_change, take_rows
-    from triptych.operate.watch.sample import read_sample
+    from triptych.operate.monitor.apply import format_change, take_rows
+    from triptych.operate.monitor.sample import read_sample
+    from triptych.operate.tune.drift import format_drift
     from triptych.spec.spec import load_spec
 
     if not from_sample:
@@ -380,12 +380,12 @@ def traffic(
     spec = load_spec(pipelines / name)
     inputs = read_inputs(spec, progress).as_built(repository)
     sample = read_sample(samples, name, keep_hours=_keep_hours(spec))
-    change = take_rows(inputs, sample, replace=replace, most=most)
+    change = take_rows(inputs, sample, replace=replace, max_rows=most)
     if as_json:
         print_json(change.as_dict())
         return
-    for line in describe_change(change):
+    for line in format_change(change):
         output.print(line, markup=False)
     if change.drift is not None:
-        for line, style in describe_drift(change.drift):
+        for line, style in format_drift(change.drift):
             output.print(line, style=style, markup=False)

@@ -28,8 +28,8 @@ from triptych.repository.records import plain_data
 from triptych.spec.plan import Plan, bucket_of, make_plan
 from triptych.spec.traffic import TRAFFIC_FILE, Lengths
 
-CHANCE = 0.01
-"""How often two samples of one distribution may be called different."""
+SIGNIFICANCE = 0.01
+"""Significance level of the comparison of two length distributions."""
 
 WORTH_TUNING = 1.25
 """Work of a row over what it was, or the reverse."""
@@ -104,7 +104,7 @@ def check_drift(
     *,
     measured: MeasuredLoad | None = None,
     rate_per_s: float | None = None,
-    chance: float = CHANCE,
+    significance: float = SIGNIFICANCE,
 ) -> Drift:
     """Compare new traffic with that of the plan, and say what to do.
 
@@ -114,7 +114,7 @@ def check_drift(
         measured: what a load test found; None leaves the estimates out.
         rate_per_s: requests of one text a second; None takes the rows that were counted, then
             the throughput that is promised.
-        chance: how often two samples of one distribution may be called different.
+        significance: Significance level of the comparison of the length distributions.
 
     Raises:
         ValueError: the pipeline has no lengths, as those of images.
@@ -143,7 +143,7 @@ def check_drift(
         before=_shape(plan.lengths, plan.lengths.mean, plan.max_length),
         now=_shape(new.lengths, new.mean, plan.max_length),
         distance=_distance(plan.lengths, new),
-        noise=_noise(plan.lengths.rows, new.lengths.rows, chance),
+        noise=_noise(plan.lengths.rows, new.lengths.rows, significance),
         blur=_blur(new.edges),
         work=work,
         excess=computed / _computed(best.bucket_edges, new.lengths, new.mean) - 1.0,
@@ -235,12 +235,12 @@ def _share_up_to(lengths: Lengths, places: NDArray[np.int64]) -> NDArray[np.floa
     return found
 
 
-def _noise(old_rows: int, new_rows: int, chance: float = CHANCE) -> float:
+def _noise(old_rows: int, new_rows: int, significance: float = SIGNIFICANCE) -> float:
     """Critical value of the two-sample Kolmogorov-Smirnov statistic, for large samples.
 
     For lengths, which have ties, and small samples it is rather too high than too low.
     """
-    scale = math.sqrt(-math.log(chance / 2) / 2)
+    scale = math.sqrt(-math.log(significance / 2) / 2)
     return min(1.0, scale * math.sqrt((old_rows + new_rows) / (old_rows * new_rows)))
 
 
@@ -263,7 +263,7 @@ def _notes(plan: Plan, new: NewTraffic, measured: MeasuredLoad | None) -> Iterat
         yield "the core's share of the work was not measured: all of it is taken to be the core's"
 
 
-def describe_drift(drift: Drift) -> Iterator[tuple[str, str]]:
+def format_drift(drift: Drift) -> Iterator[tuple[str, str]]:
     """The lines that show it, each with its style."""
     before, now = drift.before, drift.now
     yield f"{drift.pipeline}, {drift.layout}: {drift.source}", "bold"

@@ -279,10 +279,10 @@ def describe_proposal(proposal: Proposal, rate_per_s: float | None) -> Iterator[
     yield f"  proposed: a build with the new requests, {what}", "bold"
     for line in diff:
         yield f"    {line}", ""
-    yield f"  expected: {expected_of(proposal, rate_per_s)}", ""
+    yield f"  expected: {estimate_effect(proposal, rate_per_s)}", ""
 
 
-def expected_of(proposal: Proposal, rate_per_s: float | None) -> str:
+def estimate_effect(proposal: Proposal, rate_per_s: float | None) -> str:
     """The expected effect in words."""
     saved = 1.0 - proposal.core_work
     words = f"the core works {saved:.0%} less for a row than it does now"

@@ -19,7 +19,7 @@ from triptych.spec.tasks.task import Core
 
 
 class TorchModel:
-    """RowMembership to vectors where the core pools, else to logits; nothing is decoded.
+    """Rows to vectors where the core pools, else to logits; nothing is decoded.
 
     Logits are of every token where the model gives them so: of fill-mask, too, whose users get
     them at every place and pick the mask's afterwards.

@@ -1,7 +1,4 @@
-"""Reading what servers sampled: rows of files as they were written, whatever lies beside them.
-
-Sampled rows as requests of the pipeline, and what the original model answers to them.
-"""
+"""Read the rows that servers sampled, and compute the original model's answers to them."""
 
 from __future__ import annotations
 
@@ -26,19 +23,19 @@ from triptych.runtime.sample_files import list_files, remove_old
 
 @dataclass(frozen=True)
 class SampledRow:
-    """One row that a server answered.
+    """A row that a server answered.
 
     Attributes:
-        place: ``FILE:LINE``, which tells nothing of the text.
-        build: id of the build that answered.
-        at: when it came, in seconds since 1970.
-        inputs: as they were sent, or as the pipeline's `redact` left them.
-        parameters: of its request.
-        answer: the outputs, ``[1, …]`` each.
-        redacted: whether `redact` changed it: then the answer is not one to these inputs.
+        location: ``FILE:LINE``, which reveals nothing about the text.
+        build: Id of the build that answered.
+        at: Arrival as Unix time, in seconds.
+        inputs: Inputs as sent, or as the pipeline's `redact` changed them.
+        parameters: Parameters of the request.
+        answer: Outputs by name, each of shape ``[1, ...]``.
+        redacted: Whether `redact` changed the inputs. The answer then belongs to other inputs.
     """
 
-    place: str
+    location: str
     build: str
     at: float
     inputs: Mapping[str, str | bytes]
@@ -48,13 +45,13 @@ class SampledRow:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What a folder holds of a pipeline.
+class TrafficSample:
+    """Sampled rows of a pipeline.
 
     Attributes:
-        rows: oldest file first.
-        known: names of all files that are there now.
-        damaged: lines and files that cannot be read.
+        rows: Rows, oldest file first.
+        known: Names of all sample files that exist now.
+        damaged: Number of lines and files that cannot be read.
     """
 
     rows: tuple[SampledRow, ...]
@@ -64,28 +61,28 @@ class Sample:
 
 def read_sample(
     samples: Path, pipeline: str, *, keep_hours: float, known: frozenset[str] = frozenset()
-) -> Sample:
-    """The pipeline's rows in the files that are not `known`; files that are too old are deleted.
+) -> TrafficSample:
+    """Return the rows of the sample files that are not `known`; delete files that are too old.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: The folder does not exist.
     """
     folder = samples / pipeline
     if not folder.is_dir():
         raise UserError(
             str(folder),
-            "must be a folder with samples",
-            given="none",
-            remedy="Build with serving.sample, serve, and name the server's folder with --samples",
+            "does not exist, so there are no samples",
+            given="no folder",
+            remedy="Set serving.sample, build, serve, and give the server's folder with --samples",
         )
     remove_old(folder, pipeline, keep_hours)
     names = [file.path.name for file in list_files(folder, pipeline)]
-    found = read_files(samples, pipeline, [name for name in names if name not in known])
-    return replace(found, known=tuple(names))
+    sample = read_files(samples, pipeline, [name for name in names if name not in known])
+    return replace(sample, known=tuple(names))
 
 
-def read_files(samples: Path, pipeline: str, names: Sequence[str]) -> Sample:
-    """The rows of some of the pipeline's files; one that is gone counts as damaged."""
+def read_files(samples: Path, pipeline: str, names: Sequence[str]) -> TrafficSample:
+    """Return the rows of the named sample files; a missing file counts as damaged."""
     rows: list[SampledRow] = []
     damaged = 0
     for name in names:
@@ -101,12 +98,12 @@ def read_files(samples: Path, pipeline: str, names: Sequence[str]) -> Sample:
                     rows.append(_read_row(f"{name}:{number}", build, json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError):
                 damaged += 1
-    return Sample(tuple(rows), tuple(names), damaged)
+    return TrafficSample(tuple(rows), tuple(names), damaged)
 
 
-def _read_row(place: str, build: str, data: Mapping[str, Any]) -> SampledRow:
+def _read_row(location: str, build: str, data: Mapping[str, Any]) -> SampledRow:
     return SampledRow(
-        place=place,
+        location=location,
         build=build,
         at=float(data["at"]),
         inputs={
@@ -116,7 +113,7 @@ def _read_row(place: str, build: str, data: Mapping[str, Any]) -> SampledRow:
         parameters={
             name: value
             for name, value in data["parameters"].items()
-            if not name.startswith("triton_") and "-" not in name  # of the transport
+            if not name.startswith("triton_") and "-" not in name  # Triton's own parameters
         },
         answer={name: _read_array(array) for name, array in data["answer"].items()},
         redacted=bool(data["redacted"]),
@@ -132,38 +129,38 @@ def _read_array(data: Mapping[str, Any]) -> NDArray[Any]:
     return values.reshape(data["shape"])
 
 
-def reader_of(inputs: PipelineInputs) -> RequestReader:
+def make_reader(inputs: PipelineInputs) -> RequestReader:
     plan = inputs.plan
     before = find_hook(plan.spec.folder, "before")
     return RequestReader(plan.spec, plan.task, plan.facts, inputs.tokenizer_folder, before)
 
 
-def requests_of(reader: RequestReader, rows: Sequence[SampledRow]) -> list[GateRequest | None]:
-    """The request of each row with its core rows; None where the pipeline refuses it."""
-    read = [reader.read_sent(row.inputs, row.parameters, row.place) for row in rows]
-    taken = reader.accepted([request for request in read if request is not None])
-    by_place = {request.shown: request for request in taken}
-    return [by_place.get(row.place) for row in rows]
+def read_requests(reader: RequestReader, rows: Sequence[SampledRow]) -> list[GateRequest | None]:
+    """Return the request of each row with its core rows; None if the pipeline refuses the row."""
+    read = [reader.read_sent(row.inputs, row.parameters, row.location) for row in rows]
+    accepted = reader.accepted([request for request in read if request is not None])
+    by_location = {request.shown: request for request in accepted}
+    return [by_location.get(row.location) for row in rows]
 
 
-def answers_to(
+def answer_requests(
     inputs: PipelineInputs, requests: Sequence[GateRequest], progress: Progress
 ) -> Sequence[Answer]:
-    """What the original model answers; nothing of it gets into the cache.
+    """Return the original model's answers, without writing them to the cache.
 
     Raises:
-        UserError: a function of the pipeline's fails on one of them.
+        UserError: A hook of the pipeline fails on one of the requests.
     """
     if not requests:
         return ()
-    # As made-up ones, what `after` refuses is told, not raised.
+    # For edge cases, a refusal by the hook `after` is recorded in the answer instead of raised.
     edges = tuple(replace(request, edge=True) for request in requests)
     try:
         return reference_answers(replace(inputs, requests=edges), progress, keep=False)
-    except UserError:  # whose words may be a text
+    except UserError:  # its message may contain a user's text
         raise UserError(
             str(inputs.plan.spec.folder / HOOKS_FILE),
-            "must take what the model makes of the rows",
-            given="a row that it fails on",
-            remedy="Try `triptych build`: it says on what kind of row",
+            "must accept the model's outputs for the sampled rows",
+            given="a row on which a hook fails",
+            remedy="Run `triptych build`; its error describes the row",
         ) from None

@@ -1,0 +1,203 @@
+"""Losses and metrics of sampled rows, compared with the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from triptych.core.gate.live import Rules, differences, is_finite, same, shape_fault
+from triptych.core.gate.verify import ALIKE, MIN_ALIKE
+from triptych.repository.records import GateResult
+from triptych.spec.tasks.accuracy import METRICS
+from triptych.spec.tasks.compare import Outputs
+from triptych.spec.tasks.metrics_bootstrap import difference_interval, ratio
+
+ROW_MEAN_METRICS = (
+    "label_agreement",
+    "mean_cosine",
+    "entity_f1",
+    "exact_match",
+    "answer_f1",
+    "top_k_overlap",
+)
+"""Metrics that are a mean over rows, 1 if all rows are correct."""
+
+ROWS_BEYOND_GATE = "rows_beyond_the_gate"
+"""Share of rows with a larger difference from the reference than every row of the gate."""
+
+MAX_UNSEEN_ROWS = -math.log(0.001)
+"""Upper bound on n times the share of rows with a property that none of n gate rows had.
+
+With a larger share p, n rows lack the property with a probability below 0.001, because (1 - p)^n is
+at most exp(-pn).
+"""
+
+MIN_ALLOWED, MAX_ALLOWED = 1e-6, 0.5
+DIFFERENCE_FACTOR = 2.0
+"""Allowed difference of a row, as a multiple of the gate's largest difference.
+
+Live answers may be truncated and rescaled (`dimensions`) and share a batch with other rows.
+"""
+
+DEFAULT_MAX_DIFFERENCE = 0.05
+"""Maximum difference of equal answers if the pipeline has no limit."""
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """Error of one row.
+
+    Attributes:
+        row_error: Error on the task's own scale.
+        difference: Largest difference of any number, relative like `max_difference`.
+        losses: Loss of each test, from 0 (correct) to 1.
+    """
+
+    row_error: float
+    difference: float
+    losses: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class LossTests:
+    """Tests of the rows of a pipeline.
+
+    Attributes:
+        allowed: Maximum mean loss of a correct pipeline, by test.
+        max_difference: Largest difference that `ROWS_BEYOND_GATE` allows; None without that test.
+    """
+
+    allowed: Mapping[str, float]
+    max_difference: float | None
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """A metric of the rows of one monitoring run.
+
+    Attributes:
+        low: Lower bound of the 95 % confidence interval; None if the metric is not a mean.
+        high: Upper bound of the interval; None if the metric is not a mean.
+        limit: Limit of the gate; None without a limit.
+        built: Value in the gate of the build.
+    """
+
+    metric: str
+    value: float
+    low: float | None
+    high: float | None
+    limit: float | None
+    built: float | None
+
+
+def choose_tests(rules: Rules, expected: Sequence[Outputs], gate: GateResult) -> LossTests:
+    """Choose the tests of a pipeline from the reference's answers and the gate's result."""
+    unseen = min(MAX_UNSEEN_ROWS / max(gate.rows, 1), MAX_ALLOWED)
+    values = rules.task.compare(expected, expected, [""] * len(expected)).values
+    allowed = {}
+    for name in ROW_MEAN_METRICS:
+        limit = rules.limits.get(name)
+        # Hooks may have removed the outputs that the metric needs.
+        if limit is not None and values.get(name, 0.0) >= limit:
+            allowed[name] = min(max(1 - limit, MIN_ALLOWED), MAX_ALLOWED) if limit < 1 else unseen
+    if not allowed:
+        allowed[ALIKE] = max(1 - MIN_ALIKE[rules.tolerance], unseen)
+    if rules.hooked:
+        return LossTests(allowed, None)
+    rows = [value for value in gate.row_differences[gate.edge_rows :] if math.isfinite(value)]
+    limit = rules.limits.get("max_difference", 0.0)
+    if not rows and not limit:
+        return LossTests(allowed, None)
+    allowed[ROWS_BEYOND_GATE] = unseen
+    return LossTests(allowed, DIFFERENCE_FACTOR * max([limit, *rows]))
+
+
+def score_rows(
+    rules: Rules, tests: LossTests, actual: Sequence[Outputs], expected: Sequence[Outputs]
+) -> list[RowScore]:
+    """Return the score of each row; a row without the expected outputs has full loss."""
+    scale = _compute_scales(expected)
+    return [
+        _score(rules, tests, each, right, scale)
+        for each, right in zip(actual, expected, strict=True)
+    ]
+
+
+def full_loss(tests: LossTests) -> RowScore:
+    """Return the score of a row that was wrongly answered or wrongly refused."""
+    return RowScore(math.inf, math.inf, dict.fromkeys(tests.allowed, 1.0))
+
+
+def _score(
+    rules: Rules, tests: LossTests, actual: Outputs, expected: Outputs, scale: Mapping[str, float]
+) -> RowScore:
+    if (not rules.hooked and shape_fault(actual, expected)) or not is_finite(
+        actual, rules.json_outputs
+    ):
+        return full_loss(tests)
+    comparison = rules.task.compare([actual], [expected], [""])
+    difference = math.inf
+    if not shape_fault(actual, expected):
+        parts = differences(actual, expected, rules.json_outputs).items()
+        difference = max([0.0, *(value / scale.get(name, 1.0) for name, value in parts)])
+    losses = {}
+    for name in tests.allowed:
+        if name == ROWS_BEYOND_GATE and tests.max_difference is not None:
+            losses[name] = float(not difference <= tests.max_difference)
+        elif name == ALIKE:
+            close = difference <= rules.limits.get("max_difference", DEFAULT_MAX_DIFFERENCE)
+            losses[name] = float(not (close and same(actual, expected)))
+        else:
+            losses[name] = min(max(1 - comparison.values[name], 0.0), 1.0)
+    return RowScore(float(comparison.badness[0]), difference, losses)
+
+
+def _compute_scales(expected: Sequence[Outputs]) -> dict[str, float]:
+    """Return each output's scale: the reference's largest absolute value, at least 1."""
+    scales: dict[str, float] = {}
+    for outputs in expected:
+        for name, array in outputs.items():
+            if np.issubdtype(array.dtype, np.floating) and array.size:
+                scales[name] = max(scales.get(name, 1.0), float(np.abs(array).max()))
+    return scales
+
+
+def compute_metrics(
+    rules: Rules,
+    gate: GateResult,
+    scores: Sequence[RowScore],
+    actual: Sequence[Outputs],
+    expected: Sequence[Outputs],
+    queries: Sequence[str],
+) -> Iterator[MetricValue]:
+    """Yield the task's metrics as in the gate, with intervals for means over rows."""
+    for name, value in rules.task.compare(actual, expected, queries).values.items():
+        low = high = None
+        losses = [score.losses[name] for score in scores if name in score.losses]
+        if losses:
+            low, high = mean_interval(losses)
+            low, high = 1 - high, 1 - low
+        yield MetricValue(name, value, low, high, rules.limits.get(name), gate.value(name))
+    if all(ROWS_BEYOND_GATE in score.losses for score in scores):
+        losses = [score.losses[ROWS_BEYOND_GATE] for score in scores]
+        yield MetricValue(
+            ROWS_BEYOND_GATE, float(np.mean(losses)), *mean_interval(losses), None, 0.0
+        )
+
+
+def mean_interval(losses: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the mean of losses from 0 to 1."""
+    values, ones = np.array(losses, dtype=np.float64), np.ones(len(losses))
+    zero = ratio(np.zeros(len(losses)), ones)
+    low, high = difference_interval(zero, ratio(values, ones), len(values))
+    return max(low, 0.0), min(high, 1.0)
+
+
+def is_worse(metric: MetricValue) -> bool:
+    """Return whether a metric misses its limit."""
+    if metric.limit is None or metric.metric not in METRICS:
+        return False
+    return not METRICS[metric.metric].meets(metric.value, metric.limit)

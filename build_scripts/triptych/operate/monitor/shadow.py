@@ -1,0 +1,244 @@
+"""`triptych shadow`: replay the same requests on two builds, each with its own server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from triptych.base.errors import Progress, UserError
+from triptych.base.tensors import Tensor
+from triptych.core.gate.live import TOGETHER, Reply, live_requests, run_live
+from triptych.core.gate.verify import rules_of
+from triptych.core.inputs import PipelineInputs, task_of
+from triptych.core.samples import GateRequest
+from triptych.operate.monitor.results import hooks_differ
+from triptych.operate.monitor.sample import (
+    TrafficSample,
+    answer_requests,
+    make_reader,
+    read_requests,
+)
+from triptych.operate.monitor.verdict import (
+    ReplayComparison,
+    compare_answers,
+    compare_speeds,
+    judge,
+)
+from triptych.repository.lock import Lock, build_id, read_lock
+from triptych.runtime.hooking import HOOKS_FILE
+from triptych.serving.bench.bench import WARM_UP_REQUESTS
+from triptych.serving.bench.measure import Target, measure
+from triptych.serving.bench.results import Load, Measurement
+from triptych.serving.endpoint import Endpoint, served
+from triptych.spec.tasks.compare import Outputs
+from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
+
+TIMEOUT_S = 60.0
+"""Deadline of each request, in seconds."""
+
+SIDES = ("active", "candidate")
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Options of a replay.
+
+    Attributes:
+        max_rows: Maximum number of requests; of more, evenly spaced ones are taken.
+        clients: Number of requests in flight while answers are compared.
+        load: Load of the measurements of latency and cost.
+        rounds: Number of measurements per build, in turns; 0 compares only answers.
+        seconds: Duration of each measurement.
+    """
+
+    max_rows: int
+    clients: int
+    load: Load
+    rounds: int
+    seconds: float
+
+
+def compare_candidate(
+    inputs: PipelineInputs,
+    repository: Path,
+    candidate: Path,
+    sample: TrafficSample | None,
+    options: ReplayOptions,
+    progress: Progress,
+) -> ReplayComparison:
+    """Send the same requests to the active build and a candidate, and compare the results.
+
+    Both builds are served concurrently on this machine; load is sent to them in turns.
+
+    Args:
+        inputs: Inputs of the pipeline, in the layout of the active build.
+        repository: Repository with the active build.
+        candidate: Repository with the candidate.
+        sample: Rows to replay; None takes the pipeline's traffic.
+        options: Options of the replay.
+        progress: Called at each stage.
+
+    Raises:
+        UserError: A repository lacks the pipeline, the candidate is the same build or has another
+            task, there are no requests, or a server fails.
+    """
+    name = inputs.plan.spec.name
+    locks = _read_locks(name, repository, candidate)
+    requests, refused = _choose_requests(inputs, sample, options.max_rows)
+    is_known = {lock.model_sha256 for lock in locks} == {inputs.plan.facts.sha256}
+    expected: list[Outputs | None] | None = None
+    if is_known:
+        progress("shadow", f"{len(requests)} requests in PyTorch fp32 ...")
+        answers = answer_requests(inputs, requests, progress)
+        expected = [None if answer.refusal else answer.outputs for answer in answers]
+    with ExitStack() as stack:
+        endpoints = [
+            stack.enter_context(served(folder, name, None, progress))
+            for folder in (repository, candidate)
+        ]
+        replies = [
+            _send_all(inputs, endpoint, requests, options, progress) for endpoint in endpoints
+        ]
+        rounds = _load(name, endpoints, [request.sent for request in requests], options, progress)
+    new = locks[1].gate
+    compared = compare_answers(
+        rules_of(inputs, new.precision, new.rounding),
+        new,
+        (replies[0], replies[1]),
+        expected,
+        [request.query for request in requests],
+    )
+    compared = replace(compared, left_out=compared.left_out + refused)
+    speeds = compare_speeds(*rounds)
+    failed, errors = (
+        dict.fromkeys(kind for measurement in side for kind in measurement.errors)
+        for side in rounds
+    )
+    decision, reasons = judge(compared, speeds, [*errors])
+    return ReplayComparison(
+        pipeline=name,
+        builds=(build_id(repository, name), build_id(candidate, name)),
+        precisions=(locks[0].gate.precision, new.precision),
+        source="traffic" if sample is None else "sample",
+        load=str(options.load) if options.rounds else "",
+        verdict=decision,
+        reasons=tuple(reasons),
+        answers=compared,
+        speeds=speeds,
+        errors=(tuple(failed), tuple(errors)),
+        notes=tuple(_make_notes(inputs, locks)),
+    )
+
+
+def _read_locks(name: str, repository: Path, candidate: Path) -> tuple[Lock, Lock]:
+    """Return the locks of the active build and the candidate after checking that they fit."""
+    old, new = read_lock(repository, name), read_lock(candidate, name)
+    tasks = [task_of(lock.spec) for lock in (old, new)]
+    for part, (expected, given) in (
+        ("the task", [task.name for task in tasks]),
+        ("the inputs", [_join_names(task.inputs) for task in tasks]),
+        ("the outputs", [_join_names(task.outputs) for task in tasks]),
+    ):
+        if expected != given:
+            raise UserError(
+                "--candidate",
+                f"must have {part} of the active build: {expected}",
+                given=given,
+                remedy="Give the candidate's pipeline a new name, because clients must change",
+            )
+    if replace(old, built_at="") == replace(new, built_at=""):
+        raise UserError(
+            "--candidate",
+            "must be another build than the active one",
+            given=f"{build_id(candidate, name)[:12]}, which has the same files",
+            remedy="Build the candidate into another folder with `triptych build --repository`",
+        )
+    return old, new
+
+
+def _join_names(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(sorted(tensor.name for tensor in tensors))
+
+
+def _choose_requests(
+    inputs: PipelineInputs, sample: TrafficSample | None, max_rows: int
+) -> tuple[list[GateRequest], int]:
+    """Return the requests to replay, and how many more the pipeline refuses."""
+    plan, reader = inputs.plan, make_reader(inputs)
+    if sample is None:
+        lines = read_traffic(plan.spec.folder, [tensor.name for tensor in plan.task.inputs])
+        return reader.read(
+            TRAFFIC_FILE, [lines[index] for index in _even_indices(len(lines), max_rows)]
+        ), 0
+    health_check = dict(inputs.shortest_row)  # not user traffic
+    rows = [row for row in sample.rows if row.inputs != health_check]
+    read = read_requests(reader, [rows[index] for index in _even_indices(len(rows), max_rows)])
+    requests = [request for request in read if request is not None]
+    if not requests:
+        raise UserError(
+            plan.spec.name,
+            "must have sampled requests that it accepts",
+            given=f"{len(read)} rows, all refused" if read else "no rows",
+            remedy="Wait for user requests, or replay traffic.jsonl with --traffic",
+        )
+    return requests, len(read) - len(requests)
+
+
+def _even_indices(count: int, max_rows: int) -> list[int]:
+    indices: list[int] = np.linspace(0, count - 1, min(max_rows, count)).astype(int).tolist()
+    return indices
+
+
+def _send_all(
+    inputs: PipelineInputs,
+    endpoint: Endpoint,
+    requests: Sequence[GateRequest],
+    options: ReplayOptions,
+    progress: Progress,
+) -> Sequence[Reply]:
+    sent = live_requests(inputs.plan, requests)
+    runs = run_live(
+        inputs.plan,
+        endpoint.grpc_url,
+        sent,
+        clients=options.clients,
+        timeout_s=TIMEOUT_S,
+        progress=lambda line: progress("shadow", line),
+        ways=(TOGETHER,),
+    )
+    return runs.replies[TOGETHER]
+
+
+def _load(
+    name: str,
+    endpoints: Sequence[Endpoint],
+    sent: Sequence[Mapping[str, str | bytes]],
+    options: ReplayOptions,
+    progress: Progress,
+) -> tuple[list[Measurement], list[Measurement]]:
+    """Measure both builds in each round; the order alternates."""
+    measurements: tuple[list[Measurement], list[Measurement]] = ([], [])
+    for number in range(options.rounds):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            endpoint = endpoints[side]
+            target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid)
+            warm_up = 0 if number else WARM_UP_REQUESTS
+            result = measure(
+                target, sent, options.load, seconds=options.seconds, warmup_requests=warm_up
+            )
+            measurements[side].append(result)
+            text = f"{SIDES[side]}, {options.load}: {result}"
+            progress("load", f"round {number + 1}/{options.rounds}: {text}")
+    return measurements
+
+
+def _make_notes(inputs: PipelineInputs, locks: tuple[Lock, Lock]) -> Iterator[str]:
+    for side, lock in zip(SIDES, locks, strict=True):
+        if lock.model_sha256 != inputs.plan.facts.sha256:
+            yield f"{side}: built from another model than the pipeline has now"
+        if hooks_differ(inputs, lock):
+            yield f"{side}: built with another {HOOKS_FILE} than the pipeline has now"

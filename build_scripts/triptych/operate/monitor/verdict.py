@@ -1,0 +1,396 @@
+"""Verdict on a replay: compare the answers, latency and cost of two builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from triptych.base.formatting import percent, rounded, signed_percent
+from triptych.core.gate.live import Reply, Rules
+from triptych.core.samples import FEW_ROWS
+from triptych.operate.monitor.scores import (
+    LossTests,
+    RowScore,
+    choose_tests,
+    full_loss,
+    mean_interval,
+    score_rows,
+)
+from triptych.repository.records import GateResult, plain_data
+from triptych.serving.bench.comparison import Weight, change_between, core_ms, gpu_ms
+from triptych.serving.bench.results import Measurement
+from triptych.spec.tasks.compare import Outputs
+from triptych.spec.tasks.metrics_bootstrap import difference_interval, ratio
+
+State = Literal["within limit", "better", "worse", "over limit", "inconclusive"]
+
+
+@dataclass(frozen=True)
+class MetricPair:
+    """A metric of the task for both builds; None if it was not measured.
+
+    Attributes:
+        active: Metric of the active build, compared with the expected answers.
+        candidate: Metric of the candidate, compared with the expected answers.
+        between: Metric of the candidate, compared with the active build.
+        limit: Limit for the candidate's precision.
+    """
+
+    metric: str
+    active: float | None
+    candidate: float | None
+    between: float
+    limit: float | None
+
+
+@dataclass(frozen=True)
+class PairTest:
+    """Mean losses of both builds, from 0 to 1, with 95 % confidence intervals.
+
+    Attributes:
+        allowed: Maximum mean loss for the candidate's precision.
+        low: Lower bound of the candidate's mean loss.
+        high: Upper bound of the candidate's mean loss.
+        more_low: Lower bound of the candidate's additional loss, paired by row.
+        more_high: Upper bound of the candidate's additional loss.
+    """
+
+    name: str
+    rows: int
+    allowed: float
+    active: float
+    candidate: float
+    low: float
+    high: float
+    more_low: float
+    more_high: float
+
+    @property
+    def state(self) -> State:
+        """State of the candidate. Few rows can prove a loss over the limit, not one within it."""
+        if self.high <= self.allowed:
+            return "within limit" if self.rows >= FEW_ROWS else "inconclusive"
+        if self.more_high < 0:
+            return "better"
+        if self.low > self.allowed:
+            return "worse" if self.more_low > 0 else "over limit"
+        return "inconclusive"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Compared answers to the replayed requests.
+
+    Attributes:
+        rows: Number of requests compared.
+        left_out: Number of requests that the pipeline refuses. Without the original model, requests
+            that the active build did not answer.
+        unanswered: Number of errors of the active build and of the candidate, among `rows`.
+        reference: Whether the expected answers are the original model's. Otherwise they are the
+            active build's.
+        metrics: Metrics of the task for both builds.
+    """
+
+    rows: int
+    left_out: int
+    unanswered: tuple[int, int]
+    reference: bool
+    metrics: tuple[MetricPair, ...]
+    tests: tuple[PairTest, ...]
+
+
+def compare_answers(
+    rules: Rules,
+    gate: GateResult,
+    replies: tuple[Sequence[Reply], Sequence[Reply]],
+    expected: Sequence[Outputs | None] | None,
+    queries: Sequence[str],
+) -> Answers:
+    """Compare both builds with the expected answers, by the candidate's limits.
+
+    Args:
+        rules: Rules of the candidate.
+        gate: Gate result of the candidate.
+        replies: Replies of the active build and of the candidate, one per request.
+        expected: Answers of the original model, None for requests that it refuses. None as a whole
+            if a build is of another model.
+        queries: Input `text` of each request.
+    """
+    old, new = ([reply.outputs or {} for reply in each] for each in replies)
+    wanted: Sequence[Outputs | None] = old if expected is None else expected
+    kept = [index for index, outputs in enumerate(wanted) if outputs]
+    right = [wanted[index] or {} for index in kept]
+    candidate, active = ([answers[index] for index in kept] for answers in (new, old))
+    kept_queries = [queries[index] for index in kept]
+    reference = None if expected is None else right
+    return Answers(
+        rows=len(kept),
+        left_out=len(wanted) - len(kept),
+        unanswered=(sum(not row for row in active), sum(not row for row in candidate)),
+        reference=expected is not None,
+        metrics=_compute_metrics(rules, active, candidate, reference, kept_queries),
+        tests=_test_losses(rules, gate, active, candidate, right),
+    )
+
+
+def _compute_metrics(
+    rules: Rules,
+    old: Sequence[Outputs],
+    new: Sequence[Outputs],
+    expected: Sequence[Outputs] | None,
+    queries: Sequence[str],
+) -> tuple[MetricPair, ...]:
+    """Return the metrics over the requests that both builds answered."""
+    both = [index for index in range(len(old)) if old[index] and new[index]]
+    if not both:
+        return ()
+    both_queries = [queries[index] for index in both]
+
+    def compare(
+        actual: Sequence[Outputs], expected: Sequence[Outputs] | None
+    ) -> Mapping[str, float]:
+        if expected is None:
+            return {}
+        rows = [actual[index] for index in both], [expected[index] for index in both]
+        return rules.task.compare(*rows, both_queries).values
+
+    first, second, between = compare(old, expected), compare(new, expected), compare(new, old)
+    return tuple(
+        MetricPair(name, first.get(name), second.get(name), value, rules.limits.get(name))
+        for name, value in between.items()
+    )
+
+
+def _test_losses(
+    rules: Rules,
+    gate: GateResult,
+    old: Sequence[Outputs],
+    new: Sequence[Outputs],
+    expected: Sequence[Outputs],
+) -> tuple[PairTest, ...]:
+    if not expected:
+        return ()
+    tests = choose_tests(rules, expected, gate)
+    scores = [_score(rules, tests, answers, expected) for answers in (old, new)]
+    ones = np.ones(len(expected))
+    results = []
+    for name, allowed in tests.allowed.items():
+        before, after = (np.array([score.losses[name] for score in each]) for each in scores)
+        more = difference_interval(ratio(before, ones), ratio(after, ones), len(expected))
+        means = float(before.mean()), float(after.mean())
+        interval = mean_interval(after.tolist())
+        results.append(PairTest(name, len(expected), allowed, *means, *interval, *more))
+    return tuple(results)
+
+
+def _score(
+    rules: Rules, tests: LossTests, answers: Sequence[Outputs], expected: Sequence[Outputs]
+) -> list[RowScore]:
+    """Return the score of each row; a row without an answer has full loss."""
+    given = [answer or right for answer, right in zip(answers, expected, strict=True)]
+    scores = score_rows(rules, tests, given, expected)
+    return [
+        score if answer else full_loss(tests) for score, answer in zip(scores, answers, strict=True)
+    ]
+
+
+Decision = Literal["promote", "reject", "inconclusive"]
+
+MIN_REGRESSION_RATIO = 0.05
+"""Minimum relative increase in latency or cost that rejects a candidate."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A latency or cost of both builds, in every round; lower is better.
+
+    Attributes:
+        relative: Difference of the candidate's median, as a share of the active build's.
+        weight: Significance of the difference; see `bench.comparison.MetricChange`.
+    """
+
+    name: str
+    active: tuple[float, ...]
+    candidate: tuple[float, ...]
+    medians: tuple[float, float]
+    relative: float
+    weight: Weight
+
+
+@dataclass(frozen=True)
+class ReplayComparison:
+    """Result of a replay on two builds.
+
+    Attributes:
+        builds: Ids of the active build and the candidate.
+        precisions: Precisions of the active build and the candidate.
+        source: Source of the requests: ``sample`` or ``traffic``.
+        load: Load of the measurements; empty without measurements.
+        reasons: Reasons for the verdict.
+        errors: Errors under load of the active build and the candidate. With errors, `speeds` is
+            empty.
+        notes: Further texts for the user.
+    """
+
+    pipeline: str
+    builds: tuple[str, str]
+    precisions: tuple[str, str]
+    source: str
+    load: str
+    verdict: Decision
+    reasons: tuple[str, ...]
+    answers: Answers
+    speeds: tuple[Speed, ...]
+    errors: tuple[tuple[str, ...], tuple[str, ...]]
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "promote"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the data for ``--json``; values that are not finite are null."""
+        fields = {**asdict(self), "passed": self.passed}
+        states = [test.state for test in self.answers.tests]
+        for test, state in zip(fields["answers"]["tests"], states, strict=True):
+            test["state"] = state
+        plain: dict[str, Any] = plain_data(fields)
+        return plain
+
+
+_SPEED_METRICS: tuple[tuple[str, Callable[[Measurement], float | None]], ...] = (
+    ("p50 ms", lambda result: result.p50_us / 1e3),
+    ("p99 ms", lambda result: result.p99_us / 1e3),
+    ("core ms per request", core_ms),
+    ("GPU ms per request", gpu_ms),
+)
+
+
+def compare_speeds(
+    before: Sequence[Measurement], after: Sequence[Measurement]
+) -> tuple[Speed, ...]:
+    """Return latency and cost of both builds; empty if a round has errors."""
+    if not before or any(result.errors for result in (*before, *after)):
+        return ()
+    speeds = []
+    for name, read in _SPEED_METRICS:
+        old = [value for result in before if (value := read(result)) is not None]
+        new = [value for result in after if (value := read(result)) is not None]
+        if len(old) == len(before) and len(new) == len(after):
+            change = change_between(name, old, new, "lower")
+            medians, relative = (change.before, change.after), change.relative or 0.0
+            speeds.append(Speed(name, tuple(old), tuple(new), medians, relative, change.weight))
+    return tuple(speeds)
+
+
+def judge(
+    answers: Answers, speeds: Sequence[Speed], errors: Sequence[str]
+) -> tuple[Decision, list[str]]:
+    """Return the verdict and its reasons.
+
+    A candidate is promoted if its answers are within the limits and nothing is significantly worse.
+
+    Args:
+        answers: Compared answers.
+        speeds: Latency and cost; empty if not measured.
+        errors: Errors of the candidate under load.
+    """
+    against = [*_find_losses(answers), *(f"failed under load: {kind}" for kind in errors)]
+    against += [
+        f"{speed.name}: {_format_change(speed)}, more than the rounds vary"
+        for speed in speeds
+        if speed.weight == "worse" and speed.relative > MIN_REGRESSION_RATIO
+    ]
+    if against:
+        return "reject", against
+    if doubts := [*_find_doubts(answers, speeds)]:
+        return "inconclusive", doubts
+    return "promote", [*_find_advantages(answers, speeds)]
+
+
+def _find_losses(answers: Answers) -> Iterator[str]:
+    for test in answers.tests:
+        if answers.reference and test.state == "worse":
+            yield f"{_format_loss(test)}: worse than the active build"
+        elif answers.reference and test.state == "over limit":
+            yield f"{_format_loss(test)}: over the limit, and no better than the active build"
+    old, new = answers.unanswered
+    if new > old:
+        yield f"{new} of {answers.rows} requests failed; {old} failed on the active build"
+
+
+def _find_doubts(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]:
+    if answers.rows < FEW_ROWS:
+        yield f"{answers.rows} rows are too few: at least {FEW_ROWS} are needed"
+    for test in answers.tests:
+        if test.rows < FEW_ROWS or test.state in ("within limit", "better"):
+            continue
+        if answers.reference:
+            yield f"{_format_loss(test)}: more rows are needed"
+        else:
+            yield f"{_format_loss(test)}: the models differ, so only labeled rows can decide"
+    if any(speed.weight == "one round: cannot tell" for speed in speeds):
+        yield "one round does not show the noise of latency and cost: use more --rounds, or 0"
+
+
+def _find_advantages(answers: Answers, speeds: Sequence[Speed]) -> Iterator[str]:
+    base = "the original model" if answers.reference else "the active build"
+    if all(test.active == test.candidate for test in answers.tests):
+        yield f"no difference in the answers to {answers.rows} rows, compared with {base}"
+    else:
+        yield f"{answers.rows} rows are within the limits or better, compared with {base}"
+    if speeds:
+        better = [
+            f"{each.name} {_format_change(each)}" for each in speeds if each.weight == "better"
+        ]
+        limit = percent(MIN_REGRESSION_RATIO)
+        yield "; ".join(better) or f"no latency or cost is significantly higher by {limit}"
+
+
+def _format_loss(test: PairTest) -> str:
+    return (
+        f"{test.name}: mean loss {test.candidate:.4g} ({test.low:.4g} to {test.high:.4g}),"
+        f" active build {test.active:.4g}, limit {test.allowed:.2g}"
+    )
+
+
+def _format_change(speed: Speed) -> str:
+    old, new = speed.medians
+    return f"{rounded(new)} instead of {rounded(old)} ({signed_percent(speed.relative)})"
+
+
+def format_comparison(result: ReplayComparison) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a comparison, each with its style."""
+    answers = result.answers
+    old, new = (
+        f"{build[:12]} ({precision})"
+        for build, precision in zip(result.builds, result.precisions, strict=True)
+    )
+    yield f"{result.pipeline}: candidate {new} compared with {old}, {answers.rows} rows", "bold"
+    columns = ("metric", "active", "candidate", "between", "limit")
+    yield "  {:28} {:>10} {:>10} {:>10} {:>10}".format(*columns), ""
+    for pair in answers.metrics:
+        values = (pair.active, pair.candidate, pair.between, pair.limit)
+        cells = ["-" if value is None else f"{value:.6g}" for value in values]
+        yield "  {:28} {:>10} {:>10} {:>10} {:>10}".format(pair.metric, *cells), ""
+    for test in answers.tests:
+        style = {"worse": "red", "over limit": "red", "inconclusive": "yellow"}.get(test.state, "")
+        yield f"  {_format_loss(test)}: {test.state}", style
+    for speed in result.speeds:
+        spans = [
+            f"{rounded(middle)} ({rounded(min(values))} to {rounded(max(values))})"
+            for middle, values in zip(speed.medians, (speed.active, speed.candidate), strict=True)
+        ]
+        change = f"{signed_percent(speed.relative)}, {speed.weight}"
+        yield f"  {speed.name:18} {spans[0]:>28} {spans[1]:>28}  {change}", ""
+    if answers.left_out:
+        yield f"  excluded: {answers.left_out} rows without an answer to compare with", "yellow"
+    for kind in result.errors[0]:
+        yield f"  active build, failed under load: {kind}", "yellow"
+    for note in result.notes:
+        yield f"  note: {note}", "yellow"
+    style = {"promote": "green", "reject": "red"}.get(result.verdict, "yellow")
+    yield f"{result.verdict}: {'; '.join(result.reasons)}", style
