@@ -1,21 +1,30 @@
-"""Plain data in which a value may carry its reason: written as commented YAML, listed for JSON."""
+"""Plain data in which a value may have its reason: read from YAML templates, written as YAML.
+
+In a template (Jinja2) every inserted value becomes a YAML value, text in quotes. An
+`ExplainedValue` becomes its value and, behind it, its reason as a comment. A comment above a value
+is its reason, too.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import textwrap
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 _WIDTH = 100
 _UNBROKEN = 1 << 20
+_BEHIND = re.compile(r":?\s+#\s?(.*)")
 
 
 @dataclass(frozen=True)
 class ExplainedValue:
-    """A value of a manifest and why it is that one."""
+    """A value of a manifest and the reason for it."""
 
     value: Any
     reason: str
@@ -41,6 +50,98 @@ def reasons_of(node: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
     elif isinstance(node, (list, tuple)):
         for index, value in enumerate(node):
             yield from reasons_of(value, f"{path}[{index}]")
+
+
+class Raw(str):
+    """Text that a template inserts as it is, such as a comment."""
+
+    __slots__ = ()
+
+
+def map_value(function: Callable[[Any], Any]) -> Callable[[ExplainedValue], ExplainedValue]:
+    """Return a filter of templates that changes a value and retains its reason."""
+    return lambda explained: ExplainedValue(function(explained.value), explained.reason)
+
+
+def render_yaml(template: Path, **values: Any) -> Any:
+    """Return the data of a YAML template, with `ExplainedValue` where it has comments.
+
+    Raises:
+        jinja2.UndefinedError: The template reads a name that is not in `values`.
+        yaml.YAMLError: The result is not YAML.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        undefined=StrictUndefined,
+        finalize=_as_yaml,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": map_value(lambda mib: mib << 20),
+        "raw": Raw,
+        "seconds": map_value("{:g}s".format),
+        "text": map_value(str),
+    }
+    return parse_yaml(environment.get_template(template.name).render(values))
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, Raw):
+        return value
+    if isinstance(value, ExplainedValue):
+        return f"{_as_yaml(value.value)} # {' '.join(value.reason.split())}"
+    return json.dumps(plain(value), ensure_ascii=False)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the data of a YAML document: a value with a comment is an `ExplainedValue`.
+
+    Comments stand above a value (of a list's mapping: above its first value), or behind it.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        return _Explainer(loader, text.splitlines()).read(loader.get_single_node())
+    finally:
+        loader.dispose()
+
+
+class _Explainer:
+    """Nodes of a document in order; lines before `_line` belong to nodes that were read."""
+
+    def __init__(self, loader: yaml.SafeLoader, lines: list[str]) -> None:
+        self._loader = loader
+        self._lines = lines
+        self._line = 0
+
+    def read(self, node: yaml.Node | None) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            construct = self._loader.construct_object
+            return {construct(key): self._explained(value, key) for key, value in node.value}
+        if isinstance(node, yaml.SequenceNode):
+            return [
+                self.read(item) if isinstance(item, yaml.MappingNode) else self._explained(item)
+                for item in node.value
+            ]
+        if node is None:
+            return None
+        self._line = max(self._line, node.end_mark.line + (node.end_mark.column > 0))
+        return self._loader.construct_object(node, deep=True)
+
+    def _explained(self, node: yaml.Node, key: yaml.Node | None = None) -> Any:
+        """Return the value of a node, with the comments above its key and behind itself."""
+        start = (key or node).start_mark.line
+        above = [line.strip() for line in self._lines[self._line : start]]
+        reasons = [line.lstrip("# ") for line in above if line.startswith("#")]
+        self._line = max(self._line, start)
+        value = self.read(node)
+        is_block = isinstance(node, yaml.CollectionNode) and not node.flow_style
+        mark = key.end_mark if key is not None and is_block else node.end_mark
+        if mark.column > 0 and (found := _BEHIND.fullmatch(self._lines[mark.line][mark.column :])):
+            reasons.append(found[1])
+        return ExplainedValue(value, " ".join(reasons)) if reasons else value
 
 
 def yaml_of(node: Any) -> str:

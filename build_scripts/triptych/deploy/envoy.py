@@ -59,7 +59,7 @@ def proxy_labels(options: Options) -> dict[str, str]:
     return labels(options, proxy_name(options))
 
 
-def configuration(basis: Deployed, host: str) -> dict[str, Any]:
+def configuration(basis: Deployed, host: str) -> Any:
     """Envoy's, with the servers behind every address that `host` resolves to."""
     settings = proxy_settings(
         replicas=basis.sizes.fewest.value,
