@@ -10,7 +10,7 @@ from triptych.base.explained import plain
 from triptych.base.releases import parse_release
 from triptych.deploy.targets import manifests_of
 
-BY_HAND: dict[str, Any] = {"capacity_per_s": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
+BY_HAND: dict[str, Any] = {"rps_per_replica": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
 PROMISES = ({"p50_ms": 5.0}, {"p99_ms": 80.0}, {"p99_9_ms": 30_000.0})
 WATCHED = ("summary", "histogram", "envoy")
 """Who tells latencies: Triton 24.10, Triton 26.08, an Envoy in front."""
@@ -47,7 +47,7 @@ def deployed(
     chosen = options(
         release=parse_release(release),
         gateway=None if watched == "envoy" else "edge",
-        watch_image="watch:1" if samples else None,
+        monitor_image="watch:1" if samples else None,
         **BY_HAND,
     )
     made = manifests_of(repository, "minilm", chosen, folder / "none")

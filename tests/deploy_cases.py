@@ -24,7 +24,7 @@ from triptych.base.explained import plain
 from triptych.base.releases import parse_release
 from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.repository.lock import SCHEMA, Lock, PlanRecord
 from triptych.repository.records import EngineCheck, EngineRecord, GateResult, json_text
 from triptych.serving.bench.results import to_json
@@ -117,9 +117,9 @@ def write_generation(folder: Path, *overrides: str) -> Path:
     return repository
 
 
-def options(**changes: Any) -> Options:
+def options(**changes: Any) -> DeployOptions:
     """Of a deployment on Triton 26.08, but for `changes`."""
-    usual = Options("triptych-serve:26.08", "minilm", parse_release("26.08"))
+    usual = DeployOptions("triptych-serve:26.08", "minilm", parse_release("26.08"))
     return replace(usual, **changes)
 
 

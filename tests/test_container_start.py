@@ -31,7 +31,7 @@ from triptych.container.lock_check import check_repository
 from triptych.container.machine import read_machine
 from triptych.container.sizes import largest_request_mib
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.targets import manifests_of
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.leftovers import (
@@ -90,11 +90,11 @@ def test_what_deploy_writes_runs_here(
     lock["spec"]["serving"]["slo"]["p99_ms"] = 80.0
     (repository / "minilm_packed/triptych.lock.json").unlink()  # a link
     write_lock(repository, "minilm_packed", lock)
-    options = Options(
+    options = DeployOptions(
         "triptych-serve:24.10",
         "minilm-packed",
         Release(24, 10),
-        capacity_per_s=9.0,
+        rps_per_replica=9.0,
         cpu_cores=1.0,
         memory_mib=2048,
         gateway="public",  # the rate is the servers' own then

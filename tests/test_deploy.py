@@ -36,7 +36,7 @@ from triptych.base.releases import parse_release
 from triptych.container.flags import Options as ServerOptions
 from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.options import mebibytes
+from triptych.deploy.options import parse_mebibytes
 from triptych.deploy.targets import manifests_of
 from triptych.interface.cli import app
 from triptych.spec.slo import Slo
@@ -150,7 +150,7 @@ def test_replicas_follow_from_the_capacity_that_was_measured(tmp_path: Path) -> 
     repository = write_built(tmp_path, serving={"slo": {"p99_ms": 80.0, "throughput": 400.0}})
     slo = Slo(p99_ms=80.0, throughput=400.0)
     reports = write_bench(tmp_path / "reports", slo=slo, rate=rate_search(slo))
-    usual = options(growth=0.6, ready_s=25.0, peak_per_s=1000.0)
+    usual = options(max_growth=0.6, startup_seconds=25.0, peak_rps=1000.0)
     made = manifests_of(repository, "minilm", usual, reports)
     spec = document(made, "scaled-object.yaml")["spec"]
     # 25 s to ready, 30 of the window, 15 each to a scrape, KEDA and the autoscaler: 100 s, in which
@@ -163,7 +163,7 @@ def test_replicas_follow_from_the_capacity_that_was_measured(tmp_path: Path) -> 
     assert spec["fallback"]["replicas"] == 6
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 300
-    by_hand = replace(usual, capacity_per_s=100.0, ready_s=200.0)
+    by_hand = replace(usual, rps_per_replica=100.0, startup_seconds=200.0)
     made = manifests_of(repository, "minilm", by_hand, reports)
     spec = document(made, "scaled-object.yaml")["spec"]
     assert spec["triggers"][0]["metadata"]["threshold"] == f"{100 / 3.75 / 1.1:.4g}"
@@ -181,7 +181,7 @@ def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:
             by_hand = options(
                 release=parse_release(release),
                 gateway="edge",  # an Envoy in front tells latencies whatever the release
-                capacity_per_s=9.0,
+                rps_per_replica=9.0,
                 cpu_cores=1.0,
                 memory_mib=2048,
             )
@@ -222,7 +222,7 @@ def test_every_number_says_why(tmp_path: Path) -> None:
     by_field = {number["field"]: number for number in told["numbers"]}
     threshold = by_field["spec.triggers[0].metadata.threshold"]
     assert "150/s held p99 <= 80 ms, 165/s broke it" in threshold["reason"]
-    assert "may grow by 50% a minute (--growth)" in threshold["reason"]
+    assert "may grow by 50% a minute (--max-growth)" in threshold["reason"]
     assert "measured to load in 4.2 s" in threshold["reason"]
     assert "2026-01-02T03:04:05Z on 2 cores of Some Xeon" in threshold["reason"]
     for field in (
@@ -262,7 +262,7 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     other = write_bench(tmp_path / "other", slo=Slo(p99_ms=70.0))
     old = write_bench(tmp_path / "old", subject=subject(measured_at="2025-01-02T03:04:05Z"))
     bare = write_bench(tmp_path / "bare", rate=None)
-    by_hand = {"capacity_per_s": 9.0, "cpu_cores": 1.0, "memory_mib": 2048}
+    by_hand = {"rps_per_replica": 9.0, "cpu_cores": 1.0, "memory_mib": 2048}
     built = {
         "unpromised": write_built(tmp_path / "unpromised", serving={}),
         "shared": write_built(tmp_path / "shared", core={"share": "other"}),
@@ -274,43 +274,43 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "two-more/repository/other").rename(built["two"] / "other")
     cases: list[tuple[Path, dict[str, Any], Path, str]] = [
         (tmp_path, {}, reports, "triptych build minilm"),
-        (repository, {"name": "ticket_routing"}, reports, "--as ticket-routing"),
-        (repository, {"name": "a" * 55}, reports, "54 at most"),
+        (repository, {"name": "ticket_routing"}, reports, "--name ticket-routing"),
+        (repository, {"name": "a" * 55}, reports, "at most 54"),
         (repository, {"namespace": "Prod"}, reports, "--namespace prod"),
         (repository, {"image": "triptych-serve"}, reports, "tag that does not move"),
         (repository, {"image": "triptych-serve:latest"}, reports, "tag that does not move"),
         (repository, {"image": ""}, reports, "in your registry"),
-        (repository, {"models": "models:1"}, reports, "Leave the tag out"),
-        (repository, {"growth": 11.0}, reports, "--growth"),
+        (repository, {"repository_image": "models:1"}, reports, "Leave the tag out"),
+        (repository, {"max_growth": 11.0}, reports, "--max-growth"),
         (repository, {"prometheus": "prometheus:9090"}, reports, "http://"),
-        (repository, {"capacity_per_s": float("nan")}, reports, "above 0"),
+        (repository, {"rps_per_replica": float("nan")}, reports, "above 0"),
         (built["unpromised"], {}, reports, "must promise a latency"),
         (built["shared"], {}, reports, "core.share"),
         (built["two"], {}, reports, "minilm and other"),
         (built["no engine"], {}, reports, "triptych engine minilm"),
-        (built["engine"], {"gpu": "NVIDIA-L4"}, reports, "the engine is of NVIDIA-H200"),
-        (repository, {"gpu": "NVIDIA-L4"}, reports, "built for the CPU"),
+        (built["engine"], {"gpu_product": "NVIDIA-L4"}, reports, "the engine is of NVIDIA-H200"),
+        (repository, {"gpu_product": "NVIDIA-L4"}, reports, "built for the CPU"),
         (repository, {}, none, "bench minilm --find-rate"),
         (repository, {}, bare, "bench minilm --find-rate"),
-        (repository, {"capacity_per_s": 9.0}, none, "--cpu and --memory"),
+        (repository, {"rps_per_replica": 9.0}, none, "--cpu and --memory"),
         (repository, {}, slow, "one client alone was measured"),
         (repository, {}, unheld, "holds at some rate"),
         (repository, {}, other, "measured for p99 <= 70 ms; promised is p99 <= 80 ms"),
         (repository, {}, old, "built at 2026-01-01"),
-        (repository, {"capacity_per_s": 170.0}, reports, "165/s broke"),
+        (repository, {"rps_per_replica": 170.0}, reports, "165/s broke"),
         (repository, {"memory_mib": 600}, reports, "it used 701 MiB"),
         (repository, {**by_hand, "memory_mib": 256}, none, "256 MiB may be shared"),
-        (repository, {"grace_s": 40}, reports, "15 + 30 + 5 s are 50 s"),
+        (repository, {"max_grace_seconds": 40}, reports, "15 + 30 + 5 s are 50 s"),
     ]
     for folder, changes, measured, said in cases:
         with pytest.raises(UserError) as error:
             manifests_of(folder, "minilm", options(**changes), measured)
         assert said in error.value.message, (changes, error.value.message)
     with pytest.raises(UserError, match="1500Mi or 2Gi"):
-        mebibytes("--memory", "2 GB")
+        parse_mebibytes("--memory", "2 GB")
     # A result of another build is no matter where nothing of it is used; enough grace is enough.
     assert manifests_of(repository, "minilm", options(**by_hand), old)
-    assert manifests_of(repository, "minilm", options(grace_s=50), reports)
+    assert manifests_of(repository, "minilm", options(max_grace_seconds=50), reports)
 
 
 def test_files_of_others_and_changed_ones_are_left_alone(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_kubernetes_takes_it_and_a_pod_has_a_gpu_for_each_part(tmp_path: Path) -
 def test_streams_of_one_value_go_to_one_replica(tmp_path: Path) -> None:
     repository = write_generation(tmp_path)
     for affinity, policy in ((None, "LEAST_REQUEST"), ("x-session", "RING_HASH")):
-        manifests = made(repository, affinity=affinity)
+        manifests = made(repository, affinity_header=affinity)
         write_manifests(tmp_path / "out", manifests.files)
         assert validate(tmp_path / "out/base/envoy.yaml") == ""
         config = document(manifests, "envoy.yaml")["static_resources"]
@@ -76,7 +76,7 @@ def test_all_targets_take_it(tmp_path: Path) -> None:
     cases: dict[str, dict[str, Any]] = {
         "gateway": {"gateway": "infra/web"},
         "rollout": {"gateway": "infra/web", "rollout": "argo"},
-        "kserve": {"target": "kserve", "models": "models"},
+        "kserve": {"target": "kserve", "repository_image": "models"},
         "knative": {"target": "kserve", "canary_percent": 20},
     }
     for name, changes in cases.items():
@@ -129,7 +129,7 @@ def test_check_finds_other_gpus_and_names_of_metrics(tmp_path: Path) -> None:
 
 def test_compose_gives_each_copy_its_gpus(tmp_path: Path) -> None:
     repository = write_generation(tmp_path, "core.tensor_parallel=2")
-    manifests = made(repository, target="compose", affinity="x-user")
+    manifests = made(repository, target="compose", affinity_header="x-user")
     write_manifests(tmp_path / "out", manifests.files)
     assert check_manifests(tmp_path / "out") == []
     written = yaml.safe_load((tmp_path / "out/compose.yaml").read_text())
@@ -159,18 +159,18 @@ def test_a_text_to_text_pipeline_is_on_processors(tmp_path: Path) -> None:
         assert "kv_cache_share" not in str(objects)
         assert check_manifests(tmp_path / "out") == []
     with pytest.raises(UserError, match="an engine on a GPU only"):
-        made(repository, gpu="NVIDIA-L4")
+        made(repository, gpu_product="NVIDIA-L4")
 
 
 def test_what_cannot_work_is_refused_and_the_command_line_writes_the_rest(tmp_path: Path) -> None:
     repository = write_generation(tmp_path, "core.tensor_parallel=2")
     for changes, said in (
-        ({"gpu": "NVIDIA-H100-MIG-1g.10gb"}, "must be whole GPUs"),
-        ({"gateway": "infra/web", "affinity": "x-user"}, "know no hash of a header"),
-        ({"target": "kserve", "affinity": "x-user"}, "know no hash of a header"),
-        ({"watch_image": "watch:1"}, "its answers are not sampled"),
-        ({"grace_s": 20}, "the longest answer"),
-        ({"capacity_per_s": 5.0}, "scales by requests under way"),
+        ({"gpu_product": "NVIDIA-H100-MIG-1g.10gb"}, "must be whole GPUs"),
+        ({"gateway": "infra/web", "affinity_header": "x-user"}, "cannot hash a header"),
+        ({"target": "kserve", "affinity_header": "x-user"}, "cannot hash a header"),
+        ({"monitor_image": "watch:1"}, "its answers are not sampled"),
+        ({"max_grace_seconds": 20}, "the longest answer"),
+        ({"rps_per_replica": 5.0}, "scales by requests under way"),
     ):
         with pytest.raises(UserError) as caught:
             made(repository, **changes)

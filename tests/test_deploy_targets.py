@@ -223,7 +223,7 @@ def test_a_rollout_goes_by_the_rules_of_the_alerts(tmp_path: Path) -> None:
     for name, promise in {"tight": {"p99_ms": 80.0}, "wide": {"p90_ms": 100.0}}.items():
         repository = write_built(tmp_path / name, serving={"slo": promise, "triton": "26.08"})
         by_hand = options(
-            gateway="public", rollout="argo", capacity_per_s=9.0, cpu_cores=1.0, memory_mib=2048
+            gateway="public", rollout="argo", rps_per_replica=9.0, cpu_cores=1.0, memory_mib=2048
         )
         made = manifests_of(repository, "minilm", by_hand, tmp_path / "none")
         objects = taken(kustomized(tmp_path / name / "out", made))
@@ -260,7 +260,7 @@ def test_kserve_gets_what_its_own_runtime_lacks(tmp_path: Path) -> None:
     cases: dict[str, dict[str, Any]] = {
         "standard": {},
         "knative": {"canary_percent": 20},
-        "gpu": {"models": "models"},
+        "gpu": {"repository_image": "models"},
     }
     for name, changes in cases.items():
         engine, fields = (ENGINE, TENSORRT) if name == "gpu" else (None, None)
@@ -307,7 +307,9 @@ def test_kserve_gets_what_its_own_runtime_lacks(tmp_path: Path) -> None:
 def test_compose_takes_what_is_written(tmp_path: Path) -> None:
     made = {
         "cpu": manifests(tmp_path / "cpu", target="compose"),
-        "more": manifests(tmp_path / "more", target="compose", replicas=5, models="models"),
+        "more": manifests(
+            tmp_path / "more", target="compose", replicas=5, repository_image="models"
+        ),
         "gpu": manifests(tmp_path / "gpu", ENGINE, TENSORRT, target="compose"),
     }
     for name, one in made.items():
@@ -355,16 +357,16 @@ def test_options_that_a_target_does_not_know_are_refused(tmp_path: Path) -> None
     repository, reports = write_built(tmp_path), write_bench(tmp_path / "reports")
     unbuilt = write_built(tmp_path / "unbuilt", **TENSORRT)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"target": "compose", "gateway": "public"}, "--target kubernetes only"),
-        ({"target": "kserve", "replicas": 3}, "--target compose only"),
-        ({"canary_percent": 5}, "--target kserve only"),
+        ({"target": "compose", "gateway": "public"}, "only supported with --target kubernetes"),
+        ({"target": "kserve", "replicas": 3}, "only supported with --target compose"),
+        ({"canary_percent": 5}, "only supported with --target kserve"),
         ({"target": "kserve", "canary_percent": 101}, "a percentage"),
-        ({"rollout": "argo"}, "must come with --gateway"),
+        ({"rollout": "argo"}, "needs --gateway"),
         ({"rollout": "flagger", "gateway": "public"}, "one of argo"),
         ({"gateway": "a/b/c"}, "NAMESPACE/NAME"),
         ({"envoy_image": "envoyproxy/envoy"}, "a tag that does not move"),
         ({"target": "compose", "replicas": 0}, "above 0"),
-        ({"target": "compose", "grace_s": 30}, "0 + 30 + 5 s are 35 s"),
+        ({"target": "compose", "max_grace_seconds": 30}, "0 + 30 + 5 s are 35 s"),
     ]
     for changes, said in cases:
         with pytest.raises(UserError) as error:

@@ -36,7 +36,7 @@ SAMPLING: dict[str, Any] = {"serving": {"slo": {"p99_ms": 80.0}, "sample": {"rat
 def manifests(folder: Path, **changes: Any) -> Manifests:
     """Of a pipeline that samples, with somebody who looks."""
     repository, reports = write_built(folder, **SAMPLING), write_bench(folder / "reports")
-    chosen = options(**{"watch_image": "watch:1", **changes})
+    chosen = options(**{"monitor_image": "watch:1", **changes})
     return manifests_of(repository, "minilm", chosen, reports)
 
 
@@ -87,7 +87,7 @@ def test_all_replicas_write_where_the_watch_reads(tmp_path: Path) -> None:
 
 
 def test_without_sampling_or_an_image_there_is_nothing_to_look_at(tmp_path: Path) -> None:
-    alone = manifests(tmp_path / "alone", watch_image=None)
+    alone = manifests(tmp_path / "alone", monitor_image=None)
     assert "base/samples-claim.yaml" in alone.files
     assert not [file for file in alone.files if "watch" in file]
     rules = document(alone, "prometheus-rule.yaml")["spec"]["groups"][1]["rules"]
@@ -98,7 +98,7 @@ def test_without_sampling_or_an_image_there_is_nothing_to_look_at(tmp_path: Path
     assert "fsGroup" not in str(plain.files)
     for image, said in (("watch:1", "a build that samples"), ("watch", "tag that does not move")):
         with pytest.raises(UserError, match=said):
-            manifests_of(repository, "minilm", options(watch_image=image), reports)
+            manifests_of(repository, "minilm", options(monitor_image=image), reports)
 
 
 def test_a_canary_waits_for_the_verdict_on_both_builds(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_canary_waits_for_the_verdict_on_both_builds(tmp_path: Path) -> None:
     (old / "minilm/triptych.lock.json").unlink()
     write_lock(old, "minilm", {**lock, "built_at": "2025-01-01T00:00:00+00:00"})
     reports = write_bench(tmp_path / "reports", slo=Slo(p99_ms=80.0))
-    usual: dict[str, Any] = {"watch_image": "watch:1", "replaces": old}
+    usual: dict[str, Any] = {"monitor_image": "watch:1", "baseline": old}
     argo = options(**usual, gateway="public", rollout="argo")
     made = manifests_of(new, "minilm", argo, reports)
     objects = taken(kustomized(tmp_path / "argo", made))
@@ -146,12 +146,15 @@ def test_a_canary_waits_for_the_verdict_on_both_builds(tmp_path: Path) -> None:
     assert policy["podSelector"]["matchLabels"] == job["metadata"]["labels"]
     assert not {"ingress", "egress"} & set(policy)
     for changes, said in (
-        ({"watch_image": "watch:1"}, "--watch-image, and --rollout or --canary"),
-        ({"gateway": "public", "rollout": "argo"}, "--watch-image, and --rollout or --canary"),
-        ({**usual, "gateway": "public", "rollout": "argo", "replaces": new}, "another build"),
+        ({"monitor_image": "watch:1"}, "needs --monitor-image, which runs"),
+        (
+            {"gateway": "public", "rollout": "argo"},
+            "needs --monitor-image, which runs",
+        ),
+        ({**usual, "gateway": "public", "rollout": "argo", "baseline": new}, "another build"),
     ):
         with pytest.raises(UserError, match=said):
-            manifests_of(new, "minilm", options(**{"replaces": old, **changes}), reports)
+            manifests_of(new, "minilm", options(**{"baseline": old, **changes}), reports)
 
 
 def test_kserve_and_compose_sample_too(tmp_path: Path) -> None:
@@ -181,7 +184,7 @@ def test_kserve_and_compose_sample_too(tmp_path: Path) -> None:
     assert parses(watch["entrypoint"])
     fields = {**SAMPLING, "core": {"backend": "tensorrt"}}
     gpu = write_built(tmp_path / "gpu", engine=ENGINE, **fields)
-    chosen = options(target="compose", watch_image="watch:1")
+    chosen = options(target="compose", monitor_image="watch:1")
     write_manifests(
         tmp_path / "gpu/out",
         manifests_of(gpu, "minilm", chosen, write_bench(tmp_path / "gpu/reports")).files,

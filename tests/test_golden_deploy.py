@@ -37,16 +37,17 @@ SAMPLING: dict[str, Any] = {"serving": {"slo": {"p99_ms": 80.0}, "sample": {"rat
 ON_GPU: dict[str, Any] = {"core": {"device": "gpu"}}
 TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}, "engine": ENGINE}
 TALK: dict[str, Any] = {"name": "talk"}
-WATCH: dict[str, Any] = {"watch_image": "watch:1"}
+WATCH: dict[str, Any] = {"monitor_image": "watch:1"}
 BUSY = Slo(p50_ms=20.0, p99_9_ms=150.0, throughput=2000.0)
-# Fields of the pipeline, and options; "mirror" and "replaces" name builds made beside it.
+# Fields of the pipeline, and options; "mirror" and "baseline" name builds made beside it.
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "kubernetes": ({"mean_tokens": 20.5}, {"models": "registry.example.com/minilm"}),
+    "kubernetes": ({"mean_tokens": 20.5}, {"repository_image": "registry.example.com/minilm"}),
     "kubernetes_busy": (
         {"serving": {"slo": {"p50_ms": 20.0, "p99_9_ms": 150.0, "throughput": 2000}},
          "core": {"threads": 4}},
-        {"peak_per_s": 9000.0, "capacity_per_s": 90.0, "cpu_cores": 1.5, "memory_mib": 2048,
-         "ready_s": 90.0, "growth": 0.2, "grace_s": 600, "namespace": "shop", "name": "search",
+        {"peak_rps": 9000.0, "rps_per_replica": 90.0, "cpu_cores": 1.5, "memory_mib": 2048,
+         "startup_seconds": 90.0, "max_growth": 0.2, "max_grace_seconds": 600,
+         "namespace": "shop", "name": "search",
          "prometheus": "https://prometheus.example.com"},
     ),
     "kubernetes_watch": (SAMPLING, WATCH),
@@ -54,21 +55,22 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kubernetes_gateway": ({}, {"gateway": "infra/public", "release": parse_release("24.10")}),
     "kubernetes_gateway_mirror": (SAMPLING, {"gateway": "public", "mirror": 0.25}),
     "kubernetes_rollout": (
-        SAMPLING, {"gateway": "public", "rollout": "argo", "replaces": True, **WATCH}
+        SAMPLING, {"gateway": "public", "rollout": "argo", "baseline": True, **WATCH}
     ),
     "kubernetes_gpu": (TENSORRT, {}),
-    "kubernetes_mig": (ON_GPU, {"gpu": "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"}),
-    "kserve": (SAMPLING, {**WATCH, "models": "registry.example.com/minilm"}),
-    "kserve_canary": ({**TENSORRT, **SAMPLING}, {"canary_percent": 10, "replaces": True, **WATCH}),
+    "kubernetes_mig": (ON_GPU, {"gpu_product": "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"}),
+    "kserve": (SAMPLING, {**WATCH, "repository_image": "registry.example.com/minilm"}),
+    "kserve_canary": ({**TENSORRT, **SAMPLING}, {"canary_percent": 10, "baseline": True, **WATCH}),
     "compose": ({}, {"target": "compose"}),
     "compose_one": ({}, {"target": "compose", "replicas": 1}),
     "compose_gpu": (
         {**TENSORRT, **SAMPLING},
-        {"target": "compose", "models": "registry.example.com/minilm", "replicas": 3, **WATCH},
+        {"target": "compose", "repository_image": "registry.example.com/minilm", "replicas": 3,
+         **WATCH},
     ),
     "generation": (
         {"overrides": ["core.tensor_parallel=2", "serving.slo.ttft_p95=500ms"]},
-        {"affinity": "x-session", "gpu": "NVIDIA-H200"},
+        {"affinity_header": "x-session", "gpu_product": "NVIDIA-H200"},
     ),
     "generation_gateway": (
         {"overrides": []}, {"gateway": "public", "rollout": "argo", "memory_mib": 9000},
@@ -77,7 +79,9 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"overrides": ["serving.slo.e2e_p99=9s", "serving.slo.itl_p50=50ms"]},
         {"target": "kserve"},
     ),
-    "generation_compose": ({"overrides": []}, {"target": "compose", "affinity": "x-session"}),
+    "generation_compose": (
+        {"overrides": []}, {"target": "compose", "affinity_header": "x-session"},
+    ),
     "text2text": ({"text2text": True}, {}),
 }  # fmt: skip
 FILES = EndpointFiles(Path("grpc.json"), Path("http.json"))
@@ -128,8 +132,8 @@ def manifests(case: str, folder: Path) -> dict[str, str]:
         }
         if "mirror" in chosen:
             chosen["mirrored"] = Mirrored(candidate, chosen.pop("mirror"))
-        if "replaces" in chosen:
-            chosen["replaces"] = in_place
+        if "baseline" in chosen:
+            chosen["baseline"] = in_place
     slo = BUSY if case == "kubernetes_busy" else Slo(p99_ms=80.0)
     reports = write_bench(folder / "reports", slo=slo, rate=rate_search(slo))
     words |= {build_id(repository, name)[:12]: "VERSION", str(repository.resolve()): "/REPOSITORY"}

@@ -224,7 +224,7 @@ def test_what_cannot_be_mirrored_is_refused(tmp_path: Path) -> None:
     reports = write_bench(tmp_path / "reports")
     for build, changes, said in (
         (plain_build, {}, "a build that samples"),
-        (plain_build, {"target": "compose"}, "--target kubernetes only"),
+        (plain_build, {"target": "compose"}, "only supported with --target kubernetes"),
     ):
         chosen = options(mirrored=Mirrored(sampling, 0.5), **changes)
         with pytest.raises(UserError, match=said):

@@ -32,7 +32,7 @@ from triptych.deploy.dashboard import rows_of
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.monitoring import prometheus_rule
 from triptych.deploy.numbers import measured_of, sizes_of
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.scaling import scaled_object
 from triptych.operate.monitor.metrics import RunCollector, metrics_page
 from triptych.repository.lock import read_lock
@@ -160,9 +160,9 @@ class Deployed:
 
     def __init__(self, repository: Path, folder: Path) -> None:
         lock = read_lock(repository, "tiny")
-        options = Options(
+        options = DeployOptions(
             "triptych-serve:24.10", "tiny", Release(24, 10),
-            capacity_per_s=50.0, cpu_cores=1.0, memory_mib=2048, watch_image="watch:1",
+            rps_per_replica=50.0, cpu_cores=1.0, memory_mib=2048, monitor_image="watch:1",
         )  # fmt: skip
         measured = measured_of(lock, options, folder)
         sizes = sizes_of(lock, options, measured, repository)

@@ -67,7 +67,9 @@ def test_the_own_autoscaler_is_as_deploy_has_it() -> None:
 
 
 def test_a_scaled_object_scales_as_the_own_autoscaler_does(tmp_path: Path) -> None:
-    given = options(capacity_per_s=100.0, cpu_cores=1.0, memory_mib=4096, growth=0.6, ready_s=25.0)
+    given = options(
+        rps_per_replica=100.0, cpu_cores=1.0, memory_mib=4096, max_growth=0.6, startup_seconds=25.0
+    )
     basis = basis_of(write_built(tmp_path), "minilm", given, tmp_path)
     spec = plain(scaled_object(basis.lock, given, basis.sizes, basis.metrics))["spec"]
     rate, guard = (trigger["metadata"]["query"] for trigger in spec["triggers"])

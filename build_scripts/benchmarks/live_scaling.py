@@ -41,7 +41,7 @@ from triptych.base.releases import Release
 from triptych.deploy.basis import Basis, basis_of
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import SCRAPE_S, SYNC_S
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.scaling import scaled_object
 from triptych.serving.bench.bench import machine
 
@@ -113,10 +113,10 @@ def compare(
     load = Load((), limit_s, share, seed)
     with tempfile.TemporaryDirectory() as folder:
         holds, ready_s = _measure(repository, Path(folder) / "one", load)
-        options = Options(
+        options = DeployOptions(
             "triptych-serve:24.10", _NAME, Release(24, 10), namespace=NAMESPACE,
-            capacity_per_s=holds, cpu_cores=1.0, memory_mib=4096,
-            ready_s=ready_s / scale, growth=GROWTH,
+            rps_per_replica=holds, cpu_cores=1.0, memory_mib=4096,
+            startup_seconds=ready_s / scale, max_growth=GROWTH,
         )  # fmt: skip
         basis = basis_of(repository, _NAME, options, CACHE / "reports")
         load = replace(load, steps=[(step_s, part * PEAK * holds) for part in SHARES])

@@ -19,6 +19,7 @@ import yaml
 
 _WIDTH = 100
 _UNBROKEN = 1 << 20
+_NUMBER = re.compile(r"[-+]?(0o[0-7]+|[\d_]*\.?[\d_]+([eE][-+]?\d+)?)")
 _BEHIND = re.compile(r":?\s+#\s?(.*)")
 
 
@@ -194,5 +195,9 @@ def _commented(node: Any, indent: int) -> Generator[str, None, Any]:
 
 
 def _scalar(value: Any) -> str:
-    text = yaml.safe_dump(plain(value), default_flow_style=True, width=_UNBROKEN)
+    # PyYAML writes YAML 1.1; Kubernetes reads a version such as 0479701e6330 as a number.
+    style = "'" if isinstance(value, str) and _NUMBER.fullmatch(value) else None
+    text = yaml.safe_dump(
+        plain(value), default_flow_style=True, default_style=style, width=_UNBROKEN
+    )
     return text.removesuffix("...\n").rstrip("\n")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from triptych.base.explained import ExplainedValue
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 
 SHORTEST_FOR = "5m"
 
 
-def who(pipeline: str, options: Options) -> dict[str, str]:
+def who(pipeline: str, options: DeployOptions) -> dict[str, str]:
     """Labels of all that is recorded or raised of a pipeline."""
     return {"pipeline": pipeline, "namespace": options.namespace}
 

@@ -19,7 +19,7 @@ from triptych.deploy.devices import overlay_of, placement
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.monitoring import Objective, Promised, objectives, prometheus_rule
 from triptych.deploy.numbers import Measured, Sizes, measured_of, sizes_of
-from triptych.deploy.options import Options, check
+from triptych.deploy.options import DeployOptions, check_options
 from triptych.deploy.scaling import scaled_object
 from triptych.repository.lock import Lock, build_id, read_lock
 from triptych.spec.fields import Sample
@@ -35,7 +35,7 @@ class Deployed(Protocol):
         """Holds the pipeline, and no other."""
 
     @property
-    def options(self) -> Options:
+    def options(self) -> DeployOptions:
         """The user's."""
 
     @property
@@ -110,7 +110,7 @@ class Basis:
 
     repository: Path
     lock: Lock
-    options: Options
+    options: DeployOptions
     measured: Measured
     sizes: Sizes
     version: str
@@ -207,7 +207,7 @@ class Manifests:
         }
 
 
-def basis_of(repository: Path, pipeline: str, options: Options, reports: Path) -> Basis:
+def basis_of(repository: Path, pipeline: str, options: DeployOptions, reports: Path) -> Basis:
     """Everything that was built and measured of a pipeline, checked.
 
     Args:
@@ -219,7 +219,7 @@ def basis_of(repository: Path, pipeline: str, options: Options, reports: Path) -
     Raises:
         UserError: something is missing or cannot work; says what and what to do.
     """
-    check(options)
+    check_options(options)
     lock = read_lock(repository, pipeline)
     check_alone(repository, pipeline)
     _check_shared(lock)
@@ -231,8 +231,8 @@ def basis_of(repository: Path, pipeline: str, options: Options, reports: Path) -
     candidate = in_place = None
     if options.mirrored is not None:
         candidate = _other_build(options.mirrored.repository, pipeline, version, "--mirror")
-    if options.replaces is not None:
-        in_place = _other_build(options.replaces, pipeline, version, "--replaces")
+    if options.baseline is not None:
+        in_place = _other_build(options.baseline, pipeline, version, "--baseline")
     return Basis(repository, lock, options, measured, sizes, version, candidate, in_place)
 
 
@@ -287,10 +287,13 @@ def _check_promise(lock: Lock) -> None:
         )
 
 
-def _check_sampling(lock: Lock, options: Options) -> None:
+def _check_sampling(lock: Lock, options: DeployOptions) -> None:
     if lock.spec.serving.sample is not None:
         return
-    for option, given in (("--watch-image", options.watch_image), ("--mirror", options.mirrored)):
+    for option, given in (
+        ("--monitor-image", options.monitor_image),
+        ("--mirror", options.mirrored),
+    ):
         if given is not None:
             raise UserError(
                 option,

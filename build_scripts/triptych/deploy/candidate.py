@@ -7,7 +7,7 @@ from typing import Any
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.basis import Basis, Deployed
 from triptych.deploy.devices import placement
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.samples import MOUNT, sampling
 from triptych.deploy.workload import (
     PORTS,
@@ -26,12 +26,12 @@ from triptych.serving.fleet.envoy import EndpointNames, Mirror
 from triptych.serving.fleet.mirrored import FOLDER
 
 
-def candidate_name(options: Options) -> str:
+def candidate_name(options: DeployOptions) -> str:
     """Of all its objects."""
     return f"{options.name}-candidate"
 
 
-def mirror(options: Options) -> Mirror | None:
+def mirror(options: DeployOptions) -> Mirror | None:
     """What Envoy is told of it."""
     if options.mirrored is None:
         return None

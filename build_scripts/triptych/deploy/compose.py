@@ -47,7 +47,7 @@ def compose_manifests(basis: Deployed) -> Manifests:
     }
     if basis.sample is not None:
         document["volumes"] = {SAMPLES: {}}
-        if options.watch_image is not None:
+        if options.monitor_image is not None:
             services[CONTAINER] = _watch(basis)
     files = {_FILE: document, "envoy.yaml": envoy.configuration(basis, SERVERS)}
     return Manifests(files, basis.version, _FILE, "docker compose --file {} up --detach")
@@ -174,7 +174,7 @@ def _proxy(basis: Deployed) -> dict[str, Any]:
 def _watch(basis: Deployed) -> dict[str, Any]:
     memory = watch_memory_mib(basis)
     return {
-        "image": basis.options.watch_image,
+        "image": basis.options.monitor_image,
         "user": f"{USER}:{USER}",
         "entrypoint": watch_command(basis.name),
         "environment": watch_environment(),
@@ -200,8 +200,8 @@ def _samples() -> dict[str, Any]:
 
 def _models(basis: Deployed) -> dict[str, Any]:
     target = str(read_settings({}).repository)
-    if basis.options.models is not None:
-        reference = f"{basis.options.models}:{basis.version}"
+    if basis.options.repository_image is not None:
+        reference = f"{basis.options.repository_image}:{basis.version}"
         return {
             "type": "image",
             "source": ExplainedValue(reference, "wants Docker 28 and Compose 2.35 or later"),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.metrics import Metrics, quantile_of
 from triptych.deploy.monitoring import Objective, Promised, objectives
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.workload import metadata
 from triptych.repository.lock import Lock
 
@@ -41,7 +41,7 @@ class Panel(NamedTuple):
 
 
 def dashboard_map(
-    promise: Promised, options: Options, rows: Mapping[str, Sequence[Panel]]
+    promise: Promised, options: DeployOptions, rows: Mapping[str, Sequence[Panel]]
 ) -> dict[str, Any]:
     """The ConfigMap; what is in it is `dashboard`."""
     made = dashboard(promise, options, rows)
@@ -61,7 +61,7 @@ def dashboard_map(
 
 
 def dashboard(
-    promise: Promised, options: Options, rows: Mapping[str, Sequence[Panel]]
+    promise: Promised, options: DeployOptions, rows: Mapping[str, Sequence[Panel]]
 ) -> dict[str, Any]:
     """Grafana's own form of rows of panels, by their titles."""
     panels: list[dict[str, Any]] = []
@@ -105,7 +105,7 @@ def dashboard(
 
 
 def rows_of(
-    lock: Lock, options: Options, metrics: Metrics, capacity_per_s: float
+    lock: Lock, options: DeployOptions, metrics: Metrics, capacity_per_s: float
 ) -> dict[str, list[Panel]]:
     """Title to panels of each row."""
     rows = {
@@ -135,7 +135,7 @@ def burn_panels(found: Sequence[Objective]) -> Iterator[Panel]:
         )
 
 
-def _promise(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Panel]:
+def _promise(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[Panel]:
     yield from burn_panels(list(objectives(lock, options, metrics)))
     limits_ms = lock.spec.serving.slo.limits_ms
     yield Panel(
@@ -177,8 +177,8 @@ def _capacity(metrics: Metrics, capacity_per_s: float) -> Iterator[Panel]:
     )
     yield Panel(
         "Capacity used",
-        "Rate over capacity. Long below a half: fewer replicas would do (--growth is too careful). "
-        "Long near 1: the load grows faster than --growth says.",
+        "Rate over capacity. Long below a half: fewer replicas suffice (--max-growth is high). "
+        "Long near 1: the load grows faster than --max-growth says.",
         "percentunit",
         {"used": f"{metrics.offered(_WINDOW)} / ({capacity_per_s:.6g} * {replicas})"},
         limit=1,
@@ -254,7 +254,7 @@ def _rows(lock: Lock, metrics: Metrics) -> Iterator[Panel]:
     )
 
 
-def _watch(options: Options, metrics: Metrics) -> Iterator[Panel]:
+def _watch(options: DeployOptions, metrics: Metrics) -> Iterator[Panel]:
     yield Panel(
         "Samples",
         "Rows a second that are kept, and lost by reason. Lost to disk: the volume is full or not "
@@ -262,7 +262,7 @@ def _watch(options: Options, metrics: Metrics) -> Iterator[Panel]:
         "none",
         metrics.samples_by_end(_WINDOW),
     )
-    if options.watch_image is None:
+    if options.monitor_image is None:
         return
     yield Panel(
         "Evidence of wrong answers",

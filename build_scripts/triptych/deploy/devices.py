@@ -8,7 +8,7 @@ from typing import Any
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.numbers import Measured, Sizes
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.workload import CONTAINER
 from triptych.repository.lock import Lock
 
@@ -17,18 +17,18 @@ PRODUCT = "nvidia.com/gpu.product"
 """Label of NVIDIA's GPU feature discovery: the device's name with dashes, and its MIG profile."""
 
 
-def overlay_of(lock: Lock, options: Options) -> str:
+def overlay_of(lock: Lock, options: DeployOptions) -> str:
     """``cpu``, ``gpu`` or ``mig``: where the core that was built runs.
 
     Raises:
         UserError: a GPU for a core on the CPU, an engine that is not built or of another GPU.
     """
     if lock.spec.core.device == "cpu":
-        if options.gpu is not None:
+        if options.gpu_product is not None:
             raise UserError(
-                "--gpu",
+                "--gpu-product",
                 "must be given for a core on a GPU only",
-                given=f"{options.gpu}; the core was built for the CPU",
+                given=f"{options.gpu_product}; the core was built for the CPU",
                 remedy="Set core.device: gpu and build it again",
             )
         return "cpu"
@@ -50,7 +50,7 @@ def gpu_resource(product: str | None) -> str:
 
 
 def placement(
-    lock: Lock, options: Options, sizes: Sizes, measured: Measured
+    lock: Lock, options: DeployOptions, sizes: Sizes, measured: Measured
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Resources of the container; fields of the pod that choose its node."""
     requests: dict[str, Any] = {"cpu": sizes.cpu_milli, "memory": sizes.memory_mib}
@@ -68,7 +68,7 @@ def placement(
 
 
 def resources_patch(
-    options: Options, resources: dict[str, Any], pod: dict[str, Any]
+    options: DeployOptions, resources: dict[str, Any], pod: dict[str, Any]
 ) -> dict[str, Any]:
     """What the overlay puts into the Deployment: what `placement` returns."""
     container = {"name": CONTAINER, "resources": resources}
@@ -80,11 +80,11 @@ def resources_patch(
     }
 
 
-def _product(lock: Lock, options: Options) -> str | None:
+def _product(lock: Lock, options: DeployOptions) -> str | None:
     """The label of the nodes that can run the core; None for any with a GPU."""
     engine = lock.engine
     if lock.spec.core.backend != "tensorrt":
-        return options.gpu
+        return options.gpu_product
     if engine is None:
         raise UserError(
             lock.spec.name,
@@ -93,21 +93,21 @@ def _product(lock: Lock, options: Options) -> str | None:
             remedy=f"Run `triptych engine {lock.spec.name}` on the GPU that will serve",
         )
     own = engine.gpu.replace(" ", "-")
-    if options.gpu is None:
+    if options.gpu_product is None:
         return own
-    if engine.hardware == "none" and options.gpu != own:
+    if engine.hardware == "none" and options.gpu_product != own:
         raise UserError(
-            "--gpu",
+            "--gpu-product",
             "must be the GPU that the engine was built for",
-            given=f"{options.gpu}; the engine is of {own}",
+            given=f"{options.gpu_product}; the engine is of {own}",
             remedy=f"Run `triptych engine {lock.spec.name}` there, or set core.engine.hardware",
         )
-    return options.gpu
+    return options.gpu_product
 
 
 def _why(lock: Lock) -> str:
     if lock.engine is None:
-        return "given by hand (--gpu)"
+        return "given by hand (--gpu-product)"
     return (
         f"the engine was built on {lock.engine.gpu} (compute capability "
         f"{lock.engine.compute_capability}) with TensorRT {lock.engine.tensorrt}; the start-up "

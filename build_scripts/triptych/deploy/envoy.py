@@ -14,7 +14,7 @@ from triptych.deploy.basis import Deployed
 from triptych.deploy.candidate import candidate_name, mirror
 from triptych.deploy.monitoring import pod_monitor
 from triptych.deploy.numbers import PRE_STOP_S
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.workload import (
     PORTS,
     disruption_budget,
@@ -43,19 +43,19 @@ _MARGIN_S = 5
 _UNDER_WAY = "^http[.](grpc|http)[.]downstream_rq_active"
 
 
-def replicas_name(options: Options) -> str:
+def replicas_name(options: DeployOptions) -> str:
     """Of the headless Service that tells Envoy the addresses of the replicas."""
     return f"{options.name}-replicas"
 
 
-def proxy_name(options: Options) -> str:
+def proxy_name(options: DeployOptions) -> str:
     """Of all objects of the proxy but the Service, which has the pipeline's name."""
     if options.envoy is None:
         raise ValueError("no proxy of its own")
     return options.envoy
 
 
-def proxy_labels(options: Options) -> dict[str, str]:
+def proxy_labels(options: DeployOptions) -> dict[str, str]:
     return labels(options, proxy_name(options))
 
 
@@ -65,7 +65,7 @@ def configuration(basis: Deployed, host: str) -> Any:
         replicas=basis.sizes.fewest.value,
         max_request_mib=largest_request_mib(basis.repository),
         limits_ms=basis.limits_ms,
-        affinity=basis.options.affinity,
+        affinity=basis.options.affinity_header,
     )
     listen = Listen("0.0.0.0", PORTS["grpc"], PORTS["http"], PORTS["metrics"], ADMIN_PORT)
     replicas = EndpointNames(host, PORTS["grpc"], PORTS["http"])
@@ -191,7 +191,7 @@ def deployment(basis: Deployed) -> dict[str, Any]:
     }
 
 
-def proxy_policy(options: Options) -> dict[str, Any]:
+def proxy_policy(options: DeployOptions) -> dict[str, Any]:
     """Who asks the proxy, and whom it asks."""
     askers = ExplainedValue(
         [{"podSelector": {}}],
@@ -207,14 +207,14 @@ def proxy_policy(options: Options) -> dict[str, Any]:
     return network_policy(options, askers, egress, proxy_name(options))
 
 
-def proxy_monitor(options: Options) -> dict[str, Any]:
+def proxy_monitor(options: DeployOptions) -> dict[str, Any]:
     """Prometheus' view of the proxy, as often as of the servers."""
     monitor = pod_monitor(options)
     spec = {**monitor["spec"], "selector": {"matchLabels": proxy_labels(options)}}
     return {**monitor, "metadata": metadata(options, proxy_name(options)), "spec": spec}
 
 
-def proxy_askers(options: Options) -> ExplainedValue:
+def proxy_askers(options: DeployOptions) -> ExplainedValue:
     """Who may reach the servers."""
     return ExplainedValue(
         [{"podSelector": {"matchLabels": proxy_labels(options)}}],

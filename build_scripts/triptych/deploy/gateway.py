@@ -7,7 +7,7 @@ from typing import Any
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.basis import Deployed
 from triptych.deploy.candidate import beside, candidate_name
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.workload import (
     PORTS,
     gateway_askers,
@@ -38,18 +38,18 @@ def behind_gateway(basis: Deployed) -> dict[str, Any]:
     return files
 
 
-def canary_name(options: Options) -> str:
+def canary_name(options: DeployOptions) -> str:
     """Of the Service of the new build's pods, which Argo Rollouts selects."""
     return f"{options.name}-{CANARY}"
 
 
-def _gateway(options: Options) -> tuple[str, str]:
+def _gateway(options: DeployOptions) -> tuple[str, str]:
     """Namespace and name."""
     namespace, _, name = (options.gateway or "").rpartition("/")
     return namespace or options.namespace, name
 
 
-def _route(options: Options) -> dict[str, Any]:
+def _route(options: DeployOptions) -> dict[str, Any]:
     namespace, name = _gateway(options)
     backends: list[dict[str, Any]] = [_backend(options.name)]
     rule: dict[str, Any] = {"backendRefs": backends}

@@ -29,7 +29,7 @@ from triptych.deploy.generation_monitoring import (
 from triptych.deploy.metrics import GenerationMetrics
 from triptych.deploy.monitoring import Objective
 from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable_s
-from triptych.deploy.options import Options, check
+from triptych.deploy.options import DeployOptions, check_options
 from triptych.deploy.scaling import scaled, trigger
 from triptych.repository.lock import build_id
 from triptych.runtime.generation_engine import MODEL_FOLDER
@@ -55,7 +55,7 @@ class GenerationBasis:
 
     repository: Path
     spec: Spec
-    options: Options
+    options: DeployOptions
     sizes: Sizes
     version: str
     in_place: str | None = None
@@ -103,17 +103,17 @@ class GenerationBasis:
     def overlay(self) -> str:
         if not self.gpus:
             return "cpu"
-        return "mig" if gpu_resource(self.options.gpu) != gpu_resource(None) else "gpu"
+        return "mig" if gpu_resource(self.options.gpu_product) != gpu_resource(None) else "gpu"
 
     def placement(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        sizes, product = self.sizes, self.options.gpu
+        sizes, product = self.sizes, self.options.gpu_product
         limits: dict[str, Any] = {"memory": sizes.memory_mib.value}
         pod: dict[str, Any] = {}
         if self.gpus:
             limits[gpu_resource(product)] = ExplainedValue(
                 self.gpus, "tensor_parallel x pipeline_parallel: a pod is one copy of the model"
             )
-            pod = gpu_node(product, "--gpu")
+            pod = gpu_node(product, "--gpu-product")
         return {
             "requests": {"cpu": sizes.cpu_milli, "memory": sizes.memory_mib},
             "limits": limits,
@@ -148,7 +148,7 @@ class GenerationBasis:
         return dashboard_map(generation_promise(self.spec), self.options, rows)
 
 
-def generation_basis(repository: Path, spec: Spec, options: Options) -> GenerationBasis:
+def generation_basis(repository: Path, spec: Spec, options: DeployOptions) -> GenerationBasis:
     """Everything that was built of a pipeline, checked; nothing of it was measured.
 
     Args:
@@ -159,21 +159,21 @@ def generation_basis(repository: Path, spec: Spec, options: Options) -> Generati
     Raises:
         UserError: what cannot work.
     """
-    check(options)
+    check_options(options)
     for field, value, why, remedy in (
         *(
             (field, value, "it scales by requests under way, not by their rate",
              "Set core.max_sequences, which says how many one replica takes")
             for field, value in (
-                ("--capacity", options.capacity_per_s), ("--peak-rate", options.peak_per_s),
+                ("--rps-per-replica", options.rps_per_replica), ("--peak-rps", options.peak_rps),
             )
         ),
         *(
             (field, value, "its answers are not sampled", "Leave it out")
             for field, value in (
                 ("--mirror", options.mirrored),
-                ("--replaces", options.replaces),
-                ("--watch-image", options.watch_image),
+                ("--baseline", options.baseline),
+                ("--monitor-image", options.monitor_image),
             )
         ),
     ):  # fmt: skip
@@ -190,20 +190,20 @@ def generation_basis(repository: Path, spec: Spec, options: Options) -> Generati
     return GenerationBasis(repository, spec, options, _sizes(repository, spec, options), version)
 
 
-def _check_gpu(spec: Spec, options: Options) -> None:
+def _check_gpu(spec: Spec, options: DeployOptions) -> None:
     count = gpus_of(spec)
-    if options.gpu is None:
+    if options.gpu_product is None:
         return
     if not count:
         raise UserError(
-            "--gpu", "must be given for an engine on a GPU only", given=options.gpu,
+            "--gpu-product", "must be given for an engine on a GPU only", given=options.gpu_product,
             remedy="Leave it out",
         )  # fmt: skip
-    if count > 1 and gpu_resource(options.gpu) != gpu_resource(None):
+    if count > 1 and gpu_resource(options.gpu_product) != gpu_resource(None):
         raise UserError(
-            "--gpu",
+            "--gpu-product",
             "must be whole GPUs: a model is not split over slices",
-            given=f"{options.gpu}, {count} parts",
+            given=f"{options.gpu_product}, {count} parts",
             remedy="Name another product, or build with tensor_parallel: 1",
         )
 
@@ -225,24 +225,24 @@ def _processes(spec: Spec) -> int:
     return spec.serving.preprocess_instances + 2
 
 
-def _sizes(repository: Path, spec: Spec, options: Options) -> Sizes:
+def _sizes(repository: Path, spec: Spec, options: DeployOptions) -> Sizes:
     weights_mib = _weights_mib(repository, spec)
     start_s = math.ceil(_TIMES * (weights_mib / _READ_MIB_S + _ENGINE_S))
-    ready_s = options.ready_s or start_s / _TIMES
+    ready_s = options.startup_seconds or start_s / _TIMES
     answer_s = math.ceil(
         int(spec.parameters.get("max_tokens", DEFAULTS["max_tokens"])) * _TOKEN_MS / 1e3
     )
     before_end = pre_stop(options)
     drain_s = before_end.value + answer_s + math.ceil(EXIT_S)
-    if options.grace_s is not None and options.grace_s < drain_s:
+    if options.max_grace_seconds is not None and options.max_grace_seconds < drain_s:
         raise UserError(
-            "--grace",
+            "--max-grace-seconds",
             "must be longer than a replica takes to end: sleep, the longest answer, exit",
-            given=f"{options.grace_s} s; {before_end.value} + {answer_s} + {EXIT_S:g} s are "
-            f"{drain_s} s",
+            given=f"{options.max_grace_seconds} s; {before_end.value} + {answer_s} + {EXIT_S:g} s "
+            f"are {drain_s} s",
             remedy="Give more, or build with a lower parameters.max_tokens",
         )
-    grace_s = options.grace_s or drain_s + _END_MARGIN_S
+    grace_s = options.max_grace_seconds or drain_s + _END_MARGIN_S
     gpus, shm_mib = gpus_of(spec), generation_shm_mib(repository, spec)
     memory_mib = options.memory_mib or math.ceil(2 * weights_mib) + _ENGINE_MIB + shm_mib
     cores = options.cpu_cores or _STEPS_CPU + max(1, gpus)

@@ -12,7 +12,7 @@ from triptych.deploy.dashboard import Panel, burn_panels, gpu_panels, replicas_p
 from triptych.deploy.metrics import GenerationMetrics, quantile_of
 from triptych.deploy.monitoring import Objective, Promised, replica_alerts, rule_of
 from triptych.deploy.numbers import Sizes
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.spec.generation_fields import GeneratingSpec, GenerationSpec, Text2TextSpec
 
 Spec = GenerationSpec | Text2TextSpec
@@ -35,7 +35,7 @@ def generation_promise(spec: GeneratingSpec) -> Promised:
 
 
 def generation_objectives(
-    spec: GeneratingSpec, options: Options, metrics: GenerationMetrics
+    spec: GeneratingSpec, options: DeployOptions, metrics: GenerationMetrics
 ) -> Iterator[Objective]:
     """What is promised and can be counted: an answer at all, and each of its times."""
     promised = {
@@ -69,7 +69,7 @@ def generation_objectives(
 
 
 def generation_rule(
-    spec: Spec, options: Options, sizes: Sizes, metrics: GenerationMetrics
+    spec: Spec, options: DeployOptions, sizes: Sizes, metrics: GenerationMetrics
 ) -> dict[str, Any]:
     """Recording rules and alerts."""
     found = list(generation_objectives(spec, options, metrics))
@@ -81,7 +81,7 @@ def generation_rule(
 
 
 def _load_alerts(
-    spec: Spec, options: Options, metrics: GenerationMetrics
+    spec: Spec, options: DeployOptions, metrics: GenerationMetrics
 ) -> Iterator[dict[str, Any]]:
     start, name, places = camel(options.name), spec.name, spec.core.max_sequences
     labels = who(name, options)
@@ -126,7 +126,7 @@ def _load_alerts(
 
 
 def generation_rows(
-    spec: Spec, options: Options, metrics: GenerationMetrics, *, on_gpu: bool
+    spec: Spec, options: DeployOptions, metrics: GenerationMetrics, *, on_gpu: bool
 ) -> dict[str, Sequence[Panel]]:
     """Title to panels of each row of the dashboard."""
     found = list(generation_objectives(spec, options, metrics))
@@ -187,7 +187,7 @@ def _load(spec: Spec, metrics: GenerationMetrics) -> Iterator[Panel]:
         yield Panel(
             "KV cache",
             "Share that running requests hold, by replica. Above the line what comes waits, or is "
-            "thrown out and computed again. One replica alone: --affinity crowds it.",
+            "thrown out and computed again. One replica alone: --affinity-header crowds it.",
             "percentunit",
             {"{{pod}}": metrics.gauge("kv_cache_share")},
             limit=FULL,
@@ -216,7 +216,7 @@ def _work(metrics: GenerationMetrics) -> Iterator[Panel]:
     yield Panel(
         "Prefix cache",
         "Share of the prompts' tokens that need not be computed. It falls with more replicas: "
-        "--affinity keeps streams that begin alike together.",
+        "--affinity-header keeps streams that begin alike together.",
         "percentunit",
         {"cached": metrics.cached_share(_WINDOW)},
     )

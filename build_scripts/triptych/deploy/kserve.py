@@ -141,11 +141,11 @@ def _inference_service(basis: Deployed) -> dict[str, Any]:
         f"{basis.version} is the start of the lock's SHA-256: a new build has a new name and rolls "
         "out; the start-up check compares every file with the lock"
     )
-    if options.models is None:
+    if options.repository_image is None:
         uri = ExplainedValue(f"pvc://{options.name}-{basis.version}", reason)
     else:
         uri = ExplainedValue(
-            f"oci+native://{options.models}:{basis.version}",
+            f"oci+native://{options.repository_image}:{basis.version}",
             f"{reason}. An image volume: KServe 0.20, Kubernetes 1.35",
         )
     return {
@@ -270,8 +270,8 @@ def _knative(basis: Deployed) -> dict[str, Any]:
     if options.canary_percent is not None:
         predictor["canaryTrafficPercent"] = ExplainedValue(
             options.canary_percent,
-            "--canary: the last build that was rolled out whole keeps the rest. Without it the new "
-            "build gets all; 0 goes back",
+            "--canary-percent: the last build that was rolled out whole keeps the rest. Without "
+            "it the new build gets all; 0 goes back",
         )
     service = {
         "apiVersion": "serving.kserve.io/v1beta1",

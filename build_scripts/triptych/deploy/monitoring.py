@@ -16,7 +16,7 @@ from triptych.base.explained import ExplainedValue
 from triptych.deploy.alerting import SHORTEST_FOR, alert, camel, who
 from triptych.deploy.metrics import Metrics, quantile_of
 from triptych.deploy.numbers import SCRAPE_S, Measured, Sizes
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.watch_alerts import watch_alerts
 from triptych.deploy.workload import labels, metadata
 from triptych.operate.tune.drift import WORTH_TUNING
@@ -79,7 +79,7 @@ class Objective(NamedTuple):
         return f"{self.record}:{window}{{{self.where}}}"
 
 
-def pod_monitor(options: Options) -> dict[str, Any]:
+def pod_monitor(options: DeployOptions) -> dict[str, Any]:
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
@@ -101,7 +101,7 @@ def pod_monitor(options: Options) -> dict[str, Any]:
 
 
 def prometheus_rule(
-    lock: Lock, options: Options, sizes: Sizes, measured: Measured, metrics: Metrics
+    lock: Lock, options: DeployOptions, sizes: Sizes, measured: Measured, metrics: Metrics
 ) -> dict[str, Any]:
     """Recording rules and alerts of one pipeline."""
     promise = Promised(lock.spec.name, str(lock.spec.serving.slo))
@@ -120,7 +120,10 @@ def prometheus_rule(
 
 
 def rule_of(
-    promise: Promised, options: Options, found: Sequence[Objective], alerts: list[dict[str, Any]]
+    promise: Promised,
+    options: DeployOptions,
+    found: Sequence[Objective],
+    alerts: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The rules of a pipeline of any task: its objectives recorded, their burns, other alerts."""
     records = [
@@ -163,7 +166,7 @@ def told_unready(rule: dict[str, Any], expression: ExplainedValue) -> dict[str, 
     return {**rule, "spec": {"groups": groups}}
 
 
-def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objective]:
+def objectives(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[Objective]:
     """What is promised of requests and can be counted: their answer, and each latency."""
     promised = list(_promised(lock))
     where = ",".join(f'{name}="{value}"' for name, value in who(lock.spec.name, options).items())
@@ -193,7 +196,7 @@ def objectives(lock: Lock, options: Options, metrics: Metrics) -> Iterator[Objec
 
 
 def _slow_share(
-    lock: Lock, limit_ms: float, options: Options, metrics: Metrics
+    lock: Lock, limit_ms: float, options: DeployOptions, metrics: Metrics
 ) -> Callable[[str], str] | None:
     """Who broke a limit: as Envoy tells, whatever the server is, or as Triton's histogram does."""
     if metrics.envoy is not None:
@@ -209,7 +212,9 @@ def _promised(lock: Lock) -> Iterator[tuple[str, float, float]]:
         yield name, limit_ms, round(1 - quantile_of(name), 6)
 
 
-def _burn_alert(one: Objective, burn: Burn, promise: Promised, options: Options) -> dict[str, Any]:
+def _burn_alert(
+    one: Objective, burn: Burn, promise: Promised, options: DeployOptions
+) -> dict[str, Any]:
     threshold = burn.threshold(one.budget)
     capped = (
         ""
@@ -239,7 +244,9 @@ def _burn_alert(one: Objective, burn: Burn, promise: Promised, options: Options)
     )
 
 
-def _percentile_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[str, Any]]:
+def _percentile_alerts(
+    lock: Lock, options: DeployOptions, metrics: Metrics
+) -> Iterator[dict[str, Any]]:
     """For limits that no histogram has an edge at: what Triton's own summaries say."""
     for name, limit_ms, _ in _promised(lock):
         if _slow_share(lock, limit_ms, options, metrics) is not None:
@@ -264,7 +271,7 @@ def _percentile_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterat
 
 
 def _saturation_alerts(
-    lock: Lock, options: Options, measured: Measured, metrics: Metrics
+    lock: Lock, options: DeployOptions, measured: Measured, metrics: Metrics
 ) -> Iterator[dict[str, Any]]:
     name = lock.spec.name
     per_replica = measured.capacity_per_s.value
@@ -283,7 +290,7 @@ def _saturation_alerts(
 
 
 def replica_alerts(
-    name: str, options: Options, sizes: Sizes, metrics: Metrics
+    name: str, options: DeployOptions, sizes: Sizes, metrics: Metrics
 ) -> Iterator[dict[str, Any]]:
     """For replicas of pipeline `name` that do not get ready, or that nobody sees."""
     start = camel(options.name)
@@ -315,7 +322,7 @@ def replica_alerts(
     )
 
 
-def _row_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[str, Any]]:
+def _row_alerts(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[dict[str, Any]]:
     """For texts: their lengths decide batches, padded lengths and the capacity measured."""
     built_for = lock.traffic.get("mean_tokens")
     if not built_for:

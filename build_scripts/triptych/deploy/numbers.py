@@ -15,7 +15,7 @@ from triptych.base.explained import ExplainedValue
 from triptych.container.flags import Options as ServerOptions
 from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.repository.lock import Lock
 from triptych.serving.bench.results import BenchResult, Measurement, Resources, read_result
 
@@ -42,7 +42,7 @@ class Measured:
     gpu_memory_mib: float | None
 
 
-def measured_of(lock: Lock, options: Options, reports: Path) -> Measured:
+def measured_of(lock: Lock, options: DeployOptions, reports: Path) -> Measured:
     """The figures of the lock's pipeline.
 
     Args:
@@ -56,7 +56,7 @@ def measured_of(lock: Lock, options: Options, reports: Path) -> Measured:
     """
     bench = _read_bench(lock, options, reports / "bench/bench.json")
     if bench is not None:
-        _check_promise(bench, options.capacity_per_s)
+        _check_promise(bench, options.rps_per_replica)
     return _with_use(lock, options, bench, _capacity(lock, options, bench, reports))
 
 
@@ -74,18 +74,18 @@ def memory_seen_mib(lock: Lock, reports: Path) -> float | None:
 
 
 def _capacity(
-    lock: Lock, options: Options, bench: BenchResult | None, reports: Path
+    lock: Lock, options: DeployOptions, bench: BenchResult | None, reports: Path
 ) -> ExplainedValue:
-    if options.capacity_per_s is not None:
-        return ExplainedValue(options.capacity_per_s, "given by hand (--capacity)")
+    if options.rps_per_replica is not None:
+        return ExplainedValue(options.rps_per_replica, "given by hand (--rps-per-replica)")
     if bench is None or bench.rate is None:
         raise UserError(
-            "--capacity",
+            "--rps-per-replica",
             "must be given where the rate that one replica holds is not measured",
             given="no search for it in the last bench"
             if bench
             else f"no {reports}/bench/bench.json",
-            remedy=f"Run `triptych bench {lock.spec.name} --find-rate`, or give --capacity",
+            remedy=f"Run `triptych bench {lock.spec.name} --find-rate`, or give --rps-per-replica",
         )
     rate = bench.rate
     broken = rate.lowest_broken_per_s
@@ -95,7 +95,7 @@ def _capacity(
 
 
 def _with_use(
-    lock: Lock, options: Options, bench: BenchResult | None, capacity: ExplainedValue
+    lock: Lock, options: DeployOptions, bench: BenchResult | None, capacity: ExplainedValue
 ) -> Measured:
     used = None if bench is None else _use_at(bench, capacity.value)
     missing = [
@@ -142,9 +142,9 @@ def _with_use(
     )
 
 
-def _read_bench(lock: Lock, options: Options, file: Path) -> BenchResult | None:
+def _read_bench(lock: Lock, options: DeployOptions, file: Path) -> BenchResult | None:
     """The last bench of this very build, under this very promise; None where there is no file."""
-    by_hand = (options.capacity_per_s, options.cpu_cores, options.memory_mib)
+    by_hand = (options.rps_per_replica, options.cpu_cores, options.memory_mib)
     if not file.is_file():
         return None
     bench = read_result(BenchResult, file, "bench")
@@ -195,7 +195,7 @@ def _check_promise(bench: BenchResult, capacity: float | None) -> None:
     broken = rate.lowest_broken_per_s
     if capacity is not None and broken is not None and capacity >= broken:
         raise UserError(
-            "--capacity",
+            "--rps-per-replica",
             "must be below the rate that was measured to break the promise",
             given=f"{capacity:g}/s; {broken:.4g}/s broke {bench.slo}",
             remedy=f"Leave it out: {rate.highest_per_s:.4g}/s held",
@@ -272,7 +272,7 @@ class Sizes:
     tmp_mib: ExplainedValue = ExplainedValue(TMP_MIB, "the steps' scratch; nothing is kept there")
 
 
-def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path) -> Sizes:
+def sizes_of(lock: Lock, options: DeployOptions, measured: Measured, repository: Path) -> Sizes:
     """All numbers of a deployment.
 
     Raises:
@@ -280,7 +280,7 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
     """
     ready_s, ready_reason = _ready(options, measured)
     delay_s = delay(ready_s)
-    share = headroom(options.growth, ready_s)
+    share = headroom(options.max_growth, ready_s)
     threshold = share * measured.capacity_per_s.value
     fewest = _fewest(lock, threshold)
     exit_timeout = _exit_timeout(lock)
@@ -307,7 +307,7 @@ def sizes_of(lock: Lock, options: Options, measured: Measured, repository: Path)
             f"{threshold:.4g}",
             f"{share:.3f} (headroom) x {measured.capacity_per_s.value:.4g}/s (capacity): "
             f"replicas = ceil(rate / {threshold:.4g}). Capacity: {measured.capacity_per_s.reason}. "
-            f"Headroom: the rate may grow by {options.growth:.0%} a minute (--growth), and "
+            f"Headroom: the rate may grow by {options.max_growth:.0%} a minute (--max-growth), and "
             f"{delay_s:.0f} s pass until a new replica answers: {RATE_WINDOW_S / 2:.0f} s of the "
             f"rate's window, {SCRAPE_S} s to a scrape, {POLL_S} s to KEDA, {SYNC_S} s to the "
             f"autoscaler, {ready_s:.0f} s to ready ({ready_reason}); and the autoscaler leaves a "
@@ -348,18 +348,18 @@ def _threads(lock: Lock) -> str:
     return "core.threads is not set: the core starts a thread for each core that the node has"
 
 
-def _ready(options: Options, measured: Measured) -> tuple[float, str]:
-    if options.ready_s is not None:
-        return options.ready_s, "given by hand, --ready"
+def _ready(options: DeployOptions, measured: Measured) -> tuple[float, str]:
+    if options.startup_seconds is not None:
+        return options.startup_seconds, "given by hand, --startup-seconds"
     if measured.load_s is not None:
         return measured.load_s + PROBE_S, (
             f"the models were measured to load in {measured.load_s:.1f} s, and a probe; scheduling,"
-            " images and new nodes are not in it: give --ready once a cluster has told it"
+            " images and new nodes are not in it: give --startup-seconds once a cluster has told it"
         )
-    return START_S, "nobody measured it: the image's own start period; give --ready"
+    return START_S, "nobody measured it: the image's own start period; give --startup-seconds"
 
 
-def _start(options: Options, measured: Measured) -> ExplainedValue:
+def _start(options: DeployOptions, measured: Measured) -> ExplainedValue:
     if measured.load_s is None:
         return ExplainedValue(
             START_S, "nobody measured the load: the start period of the image itself"
@@ -385,7 +385,7 @@ def _exit_timeout(lock: Lock) -> ExplainedValue:
     )
 
 
-def pre_stop(options: Options) -> ExplainedValue:
+def pre_stop(options: DeployOptions) -> ExplainedValue:
     """Seconds of a replica before SIGTERM."""
     if options.target == "compose":
         return ExplainedValue(
@@ -404,12 +404,12 @@ def pre_stop(options: Options) -> ExplainedValue:
     )
 
 
-def _grace(options: Options, pre_stop_s: int, exit_timeout: str) -> ExplainedValue:
+def _grace(options: DeployOptions, pre_stop_s: int, exit_timeout: str) -> ExplainedValue:
     drain_s = pre_stop_s + int(exit_timeout) + math.ceil(EXIT_S)
-    given = options.grace_s
+    given = options.max_grace_seconds
     if given is not None and given < drain_s:
         raise UserError(
-            "--grace",
+            "--max-grace-seconds",
             "must be longer than a replica takes to end: sleep, requests under way, exit",
             given=f"{given} s; {pre_stop_s} + {exit_timeout} + {EXIT_S:g} s are {drain_s} s",
             remedy="Give more, or lower serving.queue.max_wait_ms where it is what takes long",
@@ -443,7 +443,7 @@ def _shm(lock: Lock, repository: Path) -> ExplainedValue:
     )
 
 
-def _memory(lock: Lock, options: Options, measured: Measured, shm_mib: int) -> ExplainedValue:
+def _memory(lock: Lock, options: DeployOptions, measured: Measured, shm_mib: int) -> ExplainedValue:
     if options.memory_mib is not None:
         if options.memory_mib <= shm_mib:
             raise UserError(
@@ -483,15 +483,15 @@ def _fewest(lock: Lock, threshold: float) -> ExplainedValue:
     )
 
 
-def _most(options: Options, fewest: int, threshold: float) -> ExplainedValue:
-    if options.peak_per_s is None:
+def _most(options: DeployOptions, fewest: int, threshold: float) -> ExplainedValue:
+    if options.peak_rps is None:
         return ExplainedValue(
             _ABOVE_FEWEST * fewest,
-            f"{_ABOVE_FEWEST} times the fewest: a bound on cost; --peak-rate says what is needed",
+            f"{_ABOVE_FEWEST} times the fewest: a bound on cost; --peak-rps says what is needed",
         )
-    needed = math.ceil(options.peak_per_s / threshold)
+    needed = math.ceil(options.peak_rps / threshold)
     return ExplainedValue(
         max(fewest, needed),
-        f"a peak of {options.peak_per_s:g}/s (--peak-rate): ceil({options.peak_per_s:g} / "
+        f"a peak of {options.peak_rps:g}/s (--peak-rps): ceil({options.peak_rps:g} / "
         f"{threshold:.4g})",
     )

@@ -15,7 +15,7 @@ from triptych.base.explained import ExplainedValue
 from triptych.container.settings import read_settings
 from triptych.deploy.basis import Deployed
 from triptych.deploy.monitoring import pod_monitor
-from triptych.deploy.options import WATCH_EVERY, Options
+from triptych.deploy.options import WATCH_EVERY, DeployOptions
 from triptych.deploy.workload import (
     PORTS,
     USER,
@@ -44,17 +44,17 @@ _CACHE_MIB = 256
 _TMP_MIB = 1024
 
 
-def claim_name(options: Options) -> str:
+def claim_name(options: DeployOptions) -> str:
     """Of the volume of all samples."""
     return f"{options.name}-samples"
 
 
-def watch_name(options: Options) -> str:
+def watch_name(options: DeployOptions) -> str:
     """Of all objects of the watch."""
     return f"{options.name}-watch"
 
 
-def claim(options: Options, sample: Sample) -> dict[str, Any]:
+def claim(options: DeployOptions, sample: Sample) -> dict[str, Any]:
     """The volume that all replicas write to and the watch reads."""
     kept_mib = _FOLDERS * sample.max_bytes / _MIB
     mib = math.ceil((kept_mib + _CACHE_MIB) / _STEP_MIB) * _STEP_MIB
@@ -84,7 +84,7 @@ def claim(options: Options, sample: Sample) -> dict[str, Any]:
 
 
 def sampling(
-    pod: dict[str, Any], options: Options, sample: Sample | None, folder: str = MOUNT
+    pod: dict[str, Any], options: DeployOptions, sample: Sample | None, folder: str = MOUNT
 ) -> dict[str, Any]:
     """A pod template whose servers write samples into a folder, where they are to sample."""
     if sample is None:
@@ -104,7 +104,7 @@ def sampling(
     return {**pod, "spec": spec}
 
 
-def volume(options: Options) -> dict[str, Any]:
+def volume(options: DeployOptions) -> dict[str, Any]:
     return {"name": "samples", "persistentVolumeClaim": {"claimName": claim_name(options)}}
 
 
@@ -160,7 +160,7 @@ def watching(basis: Deployed, sample: Sample) -> dict[str, Any]:
     """The volume, and where there is an image for it the watch: file to document."""
     options = basis.options
     files = {"samples-claim.yaml": claim(options, sample)}
-    if options.watch_image is not None:
+    if options.monitor_image is not None:
         files["watch-deployment.yaml"] = _deployment(basis)
         files["watch-network-policy.yaml"] = _policy(options)
         files["watch-pod-monitor.yaml"] = _monitor(options)
@@ -176,7 +176,7 @@ def watch_pod(basis: Deployed, container: dict[str, Any], *, version: str) -> di
         "securityContext": {**isolation["securityContext"], **group()},
         "containers": [
             {
-                "image": options.watch_image,
+                "image": options.monitor_image,
                 "env": [{"name": key, "value": text} for key, text in watch_environment().items()],
                 "securityContext": restricted(),
                 **container,
@@ -247,13 +247,13 @@ def _deployment(basis: Deployed) -> dict[str, Any]:
     }
 
 
-def _policy(options: Options) -> dict[str, Any]:
+def _policy(options: DeployOptions) -> dict[str, Any]:
     nobody = ExplainedValue([], "texts of users are in its samples: it calls nobody")
     ingress = [metrics_ingress(options)]
     return closed_policy(options, watch_name(options), ingress=ingress, egress=nobody)
 
 
-def _monitor(options: Options) -> dict[str, Any]:
+def _monitor(options: DeployOptions) -> dict[str, Any]:
     name = watch_name(options)
     monitor = pod_monitor(options)
     spec = {**monitor["spec"], "selector": {"matchLabels": labels(options, name)}}

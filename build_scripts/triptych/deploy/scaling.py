@@ -7,7 +7,7 @@ from typing import Any
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import POLL_S, RATE_WINDOW_S, Sizes
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.workload import metadata
 from triptych.repository.lock import Lock
 
@@ -16,7 +16,9 @@ WAITING_SHARE = 0.5
 _FAILURES = 3
 
 
-def scaled_object(lock: Lock, options: Options, sizes: Sizes, metrics: Metrics) -> dict[str, Any]:
+def scaled_object(
+    lock: Lock, options: DeployOptions, sizes: Sizes, metrics: Metrics
+) -> dict[str, Any]:
     """The autoscaler of the Deployment."""
     window = f"{RATE_WINDOW_S}s"
     limit_us = WAITING_SHARE * min(lock.spec.serving.slo.limits_us.values())
@@ -41,7 +43,7 @@ def scaled_object(lock: Lock, options: Options, sizes: Sizes, metrics: Metrics) 
     return scaled(options, sizes, [rate, guard])
 
 
-def scaled(options: Options, sizes: Sizes, triggers: list[dict[str, Any]]) -> dict[str, Any]:
+def scaled(options: DeployOptions, sizes: Sizes, triggers: list[dict[str, Any]]) -> dict[str, Any]:
     """The autoscaler of the Deployment, by some triggers: the one that wants most counts."""
     return {
         "apiVersion": "keda.sh/v1alpha1",
@@ -89,7 +91,9 @@ def _offered(metrics: Metrics, window: str) -> ExplainedValue:
     return ExplainedValue(metrics.offered(window), f"{what}. {where}")
 
 
-def trigger(options: Options, name: str, query: ExplainedValue, threshold: Any) -> dict[str, Any]:
+def trigger(
+    options: DeployOptions, name: str, query: ExplainedValue, threshold: Any
+) -> dict[str, Any]:
     """A query of Prometheus; as many replicas as `threshold` goes into it."""
     return {
         "type": "prometheus",

@@ -12,7 +12,7 @@ from triptych.deploy.compose import compose_manifests
 from triptych.deploy.generation import generation_basis
 from triptych.deploy.kserve import kserve_manifests
 from triptych.deploy.kubernetes import kubernetes_manifests
-from triptych.deploy.options import Options, Target
+from triptych.deploy.options import DeployOptions, Target
 
 WRITERS: Mapping[Target, Callable[[Deployed], Manifests]] = {
     "kubernetes": kubernetes_manifests,
@@ -21,7 +21,9 @@ WRITERS: Mapping[Target, Callable[[Deployed], Manifests]] = {
 }
 
 
-def manifests_of(repository: Path, pipeline: str, options: Options, reports: Path) -> Manifests:
+def manifests_of(
+    repository: Path, pipeline: str, options: DeployOptions, reports: Path
+) -> Manifests:
     """What a target wants of a built pipeline.
 
     Args:
@@ -37,8 +39,10 @@ def manifests_of(repository: Path, pipeline: str, options: Options, reports: Pat
     spec = built_spec(repository, pipeline)
     if spec is not None:
         return WRITERS[options.target](generation_basis(repository, spec, options))
-    if options.affinity is not None:
+    if options.affinity_header is not None:
         raise UserError(
-            "--affinity", "must be given for a pipeline that generates text", remedy="Leave it out"
+            "--affinity-header",
+            "must be given for a pipeline that generates text",
+            remedy="Leave it out",
         )
     return WRITERS[options.target](basis_of(repository, pipeline, options, reports))

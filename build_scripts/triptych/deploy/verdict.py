@@ -7,7 +7,7 @@ from typing import Any
 from triptych.base.explained import ExplainedValue
 from triptych.container.settings import read_settings
 from triptych.deploy.basis import Deployed
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 from triptych.deploy.samples import MOUNT, watch_memory_mib, watch_pod
 from triptych.deploy.workload import closed_policy, labels, metadata, models_volume
 
@@ -17,7 +17,7 @@ _MAX_S = 3600
 _BUILDS = 2
 
 
-def verdict_name(options: Options) -> str:
+def verdict_name(options: DeployOptions) -> str:
     """Of the Job's objects."""
     return f"{options.name}-verdict"
 
@@ -104,6 +104,6 @@ def verdict_job(basis: Deployed) -> dict[str, Any]:
     }
 
 
-def verdict_policy(options: Options) -> dict[str, Any]:
+def verdict_policy(options: DeployOptions) -> dict[str, Any]:
     """Texts of users are in its samples: nobody asks it, and it asks nobody."""
     return closed_policy(options, verdict_name(options))

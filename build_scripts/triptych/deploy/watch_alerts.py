@@ -8,7 +8,7 @@ from typing import Any
 from triptych.base.explained import ExplainedValue
 from triptych.deploy.alerting import SHORTEST_FOR, alert, camel, who
 from triptych.deploy.metrics import Metrics
-from triptych.deploy.options import WATCH_EVERY, Options
+from triptych.deploy.options import WATCH_EVERY, DeployOptions
 from triptych.repository.lock import Lock
 
 WATCH_SILENT = "3h"
@@ -18,11 +18,11 @@ MAX_DROPPED = 0.1
 MIN_DROPPED = 20
 
 
-def watch_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[str, Any]]:
+def watch_alerts(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[dict[str, Any]]:
     """Of a pipeline that samples, as far as somebody looks at it."""
     if lock.spec.serving.sample is None:
         return
-    if options.watch_image is not None:
+    if options.monitor_image is not None:
         yield from _of_looks(lock, options, metrics)
     lost, all_ = metrics.samples_dropped(DROPPED_WINDOW), metrics.samples_drawn(DROPPED_WINDOW)
     yield alert(
@@ -41,7 +41,7 @@ def watch_alerts(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dic
     )
 
 
-def _of_looks(lock: Lock, options: Options, metrics: Metrics) -> Iterator[dict[str, Any]]:
+def _of_looks(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[dict[str, Any]]:
     start, name = camel(options.name), lock.spec.name
     labels = who(lock.spec.name, options)
     yield alert(

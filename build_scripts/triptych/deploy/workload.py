@@ -8,7 +8,7 @@ from triptych.base.explained import ExplainedValue
 from triptych.container.health import COMMAND
 from triptych.container.settings import read_settings
 from triptych.deploy.numbers import PROBE_FAILURES, PROBE_S, PROBE_TIMEOUT_S, Sizes
-from triptych.deploy.options import Options
+from triptych.deploy.options import DeployOptions
 
 CONTAINER = "triton"
 USER = 1000
@@ -24,16 +24,16 @@ _LIVE_S, _LIVE_FAILURES = 10, 3
 _START_PROBE_S = 5
 
 
-def labels(options: Options, name: str | None = None) -> dict[str, str]:
+def labels(options: DeployOptions, name: str | None = None) -> dict[str, str]:
     """What selects pods, the servers' or those of `name`; a Deployment demands that it stays."""
     return {"app.kubernetes.io/name": name or options.name, "app.kubernetes.io/part-of": "triptych"}
 
 
-def metadata(options: Options, name: str | None = None) -> dict[str, Any]:
+def metadata(options: DeployOptions, name: str | None = None) -> dict[str, Any]:
     return {"name": name or options.name, "labels": labels(options, name)}
 
 
-def deployment(options: Options, sizes: Sizes, version: str) -> dict[str, Any]:
+def deployment(options: DeployOptions, sizes: Sizes, version: str) -> dict[str, Any]:
     """The Deployment, without what differs between a CPU and a GPU; `version` of the repository."""
     pod = {
         "metadata": {"labels": {**labels(options), "app.kubernetes.io/version": version}},
@@ -69,7 +69,7 @@ def deployment(options: Options, sizes: Sizes, version: str) -> dict[str, Any]:
     }
 
 
-def service(options: Options, selected: dict[str, str]) -> dict[str, Any]:
+def service(options: DeployOptions, selected: dict[str, str]) -> dict[str, Any]:
     """Where clients ask: one address for pods of these labels, which balance what they get."""
     return {
         "apiVersion": "v1",
@@ -79,7 +79,7 @@ def service(options: Options, selected: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def headless_service(options: Options, name: str) -> dict[str, Any]:
+def headless_service(options: DeployOptions, name: str) -> dict[str, Any]:
     """The addresses of the replicas, for who balances over them."""
     return {
         "apiVersion": "v1",
@@ -97,7 +97,7 @@ def headless_service(options: Options, name: str) -> dict[str, Any]:
     }
 
 
-def disruption_budget(options: Options, name: str | None = None) -> dict[str, Any]:
+def disruption_budget(options: DeployOptions, name: str | None = None) -> dict[str, Any]:
     """Of the servers, or of the pods of `name`."""
     return {
         "apiVersion": "policy/v1",
@@ -114,7 +114,7 @@ def disruption_budget(options: Options, name: str | None = None) -> dict[str, An
 
 
 def network_policy(
-    options: Options, askers: ExplainedValue, egress: ExplainedValue, name: str | None = None
+    options: DeployOptions, askers: ExplainedValue, egress: ExplainedValue, name: str | None = None
 ) -> dict[str, Any]:
     """Who may ask the servers, or pods of `name`, and whom they ask; Prometheus sees metrics."""
     ingress = [
@@ -124,7 +124,9 @@ def network_policy(
     return closed_policy(options, name, ingress=ingress, egress=egress)
 
 
-def closed_policy(options: Options, name: str | None = None, **rules: object) -> dict[str, Any]:
+def closed_policy(
+    options: DeployOptions, name: str | None = None, **rules: object
+) -> dict[str, Any]:
     """Pods of `name`, or the servers: what no rule (``ingress``, ``egress``) lets in is closed."""
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -138,7 +140,7 @@ def closed_policy(options: Options, name: str | None = None, **rules: object) ->
     }
 
 
-def metrics_ingress(options: Options) -> dict[str, Any]:
+def metrics_ingress(options: DeployOptions) -> dict[str, Any]:
     """The rule of a NetworkPolicy by which Prometheus sees the metrics."""
     namespace = options.monitoring_namespace
     scraper = {"namespaceSelector": {}} if namespace is None else pods_of(namespace)
@@ -152,13 +154,13 @@ def metrics_ingress(options: Options) -> dict[str, Any]:
     }
 
 
-def servers_policy(options: Options, askers: ExplainedValue) -> dict[str, Any]:
+def servers_policy(options: DeployOptions, askers: ExplainedValue) -> dict[str, Any]:
     """The servers' own: they call nobody."""
     nobody = ExplainedValue([], "a replica calls nobody; a collector of traces must be let in")
     return network_policy(options, askers, nobody)
 
 
-def gateway_askers(options: Options, namespace: str) -> ExplainedValue:
+def gateway_askers(options: DeployOptions, namespace: str) -> ExplainedValue:
     """Who asks servers behind a gateway of a namespace."""
     peers: list[dict[str, Any]] = [{"podSelector": {}}]
     if namespace != options.namespace:
@@ -170,7 +172,7 @@ def gateway_askers(options: Options, namespace: str) -> ExplainedValue:
     )
 
 
-def _container(options: Options, sizes: Sizes) -> dict[str, Any]:
+def _container(options: DeployOptions, sizes: Sizes) -> dict[str, Any]:
     exec_health = {"exec": {"command": list(COMMAND)}, "timeoutSeconds": PROBE_TIMEOUT_S}
     return {
         "name": CONTAINER,
@@ -227,20 +229,20 @@ def _container(options: Options, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def models_volume(options: Options, version: str, name: str = "models") -> dict[str, Any]:
+def models_volume(options: DeployOptions, version: str, name: str = "models") -> dict[str, Any]:
     """The repository of a build, by the start of its lock's hash."""
     reason = (
         f"{version} is the start of the lock's SHA-256: a new build has a new name and rolls out; "
         "the start-up check compares every file with the lock"
     )
-    if options.models is not None:
-        reference = ExplainedValue(f"{options.models}:{version}", reason)
+    if options.repository_image is not None:
+        reference = ExplainedValue(f"{options.repository_image}:{version}", reason)
         return {"name": name, "image": {"reference": reference, "pullPolicy": "IfNotPresent"}}
     claim = ExplainedValue(f"{options.name}-{version}", reason)
     return {"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
 
 
-def _volumes(options: Options, sizes: Sizes, version: str) -> list[dict[str, Any]]:
+def _volumes(options: DeployOptions, sizes: Sizes, version: str) -> list[dict[str, Any]]:
     return [
         models_volume(options, version),
         {

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from triptych.base.errors import UserError
-from triptych.deploy.options import ROLLOUTS, TARGETS, Options, mebibytes, target_of
+from triptych.deploy.options import ROLLOUTS, TARGETS, DeployOptions, parse_mebibytes, parse_target
 from triptych.interface.cli.options import (
     REPORTS,
     REPOSITORY,
@@ -33,7 +33,9 @@ def deploy(
         str | None,
         typer.Option("--image", metavar="IMAGE", help="The serving image, with its tag."),
     ] = None,
-    target: Annotated[str, typer.Option(help=f"What for: {', '.join(TARGETS)}.")] = Options.target,
+    target: Annotated[
+        str, typer.Option(help=f"What for: {', '.join(TARGETS)}.")
+    ] = DeployOptions.target,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write; without it deploy/NAME.")
     ] = None,
@@ -48,10 +50,12 @@ def deploy(
     object_name: Annotated[
         str | None, typer.Option("--as", metavar="NAME", help="Of the objects, if not NAME.")
     ] = None,
-    namespace: Annotated[str, typer.Option(help="Where the objects live.")] = Options.namespace,
+    namespace: Annotated[
+        str, typer.Option(help="Where the objects live.")
+    ] = DeployOptions.namespace,
     prometheus: Annotated[
         str, typer.Option(metavar="URL", help="Prometheus, as KEDA reaches it.")
-    ] = Options.prometheus,
+    ] = DeployOptions.prometheus,
     triton: Annotated[
         str | None,
         typer.Option(metavar="TAG", help="Release in the image; without it serving.triton."),
@@ -70,7 +74,7 @@ def deploy(
     ] = None,
     growth: Annotated[
         float, typer.Option(help="Share by which the rate may grow within a minute.")
-    ] = Options.growth,
+    ] = DeployOptions.max_growth,
     peak_rate: Annotated[
         float | None, typer.Option("--peak-rate", help="Requests a second to be served at most.")
     ] = None,
@@ -83,7 +87,7 @@ def deploy(
     ] = None,
     envoy_image: Annotated[
         str, typer.Option("--envoy-image", metavar="IMAGE", help="The proxy in front.")
-    ] = Options.envoy_image,
+    ] = DeployOptions.envoy_image,
     gateway: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Gateway of the cluster, in place of that proxy."),
@@ -142,31 +146,31 @@ def deploy(
 
     built = built_spec(repository, name) or read_lock(repository, name).spec
     release = triton or built.serving.triton
-    options = Options(
+    options = DeployOptions(
         image=image,
         name=name if object_name is None else object_name,
         release=parse_release(release),
         namespace=namespace,
         prometheus=prometheus,
-        models=models,
-        capacity_per_s=capacity,
+        repository_image=models,
+        rps_per_replica=capacity,
         cpu_cores=cpu,
-        memory_mib=mebibytes("--memory", memory),
-        ready_s=ready,
-        growth=growth,
-        peak_per_s=peak_rate,
-        grace_s=grace,
-        gpu=gpu,
-        target=target_of(target),
+        memory_mib=parse_mebibytes("--memory", memory),
+        startup_seconds=ready,
+        max_growth=growth,
+        peak_rps=peak_rate,
+        max_grace_seconds=grace,
+        gpu_product=gpu,
+        target=parse_target(target),
         envoy_image=envoy_image,
         gateway=gateway,
         rollout=rollout,
         canary_percent=canary,
         replicas=replicas,
-        watch_image=watch_image,
+        monitor_image=watch_image,
         mirrored=None if mirror is None else mirrored_of(mirror),
-        replaces=replaces,
-        affinity=affinity,
+        baseline=replaces,
+        affinity_header=affinity,
     )
     manifests = manifests_of(repository, name, options, reports / name)
     folder = out if out is not None else OUT / name
