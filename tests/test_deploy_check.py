@@ -15,9 +15,9 @@ from manifest_cases import BROKEN, fine, text_of
 from manifest_charts import CHARTS
 from triptych.base.errors import Finding, UserError
 from triptych.deploy.checks import CHECKS, check_manifests
-from triptych.deploy.checks.pods import FIELDS, Known, known_of
+from triptych.deploy.checks.pods import FIELDS, Known
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.targets import manifests_of
+from triptych.deploy.targets import known_of, manifests_of
 from triptych.interface.cli import app
 
 

@@ -23,9 +23,8 @@ from triptych.base.errors import UserError
 from triptych.base.explained import reasons_of
 from triptych.deploy.basis import Manifests
 from triptych.deploy.checks import check_manifests
-from triptych.deploy.checks.pods import known_of
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.targets import manifests_of
+from triptych.deploy.targets import known_of, manifests_of
 from triptych.interface.cli import app
 from triptych.serving.fleet.proxy import validate
 

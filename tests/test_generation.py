@@ -24,11 +24,11 @@ from generation_cases import (
 )
 from generation_served import LONG, build_both, wait_until
 from triptych.base.errors import UserError
-from triptych.building.generation.describe import describe_inputs
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.model import GenerationFacts, read_generation_model
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
+from triptych.interface.cli.describe import describe_text_generation
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.lock import read_lock
 from triptych.serving.server import Server
@@ -72,7 +72,7 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     assert lock["gate"] is None
     assert list(lock["adapters"]) == ["terse"]
     inputs = read_generation(load_generation_spec(repository.parent / "quick"), quiet)
-    described = describe_inputs(inputs)
+    described = describe_text_generation(inputs, Path())
     assert set(described["models"]) == {path.parent.name for path in repository.glob("quick*/1")}
     # 2 layers with 2 heads of 8 numbers, keys and values, 2 bytes each: 128 bytes a token.
     assert described["model"]["adapters"] == {"terse": "LoRA of rank 4, from ../adapters/terse"}

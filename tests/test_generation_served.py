@@ -109,7 +109,7 @@ def chat_page(repository: Path, server: Server) -> Iterator[ChatPage]:
     folder = repository.parent / "slow"
     url = server.grpc_url
     spec = load_generation_spec(folder)
-    with ChatPage(spec, folder, url, "127.0.0.1", 0, timeout_s=DEADLINE_S) as page:
+    with ChatPage(spec, folder, url, "127.0.0.1", 0, DEADLINE_S) as page:
         yield page
 
 
@@ -164,7 +164,7 @@ def test_a_browser_shows_a_conversation(repository: Path, server: Server) -> Non
                 "requested": tab.requested,
             }
 
-    with ChatPage(spec, folder, url, "127.0.0.1", 0, timeout_s=DEADLINE_S) as page:
+    with ChatPage(spec, folder, url, "127.0.0.1", 0, DEADLINE_S) as page:
         seen = asyncio.run(talk())
     assert seen["turns"][0] == "Hi <i>there</i>"
     assert seen["turns"][1].strip() == "<user> Hi <i>there</i>\n<assistant>"

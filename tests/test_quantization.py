@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from triptych.base.errors import UserError
-from triptych.building.generation.describe import describe_inputs
 from triptych.building.generation.gate import LIMITS, cause_of, limits_of
 from triptych.building.generation.inputs import GenerationInputs, Prompt
 from triptych.building.generation.lock import lock_bytes
@@ -22,6 +21,7 @@ from triptych.building.generation.model import (
     compressed_tensors_config,
     read_quantization,
 )
+from triptych.interface.cli.describe import describe_text_generation
 from triptych.spec.fields import ModelSource
 from triptych.spec.generation_fields import GenerationCore, GenerationSpec, KvCache
 
@@ -122,7 +122,9 @@ def test_inspect_and_the_lock_name_quantized_weights(tmp_path: Path) -> None:
             lock_bytes(found, {}, versions={}, gate=None, ungated="", repository=tmp_path)
         )
         assert lock.get("quantization") == (None if quantized is None else asdict(awq))
-        assert describe_inputs(found)["model"].get("weights") == (quantized and awq.words)
+        assert describe_text_generation(found, Path())["model"].get("weights") == (
+            quantized and awq.words
+        )
 
 
 def test_an_engine_that_ends_is_quoted_with_what_ended_it() -> None:

@@ -20,12 +20,12 @@ from text2text_cases import TEXTS, write_model, write_pipeline
 from triptych.base.errors import UserError
 from triptych.building.generation.bench import bench_generation
 from triptych.building.generation.build import build_generation
-from triptych.building.generation.describe import describe_inputs
 from triptych.building.generation.gate import check_generation
 from triptych.building.generation.live import LiveGeneration, describe_generation, verify_generation
 from triptych.building.generation.reference import reference_answers
 from triptych.building.generation.text2text import Text2TextInputs, read_text2text, without_advice
-from triptych.interface.page.page import ChatPage
+from triptych.interface.cli.describe import describe_text2text
+from triptych.interface.page.page import TextPage
 from triptych.repository.lint.checks import run_checks
 from triptych.runtime.source_pieces import PIECES_FILE, SourcePieces
 from triptych.serving.bench.bench import Bench
@@ -176,7 +176,7 @@ def test_it_is_held_to_its_gate_where_it_is_served(server: Server, repository: P
 def test_it_is_described_and_measured(server: Server, repository: Path) -> None:
     folder = repository.parent / "t5"
     inputs = read_text2text(load_text2text_spec(folder), silent)
-    described = describe_inputs(inputs)
+    described = describe_text2text(inputs, Path())
     assert set(described["models"]) == {path.parent.name for path in repository.glob("t5*/1")}
     assert described["core"]["answers"] == "1 beam; token by token"
     assert "seed" not in described["sampling_parameters"]
@@ -191,7 +191,7 @@ def test_it_is_described_and_measured(server: Server, repository: Path) -> None:
 
 def test_a_page_streams_an_answer(server: Server, repository: Path) -> None:
     spec, url = load_text2text_spec(repository.parent / "t5"), server.grpc_url
-    with ChatPage(spec, repository.parent / "t5", url, "127.0.0.1", 0, timeout_s=30.0) as page:
+    with TextPage(spec, repository.parent / "t5", url, "127.0.0.1", 0, 30.0) as page:
         _, empty = fetch(f"{page.url}?example=1")
         assert f">\n{TEXTS[1]}</textarea>" in empty
         assert 'name="messages"' not in empty

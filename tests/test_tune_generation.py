@@ -18,8 +18,8 @@ from generation_cases import write_pipeline, write_tiny_model
 from load_samples import outcome, subject, trial, tuned
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.base.errors import UserError
-from triptych.building.generation.describe import describe_inputs
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
+from triptych.interface.cli.describe import describe_text_generation
 from triptych.interface.cli.measured_tables import print_tuned
 from triptych.interface.report.tuning_report import tune_page
 from triptych.operate.tune import fields
@@ -388,7 +388,7 @@ def test_a_search_finds_what_the_engine_needs(
     spec = load_generation_spec(folder)
     inputs = read_generation(spec, lambda _stage, line: lines.append(line))
     assert "core.max_sequences=8 (tuned.yaml)" in lines
-    assert describe_inputs(inputs)["tuned"] == {"core.max_sequences": 8}
+    assert describe_text_generation(inputs, Path())["tuned"] == {"core.max_sequences": 8}
     for point in best.winner.points:
         per_answer = point.typical.tokens_per_s / point.typical.throughput_per_s
         times = point.streamed[0].itl.samples / point.rounds[0].requests

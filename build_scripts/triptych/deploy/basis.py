@@ -220,6 +220,13 @@ def basis_of(repository: Path, pipeline: str, options: DeployOptions, reports: P
         UserError: something is missing or cannot work; says what and what to do.
     """
     check_options(options)
+    if options.affinity_header is not None:
+        raise UserError(
+            "--affinity-header",
+            "is only supported for pipelines that generate text",
+            given=options.affinity_header,
+            remedy="Leave it out",
+        )
     lock = read_lock(repository, pipeline)
     check_alone(repository, pipeline)
     _check_shared(lock)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
@@ -31,11 +31,11 @@ from triptych.deploy.monitoring import Objective
 from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable_s
 from triptych.deploy.options import DeployOptions, check_options
 from triptych.deploy.scaling import scaled, trigger
-from triptych.repository.lock import build_id
+from triptych.repository.lock import build_id, read_built_spec
 from triptych.runtime.generation_engine import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.fields import Sample
-from triptych.spec.generation_fields import GenerationSpec
+from triptych.spec.generation_fields import GeneratingSpec
 
 BUSY = 0.8
 """Of the requests that share a batch: the rest is room until another replica answers."""
@@ -76,7 +76,7 @@ class GenerationBasis:
 
     @property
     def gpus(self) -> int:
-        return gpus_of(self.spec)
+        return self.spec.gpus_per_copy
 
     @property
     def cores(self) -> ExplainedValue:
@@ -133,7 +133,7 @@ class GenerationBasis:
             "rate says little",
         )
         triggers = [trigger(self.options, "requests", under_way, self.sizes.threshold_per_s)]
-        if isinstance(self.spec, GenerationSpec):
+        if self.spec.has_kv_cache:
             cache = metrics.gauge("kv_cache_share")
             full = ExplainedValue(
                 f"(avg({cache}) > bool {FULL:g}) * (count({cache}) + 1)",
@@ -148,18 +148,21 @@ class GenerationBasis:
         return dashboard_map(generation_promise(self.spec), self.options, rows)
 
 
-def generation_basis(repository: Path, spec: Spec, options: DeployOptions) -> GenerationBasis:
-    """Everything that was built of a pipeline, checked; nothing of it was measured.
+def generation_basis(
+    repository: Path, pipeline: str, options: DeployOptions, _reports: Path
+) -> GenerationBasis:
+    """Return the deployment context of a pipeline that generates text; nothing in it was measured.
 
     Args:
-        repository: holds the pipeline, and no other.
-        spec: that it was built by.
-        options: the user's.
+        repository: Repository with this pipeline and no other.
+        pipeline: Name of the pipeline.
+        options: Options of the user.
 
     Raises:
-        UserError: what cannot work.
+        UserError: The pipeline cannot be deployed so.
     """
     check_options(options)
+    spec = cast("Spec", read_built_spec(repository, pipeline))
     for field, value, why, remedy in (
         *(
             (field, value, "it scales by requests under way, not by their rate",
@@ -191,7 +194,7 @@ def generation_basis(repository: Path, spec: Spec, options: DeployOptions) -> Ge
 
 
 def _check_gpu(spec: Spec, options: DeployOptions) -> None:
-    count = gpus_of(spec)
+    count = spec.gpus_per_copy
     if options.gpu_product is None:
         return
     if not count:
@@ -208,20 +211,13 @@ def _check_gpu(spec: Spec, options: DeployOptions) -> None:
         )
 
 
-def gpus_of(spec: Spec) -> int:
-    """That a pod needs: one for each part of the model."""
-    if isinstance(spec, GenerationSpec) and spec.core.backend != "scripted":
-        return spec.core.parts
-    return 0
-
-
-def generation_shm_mib(repository: Path, spec: Spec) -> int:
+def generation_shm_mib(repository: Path, spec: GeneratingSpec) -> int:
     """Shared memory that the steps may need, in MiB."""
-    parts_mib = _PARTS_SHM_MIB if gpus_of(spec) > 1 else 0
+    parts_mib = _PARTS_SHM_MIB if spec.gpus_per_copy > 1 else 0
     return _processes(spec) * (STEP_SHM_MIB + largest_request_mib(repository)) + parts_mib
 
 
-def _processes(spec: Spec) -> int:
+def _processes(spec: GeneratingSpec) -> int:
     return spec.serving.preprocess_instances + 2
 
 
@@ -243,7 +239,7 @@ def _sizes(repository: Path, spec: Spec, options: DeployOptions) -> Sizes:
             remedy="Give more, or build with a lower parameters.max_tokens",
         )
     grace_s = options.max_grace_seconds or drain_s + _END_MARGIN_S
-    gpus, shm_mib = gpus_of(spec), generation_shm_mib(repository, spec)
+    gpus, shm_mib = spec.gpus_per_copy, generation_shm_mib(repository, spec)
     memory_mib = options.memory_mib or math.ceil(2 * weights_mib) + _ENGINE_MIB + shm_mib
     cores = options.cpu_cores or _STEPS_CPU + max(1, gpus)
     at_once = spec.core.max_sequences

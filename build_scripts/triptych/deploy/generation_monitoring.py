@@ -110,7 +110,7 @@ def _load_alerts(
         "serving.queue.max_size requests are refused.",
         metrics.window(CROWDED_FOR),
     )
-    if isinstance(spec, GenerationSpec):
+    if spec.has_kv_cache:
         yield alert(
             f"{start}KvCacheFull",
             {"severity": "ticket", "kind": "saturation", **labels},
@@ -183,7 +183,7 @@ def _load(spec: Spec, metrics: GenerationMetrics) -> Iterator[Panel]:
             "places": f"{spec.core.max_sequences} * count({running})",
         },
     )
-    if isinstance(spec, GenerationSpec):
+    if spec.has_kv_cache:
         yield Panel(
             "KV cache",
             "Share that running requests hold, by replica. Above the line what comes waits, or is "

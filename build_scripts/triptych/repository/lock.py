@@ -14,7 +14,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from triptych.base.errors import UserError
 from triptych.repository.records import EngineRecord, GateResult, Rehearsal, plain_data
+from triptych.spec.any_spec import READERS, AnySpec
 from triptych.spec.engine_plan import EnginePlan
+from triptych.spec.kind import Kind, kind_of_task
 from triptych.spec.plan import Layout, Plan
 from triptych.spec.spec import GENERATING, PipelineSpec, not_known_here
 from triptych.spec.tasks.task import Core
@@ -180,7 +182,7 @@ def read_lock(repository: Path, pipeline: str) -> Lock:
     try:
         lock = TypeAdapter(Lock).validate_json(content)
     except ValidationError as error:
-        task = _task_of(content)
+        task = _task_in(read_manifest(repository, pipeline))
         if task in GENERATING:
             raise not_known_here(f"{pipeline}/{LOCK_FILE}: task", task) from error
         first = error.errors(include_url=False)[0]
@@ -209,18 +211,59 @@ def find_lock(repository: Path, pipeline: str) -> Lock | None:
         return None
 
 
+def kind_of_build(repository: Path, pipeline: str) -> Kind:
+    """Return the kind of a built pipeline; `Kind.ENCODER` where no lock can be read."""
+    return kind_of_task(_task_in(read_manifest(repository, pipeline)))
+
+
+def read_built_spec(repository: Path, pipeline: str) -> AnySpec:
+    """Return the spec of a built pipeline of any kind.
+
+    Raises:
+        UserError: Nothing is built, or its lock is damaged or of another release of triptych.
+    """
+    content = read_manifest(repository, pipeline)
+    kind = kind_of_task(_task_in(content))
+    if kind is Kind.ENCODER:
+        return read_lock(repository, pipeline).spec
+    try:
+        return READERS[kind].model.model_validate_json(json.dumps(content["spec"]))
+    except ValidationError as error:
+        raise UserError(
+            f"{pipeline}/{LOCK_FILE}",
+            "is not a lock of this release of triptych",
+            given=error.errors(include_url=False)[0]["msg"],
+            remedy=f"Run `triptych build {pipeline}` again",
+        ) from error
+
+
+def find_built_spec(repository: Path, pipeline: str) -> AnySpec | None:
+    """`read_built_spec`, or None where there is no lock that can be read."""
+    try:
+        return read_built_spec(repository, pipeline)
+    except UserError:
+        return None
+
+
+def read_manifest(repository: Path, pipeline: str) -> dict[str, Any]:
+    """Return the lock of a build of any kind as plain data; empty where it cannot be read."""
+    try:
+        content = json.loads((repository / pipeline / LOCK_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def build_id(repository: Path, pipeline: str) -> str:
     """What tells one build from all others: SHA-256 of its lock; empty where there is none."""
     path = repository / pipeline / LOCK_FILE
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def _task_of(content: bytes) -> str:
-    """The task in a lock of any kind; empty where it cannot be read."""
-    try:
-        return str(json.loads(content)["spec"]["task"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+def _task_in(content: Mapping[str, Any]) -> str:
+    """Return the task in a lock of any kind; empty where there is none."""
+    spec = content.get("spec")
+    return str(spec.get("task", "")) if isinstance(spec, dict) else ""
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from triptych.base.errors import UserError, closest
 from triptych.base.releases import OLDEST
 from triptych.runtime.sampling_parameters import ADAPTER, MAX_NAME_CHARACTERS, find_fault
 from triptych.spec.fields import Frozen, ModelSource, Positive, check_release
+from triptych.spec.kind import Kind
 from triptych.spec.slo import GenerationSlo
 from triptych.spec.spec import load_as
 from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
@@ -174,8 +175,23 @@ class GeneratingSpec(Frozen):
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """What requests may name as `adapter`."""
+        """Names that requests may give as `adapter`."""
         return ()
+
+    @property
+    def own_parameters(self) -> dict[str, Any]:
+        """Sampling parameters whose defaults are not those of every pipeline."""
+        return self.parameters
+
+    @property
+    def has_kv_cache(self) -> bool:
+        """Whether the engine has a KV cache of planned size."""
+        return False
+
+    @property
+    def gpus_per_copy(self) -> int:
+        """Number of GPUs that one copy of the model needs; 0 for an engine on the CPU."""
+        return 0
 
     @field_validator("parameters")
     @classmethod
@@ -200,6 +216,18 @@ class GenerationSpec(GeneratingSpec):
     @property
     def adapter_names(self) -> tuple[str, ...]:
         return tuple(self.adapters)
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.TEXT_GENERATION
+
+    @property
+    def has_kv_cache(self) -> bool:
+        return True
+
+    @property
+    def gpus_per_copy(self) -> int:
+        return 0 if self.core.backend == "scripted" else self.core.parts
 
 
 def load_generation_spec(
@@ -280,9 +308,22 @@ class Text2TextSpec(GeneratingSpec):
     prefix: Annotated[str, Field(max_length=1000)] = ""
     core: Text2TextCore = Text2TextCore()
 
+    @property
+    def kind(self) -> Kind:
+        return Kind.TEXT2TEXT
 
-def load_text2text_spec(folder: Path, overrides: Sequence[str] = ()) -> Text2TextSpec:
+    @property
+    def own_parameters(self) -> dict[str, Any]:
+        # Of a summary or a translation, the most likely one is wanted.
+        return {"temperature": 0.0, **self.parameters}
+
+
+def load_text2text_spec(
+    folder: Path, overrides: Sequence[str] = (), *, untuned: bool = False
+) -> Text2TextSpec:
     """Read ``folder/pipeline.yaml``, then the overrides.
+
+    `untuned` has no effect: no field of such a pipeline can be tuned.
 
     Raises:
         UserError: a missing file, bad YAML, an unknown key or a value out of range.

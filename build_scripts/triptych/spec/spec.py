@@ -24,15 +24,10 @@ from triptych.spec.fields import (
     Serving,
     Tokenizer,
 )
+from triptych.spec.kind import GENERATION, TEXT2TEXT, Kind
 from triptych.spec.tuned import TUNED_FILE, read_tuned
 
 SPEC_FILE = "pipeline.yaml"
-GENERATION = "text-generation"
-"""The task whose spec is a `pipeline.generation_spec.GenerationSpec`."""
-
-TEXT2TEXT = "text2text-generation"
-"""The task whose spec is a `pipeline.text2text_spec.Text2TextSpec`."""
-
 GENERATING = (GENERATION, TEXT2TEXT)
 _REMEDIES = {
     GENERATION: "They can be tested, inspected, built, linted, served, verified, asked, measured, "
@@ -71,6 +66,10 @@ class PipelineSpec(BaseModel):
     core: Core = Core()
     serving: Serving = Serving()
     accuracy: Accuracy = Accuracy()
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.ENCODER
 
 
 def load_spec(

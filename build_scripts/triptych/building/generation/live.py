@@ -28,7 +28,7 @@ from triptych.building.generation.reference import (
     answer_tokens,
     choose_prompts,
     reference_answers,
-    weighed,
+    weigh,
 )
 from triptych.client import (
     AccessDenied,
@@ -271,7 +271,7 @@ def verify_generation(
         seconds = time.monotonic() - began
     precision = built.get("precision") or inputs.judged_as
     texts = [one.answer.text for one in runs.labeled]
-    wanted = weighed(inputs, prompts, wanted, [one.answer.token_ids for one in runs.alone])
+    wanted = weigh(inputs, prompts, wanted, [one.answer.token_ids for one in runs.alone])
     other_limits = inputs.other_limits(live=True)
     gate = judge(
         precision,

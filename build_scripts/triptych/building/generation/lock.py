@@ -9,14 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from triptych.base.errors import UserError
 from triptych.building.generation.inputs import GeneratingInputs
-from triptych.repository.lock import LOCK_FILE
+from triptych.repository.lock import read_manifest
 from triptych.repository.records import GateResult, plain_data
-from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
-from triptych.spec.spec import GENERATING, GENERATION
 
 SCHEMA = "generation-1"
 
@@ -60,43 +55,13 @@ def lock_bytes(
         **({"ungated": ungated} if ungated else {}),
         "files": dict(sorted(files.items())),
     }
-    previous = _read(repository / spec.name / LOCK_FILE)
+    previous = read_manifest(repository, spec.name)
     plain: dict[str, Any] = plain_data(record)
     if {**plain, "built_at": previous.get("built_at")} == previous:
         plain = previous
     return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def built_spec(repository: Path, pipeline: str) -> GenerationSpec | Text2TextSpec | None:
-    """The spec that a pipeline was built by; None where it does not generate text.
-
-    Raises:
-        UserError: a lock of another release of triptych.
-    """
-    spec = _read(repository / pipeline / LOCK_FILE).get("spec")
-    task = spec.get("task") if isinstance(spec, dict) else None
-    if task not in GENERATING:
-        return None
-    kind = GenerationSpec if task == GENERATION else Text2TextSpec
-    try:
-        return kind.model_validate_json(json.dumps(spec))
-    except ValidationError as error:
-        raise UserError(
-            f"{pipeline}/{LOCK_FILE}",
-            "must be a lock of this release of triptych",
-            given=error.errors(include_url=False)[0]["msg"],
-            remedy=f"Run `triptych build {pipeline}` again",
-        ) from error
-
-
 def built_gate(repository: Path, pipeline: str) -> Mapping[str, Any]:
     """What the gate found of the build in `repository`; empty where none did."""
-    return _read(repository / pipeline / LOCK_FILE).get("gate") or {}
+    return read_manifest(repository, pipeline).get("gate") or {}

@@ -14,8 +14,8 @@ from typing import Any
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
-from triptych.building.generation.inputs import GenerationInputs
-from triptych.building.generation.model import CONVERTED, compressed_tensors_config
+from triptych.building.generation.inputs import GeneratingInputs
+from triptych.building.generation.model import compressed_tensors_config
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _INDEX = "model.safetensors.index.json"
@@ -23,17 +23,17 @@ _SCALE = "_scale"
 _MODEL = "model"
 
 
-def engine_weights(inputs: GenerationInputs, progress: Progress = lambda *_: None) -> Path:
+def engine_weights(inputs: GeneratingInputs, progress: Progress = lambda *_: None) -> Path:
     """The folder that the engine reads: the model's own, or one that is made of it, once.
 
     Raises:
         UserError: it cannot be made.
     """
-    precision, facts = inputs.spec.core.precision, inputs.model.facts
-    if precision not in CONVERTED or facts.quantization is not None:
+    precision = inputs.converted_precision
+    if precision is None:
         return inputs.weights
     key = {
-        "model": facts.sha256,
+        "model": inputs.model.facts.sha256,
         "precision": precision,
         "versions": versions_of("torch", "safetensors", "transformers"),
         "code": code_hash("building/generation/quantizing.py", "building/generation/model.py"),

@@ -6,9 +6,11 @@ Of quantized weights the original is not there: they are taken as they are, dequ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -16,9 +18,10 @@ from pydantic import TypeAdapter
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.adapters import Adapter, merge
-from triptych.building.generation.inputs import GeneratingInputs, Prompt
-from triptych.building.generation.text2text import Text2TextInputs
+from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs, Prompt
+from triptych.building.generation.text2text import Text2TextInputs, without_advice
 from triptych.building.generation.weights import load_model
+from triptych.spec.kind import Kind
 
 TOKENS = 24
 """Of an answer, at most."""
@@ -109,27 +112,25 @@ def _of_one_model(
         {"sent": one.sent, "ids": one.ids, "tokens": answer_tokens(inputs, one, most)}
         for one in prompts
     ]
-    search = [inputs.search, inputs.spec.prefix] if isinstance(inputs, Text2TextInputs) else None
     key = {
         "model": inputs.model.facts.sha256,
         "adapter": None if adapter is None else adapter.sha256,
         "stops": stops,
         "asked": asked,
-        "search": search,
+        "search": inputs.search_key,
         "versions": versions_of("transformers", "torch", "tokenizers"),
         "code": code_hash(
-            *("building/generation/reference.py", "building/generation/text2text_reference.py"),
-            *("building/generation/adapters.py", "building/generation/weights.py"),
+            "building/generation/reference.py",
+            "building/generation/adapters.py",
+            "building/generation/weights.py",
         ),
     }
 
     def work(target: Path) -> None:
         merged = "" if adapter is None else f", adapter {adapter.name} merged"
         progress("gate", f"{len(prompts)} prompts through transformers in fp32{merged} ...")
-        if isinstance(inputs, Text2TextInputs):
-            found = _answer_texts(inputs, prompts, asked)
-        else:
-            found = _answer(inputs.weights, adapter, prompts, asked, stops)
+        tokens = [one["tokens"] for one in asked]
+        found = ORIGINALS[inputs.spec.kind].answer(inputs, adapter, prompts, tokens)
         (target / _RESULT).write_text(json.dumps([asdict(one) for one in found]), encoding="utf-8")
 
     stage = cached_stage("generation-reference", key, work, progress)
@@ -137,44 +138,31 @@ def _of_one_model(
     return TypeAdapter(list[Reference]).validate_json(content)
 
 
-def weighed(
+def weigh(
     inputs: GeneratingInputs,
     prompts: Sequence[Prompt],
     wanted: tuple[Reference, ...],
     got: Sequence[Sequence[int]],
 ) -> tuple[Reference, ...]:
-    """`wanted`, with margins as the search has them that `got` something."""
-    if not isinstance(inputs, Text2TextInputs):
-        return wanted
-    from triptych.building.generation.text2text_reference import weigh_searches
-
-    return weigh_searches(inputs, prompts, wanted, got)
+    """Return the reference answers with the margins of the search that made the answers `got`."""
+    return ORIGINALS[inputs.spec.kind].weigh(inputs, prompts, wanted, got)
 
 
-def _answer_texts(
-    inputs: Text2TextInputs, prompts: Sequence[Prompt], asked: Sequence[Mapping[str, Any]]
-) -> list[Reference]:
-    from triptych.building.generation.text2text_reference import Text2TextReference
-
-    model = Text2TextReference(inputs)
-    return [model.answer(one, each["tokens"]) for one, each in zip(prompts, asked, strict=True)]
-
-
-def _answer(
-    weights: Path,
+def _continue_prompts(
+    inputs: GenerationInputs,
     adapter: Adapter | None,
     prompts: Sequence[Prompt],
-    asked: Sequence[Mapping[str, Any]],
-    stops: Sequence[int],
+    tokens: Sequence[int],
 ) -> list[Reference]:
+    """Return the answers of a causal language model, the adapter merged into its weights."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     try:
-        model = load_model(weights)
-        tokenizer = AutoTokenizer.from_pretrained(weights)
+        model = load_model(inputs.weights)
+        tokenizer = AutoTokenizer.from_pretrained(inputs.weights)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(
             "model.source",
@@ -187,27 +175,27 @@ def _answer(
     # Penalties and the like of the model's own files are no part of a pipeline.
     model.generation_config = GenerationConfig()
     found = []
-    for prompt, order in zip(prompts, asked, strict=True):
+    for prompt, max_tokens in zip(prompts, tokens, strict=True):
         ids = torch.tensor([prompt.ids])
         made = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=order["tokens"],
-            eos_token_id=list(stops) or None,
+            max_new_tokens=max_tokens,
+            eos_token_id=list(inputs.model.facts.stop_token_ids) or None,
             output_logits=True,
             return_dict_in_generate=True,
         )
         logits = torch.cat(made.logits).float()
-        tokens = made.sequences[0, len(prompt.ids) :]
+        answer = made.sequences[0, len(prompt.ids) :]
         best = logits.topk(2).values
         found.append(
             Reference(
                 prompt=_prompt_ids(tokenizer, prompt),
-                ids=tuple(tokens.tolist()),
-                text=_text_behind(tokenizer, prompt.ids, tokens.tolist()),
+                ids=tuple(answer.tolist()),
+                text=_text_behind(tokenizer, prompt.ids, answer.tolist()),
                 margins=tuple((best[:, 0] - best[:, 1]).tolist()),
-                logprobs=tuple(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()),
+                logprobs=tuple(logits.log_softmax(-1).gather(1, answer[:, None])[:, 0].tolist()),
             )
         )
     return found
@@ -233,3 +221,137 @@ def _prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
         prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     return tuple(ids)
+
+
+class Text2TextReference:
+    """The model of a pipeline, one text at a time."""
+
+    def __init__(self, inputs: Text2TextInputs) -> None:
+        import torch
+        from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+        self._torch = torch
+        self._prefix = inputs.spec.prefix
+        self._least = int(inputs.search["min_answer"])
+        self._forced = len(inputs.answers.answer_begins)
+        with without_advice():
+            self._tokenizer = AutoTokenizer.from_pretrained(inputs.original)
+        self._model = AutoModelForSeq2SeqLM.from_pretrained(
+            inputs.original, dtype=torch.float32
+        ).eval()
+        self._search = config = self._model.generation_config
+        search = inputs.search
+        config.do_sample = False
+        config.num_beams = search["beams"]
+        config.length_penalty = search["length_penalty"]
+        config.no_repeat_ngram_size = search["no_repeat_ngram"]
+        config.min_length = None
+        # CTranslate2 ends a search when it has as many answers as beams, and forces no end.
+        config.early_stopping = search["beams"] > 1
+        config.forced_eos_token_id = None
+        self._never = [one[0] for one in config.bad_words_ids or () if len(one) == 1]
+
+    def answer(self, prompt: Prompt, most: int) -> Reference:
+        """The model's answer, of `most` tokens at most."""
+        ids = self._torch.tensor([prompt.ids])
+        mask = self._torch.ones_like(ids)
+        least = min(self._least, most) or None
+        made = self._model.generate(
+            ids, attention_mask=mask, min_new_tokens=least, max_new_tokens=most
+        )
+        tokens = made[0, 1:].tolist()
+        logprobs, margins = self.score(prompt, tokens)
+        return Reference(
+            prompt=tuple(self._tokenizer(self._prefix + prompt.sent["text_input"])["input_ids"]),
+            ids=tuple(tokens),
+            text=self._tokenizer.decode(tokens, skip_special_tokens=True),
+            margins=tuple(margins),
+            logprobs=tuple(logprobs),
+        )
+
+    def score(self, prompt: Prompt, answer: Sequence[int]) -> tuple[list[float], list[float]]:
+        """For each token of an answer its log-probability, and the lead of the likeliest one.
+
+        A token that every answer begins with is certain.
+        """
+        torch = self._torch
+        start = self._search.decoder_start_token_id
+        with torch.no_grad():
+            logits = self._model(
+                input_ids=torch.tensor([prompt.ids]),
+                decoder_input_ids=torch.tensor([[start, *answer[:-1]]]),
+            ).logits[0]
+        logits[:, self._never] = -torch.inf
+        best = logits.topk(2).values
+        tokens = torch.tensor(list(answer), dtype=torch.int64)
+        logprobs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+        forced = min(self._forced, len(answer))
+        return [0.0] * forced + logprobs[forced:], (best[:, 0] - best[:, 1]).tolist()
+
+
+def _answer_texts(
+    inputs: Text2TextInputs,
+    _adapter: None,
+    prompts: Sequence[Prompt],
+    tokens: Sequence[int],
+) -> list[Reference]:
+    model = Text2TextReference(inputs)
+    return [model.answer(one, most) for one, most in zip(prompts, tokens, strict=True)]
+
+
+def _weigh_searches(
+    inputs: Text2TextInputs,
+    prompts: Sequence[Prompt],
+    wanted: tuple[Reference, ...],
+    got: Sequence[Sequence[int]],
+) -> tuple[Reference, ...]:
+    """`wanted`, with margins that suit a search by several beams.
+
+    What matters of such a search is not one token, but how much likelier a token the reference
+    finds its own answer than the one that was `got`.
+    """
+    if inputs.search["beams"] == 1 or all(
+        one.ids == tuple(ids) for one, ids in zip(wanted, got, strict=True)
+    ):
+        return wanted
+    reference = Text2TextReference(inputs)
+
+    def likelier(prompt: Prompt, one: Reference, ids: Sequence[int]) -> float:
+        other, _ = reference.score(prompt, ids)
+        return max(fmean(one.logprobs) - (fmean(other) if other else -math.inf), 0.0)
+
+    return tuple(
+        replace(one, margins=(likelier(prompt, one, ids),) * len(one.ids))
+        for prompt, one, ids in zip(prompts, wanted, got, strict=True)
+    )
+
+
+def _keep_margins(
+    _inputs: GenerationInputs,
+    _prompts: Sequence[Prompt],
+    wanted: tuple[Reference, ...],
+    _got: Sequence[Sequence[int]],
+) -> tuple[Reference, ...]:
+    return wanted
+
+
+@dataclass(frozen=True)
+class Original:
+    """How the original models of one kind answer.
+
+    Attributes:
+        answer: Answers prompts: inputs, an adapter or None, the prompts, and the maximum number of
+            tokens of each answer.
+        weigh: See `weigh`.
+    """
+
+    answer: Callable[..., list[Reference]]
+    weigh: Callable[..., tuple[Reference, ...]]
+
+
+ORIGINALS: Mapping[Kind, Original] = {
+    Kind.TEXT_GENERATION: Original(_continue_prompts, _keep_margins),
+    Kind.TEXT2TEXT: Original(_answer_texts, _weigh_searches),
+}

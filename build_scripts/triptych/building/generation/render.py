@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.tensors import Tensor
+from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.quantizing import engine_weights
-from triptych.building.generation.text2text import AnyInputs, Text2TextInputs
 from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
 from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_engine import ADAPTERS_FOLDER, MODEL_FOLDER
@@ -17,9 +17,6 @@ from triptych.runtime.generation_series import edges_of
 from triptych.runtime.generation_wire import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
 from triptych.runtime.source_pieces import PIECES_FILE
-from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
-from triptych.spec.model_source import WEIGHTS
-from triptych.spec.spec import TEXT2TEXT
 
 ENGINES = {
     "vllm": "engine_vllm.py",
@@ -59,16 +56,10 @@ OUTPUTS = (
 )
 TO_CORE = (Tensor("prompt_ids", "INT32", ("tokens",)), Tensor("order", "BYTES", (1,)))
 FROM_CORE = (Tensor("token_ids", "INT32", ("new_tokens",)), Tensor("chunk", "BYTES", (1,)))
-MODEL_FILES = (
-    *("config.json", "generation_config.json", "tokenizer_config.json"),
-    *("*.safetensors.index.json", *WEIGHTS),
-)
 _DECOUPLED = {"decoupled": True}
-_OWN_DEFAULTS: Mapping[str, Mapping[str, object]] = {TEXT2TEXT: {"temperature": 0.0}}
-"""By task: of summaries and translations the likeliest is wanted."""
 
 
-def render_generation(inputs: AnyInputs) -> dict[str, Content]:
+def render_generation(inputs: GeneratingInputs) -> dict[str, Content]:
     """Every file of the pipeline but its lock: path relative to the repository -> content."""
     spec = inputs.spec
     name, step = spec.name, f"{spec.name}_{{}}".format
@@ -81,7 +72,7 @@ def render_generation(inputs: AnyInputs) -> dict[str, Content]:
             {
                 **inputs.prompt_settings,
                 "pipeline": name,
-                "parameters": own_parameters(spec),
+                "parameters": spec.own_parameters,
                 "max_text_bytes": spec.max_text_bytes,
                 "adapters": spec.adapter_names,
             },
@@ -93,7 +84,7 @@ def render_generation(inputs: AnyInputs) -> dict[str, Content]:
             TO_CORE,
             FROM_CORE,
             _core_settings(inputs),
-            kind=_kind(inputs),
+            kind=inputs.instance_kind,
             model_transaction_policy=_DECOUPLED,
         ),
         step("postprocess"): _python_step(
@@ -130,36 +121,18 @@ def render_generation(inputs: AnyInputs) -> dict[str, Content]:
     return files
 
 
-def own_parameters(spec: GenerationSpec | Text2TextSpec) -> dict[str, object]:
-    """Sampling parameters that a pipeline has other defaults for."""
-    return {**_OWN_DEFAULTS.get(spec.task, {}), **spec.parameters}
-
-
-def engine_files(inputs: AnyInputs) -> list[Path]:
-    """What the engine reads of its model."""
-    if isinstance(inputs, Text2TextInputs):
-        return sorted(inputs.weights.iterdir())
-    return model_files(engine_weights(inputs))
-
-
-def model_files(folder: Path) -> list[Path]:
-    """What vLLM reads of a model's folder."""
-    found = {path for pattern in MODEL_FILES for path in folder.glob(pattern)}
+def engine_files(inputs: GeneratingInputs) -> list[Path]:
+    """Return the files of the model that the engine reads."""
+    folder = engine_weights(inputs)
+    found = {path for pattern in inputs.model_patterns for path in folder.glob(pattern)}
     if any(path.suffix == ".safetensors" for path in found):  # the same weights are not read twice
         found = {path for path in found if path.suffix != ".bin"}
     return sorted(found)
 
 
-def _kind(inputs: AnyInputs) -> str:
-    """How Triton places the core: a model on several GPUs chooses them itself."""
-    if isinstance(inputs, Text2TextInputs) or inputs.spec.core.parts == 1:
-        return "KIND_CPU"
-    return "KIND_MODEL"
-
-
-def _core_settings(inputs: AnyInputs) -> dict[str, object]:
+def _core_settings(inputs: GeneratingInputs) -> dict[str, object]:
     spec = inputs.spec
-    settings: dict[str, object] = {
+    return {
         "pipeline": spec.name,
         "max_requests": spec.serving.queue.max_size,
         "max_length": inputs.max_length,
@@ -167,39 +140,7 @@ def _core_settings(inputs: AnyInputs) -> dict[str, object]:
         "context_tokens": inputs.context_tokens,
         "stream_interval": spec.serving.stream_interval,
         "time_edges_ms": edges_of(spec.serving.slo.limits_ms),
-    }
-    if isinstance(inputs, Text2TextInputs):
-        return {**settings, **engine_settings(inputs)}
-    core = inputs.spec.core
-    if core.backend == "scripted":
-        settings["token_delay_ms"] = core.token_delay_ms or 0.0
-    # `lint`, which knows no model, reads the last two.
-    return {
-        **settings,
-        **engine_settings(inputs),
-        "kv_token_bytes": inputs.kv_token_bytes,
-        "request_tokens": inputs.request_tokens,
-    }
-
-
-def engine_settings(inputs: AnyInputs) -> dict[str, object]:
-    """What the engine of a real model is told."""
-    if isinstance(inputs, Text2TextInputs):
-        return inputs.engine_settings
-    core = inputs.spec.core
-    return {
-        "precision": core.precision,
-        "max_length": inputs.max_length,
-        "max_sequences": core.max_sequences,
-        "max_batched_tokens": core.max_batched_tokens,
-        "kv_cache_mib": core.kv_cache.memory_mib,
-        "kv_cache_precision": core.kv_cache.precision,
-        "prefix_caching": core.prefix_caching,
-        "tensor_parallel": core.tensor_parallel,
-        "pipeline_parallel": core.pipeline_parallel,
-        "gpus": inputs.spec.serving.gpus,
-        "stop_token_ids": list(inputs.model.facts.stop_token_ids),
-        "adapters": {adapter.name: adapter.rank for adapter in inputs.adapters},
+        **inputs.core_settings,
     }
 
 

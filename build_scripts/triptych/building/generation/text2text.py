@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import warnings
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -27,7 +27,6 @@ from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
 from triptych.building.generation.inputs import (
     GeneratingInputs,
-    GenerationInputs,
     Prompt,
     make_prompts,
     max_length_of,
@@ -293,8 +292,23 @@ class Text2TextInputs(GeneratingInputs):
         }
 
     @property
+    def model_patterns(self) -> Sequence[str]:
+        return ("*",)
+
+    @property
+    def batching(self) -> str:
+        return "static batches of like length"
+
+    @property
+    def engine_packages(self) -> Sequence[str]:
+        return ("ctranslate2",)
+
+    @property
+    def search_key(self) -> Any:
+        return [self.search, self.spec.prefix]
+
+    @property
     def engine_settings(self) -> dict[str, Any]:
-        """What the engine is told."""
         core = self.spec.core
         return {
             "precision": core.precision,
@@ -304,10 +318,6 @@ class Text2TextInputs(GeneratingInputs):
             "stop_token_ids": [self.answers.end],
             **self.search,
         }
-
-
-AnyInputs = GenerationInputs | Text2TextInputs
-"""Of a pipeline of either kind."""
 
 
 def read_text2text(spec: Text2TextSpec, progress: Progress) -> Text2TextInputs:

@@ -10,19 +10,19 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from triptych.base.errors import closest
-from triptych.building.generation.lock import built_spec
 from triptych.container.flags import Options as ServerOptions
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.checks.objects import KIND, Server, mapping, sequence
 from triptych.deploy.devices import PRODUCT
-from triptych.deploy.generation import generation_shm_mib, gpus_of
+from triptych.deploy.generation import generation_shm_mib
 from triptych.deploy.numbers import memory_seen_mib, shm_mib
 from triptych.repository.lint.snapshot import Flaw, error, warning
-from triptych.repository.lock import read_lock
+from triptych.repository.lock import read_built_spec, read_lock
 from triptych.repository.records import EngineRecord
+from triptych.spec.generation_fields import GeneratingSpec
 
 # Fields of Kubernetes 1.37's API; a cluster drops others, with a warning at most.
 FIELDS = {
@@ -326,19 +326,18 @@ class Known:
     shm_mib: int
 
 
-def known_of(repository: Path, pipeline: str, reports: Path) -> Known:
-    """What there is to compare with.
-
-    Raises:
-        UserError: the pipeline was not built, or its bench cannot be read.
-    """
-    spec = built_spec(repository, pipeline)
-    if spec is not None:
-        shared_mib = generation_shm_mib(repository, spec)
-        return Known(pipeline, None, gpus_of(spec), None, shared_mib)
+def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:
+    """Return the facts about an encoder; see `targets.known_of`."""
     lock = read_lock(repository, pipeline)
     memory_mib = memory_seen_mib(lock, reports)
     return Known(pipeline, lock.engine, 0, memory_mib, shm_mib(lock, repository))
+
+
+def known_generating(repository: Path, pipeline: str, _reports: Path) -> Known:
+    """Return the facts about a pipeline that generates text; see `targets.known_of`."""
+    spec = cast("GeneratingSpec", read_built_spec(repository, pipeline))
+    shared_mib = generation_shm_mib(repository, spec)
+    return Known(pipeline, None, spec.gpus_per_copy, None, shared_mib)
 
 
 def memory_measured(server: Server, known: Known | None) -> Iterator[Flaw]:

@@ -138,13 +138,12 @@ def deploy(
             remedy="As in `triptych deploy minilm --image triptych-serve:26.08`",
         )
     from triptych.base.releases import parse_release
-    from triptych.building.generation.lock import built_spec
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.targets import manifests_of
-    from triptych.repository.lock import read_lock
+    from triptych.repository.lock import read_built_spec
     from triptych.serving.fleet.mirrored import mirrored_of
 
-    built = built_spec(repository, name) or read_lock(repository, name).spec
+    built = read_built_spec(repository, name)
     release = triton or built.serving.triton
     options = DeployOptions(
         image=image,
@@ -189,7 +188,7 @@ def _check(
     """Print the findings on manifests; exits as `lint` does."""
     from triptych.base.releases import parse_release
     from triptych.deploy.checks import check_manifests
-    from triptych.deploy.checks.pods import known_of
+    from triptych.deploy.targets import known_of
 
     known = None if pipeline is None else known_of(*pipeline)
     release = None if triton is None else parse_release(triton)

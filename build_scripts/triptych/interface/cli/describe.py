@@ -1,16 +1,25 @@
-"""The plan in words and numbers, for `inspect`: what would be written, and why it is so.
-
-The part of a plan that a GPU needs, in words and numbers, for `inspect`.
-"""
+"""The plan of a pipeline in words and numbers, for `inspect`: what a build would write, and why."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
+from triptych.base.formatting import amount
 from triptych.base.releases import CONTEXT_MEMORY, first_release, parse_release
 from triptych.base.tensors import Tensor, made_by_server
+from triptych.building.generation.inputs import GeneratingInputs, GenerationInputs
+from triptych.building.generation.render import FROM_CORE, INPUTS, OUTPUTS, TO_CORE
+from triptych.building.generation.text2text import Text2TextInputs
+from triptych.core.inputs import PipelineInputs
+from triptych.repository.lock import find_lock
+from triptych.runtime.engine_ctranslate2 import UNKNOWN
+from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
+from triptych.spec.model_source import OUT_OF_REACH
 from triptych.spec.plan import Plan
 
 if TYPE_CHECKING:
@@ -159,7 +168,18 @@ def _yes(value: bool) -> str:
 AUTO = "auto"
 
 
+def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
+    """Return the plan of an encoder, with the dry run of its engine by the build in place."""
+    plan = inputs.plan
+    described = describe_plan(plan)
+    if plan.builds_engine:
+        owner = plan.spec.core.share or plan.spec.name
+        described["gpu"]["rehearsal"] = describe_rehearsal(plan, find_lock(repository, owner))
+    return described
+
+
 def describe_plan(plan: Plan) -> Described:
+    """Return the plan of an encoder as plain data."""
     core, serving, task = plan.spec.core, plan.spec.serving, plan.task
     made = made_by_server(plan.core_inputs)
     steps = {
@@ -272,3 +292,96 @@ def _describe_edges(plan: Plan) -> str:
 
 def _describe_tensors(tensors: tuple[Tensor, ...]) -> str:
     return ", ".join(f"{t.name} {t.dtype}{t.config_dims}" for t in tensors)
+
+
+def describe_text_generation(inputs: GenerationInputs, _repository: Path) -> Described:
+    """Return the plan of a pipeline that generates text, as plain data."""
+    core = inputs.spec.core
+    full_mib = inputs.kv_token_bytes * inputs.max_length / 2**20
+    cache_mib = core.kv_cache.memory_mib
+    limits = {
+        "max_length": f"{inputs.max_length} tokens of a prompt and its answer",
+        "kv_cache": f"{cache_mib} MiB: {amount(int(cache_mib // full_mib), 'request')} of "
+        f"max_length, a MiB for {inputs.max_length / full_mib:.0f} tokens",
+        "max_sequences": f"{core.max_sequences} in a batch; "
+        f"{cache_mib / core.max_sequences * inputs.max_length / full_mib:.0f} tokens of KV cache "
+        "each",
+    }
+    adapters = {
+        one.name: f"LoRA of rank {one.rank}, from {inputs.spec.adapters[one.name].source}"
+        for one in inputs.adapters
+    }
+    return _describe_generating(inputs, limits, adapters)
+
+
+def describe_text2text(inputs: Text2TextInputs, _repository: Path) -> Described:
+    """Return the plan of a pipeline that summarizes or translates, as plain data."""
+    begins, beams = inputs.answers.answer_begins, int(inputs.search["beams"])
+    limits = {
+        "max_length": f"{inputs.max_length} tokens of a text",
+        "max_answer": f"{inputs.spec.core.max_answer} tokens of an answer",
+        "answers": f"{amount(beams, 'beam')}; "
+        + ("token by token" if beams == 1 else "as a whole")
+        + (f"; each begins with {list(begins)}" if begins else ""),
+        "max_sequences": f"{inputs.spec.core.max_sequences} in a batch, which runs to its end",
+    }
+    return _describe_generating(inputs, limits, {})
+
+
+def _describe_generating(
+    inputs: GeneratingInputs, limits: Described, adapters: Described
+) -> Described:
+    spec, facts = inputs.spec, inputs.model.facts
+    core, step = spec.core, f"{spec.name}_{{}}".format
+    lengths = [len(prompt.ids) for prompt in inputs.prompts]
+    p99 = int(np.quantile(lengths, 0.99, method="higher"))
+    return {
+        "pipeline": spec.name,
+        "task": spec.task,
+        **({"tuned": dict(spec.tuned)} if spec.tuned else {}),
+        "model": {
+            "source": spec.model.source,
+            "architecture": facts.architecture,
+            "own_limit": "none"
+            if facts.max_length == OUT_OF_REACH
+            else f"{facts.max_length} tokens",
+            **({"suggests": dict(facts.suggested)} if facts.suggested else {}),
+            **({"weights": facts.quantization.words} if facts.quantization else {}),
+            "chat_template": "its own" if inputs.model.chat_template else "none: no messages",
+            **({"adapters": adapters} if adapters else {}),
+        },
+        "traffic": {
+            "prompts": f"{len(lengths)}, {sum(one.messages is not None for one in inputs.prompts)}"
+            " of them conversations",
+            "tokens": f"{np.mean(lengths):.1f} on average, p99 {p99}, most {max(lengths)}",
+        },
+        "core": {
+            "backend": core.backend,
+            "precision": core.precision,
+            **limits,
+            **({} if core.backend == "scripted" else {"engine": inputs.engine_settings}),
+        },
+        "stream_interval": f"{amount(spec.serving.stream_interval, 'token')} a streamed response",
+        "queue": f"{spec.serving.queue.max_size} requests under way at most",
+        "sampling_parameters": {
+            name: value
+            for name, value in {**DEFAULTS, **spec.own_parameters}.items()
+            if core.backend != "ctranslate2" or name not in UNKNOWN
+        },
+        "models": {
+            spec.name: _describe_step("ensemble", INPUTS, OUTPUTS),
+            step("preprocess"): _describe_step("python", INPUTS, TO_CORE),
+            step("core"): _describe_step("python, decoupled", TO_CORE, FROM_CORE),
+            step("postprocess"): _describe_step("python, decoupled", FROM_CORE, OUTPUTS),
+        },
+    }
+
+
+def _describe_step(
+    backend: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> Described:
+    return {
+        "backend": backend,
+        "inputs": ", ".join(tensor.name for tensor in inputs),
+        "outputs": ", ".join(tensor.name for tensor in outputs),
+    }

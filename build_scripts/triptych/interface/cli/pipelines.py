@@ -7,10 +7,9 @@ Pipelines that generate text, as `build` makes them and shows what it did.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,20 +40,13 @@ from triptych.interface.cli.tables import (
     print_finding,
     print_tree,
     tell_findings,
-    tell_verdict,
 )
 from triptych.spec.scaffold import tasks
 
 if TYPE_CHECKING:
-    from triptych.building.generation.text2text import AnyInputs
-    from triptych.core.gate.verify import Endpoint
     from triptych.repository.records import GateResult
-    from triptych.serving.bench.bench import Bench
-    from triptych.serving.bench.results import BenchResult
     from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
     from triptych.spec.plan import Plan
-    from triptych.spec.slo import AnySlo
-    from triptych.spec.spec import PipelineSpec
 
 
 @app.command()
@@ -106,96 +98,6 @@ def _rehearse(names: list[str], repository: Path, *, as_json: bool) -> None:
         print_json(results)
 
 
-def load_any_spec(
-    folder: Path, overrides: Sequence[str], *, untuned: bool = False
-) -> PipelineSpec | GenerationSpec | Text2TextSpec:
-    """The spec of a pipeline of any kind.
-
-    Args:
-        folder: the pipeline's.
-        overrides: ``KEY=VALUE`` each.
-        untuned: leave ``tuned.yaml`` out.
-
-    Raises:
-        UserError: see `load_spec`.
-    """
-    from triptych.spec.generation_fields import load_generation_spec, load_text2text_spec
-    from triptych.spec.spec import GENERATION, TEXT2TEXT, load_spec, task_of
-
-    task = task_of(folder)
-    if task == GENERATION:
-        return load_generation_spec(folder, overrides, untuned=untuned)
-    if task == TEXT2TEXT:
-        return load_text2text_spec(folder, overrides)
-    return load_spec(folder, overrides, untuned=untuned)
-
-
-def read_generating(spec: GenerationSpec | Text2TextSpec) -> AnyInputs:
-    """What is known of a pipeline that generates text before anything is done.
-
-    Raises:
-        UserError: in the spec, the model or the traffic.
-    """
-    from triptych.building.generation.inputs import read_generation
-    from triptych.building.generation.text2text import read_text2text
-    from triptych.spec.generation_fields import GenerationSpec
-
-    if isinstance(spec, GenerationSpec):
-        return read_generation(spec, progress)
-    return read_text2text(spec, progress)
-
-
-def promise_of(
-    spec: PipelineSpec | GenerationSpec | Text2TextSpec,
-    limits: Sequence[str],
-    throughput: float | None,
-) -> AnySlo:
-    """What options promise of a pipeline of either kind, else what its spec does.
-
-    Raises:
-        UserError: a limit that is none of that kind's.
-    """
-    from triptych.spec.slo import parse_generation_slo, parse_slo
-    from triptych.spec.spec import PipelineSpec
-
-    if isinstance(spec, PipelineSpec):
-        return parse_slo(limits, throughput, spec.serving.slo)
-    return parse_generation_slo(limits, throughput, spec.serving.slo)
-
-
-def bench_any(
-    spec: PipelineSpec | GenerationSpec | Text2TextSpec,
-    repository: Path,
-    bench: Bench,
-    *,
-    url: str | None,
-    metrics_url: str | None,
-) -> BenchResult:
-    """Measure a pipeline of either kind.
-
-    Raises:
-        UserError: see `bench_pipeline`; baselines of one that generates text.
-    """
-    from triptych.serving.bench.bench import bench_pipeline
-    from triptych.spec.spec import PipelineSpec
-
-    places = {"url": url, "metrics_url": metrics_url}
-    if isinstance(spec, PipelineSpec):
-        from triptych.core.inputs import read_inputs
-
-        return bench_pipeline(read_inputs(spec, progress), repository, bench, progress, **places)
-    from triptych.building.generation.bench import bench_generation
-
-    if bench.baselines:
-        raise UserError(
-            "--baseline",
-            "must be of a pipeline that answers at once",
-            given=spec.name,
-            remedy="Leave it out; build_scripts/benchmarks/generation.py has what to compare with",
-        )
-    return bench_generation(read_generating(spec), repository, bench, progress, **places)
-
-
 def build_and_show(
     spec: GenerationSpec | Text2TextSpec, repository: Path, *, accept: str, as_json: bool
 ) -> dict[str, Any]:
@@ -206,10 +108,13 @@ def build_and_show(
     """
     from triptych.building.generation.build import build_generation
     from triptych.building.generation.gate import GenerationGateFailure
+    from triptych.building.kinds import STEPS
     from triptych.repository.lint.checks import LintFailure
 
     try:
-        built = build_generation(read_generating(spec), repository, progress, accept=accept)
+        built = build_generation(
+            STEPS[spec.kind].read(spec, progress), repository, progress, accept=accept
+        )
     except GenerationGateFailure as failure:
         print_failed_gate(status, failure.gate)
         fail(as_json, {"pipeline": spec.name, "gate": failure.gate.as_dict()}, str(failure))
@@ -222,34 +127,6 @@ def build_and_show(
         if finding.severity == "warning":
             print_finding(status, finding.as_dict())
     return {**built.as_dict(), "repository": str(repository)}
-
-
-def verify_and_show(
-    spec: GenerationSpec | Text2TextSpec,
-    repository: Path,
-    server: AbstractContextManager[Endpoint],
-    *,
-    clients: int,
-    timeout_s: float,
-    as_json: bool,
-) -> NoReturn:
-    """Run the gate through a server, print the verdict and end with its exit code.
-
-    Raises:
-        UserError: see `verify_generation`.
-    """
-    from triptych.building.generation.live import describe_generation, verify_generation
-
-    result = verify_generation(
-        read_generating(spec),
-        repository,
-        server,
-        progress,
-        clients=clients,
-        timeout_s=timeout_s,
-    )
-    lines = describe_generation(result)
-    tell_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)
 
 
 @app.command()
@@ -292,12 +169,11 @@ def test(  # a verb, not a test
 
     It takes seconds: no server is started, no model is read.
     """
-    from triptych.building.generation.checks import check_folder
-    from triptych.building.hook_tests import check_pipeline
-    from triptych.spec.spec import GENERATING, task_of
+    from triptych.building.kinds import STEPS
+    from triptych.spec.any_spec import kind_in
 
     folder = pipelines / name
-    checks = check_folder(folder) if task_of(folder) in GENERATING else check_pipeline(folder)
+    checks = STEPS[kind_in(folder)].check_folder(folder)
     if as_json:
         print_json([check.as_dict() for check in checks])
     else:
@@ -318,22 +194,13 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Print the plan: models, shapes, limits and why; writes nothing."""
-    from triptych.building.generation.describe import describe_inputs
-    from triptych.core.inputs import read_inputs
-    from triptych.interface.cli.describe import describe_plan, describe_rehearsal
-    from triptych.repository.lock import find_lock
-    from triptych.spec.spec import PipelineSpec
+    from triptych.building.kinds import STEPS
+    from triptych.interface.kinds import FACES
+    from triptych.spec.any_spec import load_any_spec
 
     spec = load_any_spec(pipelines / name, overrides or ())
-    if not isinstance(spec, PipelineSpec):
-        _show(describe_inputs(read_generating(spec)), as_json)
-        return
-    plan = read_inputs(spec, progress).plan
-    description = describe_plan(plan)
-    if plan.builds_engine:
-        rehearsed = describe_rehearsal(plan, find_lock(repository, plan.spec.core.share or name))
-        description["gpu"]["rehearsal"] = rehearsed
-    _show(description, as_json)
+    inputs = STEPS[spec.kind].read(spec, progress)
+    _show(FACES[spec.kind].describe(inputs, repository), as_json)
 
 
 def _show(description: Mapping[str, object], as_json: bool) -> None:
@@ -380,6 +247,7 @@ def build(
     from triptych.core.gate.cached import GateFailure
     from triptych.core.inputs import read_inputs
     from triptych.repository.lint.checks import LintFailure
+    from triptych.spec.any_spec import load_any_spec
     from triptych.spec.spec import PipelineSpec
 
     if accept is not None and not accept.strip():

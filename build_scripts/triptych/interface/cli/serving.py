@@ -37,7 +37,6 @@ from triptych.interface.cli.options import (
     progress,
     status,
 )
-from triptych.interface.cli.pipelines import load_any_spec, verify_and_show
 from triptych.interface.cli.tables import (
     print_built,
     print_failed_gate,
@@ -48,11 +47,9 @@ from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from triptych.building.dev import Round
-    from triptych.interface.page.web import PageServer
     from triptych.serving.fleet.mirrored import Mirrored
     from triptych.serving.server import Server
-    from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
-    from triptych.spec.spec import PipelineSpec
+    from triptych.spec.any_spec import AnySpec
 
 
 def run(
@@ -416,24 +413,20 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run the accuracy gate again, through any server."""
-    from triptych.core.gate.verify import describe_verification, verify_pipeline
-    from triptych.core.inputs import read_inputs
+    from triptych.building.kinds import STEPS
     from triptych.serving.endpoint import check_built, served
-    from triptych.spec.spec import PipelineSpec
+    from triptych.spec.any_spec import load_any_spec
 
     if url is None:
         check_built(repository, name)
     spec = load_any_spec(pipelines / name, overrides or ())
+    steps = STEPS[spec.kind]
+    inputs = steps.read(spec, progress)
     server = served(repository, name, url, progress)
-    if not isinstance(spec, PipelineSpec):
-        verify_and_show(
-            spec, repository, server, clients=clients, timeout_s=timeout_s, as_json=as_json
-        )
-    inputs = read_inputs(spec, progress)
-    result = verify_pipeline(
+    result = steps.verify(
         inputs, repository, server, progress, clients=clients, timeout_s=timeout_s
     )
-    lines = describe_verification(result)
+    lines = steps.describe_verification(result)
     tell_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)
 
 
@@ -482,13 +475,12 @@ def ui(
 
     It shows answers as the task has them, and where their time went. Ctrl-C ends it.
     """
-    from triptych.interface.page.page import ChatPage, DemoPage, open_pipeline
+    from triptych.interface.kinds import FACES
     from triptych.repository.store import recover
     from triptych.serving.endpoint import check_built
     from triptych.serving.exchange import Exchange
     from triptych.serving.ports import claim_ports, is_loopback
     from triptych.serving.server import Server, check_and_make_flags
-    from triptych.spec.spec import PipelineSpec
 
     if url is None:
         check_built(repository, name)
@@ -501,13 +493,9 @@ def ui(
     with ExitStack() as opened:
 
         def open_page(grpc_url: str, pid: int | None) -> None:
-            folder = pipelines / name
-            made: PageServer
-            if isinstance(spec, PipelineSpec):
-                pipeline = open_pipeline(spec, folder, grpc_url, request_timeout_s)
-                made = DemoPage(pipeline, host, port)
-            else:
-                made = ChatPage(spec, folder, grpc_url, host, port, timeout_s=request_timeout_s)
+            made = FACES[spec.kind].open_page(
+                spec, pipelines / name, grpc_url, host, port, request_timeout_s
+            )
             page = opened.enter_context(made)
             if as_json:
                 print(json.dumps({"page": page.url, "grpc": grpc_url, "pid": pid}), flush=True)
@@ -536,11 +524,9 @@ def ui(
         run(server, announce, timeout_s=timeout_s, meanwhile=exchange.look)
 
 
-def _built_or_written(
-    name: str, repository: Path, pipelines: Path
-) -> PipelineSpec | GenerationSpec | Text2TextSpec:
+def _built_or_written(name: str, repository: Path, pipelines: Path) -> AnySpec:
     """The spec of what is built; where that is elsewhere, what the pipeline's folder says."""
-    from triptych.repository.lock import find_lock
+    from triptych.repository.lock import find_built_spec
+    from triptych.spec.any_spec import load_any_spec
 
-    lock = find_lock(repository, name)
-    return load_any_spec(pipelines / name, ()) if lock is None else lock.spec
+    return find_built_spec(repository, name) or load_any_spec(pipelines / name)

@@ -107,11 +107,12 @@ def bench(
     if compare is not None:
         _compare(*compare, as_json=as_json)
         return
+    from triptych.building.kinds import STEPS
     from triptych.interface.cli.measured_tables import print_bench
-    from triptych.interface.cli.pipelines import bench_any, load_any_spec, promise_of
     from triptych.interface.report.load import write_bench_report, write_figures
     from triptych.serving.bench.bench import CONCURRENCY, Bench, parse_loads, price_of
     from triptych.serving.bench.results import to_json, verdict_of
+    from triptych.spec.any_spec import load_any_spec, parse_any_slo
 
     if name is None:
         raise UserError("NAME", "must be given", remedy="Name a pipeline, or use --compare A B")
@@ -124,8 +125,9 @@ def bench(
         peak_per_s=peak_rate,
         headroom=headroom,
     )
-    spec = load_any_spec(pipelines / name, ())
-    promised = promise_of(spec, slo or (), min_throughput)
+    spec = load_any_spec(pipelines / name)
+    steps = STEPS[spec.kind]
+    promised = parse_any_slo(spec, slo or (), min_throughput)
     wanted = Bench(
         loads=loads,
         rounds=rounds,
@@ -137,7 +139,14 @@ def bench(
         price=price,
     )
     with stoppable():
-        result = bench_any(spec, repository, wanted, url=url, metrics_url=metrics_url)
+        result = steps.bench(
+            steps.read(spec, progress),
+            repository,
+            wanted,
+            progress,
+            url=url,
+            metrics_url=metrics_url,
+        )
     report_into(lambda folder: write_bench_report(result, folder), reports / name / "bench")
     if url is None:
         progress("card", write_figures(result, repository))
@@ -201,12 +210,11 @@ def tune(
     if check:
         _check(name, check, pipelines, repository, reports, rate, as_json=as_json)
     from triptych.interface.cli.measured_tables import print_tuned
-    from triptych.interface.cli.pipelines import load_any_spec, promise_of
     from triptych.interface.report.tuning_report import write_tune_report
     from triptych.operate.tune.tune import Tuning, tune_pipeline
     from triptych.serving.bench.bench import price_of
     from triptych.serving.bench.results import to_json
-    from triptych.spec.spec import TEXT2TEXT, not_known_here
+    from triptych.spec.any_spec import load_any_spec, parse_any_slo
 
     folder = pipelines / name
     price = price_of(
@@ -217,10 +225,8 @@ def tune(
         headroom=headroom,
     )
     spec = load_any_spec(folder, overrides or (), untuned=True)
-    if spec.task == TEXT2TEXT:
-        raise not_known_here("task", spec.task)
     tuning = Tuning(
-        slo=promise_of(spec, slo or (), min_throughput),
+        slo=parse_any_slo(spec, slo or (), min_throughput),
         budget_s=seconds_of("--budget", budget),
         clients=clients,
         price=price,
@@ -257,11 +263,13 @@ def _check(
     from triptych.operate.tune.drift import check_drift, format_drift
     from triptych.operate.tune.new_traffic import read_lengths
     from triptych.operate.tune.proposal import measured_in
-    from triptych.spec.spec import GENERATION, load_spec, task_of
+    from triptych.spec.any_spec import kind_in
+    from triptych.spec.kind import Kind
+    from triptych.spec.spec import load_spec
 
     if len(pages) > 2:
         raise UserError("--check", "must be given once or twice", given=f"{len(pages)} files")
-    if task_of(pipelines / name) == GENERATION:
+    if kind_in(pipelines / name) is Kind.TEXT_GENERATION:
         raise UserError(
             "--check",
             "must be of a pipeline that answers at once",

@@ -152,7 +152,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ChatPage(PageServer):
-    """Answers browsers until it is closed.
+    """Page of a pipeline that generates text, until it is closed.
 
     Args:
         spec: of the pipeline.
@@ -167,6 +167,9 @@ class ChatPage(PageServer):
         UserError: its traffic cannot be read.
     """
 
+    talks = True
+    """Whether a request is a whole conversation; else it is one text."""
+
     def __init__(
         self,
         spec: GenerationSpec | Text2TextSpec,
@@ -174,13 +177,11 @@ class ChatPage(PageServer):
         grpc_url: str,
         host: str,
         port: int,
-        *,
         timeout_s: float,
     ) -> None:
         examples = _examples(folder / TRAFFIC_FILE)
         super().__init__(host, port)
         self._spec = spec
-        self._talks = isinstance(spec, GenerationSpec)
         self._examples = examples
         self._grpc_url = grpc_url
         self._client = Client(spec.name, grpc_url, timeout_s=timeout_s)
@@ -193,7 +194,7 @@ class ChatPage(PageServer):
     def answer(self, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, Iterator[str]]:
         given = {name: str(read_text(content)) for name, content in sent.items()}
         try:
-            messages = json.loads(given.get("messages") or "[]") if self._talks else []
+            messages = json.loads(given.get("messages") or "[]") if self.talks else []
             roles = [message["role"] + message["content"] for message in messages]
         except (ValueError, TypeError, KeyError):
             return HTTPStatus.UNPROCESSABLE_ENTITY, iter([self._render((), given)])
@@ -239,7 +240,7 @@ class ChatPage(PageServer):
         yield after.split(mark)[1]
 
     def _ask(self, messages: Messages, sampling: Sampling) -> Generation:
-        if self._talks:
+        if self.talks:
             return self._client.chat(messages, **sampling)
         return self._client.generate(messages[-1]["content"], **sampling)
 
@@ -256,7 +257,7 @@ class ChatPage(PageServer):
             "chat.html.j2",
             name=self._spec.name,
             task=self._spec.task,
-            talks=self._talks,
+            talks=self.talks,
             model=self._spec.model.source,
             url=self._grpc_url,
             # The last answer has been sent where the page goes on behind it.
@@ -270,6 +271,12 @@ class ChatPage(PageServer):
             error=error,
             told=told,
         )
+
+
+class TextPage(ChatPage):
+    """Page of a pipeline that summarizes or translates, until it is closed; see `ChatPage`."""
+
+    talks = False
 
 
 def _sampling(given: Mapping[str, str]) -> Sampling:
@@ -373,6 +380,13 @@ class DemoPage(PageServer):
 
     def end(self) -> None:
         self.pipeline.asker.close()
+
+
+def open_demo_page(
+    spec: PipelineSpec, folder: Path, url: str, host: str, port: int, timeout_s: float
+) -> DemoPage:
+    """Return the page of a served encoder; see `open_pipeline` and `DemoPage`."""
+    return DemoPage(open_pipeline(spec, folder, url, timeout_s), host, port)
 
 
 def _chosen(pipeline: Pipeline, number: str) -> TrafficRow | None:

@@ -27,7 +27,7 @@ WARM_UP_REQUESTS = 60
 
 @dataclass(frozen=True)
 class Encoding:
-    """See `Kind`.
+    """See `TunedPipeline`.
 
     Attributes:
         base: ``KEY=VALUE`` overrides of the spec, below those of a setting.

@@ -28,7 +28,7 @@ from triptych.spec.tuned import TUNABLE_GENERATION
 
 @dataclass(frozen=True)
 class Generating:
-    """See `Kind`.
+    """See `TunedPipeline`.
 
     Attributes:
         base: ``KEY=VALUE`` overrides of the spec, below those of a setting.

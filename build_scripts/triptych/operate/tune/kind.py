@@ -1,4 +1,4 @@
-"""What tuning asks of a kind of pipeline; `encoding` and `generating` are the kinds."""
+"""Interface between the search and a pipeline that is tuned; `TUNERS` in `tune` has both forms."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Made:
     origin: Any
 
 
-class Kind(Protocol):
-    """Pipelines of one kind; each object is of one pipeline."""
+class TunedPipeline(Protocol):
+    """One pipeline that is tuned."""
 
     @property
     def folder(self) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.base.errors import Progress
-from triptych.operate.tune.kind import Kind, Made, Setting
+from triptych.operate.tune.kind import Made, Setting, TunedPipeline
 from triptych.operate.tune.objective import Scored, Scoring
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench.measure import Target
@@ -31,7 +31,7 @@ MIN_ROUNDS = 2
 class Slot:
     """A repository of its own and the server on it; holds one setting at a time."""
 
-    def __init__(self, folder: Path, kind: Kind) -> None:
+    def __init__(self, folder: Path, kind: TunedPipeline) -> None:
         self.repository = folder
         self._kind = kind
         self._server: Server | None = None
@@ -221,7 +221,7 @@ class TrialServers:
 
 @contextmanager
 def trial_servers(
-    kind: Kind, beside: Path, objective: Scoring, seconds: float, progress: Progress
+    kind: TunedPipeline, beside: Path, objective: Scoring, seconds: float, progress: Progress
 ) -> Iterator[TrialServers]:
     """Both servers in a folder of its own beside the repository, removed with all in it at the end.
 

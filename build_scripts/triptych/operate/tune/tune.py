@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from triptych.base.cache import code_hash, sha256_of
 from triptych.base.errors import Progress, UserError
 from triptych.operate.tune.encoding import Encoding
 from triptych.operate.tune.generating import Generating
-from triptych.operate.tune.kind import Kind, Setting
+from triptych.operate.tune.kind import Setting, TunedPipeline
 from triptych.operate.tune.objective import Goodput, LoadFailed, Objective, Scored, Scoring
 from triptych.operate.tune.results import Outcome, TuneResult, describe, gain
 from triptych.operate.tune.search import Search, TrialCache, points_of, scores_of
@@ -24,8 +24,10 @@ from triptych.serving.bench.bench import sustained as sustained_by
 from triptych.serving.bench.bottleneck import find_bottleneck
 from triptych.serving.bench.rates import highest_rate
 from triptych.serving.bench.results import Point
+from triptych.spec.any_spec import kind_in
+from triptych.spec.kind import Kind
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
-from triptych.spec.spec import SPEC_FILE
+from triptych.spec.spec import SPEC_FILE, not_known_here, task_of
 from triptych.spec.traffic import TRAFFIC_FILE
 from triptych.spec.tuned import TUNED_FILE, Tuned, read_tuned, write_tuned
 
@@ -75,7 +77,10 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     Raises:
         GateFailure, LintFailure, UserError: the baseline cannot be built or served.
     """
-    kind, objective = _kind_of(folder, tuning)
+    tuner = TUNERS.get(kind_in(folder))
+    if tuner is None:
+        raise not_known_here("task", task_of(folder))
+    kind, objective = tuner(folder, tuning.slo, tuning)
     start = kind.start(repository, progress)
     cache = TrialCache(_cache_key(folder, tuning, start))
     old = read_tuned(folder, kind.tunable)
@@ -128,15 +133,23 @@ def tune_pipeline(folder: Path, repository: Path, tuning: Tuning, progress: Prog
     return result
 
 
-def _kind_of(folder: Path, tuning: Tuning) -> tuple[Kind, Scoring]:
-    slo = tuning.slo
-    if isinstance(slo, GenerationSlo):
-        kind = Generating(folder, slo, tuning.clients, tuning.overrides)
-        return kind, Goodput(slo, tuning.clients)
+def _tune_encoder(folder: Path, slo: Any, tuning: Tuning) -> tuple[TunedPipeline, Scoring]:
     return Encoding(folder, slo, tuning.overrides), Objective(slo, tuning.clients)
 
 
-def _least_rates_s(kind: Kind, tuning: Tuning) -> float:
+def _tune_generation(folder: Path, slo: Any, tuning: Tuning) -> tuple[TunedPipeline, Scoring]:
+    tuned = Generating(folder, slo, tuning.clients, tuning.overrides)
+    return tuned, Goodput(slo, tuning.clients)
+
+
+TUNERS: Mapping[Kind, Callable[[Path, Any, Tuning], tuple[TunedPipeline, Scoring]]] = {
+    Kind.ENCODER: _tune_encoder,
+    Kind.TEXT_GENERATION: _tune_generation,
+}
+"""Kinds that can be tuned; the only place in this package that chooses by `Kind`."""
+
+
+def _least_rates_s(kind: TunedPipeline, tuning: Tuning) -> float:
     """What the highest rates of both sides take at least; 0 where none are searched."""
     searched = kind.searches_rates and tuning.slo.limits_us
     return 2 * _MIN_RATE_S * tuning.seconds if searched else 0.0
@@ -159,7 +172,7 @@ class _Final:
     """The baseline and the winner of the search at length, in turns."""
 
     servers: TrialServers
-    kind: Kind
+    kind: TunedPipeline
     tuning: Tuning
     end: float  # of the time, on the monotonic clock: what must not be missing takes longer
     progress: Progress

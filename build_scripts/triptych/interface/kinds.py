@@ -1,0 +1,43 @@
+"""How the interface shows each kind of pipeline: its plan, and its page in the browser.
+
+`FACES` is the only place in this package that chooses by `Kind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triptych.interface.cli.describe import (
+    Described,
+    describe_encoder,
+    describe_text2text,
+    describe_text_generation,
+)
+from triptych.interface.page.page import ChatPage, TextPage, open_demo_page
+from triptych.interface.page.web import PageServer
+from triptych.spec.kind import Kind
+
+
+@dataclass(frozen=True)
+class Face:
+    """What a user sees of one kind.
+
+    Attributes:
+        describe: Returns the plan of the pipeline with these inputs, as plain data. The folder is
+            the model repository, which may hold an earlier build.
+        open_page: Makes the page of a served pipeline: its spec, folder and gRPC endpoint, the
+            page's host and port, and the deadline of a request in seconds.
+    """
+
+    describe: Callable[[Any, Path], Described]
+    open_page: Callable[[Any, Path, str, str, int, float], PageServer]
+
+
+FACES: Mapping[Kind, Face] = {
+    Kind.ENCODER: Face(describe_encoder, open_demo_page),
+    Kind.TEXT_GENERATION: Face(describe_text_generation, ChatPage),
+    Kind.TEXT2TEXT: Face(describe_text2text, TextPage),
+}
