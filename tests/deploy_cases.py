@@ -25,7 +25,7 @@ from triptych.base.releases import parse_release
 from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
-from triptych.repository.lock import SCHEMA, Lock, PlanRecord
+from triptych.repository.manifest import SCHEMA, BuildManifest, PlanRecord
 from triptych.repository.records import EngineCheck, EngineRecord, GateResult, json_text
 from triptych.serving.bench.results import to_json
 from triptych.spec.generation_fields import load_generation_spec
@@ -70,7 +70,7 @@ def write_built(
     fields.setdefault("serving", {"slo": PROMISE})
     spec = load_spec(write_pipeline(folder / "pipelines" / name, **fields))
     plan = PlanRecord("packed", "", 256, (), 32, Core("AutoModel", "row", "vector", ()), None)
-    lock = Lock(
+    lock = BuildManifest(
         schema=SCHEMA,
         built_at="2026-01-01T00:00:00+00:00",
         spec=spec,

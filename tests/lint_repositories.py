@@ -248,7 +248,7 @@ def engine_plan(profiles: list[dict[str, Any]]) -> dict[str, Any]:
     return {"precision": "fp16", "profiles": profiles, "graph_specs": [], "options": {}}
 
 
-def make_lock(files: Files, **traffic: Any) -> bytes:
+def make_manifest(files: Files, **traffic: Any) -> bytes:
     """The lock of `files`."""
     core = files.get("minilm_core/config.pbtxt", b"")
     hashed = {n: c for n, c in files.items() if n != LOCK and not n.endswith("/")}
@@ -267,7 +267,7 @@ def write_repository(root: Path, layout: str, *edits: Edit) -> Path:
     for edit in edits:
         edit(files)
     if files.get(LOCK) == b"":
-        files[LOCK] = make_lock(files)
+        files[LOCK] = make_manifest(files)
     for name, content in files.items():
         target = root / name
         if name.endswith("/"):
@@ -363,7 +363,7 @@ def relock(**traffic: Any) -> Edit:
     """Write the lock now, over the files as they are."""
 
     def edit(files: Files) -> None:
-        files[LOCK] = make_lock(files, **traffic)
+        files[LOCK] = make_manifest(files, **traffic)
 
     return edit
 
@@ -372,7 +372,7 @@ def engine(profiles: list[dict[str, Any]] | None = None, **record: Any) -> Edit:
     """Write the lock now, with other profiles or the record of a finished engine."""
 
     def edit(files: Files) -> None:
-        lock = json.loads(make_lock(files))
+        lock = json.loads(make_manifest(files))
         if profiles is not None:
             lock["plan"]["engine"] = engine_plan(profiles)
         lock["engine"] = record or None

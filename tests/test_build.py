@@ -34,7 +34,7 @@ from triptych.core.gate.runs import write_warm_ups
 from triptych.core.inputs import read_inputs
 from triptych.repository.config import read_config
 from triptych.repository.lint import run_checks
-from triptych.repository.lock import LOCK_FILE
+from triptych.repository.manifest import MANIFEST_FILE
 from triptych.repository.store import locked, write_models
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
@@ -205,7 +205,7 @@ def test_two_cold_builds_give_the_same_bytes(
         monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / run / "cache"))
         build_into(tiny, tmp_path / run / "repository")
         files = tree(tmp_path / run / "repository")
-        lock = json.loads(files.pop(f"tiny/{LOCK_FILE}"))
+        lock = json.loads(files.pop(f"tiny/{MANIFEST_FILE}"))
         lock.pop("built_at")
         trees.append((files, lock))
     assert trees[0] == trees[1]

@@ -53,7 +53,7 @@ def test_the_key_of_a_stage_changes_with_its_code_alone(
 ) -> None:
     stages = {"export": EXPORT_CODE, "gate": GATE_CODE, "engine": ENGINE_CODE}
     before = {name: code_hash(*patterns) for name, patterns in stages.items()}
-    change(package, "repository/lock.py")
+    change(package, "repository/manifest.py")
     for engine in ("runtime/engine_vllm.py", "runtime/generation_core.py"):
         edit(package, engine)
     assert {name: code_hash(*patterns) for name, patterns in stages.items()} == before

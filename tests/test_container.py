@@ -15,7 +15,7 @@ from container_cases import PACKAGE, copy_of_the_images_files, write_pipeline
 from triptych.base.errors import UserError
 from triptych.base.releases import TRITON_VERSIONS, Release
 from triptych.container.entrypoint import find_release, flags_for, main
-from triptych.container.flags import Options, Trace, production_flags
+from triptych.container.flags import ServerFlags, Trace, production_flags
 from triptych.container.machine import Machine, VisibleGpu
 from triptych.container.settings import read_settings
 from triptych.container.sizes import MAX_MIB, TEXTS_A_REQUEST, largest_request_mib
@@ -36,7 +36,7 @@ ALL_OPTIONS: dict[str, Any] = {
 
 
 def flags(release: Release = NEW, **options: Any) -> list[str]:
-    return production_flags(release, Options(restricted_key=KEY, **options))
+    return production_flags(release, ServerFlags(restricted_key=KEY, **options))
 
 
 def names(given: list[str]) -> set[str]:
@@ -125,7 +125,7 @@ def test_tracing_is_off_unless_asked_for() -> None:
 
 
 def test_the_repository_switches_on_what_it_asks_for(tmp_path: Path) -> None:
-    options = Options(restricted_key=KEY, cuda_pool_mib=1)
+    options = ServerFlags(restricted_key=KEY, cuda_pool_mib=1)
     write_pipeline(tmp_path)
     plain = flags_for(tmp_path, options, HERE, NEW)
     assert not names(plain) & {"--rate-limit", "--backend-config"}
@@ -184,10 +184,10 @@ def test_requests_over_http_are_as_large_as_the_pipelines_can_use(tmp_path: Path
     assert largest(2**20 // a_byte + 1) == 2 + 1
     assert largest(1, '[\\"image\\"]') == 12 + 1
     assert largest(2**20) == largest("?") == MAX_MIB
-    plain = flags_for(tmp_path, Options(restricted_key=KEY, max_request_mib=5), HERE, NEW)
+    plain = flags_for(tmp_path, ServerFlags(restricted_key=KEY, max_request_mib=5), HERE, NEW)
     assert f"--http-max-input-size={5 * 2**20}" in plain
     largest(1)
-    plain = flags_for(tmp_path, Options(restricted_key=KEY), HERE, NEW)
+    plain = flags_for(tmp_path, ServerFlags(restricted_key=KEY), HERE, NEW)
     assert f"--http-max-input-size={2 * 2**20}" in plain
 
 

@@ -26,7 +26,7 @@ from test_server import eventually, mark_of, write_model
 from triptych.base.releases import Release
 from triptych.client import AccessDenied, Client, InvalidRequest
 from triptych.container.entrypoint import flags_for
-from triptych.container.flags import Options as ServerOptions
+from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.lock_check import check_repository
 from triptych.container.machine import read_machine
 from triptych.container.sizes import largest_request_mib

@@ -33,7 +33,7 @@ from load_samples import point, rate_search
 from triptych.base.errors import UserError
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.base.releases import parse_release
-from triptych.container.flags import Options as ServerOptions
+from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.deploy.basis import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import parse_mebibytes

@@ -20,7 +20,7 @@ from load_samples import rate_search
 from triptych.base.explained import yaml_of
 from triptych.base.releases import parse_release
 from triptych.deploy.targets import manifests_of
-from triptych.repository.lock import build_id
+from triptych.repository.manifest import build_id
 from triptych.serving.fleet.envoy import (
     EndpointFiles,
     EndpointNames,

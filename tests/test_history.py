@@ -16,7 +16,7 @@ from deploy_cases import write_built
 from triptych.base.errors import UserError
 from triptych.interface.cli import app
 from triptych.repository.history import rollback
-from triptych.repository.lock import build_id
+from triptych.repository.manifest import build_id
 from triptych.repository.render import Content
 from triptych.repository.store import (
     KEPT,

@@ -35,7 +35,7 @@ from triptych.deploy.numbers import measured_of, sizes_of
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.scaling import scaled_object
 from triptych.operate.monitor.metrics import RunCollector, metrics_page
-from triptych.repository.lock import read_lock
+from triptych.repository.manifest import read_manifest
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
@@ -159,7 +159,7 @@ class Deployed:
     """What `deploy` makes of a built pipeline, its windows shortened."""
 
     def __init__(self, repository: Path, folder: Path) -> None:
-        lock = read_lock(repository, "tiny")
+        lock = read_manifest(repository, "tiny")
         options = DeployOptions(
             "triptych-serve:24.10", "tiny", Release(24, 10),
             rps_per_replica=50.0, cpu_cores=1.0, memory_mib=2048, monitor_image="watch:1",

@@ -16,7 +16,7 @@ from triptych.core.gate.cached import Gate
 from triptych.core.gate.probe import OUTSIDE
 from triptych.core.inputs import read_inputs
 from triptych.core.precision.keep_layers import CoreConverter
-from triptych.repository.lock import read_lock
+from triptych.repository.manifest import read_manifest
 from triptych.spec.spec import load_spec
 
 
@@ -74,7 +74,7 @@ def test_a_lock_of_before_is_still_read(noisy: tuple[Built, Path], tmp_path: Pat
     for name in ("words", "vocabulary_share", "near_duplicates"):
         del lock["traffic"][name]
     write_lock(tmp_path / "repository", "noisy", lock)
-    old = read_lock(tmp_path / "repository", "noisy")
+    old = read_manifest(tmp_path / "repository", "noisy")
     assert (old.gate.rounding, old.gate.probe) == (None, None)
     assert old.gate.verdicts == noisy[0].gate.verdicts
 

@@ -24,7 +24,7 @@ from benchmarks.litserve_peer import LitServe
 from benchmarks.measurement import Measurement, Summary, summarize
 from benchmarks.mlserver_peer import MLServer
 from benchmarks.model import CACHE, PIPELINE, build, cosines, reference
-from triptych.repository.lock import read_lock
+from triptych.repository.manifest import read_manifest
 from triptych.serving.doctor import processor
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import TOLERANCES, thresholds
@@ -141,7 +141,7 @@ def _lowered(precision: str, *, per_core: bool = False) -> Contender:
         overrides += [f"serving.instances.core={cores}", "core.threads=1"]
     folder = f"packed-{precision}" + ("-per-core" if per_core else "")
     repository = build(CACHE / folder, *overrides)
-    lock = read_lock(repository, _NAME)
+    lock = read_manifest(repository, _NAME)
     built = lock.gate.precision
     name = f"triptych, {precision}" + (f": {built}" if built != precision else "")
     name += ", an instance a core" if per_core else ""

@@ -26,7 +26,7 @@ from triptych.core.feeds import Feed, core_feed
 from triptych.core.gate.cached import Gate
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.precision.keep_layers import ConvertedCore, convert_with_exclusions
-from triptych.repository.lock import read_lock
+from triptych.repository.manifest import read_manifest
 from triptych.repository.records import Conversion
 from triptych.spec.fields import Precision
 from triptych.spec.spec import load_spec
@@ -121,7 +121,7 @@ def _parse() -> argparse.Namespace:
 def _source(inputs: PipelineInputs) -> tuple[Path, str]:
     """The fp32 core and its key."""
     repository = build(CACHE / "precisions")
-    lock = read_lock(repository, PIPELINE.name)
+    lock = read_manifest(repository, PIPELINE.name)
     return repository / inputs.plan.step("core") / "1" / MODEL_FILE, lock.source_key
 
 

@@ -24,7 +24,7 @@ from triptych.core.gate.reference import load, reference_of, save
 from triptych.core.gate.runs import RowOutputs, RunBatch
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.samples import rows_of
-from triptych.repository.lock import PLAN_FILE, find_lock, read_lock
+from triptych.repository.manifest import PLAN_FILE, find_manifest, read_manifest
 from triptych.repository.records import plain_record
 from triptych.spec.plan import Plan
 from triptych.spec.spec import load_spec
@@ -95,7 +95,7 @@ def build_graph(subject: Subject, home: Path, progress: Progress, *, reuse: bool
     if not reuse:
         with suppress(EngineFailure):  # the graph is there then, and `build_engine` tells
             build(inputs, repository, progress, accept=ACCEPTED)
-    lock = find_lock(repository, subject.name)
+    lock = find_manifest(repository, subject.name)
     if lock is None:
         raise LookupError(f"{repository} has no {subject.name}")
     if lock.model_sha256 != inputs.plan.facts.sha256:
@@ -128,7 +128,7 @@ def open_runner(built: Built, *, graphs: bool) -> EngineRunner:
     Raises:
         EngineError: the GPU refuses it.
     """
-    plan = read_lock(built.repository, built.subject.name).plan.engine
+    plan = read_manifest(built.repository, built.subject.name).plan.engine
     if plan is None:
         raise ValueError(f"{built.subject.name} has a core without an engine")
     file = built.repository / built.plan.step("core") / "1" / PLAN_FILE

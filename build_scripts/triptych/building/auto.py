@@ -24,7 +24,7 @@ from triptych.core.gate.cached import GateFailure
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.stage import CheckedCore, lower_precision
 from triptych.core.samples import hash_requests
-from triptych.repository.lock import read_lock
+from triptych.repository.manifest import read_manifest
 from triptych.repository.records import GateResult, PrecisionTrial, plain_record, read_record
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench import perf_analyzer
@@ -258,7 +258,8 @@ def _measure(
     key: dict[str, object] = {
         # The files of a repository tell all that is served, and so all that is measured.
         "files": {
-            precision: dict(read_lock(path, name).files) for precision, path in repositories.items()
+            precision: dict(read_manifest(path, name).files)
+            for precision, path in repositories.items()
         },
         "requests": hash_requests(inputs.requests),
         "clients": CLIENTS,

@@ -32,7 +32,13 @@ from triptych.core.precision.stage import CheckedCore, full_precision, lower_pre
 from triptych.core.variety import variety_of
 from triptych.repository.card import CARD_FILE, render_card
 from triptych.repository.lint.checks import lint_rendered
-from triptych.repository.lock import LOCK_FILE, Lock, find_lock, make_lock, planned_engine
+from triptych.repository.manifest import (
+    MANIFEST_FILE,
+    BuildManifest,
+    find_manifest,
+    make_manifest,
+    planned_engine,
+)
 from triptych.repository.records import GateResult, Rehearsal
 from triptych.repository.render import render
 from triptych.repository.sharing import check_sharers, owner_of_core
@@ -147,7 +153,7 @@ def _write(
     files[f"{name}/{CARD_FILE}"] = render_card(
         plan, core.gate, license=license, unpacked=core.unpacked
     )
-    previous = find_lock(repository, name)
+    previous = find_manifest(repository, name)
     # Of the graph that the gate has seen: another one on the disk by now is refused by `serve`.
     graph = {f"{plan.step('core')}/1/{part}": digest for part, digest in core.files.items()}
     hashes = hash_files(files, graph)
@@ -159,7 +165,7 @@ def _write(
     if rehearsal and engine is None:
         rehearsed = _rehearse(core, previous, progress)
     variety = variety_of(core.inputs.requests)
-    lock = make_lock(
+    lock = make_manifest(
         plan,
         hashes,
         core_key=core.key,
@@ -172,7 +178,7 @@ def _write(
         variety={} if variety is None else asdict(variety),
         previous=previous,
     )
-    files[f"{name}/{LOCK_FILE}"] = lock.as_bytes()
+    files[f"{name}/{MANIFEST_FILE}"] = lock.as_bytes()
     beside = [repository / plan.step("core")] if shared else []
     findings = lint_rendered(files, triton=plan.spec.serving.triton, beside=beside)
     before = {} if previous is None else previous.files
@@ -185,7 +191,9 @@ def _write(
     return Built(plan, tuple(changed), core.gate, findings, core.unpacked)
 
 
-def _rehearse(core: CheckedCore, previous: Lock | None, progress: Progress) -> Rehearsal | None:
+def _rehearse(
+    core: CheckedCore, previous: BuildManifest | None, progress: Progress
+) -> Rehearsal | None:
     """The engine, rehearsed for the GPU of the one before; None where a real one is built or none.
 
     Raises:

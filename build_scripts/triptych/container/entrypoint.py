@@ -17,7 +17,7 @@ from pathlib import Path
 
 from triptych.base.errors import UserError, inert
 from triptych.base.releases import Release, parse_release, risk_of
-from triptych.container.flags import Options, production_flags, uses_rate_limiter
+from triptych.container.flags import ServerFlags, production_flags, uses_rate_limiter
 from triptych.container.health import find_server_fault
 from triptych.container.lock_check import (
     EXIT_MISTAKE,
@@ -63,7 +63,9 @@ def find_release(variables: Mapping[str, str], version_file: Path = _VERSION_FIL
     return parse_release(named)
 
 
-def flags_for(repository: Path, options: Options, machine: Machine, release: Release) -> list[str]:
+def flags_for(
+    repository: Path, options: ServerFlags, machine: Machine, release: Release
+) -> list[str]:
     """The production flags; what the repository's configs and plans ask for is switched on."""
     complete = replace(
         options,

@@ -36,7 +36,7 @@ class Trace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class ServerFlags:
     """What an operator may decide (docker/README.md), and what the repository asks for.
 
     Sizes are in MiB, where None leaves Triton's own; each of the `gpus` gets a CUDA pool. Who sends
@@ -57,7 +57,7 @@ class Options:
     trace: Trace | None = None
 
 
-def production_flags(release: Release, options: Options) -> list[str]:
+def production_flags(release: Release, options: ServerFlags) -> list[str]:
     """The flags, without those that the release of the server does not know."""
     return [flag for flag in _flags(options) if not flags_newer_than([flag], release)]
 
@@ -77,7 +77,7 @@ def uses_rate_limiter(repository: Path) -> bool:
     )
 
 
-def _flags(options: Options) -> Iterator[str]:
+def _flags(options: ServerFlags) -> Iterator[str]:
     # Loading models on request runs code of whoever may write to the repository.
     yield "--model-control-mode=none"
     # A half-loaded server must not look like a started one.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from triptych.base.errors import UserError
-from triptych.container.locks import Pipeline, find_pipelines
+from triptych.container.locks import ServedPipeline, find_pipelines
 from triptych.container.settings import read_settings
 from triptych.runtime.faults import OVERLOADED, read_step_error
 
@@ -28,7 +28,7 @@ COMMAND = ("python3", "-m", "triptych.container.health")
 _TIMEOUT_S = 3.0
 
 
-def find_fault(url: str, pipelines: list[Pipeline]) -> str | None:
+def find_fault(url: str, pipelines: list[ServedPipeline]) -> str | None:
     """What is not in order at the server of `url`, in a few words; None where all is."""
     if not pipelines:
         return "the repository holds no ensemble"
@@ -48,7 +48,7 @@ def find_server_fault(url: str) -> str | None:
     return live or _fault("the server", f"{url}/v2/health/ready")
 
 
-def _ask(url: str, pipeline: Pipeline) -> str | None:
+def _ask(url: str, pipeline: ServedPipeline) -> str | None:
     try:
         body = (pipeline.repository / pipeline.name / QUESTION_FILE).read_bytes()
     except FileNotFoundError:  # an ensemble of somebody else's

@@ -14,7 +14,13 @@ from typing import Literal, NamedTuple
 
 from triptych.base.errors import UserError, inert
 from triptych.container.lock_files import find_wrong_files
-from triptych.container.locks import EngineRecord, Lock, LockError, Pipeline, find_pipelines
+from triptych.container.locks import (
+    EngineTarget,
+    ManifestError,
+    ServedPipeline,
+    StartupManifest,
+    find_pipelines,
+)
 from triptych.container.machine import Machine, VisibleGpu, read_machine, version_numbers
 from triptych.container.settings import Settings, read_settings
 
@@ -25,7 +31,7 @@ _AMPERE = (8, 0)
 _NEXT_MAJOR = {8: 10, 10: 11}
 
 
-class LockProblem(NamedTuple):
+class ManifestProblem(NamedTuple):
     """What is wrong with one pipeline, an error where it cannot be served; with the remedy."""
 
     pipeline: str
@@ -38,7 +44,7 @@ class LockProblem(NamedTuple):
 
 def check_repository(
     repository: Path, machine: Machine | None, *, hashes: bool = True
-) -> list[LockProblem]:
+) -> list[ManifestProblem]:
     """What is wrong with the pipelines, one problem at most for each.
 
     Args:
@@ -56,18 +62,18 @@ def check_repository(
             given=repository,
             remedy="Mount the model repository there",
         )
-    problems: list[LockProblem] = []
-    locks: dict[Pipeline, Lock] = {}
+    problems: list[ManifestProblem] = []
+    locks: dict[ServedPipeline, StartupManifest] = {}
     for pipeline in find_pipelines(repository):
         try:
-            lock = pipeline.read_lock()
-        except LockError as error:
+            lock = pipeline.read_manifest()
+        except ManifestError as error:
             line = f"its lock cannot be used ({error}): {_remedy(pipeline)}"
-            problems.append(LockProblem(pipeline.name, "error", line))
+            problems.append(ManifestProblem(pipeline.name, "error", line))
             continue
         if lock is None:
             line = "has no lock: nothing could be checked"
-            problems.append(LockProblem(pipeline.name, "warning", line))
+            problems.append(ManifestProblem(pipeline.name, "warning", line))
         else:
             locks[pipeline] = lock
     for pipeline, wrong in find_wrong_files(repository, locks, hashes=hashes).items():
@@ -79,8 +85,8 @@ def has_version_compatible_plans(repository: Path) -> bool:
     """Whether an engine brings a TensorRT runtime of its own, which Triton loads only if told."""
     for pipeline in find_pipelines(repository):
         try:
-            lock = pipeline.read_lock()
-        except LockError:
+            lock = pipeline.read_manifest()
+        except ManifestError:
             continue
         if lock is not None and lock.engine is not None and lock.engine.version_compatible:
             return True
@@ -103,12 +109,15 @@ def enforce(settings: Settings, machine: Machine | None) -> bool:
 
 
 def _check(
-    pipeline: Pipeline, lock: Lock, machine: Machine | None, wrong: Mapping[str, str]
-) -> Iterator[LockProblem]:
+    pipeline: ServedPipeline,
+    lock: StartupManifest,
+    machine: Machine | None,
+    wrong: Mapping[str, str],
+) -> Iterator[ManifestProblem]:
     """Worst first; only the first one is told."""
     if machine is not None and lock.needs_engine:
         for line in _errors(pipeline, lock, machine):
-            yield LockProblem(pipeline.name, "error", line)
+            yield ManifestProblem(pipeline.name, "error", line)
     faults = {path: fault for path, fault in wrong.items() if fault}
     if faults:
         path, fault = next(iter(faults.items()))
@@ -116,21 +125,21 @@ def _check(
         remedy = _remedy(pipeline)
         if path == pipeline.plan_file:
             remedy = f"{_rebuild(pipeline)}, or copy it again"
-        yield LockProblem(pipeline.name, "error", f"{path} {fault}{others}: {remedy}")
+        yield ManifestProblem(pipeline.name, "error", f"{path} {fault}{others}: {remedy}")
     if machine is not None and lock.needs_engine:
         for line in _warnings(lock, machine):
-            yield LockProblem(pipeline.name, "warning", line)
+            yield ManifestProblem(pipeline.name, "warning", line)
 
 
-def _remedy(pipeline: Pipeline) -> str:
+def _remedy(pipeline: ServedPipeline) -> str:
     return f"build it again with `triptych build {pipeline.name}`, or copy it again"
 
 
-def _rebuild(pipeline: Pipeline) -> str:
+def _rebuild(pipeline: ServedPipeline) -> str:
     return f"rebuild it with `triptych engine {pipeline.name}` in this image"
 
 
-def _errors(pipeline: Pipeline, lock: Lock, machine: Machine) -> Iterator[str]:
+def _errors(pipeline: ServedPipeline, lock: StartupManifest, machine: Machine) -> Iterator[str]:
     """Why the engine cannot be run here."""
     rebuild = _rebuild(pipeline)
     engine = lock.engine
@@ -160,7 +169,7 @@ def _errors(pipeline: Pipeline, lock: Lock, machine: Machine) -> Iterator[str]:
         yield f"{pipeline.plan_file} is not the engine that the lock describes: {rebuild}"
 
 
-def _warnings(lock: Lock, machine: Machine) -> Iterator[str]:
+def _warnings(lock: StartupManifest, machine: Machine) -> Iterator[str]:
     if machine.tensorrt is None:
         yield "no TensorRT was found here: its version could not be compared with the engine's"
     built, here = _major(lock.engine.driver if lock.engine else ""), _major(machine.driver or "")
@@ -171,7 +180,7 @@ def _warnings(lock: Lock, machine: Machine) -> Iterator[str]:
         )
 
 
-def _fits_tensorrt(engine: EngineRecord, here: str | None) -> bool:
+def _fits_tensorrt(engine: EngineTarget, here: str | None) -> bool:
     if here is None:
         return True  # told as a warning
     built, found = version_numbers(engine.tensorrt), version_numbers(here)
@@ -183,7 +192,7 @@ def _fits_tensorrt(engine: EngineRecord, here: str | None) -> bool:
     return found[0] in (built[0], _NEXT_MAJOR.get(built[0]))
 
 
-def _fits_gpu(engine: EngineRecord, gpu: VisibleGpu) -> bool:
+def _fits_gpu(engine: EngineTarget, gpu: VisibleGpu) -> bool:
     if engine.hardware == "ampere_plus":
         return gpu.compute_capability >= _AMPERE
     if engine.hardware == "same_compute_capability":

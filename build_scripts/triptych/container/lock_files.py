@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from triptych.container.locks import Lock, Pipeline
+from triptych.container.locks import ServedPipeline, StartupManifest
 
 _CHUNK_BYTES = 2**20
 _BYTE_CODE = "__pycache__"
@@ -15,8 +15,8 @@ _OF_NOTHING = hashlib.sha256().hexdigest()
 
 
 def find_wrong_files(
-    repository: Path, locks: Mapping[Pipeline, Lock], *, hashes: bool
-) -> dict[Pipeline, dict[str, str]]:
+    repository: Path, locks: Mapping[ServedPipeline, StartupManifest], *, hashes: bool
+) -> dict[ServedPipeline, dict[str, str]]:
     """Of each pipeline: path of a file -> what is wrong with it, in words after the path.
 
     With `hashes` the files are read whole, several at a time; without it must only be there.
@@ -49,7 +49,7 @@ def _find_fault(repository: Path, path: str, digest: str, *, hashes: bool) -> st
     return ""
 
 
-def _extra_files(repository: Path, lock: Lock) -> Iterator[str]:
+def _extra_files(repository: Path, lock: StartupManifest) -> Iterator[str]:
     """Files in version folders, where Triton and the Python steps look for what they load."""
     for model in sorted({path.partition("/")[0] for path in lock.files}):
         for version in sorted((repository / model).glob("[0-9]*")):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from triptych.base.errors import UserError
-from triptych.container.flags import Options, Trace
+from triptych.container.flags import ServerFlags, Trace
 
 LockCheckMode = Literal["enforce", "warn", "off"]
 
@@ -34,7 +34,7 @@ class Settings(NamedTuple):
     metrics_port: int
     lock_check: LockCheckMode
     lock_hashes: bool
-    options: Options
+    options: ServerFlags
 
     @property
     def health_url(self) -> str:
@@ -66,9 +66,9 @@ def read_settings(
     )
 
 
-def _read_options(given: Mapping[str, str]) -> Options:
-    default = Options(restricted_key=_read_key(given))
-    return Options(
+def _read_options(given: Mapping[str, str]) -> ServerFlags:
+    default = ServerFlags(restricted_key=_read_key(given))
+    return ServerFlags(
         restricted_key=default.restricted_key,
         pinned_pool_mib=_optional(given, "TRIPTYCH_PINNED_POOL_MIB"),
         cuda_pool_mib=_optional(given, "TRIPTYCH_CUDA_POOL_MIB"),

@@ -12,7 +12,7 @@ from triptych.core.feeds import Sample
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_IMAGES, gate_rows
 from triptych.core.reader import RequestReader
 from triptych.core.samples import GateRequest
-from triptych.repository.lock import find_lock
+from triptych.repository.manifest import find_manifest
 from triptych.runtime.hooking import HOOKS_FILE, REDACT, load_hooks, takes_inputs
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.model_source import locate, read_model
@@ -88,7 +88,7 @@ class PipelineInputs:
 
     def as_built(self, repository: Path) -> PipelineInputs:
         """The same in the layout that it was built in, which may not be the one asked for."""
-        lock = find_lock(repository, self.plan.spec.name)
+        lock = find_manifest(repository, self.plan.spec.name)
         if lock is None or lock.plan.layout == self.plan.layout:
             return self
         return self.replanned(lock.plan.layout)

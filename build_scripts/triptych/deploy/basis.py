@@ -21,7 +21,7 @@ from triptych.deploy.monitoring import Objective, Promised, objectives, promethe
 from triptych.deploy.numbers import Measured, Sizes, measured_of, sizes_of
 from triptych.deploy.options import DeployOptions, check_options
 from triptych.deploy.scaling import scaled_object
-from triptych.repository.lock import Lock, build_id, read_lock
+from triptych.repository.manifest import BuildManifest, build_id, read_manifest
 from triptych.spec.fields import Sample
 
 VERSION_DIGITS = 12
@@ -109,7 +109,7 @@ class Basis:
     """
 
     repository: Path
-    lock: Lock
+    lock: BuildManifest
     options: DeployOptions
     measured: Measured
     sizes: Sizes
@@ -227,7 +227,7 @@ def basis_of(repository: Path, pipeline: str, options: DeployOptions, reports: P
             given=options.affinity_header,
             remedy="Leave it out",
         )
-    lock = read_lock(repository, pipeline)
+    lock = read_manifest(repository, pipeline)
     check_alone(repository, pipeline)
     _check_shared(lock)
     _check_promise(lock)
@@ -255,7 +255,7 @@ def _other_build(repository: Path, pipeline: str, version: str, option: str) -> 
     return found
 
 
-def _check_shared(lock: Lock) -> None:
+def _check_shared(lock: BuildManifest) -> None:
     """A pipeline needs a core of its own: its capacity was measured so."""
     name = lock.spec.name
     if lock.spec.core.share is not None:
@@ -283,7 +283,7 @@ def check_alone(repository: Path, name: str) -> None:
         )
 
 
-def _check_promise(lock: Lock) -> None:
+def _check_promise(lock: BuildManifest) -> None:
     if not lock.spec.serving.slo.limits_us:
         raise UserError(
             "serving.slo",
@@ -294,7 +294,7 @@ def _check_promise(lock: Lock) -> None:
         )
 
 
-def _check_sampling(lock: Lock, options: DeployOptions) -> None:
+def _check_sampling(lock: BuildManifest, options: DeployOptions) -> None:
     if lock.spec.serving.sample is not None:
         return
     for option, given in (

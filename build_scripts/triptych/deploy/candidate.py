@@ -21,7 +21,7 @@ from triptych.deploy.workload import (
     network_policy,
     service,
 )
-from triptych.repository.lock import read_lock
+from triptych.repository.manifest import read_manifest
 from triptych.serving.fleet.envoy import EndpointNames, Mirror
 from triptych.serving.fleet.mirrored import FOLDER
 
@@ -63,7 +63,7 @@ def _deployment(basis: Deployed) -> dict[str, Any]:
     options = basis.options
     if not isinstance(basis, Basis) or basis.candidate is None or options.mirrored is None:
         raise ValueError("no candidate")
-    lock = read_lock(options.mirrored.repository, basis.lock.spec.name)
+    lock = read_manifest(options.mirrored.repository, basis.lock.spec.name)
     name = candidate_name(options)
     own = labels(options, name)
     made = deployment(options, basis.sizes, basis.candidate)

@@ -11,7 +11,7 @@ from triptych.deploy.metrics import Metrics, quantile_of
 from triptych.deploy.monitoring import Objective, Promised, objectives
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.workload import metadata
-from triptych.repository.lock import Lock
+from triptych.repository.manifest import BuildManifest
 
 SIDECAR_LABEL = "grafana_dashboard"
 """By which Grafana's chart finds dashboards."""
@@ -105,7 +105,7 @@ def dashboard(
 
 
 def rows_of(
-    lock: Lock, options: DeployOptions, metrics: Metrics, capacity_per_s: float
+    lock: BuildManifest, options: DeployOptions, metrics: Metrics, capacity_per_s: float
 ) -> dict[str, list[Panel]]:
     """Title to panels of each row."""
     rows = {
@@ -135,7 +135,7 @@ def burn_panels(found: Sequence[Objective]) -> Iterator[Panel]:
         )
 
 
-def _promise(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[Panel]:
+def _promise(lock: BuildManifest, options: DeployOptions, metrics: Metrics) -> Iterator[Panel]:
     yield from burn_panels(list(objectives(lock, options, metrics)))
     limits_ms = lock.spec.serving.slo.limits_ms
     yield Panel(
@@ -238,7 +238,7 @@ def _steps(metrics: Metrics) -> Iterator[Panel]:
     )
 
 
-def _rows(lock: Lock, metrics: Metrics) -> Iterator[Panel]:
+def _rows(lock: BuildManifest, metrics: Metrics) -> Iterator[Panel]:
     mean = float(lock.traffic["mean_tokens"])
     yield Panel(
         "Tokens of a row",

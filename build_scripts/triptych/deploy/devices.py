@@ -10,14 +10,14 @@ from triptych.base.explained import ExplainedValue
 from triptych.deploy.numbers import Measured, Sizes
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.workload import CONTAINER
-from triptych.repository.lock import Lock
+from triptych.repository.manifest import BuildManifest
 
 _SLICE = re.compile(r".*-MIG-(\d+g\.\d+gb)")
 PRODUCT = "nvidia.com/gpu.product"
 """Label of NVIDIA's GPU feature discovery: the device's name with dashes, and its MIG profile."""
 
 
-def overlay_of(lock: Lock, options: DeployOptions) -> str:
+def overlay_of(lock: BuildManifest, options: DeployOptions) -> str:
     """``cpu``, ``gpu`` or ``mig``: where the core that was built runs.
 
     Raises:
@@ -50,7 +50,7 @@ def gpu_resource(product: str | None) -> str:
 
 
 def placement(
-    lock: Lock, options: DeployOptions, sizes: Sizes, measured: Measured
+    lock: BuildManifest, options: DeployOptions, sizes: Sizes, measured: Measured
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Resources of the container; fields of the pod that choose its node."""
     requests: dict[str, Any] = {"cpu": sizes.cpu_milli, "memory": sizes.memory_mib}
@@ -80,7 +80,7 @@ def resources_patch(
     }
 
 
-def _product(lock: Lock, options: DeployOptions) -> str | None:
+def _product(lock: BuildManifest, options: DeployOptions) -> str | None:
     """The label of the nodes that can run the core; None for any with a GPU."""
     engine = lock.engine
     if lock.spec.core.backend != "tensorrt":
@@ -105,7 +105,7 @@ def _product(lock: Lock, options: DeployOptions) -> str | None:
     return options.gpu_product
 
 
-def _why(lock: Lock) -> str:
+def _why(lock: BuildManifest) -> str:
     if lock.engine is None:
         return "given by hand (--gpu-product)"
     return (

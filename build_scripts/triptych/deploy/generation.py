@@ -31,7 +31,7 @@ from triptych.deploy.monitoring import Objective
 from triptych.deploy.numbers import MIN_REPLICAS, Sizes, delay, pre_stop, stable_s
 from triptych.deploy.options import DeployOptions, check_options
 from triptych.deploy.scaling import scaled, trigger
-from triptych.repository.lock import build_id, read_built_spec
+from triptych.repository.manifest import build_id, read_built_spec
 from triptych.runtime.generation_engine import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.fields import Sample

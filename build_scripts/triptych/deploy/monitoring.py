@@ -21,7 +21,7 @@ from triptych.deploy.watch_alerts import watch_alerts
 from triptych.deploy.workload import labels, metadata
 from triptych.operate.tune.drift import WORTH_TUNING
 from triptych.repository.config import COUNTED_FROM, has_edge
-from triptych.repository.lock import Lock
+from triptych.repository.manifest import BuildManifest
 
 DRIFT_WINDOW = "6h"
 MIN_ROWS = 1000
@@ -101,7 +101,7 @@ def pod_monitor(options: DeployOptions) -> dict[str, Any]:
 
 
 def prometheus_rule(
-    lock: Lock, options: DeployOptions, sizes: Sizes, measured: Measured, metrics: Metrics
+    lock: BuildManifest, options: DeployOptions, sizes: Sizes, measured: Measured, metrics: Metrics
 ) -> dict[str, Any]:
     """Recording rules and alerts of one pipeline."""
     promise = Promised(lock.spec.name, str(lock.spec.serving.slo))
@@ -166,7 +166,9 @@ def told_unready(rule: dict[str, Any], expression: ExplainedValue) -> dict[str, 
     return {**rule, "spec": {"groups": groups}}
 
 
-def objectives(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[Objective]:
+def objectives(
+    lock: BuildManifest, options: DeployOptions, metrics: Metrics
+) -> Iterator[Objective]:
     """What is promised of requests and can be counted: their answer, and each latency."""
     promised = list(_promised(lock))
     where = ",".join(f'{name}="{value}"' for name, value in who(lock.spec.name, options).items())
@@ -196,7 +198,7 @@ def objectives(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator
 
 
 def _slow_share(
-    lock: Lock, limit_ms: float, options: DeployOptions, metrics: Metrics
+    lock: BuildManifest, limit_ms: float, options: DeployOptions, metrics: Metrics
 ) -> Callable[[str], str] | None:
     """Who broke a limit: as Envoy tells, whatever the server is, or as Triton's histogram does."""
     if metrics.envoy is not None:
@@ -206,7 +208,7 @@ def _slow_share(
     return None
 
 
-def _promised(lock: Lock) -> Iterator[tuple[str, float, float]]:
+def _promised(lock: BuildManifest) -> Iterator[tuple[str, float, float]]:
     """Name, limit in ms and budget of each percentile."""
     for name, limit_ms in lock.spec.serving.slo.limits_ms.items():
         yield name, limit_ms, round(1 - quantile_of(name), 6)
@@ -245,7 +247,7 @@ def _burn_alert(
 
 
 def _percentile_alerts(
-    lock: Lock, options: DeployOptions, metrics: Metrics
+    lock: BuildManifest, options: DeployOptions, metrics: Metrics
 ) -> Iterator[dict[str, Any]]:
     """For limits that no histogram has an edge at: what Triton's own summaries say."""
     for name, limit_ms, _ in _promised(lock):
@@ -271,7 +273,7 @@ def _percentile_alerts(
 
 
 def _saturation_alerts(
-    lock: Lock, options: DeployOptions, measured: Measured, metrics: Metrics
+    lock: BuildManifest, options: DeployOptions, measured: Measured, metrics: Metrics
 ) -> Iterator[dict[str, Any]]:
     name = lock.spec.name
     per_replica = measured.capacity_per_s.value
@@ -322,7 +324,9 @@ def replica_alerts(
     )
 
 
-def _row_alerts(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[dict[str, Any]]:
+def _row_alerts(
+    lock: BuildManifest, options: DeployOptions, metrics: Metrics
+) -> Iterator[dict[str, Any]]:
     """For texts: their lengths decide batches, padded lengths and the capacity measured."""
     built_for = lock.traffic.get("mean_tokens")
     if not built_for:

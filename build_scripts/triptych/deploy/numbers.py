@@ -12,11 +12,11 @@ from pathlib import Path
 
 from triptych.base.errors import UserError
 from triptych.base.explained import ExplainedValue
-from triptych.container.flags import Options as ServerOptions
+from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.sizes import STEP_SHM_MIB, largest_request_mib
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.options import DeployOptions
-from triptych.repository.lock import Lock
+from triptych.repository.manifest import BuildManifest
 from triptych.serving.bench.results import BenchResult, Measurement, Resources, read_result
 
 MEMORY_MARGIN = 1.25
@@ -42,7 +42,7 @@ class Measured:
     gpu_memory_mib: float | None
 
 
-def measured_of(lock: Lock, options: DeployOptions, reports: Path) -> Measured:
+def measured_of(lock: BuildManifest, options: DeployOptions, reports: Path) -> Measured:
     """The figures of the lock's pipeline.
 
     Args:
@@ -60,7 +60,7 @@ def measured_of(lock: Lock, options: DeployOptions, reports: Path) -> Measured:
     return _with_use(lock, options, bench, _capacity(lock, options, bench, reports))
 
 
-def memory_seen_mib(lock: Lock, reports: Path) -> float | None:
+def memory_seen_mib(lock: BuildManifest, reports: Path) -> float | None:
     """Most MiB that `bench` saw a server of this very build hold; None where it saw none.
 
     Raises:
@@ -74,7 +74,7 @@ def memory_seen_mib(lock: Lock, reports: Path) -> float | None:
 
 
 def _capacity(
-    lock: Lock, options: DeployOptions, bench: BenchResult | None, reports: Path
+    lock: BuildManifest, options: DeployOptions, bench: BenchResult | None, reports: Path
 ) -> ExplainedValue:
     if options.rps_per_replica is not None:
         return ExplainedValue(options.rps_per_replica, "given by hand (--rps-per-replica)")
@@ -95,7 +95,7 @@ def _capacity(
 
 
 def _with_use(
-    lock: Lock, options: DeployOptions, bench: BenchResult | None, capacity: ExplainedValue
+    lock: BuildManifest, options: DeployOptions, bench: BenchResult | None, capacity: ExplainedValue
 ) -> Measured:
     used = None if bench is None else _use_at(bench, capacity.value)
     missing = [
@@ -142,7 +142,7 @@ def _with_use(
     )
 
 
-def _read_bench(lock: Lock, options: DeployOptions, file: Path) -> BenchResult | None:
+def _read_bench(lock: BuildManifest, options: DeployOptions, file: Path) -> BenchResult | None:
     """The last bench of this very build, under this very promise; None where there is no file."""
     by_hand = (options.rps_per_replica, options.cpu_cores, options.memory_mib)
     if not file.is_file():
@@ -157,7 +157,7 @@ def _read_bench(lock: Lock, options: DeployOptions, file: Path) -> BenchResult |
     raise UserError(str(file), "must be of this build and its promise", given=given, remedy=again)
 
 
-def _fault(lock: Lock, bench: BenchResult) -> str | None:
+def _fault(lock: BuildManifest, bench: BenchResult) -> str | None:
     """Why a result says nothing of the build; None where it does."""
     subject = bench.subject
     own = (lock.spec.name, lock.gate.precision, lock.plan.layout)
@@ -272,7 +272,9 @@ class Sizes:
     tmp_mib: ExplainedValue = ExplainedValue(TMP_MIB, "the steps' scratch; nothing is kept there")
 
 
-def sizes_of(lock: Lock, options: DeployOptions, measured: Measured, repository: Path) -> Sizes:
+def sizes_of(
+    lock: BuildManifest, options: DeployOptions, measured: Measured, repository: Path
+) -> Sizes:
     """All numbers of a deployment.
 
     Raises:
@@ -339,7 +341,7 @@ def stable_s(ready_s: float) -> int:
     return min(_MAX_STABLE_S, max(_MIN_STABLE_S, math.ceil(_STABLE_TIMES * ready_s)))
 
 
-def _threads(lock: Lock) -> str:
+def _threads(lock: BuildManifest) -> str:
     if lock.spec.core.device == "gpu":
         return "The core itself is on the GPU"
     threads = lock.spec.core.threads
@@ -372,7 +374,7 @@ def _start(options: DeployOptions, measured: Measured) -> ExplainedValue:
     )
 
 
-def _exit_timeout(lock: Lock) -> ExplainedValue:
+def _exit_timeout(lock: BuildManifest) -> ExplainedValue:
     """Whatever is under way may take as long as it may wait, and its latency."""
     slowest_ms = (
         lock.spec.serving.longest_wait_ms + max(lock.spec.serving.slo.limits_us.values()) / 1e3
@@ -421,18 +423,18 @@ def _grace(options: DeployOptions, pre_stop_s: int, exit_timeout: str) -> Explai
     )
 
 
-def shm_mib(lock: Lock, repository: Path) -> int:
+def shm_mib(lock: BuildManifest, repository: Path) -> int:
     """Shared memory that the Python steps of a pipeline may need, in MiB."""
     processes = _step_processes(lock)
     return processes * (STEP_SHM_MIB + largest_request_mib(repository))
 
 
-def _step_processes(lock: Lock) -> int:
+def _step_processes(lock: BuildManifest) -> int:
     instances = lock.spec.serving.instances
     return instances.preprocess + instances.postprocess
 
 
-def _shm(lock: Lock, repository: Path) -> ExplainedValue:
+def _shm(lock: BuildManifest, repository: Path) -> ExplainedValue:
     processes = _step_processes(lock)
     request_mib = largest_request_mib(repository)
     return ExplainedValue(
@@ -443,7 +445,9 @@ def _shm(lock: Lock, repository: Path) -> ExplainedValue:
     )
 
 
-def _memory(lock: Lock, options: DeployOptions, measured: Measured, shm_mib: int) -> ExplainedValue:
+def _memory(
+    lock: BuildManifest, options: DeployOptions, measured: Measured, shm_mib: int
+) -> ExplainedValue:
     if options.memory_mib is not None:
         if options.memory_mib <= shm_mib:
             raise UserError(
@@ -468,7 +472,7 @@ def _memory(lock: Lock, options: DeployOptions, measured: Measured, shm_mib: int
     )
 
 
-def _fewest(lock: Lock, threshold: float) -> ExplainedValue:
+def _fewest(lock: BuildManifest, threshold: float) -> ExplainedValue:
     promised = lock.spec.serving.slo.throughput
     if promised is None or promised <= threshold:
         return ExplainedValue(

@@ -9,7 +9,7 @@ from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import POLL_S, RATE_WINDOW_S, Sizes
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.workload import metadata
-from triptych.repository.lock import Lock
+from triptych.repository.manifest import BuildManifest
 
 WAITING_SHARE = 0.5
 """Of the shortest latency promised: who waits so long on average will miss the promise often."""
@@ -17,7 +17,7 @@ _FAILURES = 3
 
 
 def scaled_object(
-    lock: Lock, options: DeployOptions, sizes: Sizes, metrics: Metrics
+    lock: BuildManifest, options: DeployOptions, sizes: Sizes, metrics: Metrics
 ) -> dict[str, Any]:
     """The autoscaler of the Deployment."""
     window = f"{RATE_WINDOW_S}s"

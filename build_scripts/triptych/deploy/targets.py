@@ -13,7 +13,7 @@ from triptych.deploy.generation import generation_basis
 from triptych.deploy.kserve import kserve_manifests
 from triptych.deploy.kubernetes import kubernetes_manifests
 from triptych.deploy.options import DeployOptions, Target
-from triptych.repository.lock import kind_of_build
+from triptych.repository.manifest import kind_of_build
 from triptych.spec.kind import Kind
 
 WRITERS: Mapping[Target, Callable[[Deployed], Manifests]] = {

@@ -9,7 +9,7 @@ from triptych.base.explained import ExplainedValue
 from triptych.deploy.alerting import SHORTEST_FOR, alert, camel, who
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.options import WATCH_EVERY, DeployOptions
-from triptych.repository.lock import Lock
+from triptych.repository.manifest import BuildManifest
 
 WATCH_SILENT = "3h"
 """Two looks may be late or fail before anybody is told."""
@@ -18,7 +18,9 @@ MAX_DROPPED = 0.1
 MIN_DROPPED = 20
 
 
-def watch_alerts(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[dict[str, Any]]:
+def watch_alerts(
+    lock: BuildManifest, options: DeployOptions, metrics: Metrics
+) -> Iterator[dict[str, Any]]:
     """Of a pipeline that samples, as far as somebody looks at it."""
     if lock.spec.serving.sample is None:
         return
@@ -41,7 +43,9 @@ def watch_alerts(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterat
     )
 
 
-def _of_looks(lock: Lock, options: DeployOptions, metrics: Metrics) -> Iterator[dict[str, Any]]:
+def _of_looks(
+    lock: BuildManifest, options: DeployOptions, metrics: Metrics
+) -> Iterator[dict[str, Any]]:
     start, name = camel(options.name), lock.spec.name
     labels = who(lock.spec.name, options)
     yield alert(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triptych.base.formatting import amount, figures
-from triptych.repository.lock import FIGURES_FILE
+from triptych.repository.manifest import FIGURES_FILE
 from triptych.repository.records import GateResult
 from triptych.spec.plan import Plan
 

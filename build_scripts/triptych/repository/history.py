@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.base.errors import UserError
-from triptych.repository.lock import LOCK_FILE, build_id
+from triptych.repository.manifest import MANIFEST_FILE, build_id
 from triptych.repository.render import Content
 from triptych.repository.store import (
     MIN_DIGITS,
@@ -114,7 +114,7 @@ def _check_owner(repository: Path, pipeline: str, build: BuildRecord) -> None:
 def _sharers(repository: Path, owner: str) -> list[tuple[str, BuildRecord]]:
     builds = {
         path.parent.name: read_build(repository, path.parent.name)
-        for path in sorted(repository.glob(f"*/{LOCK_FILE}"))
+        for path in sorted(repository.glob(f"*/{MANIFEST_FILE}"))
     }
     return [(name, build) for name, build in builds.items() if build and build.share == owner]
 

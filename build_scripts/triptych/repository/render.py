@@ -20,7 +20,7 @@ from triptych.repository.config import (
     print_config,
     warm_up_file,
 )
-from triptych.repository.lock import SAMPLES_FILE
+from triptych.repository.manifest import SAMPLES_FILE
 from triptych.spec.plan import Plan
 
 RUNTIME = Path(__file__).parents[1] / "runtime"

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triptych.base.errors import UserError
-from triptych.repository.lock import LOCK_FILE, Lock, find_lock
+from triptych.repository.manifest import MANIFEST_FILE, BuildManifest, find_manifest
 from triptych.spec.fields import Precision
 from triptych.spec.spec import PipelineSpec
 
 
-def owner_of_core(repository: Path, spec: PipelineSpec) -> Lock:
+def owner_of_core(repository: Path, spec: PipelineSpec) -> BuildManifest:
     """The lock of the pipeline whose core `spec` shares.
 
     Raises:
         UserError: it is not built, or it shares a core itself.
     """
     owner = str(spec.core.share)
-    lock = find_lock(repository, owner) if owner != spec.name else None
+    lock = find_manifest(repository, owner) if owner != spec.name else None
     if lock is None:
         raise UserError(
             "core.share",
@@ -36,7 +36,7 @@ def owner_of_core(repository: Path, spec: PipelineSpec) -> Lock:
     return lock
 
 
-def check_shareable(spec: PipelineSpec, source_key: str, owner: Lock) -> Precision:
+def check_shareable(spec: PipelineSpec, source_key: str, owner: BuildManifest) -> Precision:
     """The precision of the owner's core, if it can serve `spec`, whose fp32 core has `source_key`.
 
     Raises:
@@ -81,9 +81,9 @@ def check_sharers(
     Raises:
         UserError: a pipeline that is not built again shares another core.
     """
-    for path in sorted(repository.glob(f"*/{LOCK_FILE}")):
+    for path in sorted(repository.glob(f"*/{MANIFEST_FILE}")):
         other = path.parent.name
-        lock = find_lock(repository, other)
+        lock = find_manifest(repository, other)
         if lock is None or lock.spec.core.share != name or lock.core_key == core_key:
             continue
         if core_key is None or other not in together:

@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 from triptych.base.files import clear_scratch, scratch_folder, sync, sync_folder, told_to_user
-from triptych.repository.lock import FIGURES_FILE, LOCK_FILE, build_id
+from triptych.repository.manifest import FIGURES_FILE, MANIFEST_FILE, build_id
 from triptych.repository.render import Content
 
 KEPT = 5
@@ -46,7 +46,7 @@ _REPLACED_FILE = "replaced.json"
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """What a lock of any kind and release says that matters here; see `Lock` and `GateResult`.
+    """Fields of a build manifest of any kind and schema; see `BuildManifest` and `GateResult`.
 
     Attributes:
         built_at: UTC, ISO 8601.
@@ -70,7 +70,7 @@ class BuildRecord:
 def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
     """The record of the build in a folder of models; None where there is none to be read."""
     try:
-        lock = json.loads((folder / pipeline / LOCK_FILE).read_bytes())
+        lock = json.loads((folder / pipeline / MANIFEST_FILE).read_bytes())
         core = lock["spec"]["core"]
         return BuildRecord(
             built_at=str(lock["built_at"]),
@@ -107,7 +107,7 @@ class KeptBuild:
         Raises:
             UserError: one is missing or not as it was built.
         """
-        lock_path = f"{self.pipeline}/{LOCK_FILE}"
+        lock_path = f"{self.pipeline}/{MANIFEST_FILE}"
         if build_id(self.folder, self.pipeline) != self.build:
             raise self._damaged(lock_path)
         files = self.record().files
@@ -144,7 +144,7 @@ class KeptBuild:
         """
         record = read_build(self.folder, self.pipeline)
         if record is None:
-            raise self._damaged(f"{self.pipeline}/{LOCK_FILE}")
+            raise self._damaged(f"{self.pipeline}/{MANIFEST_FILE}")
         return record
 
     def _damaged(self, path: str) -> UserError:
@@ -173,7 +173,7 @@ def keep_build(repository: Path, pipeline: str) -> None:
     if record is None or record.lacks_engine:
         return
     build = build_id(repository, pipeline)
-    names = [*record.files, f"{pipeline}/{LOCK_FILE}"]
+    names = [*record.files, f"{pipeline}/{MANIFEST_FILE}"]
     if not all((repository / name).is_file() for name in names):
         return
     names += [f"{pipeline}/{FIGURES_FILE}"] * (repository / pipeline / FIGURES_FILE).is_file()

@@ -26,7 +26,7 @@ from .hooking import REDACT, RowForm, load_hooks
 from .sample_files import FOLDER_VARIABLE, remove_old, write_file
 from .sampling import SampledRows, passenger_of, unpack
 
-LOCK_FILE = "triptych.lock.json"
+MANIFEST_FILE = "triptych.lock.json"
 SCHEMA = 1
 MAX_WAITING = 1024
 MAX_WAITING_BYTES = 64 << 20
@@ -82,7 +82,7 @@ class SampleWriter:
             self._redact = getattr(load_hooks(step), REDACT, None)
         if own["redact"] and self._redact is None:
             raise RuntimeError(f"hooks.py must have the function `{REDACT}`, which samples need")
-        self._lock_file = step.parents[1] / self._pipeline / LOCK_FILE
+        self._lock_file = step.parents[1] / self._pipeline / MANIFEST_FILE
         self._lock_facts, self._build = _build_of(self._lock_file)
         self._random = random.Random()
         self._condition = threading.Condition()

@@ -21,7 +21,7 @@ from typing import BinaryIO
 from triptych.base.errors import UserError
 from triptych.client.server_info import reload_pipeline
 from triptych.container.lock_check import check_repository
-from triptych.container.locks import LockError, Pipeline, find_pipelines
+from triptych.container.locks import ManifestError, ServedPipeline, find_pipelines
 from triptych.container.steps import EndlessLoad
 from triptych.repository.store import is_being_written
 from triptych.serving.readiness import read_load_state
@@ -71,7 +71,7 @@ class Builds:
                 built[pipeline] = changed
         return Change(built, sorted(before.keys() - self._known.keys()))
 
-    def _pipelines(self) -> list[Pipeline]:
+    def _pipelines(self) -> list[ServedPipeline]:
         return [p for p in find_pipelines(self._repository) if self._only in (None, p.name)]
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
@@ -87,8 +87,8 @@ class Builds:
         found: dict[str, Models] = {}
         for pipeline in self._pipelines():
             try:
-                lock = pipeline.read_lock()
-            except LockError:
+                lock = pipeline.read_manifest()
+            except ManifestError:
                 continue
             models: dict[str, dict[str, str]] = {}
             for path, digest in sorted(lock.files.items() if lock is not None else ()):

@@ -13,7 +13,7 @@ from triptych.building.generation.inputs import GeneratingInputs, GenerationInpu
 from triptych.building.generation.lock import lock_bytes
 from triptych.building.generation.render import render_generation
 from triptych.repository.lint.checks import LintFailure, lint_rendered
-from triptych.repository.lock import LOCK_FILE
+from triptych.repository.manifest import MANIFEST_FILE
 from triptych.repository.records import GateResult
 from triptych.repository.render import Content
 from triptych.repository.store import hash_files, write_models
@@ -76,7 +76,7 @@ def build_generation(
         gate = check_generation(inputs, progress, accept=accept)
     files = render_generation(inputs)
     ungated = accept if gate is None else ""
-    files[f"{spec.name}/{LOCK_FILE}"] = _lock(inputs, files, repository, gate, ungated)
+    files[f"{spec.name}/{MANIFEST_FILE}"] = _lock(inputs, files, repository, gate, ungated)
     findings = lint_rendered(files, triton=spec.serving.triton)
     changed = write_models(repository, files)
     progress("write", f"{repository}: {', '.join(changed) if changed else 'up to date'}")
@@ -113,7 +113,7 @@ def build_trial(
     if _numbers_of(inputs) != _numbers_of(plain) and spec.core.backend == "vllm":
         gate = check_generation(inputs, progress)
     lock = _lock(inputs, files, repository, gate, "" if gate else "a trial of `triptych tune`")
-    return tuple(write_models(repository, {**files, f"{spec.name}/{LOCK_FILE}": lock}))
+    return tuple(write_models(repository, {**files, f"{spec.name}/{MANIFEST_FILE}": lock}))
 
 
 def _numbers_of(inputs: GenerationInputs) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.building.generation.inputs import GeneratingInputs
-from triptych.repository.lock import read_manifest
+from triptych.repository.manifest import read_manifest_data
 from triptych.repository.records import GateResult, plain_data
 
 SCHEMA = "generation-1"
@@ -55,7 +55,7 @@ def lock_bytes(
         **({"ungated": ungated} if ungated else {}),
         "files": dict(sorted(files.items())),
     }
-    previous = read_manifest(repository, spec.name)
+    previous = read_manifest_data(repository, spec.name)
     plain: dict[str, Any] = plain_data(record)
     if {**plain, "built_at": previous.get("built_at")} == previous:
         plain = previous
@@ -64,4 +64,4 @@ def lock_bytes(
 
 def built_gate(repository: Path, pipeline: str) -> Mapping[str, Any]:
     """What the gate found of the build in `repository`; empty where none did."""
-    return read_manifest(repository, pipeline).get("gate") or {}
+    return read_manifest_data(repository, pipeline).get("gate") or {}

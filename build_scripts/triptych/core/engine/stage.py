@@ -54,14 +54,14 @@ from triptych.core.gate.runs import (
 )
 from triptych.core.inputs import PipelineInputs
 from triptych.core.samples import Expected, GateRequest, hash_rows, rows_of
-from triptych.repository.lock import (
+from triptych.repository.manifest import (
     FIGURES_FILE,
-    LOCK_FILE,
+    MANIFEST_FILE,
     PLAN_FILE,
     SAMPLES_FILE,
-    Lock,
-    find_lock,
-    read_lock,
+    BuildManifest,
+    find_manifest,
+    read_manifest,
 )
 from triptych.repository.records import (
     EngineCheck,
@@ -121,7 +121,7 @@ def samples_of(inputs: PipelineInputs, progress: Progress) -> Path | None:
 def kept_engine(
     repository: Path,
     plan: Plan,
-    previous: Lock | None,
+    previous: BuildManifest | None,
     hashes: Mapping[str, str],
     planned: EnginePlan | None,
 ) -> KeptEngine | None:
@@ -397,11 +397,11 @@ class _Stage:
     """The engine stage of one core."""
 
     def __init__(self, repository: Path, name: str, progress: Progress) -> None:
-        lock = read_lock(repository, name)
+        lock = read_manifest(repository, name)
         owner = lock.spec.core.share or name
         if owner != name:
             progress("engine", f"{name} uses the core of {owner}: its engine counts")
-            lock = read_lock(repository, owner)
+            lock = read_manifest(repository, owner)
         self._repository = repository
         self._name = name
         self._owner = owner
@@ -482,7 +482,7 @@ class _Stage:
             if not _is(self._repository / path, digest):
                 raise UserError(
                     path,
-                    f"must be the file that {self._owner}/{LOCK_FILE} tells of",
+                    f"must be the file that {self._owner}/{MANIFEST_FILE} tells of",
                     given="another one, or none",
                     remedy=f"Run `triptych build {self._owner}` again",
                 )
@@ -572,11 +572,11 @@ class _Stage:
             raise EngineFailure(self._owner, result)
         return EngineCheck(result.precision, result.rows, result.verdicts, result.notes)
 
-    def _write(self, lock: Lock, made: Mapping[str, Path]) -> tuple[str, ...]:
+    def _write(self, lock: BuildManifest, made: Mapping[str, Path]) -> tuple[str, ...]:
         """Swap the lock and what was made into the repository, if it is still as it was read."""
-        if find_lock(self._repository, self._owner) != self._lock:
+        if find_manifest(self._repository, self._owner) != self._lock:
             raise UserError(
-                f"{self._owner}/{LOCK_FILE}",
+                f"{self._owner}/{MANIFEST_FILE}",
                 "must stay as it is while the engine is built",
                 given="a build that ended meanwhile",
                 remedy=f"Run `triptych engine {self._name}` again",
@@ -587,13 +587,13 @@ class _Stage:
             for file in sorted((self._repository / model).rglob("*"))
             if file.is_file() and file.parent.name != "__pycache__" and file.name != FIGURES_FILE
         }
-        files |= {**made, f"{self._owner}/{LOCK_FILE}": lock.as_bytes()}
+        files |= {**made, f"{self._owner}/{MANIFEST_FILE}": lock.as_bytes()}
         changed = write_models(self._repository, files)
         self._progress("write", f"{self._repository}: {', '.join(changed) or 'up to date'}")
         return tuple(changed)
 
 
-def _planned(name: str, lock: Lock) -> EnginePlan:
+def _planned(name: str, lock: BuildManifest) -> EnginePlan:
     """What the engine is built from.
 
     Raises:

@@ -39,7 +39,7 @@ from triptych.core.gate.live import (
 from triptych.core.gate.verdicts import WORST_ROWS, judge_metrics, say_failures
 from triptych.core.inputs import PipelineInputs
 from triptych.core.samples import FEW_ROWS
-from triptych.repository.lock import Lock, find_lock
+from triptych.repository.manifest import BuildManifest, find_manifest
 from triptych.repository.records import Verdict, WorstRow, plain_data
 from triptych.runtime.hooking import find_hook
 from triptych.spec.fields import Precision
@@ -335,7 +335,7 @@ def verify_pipeline(
         UserError: there is no server, or it does not serve this pipeline (any more).
     """
     plan = inputs.plan
-    lock = find_lock(repository, plan.spec.name)
+    lock = find_manifest(repository, plan.spec.name)
     precision = _precision(plan, repository, lock)
     rules = rules_of(inputs, precision, None if lock is None else lock.gate.rounding)
     sent = live_requests(plan, inputs.requests)
@@ -392,7 +392,7 @@ def rules_of(inputs: PipelineInputs, precision: Precision, rounding: float | Non
     )
 
 
-def _precision(plan: Plan, repository: Path, lock: Lock | None) -> Precision:
+def _precision(plan: Plan, repository: Path, lock: BuildManifest | None) -> Precision:
     """Of the core that was built, where the repository says so; else what the spec asks for.
 
     Raises:

@@ -13,7 +13,7 @@ from triptych.core.export.to_onnx import export_model
 from triptych.core.gate.cached import Gate, GateFailure
 from triptych.core.inputs import PipelineInputs
 from triptych.core.precision.keep_layers import convert_with_exclusions
-from triptych.repository.lock import Lock
+from triptych.repository.manifest import BuildManifest
 from triptych.repository.records import GateResult
 from triptych.repository.sharing import check_shareable
 from triptych.spec.fields import Precision
@@ -109,7 +109,7 @@ def lower_precision(
 
 
 def shared_core(
-    core: CheckedCore, owner: Lock, repository: Path, progress: Progress, accept: str
+    core: CheckedCore, owner: BuildManifest, repository: Path, progress: Progress, accept: str
 ) -> CheckedCore:
     """The owner's core in place of this pipeline's own, if it is right for this one, too.
 

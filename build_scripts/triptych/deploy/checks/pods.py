@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from triptych.base.errors import closest
-from triptych.container.flags import Options as ServerOptions
+from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.checks.objects import KIND, Server, mapping, sequence
 from triptych.deploy.devices import PRODUCT
 from triptych.deploy.generation import generation_shm_mib
 from triptych.deploy.numbers import memory_seen_mib, shm_mib
 from triptych.repository.lint.snapshot import Flaw, error, warning
-from triptych.repository.lock import read_built_spec, read_lock
+from triptych.repository.manifest import read_built_spec, read_manifest
 from triptych.repository.records import EngineRecord
 from triptych.spec.generation_fields import GeneratingSpec
 
@@ -328,7 +328,7 @@ class Known:
 
 def known_encoder(repository: Path, pipeline: str, reports: Path) -> Known:
     """Return the facts about an encoder; see `targets.known_of`."""
-    lock = read_lock(repository, pipeline)
+    lock = read_manifest(repository, pipeline)
     memory_mib = memory_seen_mib(lock, reports)
     return Known(pipeline, lock.engine, 0, memory_mib, shm_mib(lock, repository))
 

@@ -140,7 +140,7 @@ def deploy(
     from triptych.base.releases import parse_release
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.targets import manifests_of
-    from triptych.repository.lock import read_built_spec
+    from triptych.repository.manifest import read_built_spec
     from triptych.serving.fleet.mirrored import mirrored_of
 
     built = read_built_spec(repository, name)

@@ -37,7 +37,7 @@ def history(
 
     The last five that were replaced are kept beside the repository and can be put back.
     """
-    from triptych.repository.lock import build_id
+    from triptych.repository.manifest import build_id
     from triptych.repository.store import history_folder, kept_builds, kept_bytes, prune
 
     if keep is not None:
@@ -101,7 +101,7 @@ def rollback(
 
 
 def _described(folder: Path, pipeline: str, build: str, replaced_at: str) -> dict[str, Any]:
-    from triptych.repository.lock import FIGURES_FILE
+    from triptych.repository.manifest import FIGURES_FILE
     from triptych.repository.store import read_build
 
     record = read_build(folder, pipeline)

@@ -383,13 +383,13 @@ def _announce(endpoints: dict[str, str], more: dict[str, Any], *, as_json: bool)
 def _what_to_serve(named: Path) -> tuple[Path, list[str]]:
     """The repository and, where a pipeline of it was named, that one's name."""
     from triptych.repository.config import CONFIG_FILE
-    from triptych.repository.lock import LOCK_FILE
+    from triptych.repository.manifest import MANIFEST_FILE
 
     if named.is_dir() and any(named.glob(f"*/{CONFIG_FILE}")):
         return named, []
     if named.name == str(named) and (REPOSITORY / named / CONFIG_FILE).is_file():
         return REPOSITORY, [named.name]
-    built = sorted(path.parent.name for path in REPOSITORY.glob(f"*/{LOCK_FILE}"))
+    built = sorted(path.parent.name for path in REPOSITORY.glob(f"*/{MANIFEST_FILE}"))
     raise UserError(
         "repository",
         "must be a folder with models, or a pipeline that is built",
@@ -526,7 +526,7 @@ def ui(
 
 def _built_or_written(name: str, repository: Path, pipelines: Path) -> AnySpec:
     """The spec of what is built; where that is elsewhere, what the pipeline's folder says."""
-    from triptych.repository.lock import find_built_spec
+    from triptych.repository.manifest import find_built_spec
     from triptych.spec.any_spec import load_any_spec
 
     return find_built_spec(repository, name) or load_any_spec(pipelines / name)

@@ -220,7 +220,7 @@ def _look(
     from triptych.operate.monitor.sample import read_files, read_sample
     from triptych.operate.monitor.timeline import RUN_FOLDER, read_timeline
     from triptych.operate.tune.proposal import measured_in
-    from triptych.repository.lock import build_id
+    from triptych.repository.manifest import build_id
     from triptych.spec.spec import load_spec
 
     spec = load_spec(pipelines / name)

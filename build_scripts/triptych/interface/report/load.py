@@ -22,7 +22,7 @@ from triptych.base.files import told_to_user, write_files
 from triptych.base.formatting import NOTHING, TIMES, milliseconds, number, percent, rounded
 from triptych.interface.report.pages import render
 from triptych.interface.report.plots import Bar, Dot, Series, compared, curves, histogram, waterfall
-from triptych.repository.lock import FIGURES_FILE, build_id
+from triptych.repository.manifest import FIGURES_FILE, build_id
 from triptych.repository.records import json_text
 from triptych.repository.store import locked
 from triptych.serving.bench.results import (

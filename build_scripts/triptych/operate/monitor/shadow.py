@@ -28,7 +28,7 @@ from triptych.operate.monitor.verdict import (
     compare_speeds,
     judge,
 )
-from triptych.repository.lock import Lock, build_id, read_lock
+from triptych.repository.manifest import BuildManifest, build_id, read_manifest
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.serving.bench.bench import WARM_UP_REQUESTS
 from triptych.serving.bench.measure import Target, measure
@@ -134,9 +134,11 @@ def compare_candidate(
     )
 
 
-def _read_locks(name: str, repository: Path, candidate: Path) -> tuple[Lock, Lock]:
+def _read_locks(
+    name: str, repository: Path, candidate: Path
+) -> tuple[BuildManifest, BuildManifest]:
     """Return the locks of the active build and the candidate after checking that they fit."""
-    old, new = read_lock(repository, name), read_lock(candidate, name)
+    old, new = read_manifest(repository, name), read_manifest(candidate, name)
     tasks = [task_of(lock.spec) for lock in (old, new)]
     for part, (expected, given) in (
         ("the task", [task.name for task in tasks]),
@@ -236,7 +238,9 @@ def _load(
     return measurements
 
 
-def _make_notes(inputs: PipelineInputs, locks: tuple[Lock, Lock]) -> Iterator[str]:
+def _make_notes(
+    inputs: PipelineInputs, locks: tuple[BuildManifest, BuildManifest]
+) -> Iterator[str]:
     for side, lock in zip(SIDES, locks, strict=True):
         if lock.model_sha256 != inputs.plan.facts.sha256:
             yield f"{side}: built from another model than the pipeline has now"

@@ -22,7 +22,7 @@ from triptych.base.errors import Severity, UserError
 from triptych.base.onnx_graph import MODEL_FILE
 from triptych.base.releases import Release
 from triptych.repository.config import CONFIG_FILE, new_config, read_config
-from triptych.repository.lock import LOCK_FILE
+from triptych.repository.manifest import MANIFEST_FILE
 
 
 @dataclass(frozen=True)
@@ -303,10 +303,10 @@ class Model:
     def __init__(self, repository: Repository, folder: Path) -> None:
         self.repository, self.folder, self.name = repository, folder, folder.name
         self.config_file = f"{folder.name}/{CONFIG_FILE}"
-        self.lock_file = f"{folder.name}/{LOCK_FILE}"
+        self.lock_file = f"{folder.name}/{MANIFEST_FILE}"
         self.config, self.config_problem = _read(folder / CONFIG_FILE, read_config)
         self.lock, self.lock_problem = _read(
-            folder / LOCK_FILE, lambda path: json.loads(path.read_bytes())
+            folder / MANIFEST_FILE, lambda path: json.loads(path.read_bytes())
         )
         config = new_config() if self.config is None else self.config
         self.inputs: dict[str, Any] = {tensor.name: tensor for tensor in config.input}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from triptych.base.errors import UserError
 from triptych.container.locks import find_pipelines
-from triptych.repository.lock import find_lock, read_lock
+from triptych.repository.manifest import find_manifest, read_manifest
 
 FOLDER = ".candidate"
 """In the folder of the samples: what a candidate answered must not push out what the fleet did."""
@@ -41,7 +41,7 @@ def mirrored_of(text: str) -> Mirrored:
     repository = Path(folder)
     names = [pipeline.name for pipeline in find_pipelines(repository)]
     for name in names:
-        if read_lock(repository, name).spec.serving.sample is None:
+        if read_manifest(repository, name).spec.serving.sample is None:
             raise UserError(
                 "--mirror",
                 "must name builds that sample: answers to mirrored requests are thrown away, so "
@@ -58,7 +58,7 @@ def mirrored_of(text: str) -> Mirrored:
 def check_alike(repository: Path, candidate: Path) -> None:
     """Raises a `UserError` where a candidate holds a pipeline that is not served beside it."""
     for pipeline in find_pipelines(candidate):
-        if find_lock(repository, pipeline.name) is None:
+        if find_manifest(repository, pipeline.name) is None:
             raise UserError(
                 "--mirror",
                 "must name builds of pipelines that are served",

@@ -19,7 +19,7 @@ from triptych.base.errors import UserError
 from triptych.base.files import told_to_user
 from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
-from triptych.repository.lock import find_lock
+from triptych.repository.manifest import find_manifest
 from triptych.repository.store import sibling_work_dir
 from triptych.serving.endpoint import until_asked
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
@@ -227,7 +227,7 @@ def serve_until_asked(fleet: Fleet, on_ready: Callable[[], None]) -> str:
 
 
 def _promised_ms(repository: Path) -> list[float]:
-    locks = [find_lock(repository, pipeline.name) for pipeline in find_pipelines(repository)]
+    locks = [find_manifest(repository, pipeline.name) for pipeline in find_pipelines(repository)]
     return [ms for lock in locks if lock for ms in lock.spec.serving.slo.limits_ms.values()]
 
 

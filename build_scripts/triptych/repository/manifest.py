@@ -21,7 +21,7 @@ from triptych.spec.plan import Layout, Plan
 from triptych.spec.spec import GENERATING, PipelineSpec, not_known_here
 from triptych.spec.tasks.task import Core
 
-LOCK_FILE = "triptych.lock.json"
+MANIFEST_FILE = "triptych.lock.json"
 PLAN_FILE = "model.plan"
 """Of a TensorRT core, beside the ONNX file it was built from."""
 
@@ -56,7 +56,7 @@ class PlanRecord:
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
-class Lock:
+class BuildManifest:
     """The record of one build. Only `built_at` differs between two builds of the same inputs.
 
     Attributes:
@@ -97,7 +97,7 @@ class Lock:
         return (json.dumps(plain, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def make_lock(
+def make_manifest(
     plan: Plan,
     files: Mapping[str, str],
     *,
@@ -109,11 +109,11 @@ def make_lock(
     engine: EngineRecord | None,
     rehearsal: Rehearsal | None,
     variety: Mapping[str, int | float],
-    previous: Lock | None,
-) -> Lock:
+    previous: BuildManifest | None,
+) -> BuildManifest:
     """The lock of a build; the time of `previous` is kept where all else is equal.
 
-    For the arguments see `Lock` and `PlanRecord`; `variety` is of the gate's texts.
+    For the arguments see `BuildManifest` and `PlanRecord`; `variety` is of the gate's texts.
     """
     traffic: dict[str, int | float] = {**variety}
     if (lengths := plan.lengths) is not None:
@@ -123,7 +123,7 @@ def make_lock(
             "p99_tokens": lengths.quantile(0.99),
             "truncated_share": round(lengths.truncated_share, 4),
         }
-    lock = Lock(
+    lock = BuildManifest(
         schema=SCHEMA,
         built_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         spec=plan.spec,
@@ -163,13 +163,13 @@ def planned_engine(plan: Plan, gate: GateResult) -> EnginePlan | None:
     return replace(plan.engine, precision=gate.precision)
 
 
-def read_lock(repository: Path, pipeline: str) -> Lock:
+def read_manifest(repository: Path, pipeline: str) -> BuildManifest:
     """The lock of a built pipeline.
 
     Raises:
         UserError: there is none, or it is damaged or of another release of triptych.
     """
-    path = repository / pipeline / LOCK_FILE
+    path = repository / pipeline / MANIFEST_FILE
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -180,22 +180,22 @@ def read_lock(repository: Path, pipeline: str) -> Lock:
             remedy=f"Run `triptych build {pipeline}` first",
         ) from error
     try:
-        lock = TypeAdapter(Lock).validate_json(content)
+        lock = TypeAdapter(BuildManifest).validate_json(content)
     except ValidationError as error:
-        task = _task_in(read_manifest(repository, pipeline))
+        task = _task_in(read_manifest_data(repository, pipeline))
         if task in GENERATING:
-            raise not_known_here(f"{pipeline}/{LOCK_FILE}: task", task) from error
+            raise not_known_here(f"{pipeline}/{MANIFEST_FILE}: task", task) from error
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
-            f"{pipeline}/{LOCK_FILE}",
+            f"{pipeline}/{MANIFEST_FILE}",
             "must be a lock of this release of triptych",
             given=f"{where}: {first['msg']}",
             remedy=f"Run `triptych build {pipeline}` again",
         ) from error
     if lock.schema != SCHEMA:
         raise UserError(
-            f"{pipeline}/{LOCK_FILE}",
+            f"{pipeline}/{MANIFEST_FILE}",
             f"must have the schema {SCHEMA}",
             given=lock.schema,
             remedy=f"Run `triptych build {pipeline}` again",
@@ -203,17 +203,17 @@ def read_lock(repository: Path, pipeline: str) -> Lock:
     return lock
 
 
-def find_lock(repository: Path, pipeline: str) -> Lock | None:
-    """`read_lock`, or None where there is no lock that can be read."""
+def find_manifest(repository: Path, pipeline: str) -> BuildManifest | None:
+    """`read_manifest`, or None where there is no lock that can be read."""
     try:
-        return read_lock(repository, pipeline)
+        return read_manifest(repository, pipeline)
     except UserError:
         return None
 
 
 def kind_of_build(repository: Path, pipeline: str) -> Kind:
     """Return the kind of a built pipeline; `Kind.ENCODER` where no lock can be read."""
-    return kind_of_task(_task_in(read_manifest(repository, pipeline)))
+    return kind_of_task(_task_in(read_manifest_data(repository, pipeline)))
 
 
 def read_built_spec(repository: Path, pipeline: str) -> AnySpec:
@@ -222,15 +222,15 @@ def read_built_spec(repository: Path, pipeline: str) -> AnySpec:
     Raises:
         UserError: Nothing is built, or its lock is damaged or of another release of triptych.
     """
-    content = read_manifest(repository, pipeline)
+    content = read_manifest_data(repository, pipeline)
     kind = kind_of_task(_task_in(content))
     if kind is Kind.ENCODER:
-        return read_lock(repository, pipeline).spec
+        return read_manifest(repository, pipeline).spec
     try:
         return READERS[kind].model.model_validate_json(json.dumps(content["spec"]))
     except ValidationError as error:
         raise UserError(
-            f"{pipeline}/{LOCK_FILE}",
+            f"{pipeline}/{MANIFEST_FILE}",
             "is not a lock of this release of triptych",
             given=error.errors(include_url=False)[0]["msg"],
             remedy=f"Run `triptych build {pipeline}` again",
@@ -245,10 +245,10 @@ def find_built_spec(repository: Path, pipeline: str) -> AnySpec | None:
         return None
 
 
-def read_manifest(repository: Path, pipeline: str) -> dict[str, Any]:
+def read_manifest_data(repository: Path, pipeline: str) -> dict[str, Any]:
     """Return the lock of a build of any kind as plain data; empty where it cannot be read."""
     try:
-        content = json.loads((repository / pipeline / LOCK_FILE).read_bytes())
+        content = json.loads((repository / pipeline / MANIFEST_FILE).read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -256,7 +256,7 @@ def read_manifest(repository: Path, pipeline: str) -> dict[str, Any]:
 
 def build_id(repository: Path, pipeline: str) -> str:
     """What tells one build from all others: SHA-256 of its lock; empty where there is none."""
-    path = repository / pipeline / LOCK_FILE
+    path = repository / pipeline / MANIFEST_FILE
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
