@@ -117,7 +117,7 @@ def test_a_model_that_reads_its_padding_ends_in_one_message(tmp_path: Path) -> N
 )
 def test_a_head_without_weights_is_refused(tmp_path: Path, saved: str, asked: str) -> None:
     models.save_model("bert", saved, tmp_path)
-    with pytest.raises(UserError, match="must hold every weight of BertFor"):
+    with pytest.raises(UserError, match="lacks weights of BertFor"):
         load_model(tmp_path, asked)
 
 
@@ -128,7 +128,7 @@ def test_labels_that_are_not_those_of_the_weights_are_counted_and_named(tmp_path
     names = [f"label {number}" for number in range(held + 1)]
     for changes, words in (
         ({"id2label": dict(enumerate(names))}, [f"{held + 1} ({', '.join(names)})", f"has {held}"]),
-        ({"intermediate_size": 8}, ["sizes that the weights have", "by config.json"]),
+        ({"intermediate_size": 8}, ["other sizes than the weights have", "by config.json"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
         with pytest.raises(UserError) as caught:

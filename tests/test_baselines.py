@@ -184,7 +184,7 @@ def test_a_model_that_cannot_be_loaded_is_a_reason(
         progress=lambda stage, line: told.append(f"{stage}: {line}"),
     ) as baselines:
         assert baselines.names == ("onnxruntime",)
-        assert "must be a model transformers can load" in baselines.not_runnable["torch eager"]
+        assert "is not a model that transformers can load" in baselines.not_runnable["torch eager"]
         assert list(baselines.ready_s) == ["onnxruntime"]
     assert [line.split(" ")[1] for line in told] == ["torch", "onnxruntime"]
 

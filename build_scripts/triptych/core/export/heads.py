@@ -1,4 +1,8 @@
-"""Heads as torch modules: from token vectors to logits or vectors, and on to a core's outputs."""
+"""Heads as torch modules: from token vectors to logits or vectors, and to the core's outputs.
+
+Shapes: B rows of a batch, N tokens (the padded length, or all tokens of a packed batch), H numbers
+per token, K results. R is B for padded rows, and 1 if the rows share one packed axis.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,22 @@ from triptych.spec.model_facts import Activation, Dense, ModelFacts, Normalize
 from triptych.spec.tasks.task import Returns
 
 Reading = Literal["cls", "mean", "lasttoken", "lastword", "max", "mask", "all"]
-"""What of a row a head works on: its first token, ..., the last token but for the model's pad token
-(a text may have one of its own), ..., its mask token, or every token."""
+"""Tokens that a head reads. ``lasttoken`` is the last token of a row; ``lastword`` is the last
+token that is not the model's pad token, which a text may contain; ``mask`` is the mask token;
+``all`` is every token."""
 
 ROW_READINGS: tuple[Reading, ...] = ("cls", "mean", "lasttoken", "lastword", "max")
-"""What a model's own head may read of a row, in the order they are tried."""
+"""Readings that are tried for a model's own head of one result per row, in this order."""
 
 
 class RowMembership(NamedTuple):
-    """Where the rows of a batch are in a tensor ``[R, N, ...]``: R the rows, or 1 if they share it.
+    """Assignment of the tokens in a tensor ``[R, N, ...]`` to the B rows of a batch.
 
     Attributes:
-        ids: INT64 ``[R, N]``.
-        position: INT64 ``[R or 1, N]``, each token's position in its row.
-        member: BOOL ``[B, N]``, the tokens of each row.
-        length: INT64 ``[B, 1]``.
+        ids: Token ids, INT64 ``[R, N]``.
+        position: Position of each token in its row, INT64 ``[R or 1, N]``.
+        member: Whether a token belongs to a row, BOOL ``[B, N]``.
+        length: Number of tokens of each row, INT64 ``[B, 1]``.
     """
 
     ids: Tensor
@@ -39,7 +44,7 @@ class RowMembership(NamedTuple):
 
 
 def pool(mode: str, hidden: Tensor, rows: RowMembership) -> Tensor:
-    """One vector a row, by a pooling mode of sentence-transformers: ``[R, N, H]`` to ``[B, H]``."""
+    """Pool ``[R, N, H]`` to one vector per row ``[B, H]``, by a mode of sentence-transformers."""
     member, position, length = rows.member, rows.position, rows.length
     if mode == "max":
         # A row without tokens must not become -inf.
@@ -60,14 +65,17 @@ def pool(mode: str, hidden: Tensor, rows: RowMembership) -> Tensor:
 
 
 def weighted(weight: Tensor, hidden: Tensor) -> Tensor:
-    """Sum ``[R, N, H]`` over a row's tokens with weights ``[B, N]``: ``[B, H]``."""
+    """Sum ``[R, N, H]`` over each row's tokens with weights ``[B, N]``; return ``[B, H]``."""
     if hidden.shape[0] == 1:
         return weight @ hidden[0]
     return (weight[:, None, :] @ hidden)[:, 0]
 
 
 class SentenceHead(nn.Module):
-    """Token vectors to one vector a row, as sentence-transformers' Pooling, Dense and Normalize."""
+    """Head of sentence-transformers, from token vectors to one vector per row.
+
+    It consists of Pooling, Dense and Normalize modules.
+    """
 
     def __init__(self, facts: ModelFacts, folder: Path) -> None:
         super().__init__()
@@ -78,7 +86,7 @@ class SentenceHead(nn.Module):
         )
 
     def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
-        """FP32 ``[R, N, H]`` to FP32 ``[B, dim]``."""
+        """Return FP32 ``[B, dim]`` for FP32 ``[R, N, H]``."""
         pooled = [pool(mode, hidden, rows) for mode in self.pooling]
         vector = torch.cat(pooled, dim=-1) if len(pooled) > 1 else pooled[0]
         for module in self.after:
@@ -92,10 +100,10 @@ class _UnitLength(nn.Module):
 
 
 def load_dense(dense: Dense, folder: Path) -> nn.Module:
-    """The layer with its weights from a model's folder, then its activation.
+    """Return the layer with its weights from a model's folder, followed by its activation.
 
     Raises:
-        UserError: an activation that is not a torch.nn module.
+        UserError: The activation is not a torch.nn module.
     """
     linear = nn.Linear(dense.in_features, dense.out_features, bias=dense.bias)
     path = folder / dense.folder
@@ -110,33 +118,33 @@ def load_dense(dense: Dense, folder: Path) -> nn.Module:
     if not (isinstance(activation, type) and issubclass(activation, nn.Module)):
         raise UserError(
             str(path / "config.json"),
-            "must name an activation of torch.nn",
+            "names an activation that torch.nn does not have",
             given=dense.activation,
-            remedy="Choose a model with a plain activation",
+            remedy="Choose a model whose activation is a torch.nn module",
         )
     return nn.Sequential(linear, activation())
 
 
 class OwnHead(nn.Module):
-    """A model's own head, run on what it reads of each row and on nothing else."""
+    """A model's own head, applied only to the tokens that it reads."""
 
     def __init__(self, model: Any, reading: Reading, mask_token_id: int | None) -> None:
         super().__init__()
         self.reading = reading
         self.mask_token_id = mask_token_id
-        # The head is whatever the model does after its encoder: the model itself is called, with
-        # a stand-in for the encoder. A shallow copy leaves the caller's model as it is.
+        # The head is everything the model does after its encoder. The model itself is called with a
+        # replacement for the encoder. The shallow copy leaves the caller's model unchanged.
         self.model = copy.copy(model)
         self.model._modules = dict(model._modules)
         setattr(self.model, model.base_model_prefix, _Encoded(model.base_model))
         self.pad_token_id = getattr(model.config, "pad_token_id", None)
         if self.pad_token_id is None:
-            # Some heads refuse a batch without one, though what they are given has no padding.
+            # Some heads reject a batch if it is None, although their input has no padding.
             self.model.config = copy.copy(model.config)
             self.model.config.pad_token_id = 0
 
     def forward(self, hidden: Tensor, rows: RowMembership) -> Tensor:
-        """FP32 ``[R, N, H]`` to logits, FP32 ``[B, K]``, or ``[R, N, K]`` of every token."""
+        """Return logits, FP32 ``[B, K]`` or per token ``[R, N, K]``, for FP32 ``[R, N, H]``."""
         if self.reading == "all":
             return logits_of(self.model(inputs_embeds=hidden))
         if self.reading != "mask":
@@ -156,7 +164,7 @@ class OwnHead(nn.Module):
 
 
 class LogitsReader(nn.Module):
-    """For a model run with its own head: picks of its logits what the task reads."""
+    """Selects what the task reads from the logits of a model that runs with its own head."""
 
     def __init__(self, reading: Reading, mask_token_id: int | None) -> None:
         super().__init__()
@@ -164,20 +172,20 @@ class LogitsReader(nn.Module):
         self.mask_token_id = mask_token_id
 
     def forward(self, logits: Tensor, rows: RowMembership) -> Tensor:
-        """FP32 ``[B, N, K]`` to ``[B, K]`` where the mask token is read, else as they are."""
+        """Return ``[B, K]`` at the mask token if the task reads it; else the logits unchanged."""
         if self.reading != "mask":
             return logits
         return _at_mask(logits, rows, self.mask_token_id)
 
 
 def _at_mask(values: Tensor, rows: RowMembership, mask_token_id: int | None) -> Tensor:
-    """``[R, N, K]`` to ``[B, K]`` at each row's mask token; 0 in rows without one."""
+    """Return ``[B, K]`` of ``[R, N, K]`` at each row's mask token; 0 in rows without one."""
     masked = rows.member & (rows.ids == mask_token_id)
     return weighted(masked.to(values.dtype), values)
 
 
 class _Encoded(nn.Module):
-    """Stands in for a model's encoder: the embeddings it is given are its result already."""
+    """Replacement for a model's encoder that returns the embeddings it receives."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -191,7 +199,7 @@ class _Encoded(nn.Module):
             return getattr(super().__getattr__("base"), name)
 
     def forward(self, *unused: object, inputs_embeds: Tensor, **more: object) -> Any:
-        # The output class with every field that a head passes on.
+        # This output class has every field that a head reads.
         from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
         return BaseModelOutputWithPoolingAndCrossAttentions(
@@ -202,7 +210,7 @@ class _Encoded(nn.Module):
         pooler = getattr(self.base, "pooler", None)
         if not isinstance(pooler, nn.Linear):
             return None if pooler is None else pooler(hidden)
-        # The encoder itself does the rest, as ALBERT and BigBird.
+        # ALBERT and BigBird apply the rest of the pooler in the encoder.
         named = (getattr(self.base, name, None) for name in ("pooler_activation", "activation"))
         activation = next((function for function in named if function is not None), nn.Identity())
         pooled: Tensor = activation(pooler(hidden[:, 0]))
@@ -210,10 +218,10 @@ class _Encoded(nn.Module):
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in a model's output; those of start and end as a last axis of 2.
+    """Return the logits of a model's output; start and end logits as a last axis of size 2.
 
     Raises:
-        ValueError: it has none.
+        ValueError: The output has no logits.
     """
     if getattr(output, "start_logits", None) is not None:
         return torch.stack((output.start_logits, output.end_logits), dim=-1)
@@ -224,7 +232,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 class Returned(nn.Module):
-    """What leaves the core, of the results of the head."""
+    """Converts the head's results to the core's outputs."""
 
     def __init__(
         self, returns: Returns, activation: Activation, *, kept: int, flatten: bool
@@ -236,7 +244,7 @@ class Returned(nn.Module):
         self.flatten = flatten
 
     def forward(self, result: Tensor) -> tuple[Tensor, ...]:
-        """Vectors or logits, FP32 ``[B, K]`` or ``[R, N, K]``, to the core's outputs."""
+        """Return the core's outputs for vectors or logits, FP32 ``[B, K]`` or ``[R, N, K]``."""
         if self.flatten:
             result = result[0]
         if self.returns in ("vector", "logits"):
@@ -259,7 +267,7 @@ class Returned(nn.Module):
 
 
 class CoreGraph(nn.Module):
-    """The graph that is exported: inputs, what computes on them in another order, outputs."""
+    """Module to export. Adapts the graph's input order to the arguments of `compute`."""
 
     def __init__(self, compute: nn.Module, returned: Returned, order: tuple[int, ...]) -> None:
         super().__init__()

@@ -1,4 +1,9 @@
-"""Attention of a packed batch: tiles of queries against the keys of their own row."""
+"""Attention of a packed batch, computed in tiles of queries (see `packing` for the terms).
+
+For each of the N tiles, W queries are multiplied with the L keys of the tile's row. Keys beyond the
+row's end get `MASK_VALUE` added to their score. Time and memory therefore grow with the tokens of
+the batch, not with B * L * L.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,11 @@ from torch import Tensor
 from triptych.core.export.packed_ops import PackedOperations
 
 NAME = "triptych_packed"
-"""Name of this attention in transformers' registries."""
+"""Name under which this attention is registered in transformers."""
 
 MASK_VALUE = -1e4
-"""Added to the score of a key that a query does not attend to: its weight underflows to exactly 0
-in fp32, and the number itself still fits fp16."""
+"""Number added to the score of a key that a query must not attend to. The key's weight underflows
+to exactly 0 in fp32, and fp16 can represent the number."""
 
 _active: list[PackedOperations] = []
 
@@ -25,7 +30,7 @@ _active: list[PackedOperations] = []
 def packed_attention(model: Any, mode: PackedOperations) -> Iterator[None]:
     """Make a model compute attention in tiles while the context is open.
 
-    It reaches models whose layers look their attention up in transformers' registry.
+    The model's layers must look their attention function up in transformers' registry.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -51,7 +56,7 @@ def _configs(module: Any) -> Iterator[Any]:
 
 
 def _mask(**options: Any) -> Tensor | None:
-    """Return the mask that a model asks for, BOOL ``[B, 1, L, L]``; None for padding alone."""
+    """Return the mask that a model needs, BOOL ``[B, 1, L, L]``; None if it only masks padding."""
     from transformers import masking_utils
 
     plain = masking_utils.bidirectional_mask_function
@@ -78,7 +83,7 @@ def _attend(
     """Return FP32 ``[B, L, heads, d]`` for queries, keys and values ``[B, heads, L, d]``."""
     mode = _active[-1]
     if s_aux is not None:
-        raise ValueError("attention with sinks is not known")
+        raise ValueError("attention with sinks is not supported")
     with mode.paused():
         packed = [mode.gather(tensor, 2).squeeze(0) for tensor in (query, key, value)]
         biases = [mode.values(one) for one in (attention_mask, position_bias) if one is not None]
@@ -95,8 +100,8 @@ def _tiled(
 ) -> Tensor:
     """Return attention as packed tokens, FP32 ``[1, T, heads, d]``.
 
-    Heads stay the first axis from the packed tokens to the result: a gather along the second one
-    makes tiles without a transposition of their keys and values.
+    Heads stay the first axis from the packed tokens to the result, so that a gather along the
+    second axis makes tiles without transposing their keys and values.
     """
     batch = mode.batch
     queries = _rows(packed[0], batch.token_of_query)

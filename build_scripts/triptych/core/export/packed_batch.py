@@ -1,11 +1,8 @@
-"""Indices of a packed batch: where each row's tokens are, in three arrangements of the tokens.
+"""Indices between the padded, packed and tiled arrangement of a batch's tokens.
 
-- packed: ``[1, T, ...]``, the rows of the batch end to end with pad tokens between them;
-- padded: ``[B, L, ...]``, one row of L slots for each row of the batch;
-- tiled: ``[N, W, ...]``, each row cut into tiles of W queries.
-
-All indices are computed in the graph once for each batch, with standard ONNX operators. No
-`cumsum`: TensorRT runs it as a loop, which neither fuses nor fits a CUDA graph.
+See `packing` for the arrangements: padded ``[B, L, ...]``, packed ``[1, T, ...]``, tiled ``[N, W,
+...]``. All indices are computed once per batch, in the graph, with standard ONNX operators.
+`cumsum` is avoided, because TensorRT runs it as a loop, which neither fuses nor fits a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,11 +16,21 @@ from torch import Tensor
 class PackedBatch:
     """Index tensors of one batch, all INT64.
 
+    Attributes:
+        length: Number of tokens of each row, INT32 ``[B, 1]``.
+        offset: Distance of each row's first token from its position if every row had `stride`
+            tokens, INT32 ``[B, 1]``.
+        stride: Number of tokens of the row's request divided by its rows, INT32 ``[B]``.
+        longest: Any tensor ``[L]``. Its size is a multiple of 16 that no row exceeds.
+        tile: Any tensor ``[W]``. Its size is the number of queries in a tile.
+        tiles: Any tensor ``[N]``. Its size is at least the number of tiles of all rows.
+        tokens: Token ids of all rows, with pad tokens between requests, INT32 ``[T]``.
+
     Args:
         tokens: INT32 ``[T]``, token ids of all rows, with pad tokens between rows.
         length: INT32 ``[B, 1]``, tokens of each row.
-        offset: INT32 ``[B, 1]``, distance of each row's first token from where it would be if
-            each row took `stride` tokens.
+        offset: INT32 ``[B, 1]``, distance of each row's first token from where it would be if each
+            row took `stride` tokens.
         stride: INT32 ``[B]``, tokens of the row's request, divided by its rows.
         longest: any tensor ``[L]``: its size is a multiple of 16 that no row exceeds.
         tile: any tensor ``[W]``: its size is the number of queries in a tile.
@@ -47,42 +54,41 @@ class PackedBatch:
         self.max_length = longest.shape[0]
         self.tile_size = tile.shape[0]
         self.tile_count = tiles.shape[0]
-        places = stride.long()
-        self._start = _sums_before(places) + offset.long()[:, 0]
+        strides = stride.long()
+        self._start = _sums_before(strides) + offset.long()[:, 0]
         self._last = _at_least_0(self.length[:, 0] - 1)
 
     @cached_property
     def _row_of_token(self) -> Tensor:
-        """Row of each token ``[T]``; a pad token belongs to the row before it."""
+        """Row of each token, ``[T]``; a pad token belongs to the row before it."""
         place = torch.arange(self.token_count)
         return _at_least_0((place[:, None] >= self._start[None, :]).long().sum(1) - 1)
 
     @cached_property
     def _position_of_token(self) -> Tensor:
-        """Position of each token in its row ``[T]``; that of a pad token is the row's last."""
+        """Position of each token in its row, ``[T]``; a pad token has the row's last position."""
         row = self._row_of_token
         position = torch.arange(self.token_count) - self._start.index_select(0, row)
         return torch.minimum(_at_least_0(position), self._last.index_select(0, row))
 
     @cached_property
     def slot_of_token(self) -> Tensor:
-        """Index of each token in the padded arrangement, ``[T]``, of B * L slots."""
+        """Index of each token among the B * L padded slots, ``[T]``."""
         return self._row_of_token * self.max_length + self._position_of_token
 
     @cached_property
     def token_of_slot(self) -> Tensor:
         """Index of the token in each padded slot, ``[B, L]``.
 
-        Slots beyond a row repeat its last token, so that nothing in them is infinite or not a
-        number.
+        Slots beyond a row's end repeat its last token, so that they contain no infinity and no NaN.
         """
         position = torch.minimum(torch.arange(self.max_length)[None, :], self._last[:, None])
         return self._at_most_last(self._start[:, None] + position)
 
     @cached_property
     def _first_tile(self) -> Tensor:
-        """Number of tiles before each row's first, ``[B]``."""
-        # Not `//`: rounding toward minus infinity takes five operators more.
+        """Number of tiles before each row's first tile, ``[B]``."""
+        # `//` would round toward minus infinity, which takes five more operators.
         return _sums_before(torch.div(self._last, self.tile_size, rounding_mode="trunc") + 1)
 
     @cached_property
@@ -102,7 +108,7 @@ class PackedBatch:
 
     @cached_property
     def token_of_query(self) -> Tensor:
-        """Index of the token of each query of a tile, ``[N, W]``."""
+        """Index of the token of each query, ``[N, W]``."""
         first = self._start.index_select(0, self.row_of_tile)[:, None]
         token = first + self.position_of_query
         return self._at_most_last(token)
@@ -119,17 +125,23 @@ class PackedBatch:
         return first + self._position_of_token
 
     def _at_most_last(self, index: Tensor) -> Tensor:
-        """Return indices of tokens, none beyond the batch's last: a row may have no token."""
+        """Return token indices limited to the batch's last token: a row may have no token."""
         return torch.minimum(index, torch.full((), self.token_count - 1))
 
     def key_bias(self, outside: float) -> Tensor:
-        """Return 0 for the keys of a tile's row and `outside` beyond it, FP32 ``[N, L]``."""
+        """Return the bias of the keys of each tile, FP32 ``[N, L]``.
+
+        It is 0 for the keys of the tile's row and `outside` for keys beyond the row's end.
+        """
         inside = torch.arange(self.max_length)[None, :] < self.length
         return torch.where(inside, 0.0, outside).index_select(0, self.row_of_tile)
 
 
 def _at_least_0(index: Tensor) -> Tensor:
-    """Return the larger of each index and 0, by Max: TensorRT has no Clip of INT64."""
+    """Return the larger of each index and 0.
+
+    Uses Max, because TensorRT has no Clip of INT64.
+    """
     return torch.maximum(index, torch.zeros((), dtype=torch.int64))
 
 

@@ -1,12 +1,14 @@
 """Run a model on padded rows while its token-wise operations compute on packed tokens.
 
-A model is called on padded rows ``[B, L, ...]``, as in the bucketed layout, so that its own code
-makes masks, positions and attention biases. While `PackedOperations` is active, the result of each
-token-wise operation (a linear layer, a normalization, an activation, an addition) is computed on
-the packed tokens ``[1, T, ...]``. The model is given a tensor of the padded shape without values
-for it, and the next token-wise operation takes the packed tensor again. For an operation that is
-not known to be token-wise, the packed tokens are spread over padded rows: it costs more, but every
-result is that of the padded model.
+The model's own code is called on padded rows ``[B, L, ...]``, as in the bucketed layout, and makes
+masks, positions and attention biases. While `PackedOperations` is active, each token-wise operation
+(a linear layer, a normalization, an activation, an addition) computes its result on the packed
+tokens ``[1, T, ...]``. The model receives a tensor of the padded shape without values, and the next
+token-wise operation uses the packed tensor again. If an operation is not known to be token-wise,
+the packed tokens are copied into padded rows first. This costs more time, but every result equals
+that of the padded model.
+
+See `packing` for B, L and T.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ class Packed(NamedTuple):
     """Packed form of a padded tensor.
 
     Attributes:
-        padded: Tensor ``[B, ..., L, ...]``, without values unless `PackedOperations.values` has
-            made them; kept so that its identity stays unique.
-        packed: Values of the tokens alone, ``[1, ..., T, ...]``; ``[T, ...]`` where `axis` is 0.
-        axis: Axis of the tokens; 0 where the padded tensor is ``[B * L, ...]``.
+        padded: Tensor ``[B, ..., L, ...]``. It has no values until `PackedOperations.values`
+            computes them. The reference keeps its identity unique.
+        packed: Values of the tokens, ``[1, ..., T, ...]``, or ``[T, ...]`` if `axis` is 0.
+        axis: Axis of the tokens; 0 if the padded tensor is ``[B * L, ...]``.
     """
 
     padded: Tensor
@@ -41,7 +43,8 @@ class Packed(NamedTuple):
 
 
 Rule = Callable[["PackedOperations", Any, Sequence[Any], Mapping[str, Any]], Any]
-"""Compute an operation on packed operands; return its result and token axis, None to decline."""
+"""Function that computes an operation on packed operands. It returns the result and its token axis,
+or None if the operation does not compute on tokens alone."""
 
 
 class PackedOperations(TorchFunctionMode):
@@ -64,7 +67,7 @@ class PackedOperations(TorchFunctionMode):
         if function in LOOKUPS and self.find(arguments[0]) is None:
             return self._look_up(function, arguments, options)
         if function is functional.linear and self._is_padded_vectors(arguments[0]):
-            # Worth packing the tokens for, where an operation before computed on padded rows.
+            # Packing is worth its cost here even if the operation before computed on padded rows.
             packed = self.gather(arguments[0])
             return self.spread(function(packed, *arguments[1:], **options), 1)
         rule = RULES.get(function)
@@ -104,7 +107,7 @@ class PackedOperations(TorchFunctionMode):
         return self._known.get(id(value)) if isinstance(value, Tensor) else None
 
     def spread(self, packed: Tensor, axis: int) -> Tensor:
-        """Return a tensor of the padded shape that stands for a packed tensor."""
+        """Return a tensor of the padded shape that represents a packed tensor."""
         batch = self.batch
         if axis:
             before, after = packed.shape[1:axis], packed.shape[axis + 1 :]
@@ -116,7 +119,10 @@ class PackedOperations(TorchFunctionMode):
         return padded
 
     def values(self, value: Any) -> Any:
-        """Return a tensor with its values: the padded rows of one that stands for packed tokens."""
+        """Return the padded rows of a tensor that represents packed tokens.
+
+        Other values are returned unchanged.
+        """
         known = self.find(value)
         if known is None:
             return value
@@ -132,14 +138,14 @@ class PackedOperations(TorchFunctionMode):
         return self._values[id(value)]
 
     def gather(self, padded: Tensor, axis: int = 1) -> Tensor:
-        """Return a padded tensor, ``[B, ..., L, ...]``, as packed tokens ``[1, ..., T, ...]``."""
+        """Return a padded tensor ``[B, ..., L, ...]`` as packed tokens ``[1, ..., T, ...]``."""
         known = self.find(padded) or self._gathered.get(id(padded))
         if known is not None and known.axis == axis:
             return known.packed
         rows: Tensor = self.values(padded)
         slots = rows.movedim(axis, 1).flatten(0, 1)
         packed = slots.index_select(0, self.batch.slot_of_token)[None].movedim(1, axis)
-        # Not `_known`: the padded tensor may have something else in the slots beyond a row.
+        # It is not added to `_known`, because the padded tensor may differ in slots beyond a row.
         self._gathered[id(padded)] = Packed(padded, packed, axis)
         return packed
 
@@ -147,7 +153,7 @@ class PackedOperations(TorchFunctionMode):
         return value.dim() == 3 and self.find(value) is None and self.is_padded(value.shape)
 
     def is_padded(self, shape: Sequence[Any]) -> bool:
-        """Whether a shape has the batch's rows first and their slots behind them."""
+        """Check that a shape is ``[B, L, ...]``."""
         batch = self.batch
         return (
             len(shape) > 1
@@ -157,7 +163,7 @@ class PackedOperations(TorchFunctionMode):
 
 
 def _operands(arguments: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of an operation, those in lists included."""
+    """Return the arguments of an operation, including those in lists."""
     operands: list[Any] = []
     for value in (*arguments, *options.values()):
         operands += value if isinstance(value, (list, tuple)) else [value]
@@ -165,7 +171,10 @@ def _operands(arguments: Sequence[Any], options: Mapping[str, Any]) -> list[Any]
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two sizes are known to be equal, without making the exporter assume that they are."""
+    """Check that two sizes are known to be equal.
+
+    A plain comparison would make the exporter assume that they are.
+    """
     if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
         return bool(one.node.expr == other.node.expr)
     return isinstance(one, int) and isinstance(other, int) and one == other
@@ -174,7 +183,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _elementwise(
     mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Rule of operations on elements, with operands that broadcast against one another."""
+    """Compute an operation on elements, with operands that broadcast."""
     operands = [value for value in _operands(arguments, options) if isinstance(value, Tensor)]
     known = [packed for packed in map(mode.find, operands) if packed is not None]
     axis, rank = known[0].axis, max(operand.dim() for operand in operands)
@@ -195,7 +204,7 @@ def _elementwise(
 
 
 def _aligned(mode: PackedOperations, operand: Tensor, axis: int, rank: int) -> Tensor | None:
-    """Return an operand as it broadcasts against packed tokens; None if it cannot."""
+    """Return an operand so that it broadcasts against packed tokens; None if it cannot."""
     known = mode.find(operand)
     if known is not None:
         return known.packed
@@ -204,8 +213,8 @@ def _aligned(mode: PackedOperations, operand: Tensor, axis: int, rank: int) -> T
     if without_tokens and (missing > 0 or _equal(operand.shape[0], 1)):
         return operand
     if not axis or _equal(operand.shape[-1], 1):
-        # One value for each slot, such as a mask: it may blank the slots beyond a row, which a
-        # convolution reads, and packed tokens have no such slots.
+        # A value per slot, such as a mask, may clear the slots beyond a row, which a convolution
+        # reads. Packed tokens have no such slots.
         return None
     shape = [1] * missing + list(operand.shape)
     batch = mode.batch
@@ -220,7 +229,7 @@ def _aligned(mode: PackedOperations, operand: Tensor, axis: int, rank: int) -> T
 def _first_only(
     mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Rule of operations on the vector of each token: the other operands are weights."""
+    """Compute an operation on the vector of each token, if its other operands are weights."""
     known = mode.find(arguments[0])
     others = _operands(arguments[1:], options)
     if known is None or any(mode.find(value) for value in others):
@@ -240,7 +249,7 @@ def _first_only(
 def _last_axis(
     mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Rule of reductions, and of softmax, over the last axis alone."""
+    """Compute a reduction or a softmax over the last axis."""
     known = mode.find(arguments[0])
     if known is None:
         return None
@@ -256,7 +265,7 @@ def _last_axis(
 def _reshape(
     mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Rule of changes of shape that leave rows and slots as they are, or join them."""
+    """Change a shape such that rows and slots stay as they are or are joined."""
     known = mode.find(arguments[0])
     if known is None or known.axis > 1 or isinstance(arguments[1], torch.dtype):
         return None
@@ -273,7 +282,7 @@ def _reshape(
 def _permute(
     mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Rule of transpositions that leave the rows first."""
+    """Permute axes such that the rows stay first."""
     known = mode.find(arguments[0])
     if known is None or not known.axis or options:
         return None
@@ -293,7 +302,7 @@ def _permute(
 def _index(
     mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Rule of slices of the axes behind the tokens."""
+    """Slice the axes behind the tokens."""
     known = mode.find(arguments[0])
     if known is None or not known.axis:
         return None
@@ -312,7 +321,7 @@ def _index(
 def _pieces(
     mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Rule of cuts along the last axis, whose results are a list."""
+    """Split along the last axis; returns a list of results."""
     known = mode.find(arguments[0])
     dim = options.get("dim", arguments[2] if len(arguments) > 2 else 0)
     if known is None or dim not in (-1, known.padded.dim() - 1) or dim == known.axis:
@@ -324,7 +333,7 @@ def _pieces(
 def _joined(
     mode: PackedOperations, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Rule of a concatenation along the last axis."""
+    """Concatenate along the last axis."""
     known = [mode.find(value) for value in arguments[0]]
     dim = options.get("dim", arguments[1] if len(arguments) > 1 else 0)
     first = known[0]
@@ -339,7 +348,7 @@ DESCRIPTIONS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point),
 }
-"""What reads no value of a tensor."""
+"""Operations that read no value of a tensor."""
 
 LOOKUPS = {functional.embedding, torch.embedding}
 """Operations that look vectors up in a table by token ids or positions."""
@@ -384,4 +393,4 @@ def _rules() -> dict[Any, Rule]:
 
 
 RULES: Mapping[Any, Rule] = _rules()
-"""Operations that can compute on packed tokens, and the rule of each."""
+"""Rule of each operation that can compute on packed tokens."""

@@ -1,4 +1,27 @@
-"""A text model and its head as torch modules for both layouts: padded rows, or packed tokens."""
+"""Text models as torch modules for both layouts: padded rows and packed tokens.
+
+A batch has B rows; row ``b`` has ``length[b]`` tokens, at most L. Per token a layer computes H
+numbers.
+
+- **Padded** (length bucketing): token ids are ``[B, L]`` and vectors ``[B, L, H]``. Shorter rows
+  are filled with pad tokens, which cost as much time as other tokens.
+- **Packed** (sequence packing): the rows of all requests lie end to end, as token ids ``[T]`` and
+  vectors ``[1, T, H]``. T is the sum of the lengths, plus a few pad tokens between requests.
+- **Tiled** (only within attention): each row is cut into tiles of W queries, so that N tiles hold
+  all tokens, ``[N, W, ...]``. Each tile attends to the keys of its own row alone, ``[N, L, ...]``.
+
+Triton joins packed requests without knowing their rows. A request of R rows and S tokens (pad
+tokens included) sends for each row its length, a stride of S / R and an offset. The offset is the
+distance of the row's first token from the position it would have if all rows had the stride's
+length. The sum of all strides before a row, plus its offset, is the index of its first token in the
+whole batch.
+
+`PackedCore` runs a model written for padded rows on packed tokens: `packed_batch` computes the
+indices between the three arrangements, `packed_ops` lets token-wise operations compute on packed
+tokens, `packed_attention` computes attention in tiles, and `tile_sizes` adds the operators that
+choose W and N to the exported graph. `proof` accepts a way to run a model only after comparing its
+results with those of single rows.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +43,16 @@ from triptych.core.export.packed_ops import PackedOperations
 
 
 class CannotPack(Exception):
-    """The model cannot be run on packed tokens; the message gives the reason."""
+    """Raised if the model cannot be run on packed tokens; the message gives the reason."""
 
 
 class PositionIds(NamedTuple):
     """Numbering of the tokens of a row.
 
     Attributes:
-        first: Number of the first token: RoBERTa and its family count from past the padding.
-        skipped: Token that is not counted, wherever it stands, and has its own id as its number.
+        first: Number of the first token. RoBERTa and its family start behind the id of the padding.
+        skipped: Token id that is not counted anywhere in a row and has its own id as its number;
+            None if every token counts.
     """
 
     first: int = 0
@@ -45,8 +69,9 @@ class PositionIds(NamedTuple):
         if self.skipped is None:
             return (position + self.first).expand(ids.shape)
         counted = valid & (ids != self.skipped)
-        # Not `cumsum`: TensorRT runs it as a loop, which neither fuses with what is around it nor
-        # fits a CUDA graph. INT32 takes a quarter of the memory of a layer's scores at most.
+        # `cumsum` is avoided: TensorRT runs it as a loop, which neither fuses with neighboring
+        # operators nor fits a CUDA graph. INT32 takes at most a quarter of the memory of a layer's
+        # scores.
         before = position < position.T
         earlier = (before & counted[..., None, :]).sum(-1, dtype=torch.int32)
         return torch.where(counted, earlier.long() + self.first, self.skipped)
@@ -54,6 +79,10 @@ class PositionIds(NamedTuple):
 
 class PaddedEncoder(nn.Module):
     """A model on rows padded to one length, its mask computed from the rows' lengths.
+
+    Attributes:
+        read: Function that returns the result from the model's output.
+        around: Context manager in which the model runs.
 
     Args:
         encoder: Model, with or without its own head.
@@ -76,7 +105,7 @@ class PaddedEncoder(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.read = read
-        # Without a table of token types a model may take them for words, as GPT-2.
+        # A model without a table of token types, such as GPT-2, may look them up as words.
         typed = segments > 1 or getattr(encoder.config, "type_vocab_size", None)
         self.takes_types = bool(typed) and takes(encoder, "token_type_ids")
         self.segments = segments
@@ -86,7 +115,7 @@ class PaddedEncoder(nn.Module):
     def forward(
         self, input_ids: Tensor, row_length: Tensor, first_segment: Tensor | None = None
     ) -> tuple[Tensor, RowMembership]:
-        """Return what the model computes for each token, and where the rows are.
+        """Return the model's result for each token, and the membership of the tokens.
 
         The result is FP32 ``[B, L, H]``, or the logits of a model with its own head.
 
@@ -95,7 +124,7 @@ class PaddedEncoder(nn.Module):
             row_length: INT32 ``[B, 1]``, tokens of each row.
             first_segment: INT32 ``[B, 1]``, tokens of each row before its second segment.
         """
-        # The packed layout knows these ids by their identity.
+        # The packed layout finds the packed form of `ids` by the tensor's identity.
         ids = input_ids if input_ids.dtype == torch.int64 else input_ids.long()
         length = row_length.long()
         position = torch.arange(input_ids.shape[1])[None, :]
@@ -117,7 +146,7 @@ class PaddedEncoder(nn.Module):
 
 
 class TextCore(nn.Module):
-    """A model on padded rows, and a head."""
+    """Model on padded rows, with a head."""
 
     def __init__(self, encoder: PaddedEncoder, head: nn.Module) -> None:
         super().__init__()
@@ -158,7 +187,10 @@ class PackedCore(nn.Module):
         tiles: Tensor,
         first_segment: Tensor | None = None,
     ) -> Tensor:
-        """Return the head's result, ``[B, K]`` or ``[1, T, K]``; arguments as `PackedBatch`."""
+        """Return the head's result, ``[B, K]`` or ``[1, T, K]``.
+
+        See `PackedBatch` for the arguments.
+        """
         batch = PackedBatch(input_ids, row_length, row_offset, row_stride, longest, tile, tiles)
         mode = PackedOperations(batch)
         ids = mode.spread(input_ids.long()[None], 1)
@@ -171,17 +203,19 @@ class PackedCore(nn.Module):
 
 
 def hidden_of(output: Any) -> Tensor:
+    """Return the token vectors of a model's output, FP32 ``[B, L, H]``."""
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 def takes(model: Any, name: str) -> bool:
+    """Check that a model's `forward` has the parameter `name`."""
     return name in inspect.signature(model.forward).parameters
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Give an attribute another value while the context is open."""
+    """Replace an attribute's value while the context is open."""
     own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -195,9 +229,10 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_fixed_length(model: Any) -> Iterator[None]:
-    """Keep a model from computing with the sequence's length in Python, which fixes it in a graph.
+    """Keep the sequence length out of Python code while the context is open.
 
-    DeBERTa cuts its table of relative positions to the length; the full table gives the same.
+    An exported graph would contain the length as a constant. DeBERTa cuts its table of relative
+    positions to the length; the full table gives the same result.
     """
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     with contextlib.ExitStack() as stack:
@@ -210,12 +245,12 @@ def without_fixed_length(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def last_picked(model: Any) -> Iterator[None]:
-    """Where a model picks vectors by a mask over tokens, let it pick the last one of each row.
+    """Make a model that selects vectors by a mask over tokens select the last one of each row.
 
-    The heads of BART and its kin read the last end-of-sequence token so: they take all that the
-    mask marks, as many of each row, and keep a row's last one. Rows with an unequal number of them
-    cannot share a batch then, and a graph has a NonZero, which fails on a row with none and is
-    nothing that TensorRT takes.
+    The heads of BART and its family read the last end-of-sequence token in this way: they select
+    all tokens that the mask marks, the same number in each row, and use the last one. Rows with
+    different numbers of marked tokens could not share a batch. The graph would have a NonZero,
+    which fails for a row without marked tokens and which TensorRT does not support.
     """
     checks = {sys.modules[type(module).__module__] for module in model.modules()}
     with contextlib.ExitStack() as stack:
@@ -228,7 +263,11 @@ def last_picked(model: Any) -> Iterator[None]:
 
 
 class _PickLast(TorchFunctionMode):
-    """``values[mask]``, of FP32 ``[B, N, H]`` and BOOL ``[B, N]``, is ``[B, H]``; 0 where none."""
+    """Replaces ``values[mask]`` by the vector at each row's last marked token.
+
+    With values FP32 ``[B, N, H]`` and mask BOOL ``[B, N]``, the result is ``[B, H]``; it is 0 in
+    rows without a marked token.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), options: Any = None

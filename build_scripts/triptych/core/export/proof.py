@@ -1,6 +1,9 @@
-"""How a model is run in a layout, chosen by proof: random rows must come out as they do alone.
+"""Find a way to run a model in a layout, and prove it by comparing numbers.
 
-No model is known by name, here or anywhere: what is tried is a mask, a reading, a way to run it.
+Random rows are computed one by one, without padding or packing. Each known way to run the model
+computes the same rows in one batch, padded or packed. The first way whose results equal those of
+the single rows is used. No model is recognized by its name: the ways differ in masks, in the tokens
+that a head reads, and in the numbering of positions.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.task import Core
 
 TOLERANCE = 1e-4
-"""Largest difference between a row in a batch and alone, relative to the largest element."""
+"""Maximum difference between a row in a batch and the row alone, relative to the largest element.
+"""
 
 MIN_SCALE = 1e-2
 LENGTHS = (23, 5, 11)
@@ -47,34 +51,34 @@ SPECIAL: Mapping[int, Mapping[int, tuple[str, ...]]] = {
     5: {-2: ("eos", "sep"), -1: ("pad",)},
     11: {2: ("eos", "sep"), 6: ("pad",)},
 }
-"""Length of a row to the places of more special tokens in it: none in the middle, where a mask is.
-"""
+"""Positions of further special tokens, by row length. None are in the middle, where a mask is."""
 LONGEST = 600
 UNICODE = 0x3000
-"""Ids that models of bytes or characters, which have no vocabulary, surely know."""
+"""Number of ids that models of bytes or characters, which have no vocabulary, certainly know."""
 
 READINGS: Mapping[str, tuple[Reading, ...]] = {
     "row": ROW_READINGS,
     "mask": ("mask",),
     "tokens": ("all",),
 }
-"""What a head may read, by `Core.reads`."""
+"""Tokens that a head may read, by `Core.reads`."""
 
 
-Around = Callable[[Any], AbstractContextManager[None]]
-"""What is open while a model runs."""
+ContextFactory = Callable[[Any], AbstractContextManager[None]]
+"""Function of the model that returns the context manager in which the model runs."""
 
 
 class ProbeRow(NamedTuple):
-    """A random row, and what the model computes for it alone and unpadded.
+    """A random row, and the model's result for it alone and unpadded.
 
     Attributes:
-        ids: INT64 ``[N]``.
-        first_segment: tokens before the second segment.
-        hidden: FP32 ``[N, H]``, of the encoder; None for a model without a part that is its
+        ids: Token ids, INT64 ``[N]``.
+        first_segment: Number of tokens before the second segment.
+        hidden: Token vectors of the encoder, FP32 ``[N, H]``; None for a model without a separate
             encoder.
-        logits: of the model with its head, ``[K]`` or ``[N, K]``; None where there is no head.
-        scale: largest element of the logits of all rows: a single one may happen to be near 0.
+        logits: Result of the model with its head, ``[K]`` or ``[N, K]``; None for a model without a
+            head.
+        scale: Largest element of the logits of all rows. A single row's logits may all be near 0.
     """
 
     ids: Tensor
@@ -87,9 +91,9 @@ class ProbeRow(NamedTuple):
 def prove_text_core(
     model: Any, facts: ModelFacts, core: Core, folder: Path, *, packed: bool
 ) -> nn.Module:
-    """Return the model in a layout, run in the first of the known ways that gives right results.
+    """Return the model in a layout, in the first known way that gives right results.
 
-    They are right for rows that hold special tokens of their own, too, if any way's are.
+    Ways that are also right for rows with further special tokens are preferred.
 
     Raises:
         CannotPack: The layout is packed, and no way gives right results.
@@ -111,7 +115,7 @@ def _prove(
     for text_core in _ways(model, facts, core, folder, samples):
         for tiled in (True, False) if packed else (False,):
             probed = text_core
-            if core.reads == "pooled":  # the vectors of all tokens, of which the head keeps less
+            if core.reads == "pooled":  # compare all token vectors: the pooled result shows less
                 probed = TextCore(text_core.encoder, _TokenVectors())
             difference = _farthest(
                 _in_layout(probed, core.per_token or core.reads == "pooled", packed, tiled),
@@ -126,8 +130,8 @@ def _prove(
         raise CannotPack(f"rows of a batch differ by {smallest:.0e} from the same rows alone")
     raise UserError(
         "model.source",
-        "must be a model whose result for a text does not depend on the padding beside it",
-        given=f"{facts.architecture}, whose results do",
+        "is a model whose result for a text depends on the padding of the batch",
+        given=facts.architecture,
         remedy="Choose another model",
     )
 
@@ -148,7 +152,7 @@ def _ways(
 ) -> Iterator[TextCore]:
     """Yield the known ways to run the model and its head on padded rows, the cheapest first."""
     head = _head(model, facts, core, folder, samples)
-    ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module, Around]] = []
+    ways: list[tuple[Any, Callable[[Any], Tensor], nn.Module, ContextFactory]] = []
     if head is not None:
         ways.append((model.base_model, hidden_of, head, nullcontext))
     if core.reads != "pooled":
@@ -166,9 +170,10 @@ def _ways(
 def _draw(
     model: Any, facts: ModelFacts, core: Core, window: int, *, special: bool
 ) -> list[ProbeRow]:
-    """Random rows of different lengths; one goes beyond the window of local attention.
+    """Return random rows of different lengths; one is longer than the window of local attention.
 
-    With `special`, rows hold more tokens that end or fill up a row, as a text may that writes them.
+    With `special`, rows also contain tokens that end or fill a row, as a text may that contains
+    them.
     """
     generator = torch.Generator().manual_seed(0)
     config = model.config
@@ -182,7 +187,7 @@ def _draw(
     for length in (max(LENGTHS[0], window + 9 if window else 0), *LENGTHS[1:]):
         size = min(length, limit)
         ids = plain[torch.randint(len(plain), (size,), generator=generator)]
-        # Some heads look for special tokens; what of that is seen here is not missed later.
+        # Some heads search for special tokens, so rows must contain them to show differences.
         for place, kinds in ((0, ("cls", "bos")), (size // 2 - 1, ("sep",)), (-1, ("eos", "sep"))):
             ids[place] = _special(config, kinds, vocabulary, int(ids[place]))
         for place in SPECIAL.get(length, ()) if special and size == length else ():
@@ -196,7 +201,7 @@ def _draw(
 
 
 def _special(config: Any, kinds: Sequence[str], vocabulary: int, otherwise: int) -> int:
-    """The first of these special tokens that the config has an id for."""
+    """Return the first of these special tokens that the config has an id for; else `otherwise`."""
     known = (getattr(config, f"{kind}_token_id", None) for kind in kinds)
     fitting = (token for token in known if isinstance(token, int) and 0 <= token < vocabulary)
     return next(fitting, otherwise)
@@ -221,13 +226,13 @@ def _alone(model: Any, facts: ModelFacts, core: Core, ids: Tensor) -> ProbeRow:
     except Exception as error:
         raise UserError(
             "model.source",
-            "must be an encoder that runs on token ids alone",
+            "is a model that needs more inputs than token ids",
             given=f"{facts.architecture}: {' '.join(str(error).split())[:300]}",
             remedy="Choose another model",
         ) from error
     base = model.base_model
     if base is not model:
-        # An encoder-decoder, say, has no such result of its own: it is run with its own head.
+        # A model without such a result, such as an encoder-decoder, is run with its own head.
         with contextlib.suppress(Exception):
             hidden = hidden_of(base(**inputs(base)))[0]
     return ProbeRow(ids, first_segment, hidden, logits)
@@ -236,7 +241,10 @@ def _alone(model: Any, facts: ModelFacts, core: Core, ids: Tensor) -> ProbeRow:
 def _head(
     model: Any, facts: ModelFacts, core: Core, folder: Path, samples: Sequence[ProbeRow]
 ) -> nn.Module | None:
-    """The head that computes the model's logits from its encoder's token vectors, if one does."""
+    """Return the head that computes the model's logits from its encoder's vectors.
+
+    None if no head does.
+    """
     if core.reads == "pooled":
         return SentenceHead(facts, folder)
     if model.base_model is model:
@@ -246,7 +254,7 @@ def _head(
         try:
             if all(_head_distance(head, sample) < TOLERANCE for sample in samples):
                 return head
-        except Exception:  # any that a model raises at vectors in place of ids
+        except Exception:  # a model may raise anything if it gets vectors in place of ids
             continue
     return None
 
@@ -261,9 +269,9 @@ def _head_distance(head: nn.Module, sample: ProbeRow) -> float:
 
 
 def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, ...]:
-    """Return the rows end to end with pads between them, as `PackedCore` takes them.
+    """Return the rows end to end with pad tokens, as arguments of `PackedCore`.
 
-    The first two rows are those of one request, which follow one another without a pad.
+    The first two rows belong to one request, so they follow each other without a pad.
     """
     lengths, firsts = _columns(samples)
     first, second, *others = (sample.ids for sample in samples)
@@ -288,7 +296,7 @@ def _packed_batch(samples: Sequence[ProbeRow]) -> tuple[Tensor, ...]:
 
 
 def _padded_batch(samples: Sequence[ProbeRow], pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows padded to one length, as `BucketedEncoder` takes them."""
+    """Return the rows padded to one length, as arguments of `PaddedEncoder`."""
     rows = [sample.ids.to(torch.int32) for sample in samples]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
     return (ids, *_columns(samples))
@@ -301,7 +309,10 @@ def _columns(samples: Sequence[ProbeRow]) -> tuple[Tensor, Tensor]:
 
 
 def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> float:
-    """Largest difference, relative to `scale` or the largest element expected if that is above."""
+    """Return the largest difference, relative to `scale` or to the largest expected element.
+
+    The larger of the two is used.
+    """
     if expected is None or result.shape != expected.shape:
         return float("inf")
     largest = max(float(expected.abs().max()), scale, MIN_SCALE)
@@ -310,7 +321,7 @@ def _distance(result: Tensor, expected: Tensor | None, scale: float = 0.0) -> fl
 
 
 def _counting(encoder: Any, ids: Tensor) -> PositionIds:
-    """How the encoder numbers a row's tokens, by what it looks up in its table of positions."""
+    """Return the numbering of a row's tokens, from the encoder's lookups in its position table."""
     pad = getattr(encoder.config, "pad_token_id", None)
     row = ids.clone()
     if pad is not None:
@@ -351,14 +362,14 @@ def _farthest(
     *,
     starts: Sequence[int] | None,
 ) -> float:
-    """Return the largest difference of a row in the batch from itself alone.
+    """Return the largest difference between a row in the batch and the row alone.
 
-    It is infinite where the model fails on the batch. `starts` are the first tokens of the rows in
-    a packed batch.
+    The difference is infinite if the model fails on the batch. `starts` are the indices of the
+    rows' first tokens in a packed batch.
     """
     try:
         result = way(*batch)
-    except Exception:  # any that a model raises at padding it does not expect
+    except Exception:  # a model may raise anything for padding that it does not expect
         return float("inf")
     largest = 0.0
     for index, sample in enumerate(samples):

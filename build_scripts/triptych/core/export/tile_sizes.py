@@ -1,7 +1,8 @@
-"""Sizes that a packed graph computes for each batch: longest row, queries in a tile, tiles.
+"""Sizes that a packed graph computes for each batch: longest row, queries per tile, tiles.
 
-The graph is exported with three inputs of which it reads the shapes alone. Here they become
-outputs of a few nodes at the graph's beginning.
+The model is exported with three inputs ``longest [L]``, ``tile [W]`` and ``tiles [N]``, of which
+the graph only reads the shapes (see `packing`). This module turns them into outputs of a few
+operators at the graph's beginning.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ TILES = Tensor("tiles", "INT32", ("tiles",))
 SIZES = (LONGEST, TILE, TILES)
 
 TILE_OVERHEAD = 16
-"""Time to gather the keys and values of a tile, in queries of a tile. Measured on a CPU with
-AVX-512: a key of 384 elements takes 0.3 to 0.4 us to gather, and 25 ns for each query."""
+"""Time to gather the keys and values of a tile, as a number of queries. Measured on a CPU with
+AVX-512: gathering a key of 384 elements takes 0.3 to 0.4 us, and each query 25 ns."""
 
 TENSORRT_TILE = 64
-"""Queries in a tile where the tile cannot be chosen for each batch."""
+"""Number of queries in a tile for TensorRT, which cannot choose it for each batch."""
 
 
 def compute_from_values(model: Any, max_length: int) -> None:
     """Compute the sizes from the values of ``row_length``, for ONNX Runtime.
 
-    The tile is chosen from powers of two and the longest row, so that the scores of all tiles take
-    the least time: one long row among many short ones is cut into tiles of their length.
+    The candidates for W are powers of two and the longest row. For each, N is the sum over the rows
+    of ``ceil(length / W)``, and the estimated time is ``N * (W + TILE_OVERHEAD)``. The candidate
+    with the smallest time is used: one long row among many short ones is cut into tiles of their
+    length.
 
     Args:
-        model: ONNX ModelProto; changed in place.
+        model: An `onnx.ModelProto`; it is changed in place.
         max_length: Maximum number of tokens of a row.
     """
     from onnx import helper, numpy_helper
@@ -92,13 +95,13 @@ def compute_from_values(model: Any, max_length: int) -> None:
 
 
 def compute_from_shapes(model: Any) -> None:
-    """Compute the sizes from shapes of inputs, for TensorRT.
+    """Compute the sizes from the shapes of inputs, for TensorRT.
 
-    ``longest`` stays an input, which Triton makes. Tiles have a fixed size, and there may be more
-    of them than rows need: at most one for each row and one for each `TENSORRT_TILE` tokens.
+    ``longest`` stays an input, which Triton provides. W is `TENSORRT_TILE`. N is ``T // W + B``,
+    which is at least the number of tiles that the rows need.
 
     Args:
-        model: ONNX ModelProto; changed in place.
+        model: An `onnx.ModelProto`; it is changed in place.
     """
     from onnx import helper, numpy_helper
 
@@ -120,7 +123,7 @@ def compute_from_shapes(model: Any) -> None:
 
 
 def _prepend(model: Any, nodes: list[Any], constants: dict[str, Any]) -> None:
-    """Put nodes before all others; what they compute is no longer an input."""
+    """Insert nodes before all others; values that the nodes compute are removed from the inputs."""
     from onnx import numpy_helper
 
     graph = model.graph

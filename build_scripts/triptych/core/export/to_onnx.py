@@ -1,6 +1,6 @@
-"""Hugging Face model -> ``model.onnx`` in either layout, and nothing of this machine in it.
+"""Export a Hugging Face model to ``model.onnx`` in either layout.
 
-The export stage, cached: a plan and a model's folder -> the fp32 ``model.onnx``.
+`export_model` is the cached stage of a build. The file contains no path or name of this machine.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from triptych.spec.tasks.task import Core
 
 OPSET = 18
 RESULTS = ("last_hidden_state", "logits", "start_logits", "end_logits")
-"""What is read of a model's output, whatever its class."""
+"""Fields that are read from a model's output, whatever its class."""
 
 
 def load_model(folder: Path, auto_class: str) -> Any:
-    """The model that `save_pretrained` wrote, in PyTorch, fp32, evaluation mode.
+    """Return the model that `save_pretrained` wrote, in PyTorch, fp32 and evaluation mode.
 
-    `auto_class` of transformers loads it, with the head it stands for. Of an encoder-decoder
-    without a head it is the encoder alone, where transformers has a class for that, or where the
-    whole does not run on token ids alone or lacks weights.
+    transformers' class `auto_class` loads it, with its head. For an encoder-decoder without a head,
+    only the encoder is returned if transformers has an encoder class for it, if the full model
+    needs decoder inputs, or if the full model lacks weights.
 
     Raises:
-        UserError: transformers cannot load it as that, or its weights are not all there.
+        UserError: transformers cannot load the model with that class, or weights are missing.
     """
     import torch
     import transformers
@@ -56,7 +56,7 @@ def load_model(folder: Path, auto_class: str) -> Any:
     except Exception as error:
         raise UserError(
             "model.source",
-            f"must be a model transformers can load ({auto_class})",
+            f"is not a model that transformers can load ({auto_class})",
             given=_one_line(error),
             remedy="Check config.json and the weights",
         ) from error
@@ -74,7 +74,7 @@ def load_model(folder: Path, auto_class: str) -> Any:
     if refused:
         raise UserError(
             "model.source",
-            f"must hold every weight of {type(model).__name__}",
+            f"lacks weights of {type(model).__name__}",
             given=f"{len(missing)} missing: {', '.join(missing[:4])}",
             remedy="Choose a model fine-tuned for this task",
         )
@@ -84,33 +84,34 @@ def load_model(folder: Path, auto_class: str) -> Any:
 
 
 def _mismatch(config: Any, wrong: tuple[str, Any, Any]) -> UserError:
-    """What is said of weights that have another size than the config gives them."""
+    """Return the error for weights whose size differs from the config."""
     name, held, wanted = wrong
     labels = list((config.id2label or {}).values())
     if wanted[0] == len(labels) != held[0]:
         return UserError(
             "id2label in config.json",
-            "must name as many labels as the model's head has",
+            "names another number of labels than the model's head has",
             given=f"{len(labels)} ({', '.join(map(str, labels))}), but `{name}` has {held[0]}",
-            remedy=f"Name all {held[0]} there and in label2id, or train the head anew",
+            remedy=f"Name all {held[0]} there and in label2id, or train the head again",
         )
     return UserError(
         "config.json",
-        "must give the sizes that the weights have",
+        "gives other sizes than the weights have",
         given=f"`{name}` has {list(held)}, and {list(wanted)} by config.json",
-        remedy="Take config.json and weights of one model",
+        remedy="Use config.json and weights of the same model",
     )
 
 
 def _one_line(error: Exception) -> str:
-    """An error's message without line breaks and terminal colors, cut to a readable length."""
+    """Return an error's message without line breaks and terminal colors, cut to 300 characters."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())[:300]
 
 
 def _loader(folder: Path, auto_class: str) -> Any:
-    """The class to load with; without a head, that of the encoder where there is one.
+    """Return the class to load with.
 
-    That is also what sentence-transformers takes of an encoder-decoder.
+    For models without a head it is the encoder's class if there is one, as in
+    sentence-transformers.
     """
     import transformers
 
@@ -122,7 +123,7 @@ def _loader(folder: Path, auto_class: str) -> Any:
 
 
 def _learned(model: Any, missing: set[str]) -> list[str]:
-    """Those of the missing weights that training decides: not, say, a table of sines."""
+    """Return those missing weights that training decides, unlike for example a table of sines."""
     import torch
 
     if not missing:
@@ -134,30 +135,30 @@ def _learned(model: Any, missing: set[str]) -> list[str]:
 
 
 def _check_kind(model: Any) -> None:
-    """Raises a `UserError` for a model of sound, say."""
+    """Raise a `UserError` unless the model reads texts or images."""
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise UserError(
             "model.source",
-            "must be a model of texts or images",
+            "is not a model of texts or images",
             given=f"{type(model).__name__}, which takes {model.main_input_name}",
             remedy="Choose another model",
         )
 
 
 def _runs(model: Any) -> bool:
-    """Whether token ids alone are all that an encoder-decoder needs."""
+    """Check that an encoder-decoder runs on token ids alone."""
     import torch
 
     try:
         with torch.no_grad():
             model(input_ids=model.dummy_inputs["input_ids"])
-    except Exception:  # whatever a model raises without its decoder's inputs
+    except Exception:  # a model may raise anything without its decoder's inputs
         return False
     return True
 
 
 def _encoder_of(model: Any) -> Any:
-    """The encoder of an encoder-decoder; None where that cannot be run as a model of its own."""
+    """Return the encoder of an encoder-decoder; None if it cannot run as a model of its own."""
     import transformers
 
     encoder = model.get_encoder()
@@ -165,7 +166,7 @@ def _encoder_of(model: Any) -> Any:
 
 
 def _missing_of(encoder: Any, model: Any, missing: list[str]) -> list[str]:
-    """Those of the model's missing weights that are the encoder's, by their names there."""
+    """Return the encoder's share of the model's missing weights, by their names in the encoder."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lacking = {id(weights[name]) for name in missing if name in weights}
     own = (*encoder.named_parameters(), *encoder.named_buffers())
@@ -173,9 +174,10 @@ def _missing_of(encoder: Any, model: Any, missing: list[str]) -> list[str]:
 
 
 def _matter(model: Any, missing: list[str]) -> bool:
-    """Whether weights that were not in the checkpoint reach a result.
+    """Check whether weights that the checkpoint lacks influence a result.
 
-    They are set to NaN to see: a pooler that no head reads shows nothing, and is left zero.
+    The weights are set to NaN for the check. If no result becomes NaN, they are set to 0: for
+    example a pooler that no head reads.
     """
     import torch
 
@@ -188,7 +190,7 @@ def _matter(model: Any, missing: list[str]) -> bool:
             weight.fill_(float("nan") if weight.is_floating_point() else 0)
         try:
             output = model(**model.dummy_inputs)
-        except Exception:  # needs other inputs: nothing can be told, so nothing may be missing
+        except Exception:  # the model needs other inputs, so the check is not possible
             return True
         results = [output.get(name) for name in RESULTS if output.get(name) is not None]
         if not results or any(bool(result.isnan().any()) for result in results):
@@ -207,16 +209,17 @@ def export_onnx(
     packed: bool,
     target: Path,
 ) -> None:
-    """Write ``target/model.onnx``: the model in `folder` with its head, and what `core` returns.
+    """Write ``target/model.onnx``: the model in `folder` with its head and the outputs of `core`.
 
-    The graph's inputs are those of `inputs` in order and, if packed, those that Triton makes.
-    Packed, ``input_ids`` is INT32 ``[tokens]``, the rows of each request end to end, and an output
-    that is per token is ``[tokens, ...]``; bucketed both are ``[rows, tokens, ...]``. All else is
+    The graph's inputs are `inputs` in order and, if packed, those that Triton provides. Packed,
+    ``input_ids`` is INT32 ``[tokens]``, the rows of each request end to end, and an output per
+    token is ``[tokens, ...]``. Bucketed, both are ``[rows, tokens, ...]``. Everything else is
     ``[rows, ...]``.
 
     Raises:
-        CannotPack: packed, and the rows of this model cannot be kept apart; bucketed may do.
-        UserError: the model cannot be loaded, run or exported.
+        CannotPack: The layout is packed, and the rows of this model cannot be separated; bucketed
+            may work.
+        UserError: The model cannot be loaded, run or exported.
     """
     import torch
 
@@ -244,7 +247,7 @@ def export_onnx(
                 raise CannotPack(f"its packed form does not export ({reason})") from error
             raise UserError(
                 "model.source",
-                f"must be an architecture that exports to ONNX ({facts.architecture})",
+                f"is an architecture that does not export to ONNX ({facts.architecture})",
                 given=reason,
                 remedy="Choose another model",
             ) from error
@@ -259,11 +262,11 @@ def export_onnx(
 
 
 def _gelu(vectors: Any, approximate: str = "none") -> Any:
-    """Write GELU as operators in the order in which ONNX Runtime knows it and fuses it.
+    """Write GELU with its operators in the order that ONNX Runtime recognizes and fuses.
 
-    The exporter multiplies by 0.5 first, which ONNX Runtime computes as five operators. Fused, with
-    the addition of the bias before it, MiniLM takes 1 to 6 % less time in fp32, and 2 to 10 % less
-    in int8 (ONNX Runtime 1.20, 2 threads, AVX-512).
+    The exporter multiplies by 0.5 first, which ONNX Runtime computes as five operators. Fused with
+    the preceding bias addition, MiniLM takes 1 to 6 % less time in fp32, and 2 to 10 % less in int8
+    (ONNX Runtime 1.20, 2 threads, AVX-512).
     """
     from onnxscript import ir, opset18
     from onnxscript.function_libs.torch_lib.ops.nn import aten_gelu
@@ -284,7 +287,7 @@ def _graph(
     *,
     packed: bool,
 ) -> Any:
-    """The torch module to export, from the graph's inputs to its outputs."""
+    """Return the torch module to export, from the graph's inputs to its outputs."""
     from triptych.core.export.heads import CoreGraph, Returned
 
     activation = "softmax" if core.reads == "mask" else facts.activation
@@ -296,15 +299,15 @@ def _graph(
         if facts.image is None:
             raise UserError(
                 "model.source",
-                "must hold an image processor (preprocessor_config.json)",
-                given=f"{facts.architecture} without one",
+                "has no image processor (preprocessor_config.json)",
+                given=facts.architecture,
                 remedy="Save the model's image processor into the folder",
             )
         return CoreGraph(ImageCore(model, facts.image), returned, (0,))
     from triptych.core.export.proof import prove_text_core
 
     names = [tensor.name for tensor in inputs]
-    # In the order a layout takes them, behind the inputs the stride and `SIZES`.
+    # The order of the module's arguments; the stride and `SIZES` follow the inputs.
     order = [names.index("input_ids"), names.index("row_length")]
     if packed:
         order += [names.index(ROW_OFFSET.name), *range(len(names), len(names) + 4)]
@@ -317,10 +320,10 @@ def _graph(
 def _examples(
     inputs: tuple[Tensor, ...], *, packed: bool
 ) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
-    """Inputs to trace with, and which of their axes vary."""
+    """Return inputs to trace with, and their axes that vary."""
     import torch
 
-    # Sizes differ from one another and from 0 and 1, else the exporter takes them for constants.
+    # The exporter would treat equal sizes, and sizes of 0 and 1, as constants.
     known = {
         "input_ids": torch.ones(20 if packed else (3, 9), dtype=torch.int32),
         "row_length": torch.tensor([[4], [6], [7]], dtype=torch.int32),
@@ -345,14 +348,14 @@ def _examples(
 
 
 def _axes(tensor: Tensor, *, packed: bool) -> list[int | str]:
-    """The axes of a tensor in the graph: what is per token has no axis of rows when packed."""
+    """Return the axes of a tensor in the graph; packed, tensors per token have no axis of rows."""
     alone = {"tokens", "span", "longest", "tile", "tiles"}.intersection(tensor.dims)
     return [*tensor.dims] if packed and alone else ["rows", *tensor.dims]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's remarks off the terminal; its errors are raised."""
+    """Suppress the exporter's messages while the context is open; errors are raised."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -364,10 +367,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _declare(model: Any, tensors: tuple[Tensor, ...], *, packed: bool) -> None:
-    """Declare inputs and outputs as `tensors` has them: Triton compares shapes and types exactly.
+    """Declare inputs and outputs as `tensors`, because Triton compares shapes and types exactly.
 
     Raises:
-        ValueError: the exporter found something else.
+        ValueError: The exported graph differs.
     """
     import onnx
 
@@ -396,13 +399,13 @@ REFUSAL_FILE = "cannot_pack.txt"
 
 @dataclass(frozen=True)
 class Exported:
-    """What the export made.
+    """Result of the export.
 
     Attributes:
-        file: the graph; missing where there is a `refusal`.
-        key: hash of all that decided it, in hex.
-        refusal: why the model's rows cannot be packed; empty where they are, or need not be.
-        files: hashes of the graph's files, by name.
+        file: Path of the graph; the file does not exist if there is a `refusal`.
+        key: Hash of everything that decided the graph, in hex.
+        refusal: Reason why the model's rows cannot be packed; empty otherwise.
+        files: SHA-256 hashes of the graph's files, by name.
     """
 
     file: Path
@@ -415,7 +418,7 @@ def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported
     """Export the model in the plan's layout.
 
     Raises:
-        UserError: the model does not run with the task's head.
+        UserError: The model does not run with the task's head.
     """
     inputs: dict[str, object] = {
         "facts": plan.facts.of_core,
@@ -445,7 +448,7 @@ def export_model(plan: Plan, model_folder: Path, progress: Progress) -> Exported
             reason_text = " ".join(str(error).split())[:300]
             raise UserError(
                 "model.source",
-                f"must be a model that runs with this task's head ({plan.core.auto_class})",
+                f"is a model that does not run with this task's head ({plan.core.auto_class})",
                 given=f"{plan.facts.architecture}: {type(error).__name__}: {reason_text}",
                 remedy="Choose a model fine-tuned for this task",
             ) from error

@@ -1,18 +1,16 @@
-"""How to quantize a layer's input so that its output stays right: shift, scales and range.
+"""Calibration of int8: activation statistics, smoothing of layer inputs, and rounding of weights.
 
-A few elements of a transformer's activations are far larger than the others, always the same ones;
-on one scale for all, the others would lose their precision. Each element is shifted to the middle
-of its own range and divided by a power of that range, and the weights take the inverse, as in
-SmoothQuant (Xiao et al., 2022) and Outlier Suppression+ (Wei et al., 2023). Which power, and which
-range of the result, is tried: the one with the smallest error of the layer's own output wins.
+**Smoothing.** A few elements of a transformer's activations are always far larger than the others.
+With one scale for all elements, the small ones would lose their precision. Each element is
+therefore shifted to the middle of its range and divided by a power of that range, and the weights
+are multiplied by the inverse, as in SmoothQuant (Xiao et al., 2022) and Outlier Suppression+ (Wei
+et al., 2023). Several powers and ranges are tried; the pair with the smallest error of the layer's
+output is used.
 
-What the inner values of an fp32 graph look like on calibration rows: samples and extremes.
-
-Weights to INT8 so that the errors of their rounding cancel on the inputs a layer really gets.
-
-Rounded one by one, errors add up along the directions in which inputs always point. Here the error
-of each weight is made up for by those not rounded yet, as in GPTQ (Frantar et al., 2023), most used
-inputs first. On MiniLM-L6 it takes off half of what int8 costs.
+**Rounding.** If each weight is rounded on its own, errors add up along the directions in which
+inputs usually point. Here weights are rounded in order of how much their inputs are used, and the
+weights that are not yet rounded compensate each error, as in GPTQ (Frantar et al., 2023). On
+MiniLM-L6 this halves the error that int8 causes.
 """
 
 from __future__ import annotations
@@ -30,18 +28,19 @@ from triptych.base.onnx_graph import FLOAT, copy_model, free_mark, value_types, 
 
 Feed = Mapping[str, NDArray[Any]]
 MAX_VECTORS = 4096
-"""Vectors kept of each value: enough to round the weights of usual layers by."""
+"""Maximum number of vectors stored per value. They are enough to round the weights of common
+layers."""
 _PROBE = "largest magnitude of "
 
 
 @dataclass(frozen=True)
 class Activations:
-    """One value over all calibration rows.
+    """Statistics of one value over all calibration rows.
 
     Attributes:
-        vectors: FP32 ``[n, K]``, evenly spread over the rows.
-        low: FP32 ``[K]``, the lowest of each element over all rows.
-        high: the highest.
+        vectors: Sample of its vectors, FP32 ``[n, K]``, evenly spread over the rows.
+        low: Minimum of each element over all rows, FP32 ``[K]``.
+        high: Maximum of each element over all rows, FP32 ``[K]``.
     """
 
     vectors: NDArray[np.float32]
@@ -54,17 +53,18 @@ class Activations:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of any element."""
+        """Largest magnitude of any element."""
         return float(max(-self.low.min(), self.high.max()))
 
 
 def capture(model: Any, values: Sequence[str], feeds: Sequence[Feed]) -> dict[str, Activations]:
-    """Run the graph on `feeds` and look at `values`.
+    """Run the graph on `feeds` and return the statistics of `values`, by value.
 
     Args:
-        model: an `onnx.ModelProto`; it is not changed.
-        values: of the graph, FP32 ``[..., K]`` each.
-        feeds: one calibration row each, without padding: a pad is nothing to calibrate on.
+        model: An `onnx.ModelProto`; it is not changed.
+        values: Names of values of the graph, each FP32 ``[..., K]``.
+        feeds: Graph inputs of one calibration row each, without padding, which would distort the
+            result.
     """
     import onnx
 
@@ -90,21 +90,19 @@ def capture(model: Any, values: Sequence[str], feeds: Sequence[Feed]) -> dict[st
     for place, value in enumerate(values):
         low, high = np.min(lows[place], axis=0), np.max(highs[place], axis=0)
         found[value] = Activations(np.concatenate(kept[place]), low, high)
-        kept[place].clear()  # of all values together this is most of the memory
+        kept[place].clear()  # free the vectors early: together they are most of the memory
     return found
 
 
 def model_ranges(model: Any, feeds: Iterable[Feed]) -> dict[str, float]:
-    """The largest magnitude of each float value, the graph's inputs with them, over all `feeds`.
+    """Return the largest magnitude of each float value over all `feeds`, by value in graph order.
 
-    The graph itself reduces each value to one number, so no more than a batch is in memory.
+    The graph's inputs are included. The graph itself reduces each value to one number, so at most
+    one batch is in memory. A result may be infinite or NaN.
 
     Args:
-        model: an fp32 `onnx.ModelProto`; it is not changed.
-        feeds: its inputs, batch by batch.
-
-    Returns:
-        By value, in the order of the graph; infinity or NaN where a value is.
+        model: An fp32 `onnx.ModelProto`; it is not changed.
+        feeds: Graph inputs, batch by batch.
     """
     import onnx
 
@@ -127,7 +125,7 @@ def model_ranges(model: Any, feeds: Iterable[Feed]) -> dict[str, float]:
 def _run(
     model: Any, outputs: Sequence[str], axes: Sequence[None], feeds: Iterable[Feed]
 ) -> Iterator[list[NDArray[np.float32]]]:
-    """Values of the graph, FP32 with these axes, feed by feed."""
+    """Yield the values named `outputs`, FP32 with these axes, for each feed."""
     import onnx
     import onnxruntime
 
@@ -144,7 +142,7 @@ def _run(
 
 
 def quiet_options() -> Any:
-    """Session options that keep ONNX Runtime's remarks on a graph off the terminal."""
+    """Return session options that suppress ONNX Runtime's log messages about a graph."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -162,23 +160,25 @@ Double = NDArray[np.float64]
 
 
 def scale_of(weight: Matrix) -> NDArray[np.float32]:
-    """The step of each output, FP32 ``[N]``: symmetric, its largest weight is 127 steps."""
+    """Return the step of each output, FP32 ``[N]``; its largest weight is 127 steps."""
     steps: NDArray[np.float32] = np.abs(weight).max(0) / np.float32(LEVELS)
     return np.maximum(steps, np.finfo(np.float32).tiny)
 
 
 def round_nearest(weight: Matrix) -> NDArray[np.int8]:
-    """INT8 ``[K, N]``, each weight by itself."""
+    """Return the weights rounded to the nearest step, INT8 ``[K, N]``."""
     rounded: NDArray[np.int8] = np.rint(weight / scale_of(weight)).astype(np.int8)
     return rounded
 
 
 def round_together(weight: Matrix, inputs: Matrix) -> NDArray[np.int8]:
-    """INT8 ``[K, N]`` in steps of `scale_of`, for the smallest error of ``inputs @ weight``.
+    """Return weights in steps of `scale_of` that minimize the error of ``inputs @ weight``.
+
+    The result is INT8 ``[K, N]``.
 
     Args:
         weight: FP32 ``[K, N]``.
-        inputs: FP32 ``[n, K]``, as the layer will see them. Few of them are trusted less.
+        inputs: Sample of the layer's inputs, FP32 ``[n, K]``. A small sample is damped more.
     """
     size = len(weight)
     curvature = (inputs.T @ inputs).astype(np.float64) / max(1, len(inputs))
@@ -189,10 +189,10 @@ def round_together(weight: Matrix, inputs: Matrix) -> NDArray[np.int8]:
     doubt = max(1.0, _VECTORS_AN_INPUT * size / len(inputs))
     curvature[diagonal] += _DAMPING * doubt * mean
     order = np.argsort(-curvature[diagonal], kind="stable")
-    # The Cholesky factor of the inverse, upper, as that of the matrix itself from its end.
+    # The upper Cholesky factor of the inverse is the inverse of the reversed matrix's lower factor.
     backwards = order[::-1]
     factor = np.linalg.cholesky(curvature[np.ix_(backwards, backwards)])
-    spread = np.ascontiguousarray(_inverse(factor)[::-1, ::-1])  # backwards, products are slow
+    spread = np.ascontiguousarray(_inverse(factor)[::-1, ::-1])  # reversed views are slow
     step = scale_of(weight).astype(np.float64)
     left = weight[order].astype(np.float64)
     rounded = np.empty(weight.shape, np.int8)
@@ -204,7 +204,7 @@ def round_together(weight: Matrix, inputs: Matrix) -> NDArray[np.int8]:
 
 
 def _inverse(lower: Double) -> Double:
-    """Of a lower triangular matrix: half by half, a sixth of the work of any other's."""
+    """Return the inverse of a lower triangular matrix, by halves: a sixth of the work of `inv`."""
     size = len(lower)
     if size <= _BLOCK:
         return np.linalg.inv(lower)
@@ -217,9 +217,9 @@ def _inverse(lower: Double) -> Double:
 
 
 def _round_block(left: Double, spread: Double, step: Double) -> tuple[NDArray[np.int8], Double]:
-    """Round some inputs' weights in turn, each error spread over the rest of the block.
+    """Round the weights of some inputs in turn and spread each error over the rest of the block.
 
-    Returns the weights, and the errors in the measure that `spread` takes.
+    Returns the weights, and the errors in units of `spread`'s diagonal.
     """
     rounded = np.empty(left.shape, np.int8)
     errors = np.empty_like(left)
@@ -234,19 +234,20 @@ def _round_block(left: Double, spread: Double, step: Double) -> tuple[NDArray[np
 Vector = NDArray[np.float32]
 
 POWERS = (0.0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Of an element's range: 0 leaves all elements on one scale, 1 gives each its own."""
+"""Exponents of an element's range to try: 0 gives all elements one scale, 1 gives each its own."""
 
-SHARES = (1.5, 1.25, 1.1, 1.0, 0.9, 0.8, 0.7)
-"""Of the largest magnitude seen: above 1, for vectors that calibration did not show."""
+RANGE_FACTORS = (1.5, 1.25, 1.1, 1.0, 0.9, 0.8, 0.7)
+"""Multiples of the largest observed magnitude to try as range. Multiples above 1 leave room for
+vectors that calibration did not contain."""
 
 PERCENTILES = (99.99, 99.9)
 _METHODS = (
-    *(f"{share:.0%} of max" for share in SHARES),
+    *(f"{share:.0%} of max" for share in RANGE_FACTORS),
     *(f"percentile {percentile}" for percentile in PERCENTILES),
     "entropy",
 )
 JUDGED_VECTORS = 1024
-"""Enough to tell good ranges from bad ones."""
+"""Maximum number of vectors that a range is evaluated with."""
 _SHARE_JUDGED = 6
 
 _SMALLEST = np.float32(1e-4)
@@ -255,17 +256,17 @@ _BINS = 2048
 
 @dataclass(frozen=True)
 class Smoothing:
-    """The choice for one value.
+    """Quantization parameters of one value.
 
     Attributes:
-        shift: FP32 ``[K]``, taken off each element.
-        scale: FP32 ``[K]``, divides each element then.
-        power: of the element's range that the scale is.
-        range: largest magnitude of the result that is not cut off; None for one a vector.
-        method: how the range was found.
-        error: of the layer's output, as a share of its length, mean over the vectors: what follows
-            a layer mostly scales each vector to its own size, and a rare one must not outweigh
-            all others.
+        shift: Value subtracted from each element, FP32 ``[K]``.
+        scale: Divisor of each shifted element, FP32 ``[K]``.
+        power: Exponent of the element's range that gave the scale.
+        range: Largest magnitude of the result that is not clipped; None for one range per vector.
+        method: Name of the method that found the range.
+        error: Error of the layer's output relative to the output's norm, as mean over the vectors.
+            The error is relative because the operation after a layer usually normalizes each
+            vector, and a rare large vector must not outweigh all others.
     """
 
     shift: Vector
@@ -277,15 +278,15 @@ class Smoothing:
 
 
 def find_smoothing(activations: Activations, weight: Matrix, *, dynamic: bool) -> Smoothing:
-    """The shift, scales and range with the smallest error of ``x W``.
+    """Return the shift, scales and range with the smallest error of ``x W``.
 
-    Each choice is fitted on most of the vectors and judged on the others, so that a range too
-    tight for what was not seen shows.
+    Each choice is fitted on most of the vectors and evaluated on the others, so that a range that
+    is too small for unseen vectors shows a large error.
 
     Args:
-        activations: of the layer's input.
-        weight: FP32 ``[K, N]``, of all layers that read it, side by side.
-        dynamic: each vector has the range that it needs.
+        activations: Statistics of the layer's input.
+        weight: Weights of all layers that read the value, side by side, FP32 ``[K, N]``.
+        dynamic: Whether each vector gets its own range while serving.
     """
     fitted, judged = _split(activations.vectors)
     wanted = judged @ weight
@@ -296,14 +297,14 @@ def find_smoothing(activations: Activations, weight: Matrix, *, dynamic: bool) -
     error, method = min([(error, first), *((trial.error(other), other) for other in others)])
     shift, scale = _shift_and_scale(activations, trial.power)
     smooth = np.abs((activations.vectors - shift) / scale)
-    # The largest is of all rows, those too whose vectors were not kept.
+    # The maximum covers all rows, also those whose vectors are not in the sample.
     largest = float(((activations.high - shift) / scale).max())
     limit = _range(smooth, largest, method)
     return Smoothing(shift, scale, trial.power, limit, method, error)
 
 
 def _split(vectors: Matrix) -> tuple[Activations, Matrix]:
-    """Vectors to choose by, and others to judge by; the same ones where there are too few."""
+    """Return vectors to fit on and others to evaluate on; the same ones if there are too few."""
     if len(vectors) < _SHARE_JUDGED:
         return Activations.of(vectors), vectors
     judged = np.arange(len(vectors)) % _SHARE_JUDGED == 0
@@ -318,7 +319,7 @@ def _shift_and_scale(activations: Activations, power: float) -> tuple[Vector, Ve
 
 
 class _Trial:
-    """One power, with all that does not depend on the range."""
+    """One power with all results that do not depend on the range."""
 
     def __init__(
         self, power: float, fitted: Activations, judged: Matrix, weight: Matrix, wanted: Matrix
@@ -334,14 +335,17 @@ class _Trial:
         self._length = np.maximum(np.linalg.norm(wanted, axis=1), tiny)
 
     def error(self, method: str) -> float:
-        """Of the layer's output, with the range that `method` finds."""
+        """Return the error of the layer's output with the range that `method` finds."""
         limit = _range(self._fitted, float(self._fitted.max()), method)
         lost = quantized(self._judged, limit) @ self._weight - self._wanted
         return float((np.linalg.norm(lost, axis=1) / self._length).mean())
 
 
 def quantized(smooth: Matrix, limit: float | None) -> Matrix:
-    """What is left of smoothed vectors after INT8, on one scale or (None) on one a vector."""
+    """Return smoothed vectors after INT8 rounding, with one scale for all vectors.
+
+    If `limit` is None, each vector has its own scale.
+    """
     if limit is None:
         step = np.maximum(np.abs(smooth).max(1, keepdims=True), _SMALLEST) / LEVELS
         result: Matrix = np.rint(smooth / step) * step
@@ -365,7 +369,7 @@ def _range(magnitudes: Matrix, largest: float, method: str) -> float | None:
 
 
 def _least_divergence(magnitudes: Matrix, largest: float) -> float:
-    """The range whose INT8 histogram differs least from the full one (Kullback-Leibler)."""
+    """Return the range whose INT8 histogram is closest to the full one (Kullback-Leibler)."""
     counts, edges = np.histogram(magnitudes, bins=_BINS, range=(0.0, max(largest, 1e-12)))
     best, lowest = largest, np.inf
     for kept in range(_BINS // 4, _BINS + 1, _BINS // 32):

@@ -1,33 +1,30 @@
-"""fp32 graph -> fp16 or bf16 graph, with fp32 inputs and outputs.
+"""Convert an fp32 graph to fp16 or bf16, with fp32 inputs and outputs.
 
-ONNX Runtime's converter changes the types. Around it:
+ONNX Runtime's converter changes the types. This module does the rest:
 
-- the nodes it leaves in fp32 are chosen by `float_nodes`, with the ranges of real rows;
-- it would round what passes from one such node to the next to fp16 and back, overflow and all:
-  they are joined;
-- a constant that both kinds of node read becomes two, or the fp32 ones would read it rounded;
-- bf16 it does not know: its fp16 becomes bf16, and constants are rounded from fp32 once;
-- masks of attention become numbers that 16 bits can hold.
+- It selects the nodes that stay fp32 (`fp32_nodes`), with value ranges from calibration rows.
+- It removes casts between neighboring fp32 nodes, which would round and overflow in between.
+- It duplicates constants that fp32 and 16-bit nodes share, so that fp32 nodes read exact values.
+- For bf16, which the converter does not support, it turns fp16 into bf16 and rounds constants
+  from fp32 once.
+- It replaces attention mask values with numbers that 16 bits can represent.
 
-Which nodes of a graph of 16-bit floats compute in fp32 all the same, and why.
+fp16 ends at 65,504 and loses numbers below 6e-5; bf16 has the range of fp32 with 8 bits of
+precision. The following nodes stay in fp32:
 
-fp16 ends at 65,504 and loses numbers below 6e-5; bf16 reaches as far as fp32 with 8 bits of each
-number. What stays in fp32:
+- Nodes before the first weight: positions, masks, the scaling of pixels. Whole numbers beyond
+  2,048 (fp16) or 256 (bf16) are not exact in 16 bits, and rotary angles and relative position
+  buckets consist of such numbers. These nodes run once per batch, not once per layer.
+- Nodes after the last layer: pooling, normalization (its epsilon of 1e-12 is 0 in fp16) and
+  probabilities. They cost little, and users compare their results.
+- Sums over a row and powers (`FRAGILE`), everywhere.
+- Nodes with a constant that has no 16-bit representation, or without a definition for the type.
+  If the constant is an epsilon, all nodes up to the division by its result stay in fp32, where
+  the result would otherwise be 0.
+- Nodes next to a value that came too close to the end of the range on calibration rows.
 
-- What comes before any weight: places, masks, the scaling of pixels. Whole numbers beyond
-  2,048 (fp16) or 256 (bf16) are not exact in 16 bits, and angles of rotary positions or buckets of
-  relative ones consist of such numbers. It happens once a batch, not once a layer.
-- What follows the last layer: pooling, normalization (its epsilon of 1e-12 is 0 in fp16), the
-  probabilities. It costs next to nothing, and its results are what users compare.
-- Sums over a row and powers (`FRAGILE`), wherever they are.
-- A node with a number that has no 16-bit form, and one that the standard does not define for the
-  type. Where such a number is an epsilon, what it keeps from 0 goes on in fp32 up to the node that
-  divides by it: rounded before, it would be 0 there.
-- A node next to a value that calibration rows drove too close to the end of the range.
-
-In 16 bits stay, on purpose: LayerNormalization and Softmax. Standard and runtimes compute both in
-fp32 inside, whatever the type of what they read, and casts around them would keep TensorRT from
-recognizing attention.
+LayerNormalization and Softmax become 16-bit on purpose. The standard and the runtimes compute both
+in fp32 internally, and casts around them would keep TensorRT from recognizing attention.
 """
 
 from __future__ import annotations
@@ -63,12 +60,12 @@ from triptych.core.precision.linear import Recipe, check_kept, find_groups
 from triptych.repository.records import Conversion
 
 HEADROOM = 4.0
-"""How much larger than on calibration rows a value may become while serving. Between two thirds of
-MiniLM's traffic and the other third no value grew by more than 1.2, from 8 rows by 2.5. A mask of
--1e4 must fit too."""
+"""Factor by which a value may grow while serving, compared with calibration rows. Between two
+thirds of MiniLM's traffic and the rest no value grew by more than 1.2, with 8 rows by 2.5. A mask
+of -1e4 must fit, too."""
 
-SUMS = "adds up a whole row: longer rows than those of calibration may leave the range"
-POWERS = "a power: leaves the range sooner than what it is taken of"
+SUMS = "sums over a row, so rows longer than those of calibration may overflow"
+POWERS = "computes a power, which overflows earlier than its input"
 FRAGILE: Mapping[str, str] = {
     **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceProd", "CumSum", "GlobalAveragePool"), SUMS),
     **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceSumSquare", "LpNormalization"), SUMS),
@@ -76,21 +73,24 @@ FRAGILE: Mapping[str, str] = {
     **dict.fromkeys(("GroupNormalization", "MeanVarianceNormalization"), SUMS),
     **dict.fromkeys(("Pow", "Exp", "Log", "Sqrt", "Reciprocal"), POWERS),
 }
-EPSILON = "uses what a small epsilon keeps from 0"
-PLACES = "comes before any weight: of places, masks or pixels"
-RESULT = "makes the result of the last layer"
+EPSILON = "depends on an epsilon that is 0 in 16 bits"
+PLACES = "comes before the first weight (positions, masks or pixels)"
+RESULT = "comes after the last layer"
 
 
 @dataclass(frozen=True)
 class HalfType:
-    """A 16-bit type: an operator's schema's name, largest number, smallest with all its bits."""
+    """A 16-bit type: name in operator schemas, largest and smallest number of full precision."""
 
     type: str
     largest: float
     smallest: float
 
     def vanishes(self, number: NDArray[Any]) -> bool:
-        """Whether it is an epsilon too small for the type: a weight may vanish, among others."""
+        """Return whether a single number is too small for the type.
+
+        Larger tensors are weights, some of which may vanish.
+        """
         return number.size == 1 and 0 < abs(float(number.reshape(()))) < self.smallest
 
 
@@ -98,28 +98,28 @@ HALF_TYPES: Mapping[str, HalfType] = {
     "fp16": HalfType("tensor(float16)", 65504.0, 2.0**-14),
     "bf16": HalfType("tensor(bfloat16)", 3.3895313892515355e38, 2.0**-126),
 }
-"""By precision."""
+"""The 16-bit types, by precision."""
 
 _WEIGHED = {"MatMul": 1, "Gemm": 1, "Conv": 1, "ConvTranspose": 1, "Gather": 0}
-"""Operators that bring learned weights in, and the input that holds them."""
+"""Operators that read learned weights, and the index of the input that holds them."""
 
 
 def fp32_nodes(
     model: Any, types: Mapping[str, int], ranges: Mapping[str, float], precision: str
 ) -> dict[int, str]:
-    """The nodes to keep in fp32, by index, with the reason.
+    """Return the indices of the nodes to leave in fp32, with the reason of each.
 
     Args:
-        model: an fp32 `onnx.ModelProto`.
-        types: of its values.
-        ranges: largest magnitude of each inner value; where one is unknown, it is taken for small.
+        model: An fp32 `onnx.ModelProto`.
+        types: Type of each value, by name.
+        ranges: Largest magnitude of each inner value; a value without an entry counts as small.
         precision: ``fp16`` or ``bf16``.
     """
     import onnx
 
     graph, wanted = model.graph, HALF_TYPES[precision]
     constants = initializers(graph)
-    # Weights that are stored quantized count as what their DequantizeLinear outputs.
+    # A quantized weight is represented by the output of its DequantizeLinear.
     weights = constants | {
         node.output[0]: onnx.TensorProto(dims=constants[node.input[0]].dims, data_type=FLOAT)
         for node in graph.node
@@ -150,7 +150,7 @@ def fp32_nodes(
 
 
 def _is_weighed(node: Any, constants: Initializers) -> bool:
-    """Whether the node applies a matrix (or more) of learned weights."""
+    """Check that the node applies a matrix (or more axes) of learned weights."""
     place = _WEIGHED.get(node.op_type)
     if place is None or place >= len(node.input) or node.input[place] not in constants:
         return False
@@ -159,7 +159,7 @@ def _is_weighed(node: Any, constants: Initializers) -> bool:
 
 
 def _learned(graph: Any, types: Mapping[str, int], constants: Initializers) -> set[int]:
-    """The nodes whose result weights took part in, by index."""
+    """Return the indices of the nodes whose result depends on weights."""
     values: set[str] = set()
     nodes = set()
     for index, node in enumerate(graph.node):
@@ -167,13 +167,13 @@ def _learned(graph: Any, types: Mapping[str, int], constants: Initializers) -> s
         stored = not constants.keys().isdisjoint(node.output)
         if stored or _is_weighed(node, constants) or values.intersection(node.input):
             nodes.add(index)
-            passes = node.op_type == "QuantizeLinear"  # in integers, to be floats again at once
+            passes = node.op_type == "QuantizeLinear"  # integers that become floats again at once
             values |= {name for name in node.output if passes or types.get(name) == FLOAT}
     return nodes
 
 
 def _before_layers(graph: Any, constants: Initializers) -> set[int]:
-    """The nodes that are such a layer or whose result reaches one, by index."""
+    """Return the indices of the layers with weights, and of the nodes whose result reaches one."""
     wanted: set[str] = set()
     nodes = set()
     for index in reversed(range(len(graph.node))):
@@ -187,7 +187,7 @@ def _before_layers(graph: Any, constants: Initializers) -> set[int]:
 def _near_epsilons(
     graph: Any, types: Mapping[str, int], constants: Initializers, wanted: HalfType
 ) -> set[int]:
-    """The nodes between an epsilon that vanishes in 16 bits and what divides by its result."""
+    """Return the indices of the nodes from a vanishing epsilon to the division by its result."""
     values: set[str] = set()
     nodes = set()
     for index, node in enumerate(graph.node):
@@ -201,13 +201,13 @@ def _near_epsilons(
 
 
 def _numbers(node: Any, constants: Initializers) -> list[NDArray[Any]]:
-    """The float constants a node reads."""
+    """Return the float constants that a node reads."""
     tensors = [constants[name] for name in node.input if name in constants]
     return [value_of(tensor) for tensor in tensors if tensor.data_type == FLOAT]
 
 
 def _undefined(node: Any, schema: Any, types: Mapping[str, int], wanted: HalfType) -> str:
-    """Why the operator cannot take the type, empty where it can."""
+    """Return why the operator does not support the type; empty if it does."""
     for names, parameters in ((node.input, schema.inputs), (node.output, schema.outputs)):
         for place, name in enumerate(names):
             parameter = parameters[min(place, len(parameters) - 1)]  # the last may repeat
@@ -217,7 +217,7 @@ def _undefined(node: Any, schema: Any, types: Mapping[str, int], wanted: HalfTyp
 
 
 def _without_form(numbers: list[NDArray[Any]], wanted: HalfType) -> str:
-    """Which constant has no 16-bit form, empty where all have."""
+    """Return which constant has no 16-bit representation; empty if all have one."""
     for number in numbers:
         largest = np.abs(number[np.isfinite(number)]).max(initial=0.0)
         if largest > wanted.largest:
@@ -228,7 +228,7 @@ def _without_form(numbers: list[NDArray[Any]], wanted: HalfType) -> str:
 
 
 def _too_large(values: list[str], ranges: Mapping[str, float], wanted: HalfType) -> str:
-    """Which value comes too close to the end of the range, empty where none does."""
+    """Return which value comes too close to the end of the range; empty if none does."""
     for name in values:
         if not ranges.get(name, 0.0) * HEADROOM <= wanted.largest:
             return f"{name} reaches {ranges[name]:.3g} on calibration rows"
@@ -236,24 +236,25 @@ def _too_large(values: list[str], ranges: Mapping[str, float], wanted: HalfType)
 
 
 MASKED = -1e4
-"""Stands for "never": its exponential is exactly 0 in fp32 next to any score, and fp16 holds it."""
+"""Mask value: next to any score its exponential is exactly 0 in fp32, and fp16 can represent it."""
 
 _MASK_INPUTS = {"Where": (1, 2), "Mul": (0, 1), "Add": (0, 1)}
-"""Operators that put a mask's number in, and their inputs that may hold it."""
+"""Operators that insert the mask value, and the indices of the inputs that may hold it."""
 
 
 def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
     """Write ``target/model.onnx`` in fp16 or bf16, with the inputs and outputs of `source`.
 
-    `Recipe.kept` names groups of linear layers or nodes. Without `feeds`, calibration rows,
-    nothing is known to overflow.
+    `Recipe.kept` names groups of linear layers, or nodes. Without calibration rows in `feeds`, no
+    node is excluded for an overflow.
 
     Returns:
-        `Conversion.layers` are the groups of linear layers; ``kept`` are what was asked for and the
-        nodes that stay fp32 for the ``reasons``; ``ranges`` is by value.
+        The record of the conversion. ``layers`` are the groups of linear layers; ``kept`` are the
+        requested exclusions and the nodes that stay fp32 for the ``reasons``; ``ranges`` is by
+        value.
 
     Raises:
-        UserError: a layer to keep does not exist.
+        UserError: An excluded layer does not exist.
     """
     model = read_model(source)
     nodes = model.graph.node
@@ -273,7 +274,7 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
     if softened:
         notes.append(f"{softened} mask constants beyond fp16 became {MASKED:g}")
     if not ranges and recipe.precision == "fp16":
-        notes.append("No calibration rows: what overflows fp16 is not known")
+        notes.append("There are no calibration rows, so values that overflow fp16 are not known")
     return Conversion(
         layers=layers,
         kept=(*(name for name in recipe.kept if name not in reasons), *reasons),
@@ -285,12 +286,12 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
 
 
 def halve_quantized(model: Any, ranges: Mapping[str, float]) -> tuple[Any, tuple[str, ...]]:
-    """A graph with Q/DQ layers, changed so that its fp32 values are fp16, scales with them.
+    """Return a graph with Q/DQ layers whose other fp32 values are fp16.
 
-    With it come the matrix products that stay in fp32, as `Conversion.fp32_products`.
-
-    TensorRT computes what is not quantized as the graph says: attention and the rest in fp32 would
-    cost more than the quantized layers gain. `ranges` are those of the fp32 graph, by value.
+    The second result are the matrix products that stay in fp32, as `Conversion.fp32_products`.
+    Scales become fp16, too. TensorRT computes in the types of the graph: attention and the rest in
+    fp32 would cost more than the quantized layers save. `ranges` are those of the fp32 graph, by
+    value.
     """
     at_opset(model)
     _name_nodes(model.graph)
@@ -300,20 +301,22 @@ def halve_quantized(model: Any, ranges: Mapping[str, float]) -> tuple[Any, tuple
 
 
 def _products(graph: Any, names: Container[str]) -> tuple[str, ...]:
-    """The matrix products among the nodes of these names."""
+    """Return the matrix products among the nodes with these names."""
     return tuple(n.name for n in graph.node if n.op_type in PRODUCTS and n.name in names)
 
 
 def _halve(
     model: Any, precision: str, ranges: Mapping[str, float], asked: Set[str]
 ) -> tuple[Any, dict[str, str]]:
-    """The graph in 16 bits, and the nodes that stay fp32 to why, but for those in `asked`.
+    """Return the graph in 16 bits, and the reasons of the nodes that stay fp32.
+
+    Nodes in `asked` have no reason.
 
     Args:
-        model: an `onnx.ModelProto` with fp32 values whose masks are softened; it may be changed.
+        model: An `onnx.ModelProto` with fp32 values and replaced mask values; it may be changed.
         precision: ``fp16`` or ``bf16``.
-        ranges: largest magnitude of values on calibration rows, where it is known.
-        asked: names of more nodes that stay fp32.
+        ranges: Largest magnitude of values on calibration rows, if known.
+        asked: Names of further nodes that stay fp32.
     """
     types = value_types(model)
     by_index = fp32_nodes(model, types, ranges, precision)
@@ -322,7 +325,7 @@ def _halve(
 
 
 def _name_nodes(graph: Any) -> None:
-    """Give every node a name of its own; those that have one keep it."""
+    """Give every node a unique name; existing unique names do not change."""
     taken: set[str] = set()
     for index, node in enumerate(graph.node):
         if not node.name or node.name in taken:
@@ -331,11 +334,11 @@ def _name_nodes(graph: Any) -> None:
 
 
 def _soften_masks(model: Any) -> int:
-    """Replace what a mask adds to a score, where it is beyond fp16, by `MASKED`; returns how many.
+    """Replace mask values beyond fp16 with `MASKED`; return the number of replacements.
 
-    PyTorch exports masks as the lowest fp32 number or as minus infinity. Both become minus
-    infinity in 16 bits (the lowest fp32 number even in bf16), and a row of nothing else then comes
-    out of a softmax as NaN. A single number is replaced only: weights are not masks.
+    PyTorch exports masks as the lowest fp32 number or as minus infinity. Both become minus infinity
+    in 16 bits (the lowest fp32 number even in bf16), and a softmax over nothing else gives NaN.
+    Only single numbers are replaced, because larger tensors are weights.
     """
     graph = model.graph
     lowest = {
@@ -359,9 +362,9 @@ def _soften_masks(model: Any) -> int:
 
 
 def _retyped(model: Any, types: Mapping[str, int], fp32: Set[str], precision: str) -> Any:
-    """The graph with every float in 16 bits but inputs, outputs and the nodes named in `fp32`.
+    """Return the graph with every float in 16 bits, except inputs, outputs and nodes in `fp32`.
 
-    `model` may be changed; its nodes have names, its values `types`.
+    `model` may be changed; its nodes have names, and `types` has the type of each value.
     """
     import onnx
     from onnxruntime.transformers.float16 import convert_float_to_float16
@@ -399,7 +402,7 @@ def _retyped(model: Any, types: Mapping[str, int], fp32: Set[str], precision: st
 
 
 def _split_constants(graph: Any, fp32: Set[str]) -> None:
-    """Give the nodes in `fp32` copies of the float constants they share with other nodes."""
+    """Give the nodes in `fp32` their own copies of float constants that other nodes read, too."""
     constants = {t.name: t for t in graph.initializer if t.data_type == FLOAT}
     shared = {name for node in graph.node if node.name not in fp32 for name in node.input}
     copied = set()
@@ -415,14 +418,14 @@ def _split_constants(graph: Any, fp32: Set[str]) -> None:
 
 
 def _cast_to(node: Any) -> int:
-    """The type a Cast casts to; 0 for other nodes."""
+    """Return the type that a Cast casts to; 0 for other nodes."""
     if node.op_type != "Cast":
         return 0
     return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
 
 
 def _join(graph: Any, own: Set[str]) -> None:
-    """Take out casts down to fp16 and up again, and double casts, that are not the graph's own.
+    """Remove added casts from fp32 to fp16 and back, and duplicate casts.
 
     The graph is changed in place; `own` are the names of the nodes before the conversion.
     """
@@ -443,7 +446,7 @@ def _join(graph: Any, own: Set[str]) -> None:
         if before is not None or result in known:
             dropped.add(id(node))
         known.add(result)
-    # Two steps at most: a value behind an output's cast may have been renamed itself.
+    # At most two steps: the value in front of an output's cast may be renamed, too.
     final = {old: renamed.get(new, new) for old, new in renamed.items()}
     nodes = [node for node in graph.node if id(node) not in dropped]
     for node in nodes:
@@ -454,7 +457,7 @@ def _join(graph: Any, own: Set[str]) -> None:
 
 
 def _to_bf16(graph: Any, exact: Mapping[str, NDArray[Any]]) -> None:
-    """Turn all fp16 into bf16; constants are rounded from `exact`, their fp32 values by name."""
+    """Turn all fp16 into bf16; round constants from `exact`, their fp32 values by name."""
     import ml_dtypes
     import onnx
 

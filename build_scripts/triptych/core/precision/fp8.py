@@ -1,11 +1,13 @@
-"""fp32 graph -> fp8 graph for GPUs since Hopper: explicit Q/DQ around the linear layers.
+"""Convert an fp32 graph to fp8 for GPUs since Hopper.
 
-E4M3 in standard operators: an input is quantized and dequantized, a weight is stored in fp8 and
-dequantized, the layer itself and all else stay as they were. One scale for a tensor, for
-inputs and for weights: TensorRT multiplies in fp8 only where both operands have a single scale,
-and with one for each output of a weight it would dequantize and multiply in 16 bits. fp8 keeps its
-relative precision over a wide range, so little is lost by that. Scales are fixed at build, by
-calibration rows: a row's result does not depend on what shares its batch.
+The graph gets explicit QuantizeLinear and DequantizeLinear nodes around its linear layers, in
+standard operators and the E4M3 format. An input is quantized and dequantized, a weight is stored in
+fp8 and dequantized. The layers themselves and everything else do not change.
+
+Each input and each weight has a single scale, because TensorRT multiplies in fp8 only in that case.
+With one scale per output of a weight, it would dequantize and multiply in 16 bits. fp8 keeps its
+relative precision over a wide range, so a single scale costs little accuracy. Calibration rows fix
+the scales at build time, so a row's result does not depend on other rows in the batch.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ from triptych.core.precision.linear import LinearGroup, Recipe, check_quantizabl
 from triptych.repository.records import Conversion
 
 LARGEST = 448.0
-"""Number of E4M3. Beyond it a value is cut off to it."""
+"""Largest number of E4M3. Larger values are clipped to it."""
 
 
 def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
-    """Write ``target/model.onnx`` with fp8 linear layers, inputs and outputs as `source` has them.
+    """Write ``target/model.onnx`` with fp8 linear layers and the inputs and outputs of `source`.
 
-    `Recipe.kept` names groups of layers that stay fp32, or become fp16 as all else does where the
-    backend is TensorRT. `Conversion.ranges` is the largest magnitude of each group's input.
+    `Recipe.kept` names groups of layers that stay fp32; for TensorRT they become fp16, like all
+    else. `Conversion.ranges` is the largest magnitude of each group's input.
 
     Raises:
-        UserError: as `check_quantizable`.
+        UserError: See `check_quantizable`.
     """
     model = read_model(source)
     groups = find_groups(model.graph)
@@ -65,7 +67,7 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
 
 
 def _quantized(model: Any, groups: Sequence[LinearGroup], ranges: Mapping[str, float]) -> Any:
-    """The graph, changed in place, with Q/DQ around the layers of `groups`."""
+    """Change the graph in place and return it, with Q/DQ nodes around the layers of `groups`."""
     import ml_dtypes
     import onnx
 

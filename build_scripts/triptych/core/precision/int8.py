@@ -1,9 +1,9 @@
-"""fp32 graph -> int8 graph: what every linear layer becomes, found on calibration rows.
+"""Convert an fp32 graph to int8, with parameters found on calibration rows.
 
-Weights are symmetric, with a scale for each output. A layer's input is smoothed (`smoothing`), then
-quantized on one scale that calibration rows gave (``int8``), or that each vector brings itself
-(``int8_dynamic``): either way a row's result does not depend on what shares its batch, which a
-scale found for a batch would break.
+Weights are symmetric, with one scale per output. A layer's input is smoothed (see `calibrate`) and
+then quantized: with one scale from calibration (``int8``), or with one scale that the graph
+computes for each vector (``int8_dynamic``). In both cases a row's result does not depend on other
+rows in the batch, as it would with a scale computed for each batch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from triptych.repository.records import Conversion
 
 
 def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -> Conversion:
-    """Write ``target/model.onnx``, quantized but for `Recipe.kept`, inputs and outputs as before.
+    """Write ``target/model.onnx`` in int8, except `Recipe.kept`.
 
-    `feeds` are one calibration row each, without padding.
+    It has the inputs and outputs of `source`. `feeds` contain one calibration row each, without
+    padding.
 
     Raises:
-        UserError: as `check_quantizable`.
+        UserError: See `check_quantizable`.
     """
     graph, conversion = Quantizer(read_model(source), recipe, feeds).converted(recipe.kept)
     write_model(graph, target)
@@ -45,9 +46,9 @@ def convert(source: Path, target: Path, recipe: Recipe, feeds: Sequence[Feed]) -
 
 
 class Quantizer:
-    """One graph with all that calibration found: written with any choice of layers to keep.
+    """Calibrated graph that can be written with any selection of excluded layers.
 
-    Finding which layers to keep writes many versions; what was measured serves all of them.
+    The search for layers to exclude writes many versions; the calibration is shared by all of them.
     """
 
     def __init__(self, model: Any, recipe: Recipe, feeds: Sequence[Feed]) -> None:
@@ -66,9 +67,9 @@ class Quantizer:
         ]
 
     def converted(self, kept: Sequence[str]) -> tuple[Any, Conversion]:
-        """The graph as an `onnx.ModelProto`, the groups in `kept` not quantized.
+        """Return the quantized graph as an `onnx.ModelProto`, and the record of the conversion.
 
-        They stay fp32; for TensorRT they become fp16, as all else does.
+        The groups in `kept` stay fp32; for TensorRT they become fp16, like all else.
         """
         graph, fp32_products = self._graph(kept)
         notes = []
@@ -88,9 +89,9 @@ class Quantizer:
         )
 
     def _graph(self, kept: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-        """The graph, and what `Conversion.fp32_products` is for TensorRT."""
+        """Return the graph, and `Conversion.fp32_products` for TensorRT."""
         chosen = [one for one in self._quantized if one.group.name not in kept]
-        # ONNX Runtime's kernels on x86 want unsigned inputs, TensorRT signed ones around 0.
+        # ONNX Runtime's x86 kernels need unsigned inputs; TensorRT needs signed inputs around 0.
         written = rewrite(self._model, chosen, signed=self._for_tensorrt)
         if not self._for_tensorrt:
             return written, ()
@@ -114,7 +115,7 @@ def _quantize(
     offset = smoothing.shift / smoothing.scale
     inputs = quantized((seen.vectors - smoothing.shift) / smoothing.scale, smoothing.range)
     rounded, scale = round_together(scaled, inputs + offset), scale_of(scaled)
-    # What the shift took off, with the weights as they are now: only the rounding of x is left.
+    # The bias adds back what the shift removed, computed with the rounded weights.
     bias = offset @ (rounded * scale)
     ends = np.cumsum([weight.shape[1] for weight in weights])[:-1]
     parts = zip(

@@ -1,10 +1,8 @@
-"""A core of lower precision that still passes the gate: which layers must stay as they are.
+"""Search for the layers that a core of lower precision must leave unconverted to pass the gate.
 
-The whole graph is converted; where the gate fails, the layers with the largest errors (found one
-at a time, on calibration rows, which the gate never sees) stay in higher precision, more of them
-at each try, until the gate passes.
-
-One fp32 graph and what is tried on it: conversions, what each layer costs, how fast it is.
+The whole fp32 graph is converted first. If the gate fails, the layers are ranked by the error that
+converting each one alone causes. The ranking uses calibration rows, which the gate does not use.
+Then the layers with the largest errors are excluded, more at each try, until the gate passes.
 """
 
 from __future__ import annotations
@@ -55,14 +53,14 @@ TIMED_RUNS = 15
 TELL_EVERY_S = 3.0
 
 Write = Callable[[Sequence[str], Path], Conversion]
-"""Writes a converted graph into a folder, the named layers kept."""
+"""Function that writes a converted graph into a folder and leaves the named layers unconverted."""
 
 
 class CoreConverter:
-    """Converts one graph; what its calibration found serves every try.
+    """Converts one fp32 graph; all tries share one calibration.
 
     Attributes:
-        inputs: all that decides a conversion, but for the layers kept.
+        inputs: Everything that decides a conversion, except the excluded layers.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class CoreConverter:
         precision: Precision,
         progress: Progress,
     ) -> None:
-        """Take the fp32 core `source` of a pipeline, which `key` stands for."""
+        """Create a converter for the fp32 graph at `source`; `key` is its cache key."""
         self._precision = precision
         self._progress = progress
         self._plan = inputs.plan
@@ -92,7 +90,7 @@ class CoreConverter:
         self._write: Write | None = None
 
     def converted(self, kept: Sequence[str]) -> tuple[Stage, str, Conversion]:
-        """The stage of the graph with `kept`, its key, and what the conversion did."""
+        """Return the cached stage of the graph that excludes `kept`, its key and its record."""
         inputs = {**self.inputs, "kept": sorted(kept)}
 
         def work(target: Path) -> None:
@@ -104,7 +102,7 @@ class CoreConverter:
         text = (stage.folder / CONVERSION_FILE).read_text(encoding="utf-8")
         conversion = read_record(Conversion, json.loads(text))
         size = sum(path.stat().st_size for path in stage.folder.glob(f"{MODEL_FILE}*")) / 1e6
-        of = f", {len(kept)} of {len(conversion.layers)} layers kept" if kept else ""
+        of = f", {len(kept)} of {len(conversion.layers)} layers excluded" if kept else ""
         note = " (cached)" if stage.cached else ""
         self._progress("convert", f"{self._precision}{of}, {size:.1f} MB{note}")
         return stage, key_of("convert", inputs), conversion
@@ -114,7 +112,7 @@ class CoreConverter:
         layers: Sequence[str],
         reference: Callable[[Sequence[Sample]], Sequence[Expected]],
     ) -> dict[str, float]:
-        """What the conversion of each layer alone costs: the error of the core's outputs."""
+        """Return the error of the core's outputs if each layer alone is converted, by layer."""
         rows = self._calibration[:RANKING_ROWS]
 
         def work(target: Path) -> None:
@@ -124,7 +122,7 @@ class CoreConverter:
             for number, layer in enumerate(layers, start=1):
                 if time.monotonic() - told > TELL_EVERY_S:
                     told = time.monotonic()
-                    self._progress("layers", f"{number}/{len(layers)}: what {layer} costs alone")
+                    self._progress("layers", f"{number}/{len(layers)}: error of {layer} alone")
                 others = [name for name in layers if name != layer]
                 layer_errors[layer] = self._error(others, rows, expected)
             (target / "layer_errors.json").write_text(json.dumps(layer_errors), encoding="utf-8")
@@ -137,9 +135,10 @@ class CoreConverter:
         return layer_errors
 
     def times(self, file: Path) -> dict[str, float]:
-        """Milliseconds of a batch: in fp32, with every layer converted, and of `file`; medians.
+        """Return the median milliseconds of a batch for three graphs, by name.
 
-        On this machine's CPU, with one thread; the three take turns.
+        The graphs are the fp32 core, the core with every layer converted, and `file`. They run in
+        turn on this machine's CPU, with one thread.
         """
         everything = self.converted(())[0].folder / MODEL_FILE
         files = {"fp32": self._source, "nothing kept": everything, "as kept": file}
@@ -154,7 +153,7 @@ class CoreConverter:
         return {name: round(median(times), 3) for name, times in taken.items()}
 
     def _typical(self) -> list[Sample]:
-        """Calibration rows that make a batch: of so many tokens, or images."""
+        """Return calibration rows of `TIMED_TOKENS` tokens, or `TIMED_IMAGES` images."""
         rows: list[Sample] = []
         tokens = 0
         for row in self._calibration:
@@ -178,7 +177,7 @@ class CoreConverter:
     def _writer(self) -> Write:
         if self._write is None:
             self._progress("convert", f"{self._precision}: {len(self._calibration)} rows ...")
-            # One row each: alone, a row has no pads, which are nothing to calibrate on.
+            # Feeds have one row each, because padding would distort the calibration.
             feeds = [self._feed([row]) for row in self._calibration]
             self._write = _writer(self._source, self._recipe, feeds)
         return self._write
@@ -222,24 +221,25 @@ def _convert(
 
 CHOICE_FILE = "choice.json"
 MAX_KEPT_SHARE = 0.5
-"""A core with more of its layers kept is hardly of the precision any more."""
+"""Maximum share of layers that may stay unconverted."""
 
 
 class GateRunner(Protocol):
-    """The gate of a precision, as `Gate` is."""
+    """Accuracy gate of one precision; `Gate` implements it."""
 
     precision: Precision
     judged_by: str
 
     def run(self, artifact: Path, files: Mapping[str, str]) -> GateResult:
-        """The gate's result for an artifact; `files` are hashes of what it is made of."""
+        """Return the gate's result for an artifact; `files` are hashes of what it is made of."""
 
 
 @dataclass(frozen=True)
 class ConvertedCore:
-    """A core of lower precision: the graph, the hash of all that decided it, and both results.
+    """Core of lower precision with the results of its conversion and of its gate.
 
-    `files` are hashes of the graph's files, by name.
+    `key` is the hash of everything that decided the graph; `files` are the SHA-256 hashes of the
+    graph's files, by name.
     """
 
     file: Path
@@ -251,14 +251,14 @@ class ConvertedCore:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Which layers to keep, and what finding them showed; see `Conversion`."""
+    """Layers to exclude, and the measurements that selected them; see `Conversion`."""
 
     kept: tuple[str, ...] = ()
     layer_errors: Mapping[str, float] = field(default_factory=dict)
     batch_ms: Mapping[str, float] = field(default_factory=dict)
 
     def with_search_results(self, lowered: ConvertedCore) -> ConvertedCore:
-        """The core with what the search showed in the record of its conversion."""
+        """Return the core with the search's measurements in the record of its conversion."""
         conversion = replace(
             lowered.conversion, layer_errors=self.layer_errors, batch_ms=self.batch_ms
         )
@@ -268,20 +268,20 @@ class LayerSelection:
 def convert_with_exclusions(
     inputs: PipelineInputs, source: Path, key: str, gate: GateRunner, progress: Progress
 ) -> ConvertedCore:
-    """Convert the fp32 core, keeping as few layers as the gate allows.
+    """Convert the fp32 core, excluding as few layers as the gate allows.
 
     Args:
-        inputs: of the pipeline.
-        source: its fp32 core.
-        key: hash of all that decided `source`.
-        gate: of the precision wanted, not fp32.
-        progress: told what becomes of each try.
+        source: Graph of the fp32 core.
+        key: Hash of everything that decided `source`.
+        gate: Gate of the target precision, which is not fp32.
+        inputs: Inputs of the pipeline.
+        progress: Callback for the result of each try.
 
     Returns:
-        The first that passes, else the last that was tried, with its failures.
+        The first core that passes; else the last core that was tried, with its failures.
 
     Raises:
-        UserError: the graph cannot be converted.
+        UserError: The graph cannot be converted.
     """
     converter = CoreConverter(inputs, source, key, gate.precision, progress)
     searched: list[ConvertedCore] = []
@@ -308,13 +308,13 @@ def convert_with_exclusions(
 
 
 class _NothingPasses(Exception):
-    """The search ended without a core that passes: nothing to remember."""
+    """Raised when no core passed, so that the cache stores no result."""
 
 
 def _search(
     inputs: PipelineInputs, converter: CoreConverter, gate: GateRunner, progress: Progress
 ) -> tuple[ConvertedCore, LayerSelection]:
-    """The last core tried, and the layers it was to keep."""
+    """Return the last core that was tried, and its excluded layers."""
     choice = LayerSelection()
     lowered = _try(converter, choice.kept, gate)
     if lowered.gate.passed:
@@ -338,7 +338,7 @@ def _try(converter: CoreConverter, kept: Sequence[str], gate: GateRunner) -> Con
 
 
 def _counts(layers: int) -> list[int]:
-    """How many layers to keep at each try: few steps, small ones first."""
+    """Return the number of layers to exclude at each try: few steps, small ones first."""
     counts, count = [], 1
     while count <= layers * MAX_KEPT_SHARE:
         counts.append(count)

@@ -1,7 +1,4 @@
-"""Finds the linear layers of a graph: what a quantizer works on, and the names to speak of them.
-
-What a conversion to any precision is asked for.
-"""
+"""Linear layers of an ONNX graph, and the settings of a conversion."""
 
 from __future__ import annotations
 
@@ -16,24 +13,24 @@ from triptych.base.onnx_graph import FLOAT, initializers, readers
 from triptych.spec.fields import Precision
 
 SMALLEST = 16
-"""Fewest inputs and outputs of a layer worth quantizing: below, no kernel gains from it."""
+"""Minimum number of inputs and of outputs of a layer to quantize. Smaller layers gain nothing."""
 
 _WRAPPERS = re.compile(r"^(?:compute\.)?(?:encoder\.)*(?=\w+\.)")
-"""What our own modules put before the name that the model itself gives."""
+"""Prefix that this package's own modules put in front of the model's parameter names."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """``y = x W + b``, as one node of the graph and the one that adds the bias.
+    """Linear layer ``y = x W + b``: one product node, and the node that adds the bias.
 
     Attributes:
-        name: of the module it comes from, as far as the graph knows it.
-        nodes: the MatMul or Gemm, and the Add of its bias, by their indices.
-        input: name of x, ``[..., K]``.
-        output: name of y.
-        weight: name of the initializer.
-        transposed: whether the initializer is ``[N, K]``.
-        bias: name of the bias' initializer; empty where there is none.
+        name: Name of the torch module, if the graph has it; else the name of the node.
+        nodes: Indices of the MatMul or Gemm, and of the Add of its bias.
+        input: Name of x, FP32 ``[..., K]``.
+        output: Name of y, FP32 ``[..., N]``.
+        weight: Name of the weight's initializer.
+        transposed: Whether the initializer is ``[N, K]`` instead of ``[K, N]``.
+        bias: Name of the bias' initializer; empty if there is no bias.
     """
 
     name: str
@@ -47,9 +44,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """The linear layers that read one value, `input`, in the order of the graph.
+    """Linear layers that read the same value `input`, in the order of the graph.
 
-    They share its quantization.
+    The layers of a group share the quantization of their input.
     """
 
     name: str
@@ -58,7 +55,7 @@ class LinearGroup:
 
 
 def find_groups(graph: Any) -> list[LinearGroup]:
-    """The groups of linear layers of an `onnx.GraphProto`, in its order."""
+    """Return the groups of linear layers of an `onnx.GraphProto`, in its order."""
     search = _Search(graph)
     found: dict[str, list[Linear]] = {}
     for index, node in enumerate(graph.node):
@@ -68,7 +65,7 @@ def find_groups(graph: Any) -> list[LinearGroup]:
     groups: dict[str, LinearGroup] = {}
     for value, layers in found.items():
         name = _common_name([layer.name for layer in layers])
-        while name in groups:  # a module that runs twice
+        while name in groups:  # the module runs twice
             name += "'"
         groups[name] = LinearGroup(name, value, tuple(layers))
     return list(groups.values())
@@ -82,7 +79,7 @@ class _Search:
         self._outputs = {output.name for output in graph.output}
 
     def linear(self, index: int, node: Any) -> Linear | None:
-        """The layer whose MatMul or Gemm `node` is; None where it is not one."""
+        """Return the layer whose MatMul or Gemm is `node`; None if it is not one."""
         if not self._multiplies_a_weight(node):
             return None
         settings = {attribute.name: attribute for attribute in node.attribute}
@@ -110,10 +107,10 @@ class _Search:
         )
 
     def _multiplies_a_weight(self, node: Any) -> bool:
-        """Whether the node multiplies by a stored matrix of a size worth it.
+        """Check that the node multiplies by a stored FP32 matrix of sufficient size.
 
-        A transposed embedding is not stored as one: it scores a vocabulary, few rows at a time,
-        and would be stored a second time.
+        A transposed embedding is not a stored matrix. It scores a vocabulary for few rows at a
+        time, and a quantized copy of it would be stored in addition.
         """
         if node.op_type not in ("MatMul", "Gemm"):
             return False
@@ -123,7 +120,10 @@ class _Search:
         return len(weight.dims) == 2 and min(weight.dims) >= SMALLEST
 
     def _bias_adder(self, product: str) -> tuple[int, str] | None:
-        """The node that adds a vector to `product`, and the vector, where nothing else reads it."""
+        """Return the node that adds a vector to `product`, and the vector.
+
+        None if another node reads `product`.
+        """
         users = self._readers.get(product, [])
         if len(users) != 1 or product in self._outputs:
             return None
@@ -134,7 +134,7 @@ class _Search:
         return users[0], other
 
     def _module(self, *parameters: str) -> str:
-        """The module that one of `parameters` belongs to; empty where their names do not tell.
+        """Return the module that one of `parameters` belongs to; empty if their names do not say.
 
         The exporter gives some initializers a number for a name, and merges equal ones.
         """
@@ -146,7 +146,10 @@ class _Search:
 
 
 def _common_name(names: list[str]) -> str:
-    """``a.query``, ``a.key`` and ``a.value`` as ``a.{query,key,value}``."""
+    """Return one name for several.
+
+    ``a.query``, ``a.key`` and ``a.value`` give ``a.{query,key,value}``.
+    """
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]
@@ -159,13 +162,13 @@ def _common_name(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to convert a graph.
+    """Settings of a conversion.
 
     Attributes:
-        precision: wanted.
-        kept: layers that stay in higher precision, by the names `Conversion.layers` gives.
-        backend: Triton's name of what will run the graph.
-        device: where.
+        precision: Target precision.
+        kept: Layers that stay in higher precision, by the names of `Conversion.layers`.
+        backend: Triton's name of the backend that runs the graph.
+        device: ``cpu`` or ``gpu``.
     """
 
     precision: Precision
@@ -175,36 +178,36 @@ class Recipe:
 
 
 def check_kept(recipe: Recipe, known: Collection[str]) -> None:
-    """Raise a UserError unless all that the recipe keeps is among the names in `known`."""
+    """Raise a UserError unless every excluded layer of the recipe is in `known`."""
     unknown = [name for name in recipe.kept if name not in known]
     if unknown:
         near = get_close_matches(unknown[0], known, n=3) or list(known)[:3]
         raise UserError(
             "core.precision",
-            f"{recipe.precision} can only keep layers that the graph has",
+            f"names a layer to exclude from {recipe.precision} that the graph does not have",
             given=unknown[0],
-            remedy=f"Name one of its layers, such as {', '.join(near)}" if near else "Keep none",
+            remedy=f"Name one of its layers, such as {', '.join(near)}" if near else "Exclude none",
         )
 
 
 def check_quantizable(recipe: Recipe, layers: Collection[str], feeds: Sequence[object]) -> None:
-    """Check that a graph with these linear layers can be quantized as the recipe asks.
+    """Check that a graph with these linear layers can be quantized with the recipe.
 
     Raises:
-        UserError: there is no layer, no calibration row, or no such layer to keep.
+        UserError: There is no layer, no calibration row, or an excluded layer does not exist.
     """
     if not layers:
         raise UserError(
             "core.precision",
-            "must suit the model",
-            given=f"{recipe.precision} for a graph without linear layers of a size worth it",
-            remedy="Take fp16 or fp32",
+            "is not supported for this model",
+            given=f"{recipe.precision}, but no linear layer has {SMALLEST} inputs and outputs",
+            remedy="Set core.precision to fp16 or fp32",
         )
     if not feeds:
         raise UserError(
             "traffic.jsonl",
-            f"must have rows to calibrate on for {recipe.precision}",
-            given="no calibration rows beside those of the gate",
-            remedy="Add real requests, or take fp16 or fp32",
+            f"has no rows left to calibrate {recipe.precision} with",
+            given="all rows are used by the gate",
+            remedy="Add real requests, or set core.precision to fp16 or fp32",
         )
     check_kept(recipe, layers)

@@ -1,7 +1,8 @@
-"""Writes quantized layers into a graph: explicit Q/DQ pairs, in standard operators.
+"""Write quantized linear layers into a graph, as explicit Q/DQ nodes of standard ONNX.
 
-``x - shift``, times ``1 / scale``, quantized; the weight dequantized; their product plus the bias.
-ONNX Runtime makes one integer kernel of each DQ, DQ and MatMul; TensorRT an INT8 layer.
+Each input is shifted, divided by its scale and quantized (QuantizeLinear, DequantizeLinear). Its
+product with the dequantized weight gets the bias. ONNX Runtime fuses DequantizeLinear,
+DequantizeLinear and MatMul into one integer kernel; TensorRT makes an INT8 layer of them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _MIN_STEP = 1e-9
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """One linear layer.
+    """Quantized weights of one linear layer.
 
     Attributes:
-        layer: that it replaces.
+        layer: Layer of the fp32 graph that is replaced.
         weight: INT8 ``[K, N]``.
-        scale: FP32 ``[N]``, of the weight.
-        bias: FP32 ``[N]``, with what the smoothing's shift took off.
+        scale: Scale of the weight, FP32 ``[N]``.
+        bias: FP32 ``[N]``; includes the contribution of the smoothing's shift.
     """
 
     layer: Linear
@@ -39,7 +40,7 @@ class QuantizedLayer:
 
 @dataclass(frozen=True)
 class QuantizedGroup:
-    """Layers that read one value, and how that is quantized."""
+    """Layers that read one value, and the quantization of that value."""
 
     group: LinearGroup
     smoothing: Smoothing
@@ -47,9 +48,9 @@ class QuantizedGroup:
 
 
 def rewrite(model: Any, groups: Sequence[QuantizedGroup], *, signed: bool) -> Any:
-    """A copy of the fp32 `onnx.ModelProto` with `groups` quantized.
+    """Return a copy of the fp32 `onnx.ModelProto` with `groups` quantized.
 
-    Inputs are INT8 around 0, as TensorRT demands, where `signed`; else UINT8 around 128.
+    With `signed`, inputs are INT8 around 0, as TensorRT requires; otherwise UINT8 around 128.
     """
     result = copy_model(model)
     writer = _Writer(result.graph, signed=signed)
@@ -60,7 +61,7 @@ def rewrite(model: Any, groups: Sequence[QuantizedGroup], *, signed: bool) -> An
             first, *others = one.layer.nodes
             instead[first] = [*nodes, *writer.multiply(one, value, step)]
             instead.update((place, []) for place in others)
-            nodes = []  # before the first layer, for all of them
+            nodes = []  # the first layer of a group quantizes the input for all
     rewritten = [
         new for index, node in enumerate(model.graph.node) for new in instead.get(index, [node])
     ]
@@ -79,7 +80,10 @@ class _Writer:
         self._mark = free_mark(graph)
 
     def quantize(self, name: str, smoothing: Smoothing) -> tuple[list[Any], str, str]:
-        """The nodes, the value that stands for `name`, and the step of each vector, if it has."""
+        """Return the nodes, the name of the quantized value, and the name of its step per vector.
+
+        The step is empty if calibration fixed one range for all vectors.
+        """
         own = name + self._mark
         shift = self._constant(f"{own}shift", smoothing.shift)
         factor = self._constant(f"{own}factor", 1 / smoothing.scale)
@@ -100,7 +104,7 @@ class _Writer:
         return nodes, f"{own}dequantized", step
 
     def multiply(self, one: QuantizedLayer, value: str, step: str) -> list[Any]:
-        """The layer on the quantized value."""
+        """Return the nodes that compute the layer from the quantized value."""
         own = one.layer.output + self._mark
         stored = self._constant(f"{own}weight", one.weight)
         scale = self._constant(f"{own}weight_scale", one.scale)
@@ -117,7 +121,7 @@ class _Writer:
         return [*nodes, _node("Add", [product, bias], one.layer.output)]
 
     def _scale_each(self, own: str) -> list[Any]:
-        """Divide each vector by a step of its own, so that its largest element is 127."""
+        """Return nodes that divide each vector by its own step: its largest element becomes 127."""
         share = self._constant(f"int8{self._mark}share", np.float32(1 / LEVELS))
         least = self._constant(f"int8{self._mark}least", np.float32(_MIN_STEP))
         last = self._constant(f"int8{self._mark}last_axis", np.array([-1], dtype=np.int64))

@@ -1,4 +1,4 @@
-"""A core that passed the gate, in the layout and the precision that the spec asks for."""
+"""Build a core that passed the accuracy gate, in the layout and precision of the spec."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from triptych.spec.plan import Plan
 
 @dataclass(frozen=True)
 class CheckedCore:
-    """An artifact that may ship.
+    """Core that passed the gate, or whose failure was accepted.
 
     Attributes:
-        inputs: of the pipeline, planned in the layout that the artifact has.
-        file: the ``model.onnx``.
-        key: hash of all that decided it, in hex.
-        source_key: the same of the fp32 graph that it was made of.
-        gate: the gate's result.
-        files: hashes of the graph's files, by name: of what the gate has seen.
-        unpacked: why the layout is not packed although the spec says so; empty where it is.
+        inputs: Inputs of the pipeline, planned in the layout of the artifact.
+        file: Path of the ``model.onnx``.
+        key: Hash of everything that decided the graph, in hex.
+        source_key: Hash of everything that decided the fp32 graph it was made of, in hex.
+        files: SHA-256 hashes of the graph's files that the gate checked, by name.
+        unpacked: Reason why the layout is not packed although the spec says so; empty otherwise.
     """
 
     inputs: PipelineInputs
@@ -44,14 +43,14 @@ class CheckedCore:
 
     @property
     def plan(self) -> Plan:
-        """The derived numbers."""
+        """Plan of the pipeline."""
         return self.inputs.plan
 
     def accepted(self, reason: str) -> CheckedCore:
-        """The core; if it failed the gate, with the reason why it may ship all the same.
+        """Return the core; if it failed the gate, record the reason why it may still be used.
 
         Raises:
-            GateFailure: it failed, and there is no reason.
+            GateFailure: The core failed the gate, and `reason` is empty.
         """
         if self.gate.passed:
             return self
@@ -61,16 +60,16 @@ class CheckedCore:
 
 
 def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> CheckedCore:
-    """The fp32 core in the planned layout, or bucketed where rows cannot be packed.
+    """Return the fp32 core in the planned layout, or bucketed if its rows cannot be packed.
 
     Args:
-        inputs: of the pipeline.
-        progress: told what becomes of each stage.
-        accept: why a failed gate does not matter; empty where it does.
+        accept: Reason to accept a failed gate; empty to fail.
+        inputs: Inputs of the pipeline.
+        progress: Callback for the result of each stage.
 
     Raises:
-        GateFailure: the artifact differs from the reference, and that is not accepted.
-        UserError: the model cannot be exported.
+        GateFailure: The artifact differs from the reference, and `accept` is empty.
+        UserError: The model cannot be exported.
     """
     plan = inputs.plan
     exported = export_model(plan, inputs.model_folder, progress)
@@ -84,7 +83,12 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
             return core.accepted(accept)
         refusal = f"packed rows differ from the reference: {'; '.join(result.failures)}"
     if plan.spec.core.share is not None:
-        raise UserError("core.share", "must name a pipeline with a core that fits", given=refusal)
+        raise UserError(
+            "core.share",
+            "names a pipeline whose packed core this model cannot use",
+            given=refusal,
+            remedy="Remove core.share",
+        )
     progress("layout", f"bucketed instead of packed: {refusal}")
     bucketed = full_precision(inputs.replanned("bucketed"), progress, accept)
     if core is not None and not bucketed.gate.passed and _rows_are_apart(core.gate):
@@ -95,11 +99,13 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
 def lower_precision(
     core: CheckedCore, precision: Precision, progress: Progress, accept: str = ""
 ) -> CheckedCore:
-    """The fp32 core in another precision, with what the conversion did in the gate's result.
+    """Return the fp32 core converted to another precision.
+
+    The gate's result contains the record of the conversion.
 
     Raises:
-        GateFailure: it differs from the reference, and that is not accepted.
-        UserError: the graph cannot be converted.
+        GateFailure: The core differs from the reference, and `accept` is empty.
+        UserError: The graph cannot be converted.
     """
     gate = Gate(core.inputs, precision, progress)
     lowered = convert_with_exclusions(core.inputs, core.file, core.key, gate, progress)
@@ -111,11 +117,11 @@ def lower_precision(
 def shared_core(
     core: CheckedCore, owner: BuildManifest, repository: Path, progress: Progress, accept: str
 ) -> CheckedCore:
-    """The owner's core in place of this pipeline's own, if it is right for this one, too.
+    """Return the owner's core in place of this pipeline's own, if it passes this pipeline's gate.
 
     Raises:
-        GateFailure: it is not, and that is not accepted.
-        UserError: it is another core.
+        GateFailure: The core differs from this pipeline's reference, and `accept` is empty.
+        UserError: The owner has another core.
     """
     precision = check_shareable(core.plan.spec, core.source_key, owner)
     file = repository / core.plan.step("core") / "1" / MODEL_FILE
@@ -126,6 +132,6 @@ def shared_core(
 
 
 def _rows_are_apart(gate: GateResult) -> bool:
-    """Whether packing is not what failed: both layouts are off, and neighbors change nothing."""
+    """Check that packing did not cause the failure: other rows in the batch change no result."""
     passed = {verdict.metric: verdict.passed for verdict in gate.verdicts}
     return gate.finite and passed.get("neighbour_effect", False)
