@@ -48,7 +48,7 @@ PURE = (
     "accuracy_thresholds", "admission", "alerts", "bulk_failures", "bulk_formats", "capacity",
     "card", "command_line", "comparison", "container", "container_locks", "core_config", "cost",
     "dashboard", "decoders_spans", "deploy", "deploy_check", "deploy_generation", "deploy_targets",
-    "deploy_watch", "docker", "doctor", "drift", "engine_inspection", "engine_request",
+    "deploy_watch", "docker", "doctor", "drift", "dry_run", "engine_inspection", "engine_request",
     "engine_runner", "expected_cost", "explained", "fake_tensorrt", "fleet_envoy",
     "gate", "gate_remedy",
     "gate_result", "generation_engines", "generation_gate", "generation_load",
@@ -56,7 +56,7 @@ PURE = (
     "gpu_plan",
     "history", "hook_checks", "labeled", "lint", "lint_pains", "live_verdict", "load_report",
     "load_report_terminal", "load_values", "make_engine", "metrics", "mirror", "new_traffic",
-    "onnxruntime_pieces", "pages", "plan", "probe", "quantization", "rehearsal", "releases",
+    "onnxruntime_pieces", "pages", "plan", "probe", "quantization", "releases",
     "report", "rounding", "sample_pieces", "samples_file", "scaffold", "scaling", "scratch",
     "server_mistakes", "shown", "spec", "store", "structure", "tensorrt_llm", "tensorrt_settings",
     "terminal", "tune_fields", "tune_generation", "tune_report", "tune_scores", "tune_search",
@@ -176,15 +176,17 @@ def share_export_registry() -> None:
     ONNXRegistry.from_torchlib = staticmethod(shared)  # type: ignore[method-assign]
 
 
-def build_into(folder: Path, repository: Path, *overrides: str, rehearsal: bool = False) -> Any:
-    """Build the pipeline in `folder`; returns what `build` does. To rehearse takes seconds."""
+def build_into(
+    folder: Path, repository: Path, *overrides: str, engine_dry_run: bool = False
+) -> Any:
+    """Build the pipeline in `folder`; returns what `build` does.."""
     from triptych.building.build import build
     from triptych.core.inputs import read_inputs
     from triptych.spec.spec import load_spec
 
     share_export_registry()
     inputs = read_inputs(load_spec(folder, overrides), quiet)
-    return build(inputs, repository, quiet, rehearsal=rehearsal)
+    return build(inputs, repository, quiet, engine_dry_run=engine_dry_run)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def build_repository(model: Path, base: Path, *names: str) -> Path:
         }
         folder = base / "pipelines" / name
         write_pipeline(folder, model={"source": str(model)}, core=core)
-        build_into(folder, base / "repository", rehearsal=True)
+        build_into(folder, base / "repository", engine_dry_run=True)
     return base / "repository"
 
 

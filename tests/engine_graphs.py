@@ -17,9 +17,9 @@ from precision_cases import export
 from test_precision_tasks import CONVERT, traffic_of
 from triptych.base.onnx_graph import MODEL_FILE, all_nodes, value_types
 from triptych.core.engine import rtx
+from triptych.core.engine.dry_run_worker import dry_build
 from triptych.core.engine.inspection import check_products
 from triptych.core.engine.make import make_engine, make_request
-from triptych.core.engine.rehearsal_worker import rehearse
 from triptych.core.export.to_onnx import export_model
 from triptych.core.inputs import read_inputs
 from triptych.core.precision.keep_layers import CoreConverter
@@ -132,14 +132,14 @@ def parse(graph: Graph) -> None:
 
 
 def build(graph: Graph) -> dict[str, Any]:
-    """Rehearse a graph in this process; raises a `UserError` that says what is wrong."""
+    """Dry-build a graph in this process; raises a `UserError` that says what is wrong."""
     asked = {
         "onnx": str(graph.path),
         "plan": graph.plan.as_dict(),
         "fp32_products": graph.fp32_products,
         "compute_capability": rtx.USUAL,
     }
-    return rehearse(asked)
+    return dry_build(asked)
 
 
 def sized_by_values(path: Path) -> list[str]:

@@ -94,7 +94,7 @@ PRODUCTS = {
 
 def test_a_build_without_a_gpu_rehearses_each_engine(built: Path) -> None:
     for name in NAMES:
-        record = lock_data(built, name)["rehearsal"]
+        record = lock_data(built, name)["dry_run"]
         assert record["tensorrt_rtx"] == installed_version(), name
         assert record["products"] == PRODUCTS[name], name
         assert record["layers"] > 400, name
@@ -111,18 +111,18 @@ def test_a_rehearsal_is_left_out_made_later_and_shown(built: Path, tmp_path: Pat
 
     name = "packed_fp16"
     repository = copied(built, tmp_path / "repository", name)
-    rehearsed = lock_data(repository, name)["rehearsal"]
+    rehearsed = lock_data(repository, name)["dry_run"]
     pipelines = ["--pipelines", str(built.parent / "pipelines")]
     triptych("build", name, *pipelines, "--reports", str(tmp_path), "--no-rehearsal")
-    assert lock_data(repository, name)["rehearsal"] is None
+    assert lock_data(repository, name)["dry_run"] is None
     assert (
         "rehearsal              none yet: `triptych build`"
         in triptych("inspect", name, *pipelines).stdout
     )
     alone = triptych("engine", name, "--rehearse")
     assert alone.stdout.startswith(f"{name}_core: TensorRT for RTX {installed_version()} for ")
-    assert "(cached): a rehearsal, not the engine" in alone.stderr
-    assert lock_data(repository, name)["rehearsal"] == rehearsed
+    assert "(cached): a dry run, not the engine" in alone.stderr
+    assert lock_data(repository, name)["dry_run"] == rehearsed
     assert not (repository / f"{name}_core/1/model.plan").exists()
     (again,) = json.loads(triptych("engine", name, "--rehearse", "--json").stdout)
     assert (again["changed"], again["record"]) == ([], rehearsed)

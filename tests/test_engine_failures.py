@@ -116,7 +116,7 @@ def test_a_failed_build_is_told_in_one_message(
 def test_what_the_old_parser_refuses_is_told_with_node_and_operator(
     repository: Path, on: Callable[[str], Any], code: str, rule: str
 ) -> None:
-    """It has but the node's number; `test_rehearsal` sees what a newer one tells."""
+    """It has but the node's number; `test_dry_run` sees what a newer one tells."""
     import onnx
 
     play = on("8.6")._play
@@ -313,7 +313,7 @@ def test_a_build_that_ends_meanwhile_wins(repository: Path, on: Callable[[str], 
             told.append(stage)
             change_lock(repository, lambda lock: lock.update(built_at="now"))
 
-    with pytest.raises(UserError, match="must stay as it is"):
+    with pytest.raises(UserError, match="changed while the engine"):
         build_engine(repository, NAME, meddle)
     assert not (repository / f"{NAME}_core/1/model.plan").exists()
 

@@ -13,7 +13,7 @@ from test_engine_request import FINE, LOWER, PRODUCT, QUANTIZED, SAME, write
 from triptych.base.errors import UserError
 from triptych.core.engine.inspection import check_products
 from triptych.core.engine.make import make_engine, make_request
-from triptych.core.engine.rtx import RtxApi, buildable
+from triptych.core.engine.rtx import RtxApi, remove_unsupported
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 
 SETTINGS: dict[str, Any] = {
@@ -38,7 +38,7 @@ class Seen(RtxApi):
 def make(path: Path, precision: str = "fp32", *, options: Any = OPTIONS, **more: Any) -> Seen:
     api = Seen("8.9")
     profiles = more.pop("profiles", (FINE,))
-    plan = buildable(EnginePlan(precision, profiles, (), options))
+    plan = remove_unsupported(EnginePlan(precision, profiles, (), options))
     lines = more.pop("lines", [])
     engine = make_engine(
         api, make_request(path, plan, api), timing_file=None, tell=lines.append, **more
@@ -57,7 +57,10 @@ def test_settings_reach_the_builder(tmp_path: Path) -> None:
     assert api.config.profiling_verbosity == api.trt.ProfilingVerbosity.DETAILED
     api = make(path, options=SETTINGS)
     on = [name for name in off if api.config.get_flag(getattr(flags, name))]
-    assert on == ["TF32", "WEIGHT_STREAMING"]  # the others are none of its own: `buildable`
+    assert on == [
+        "TF32",
+        "WEIGHT_STREAMING",
+    ]  # the others are none of its own: `remove_unsupported`
     assert api.config.builder_optimization_level == 1
     assert api.config.get_memory_pool_limit(api.trt.MemoryPoolType.WORKSPACE) == 64 << 20
     assert api.config.num_optimization_profiles == 1

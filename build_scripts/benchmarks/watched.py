@@ -217,7 +217,7 @@ def _drift() -> None:
     if change.drift is not None:
         print("advice:", " ".join(line.strip() for line, _ in format_drift(change.drift)))
     again = _FOLDER / "again"
-    build(read_inputs(load_spec(_FOLDER / "drifting"), _quiet), again, _quiet, rehearsal=False)
+    build(read_inputs(load_spec(_FOLDER / "drifting"), _quiet), again, _quiet, engine_dry_run=False)
     costs: dict[str, list[tuple[float, float]]] = {"before": [], "after": []}
     with Server(_REPOSITORY) as old, Server(again) as new:
         for number in range(_ROUNDS):
@@ -279,7 +279,7 @@ def _build(name: str, precision: str, *, layout: str = "packed") -> PipelineInpu
     (folder / TRAFFIC_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
     _say(f"building {name}")
     inputs = read_inputs(load_spec(folder), _quiet)
-    build(inputs, _REPOSITORY, _quiet, rehearsal=False)
+    build(inputs, _REPOSITORY, _quiet, engine_dry_run=False)
     return inputs.as_built(_REPOSITORY)
 
 

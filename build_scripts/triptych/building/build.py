@@ -1,4 +1,4 @@
-"""`triptych build`: hooks, export, gate, precision, rehearsal, render, lint, write, lock, engine.
+"""`triptych build`: hooks, export, gate, precision, dry run, render, lint, write, lock, engine.
 
 All of it is cached.
 
@@ -17,12 +17,12 @@ from typing import Any
 from triptych.base.cache import versions_of
 from triptych.base.errors import Finding, Progress
 from triptych.building.auto import check_possible, choose
-from triptych.core.engine.rehearsal import rehearse
+from triptych.core.engine.dry_run import run_dry_build
 from triptych.core.engine.stage import (
     build_engine_here,
-    kept_engine,
+    find_reusable_engine,
     missing_for_engines,
-    samples_of,
+    write_engine_samples,
 )
 from triptych.core.export.to_onnx import LIBRARIES
 from triptych.core.gate.answers import check_hooks
@@ -39,7 +39,7 @@ from triptych.repository.manifest import (
     make_manifest,
     planned_engine,
 )
-from triptych.repository.records import GateResult, Rehearsal
+from triptych.repository.records import DryRun, GateResult
 from triptych.repository.render import render
 from triptych.repository.sharing import check_sharers, owner_of_core
 from triptych.repository.store import hash_files, write_models
@@ -84,7 +84,7 @@ def build(
     *,
     together: Sequence[str] = (),
     accept: str = "",
-    rehearsal: bool = True,
+    engine_dry_run: bool = True,
 ) -> Built:
     """Export, check, convert and write the pipeline; nothing is written unless everything passed.
 
@@ -96,7 +96,8 @@ def build(
         progress: told what becomes of each stage.
         together: pipelines that are built right after this one.
         accept: why a failed gate does not matter; goes into the lock. Empty: it does matter.
-        rehearsal: whether an engine that cannot be built here is rehearsed, see `engine.rehearsal`.
+        engine_dry_run: Whether to try an engine build without a GPU if no engine can be built here;
+            see `engine.dry_run`.
 
     Raises:
         EngineFailure: the engine differs from the graph, which is written without it.
@@ -110,7 +111,7 @@ def build(
     core = make_core(inputs, repository, progress, accept=accept)
     own_key = core.key if spec.core.share is None else None
     check_sharers(repository, spec.name, own_key, together)
-    return _write(core, repository, progress, rehearsal=rehearsal)
+    return _write(core, repository, progress, engine_dry_run=engine_dry_run)
 
 
 def make_core(
@@ -135,7 +136,7 @@ def make_core(
 
 
 def _write(
-    core: CheckedCore, repository: Path, progress: Progress, *, rehearsal: bool = True
+    core: CheckedCore, repository: Path, progress: Progress, *, engine_dry_run: bool = True
 ) -> Built:
     """Render, lint and write the pipeline around its core, and build the engine where one can."""
     plan, name = core.plan, core.plan.spec.name
@@ -147,7 +148,7 @@ def _write(
         hooks=core.inputs.hooks,
         question=core.inputs.shortest_row,
         warm_ups=None if shared else write_warm_ups(core.inputs, core.file, core.files, progress),
-        samples=samples_of(core.inputs, progress),
+        samples=write_engine_samples(core.inputs, progress),
     )
     license = read_license(core.inputs.model_folder)
     files[f"{name}/{CARD_FILE}"] = render_card(
@@ -157,13 +158,15 @@ def _write(
     # Of the graph that the gate has seen: another one on the disk by now is refused by `serve`.
     graph = {f"{plan.step('core')}/1/{part}": digest for part, digest in core.files.items()}
     hashes = hash_files(files, graph)
-    engine = kept_engine(repository, plan, previous, hashes, planned_engine(plan, core.gate))
+    engine = find_reusable_engine(
+        repository, plan, previous, hashes, planned_engine(plan, core.gate)
+    )
     if engine is not None:
         files[engine.path] = engine.file
         hashes[engine.path] = engine.record.plan_sha256
-    rehearsed = None
-    if rehearsal and engine is None:
-        rehearsed = _rehearse(core, previous, progress)
+    dry_run = None
+    if engine_dry_run and engine is None:
+        dry_run = _dry_run(core, previous, progress)
     variety = variety_of(core.inputs.requests)
     lock = make_manifest(
         plan,
@@ -174,7 +177,7 @@ def _write(
         versions=versions_of(*LIBRARIES),
         gate=core.gate,
         engine=None if engine is None else engine.record,
-        rehearsal=rehearsed,
+        dry_run=dry_run,
         variety={} if variety is None else asdict(variety),
         previous=previous,
     )
@@ -191,10 +194,10 @@ def _write(
     return Built(plan, tuple(changed), core.gate, findings, core.unpacked)
 
 
-def _rehearse(
+def _dry_run(
     core: CheckedCore, previous: BuildManifest | None, progress: Progress
-) -> Rehearsal | None:
-    """The engine, rehearsed for the GPU of the one before; None where a real one is built or none.
+) -> DryRun | None:
+    """Try the engine build for the GPU of the previous engine; None if no engine is needed.
 
     Raises:
         UserError: what will build the engine refuses the graph.
@@ -204,7 +207,7 @@ def _rehearse(
         return None
     conversion = core.gate.conversion
     there = None if previous is None else previous.engine
-    return rehearse(
+    return run_dry_build(
         core.file,
         core.files,
         planned,

@@ -145,7 +145,9 @@ def build(
     changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
     inputs = read_inputs(load_spec(Path(pipelines) / name, changes), progress)
     accept = accept_failed_gate.strip()
-    built = build_pipeline(inputs, Path(repository), progress, accept=accept, rehearsal=rehearsal)
+    built = build_pipeline(
+        inputs, Path(repository), progress, accept=accept, engine_dry_run=rehearsal
+    )
     return Build(built)
 
 

@@ -8,12 +8,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from triptych.base.errors import UserError
-from triptych.repository.records import EngineRecord, GateResult, Rehearsal, plain_data
+from triptych.repository.records import DryRun, EngineRecord, GateResult, plain_data
 from triptych.spec.any_spec import READERS, AnySpec
 from triptych.spec.engine_plan import EnginePlan
 from triptych.spec.kind import Kind, kind_of_task
@@ -67,7 +67,8 @@ class BuildManifest:
         source_key: the same of the fp32 graph that it was made of.
         engine: the engine in place, where it was built of this very core.
         traffic: of texts: rows, mean and p99 of their tokens, share of truncated rows, variety.
-        rehearsal: of the engine of this core; None where none took place.
+        dry_run: Result of the dry-run engine build; None if there was none. Older manifests call
+            it ``rehearsal``.
         files: path relative to the repository -> SHA-256 in hex.
     """
 
@@ -83,13 +84,15 @@ class BuildManifest:
     engine: EngineRecord | None
     traffic: Mapping[str, int | float]
     gate: GateResult
-    rehearsal: Rehearsal | None = None
+    dry_run: Annotated[
+        DryRun | None, Field(validation_alias=AliasChoices("dry_run", "rehearsal"))
+    ] = None
     files: Mapping[str, str] = field(default_factory=dict)
 
     def as_bytes(self) -> bytes:
         """The lock's file content."""
         plain: dict[str, Any] = plain_data({**_fields(self), "spec": None, "gate": None})
-        for name in ("plan", "engine", "rehearsal"):
+        for name in ("plan", "engine", "dry_run"):
             record = getattr(self, name)
             plain[name] = None if record is None else plain_data(asdict(record))
         plain["spec"] = self.spec.model_dump(mode="json", exclude={"folder"})
@@ -107,7 +110,7 @@ def make_manifest(
     versions: Mapping[str, str],
     gate: GateResult,
     engine: EngineRecord | None,
-    rehearsal: Rehearsal | None,
+    dry_run: DryRun | None,
     variety: Mapping[str, int | float],
     previous: BuildManifest | None,
 ) -> BuildManifest:
@@ -143,7 +146,7 @@ def make_manifest(
             batch_mib=None if plan.batch_mib is None else round(plan.batch_mib, 1),
         ),
         engine=engine,
-        rehearsal=rehearsal,
+        dry_run=dry_run,
         traffic=traffic,
         gate=gate,
         files=dict(sorted(files.items())),

@@ -226,15 +226,15 @@ class GateResult:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """An engine's graph, parsed and built without a GPU by TensorRT for RTX: not what serves.
+class DryRun:
+    """Result of building an engine's graph without a GPU, with TensorRT for RTX.
 
     Attributes:
-        tensorrt_rtx: its version.
-        compute_capability: of the GPU it was built for, such as ``8.9``.
-        layers: of the network that its parser made of the graph.
-        products: precision to matrix products of that network.
-        size_bytes: of the plan.
+        tensorrt_rtx: Version of TensorRT for RTX.
+        compute_capability: Compute capability that it was built for, such as ``8.9``.
+        layers: Number of layers in the parsed network.
+        products: Number of matrix products by precision.
+        size_bytes: Size of the plan in bytes.
     """
 
     tensorrt_rtx: str

@@ -1,11 +1,8 @@
-"""The part of CUDA's runtime that an engine needs: memory, one stream, graphs, errors in words.
+"""CUDA's runtime, as far as an engine needs it, and the GPU that engines are built for.
 
-All calls go through ``cuda.bindings.runtime`` of NVIDIA's cuda-python, whose functions return a
-tuple of an error code and their values.
-
-The GPU that engines are built for: name, compute capability, driver, CUDA.
-
-Read as the start-up check of the serving image reads it: the two are compared.
+All calls use ``cuda.bindings.runtime`` of NVIDIA's cuda-python, whose functions return a tuple of
+an error code and their values. `read_gpu` uses the same code as the startup check of the serving
+image, because that check compares the two results.
 """
 
 from __future__ import annotations
@@ -25,18 +22,20 @@ _MIB = 1 << 20
 
 
 class EngineError(Exception):
-    """An engine that cannot be loaded or run; the message is one sentence."""
+    """Raised if an engine cannot be loaded or run; the message is one sentence."""
 
 
 class DeviceMemoryError(EngineError):
-    """The GPU has too little free memory."""
+    """Raised if the GPU has too little free memory."""
 
 
 class Cuda:
-    """One CUDA device, by CUDA's number of it: every call that fails raises an `EngineError`.
+    """A CUDA device, selected by CUDA's number of it.
+
+    Every call that fails raises an `EngineError`.
 
     Raises:
-        EngineError: the bindings are not installed, or there is no such device.
+        EngineError: The bindings are not installed, or the device does not exist.
     """
 
     def __init__(self, device: int) -> None:
@@ -51,19 +50,22 @@ class Cuda:
         self.use()
 
     def use(self) -> None:
-        """Select the device for the calling thread: CUDA keeps one for each thread."""
+        """Select the device for the calling thread.
+
+        CUDA stores the selection per thread.
+        """
         self.call("cudaSetDevice", self._device)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the runtime by name; returns its value, None if it has none.
+        """Call a function of the runtime by name; return its value, or None if it has none.
 
         Raises:
-            DeviceMemoryError: there is not enough memory.
-            EngineError: any other error, in CUDA's words.
+            DeviceMemoryError: There is not enough memory.
+            EngineError: Any other error, with CUDA's message.
         """
         error, *values = getattr(self._runtime, name)(*arguments)
         if error != self._names.cudaSuccess:
-            # CUDA also remembers the error, and TensorRT would take it for one of its own.
+            # CUDA also stores the error, and TensorRT would report it as its own.
             self._runtime.cudaGetLastError()
             _, text = self._runtime.cudaGetErrorString(error)
             words = text.decode() if isinstance(text, bytes) else str(text)
@@ -73,10 +75,10 @@ class Cuda:
         return values[0] if len(values) == 1 else (tuple(values) or None)
 
     def allocate(self, size: int, *, purpose: str) -> int:
-        """Device memory of `size` bytes; returns its address.
+        """Allocate `size` bytes of device memory and return the address.
 
         Raises:
-            DeviceMemoryError: the message says how much there is.
+            DeviceMemoryError: There is not enough memory; the message states how much is free.
         """
         try:
             return int(self.call("cudaMalloc", size))
@@ -90,38 +92,46 @@ class Cuda:
         self.call("cudaFree", address)
 
     def new_stream(self) -> Any:
-        """A stream that does not wait for the default one."""
+        """Return a new stream that does not wait for the default stream."""
         return self.call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking)
 
     def destroy_stream(self, stream: Any) -> None:
         self.call("cudaStreamDestroy", stream)
 
     def synchronize(self, stream: Any) -> None:
-        """Wait until all that was put on `stream` is done; raises its errors."""
+        """Wait until all work on `stream` is done; raise its errors."""
         self.call("cudaStreamSynchronize", stream)
 
     def copy_in(self, target: int, source: Bytes, stream: Any) -> None:
-        """Start copying host memory to the device; `source` must live until the stream is done."""
+        """Start copying host memory to the device.
+
+        `source` must live until the stream is done.
+        """
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self.call("cudaMemcpyAsync", target, source.ctypes.data, source.nbytes, kind, stream)
 
     def copy_out(self, target: Bytes, source: int, stream: Any) -> None:
-        """Start copying device memory to the host; `target` is filled once the stream is done."""
+        """Start copying device memory to the host.
+
+        `target` is filled when the stream is done.
+        """
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self.call("cudaMemcpyAsync", target.ctypes.data, source, target.nbytes, kind, stream)
 
     def capture(self, stream: Any, work: Callable[[], None]) -> Any:
-        """Record what `work` puts on `stream` as a graph that `launch` runs; nothing runs yet.
+        """Record the operations that `work` puts on `stream` as a graph, without running them.
+
+        `launch` runs the graph.
 
         Raises:
-            EngineError: something in `work` cannot be recorded, or fails.
+            EngineError: An operation in `work` cannot be recorded, or fails.
         """
         modes = self._runtime.cudaStreamCaptureMode
         self.call("cudaStreamBeginCapture", stream, modes.cudaStreamCaptureModeThreadLocal)
         try:
             work()
         except EngineError:
-            # The stream can be used again only after the capture has ended, whatever comes of it.
+            # The stream can only be used again after the capture has ended, even if it failed.
             error, partial_graph = self._runtime.cudaStreamEndCapture(stream)
             self._runtime.cudaGetLastError()
             if error == self._names.cudaSuccess:
@@ -148,15 +158,15 @@ class Cuda:
 
 
 class HostBuffer:
-    """Host memory to copy from and to, behind one array of bytes.
+    """Host memory for copies from and to the device, as one array of bytes.
 
     Args:
-        cuda: the device that copies.
-        size: in bytes.
-        pinned: page-locked: the device copies it by itself, while the processor goes on.
+        cuda: Device that copies.
+        size: Size of the memory in bytes.
+        pinned: Whether the memory is page-locked, so that the device copies without the processor.
 
     Raises:
-        DeviceMemoryError: so much memory cannot be pinned.
+        DeviceMemoryError: The memory cannot be pinned.
     """
 
     def __init__(self, cuda: Cuda, size: int, *, pinned: bool) -> None:
@@ -178,12 +188,12 @@ def _mib(size: int) -> str:
 
 
 class BuildGpu(NamedTuple):
-    """One GPU and its software.
+    """A GPU and its software.
 
     Attributes:
-        compute_capability: such as ``9.0``.
-        driver: version of NVIDIA's driver; empty where the kernel does not tell.
-        cuda: version of the CUDA runtime, major and minor; empty where its bindings are missing.
+        compute_capability: Compute capability such as ``9.0``.
+        driver: Version of NVIDIA's driver; empty if the kernel does not report it.
+        cuda: Version of the CUDA runtime, major and minor; empty if its bindings are not installed.
     """
 
     name: str
@@ -193,10 +203,10 @@ class BuildGpu(NamedTuple):
 
 
 def read_gpu() -> BuildGpu:
-    """The first GPU that CUDA shows to this process; a UserError where there is none."""
+    """Return the first GPU that CUDA shows to this process; raise a UserError if there is none."""
     gpus = find_gpus()
     if not gpus:
-        raise no_gpu("NVIDIA's driver shows none to this process")
+        raise no_gpu("NVIDIA's driver shows no GPU to this process")
     major, minor = gpus[0].compute_capability
     return BuildGpu(gpus[0].name, f"{major}.{minor}", find_driver() or "", _cuda_version())
 

@@ -1,8 +1,7 @@
-"""What the ONNX graph says that the engine must keep to: inputs, outputs, types of its nodes.
+"""Properties of an ONNX graph that its engine must preserve: inputs, outputs, types of its nodes.
 
-Where in the model a node of its graph is, told by the parameters around it.
-
-Exported nodes have numbers for names, but weights keep those of the modules they belong to.
+`describe_position` describes where in the model a node is. Exported nodes have numbers for names,
+but weights have the names of their modules.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from triptych.spec.engine_plan import Dims
 
 
 class ElementType(NamedTuple):
-    """TensorRT's name, bytes of an element, and `core.precision`'s name if products have it."""
+    """TensorRT's name of a type, bytes per element, and `core.precision`'s name for products."""
 
     tensorrt: str
     size: int
@@ -48,7 +47,7 @@ ELEMENT_TYPES = {
     BFLOAT16: ElementType("BF16", 2, "bf16"),
     FP8: ElementType("FP8", 1, "fp8"),
 }
-"""By the number of `onnx.TensorProto.DataType`."""
+"""Element types by the number of `onnx.TensorProto.DataType`."""
 
 _UNKNOWN = ElementType("", 4)
 _CASTS = frozenset(("Cast", "QuantizeLinear", "DequantizeLinear"))
@@ -59,7 +58,10 @@ _MYELIN = re.compile(r"_myl\d*_\d+$")
 
 
 class GraphValue(NamedTuple):
-    """An input or output of the graph: TensorRT's name of its type; -1 for a dim that varies."""
+    """An input or output of the graph.
+
+    `dtype` is TensorRT's name of its type; varying dims are -1.
+    """
 
     dtype: str
     dims: Dims
@@ -67,14 +69,14 @@ class GraphValue(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineGraph:
-    """What is known of a graph without its weights.
+    """Properties of a graph, without its weights.
 
     Attributes:
-        node_types: node to the type of its floating-point results, as `core.precision` names it.
-        products: node that multiplies matrices to the precision it asks for.
-        casts: nodes that convert types.
-        stored_bytes: of all weights, in their own types.
-        wide_bytes: more that would be, if the 16- and 8-bit weights of `products` were fp32.
+        node_types: Type of each node's floating-point results, as `core.precision` names it.
+        products: Precision that each matrix product requires, by node.
+        casts: Nodes that convert types.
+        stored_bytes: Bytes of all weights, in their own types.
+        wide_bytes: Additional bytes if the 16- and 8-bit weights of `products` were fp32.
     """
 
     inputs: Mapping[str, GraphValue]
@@ -87,14 +89,14 @@ class EngineGraph:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """All precisions that something in the graph asks for."""
+        """All precisions that a node of the graph requires."""
         return frozenset((*self.node_types.values(), *self.products.values()))
 
 
 def read_graph(path: Path) -> EngineGraph:
-    """Read a ``model.onnx``; weights in a file beside it stay there.
+    """Read a ``model.onnx`` without the weights in a file beside it.
 
-    Nodes go by the names that TensorRT's parser gives their layers: `node_name`.
+    Nodes have the names that TensorRT's parser gives their layers: `node_name`.
     """
     import onnx
 
@@ -134,19 +136,19 @@ def read_graph(path: Path) -> EngineGraph:
 
 
 def onnx_nodes(metadata: str) -> list[str]:
-    """The nodes that ``[ONNX Layer: name][ONNX Layer: …]`` in a layer's metadata names."""
+    """Return the nodes named by ``[ONNX Layer: name][ONNX Layer: …]`` in a layer's metadata."""
     return _NODE.findall(metadata)
 
 
 def fused_layers(name: str) -> list[str]:
-    """The layers that one was fused from: ``a + b``, or ``a+b_myl0_16`` of Myelin's."""
+    """Return the layers that one was fused from: ``a + b``, or Myelin's ``a+b_myl0_16``."""
     return [part for part in _FUSED.split(_MYELIN.sub("", name)) if part]
 
 
 def _wanted(node: Any, types: Mapping[str, int], sources: Mapping[str, Any]) -> str:
-    """The precision a product asks for; empty where it multiplies integers.
+    """Return the precision that a product requires; empty if it multiplies integers.
 
-    One whose operands are both dequantized is to be computed on what they were quantized to.
+    A product of two dequantized operands must be computed in the type they were quantized to.
     """
     kinds = []
     for value in node.input[:2]:
@@ -163,7 +165,7 @@ def _wanted(node: Any, types: Mapping[str, int], sources: Mapping[str, Any]) -> 
 
 
 def _origin(value: str, sources: Mapping[str, Any], *through: str) -> str:
-    """The value that `value` was before it was moved, or passed the operators in `through`."""
+    """Return the value that `value` was before moves and the operators in `through`."""
     while (source := sources.get(value)) is not None and source.op_type in (
         *_SEEN_THROUGH,
         *through,
@@ -181,11 +183,11 @@ def _value(value: Any) -> GraphValue:
     return GraphValue(known.tensorrt if known else str(tensor.elem_type), dims)
 
 
-def place_of(graph: Any, node: str) -> str:
-    """``after layer.3.output.dense``, or ``before`` it, of an `onnx.GraphProto`'s node.
+def describe_position(graph: Any, node: str) -> str:
+    """Return ``after layer.3.output.dense``, or ``before`` it, for a node of an `onnx.GraphProto`.
 
-    Named is the module of the nearest parameter that the node depends on, else of the nearest that
-    comes after it; empty where there is none.
+    It names the module of the nearest parameter that the node depends on; else of the nearest one
+    that follows. Empty if there is neither.
     """
     start = next((one for one in graph.node if node_name(one) == node), None)
     if start is None:
@@ -207,7 +209,7 @@ def place_of(graph: Any, node: str) -> str:
 
 
 def _nearest(start: Any, step: Callable[[Any], Iterable[Any]], modules: Mapping[str, str]) -> str:
-    """The module of the first parameter met, going from node to node, breadth first."""
+    """Return the module of the first parameter in a breadth-first search from `start`."""
     seen, front = {node_name(start)}, [start]
     while front:
         following = []
@@ -221,6 +223,6 @@ def _nearest(start: Any, step: Callable[[Any], Iterable[Any]], modules: Mapping[
 
 
 def _module(parameter: str) -> str:
-    """Of ``a.b.weight``: ``a.b``; empty where the exporter named it by a number."""
+    """Return the module ``a.b`` of a parameter ``a.b.weight``; empty for names that are numbers."""
     module, _, kind = parameter.rpartition(".")
     return module if kind in ("weight", "bias") else ""

@@ -1,27 +1,25 @@
-"""A finished engine held against what was asked for: tensors, profiles, types of its products.
+"""Check a finished engine against the request: tensors, profiles, types of its matrix products.
 
-How the types are judged. Each product of matrices in the ONNX graph asks for a precision: that of
-its operands, or what both were quantized to. The inspector names the kernels and, in their
-metadata, the nodes each was built from. For a node:
+Each matrix product in the ONNX graph requires a precision: that of its operands, or the type that
+both were quantized to. TensorRT's inspector lists kernels and, in their metadata, the ONNX nodes
+each was built from. The precision of a node is found as follows:
 
-- a kernel whose name spells its operand type (``…_f16f16_f16f32_…``) has that type;
-- else a kernel that reads int8 or fp8 has that type, and one whose inputs all have one
-  floating-point type has that, unless what it writes says that it converts on the way;
-- a region fused around the node is a kernel like any other: tensors at its boundary prove a type
-  if they agree, and nothing if they do not. fp32 all around proves nothing either where the region
-  may convert within: one of Myelin's, or one with a Cast of the graph in it.
+- A kernel whose name contains its operand type (``…_f16f16_f16f32_…``) has that type.
+- Otherwise a kernel that reads int8 or fp8 has that type. A kernel whose inputs all have one
+  floating-point type has that type, unless its outputs show that it converts in between.
+- A region fused around the node is treated like a kernel: the tensors at its boundary prove a type
+  if they agree. fp32 at the whole boundary proves nothing if the region may convert types inside:
+  a region of Myelin's, or one with a Cast of the graph.
 
-A node seen in another type than it asks for fails the build, and so does an engine in which none of
-the products that ask for less than fp32 is seen in its type: an fp32 plan must not pass for a fast
-one. Some not seen are no failure as long as others are: the network's types are binding (strong
-typing, or on 8.6 constraints that the builder must obey). Where all are fused away, the plan's size
-decides: nearer to the size of the graph's own weights than to that with the products' weights in
-fp32, it cannot hold them as fp32. If it is not, the build fails.
+The build fails if a node has another type than it requires. It also fails if none of the products
+that require less than fp32 is found in its type, so that an fp32 plan is not mistaken for a fast
+one. A product that is not found does not fail as long as others are found, because the network's
+types are binding (strong typing, or constraints on 8.6). If all products are fused away, the size
+of the plan decides: a plan closer in size to the graph's own weights than to fp32 weights cannot
+hold them as fp32.
 
-The matrix products of a parsed network: in which type each computes, and whether it was asked.
-
-A strongly typed network computes a product in the type of its operands. One whose operands both
-come from a dequantization is computed on what they were quantized to.
+`check_products` checks the products of a parsed network before the build. A strongly typed network
+computes a product in the type of its operands, or in the type that both operands were quantized to.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from triptych.core.engine.runner import EngineTensor, OpenEngine
 from triptych.spec.engine_plan import ShapeRange
 
 NAMED = 5
-"""Layers that an error names."""
+"""Maximum number of layers that an error lists."""
 
 _MOVING = ("reformat", "constant", "signal", "wait", "noop")
 _TYPES = (
@@ -60,7 +58,7 @@ _REGION = re.compile(r"myelin|foreignnode", re.I)
 
 
 class _InspectedLayer(TypedDict, total=False):
-    """A layer in the inspector's JSON, as far as it is read here."""
+    """A layer in the inspector's JSON, as far as it is read."""
 
     Name: str
     LayerType: str
@@ -75,10 +73,11 @@ class Layer:
     """A layer of an engine, as the inspector describes it.
 
     Attributes:
-        nodes: ONNX nodes it was built from.
-        kernel: its type and its tactic.
-        region: whether it is a region of many operators, which may convert types within.
-        reads: floating-point and quantized types of its inputs, as `writes` of its outputs.
+        nodes: ONNX nodes that it was built from.
+        kernel: Type and tactic of the layer.
+        region: Whether it is a region of many operators, which may convert types inside.
+        reads: Floating-point and quantized types of its inputs.
+        writes: Floating-point and quantized types of its outputs.
     """
 
     name: str
@@ -90,7 +89,7 @@ class Layer:
 
     @property
     def precision(self) -> str:
-        """The type its product is computed in; empty where that cannot be told."""
+        """Type that the layer's product is computed in; empty if the layer does not show it."""
         pairs = [match[1] for part in self.kernel.split("_") if (match := _PAIR.fullmatch(part))]
         if pairs:
             return _OPERANDS[pairs[-1]]
@@ -105,12 +104,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a finished engine is.
+    """Properties of a finished engine.
 
     Attributes:
-        matmuls: precision to products seen in it, and ``unseen``.
-        witness: what proves the precision: ``layers``, ``size``, or ``graph`` where it is fp32.
-        profiles: as the engine has them, by input.
+        matmuls: Number of products by precision, and ``unseen``.
+        witness: Proof of the precision: ``layers``, ``size``, or ``graph`` if it is fp32.
+        profiles: Profiles of the engine, by input.
     """
 
     matmuls: Mapping[str, int]
@@ -119,20 +118,20 @@ class Inspection:
 
 
 def read_layers(information: str, casts: frozenset[str] = frozenset()) -> list[Layer]:
-    """The layers in the JSON of `EngineInspector.get_engine_information`.
+    """Return the layers in the JSON of `EngineInspector.get_engine_information`.
 
-    8.6 and 10 describe a tensor by ``Format/Datatype``; 11 has ``Format`` and ``Datatype``.
-    `casts` are the nodes of the graph that convert types.
+    8.6 and 10 describe a tensor by ``Format/Datatype``; 11 has ``Format`` and ``Datatype``. `casts`
+    are the nodes of the graph that convert types.
 
     Raises:
-        UserError: there are only names: the engine was not built with detailed information.
+        UserError: The engine was built without detailed information, so there are only names.
     """
     layers = json.loads(information).get("Layers", [])
     if not all(isinstance(layer, Mapping) for layer in layers):
         raise UserError(
             "model.plan",
-            "must be built with detailed information on its layers",
-            given="names of layers only",
+            "was built without detailed information on its layers",
+            given="only names of layers",
             remedy="Build it with `triptych engine`",
         )
     return [
@@ -143,10 +142,10 @@ def read_layers(information: str, casts: frozenset[str] = frozenset()) -> list[L
 
 
 def inspect(opened: OpenEngine, request: Request, plan_bytes: int) -> Inspection:
-    """Check an engine of a plan of `plan_bytes` bytes, on the release that built it.
+    """Check an engine whose plan has `plan_bytes` bytes, with the release that built it.
 
     Raises:
-        UserError: it is not what was asked for.
+        UserError: The engine differs from the request.
     """
     graph = request.graph
     _check_tensors("inputs", opened.inputs, graph.inputs)
@@ -162,7 +161,10 @@ def inspect(opened: OpenEngine, request: Request, plan_bytes: int) -> Inspection
 def _check_tensors(
     kind: str, tensors: Iterable[EngineTensor], wanted: Mapping[str, GraphValue]
 ) -> None:
-    """Names, types and shapes are those of the graph; TensorRT may know sizes that it does not."""
+    """Check that names, types and shapes are those of the graph.
+
+    TensorRT may know sizes that the graph does not have.
+    """
     found = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in tensors}
     right = {name: (value.dtype, value.dims) for name, value in wanted.items()}
     unlike = sorted(name for name in {*found, *right} if found.get(name) != right.get(name))
@@ -176,7 +178,7 @@ def _check_tensors(
         name = unlike[0]
         raise UserError(
             "model.plan",
-            f"must have the {kind} of model.onnx",
+            f"has other {kind} than model.onnx",
             given=f"{name}: {found.get(name)} instead of {right.get(name)}",
             remedy="Run `triptych build` and `triptych engine` again",
         )
@@ -194,7 +196,7 @@ def _check_profiles(opened: OpenEngine, request: Request) -> None:
             break
     raise UserError(
         "model.plan",
-        "must have the optimization profiles of the plan",
+        "has other optimization profiles than the plan",
         given=given,
         remedy="Run `triptych engine` again; if that does not help, report it",
     )
@@ -203,10 +205,10 @@ def _check_profiles(opened: OpenEngine, request: Request) -> None:
 def judge_products(
     layers: Iterable[Layer], request: Request, plan_bytes: int
 ) -> tuple[dict[str, int], str]:
-    """Products by precision, and what proves it, as the module's docstring says.
+    """Return the number of products by precision, and the proof; see the module's docstring.
 
     Raises:
-        UserError: some have another precision than asked for, or nothing proves that they have it.
+        UserError: A product has another precision than required, or nothing proves that it has it.
     """
     wanted = request.graph.products
     seen = _seen(layers, wanted)
@@ -220,9 +222,9 @@ def judge_products(
         rest = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
         raise UserError(
             "core.precision",
-            "must be what the engine computes in",
+            "differs from what the engine computes in",
             given=", ".join(wrong[:NAMED]) + rest,
-            remedy="Take another precision or release of TensorRT; nothing was written",
+            remedy="Set another precision or use another release of TensorRT; nothing was written",
         )
     counts = Counter("fp32" if kind == "tf32" else kind for kind in seen.values())
     matmuls = {kind: counts[kind] for kind in sorted({*wanted.values(), "fp32"})}
@@ -237,14 +239,14 @@ def judge_products(
         return matmuls, "size"
     raise UserError(
         "core.precision",
-        f"must be seen in the engine: none of {len(narrow)} matrix products shows its type",
+        f"cannot be verified: none of {len(narrow)} matrix products shows its type",
         given=f"{request.plan.precision}; all are fused into regions with other types around them",
-        remedy="Take another precision, or TensorRT 10 or newer",
+        remedy="Set another precision, or use TensorRT 10 or newer",
     )
 
 
 def _seen(layers: Iterable[Layer], wanted: Mapping[str, str]) -> dict[str, str]:
-    """Node to the precision it is seen in; those whose layers do not tell are left out."""
+    """Return the precision in which each node was found; nodes without evidence are missing."""
     by_node: dict[str, list[tuple[bool, str]]] = {}
     for layer in layers:
         if layer.precision:
@@ -253,7 +255,7 @@ def _seen(layers: Iterable[Layer], wanted: Mapping[str, str]) -> dict[str, str]:
                 by_node.setdefault(node, []).append((multiplies, layer.precision))
     seen = {}
     for node, kinds in by_node.items():
-        # What only carries a node's name, as the kernel that adds its bias, counts for less.
+        # A kernel that only has the node's name, such as the one that adds its bias, counts less.
         best = [kind for multiplies, kind in kinds if multiplies] or [kind for _, kind in kinds]
         seen[node] = next((kind for kind in best if kind != wanted[node]), wanted[node])
     return seen
@@ -273,7 +275,7 @@ def _layer(layer: _InspectedLayer, casts: frozenset[str]) -> Layer:
 
 
 def _types(tensors: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
-    """The types of tensors, without those that no product is computed in."""
+    """Return the types of tensors, without types that no product is computed in."""
     kinds = []
     for tensor in tensors:
         fields = {key.lower(): str(value) for key, value in tensor.items()}
@@ -293,16 +295,16 @@ _PRECISIONS = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT8": "int8", 
 def check_products(
     network: Any, request: Request, fp32_products: Collection[str]
 ) -> dict[str, int]:
-    """Count the products of a strongly typed `INetworkDefinition` by precision.
+    """Return the number of products of a strongly typed `INetworkDefinition`, by precision.
 
     Args:
-        network: as the parser made it of the request's graph.
-        request: with the precision that was planned.
-        fp32_products: nodes that stay in fp32 on purpose, whatever the precision.
+        network: Network that the parser made of the request's graph.
+        request: Request with the planned precision.
+        fp32_products: Nodes that stay in fp32 on purpose, whatever the precision.
 
     Raises:
-        UserError: some compute in fp32 that nobody meant to, in another type than their nodes
-            have, or none in the precision planned.
+        UserError: Products compute in fp32 unintentionally, in another type than their nodes have,
+            or none computes in the planned precision.
     """
     wanted, precision = request.graph.products, request.plan.precision
     found = _precisions(network, wanted)
@@ -323,15 +325,15 @@ def check_products(
         rest = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
         raise UserError(
             "core.precision",
-            f"must be {precision} in every matrix product that is not kept in fp32 on purpose",
+            f"is not {precision} in every matrix product that should be",
             given=", ".join(wrong[:NAMED]) + rest,
-            remedy="Run `triptych build` again; else take another core.precision, and report it",
+            remedy="Run `triptych build` again; else set another core.precision, and report it",
         )
     return counts
 
 
 def _precisions(network: Any, nodes: Mapping[str, str]) -> dict[str, str]:
-    """Product to its precision, by the ONNX node where the network tells, else by its layer."""
+    """Return the precision of each product, by its ONNX node if known, else by its layer."""
     layers = [network.get_layer(place) for place in range(network.num_layers)]
     makers = {
         layer.get_output(place).name: layer
@@ -344,18 +346,18 @@ def _precisions(network: Any, nodes: Mapping[str, str]) -> dict[str, str]:
             continue
         operands = [layer.get_input(place) for place in range(min(layer.num_inputs, 2))]
         kinds = {_precision(operand, makers) for operand in operands if operand is not None}
-        if not kinds & {*_PRECISIONS.values()}:  # whole numbers: no precision to speak of
+        if not kinds & {*_PRECISIONS.values()}:  # products of integers have no precision
             continue
         names = (*onnx_nodes(layer.metadata or ""), layer.name)
         node = next((name for name in names if name in nodes), layer.name)
         kind = kinds.pop() if len(kinds) == 1 else _widest(operands)
-        # A node may become several products, as that of attention does: the widest one counts.
+        # A node may become several products, as in attention: the widest one counts.
         found[node] = "fp32" if found.get(node) == "fp32" else kind
     return found
 
 
 def _precision(tensor: Any, makers: Mapping[str, Any]) -> str:
-    """Of an operand: what it was quantized to, else its own type; empty if it is no such type."""
+    """Return the type an operand was quantized to, else its own type; empty for other types."""
     name = tensor.name
     while (maker := makers.get(name)) is not None and maker.type.name in _SEEN_THROUGH:
         name = maker.get_input(0).name
@@ -365,6 +367,6 @@ def _precision(tensor: Any, makers: Mapping[str, Any]) -> str:
 
 
 def _widest(operands: list[Any]) -> str:
-    """Where only one operand is quantized, or both differently: the type both come in."""
+    """Return the type of both operands if only one is quantized, or both differently."""
     kinds = [_PRECISIONS.get(operand.dtype.name, "") for operand in operands]
     return "fp32" if "fp32" in kinds else kinds[0]

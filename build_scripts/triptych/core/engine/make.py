@@ -1,10 +1,8 @@
-"""ONNX graph -> serialized engine: the one code path for all releases of TensorRT.
+"""Build a serialized engine from an ONNX graph, with any supported release of TensorRT.
 
-What an engine is built from, checked before TensorRT sees it: graph, profiles, options.
-
-TensorRT's timing cache: kernels measured once are not measured again by the next build.
-
-One file for each release and kind of GPU: another's times are refused, or wrong.
+`make_request` checks graph, profiles and options before TensorRT reads them. TensorRT's timing
+cache is stored between builds, one file per release and kind of GPU: times of another release or
+GPU are rejected or wrong.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from triptych.core.engine.messages import (
 )
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 
-_REBUILD = "Run `triptych build` again: plan and graph no longer fit each other"
+_REBUILD = "Run `triptych build` again: plan and graph do not match"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One engine to build: the ``model.onnx``, what it says, and what was planned."""
+    """An engine to build: the ``model.onnx``, its properties, and the plan."""
 
     onnx: Path
     graph: EngineGraph
@@ -51,7 +49,7 @@ def make_request(onnx: Path, plan: EnginePlan, api: Api) -> Request:
     """Read the graph and check it against the plan and the release of TensorRT.
 
     Raises:
-        UserError: this release cannot build it, or plan and graph do not fit each other.
+        UserError: This release cannot build the engine, or plan and graph do not match.
     """
     request = Request(onnx, read_graph(onnx), plan)
     api.type_flags(request.graph.kinds)
@@ -61,7 +59,7 @@ def make_request(onnx: Path, plan: EnginePlan, api: Api) -> Request:
     if plan.options["weight_streaming"]:
         api.weight_streaming_flag()
     if not plan.profiles:
-        raise UserError("plan.engine.profiles", "must have a profile", remedy=_REBUILD)
+        raise UserError("plan.engine.profiles", "has no profile", remedy=_REBUILD)
     for place, profile in enumerate(plan.profiles):
         _check_profile(place, profile, request.graph)
     return request
@@ -73,7 +71,7 @@ def _check_old_values(graph: EngineGraph, api: Api) -> None:
             if value.dtype == "INT64":
                 raise UserError(
                     name,
-                    f"must not be INT64 for {api.name}",
+                    f"is INT64, which {api.name} does not support",
                     given=f"an {kind} of {value.dtype}",
                     remedy=f"Use INT32, or TensorRT {FIRST_TYPED} or newer (serving.triton 24.05)",
                 )
@@ -86,13 +84,13 @@ def _check_profile(place: int, profile: Mapping[str, ShapeRange], graph: EngineG
 
     unlike = sorted(set(profile) ^ set(graph.inputs))
     if unlike:
-        raise refused("must name the graph's inputs, each once", unlike[0])
+        raise refused("does not name each of the graph's inputs once", unlike[0])
     for name, shapes in profile.items():
         dims = graph.inputs[name].dims
         given = f"{name} {list(shapes.minimum)} to {list(shapes.maximum)}"
         sides = (shapes.minimum, shapes.optimum, shapes.maximum)
         if any(len(side) != len(dims) for side in sides):
-            raise refused(f"must give {name} {len(dims)} axes", given)
+            raise refused(f"has another number of axes for {name} than {len(dims)}", given)
         for axis, fixed in enumerate(dims):
             low, best, high = (side[axis] for side in sides)
             if not 0 < low <= best <= high:
@@ -107,27 +105,30 @@ FOLDER = "timing"
 
 
 def timing_file(version: str, gpu: BuildGpu) -> Path:
-    """Where the times of a release of TensorRT on a kind of GPU are kept."""
+    """Return the file that stores the kernel times of a TensorRT release on a kind of GPU."""
     name = f"{version}-{gpu.name}-{gpu.compute_capability}"
     return cache_root() / FOLDER / f"{re.sub(r'[^A-Za-z0-9.]+', '_', name)}.cache"
 
 
 def attach(config: Any, file: Path) -> bool:
-    """Give a builder's config the times in `file`, or an empty cache; whether there were any."""
+    """Load the times in `file`, or an empty cache, into a builder's config.
+
+    Returns whether there were any times.
+    """
     stored = file.read_bytes() if file.is_file() else b""
     cache = config.create_timing_cache(stored)
     if cache is not None and config.set_timing_cache(cache, False):
         return bool(stored)
-    # What is not readable, or from elsewhere, is measured again.
+    # Times that are unreadable or from another machine are measured again.
     config.set_timing_cache(config.create_timing_cache(b""), False)
     return False
 
 
 def save(config: Any, file: Path) -> None:
-    """Put the config's times into `file`, with those another build has put there meanwhile.
+    """Write the config's times into `file`, merged with those that other builds stored meanwhile.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: The file cannot be written; the old file is unchanged.
     """
     cache = config.get_timing_cache()
     if cache is None:
@@ -138,7 +139,7 @@ def save(config: Any, file: Path) -> None:
 
 
 _UNCONSTRAINED = ("CAST", "CONSTANT", "IDENTITY", "SHAPE", "QUANTIZE", "DEQUANTIZE")
-"""Layers whose type is a setting, and weights, which are stored in the type of what reads them."""
+"""Layers without a type constraint: their type is a setting, or that of the reader of a weight."""
 
 
 def make_engine(
@@ -149,28 +150,28 @@ def make_engine(
     tell: Tell,
     look: Callable[[Any], None] | None = None,
 ) -> bytes:
-    """Build the engine of a checked request; returns the content of ``model.plan``.
+    """Build the engine of a checked request; return the content of ``model.plan``.
 
     Args:
-        api: the release that builds.
-        request: what is built.
-        timing_file: times of kernels: read, and written with what was measured. None where no GPU
-            can measure any.
-        tell: told now and then where the build is.
-        look: called with the parsed network, before it is built.
+        api: Release that builds.
+        timing_file: File with kernel times; read, and extended with new measurements. None if there
+            is no GPU to measure on.
+        tell: Callback for the progress, called at intervals.
+        look: Function that is called with the parsed network before the build.
+        request: Engine to build.
 
     Raises:
-        OSError: the times cannot be written.
-        UserError: TensorRT cannot build it, in words.
+        OSError: The times cannot be written.
+        UserError: TensorRT cannot build the engine.
     """
     messages = Messages()
     logger = messages.logger(api.trt, None if api.has_monitor() else tell)
     try:
         builder = api.trt.Builder(logger)
-    except TypeError as error:  # what the bindings raise where TensorRT gives no object
+    except TypeError as error:  # raised by the bindings if TensorRT returns no object
         raise no_gpu("; ".join((*messages.errors, *messages.warnings)) or error) from error
     network = builder.create_network(api.network_flags())
-    # The parser may hand out the network's weights without a copy: it lives as long as the build.
+    # The network may use weights that the parser owns, so the parser must outlive the build.
     parser = api.trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(request.onnx)):
         raise parser_failure(parser, request.onnx, api)
@@ -216,20 +217,20 @@ def _configure(api: Api, config: Any, request: Request) -> None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, size)
     if options["optimization_level"] is not None:
         config.builder_optimization_level = options["optimization_level"]
-    # Else the inspector cannot tell the types of layers.
+    # Without details the inspector does not show the types of layers.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
 
 
 def _constrain_types(trt: Any, network: Any, graph: EngineGraph) -> None:
-    """TensorRT 8.6 only: constrain every layer to the type that its ONNX node has.
+    """Constrain every layer to the type of its ONNX node; for TensorRT 8.6 only.
 
-    Before strong typing, TensorRT takes fp32 for 16 bits wherever that is faster once fp16 is
-    allowed at all. So each layer that computes in floating point gets the type of its node as a
-    constraint; what the gate wanted in fp32 stays fp32, and the flag OBEY_PRECISION_CONSTRAINTS
-    makes the build fail where a constraint cannot be met. What multiplies quantized values is left
-    alone: its type is theirs, and a constraint would keep TensorRT from fusing it with them.
+    Without strong typing, TensorRT uses fp32 instead of 16 bits where that is faster, once fp16 is
+    allowed. Each layer that computes in floating point therefore gets the type of its node as a
+    constraint. With the flag OBEY_PRECISION_CONSTRAINTS the build fails if a constraint cannot be
+    met. Products of quantized values have no constraint, which would keep TensorRT from fusing
+    them.
     """
-    if "fp16" not in graph.kinds:  # then nothing but fp32 is allowed, besides what is quantized
+    if "fp16" not in graph.kinds:  # only fp32 and quantized types are allowed
         return
     types = {"fp32": trt.DataType.FLOAT, "fp16": trt.DataType.HALF}
     unconstrained = [getattr(trt.LayerType, name) for name in _UNCONSTRAINED]
@@ -256,10 +257,10 @@ def _add_profile(
     for name, sizes in shapes.items():
         try:
             profile.set_shape(name, sizes.minimum, sizes.optimum, sizes.maximum)
-        except ValueError as error:  # how the bindings say that TensorRT refused it
+        except ValueError as error:  # raised by the bindings if TensorRT rejects the shapes
             raise UserError(
                 "plan.engine.profiles",
-                "must be ones that TensorRT accepts",
+                "has a shape that TensorRT rejects",
                 given=f"{name}: {error}",
                 remedy="Run `triptych build` again",
             ) from error
@@ -268,7 +269,10 @@ def _add_profile(
 
 
 def _monitor(api: Api, tell: Tell) -> Any:
-    """Tells now and then which phase the build is in; it never stops one."""
+    """Return a progress monitor that reports the phase of a build at intervals.
+
+    It never stops a build.
+    """
     tell_sometimes = now_and_then(tell)
     base: Any = api.trt.IProgressMonitor
 

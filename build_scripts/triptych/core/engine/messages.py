@@ -1,7 +1,7 @@
-"""What TensorRT says while it works, collected, and every known failure as one `UserError`.
+"""Collect TensorRT's messages, and turn every known failure into a `UserError`.
 
-The patterns searched for are messages in the libraries of 8.6 and 10, and in logs that users of 10
-and 11 reported.
+The patterns are messages in the libraries of 8.6 and 10, and in logs that users of 10 and 11
+reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from triptych.base.errors import UserError
 from triptych.base.onnx_graph import node_name
 from triptych.core.engine.api import Api
-from triptych.core.engine.graph import place_of
+from triptych.core.engine.graph import describe_position
 
 MAX_QUOTE = 400
 MAX_LOG = 10_000
@@ -25,7 +25,7 @@ Tell = Callable[[str], None]
 
 
 def now_and_then(tell: Tell) -> Tell:
-    """`tell` for frequent lines: one every `TELL_EVERY_S`, the others left out."""
+    """Return a function that passes a line to `tell` every `TELL_EVERY_S` and drops the others."""
     told = time.monotonic()
 
     def sometimes(line: str) -> None:
@@ -38,15 +38,18 @@ def now_and_then(tell: Tell) -> Tell:
 
 
 class Messages:
-    """A log of TensorRT: messages of the severity ERROR or worse, and those of WARNING."""
+    """Log of TensorRT: messages of severity ERROR or worse, and of severity WARNING."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
-        # A server may run for months; a build logs far fewer.
+        # The limit is for servers, which may run for months; a build logs far fewer messages.
         self.warnings: deque[str] = deque(maxlen=MAX_LOG)
 
     def logger(self, trt: Any, tell: Tell | None = None) -> Any:
-        """A logger for TensorRT that writes here; `tell` gets INFO messages now and then."""
+        """Return a logger for TensorRT that writes to this object.
+
+        `tell` receives INFO messages at intervals.
+        """
         messages, base = self, trt.ILogger
         tell_sometimes = now_and_then(lambda text: tell(_short(text))) if tell else None
 
@@ -66,7 +69,7 @@ class Messages:
 
 
 class _Failure(NamedTuple):
-    """A known failure: what its message looks like, and what to tell the user."""
+    """A known failure: pattern of its message, and the error for the user."""
 
     pattern: str
     field: str
@@ -77,79 +80,80 @@ class _Failure(NamedTuple):
 _NO_GPU = _Failure(
     r"CUDA initialization failure|no CUDA-capable device|driver version is insufficient",
     "GPU",
-    "must be there for TensorRT to build and run engines",
+    "is missing, and TensorRT needs one to build and run engines",
     "Run on a machine with an NVIDIA GPU and its driver: `make engine-in-container NAME=…`",
 )
-# In this order: what runs out of memory often ends in "no implementation", too.
+# The order matters: a failure for lack of memory often also reports "no implementation".
 _FAILURES = (
     _NO_GPU,
     _Failure(
         r"insufficient workspace|do not have sufficient workspace",
         "core.engine.workspace_mib",
-        "must be enough for some kernel of every layer",
-        "Raise it, or leave it out",
+        "is too small for every kernel of some layer",
+        "Raise it, or remove it",
     ),
     _Failure(
         r"OutOfMemory|[Oo]ut of memory|insufficient memory|could not be allocated",
         "GPU memory",
-        "must hold the engine's weights and scratch memory while it is built",
-        "End what else runs on the GPU, lower core.max_batch_size or core.engine.workspace_mib, "
-        "or take a larger GPU",
+        "is too small for the engine's weights and scratch memory during the build",
+        "Stop other programs on the GPU, lower core.max_batch_size or core.engine.workspace_mib, "
+        "or use a larger GPU",
     ),
     _Failure(
         r"obeys? (?:the )?(?:requested )?(?:precision |type )?constraints",
         "core.precision",
-        "must be one that this GPU computes every layer in",
-        "Take fp32, or TensorRT 10 or newer",
+        "is a type that this GPU cannot compute every layer in",
+        "Set it to fp32, or use TensorRT 10 or newer",
     ),
     _Failure(
         r"HW-specific datatypes",
         "core.precision",
-        "must be one that the GPU computes in",
-        "Take fp16, or a newer GPU",
+        "is a type that the GPU does not support",
+        "Set it to fp16, or use a newer GPU",
     ),
     _Failure(
         r"Could not find any implementation for node|no implementation available",
         "core.precision",
-        "must leave TensorRT a kernel for every layer on this GPU",
-        "Take fp16 or fp32, or another GPU or release of TensorRT",
+        "leaves TensorRT without a kernel for some layer on this GPU",
+        "Set it to fp16 or fp32, or use another GPU or release of TensorRT",
     ),
     _Failure(
         r"MIN<=OPT<=MAX|no optimization profile has been defined|kOPT values are not "
         r"self-consistent|invalid shape profile|OptProfileSelector",
         "plan.engine.profiles",
-        "must be ones that the graph accepts",
+        "do not match the graph",
         "Run `triptych build` again; if that does not help, report it",
     ),
     _Failure(
         r"Version tag does not match|not compatible with this version of TensorRT",
         "model.plan",
-        "must be loaded by the release of TensorRT that built it",
+        "was built by another release of TensorRT",
         "Run `triptych engine` again, in the image that serves",
     ),
     _Failure(
         r"generated on an incompatible device|not compatible with this hardware-compatible engine",
         "model.plan",
-        "must be loaded on the kind of GPU that it was built for",
+        "was built for another kind of GPU",
         "Run `triptych engine` again on this GPU, or set core.engine.hardware",
     ),
     _Failure(
         r"[Nn]o space left on device",
         "disk",
-        "must have room for the engine",
-        "Free some space",
+        "has no space for the engine",
+        "Free disk space",
     ),
 )
 
 
 def no_gpu(given: object) -> UserError:
+    """Return the error for a machine without a usable GPU."""
     return UserError(_NO_GPU.field, _NO_GPU.rule, given=given, remedy=_NO_GPU.remedy)
 
 
 def failure(messages: Messages, doing: str) -> UserError:
-    """Why TensorRT failed to do something, as ``build the engine``.
+    """Return the error for TensorRT's failure to do something, such as ``build the engine``.
 
-    The messages are those of the time it failed in; warnings often say more than errors.
+    `messages` contains the messages of the failed call; warnings often contain more than errors.
     """
     said = [*messages.errors, *messages.warnings]
     for known in _FAILURES:
@@ -159,18 +163,24 @@ def failure(messages: Messages, doing: str) -> UserError:
                 return UserError(known.field, known.rule, given=given, remedy=known.remedy)
     return UserError(
         "tensorrt",
-        f"must be able to {doing}",
-        given=_short("; ".join(messages.errors)) or "it gave no reason",
+        f"cannot {doing}",
+        given=_short("; ".join(messages.errors)) or "no reason",
         remedy="Try another core.precision or release of TensorRT",
     )
 
 
 def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
-    """Why an `OnnxParser` refuses a graph: the first error that names a node, and their number."""
+    """Return the error for a graph that an `OnnxParser` rejects.
+
+    It contains the first error, which names a node, and the number of errors.
+    """
     errors = [parser.get_error(place) for place in range(parser.num_errors)]
     if not errors:
         return UserError(
-            onnx.name, "must be a graph that TensorRT reads", given="it gave no reason"
+            onnx.name,
+            "is rejected by TensorRT's parser",
+            given="no reason",
+            remedy="Set core.backend to onnxruntime, and report it",
         )
     first = errors[0]
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -179,20 +189,23 @@ def parser_failure(parser: Any, onnx: Path, api: Api) -> UserError:
     if code.startswith("UNSUPPORTED_") or "No importer registered" in first.desc():
         return UserError(
             onnx.name,
-            f"must have only operators that {api.name} runs",
+            f"has operators that {api.name} does not support",
             given=given,
-            remedy="Take a newer release of TensorRT, or core.backend: onnxruntime",
+            remedy="Use a newer release of TensorRT, or core.backend: onnxruntime",
         )
     return UserError(
         onnx.name,
-        f"must be a graph that {api.name} reads",
+        f"is rejected by the parser of {api.name}",
         given=f"{code}, {given}",
-        remedy="Run `triptych build` again; if that does not help, take core.backend: onnxruntime",
+        remedy="Run `triptych build` again; if that does not help, set core.backend to onnxruntime",
     )
 
 
 def _node_of(error: Any, onnx: Path) -> str:
-    """Node, operator and place that an error is about; 8.6 names a node by its number only."""
+    """Return node, operator and position that an error is about.
+
+    8.6 reports a node by its number only.
+    """
     import onnx as library
 
     number = int(error.node())
@@ -205,7 +218,7 @@ def _node_of(error: Any, onnx: Path) -> str:
         name, operator = node_name(graph.node[number]), graph.node[number].op_type
     else:
         return "the graph"
-    place = place_of(graph, name)
+    place = describe_position(graph, name)
     return f"node {name} ({operator})" + (f", {place}" if place else "")
 
 

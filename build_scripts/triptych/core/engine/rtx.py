@@ -1,9 +1,9 @@
 """TensorRT for RTX, which builds without a GPU or driver, behind the interface of `Api`.
 
-It has the parser, builder and strong typing of TensorRT 11 (seen of 1.7.1). What differs, and is
-dealt with here: the name of its module, versions of its own, a compute capability that must be
-named where there is no GPU, fewer of those, and settings that it has not (`buildable`). It has no
-use for times of kernels, which it measures where an engine runs: its timing caches do nothing.
+It has the parser, builder and strong typing of TensorRT 11 (seen in 1.7.1). It differs in the name
+of its module, in its version numbers, in fewer compute capabilities, one of which must be named
+without a GPU, and in missing settings (`remove_unsupported`). It measures kernels where an engine
+runs, so its timing caches do nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from triptych.spec.engine_plan import EnginePlan
 DISTRIBUTION = "tensorrt-rtx-cu12-bindings"
 MODULE = "tensorrt_rtx_bindings"
 COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
-"""That it builds for; 9.0 and 10.0, of data centers, are not among them."""
+"""Compute capabilities that it builds for. The data center GPUs' 9.0 and 10.0 are not among them.
+"""
 
 USUAL = "8.9"
-"""Where nothing names a GPU: L4 and L40S, and the nearest to H100 and H200."""
+"""Compute capability if no GPU is known: L4 and L40S, and the nearest to H100 and H200."""
 
 _LIKE_MAJOR = 11
-"""The TensorRT whose Python interface it has."""
+"""Major release of TensorRT with the same Python interface."""
 
 
 def installed_version() -> str:
-    """Of TensorRT for RTX, such as ``1.7.1.116``; empty where it is not installed."""
+    """Return the version of TensorRT for RTX, such as ``1.7.1.116``; empty if not installed."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -38,17 +39,17 @@ def installed_version() -> str:
 
 
 def nearest(compute_capability: str) -> str:
-    """The newest compute capability it knows that is not newer than this one, else its oldest."""
+    """Return the newest known compute capability that is not newer than this; else the oldest."""
     wanted = _numbers(compute_capability)
     older = [one for one in COMPUTE_CAPABILITIES if _numbers(one) <= wanted]
     return older[-1] if older else COMPUTE_CAPABILITIES[0]
 
 
-def buildable(plan: EnginePlan) -> EnginePlan:
-    """The plan without what TensorRT for RTX cannot build where there is no GPU.
+def remove_unsupported(plan: EnginePlan) -> EnginePlan:
+    """Return the plan without settings that TensorRT for RTX cannot build without a GPU.
 
-    A version-compatible plan holds the lean runtime, which its packages lack; for one that can be
-    refitted it asks CUDA; other hardware is a setting that it warns of and ignores.
+    A version-compatible plan contains the lean runtime, which its packages lack. A plan that can be
+    refitted needs CUDA. Other hardware is a setting that it ignores with a warning.
     """
     left_out = {"version_compatible": False, "refit": False, "hardware": "none"}
     return replace(plan, options={**plan.options, **left_out})
@@ -58,16 +59,16 @@ class RtxApi(Api):
     """The installed TensorRT for RTX, building for one of `COMPUTE_CAPABILITIES`.
 
     Raises:
-        UserError: it does not load.
+        UserError: It cannot be loaded.
     """
 
     def __init__(self, compute_capability: str) -> None:
         try:
             self.trt: Any = importlib.import_module(MODULE)
-        except (ImportError, OSError) as error:  # OSError: a library of NVIDIA's that is missing
+        except (ImportError, OSError) as error:  # OSError: a missing library of NVIDIA's
             raise UserError(
                 MODULE,
-                "must load for a rehearsal",
+                "cannot be loaded for a dry run",
                 given=error,
                 remedy="Install it again: pip install -e .[tensorrt]",
             ) from error
@@ -77,7 +78,7 @@ class RtxApi(Api):
         self._target = compute_capability
 
     def set_target(self, config: Any) -> None:
-        """Build for the compute capability given, not for a GPU of this machine."""
+        """Set the given compute capability as target, instead of a GPU of this machine."""
         config.num_compute_capabilities = 1
         member = f"SM{self._target.replace('.', '')}"
         config.set_compute_capability(getattr(self.trt.ComputeCapability, member), 0)

@@ -1,8 +1,8 @@
-"""Runs a TensorRT engine on arrays: owns its contexts, memory, stream and CUDA graphs.
+"""Run a TensorRT engine on arrays.
 
-A serialized engine, opened: which tensors and profiles it has, or why it cannot be opened.
-
-Which optimization profile and which CUDA graph a batch runs in: pure arithmetic on shapes.
+`open_engine` loads a serialized engine and lists its tensors and profiles. `choose_profile` and
+`choose_graph` select the optimization profile and the CUDA graph for a batch from its shapes alone.
+`EngineRunner` owns the contexts, the memory, the stream and the CUDA graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineTensor:
 
     Attributes:
         data_type: TensorRT's name of its type, such as ``FLOAT``.
-        dims: with the batch dimension; -1 where it varies.
+        dims: Shape with the batch dimension; varying dims are -1.
     """
 
     name: str
@@ -55,7 +55,7 @@ class EngineTensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Numpy's type of its elements; an EngineError where it has none."""
+        """Numpy's type of its elements; raises an EngineError if there is none."""
         if self.data_type not in NUMPY_TYPES:
             raise EngineError(
                 f"tensor '{self.name}' of the engine is {self.data_type}, which numpy cannot hold; "
@@ -69,10 +69,11 @@ class OpenEngine:
     """An engine that TensorRT has loaded.
 
     Attributes:
-        runtime: TensorRT's, which must outlive the engine.
-        inputs: in the engine's order, as are the outputs.
-        profiles: its optimization profiles in order, each by input name.
-        complaints: errors that TensorRT has logged, oldest first: it tells why nowhere else.
+        runtime: TensorRT's runtime, which must outlive the engine.
+        inputs: Inputs in the engine's order, like `outputs`.
+        profiles: Optimization profiles in order, each by input name.
+        complaints: Errors that TensorRT has logged, oldest first. The log is the only place that
+            contains the reason of a failure.
     """
 
     trt: Any
@@ -84,14 +85,14 @@ class OpenEngine:
     complaints: list[str]
 
     def failure(self, sentence: str) -> EngineError:
-        """An error of this sentence and of TensorRT's last complaint, which is then settled."""
+        """Return an error with this sentence and TensorRT's last logged error; clear the log."""
         error = EngineError(_with_reason(sentence, self.complaints))
         self.complaints.clear()
         return error
 
 
 def plan_version(plan: bytes) -> str:
-    """The TensorRT release a plan says it was built with; empty where its head is not known."""
+    """Return the TensorRT release in a plan's header; empty if the header is not known."""
     if len(plan) < _VERSION_AT + 4 or struct.unpack_from("<II", plan) != (_PLAN_TAG, 0):
         return ""
     return ".".join(str(part) for part in plan[_VERSION_AT : _VERSION_AT + 4])
@@ -101,12 +102,12 @@ def open_engine(plan: bytes, *, host_code: bool = False) -> OpenEngine:
     """Load a plan on the current device.
 
     Args:
-        plan: the bytes of ``model.plan``.
-        host_code: allow the program code that a version-compatible plan carries.
+        plan: Bytes of ``model.plan``.
+        host_code: Whether to allow the program code that a version-compatible plan contains.
 
     Raises:
-        EngineError: TensorRT is not installed, or refuses the plan; the message names both
-            releases where they are known.
+        EngineError: TensorRT is not installed, or rejects the plan. The message names both releases
+            if they are known.
     """
     try:
         trt = importlib.import_module("tensorrt")
@@ -116,7 +117,7 @@ def open_engine(plan: bytes, *, host_code: bool = False) -> OpenEngine:
     complaints = messages.errors
     try:
         runtime = trt.Runtime(messages.logger(trt))
-    except TypeError as error:  # how the bindings say that there is none
+    except TypeError as error:  # raised by the bindings if there is no runtime
         raise EngineError(_with_reason("TensorRT cannot use this GPU", complaints)) from error
     if host_code:
         runtime.engine_host_code_allowed = True
@@ -164,17 +165,17 @@ Profile = Mapping[str, ShapeRange]
 
 
 class ShapeError(EngineError):
-    """A batch that does not fit the engine: its shape is in no profile, or its type is another."""
+    """Raised if a batch does not fit the engine: no profile has its shape, or its type differs."""
 
 
 def choose_profile(profiles: Mapping[int, Profile], shapes: Shapes) -> int:
-    """The place of the profile that holds all `shapes` and whose optimum is nearest to them.
+    """Return the index of the profile that allows all `shapes` and has the nearest optimum.
 
     The distance is the sum of differences over all axes, as in Triton's own backend.
 
     Raises:
-        ShapeError: no profile holds them; the message names the first input that fits in none, or
-            all of them where each fits somewhere.
+        ShapeError: No profile allows the shapes. The message names the first input that fits no
+            profile, or all inputs if each fits some profile.
     """
     fitting = [
         index
@@ -187,7 +188,10 @@ def choose_profile(profiles: Mapping[int, Profile], shapes: Shapes) -> int:
 
 
 def choose_graph(graphs: Iterable[GraphSpec], shapes: Shapes) -> GraphSpec | None:
-    """The smallest CUDA graph that may compute a batch of these shapes, rows first; else None."""
+    """Return the smallest CUDA graph that can compute a batch of these shapes, or None.
+
+    The first axis of the shapes are the rows.
+    """
     rows = {dims[0] if dims else 0 for dims in shapes.values()}
     if len(rows) != 1:
         return None
@@ -239,14 +243,14 @@ _log = logging.getLogger(__name__)
 
 
 class _Buffer(NamedTuple):
-    """Memory of one tensor, on the host and on the device, for its largest shape."""
+    """Memory of one tensor for its largest shape, on the host and on the device."""
 
     dtype: np.dtype[Any]
     device: int
     host: HostBuffer
 
     def bytes(self, dims: Dims) -> Bytes:
-        """The start of the host memory, as much as a tensor of this shape takes."""
+        """Return the start of the host memory, as many bytes as a tensor of this shape has."""
         return self.host.array[: int(np.prod(dims, dtype=np.int64)) * self.dtype.itemsize]
 
     def view(self, dims: Dims) -> Array:
@@ -263,26 +267,27 @@ class _Captured(NamedTuple):
 
 
 class EngineRunner:
-    """An engine ready to run, one batch at a time; `run` may be called from any thread.
+    """An engine that is ready to run one batch at a time; `run` may be called from any thread.
 
-    As Triton's own backend does, it keeps one execution context a profile, and memory for the
-    largest shapes of all of them: no run allocates on the device. Inputs and outputs pass through
-    page-locked memory, so that the device copies them by itself.
+    Like Triton's own backend, it has one execution context per profile and memory for the largest
+    shapes of all profiles, so no run allocates memory on the device. Inputs and outputs pass
+    through page-locked memory, which the device copies without the processor.
 
     Args:
-        plan: the bytes of ``model.plan``, or the engine opened on that GPU.
-        device: number of the GPU.
-        pinned: page-lock the host's side of the copies.
-        pinned_output: the same for the outputs, where it differs.
-        graphs: CUDA graphs to capture; one that cannot be captured is left out with a warning.
-        packed: rows lie end to end in one dimension, so that there is no batch dimension to pad:
-            such an engine has no graphs.
-        profiles: places of the profiles to use; None for all.
-        host_code: allow the program code that a version-compatible plan carries.
-        warn: takes the warnings.
+        plan: Bytes of ``model.plan``, or the engine opened on that GPU.
+        device: Number of the GPU.
+        pinned: Whether host memory for copies is page-locked.
+        pinned_output: Whether host memory of outputs is page-locked; None for the value of
+            `pinned`.
+        graphs: CUDA graphs to capture; a graph that cannot be captured causes a warning.
+        packed: Whether rows lie end to end in one dimension. A packed engine has no batch dimension
+            to pad, so it has no graphs.
+        profiles: Indices of the profiles to use; None for all.
+        host_code: Whether to allow the program code that a version-compatible plan contains.
+        warn: Callback for warnings.
 
     Raises:
-        EngineError: the plan, a profile, a graph or the GPU does not fit; nothing stays allocated.
+        EngineError: The plan, a profile, a graph or the GPU does not fit; nothing stays allocated.
     """
 
     def __init__(
@@ -306,7 +311,7 @@ class EngineRunner:
         self._cuda = Cuda(device)
         self._captured: list[_Captured] = []
         self._contexts: dict[int, Any] = {}
-        # A context does not keep its engine alive: this does.
+        # A context does not keep its engine alive; this reference does.
         self._opened = [open_engine(plan, host_code=host_code) if isinstance(plan, bytes) else plan]
         self._owned.callback(self._opened.clear)
         try:
@@ -324,18 +329,20 @@ class EngineRunner:
 
     @property
     def captured(self) -> tuple[GraphSpec, ...]:
-        """The CUDA graphs that batches can run in."""
+        """CUDA graphs that batches can run in."""
         return tuple(one.spec for one in self._captured)
 
     def run(self, feed: Mapping[str, Array]) -> Feed:
-        """Run one batch: every input by name, in its type and in a shape some profile holds.
+        """Run one batch.
+
+        `feed` has every input by name, in its type and in a shape that a profile allows.
 
         Returns:
-            The outputs by name, in memory of their own.
+            Copies of the outputs, by name.
 
         Raises:
             ShapeError: `feed` does not fit the engine.
-            EngineError: the GPU failed.
+            EngineError: The GPU failed.
         """
         arrays = {tensor.name: _checked(tensor, feed) for tensor in self.inputs}
         shapes: dict[str, Dims] = {name: array.shape for name, array in arrays.items()}
@@ -347,13 +354,13 @@ class EngineRunner:
             try:
                 return self._run(place, arrays, shapes)
             except EngineError:
-                # Let the stream end what it began: the next batch finds it and the memory free.
+                # Wait for the stream, so that the next batch can use the stream and the memory.
                 with suppress(EngineError):
                     self._cuda.synchronize(self._stream)
                 raise
 
     def close(self) -> None:
-        """Free all that the engine holds on the GPU; harmless if called twice."""
+        """Free everything that the engine holds on the GPU; a second call does nothing."""
         with self._lock, self._owned:
             self._captured.clear()
             self._cuda.use()
@@ -417,7 +424,7 @@ class EngineRunner:
                     raise EngineError(f"the engine refused the memory of tensor '{tensor.name}'")
 
     def _set_shapes(self, place: int, shapes: Mapping[str, Dims]) -> dict[str, Dims]:
-        """Set the input shapes of a context; returns the shapes its outputs have then."""
+        """Set the input shapes of a context; return the resulting shapes of its outputs."""
         context = self._contexts[place]
         for name, dims in shapes.items():
             if not context.set_input_shape(name, dims):
@@ -445,7 +452,7 @@ class EngineRunner:
         place = choose_profile(self.profiles, shapes)
         try:
             outputs = self._set_shapes(place, shapes)
-            for name, dims in shapes.items():  # what the warm-up computes must be valid values
+            for name, dims in shapes.items():  # the warm-up must compute with valid values
                 self._buffers[name].view(dims)[...] = 0
                 self._copy_in(name, dims)
             # The first run in a new shape still sets up the context, which cannot be captured.
@@ -474,7 +481,7 @@ class EngineRunner:
                 dims = (captured.spec.batch_size, *array.shape[1:])
                 padded = self._buffers[name].view(dims)
                 padded[:rows] = array
-                # Copies of a real row: whatever the model computes, it computes nothing odd.
+                # Copies of a real row give the model valid values.
                 padded[rows:] = array[-1:]
                 self._copy_in(name, dims)
             self._cuda.launch(captured.executable, self._stream)

@@ -1,13 +1,12 @@
-"""`triptych engine`: the engine of a built pipeline, from what lies in the repository alone.
+"""`triptych engine`: build the engine of a built pipeline from the repository alone.
 
-What a build leaves for the engine stage, and what it keeps of an engine that still fits.
+The module also stores rows for the engine's check during `triptych build`, and finds an engine that
+still fits a new build.
 
-An engine against the ONNX graph it was built of: does the compiler compute what the graph says?
-
-A compiler can be wrong in silence, so every engine is run on real rows before it is written: in
-batches, alone, reversed and by length, as the gate runs a core; the reference is what ONNX Runtime
-makes of the same graph on a CPU. Answers are not decoded: whether the graph itself is right, the
-gate has said.
+A compiler can be wrong without an error, so every engine is run on real rows before it is written:
+in batches, alone, reversed and sorted by length, as the gate runs a core. The reference is ONNX
+Runtime with the same graph on a CPU. Results are not decoded, because the gate has already checked
+the graph.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from triptych.base.tensors import (
 )
 from triptych.core.engine.api import Api
 from triptych.core.engine.cuda import BuildGpu, read_gpu
+from triptych.core.engine.dry_run import GET_IT, run_dry_build
 from triptych.core.engine.inspection import Inspection, inspect
 from triptych.core.engine.make import Request, make_engine, make_request, timing_file
-from triptych.core.engine.rehearsal import GET_IT, rehearse
 from triptych.core.engine.runner import EngineError, EngineRunner, open_engine
 from triptych.core.feeds import Feed, Sample, core_feed
 from triptych.core.gate.check import check
@@ -64,10 +63,10 @@ from triptych.repository.manifest import (
     read_manifest,
 )
 from triptych.repository.records import (
+    DryRun,
     EngineCheck,
     EngineRecord,
     GateResult,
-    Rehearsal,
     plain_record,
     read_record,
 )
@@ -82,16 +81,16 @@ from triptych.spec.tasks.metrics_vectors import COSINES
 from triptych.spec.tasks.task import Core
 
 CHECKED_REQUESTS = 64
-"""Of the traffic, besides all that the gate made up."""
+"""Maximum number of traffic requests to check an engine with, in addition to the edge cases."""
 
 
-class KeptEngine(NamedTuple):
-    """An engine in the repository that was built of this very core.
+class ReusableEngine(NamedTuple):
+    """An engine in the repository that was built of the same core.
 
     Attributes:
-        path: of the plan, relative to the repository.
-        file: the plan.
-        record: of how it was built.
+        path: Path of the plan, relative to the repository.
+        file: Path of the plan.
+        record: Record of the engine's build.
     """
 
     path: str
@@ -99,8 +98,8 @@ class KeptEngine(NamedTuple):
     record: EngineRecord
 
 
-def samples_of(inputs: PipelineInputs, progress: Progress) -> Path | None:
-    """A file of core rows for the engine's check; None where no engine will be built."""
+def write_engine_samples(inputs: PipelineInputs, progress: Progress) -> Path | None:
+    """Return a file of core rows for the engine's check; None if no engine will be built."""
     plan = inputs.plan
     if not plan.builds_engine or plan.spec.core.share is not None:
         return None
@@ -118,21 +117,21 @@ def samples_of(inputs: PipelineInputs, progress: Progress) -> Path | None:
     return cached_stage("samples", stage, work, progress).folder / SAMPLES_FILE
 
 
-def kept_engine(
+def find_reusable_engine(
     repository: Path,
     plan: Plan,
     previous: BuildManifest | None,
     hashes: Mapping[str, str],
     planned: EnginePlan | None,
-) -> KeptEngine | None:
-    """The engine that is there, if all that it was built from is as before.
+) -> ReusableEngine | None:
+    """Return the engine in the repository if everything that it was built from is unchanged.
 
     Args:
-        repository: folder of the models.
-        plan: what is being built.
-        previous: the lock in place.
-        hashes: of the files to be, without an engine.
-        planned: the engine to be, as a lock has it.
+        repository: Folder of the models.
+        plan: Plan of the new build.
+        previous: Build manifest of the active build.
+        hashes: Hashes of the new build's files, without an engine.
+        planned: Engine plan of the new build.
     """
     folder = f"{plan.step('core')}/1"
     path, file = f"{folder}/{PLAN_FILE}", repository / folder / PLAN_FILE
@@ -145,11 +144,11 @@ def kept_engine(
         return None
     if sha256_of(file) != previous.engine.plan_sha256:
         return None
-    return KeptEngine(path, file, previous.engine)
+    return ReusableEngine(path, file, previous.engine)
 
 
 PAD = 0
-"""Any token id: what pads hold changes no result."""
+"""Token id of padding. Any id works, because padding does not change results."""
 
 Profiles = Sequence[Mapping[str, ShapeRange]]
 
@@ -165,17 +164,17 @@ def check_engine(
     precision: str,
     tf32: bool,
 ) -> GateResult:
-    """Run engine and graph on the same rows and compare, fail-closed.
+    """Compare engine and graph on the same rows; fails if anything is not comparable.
 
     Args:
-        run_feed: runs one batch on the engine.
-        onnx: the graph.
-        rows: of the traffic, and made up.
-        core: what graph and engine return.
-        inputs: names of the graph's inputs.
-        profiles: of the engine.
-        precision: of the engine, which decides the limits.
-        tf32: whether fp32 products may be rounded: then they are as close as fp16 is.
+        run_feed: Function that runs one batch on the engine.
+        onnx: Path of the graph.
+        rows: Rows of the traffic and edge cases.
+        core: Description of the results of graph and engine.
+        inputs: Names of the graph's inputs.
+        profiles: Profiles of the engine.
+        precision: Precision of the engine, which decides the limits.
+        tf32: Whether fp32 products may be rounded to TF32. The limits are then those of fp16.
     """
     made = {ROW_STRIDE.name, LONGEST.name}
     tensors = tuple(_tensor(name) for name in inputs if name not in made)
@@ -218,13 +217,16 @@ def _tensor(name: str) -> Tensor:
 
 
 def _most_rows(profile: Mapping[str, ShapeRange]) -> int:
-    """Rows that a batch of a profile may have; packed ids have no axis of rows."""
+    """Return the maximum number of rows in a batch of a profile.
+
+    Packed ids have no axis of rows.
+    """
     name = ROW_STRIDE.name if ROW_STRIDE.name in profile else next(iter(profile))
     return profile[name].maximum[0]
 
 
 def _padded(run_feed: RunFeed, profiles: Profiles) -> RunFeed:
-    """`run_feed` with rows of tokens padded to the smallest profile that holds them."""
+    """Return `run_feed` with rows of tokens padded to the smallest profile that fits."""
     edges = sorted(
         profile[INPUT_IDS.name].maximum[1] for profile in profiles if INPUT_IDS.name in profile
     )
@@ -241,7 +243,7 @@ def _padded(run_feed: RunFeed, profiles: Profiles) -> RunFeed:
 
 
 def _dealt(run: RunBatch, inputs: tuple[Tensor, ...], most_tokens: int) -> RunBatch:
-    """Return `run` with each batch of more tokens than the engine takes cut into halves."""
+    """Return `run` such that batches with more tokens than the engine allows are halved."""
 
     def halves(samples: Sequence[Sample]) -> list[RowOutputs]:
         tokens = [row for row in samples if isinstance(row, TokenRow)]
@@ -261,12 +263,12 @@ def _request(place: int, row: Sample) -> GateRequest:
 
 
 def _expected(rows: Sequence[RowOutputs], core: Core) -> list[Expected]:
-    """The graph's outputs as a reference gives them.
+    """Return the graph's outputs in the form of a reference.
 
-    Of choices, the graph returns the best classes only. The others get hardly less than the least
-    score chosen, which none is above: one that the engine chooses in a tie with the last differs
-    little, and yet is no class that the graph put first, so that the share of equal first classes
-    stays strict.
+    If the core returns choices, the graph has scores of the best classes only. All other classes
+    get a score slightly below the lowest one. If the engine then chooses another class in a tie
+    with the last one, the difference is small, but the class does not equal the graph's first one,
+    so the share of equal first classes stays strict.
     """
     if not core.chooses:
         return [
@@ -274,7 +276,7 @@ def _expected(rows: Sequence[RowOutputs], core: Core) -> list[Expected]:
             for row in rows
         ]
     largest = max((int(choices_of(row, core)[0].max(initial=0)) for row in rows), default=0)
-    # Some room above: which classes there are, the graph's outputs do not say.
+    # The graph's outputs do not show how many classes there are, so leave a margin.
     classes = 2 << largest.bit_length()
     expected: list[Expected] = []
     for row in rows:
@@ -297,24 +299,24 @@ INSPECTION_FILE = "inspection.json"
 
 
 class EngineFailure(Exception):
-    """The engine computes something else than its graph: nothing was written."""
+    """Raised if the engine computes something else than its graph; nothing was written."""
 
     def __init__(self, name: str, gate: GateResult) -> None:
         self.name = name
         self.gate = gate
         failures = "; ".join(gate.failures)
-        super().__init__(f"the engine of {name} does not compute what its graph does: {failures}")
+        super().__init__(f"the results of {name}'s engine differ from its graph's: {failures}")
 
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """What became of the engine of a pipeline.
+    """Result of an engine build.
 
     Attributes:
-        pipeline: as named.
-        owner: whose core it is: another pipeline where the core is shared.
-        changed: models written; empty when everything was up to date.
-        record: as the lock has it.
+        pipeline: Name of the pipeline.
+        owner: Pipeline that owns the core; another one if the core is shared.
+        changed: Models that were written; empty if everything was up to date.
+        record: Record of the engine in the build manifest.
     """
 
     pipeline: str
@@ -323,26 +325,26 @@ class BuiltEngine:
     record: EngineRecord
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the fields as plain data, for ``--json``."""
         return plain_record(self)
 
 
 @dataclass(frozen=True)
-class RehearsedEngine:
-    """What became of the rehearsal of a pipeline's engine; see `BuiltEngine`."""
+class DryRunEngine:
+    """Result of a dry-run engine build; see `BuiltEngine`."""
 
     pipeline: str
     owner: str
     changed: tuple[str, ...]
-    record: Rehearsal
+    record: DryRun
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the fields as plain data, for ``--json``."""
         return plain_record(self)
 
 
 def missing_for_engines() -> str:
-    """What this machine lacks to build engines; empty where it can."""
+    """Return the reason why this machine cannot build engines; empty if it can."""
     try:
         Api()
         read_gpu()
@@ -354,41 +356,44 @@ def missing_for_engines() -> str:
 def build_engine(repository: Path, name: str, progress: Progress) -> BuiltEngine:
     """Build, inspect and check the engine of a pipeline, and write it beside its ONNX graph.
 
-    Nothing is written unless every check passed; nothing is done where nothing has changed.
+    Nothing is written unless every check passed, and nothing is done if nothing has changed.
 
     Args:
-        repository: folder of the models.
-        name: of the pipeline; where it shares a core, its owner's engine is built.
-        progress: told what becomes of each stage.
+        repository: Folder of the models.
+        name: Name of the pipeline. If it shares a core, the owner's engine is built.
+        progress: Callback for the result of each stage.
 
     Raises:
-        EngineFailure: the engine computes something else than the graph.
-        UserError: there is nothing to build, or nothing to build with, or TensorRT refuses.
+        EngineFailure: The engine's results differ from the graph's.
+        UserError: There is nothing to build, TensorRT or a GPU is missing, or TensorRT rejects the
+            graph.
     """
     return _Stage(repository, name, progress).run()
 
 
-def rehearse_engine(repository: Path, name: str, progress: Progress) -> RehearsedEngine:
-    """Rehearse the engine of a built pipeline, and put the result into its lock.
+def dry_run_engine(repository: Path, name: str, progress: Progress) -> DryRunEngine:
+    """Try the engine build of a built pipeline, and store the result in its build manifest.
 
-    For the arguments see `build_engine`, for a rehearsal `engine.rehearsal`.
+    See `build_engine` for the arguments and `engine.dry_run` for a dry run.
 
     Raises:
-        UserError: there is no engine to build, TensorRT for RTX is not installed, or it refuses
-            the graph: the lock stays as it is.
+        UserError: There is no engine to build, TensorRT for RTX is not installed, or it rejects the
+            graph. The build manifest is then unchanged.
     """
-    return _Stage(repository, name, progress).rehearse()
+    return _Stage(repository, name, progress).dry_run()
 
 
 def build_engine_here(repository: Path, name: str, progress: Progress) -> tuple[str, ...]:
-    """`build_engine` if this machine can; else what to do is told.
+    """Call `build_engine` if this machine can build engines; else report what to do.
 
     Returns:
-        Models that changed.
+        Names of the models that changed.
     """
     missing = missing_for_engines()
     if missing:
-        progress("engine", f"not here ({missing}): `triptych engine {name}` where it will serve")
+        progress(
+            "engine", f"skipped ({missing}); run `triptych engine {name}` on the target machine"
+        )
         return ()
     return build_engine(repository, name, progress).changed
 
@@ -400,7 +405,7 @@ class _Stage:
         lock = read_manifest(repository, name)
         owner = lock.spec.core.share or name
         if owner != name:
-            progress("engine", f"{name} uses the core of {owner}: its engine counts")
+            progress("engine", f"{name} shares the core of {owner}: building its engine")
             lock = read_manifest(repository, owner)
         self._repository = repository
         self._name = name
@@ -448,11 +453,11 @@ class _Stage:
         changed = self._write(lock, {plan_path: built})
         return BuiltEngine(self._name, self._owner, changed, record)
 
-    def rehearse(self) -> RehearsedEngine:
+    def dry_run(self) -> DryRunEngine:
         files = self._check_files()
         there, conversion = self._lock.engine, self._lock.gate.conversion
         folder = f"{self._model}/1/"
-        record = rehearse(
+        record = run_dry_build(
             self._onnx,
             hashes_of_graph({path.removeprefix(folder): files[path] for path in files}),
             self._plan,
@@ -461,15 +466,15 @@ class _Stage:
             gpu="" if there is None else there.compute_capability,
         )
         if record is None:
-            raise UserError("TensorRT for RTX", "must be installed for a rehearsal", remedy=GET_IT)
-        changed = self._write(replace(self._lock, rehearsal=record), {})
-        return RehearsedEngine(self._name, self._owner, changed, record)
+            raise UserError("TensorRT for RTX", "is not installed", remedy=f"Run `{GET_IT}`")
+        changed = self._write(replace(self._lock, dry_run=record), {})
+        return DryRunEngine(self._name, self._owner, changed, record)
 
     def _check_files(self) -> dict[str, str]:
-        """Hashes of the files of core and ensemble, as the lock has them and the disk, too.
+        """Return the hashes of the core's and ensemble's files, after checking the files.
 
         Raises:
-            UserError: the disk has something else, or nothing.
+            UserError: A file on disk differs from the build manifest or is missing.
         """
         hashes = self._lock.files
         own = {
@@ -482,14 +487,14 @@ class _Stage:
             if not _is(self._repository / path, digest):
                 raise UserError(
                     path,
-                    f"must be the file that {self._owner}/{MANIFEST_FILE} tells of",
-                    given="another one, or none",
+                    f"differs from the file in {self._owner}/{MANIFEST_FILE}",
+                    given="another file, or no file",
                     remedy=f"Run `triptych build {self._owner}` again",
                 )
         return own
 
     def _key(self, files: Mapping[str, str], plan_path: str, api: Api, gpu: BuildGpu) -> str:
-        """Hash of all that decides the engine and its check."""
+        """Return the hash of everything that decides the engine and its check."""
         folder = plan_path.rpartition("/")[0]
         return key_of(
             "engine",
@@ -506,7 +511,7 @@ class _Stage:
     def _built(
         self, request: Request, api: Api, gpu: BuildGpu, key: str
     ) -> tuple[Path, Inspection]:
-        """The plan, inspected, and what the inspection found."""
+        """Return the plan and the result of its inspection."""
 
         def tell(line: str) -> None:
             self._progress("engine", line)
@@ -524,7 +529,7 @@ class _Stage:
         except EngineError as error:
             raise UserError(
                 PLAN_FILE,
-                "must be loaded by the TensorRT that built it",
+                "cannot be loaded by the TensorRT that built it",
                 given=error,
                 remedy="Try another release of TensorRT",
             ) from error
@@ -535,10 +540,10 @@ class _Stage:
         return folder / PLAN_FILE, found
 
     def _check(self, request: Request, plan: bytes) -> EngineCheck:
-        """The engine against the graph, on the rows that the build left.
+        """Compare the engine with the graph, on the rows that the build stored.
 
         Raises:
-            EngineFailure: they differ.
+            EngineFailure: The results differ.
         """
         from triptych.core.samples_file import read_samples
 
@@ -563,7 +568,10 @@ class _Stage:
                 )
         except EngineError as error:
             raise UserError(
-                PLAN_FILE, "must run on this GPU", given=error, remedy="End what else runs on it"
+                PLAN_FILE,
+                "cannot run on this GPU",
+                given=error,
+                remedy="Stop other programs on the GPU",
             ) from error
         values = [verdict for verdict in result.verdicts if math.isfinite(verdict.value)]
         figures = ", ".join(f"{verdict.metric} {verdict.value:.3g}" for verdict in values)
@@ -573,12 +581,12 @@ class _Stage:
         return EngineCheck(result.precision, result.rows, result.verdicts, result.notes)
 
     def _write(self, lock: BuildManifest, made: Mapping[str, Path]) -> tuple[str, ...]:
-        """Swap the lock and what was made into the repository, if it is still as it was read."""
+        """Write the build manifest and new files, if the repository has not changed meanwhile."""
         if find_manifest(self._repository, self._owner) != self._lock:
             raise UserError(
                 f"{self._owner}/{MANIFEST_FILE}",
-                "must stay as it is while the engine is built",
-                given="a build that ended meanwhile",
+                "changed while the engine was built",
+                given="another build ended meanwhile",
                 remedy=f"Run `triptych engine {self._name}` again",
             )
         files: dict[str, Content] = {
@@ -594,15 +602,15 @@ class _Stage:
 
 
 def _planned(name: str, lock: BuildManifest) -> EnginePlan:
-    """What the engine is built from.
+    """Return the plan of the engine.
 
     Raises:
-        UserError: the core needs no engine.
+        UserError: The core needs no engine.
     """
     if lock.plan.engine is None or lock.spec.core.backend != "tensorrt":
         raise UserError(
             "core.backend",
-            "must be tensorrt for an engine",
+            "is not tensorrt, so there is no engine to build",
             given=f"{lock.spec.core.backend} in {name}",
             remedy=f"Set it in pipeline.yaml and run `triptych build {name}`",
         )

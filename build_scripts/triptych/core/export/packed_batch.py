@@ -16,7 +16,7 @@ from torch import Tensor
 class PackedBatch:
     """Index tensors of one batch, all INT64.
 
-    Attributes:
+    Args:
         length: Number of tokens of each row, INT32 ``[B, 1]``.
         offset: Distance of each row's first token from its position if every row had `stride`
             tokens, INT32 ``[B, 1]``.
@@ -25,16 +25,6 @@ class PackedBatch:
         tile: Any tensor ``[W]``. Its size is the number of queries in a tile.
         tiles: Any tensor ``[N]``. Its size is at least the number of tiles of all rows.
         tokens: Token ids of all rows, with pad tokens between requests, INT32 ``[T]``.
-
-    Args:
-        tokens: INT32 ``[T]``, token ids of all rows, with pad tokens between rows.
-        length: INT32 ``[B, 1]``, tokens of each row.
-        offset: INT32 ``[B, 1]``, distance of each row's first token from where it would be if each
-            row took `stride` tokens.
-        stride: INT32 ``[B]``, tokens of the row's request, divided by its rows.
-        longest: any tensor ``[L]``: its size is a multiple of 16 that no row exceeds.
-        tile: any tensor ``[W]``: its size is the number of queries in a tile.
-        tiles: any tensor ``[N]``: its size is at least the number of tiles of all rows.
     """
 
     def __init__(

@@ -80,17 +80,13 @@ class PositionIds(NamedTuple):
 class PaddedEncoder(nn.Module):
     """A model on rows padded to one length, its mask computed from the rows' lengths.
 
-    Attributes:
-        read: Function that returns the result from the model's output.
-        around: Context manager in which the model runs.
-
     Args:
         encoder: Model, with or without its own head.
-        read: Picks the result from the model's output.
+        read: Function that returns the result from the model's output.
         segments: Number of segments of a row.
         counting: Numbering of the positions that the model is given; None leaves it to the model.
             RoBERTa and its family count by a running sum, which TensorRT runs as a loop.
-        around: Context in which the model runs.
+        around: Context manager in which the model runs.
     """
 
     def __init__(

@@ -78,15 +78,15 @@ def describe_gpu(plan: Plan) -> Described:
     return described
 
 
-def describe_rehearsal(plan: Plan, lock: BuildManifest | None) -> str:
-    """What came of the rehearsal of this plan's engine, as the lock in place has it."""
-    from triptych.core.engine.rehearsal import describe
+def describe_dry_run(plan: Plan, lock: BuildManifest | None) -> str:
+    """Return the result of the dry-run build of this plan, as the active lock has it."""
+    from triptych.core.engine.dry_run import describe
 
     built = None if lock is None else lock.plan.engine
-    if lock is None or lock.rehearsal is None or built is None or plan.engine is None:
+    if lock is None or lock.dry_run is None or built is None or plan.engine is None:
         return "none yet: `triptych build`, or `triptych engine --rehearse`"
     same = replace(plan.engine, precision=built.precision) == built
-    return ("" if same else "of another plan: ") + describe(lock.rehearsal)
+    return ("" if same else "of another plan: ") + describe(lock.dry_run)
 
 
 def _describe_engine(plan: Plan, engine: EnginePlan) -> Described:
@@ -174,7 +174,7 @@ def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
     described = describe_plan(plan)
     if plan.builds_engine:
         owner = plan.spec.core.share or plan.spec.name
-        described["gpu"]["rehearsal"] = describe_rehearsal(plan, find_manifest(repository, owner))
+        described["gpu"]["rehearsal"] = describe_dry_run(plan, find_manifest(repository, owner))
     return described
 
 

@@ -63,7 +63,7 @@ def engine(
     from triptych.core.engine.stage import EngineFailure, build_engine
 
     if rehearse:
-        _rehearse(names, repository, as_json=as_json)
+        _dry_run(names, repository, as_json=as_json)
         return
     results = []
     for name in names:
@@ -83,14 +83,14 @@ def engine(
         print_json(results)
 
 
-def _rehearse(names: list[str], repository: Path, *, as_json: bool) -> None:
-    from triptych.core.engine.rehearsal import describe
-    from triptych.core.engine.stage import rehearse_engine
+def _dry_run(names: list[str], repository: Path, *, as_json: bool) -> None:
+    from triptych.core.engine.dry_run import describe
+    from triptych.core.engine.stage import dry_run_engine
 
     results = []
     for name in names:
         status.print(name, style="bold", markup=False)
-        done = rehearse_engine(repository, name, progress)
+        done = dry_run_engine(repository, name, progress)
         results.append(done.as_dict())
         if not as_json:
             output.print(f"{done.owner}_core: {describe(done.record)}", markup=False)
@@ -271,7 +271,7 @@ def build(
                 progress,
                 together=following,
                 accept=reason,
-                rehearsal=not no_rehearsal,
+                engine_dry_run=not no_rehearsal,
             )
         except GateFailure as failure:
             report = _report(failure.plan, failure.gate, reports)

@@ -1,4 +1,4 @@
-"""An engine is rehearsed by NVIDIA's own parser and builder, which need no GPU."""
+"""A dry run builds an engine with NVIDIA's own parser and builder, which need no GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from conftest import quiet
 from engine_options import OPTIONS
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
-from triptych.core.engine import rehearsal, rtx
-from triptych.core.engine.rehearsal import ask, rehearse
-from triptych.repository.records import Rehearsal
+from triptych.core.engine import dry_run, rtx
+from triptych.core.engine.dry_run import call_worker, run_dry_build
+from triptych.repository.records import DryRun
 from triptych.spec.engine_plan import EnginePlan, ShapeRange
 
 ROWS = ({"x": ShapeRange((1, 16), (4, 16), (8, 16))},)
@@ -68,9 +68,9 @@ def graph(folder: Path, text: str) -> Path:
 
 def run(
     path: Path, progress: Any = quiet, precision: str = "fp16", **settings: Any
-) -> Rehearsal | None:
+) -> DryRun | None:
     plan = EnginePlan(precision, ROWS, (), OPTIONS)
-    return rehearse(path, {path.name: sha256_of(path)}, plan, progress, **settings)
+    return run_dry_build(path, {path.name: sha256_of(path)}, plan, progress, **settings)
 
 
 def refused(path: Path, **settings: Any) -> UserError:
@@ -89,8 +89,8 @@ def test_a_graph_is_parsed_and_built_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.layers >= 3
     assert found.size_bytes > 512
     assert "for compute capability 8.9, the nearest to 9.0" in lines[0]
-    assert lines[1].endswith("s: a rehearsal, not the engine")
-    monkeypatch.setattr(rehearsal, "_WORKER", ("false",))
+    assert lines[1].endswith("s: a dry run, not the engine")
+    monkeypatch.setattr(dry_run, "_WORKER", ("false",))
     assert run(path, lambda _stage, line: lines.append(line), gpu="9.0") == found
     assert "(cached)" in lines[2]
     assert "exit code 1" in refused(path, gpu="12.0").given
@@ -110,30 +110,33 @@ def test_what_the_parser_refuses_is_told_with_its_place_and_a_remedy(tmp_path: P
     assert error.field == "model.onnx"
     assert "node places (NonZero), after layer.0.dense" in error.given
     assert "core.backend: onnxruntime" in error.remedy
-    assert "--no-rehearsal" in error.remedy
+    assert "--no-dry-run" in error.remedy
 
 
 def test_what_the_builder_refuses_is_told_with_a_remedy(tmp_path: Path) -> None:
     text = HALF.replace("float16[", "bfloat16[").replace("int = 10", "int = 16")
     error = refused(graph(tmp_path, text), precision="bf16", gpu="7.0")
-    assert (error.field, error.rule) == ("core.precision", "must be one that the GPU computes in")
+    assert (error.field, error.rule) == (
+        "core.precision",
+        "is a type that the GPU does not support",
+    )
     assert "sm75" in error.given
-    assert error.remedy.startswith("Take fp16, or a newer GPU; or build with --no-rehearsal")
+    assert error.remedy.startswith("Set it to fp16, or use a newer GPU; or build with --no-dry-run")
 
 
 ENDINGS = {
-    "import os; os.kill(os.getpid(), 11)": "ended by SIGSEGV",
+    "import os; os.kill(os.getpid(), 11)": "killed by SIGSEGV",
     "print('out of memory'); raise SystemExit(3)": "exit code 3, after: out of memory",
-    "import time; time.sleep(60)": "none after 0.5 s",
+    "import time; time.sleep(60)": "no result after 0.5 s",
 }
 
 
 def test_a_crash_or_a_standstill_of_the_builder_is_an_error_in_words() -> None:
     for body, said in ENDINGS.items():
         with pytest.raises(UserError) as raised:
-            ask((sys.executable, "-c", body), {}, limit_s=0.5 if "sleep" in body else 60)
+            call_worker((sys.executable, "-c", body), {}, limit_s=0.5 if "sleep" in body else 60)
         assert said in raised.value.given, body
-        assert "--no-rehearsal" in raised.value.remedy
+        assert "--no-dry-run" in raised.value.remedy
 
 
 def test_a_machine_without_it_is_told_how_to_get_it(
@@ -142,7 +145,7 @@ def test_a_machine_without_it_is_told_how_to_get_it(
     lines: list[str] = []
     monkeypatch.setattr(rtx, "DISTRIBUTION", "no-such-distribution")
     assert run(graph(tmp_path, HALF), lambda _stage, line: lines.append(line)) is None
-    assert lines == [f"not rehearsed: TensorRT for RTX is not installed ({rehearsal.GET_IT})"]
+    assert lines == [f"skipped: TensorRT for RTX is not installed ({dry_run.GET_IT})"]
 
 
 def test_the_nearest_compute_capability_is_taken() -> None:
