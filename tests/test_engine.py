@@ -319,4 +319,4 @@ def test_a_shared_core_means_its_owners_engine(
     result = build_engine(repository, "sharer", lambda *line: lines.append(line))
     assert (result.pipeline, result.owner) == ("sharer", "packed_fp16")
     assert (repository / "packed_fp16_core/1/model.plan").is_file()
-    assert "uses the core of packed_fp16" in lines[0][1]
+    assert "shares the core of packed_fp16" in lines[0][1]
