@@ -111,7 +111,11 @@ def test_a_failed_build_is_told_in_one_message(
 
 @pytest.mark.parametrize(
     ("code", "rule"),
-    [("UNSUPPORTED_NODE", "operators"), ("INVALID_NODE", "rejected"), ("INVALID_GRAPH", "rejected")],
+    [
+        ("UNSUPPORTED_NODE", "operators"),
+        ("INVALID_NODE", "rejected"),
+        ("INVALID_GRAPH", "rejected"),
+    ],
 )
 def test_what_the_old_parser_refuses_is_told_with_node_and_operator(
     repository: Path, on: Callable[[str], Any], code: str, rule: str
