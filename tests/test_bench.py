@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def options(home: Path, reports: str) -> list[str]:
     return [
         *("--pipelines", str(home / "pipelines"), "--repository", str(home / "repository")),
-        *("--reports", str(home / reports), "--seconds", "0.6", "--rounds", "1"),
+        *("--reports", str(home / reports), "--window-seconds", "0.6", "--rounds", "1"),
     ]
 
 
@@ -48,7 +48,7 @@ def options(home: Path, reports: str) -> list[str]:
 def measured(home: Path) -> dict[str, Any]:
     """Two closed loops and bursts, with a price."""
     words = ["-c", "1", "-c", "4", "--rate", "20", "--arrivals", "burst", "--burst", "4"]
-    price = ["--price-per-hour", "3.6", "--peak-rate", "1000", "--daily-requests", "1000000"]
+    price = ["--price-per-hour", "3.6", "--peak-rps", "1000", "--daily-requests", "1000000"]
     text = triptych("bench", "tiny", *options(home, "a"), *words, *price, "--json")
     document: dict[str, Any] = json.loads(text)
     return document
@@ -96,30 +96,30 @@ def test_a_missed_promise_ends_with_1_and_a_comparison_tells_what_changed(
     shown = triptych("bench", "tiny", *options(home, "b"), *words, status=1)
     assert "SLO NOT MET" in shown
     files = [str(home / reports / "tiny" / "bench" / "bench.json") for reports in "ab"]
-    compared = triptych("bench", "--compare", *files)
+    compared = triptych("bench-diff", *files)
     assert "4 clients" in compared
     assert "one round: cannot tell" in compared
-    assert json.loads(triptych("bench", "--compare", *files, "--json"))
+    assert json.loads(triptych("bench-diff", *files, "--json"))
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["bench"], "`NAME` must be given"),
+        (["bench"], "Missing argument 'name'"),
         (["bench", "tiny", "-c", "0"], "must be above 0"),
         (["bench", "tiny", "--rate", "5", "--arrivals", "sine"], "must be one of poisson"),
-        (["bench", "tiny", "--budget", "5"], "must be a time, as 90s"),
+        (["bench", "tiny", "--time-budget", "5"], "Write it as 90s"),
         (["bench", "tiny", "--slo", "p99=fast"], "must be a percentile"),
-        (["bench", "tiny", "--peak-rate", "5"], "`--price-per-hour` must be given"),
+        (["bench", "tiny", "--peak-rps", "5"], "`--price-per-hour` must be given"),
         (["bench", "tiny", "--url", "127.0.0.1:9", "-c", "1"], "127.0.0.1:9"),
-        (["bench", "--compare", "here.json", "there.json"], "here.json"),
+        (["bench-diff", "here.json", "there.json"], "here.json"),
         (["tune", "tiny", "--slo", "fast"], "must be a percentile"),
-        (["tune", "tiny", "--check", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["drift", "tiny", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_a_mistake_is_named(home: Path, words: list[str], says: str) -> None:
-    places = [] if len(words) == 1 or words[1] == "--compare" else options(home, "c")
-    if words[0] == "tune":
+    places = [] if len(words) == 1 or words[0] == "bench-diff" else options(home, "c")
+    if words[0] in ("tune", "drift"):
         places = places[:6]
     assert says in triptych(*words, *places, status=2)
 

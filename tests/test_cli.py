@@ -261,7 +261,7 @@ def test_no_path_or_encoding_is_in_the_way(project: Path) -> None:
         ("build", "tiny"),
         ("lint",),
         ("verify", "tiny"),
-        ("bench", "tiny", "-c", "2", "--rounds", "1", "--seconds", "0.5"),
+        ("bench", "tiny", "-c", "2", "--rounds", "1", "--window-seconds", "0.5"),
     ):
         done = triptych(*words, cwd=odd, **variables)
         assert done.returncode == 0, (words, done.stdout, done.stderr)

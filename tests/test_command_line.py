@@ -1,31 +1,70 @@
-"""What the command line says of itself: help, version, the order of verbs, tasks."""
+"""Help, version, former names and settings of the command line."""
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from triptych.base.errors import UserError
-from triptych.interface.cli import ORDER, app
+from triptych.interface.cli import app
+from triptych.interface.cli.command import IGNORED, MOVED, RENAMED, VERBS
+from triptych.interface.cli.deploy import DeployFlags, read_settings
 from triptych.spec.scaffold import tasks
 from triptych.spec.traffic import read_traffic
 
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+FRAGMENT = re.compile(
+    r"(Of|That|For|And|With|As|In|On|To|From|At|By|Those|This|It|What|Who|Where|Which|Whom|So) "
+)
+UNIT = re.compile(
+    r"[Ss]econds|requests/s|Requests/s|Number|number|Port|Price|Share|Percentage|[Mm]aximum growth"
+)
+
 
 def shown(*words: str) -> str:
-    """What a terminal of 80 columns shows."""
+    """Return what a terminal of 80 columns shows."""
     done = CliRunner().invoke(app, words, env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
     assert done.exit_code == 0, done.output
     return done.output
 
 
-def test_help_lists_the_verbs_in_order_and_cuts_nothing() -> None:
-    lines = shown("--help").split("Commands:\n")[1].splitlines()
-    assert [line.split()[0] for line in lines] == ORDER
-    assert not [line for line in lines if "..." in line]
-    assert max(map(len, lines)) <= 80
+def test_help_lists_the_verbs_in_groups_each_in_one_line() -> None:
+    sections = re.findall(r"(?m)^(\w+):\n((?:  .+\n)+)", shown("--help"))
+    listed = {name: [line.split()[0] for line in lines.splitlines()] for name, lines in sections}
+    assert {name: verbs for name, verbs in listed.items() if name != "Options"} == {
+        name: list(verbs) for name, verbs in VERBS.items()
+    }
+    assert sorted(COMMANDS) == sorted(name for verbs in VERBS.values() for name in verbs)
+    assert max(map(len, shown("--help").splitlines())) <= 80
+    assert "..." not in shown("--help").split("ARGS]...")[1]
+
+
+def test_help_of_each_verb_and_option_is_a_sentence_or_phrase_that_stands_alone() -> None:
+    for verb, command in COMMANDS.items():
+        sentences = re.split(r"(?<=\.)\s+", " ".join(command.help.split()))
+        for text in sentences:
+            assert re.fullmatch(r"[A-Z].*\.", text), (verb, text)
+            assert not FRAGMENT.match(text) or text.startswith(("With ", "This ")), (verb, text)
+        for option in command.params:
+            where = (verb, option.name)
+            if option.name == "help":
+                continue
+            assert option.help, where
+            text = " ".join(option.help.split())
+            assert re.match(r"(gRPC|[A-Z])", text), (where, text)
+            assert text.endswith("."), (where, text)
+            assert not FRAGMENT.match(text), (where, text)
+            says_default = "Default: " in text
+            if option.param_type_name == "option" and not option.is_flag:
+                assert says_default == (option.default is None), (where, text)
+            if re.search("int|float", str(option.type_descriptor)):
+                assert UNIT.search(text), (where, text)
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -38,7 +77,7 @@ def test_new_lists_the_tasks(tmp_path: Path) -> None:
         assert task in listed
     for words, said in (
         (["new", "a"], "Given: nothing. Choose one of: custom, "),
-        (["new", "a", "--task", "rerank"], "Did you mean `reranking`? Choose"),
+        (["new", "a", "rerank"], "Did you mean `reranking`? Choose"),
     ):
         error = CliRunner().invoke(app, [*words, "--pipelines", str(tmp_path)]).exception
         assert isinstance(error, UserError)
@@ -57,3 +96,51 @@ def test_a_line_of_traffic_is_named_with_its_field(tmp_path: Path) -> None:
             read_traffic(tmp_path, ["text"])
         assert caught.value.field.endswith(f"traffic.jsonl{field}"), line
         assert said in caught.value.message
+
+
+def test_former_names_work_and_name_the_new_ones() -> None:
+    """Each is accepted: what fails is the pipeline, which is not there."""
+    former = {old for command in COMMANDS.values() for old in command.former}
+    assert {"--as", "--rows", "--budget", "--rehearse", "--candidate"} <= former
+    for words, warning in (
+        (["watch", "x", "--every", "1h", "--rows", "5"], "`watch` is now called `monitor`"),
+        (["watch", "x", "--servers=2"], "`--servers` is now called `--server-count`"),
+        (["traffic", "x", "--from-sample"], "`--from-sample` has no effect"),
+        (
+            ["deploy", "x", "--as", "y", "--ready", "3"],
+            "`--ready` is now called `--startup-seconds`",
+        ),
+        (["bench", "x", "--find-rate"], "`--find-rate` is now called `--find-max-rate`"),
+        (["bench", "--compare", "a", "b"], "`bench --compare` is now called `bench-diff`"),
+        (["tune", "x", "--check", "a", "--check=b"], "`tune --check` is now called `drift`"),
+        (["deploy", "--check", "nowhere"], "`deploy --check` is now called `lint`"),
+        (["engine", "x", "--rehearse"], "`--rehearse` is now called `--dry-run`"),
+        (["shadow", "--candidate", "other", "x"], "`--candidate VALUE` is now called `VALUE`"),
+    ):
+        done = CliRunner().invoke(app, words)
+        assert isinstance(done.exception, UserError), (words, done.output)
+        assert warning in done.stderr, (words, done.stderr)
+        assert done.stdout in ("", "x\n"), words
+    assert set(RENAMED.values()) | {moved.new for moved in MOVED} <= set(COMMANDS)
+    assert {verb for verb, _ in IGNORED} <= set(COMMANDS)
+
+
+def test_settings_of_deploy_stand_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "deploy.yaml"
+    assert read_settings(path) == {}
+    path.write_text("image: triptych-serve:26.08\npeak_rps: 200\nbaseline: active\nreplicas: 2\n")
+    settings = read_settings(path)
+    options = DeployFlags(**settings)
+    assert (options.peak_rps, options.baseline, options.replicas) == (200.0, Path("active"), 2)
+    for text, field, said in (
+        ("peak_rate: 200", ": peak_rate", "is not an option of `triptych deploy`. Given: 200."),
+        ("peak_rps: many", ": peak_rps", "must be a value of type float. Given: many."),
+        ("replicas: true", ": replicas", "must be a value of type int. Given: True."),
+        ("- image", "", "must be a mapping of options to values. Given: list."),
+        ("image: [", "", "must be valid YAML"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            read_settings(path)
+        assert caught.value.field == f"{path}{field}", text
+        assert said in caught.value.message, text

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, write_pipeline
 from test_gpu_plan import facts
 from triptych.base.releases import parse_release, without_newer_fields
-from triptych.interface.cli.describe import describe_gpu
+from triptych.interface.cli.plan_text import describe_gpu
 from triptych.repository.config import core_config, parse_config, print_config
 from triptych.repository.render import render
 from triptych.spec.plan import Plan, make_plan

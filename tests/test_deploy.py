@@ -248,7 +248,7 @@ def test_the_guide_has_every_option() -> None:
     table = re.findall(r"(?m)^\| (`--.*?`) \|", guide.split("| option of `deploy` |")[1])
     told = {option for cell in table for option in re.findall(r"--[a-z-]+", cell)}
     help_text = CliRunner().invoke(app, ["deploy", "--help"]).stdout
-    elsewhere = {"--repository", "--reports", "--json", "--help"}
+    elsewhere = {"--pipelines", "--repository", "--reports", "--json", "--help"}
     assert told == set(re.findall(r"--[a-z][a-z-]+", help_text)) - elsewhere
 
 

@@ -1,4 +1,4 @@
-"""`triptych deploy --check`: each check finds its mistake, and nothing in what is fine."""
+"""`triptych lint` of manifests: each check finds its mistake, and nothing in what is fine."""
 
 from __future__ import annotations
 
@@ -112,22 +112,23 @@ def test_fields_are_those_of_the_newest_kubernetes() -> None:
 
 def test_the_command_line_tells_findings_and_ends_as_lint_does(tmp_path: Path) -> None:
     found_in(tmp_path / "fine", text_of(fine()))
-    done = CliRunner().invoke(app, ["deploy", "--check", str(tmp_path / "fine")])
+    done = CliRunner().invoke(app, ["lint", str(tmp_path / "fine")])
     assert (done.exit_code, done.stdout) == (0, "0 errors, 0 other findings\n")
     objects = fine()
     objects[0]["spec"]["replicas"] = 3
     found_in(tmp_path / "broken", text_of(objects))
-    words = ["deploy", "--check", str(tmp_path / "broken"), "--json"]
+    words = ["lint", str(tmp_path / "broken"), "--json"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 1
     assert [finding["id"] for finding in json.loads(done.stdout)] == ["replicas-autoscaled"]
     # With a pipeline: what was measured of it counts.
     repository = write_built(tmp_path)
     write_bench(tmp_path / "reports/minilm")
-    words = ["deploy", "minilm", "--repository", str(repository), "--reports"]
-    words += [str(tmp_path / "reports"), "--check", str(tmp_path / "fine")]
+    options = ["--repository", str(repository), "--reports", str(tmp_path / "reports")]
+    words = ["lint", str(tmp_path / "fine"), "minilm", *options]
     assert CliRunner().invoke(app, words).exit_code == 0
-    for missing in (["deploy"], ["deploy", "minilm"]):
-        error = CliRunner().invoke(app, missing).exception
-        assert isinstance(error, UserError)
-        assert "must be given but for --check" in error.message
+    # The former verb takes the same options.
+    words = ["deploy", "minilm", *options, "--check", str(tmp_path / "fine")]
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, done.stdout) == (0, "0 errors, 0 other findings\n")
+    assert "`deploy --check` is now called `lint`" in done.stderr

@@ -175,7 +175,8 @@ def test_what_cannot_work_is_refused_and_the_command_line_writes_the_rest(tmp_pa
             made(repository, **changes)
         assert said in caught.value.message, changes
     words = ["deploy", "talk", "--image", "triton-vllm:26.08", "--repository", str(repository)]
-    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out"), "--affinity", "x-user"])
+    words += ["--out", str(tmp_path / "out"), "--affinity-header", "x-user"]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "x-user" in (tmp_path / "out/base/envoy.yaml").read_text()
     assert "kubectl apply -k" in done.stdout

@@ -113,18 +113,18 @@ def test_a_rehearsal_is_left_out_made_later_and_shown(built: Path, tmp_path: Pat
     repository = copied(built, tmp_path / "repository", name)
     rehearsed = lock_data(repository, name)["dry_run"]
     pipelines = ["--pipelines", str(built.parent / "pipelines")]
-    triptych("build", name, *pipelines, "--reports", str(tmp_path), "--no-rehearsal")
+    triptych("build", name, *pipelines, "--reports", str(tmp_path), "--no-dry-run")
     assert lock_data(repository, name)["dry_run"] is None
     assert (
         "rehearsal              none yet: `triptych build`"
         in triptych("inspect", name, *pipelines).stdout
     )
-    alone = triptych("engine", name, "--rehearse")
+    alone = triptych("engine", name, "--dry-run")
     assert alone.stdout.startswith(f"{name}_core: TensorRT for RTX {installed_version()} for ")
     assert "(cached): a dry run, not the engine" in alone.stderr
     assert lock_data(repository, name)["dry_run"] == rehearsed
     assert not (repository / f"{name}_core/1/model.plan").exists()
-    (again,) = json.loads(triptych("engine", name, "--rehearse", "--json").stdout)
+    (again,) = json.loads(triptych("engine", name, "--dry-run", "--json").stdout)
     assert (again["changed"], again["record"]) == ([], rehearsed)
     assert "16 fp16, 1 fp32" in triptych("inspect", name, *pipelines).stdout
 

@@ -28,7 +28,7 @@ from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.model import GenerationFacts, read_generation_model
 from triptych.client import Client
 from triptych.container.lock_check import check_repository
-from triptych.interface.cli.describe import describe_text_generation
+from triptych.interface.cli.plan_text import describe_text_generation
 from triptych.repository.lint.checks import run_checks
 from triptych.repository.manifest import read_manifest
 from triptych.serving.server import Server

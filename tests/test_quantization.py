@@ -21,7 +21,7 @@ from triptych.building.generation.model import (
     compressed_tensors_config,
     read_quantization,
 )
-from triptych.interface.cli.describe import describe_text_generation
+from triptych.interface.cli.plan_text import describe_text_generation
 from triptych.spec.fields import ModelSource
 from triptych.spec.generation_fields import GenerationCore, GenerationSpec, KvCache
 

@@ -29,7 +29,7 @@ from report_pages import (
     verdict,
 )
 from triptych.interface.report import plots
-from triptych.interface.report.gate_write import About, write_report
+from triptych.interface.report.gate_write import About, write_gate_report
 from triptych.repository.records import Conversion, GateResult, PrecisionTrial, WorstRow, plain_data
 
 NAN = math.nan
@@ -53,7 +53,7 @@ def read(tmp_path: Path) -> Callable[..., Page]:
     def write(
         gate: GateResult, candidates: tuple[PrecisionTrial, ...] = (), about: About = ABOUT
     ) -> Page:
-        write_report(replace(gate, candidates=candidates), about, tmp_path / "out")
+        write_gate_report(replace(gate, candidates=candidates), about, tmp_path / "out")
         return Page((tmp_path / "out/report.html").read_text(encoding="utf-8"))
 
     return write
@@ -311,7 +311,7 @@ def test_names_of_candidates_do_not_run_into_each_other() -> None:
 
 def test_gate_json_is_the_gate(tmp_path: Path) -> None:
     gate = gate_of(row_differences=(math.nan, 1.0, math.inf), candidates=CANDIDATES)
-    write_report(gate, ABOUT, tmp_path)
+    write_gate_report(gate, ABOUT, tmp_path)
     held = json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))
     assert held["row_differences"] == [None, 1.0, None]
     assert held["verdicts"] == [asdict(each) for each in gate.verdicts]
@@ -319,7 +319,7 @@ def test_gate_json_is_the_gate(tmp_path: Path) -> None:
     assert held["accepted"] is None
     assert {"rows", "labeled", "versions"} < held.keys()
     assert (held["pipeline"], held["layout"]) == ("minilm", "packed")
-    write_report(gate_of(conversion=None, accepted="why"), ABOUT, tmp_path)
+    write_gate_report(gate_of(conversion=None, accepted="why"), ABOUT, tmp_path)
     held = json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))
     assert "candidates" not in held
     assert (held["conversion"], held["accepted"]) == (None, "why")
@@ -327,10 +327,10 @@ def test_gate_json_is_the_gate(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    write_report(gate_of(), ABOUT, tmp_path)
+    write_gate_report(gate_of(), ABOUT, tmp_path)
     before = (tmp_path / "report.html").read_bytes()
     with pytest.raises(TypeError):
-        write_report(gate_of(notes=(object(),)), ABOUT, tmp_path)
+        write_gate_report(gate_of(notes=(object(),)), ABOUT, tmp_path)
     assert (tmp_path / "report.html").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]
 
@@ -338,5 +338,5 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
 def test_a_write_that_fails_leaves_no_scraps(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(OSError, match=r"report\.html"):
-        write_report(gate_of(), ABOUT, tmp_path)
+        write_gate_report(gate_of(), ABOUT, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "report.html"]

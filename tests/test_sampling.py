@@ -195,7 +195,7 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
         wait_for(lambda: rows_in(folder) >= wanted, "files")  # noqa: B023
     gauges = built / "gauges.prom"
     reports = ("--reports", built / "reports")
-    done = triptych(built, "watch", "sampled", "--json", "--textfile", gauges, *reports)
+    done = triptych(built, "monitor", "sampled", "--json", "--textfile", gauges, *reports)
     assert done.exit_code == 0, done.output
     look = json.loads(done.stdout)
     assert (look["alarms"], look["drifts"]) == ([], [])
@@ -204,11 +204,11 @@ def test_the_watch_tells_what_is_right_from_what_is_wrong(server: Server, built:
     assert {test["name"] for test in look["tests"]} == {"label_agreement", "rows_beyond_the_gate"}
     assert {test["mean"] for test in look["tests"]} == {0.0}
     assert 'triptych_monitor_alarms{pipeline="sampled"} 0.0' in gauges.read_text()
-    done = triptych(built, "watch", "sampled", *reports)  # nothing new
+    done = triptych(built, "monitor", "sampled", *reports)  # nothing new
     assert done.exit_code == 0
     assert "0 new rows compared" in done.stdout
 
-    done = triptych(built, "watch", "stale", *reports)
+    done = triptych(built, "monitor", "stale", *reports)
     assert done.exit_code == 1, done.output
     assert "alarm: label_agreement" in done.stdout
     assert "changed since the build: stale_postprocess/config.pbtxt" in done.stdout
@@ -242,7 +242,7 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
     wait_for(lambda: len(records(folder)) == before, "all rows")
 
     def shadow(candidate: Path, *words: str) -> dict[str, Any]:
-        done = triptych(built, "shadow", "sampled", "--candidate", candidate, "--json", *words)
+        done = triptych(built, "shadow", "sampled", candidate, "--json", *words)
         found: dict[str, Any] = json.loads(done.stdout)
         assert done.exit_code == (0 if found["verdict"] == "promote" else 1), done.output
         return found
@@ -253,7 +253,7 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
     assert {test["state"] for test in found["answers"]["tests"]} == {"within limit"}
     assert (found["source"], found["speeds"], found["notes"]) == ("sample", [], [])
 
-    found = shadow(built / "other", "--rounds", "1", "--seconds", "0.6")
+    found = shadow(built / "other", "--rounds", "1", "--window-seconds", "0.6")
     assert found["verdict"] == "reject", found
     assert "label_agreement" in found["reasons"][0]
     agreement = next(one for one in found["answers"]["metrics"] if "agreement" in one["metric"])
@@ -274,7 +274,7 @@ def test_a_candidate_is_taken_where_it_answers_as_well(
         (tmp_path / "tags", built / "samples", "must have the task of the active build"),
         (built / "alike", tmp_path / "samples", "must have sampled requests"),
     ):
-        error = triptych(built, "shadow", "sampled", "--candidate", candidate, samples=samples)
+        error = triptych(built, "shadow", "sampled", candidate, samples=samples)
         assert isinstance(error.exception, UserError), error.output
         assert said in error.exception.message
 
@@ -287,7 +287,7 @@ def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
         new = [f"a new request, number {row}" for row in range(40)]
         client.classify([*new, TEXTS[0]])
     wait_for_texts(built / "samples/sampled", new)
-    done = triptych(built, "traffic", "sampled", "--from-sample", "--json")
+    done = triptych(built, "traffic", "sampled", "--json")
     assert done.exit_code == 0, done.output
     change = json.loads(done.stdout)
     after = file.read_text(encoding="utf-8").splitlines()
@@ -297,7 +297,7 @@ def test_traffic_grows_by_what_was_sampled(server: Server, built: Path) -> None:
     texts = [json.loads(line)["text"] for line in after]
     assert len(set(texts[len(before) :])) == change["added"]
     assert SECRET not in str(texts)
-    again = json.loads(triptych(built, "traffic", "sampled", "--from-sample", "--json").stdout)
+    again = json.loads(triptych(built, "traffic", "sampled", "--json").stdout)
     assert (again["added"], again["before"]) == (0, len(after))
 
 
@@ -311,7 +311,7 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
     reports = ("--reports", built / "adapting")
 
     def watch(*words: str) -> tuple[int, dict[str, Any]]:
-        done = triptych(built, "watch", "sampled", "--json", *words, *reports)
+        done = triptych(built, "monitor", "sampled", "--json", *words, *reports)
         return done.exit_code, json.loads(done.stdout)
 
     def files() -> dict[str, bytes]:
@@ -330,7 +330,7 @@ def test_what_a_look_proposes_is_built_and_put_in_place(
     assert (code, look["drift"]["action"], look["alarms"]) == (1, "tune again", [])
     assert look["drift"]["first"] == "run triptych traffic sampled --from-sample --replace"
     assert look["drift"]["proposal"]["core_work"] == pytest.approx(1, abs=0.05)
-    told = triptych(built, "watch", "sampled", *reports).stdout
+    told = triptych(built, "monitor", "sampled", *reports).stdout
     assert "0 new rows" in told  # and what the last ones told still holds
     assert "triptych watch sampled --apply" in told
     assert "no alarms" not in told
@@ -377,7 +377,7 @@ def test_a_planted_text_is_in_the_sample_and_nowhere_else(server: Server, built:
         hooks = HOOKS + FAILS.format(name=name, planted=PLANTED[:9], error=error)
         (built / "pipelines/stale/hooks.py").write_text(hooks, encoding="utf-8")
         reports = built / f"reports {name} {error}"  # to which all rows are new
-        done = triptych(built, "watch", "stale", "--reports", reports, "--textfile", built / "a")
+        done = triptych(built, "monitor", "stale", "--reports", reports, "--textfile", built / "a")
         assert done.exit_code == 1, done.output
     triptych(built, "history", "sampled", "--json")
     with urlopen(server.metrics_url) as page:

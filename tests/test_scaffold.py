@@ -117,7 +117,7 @@ def test_each_request_parameter_is_explained(tmp_path: Path, task: str) -> None:
 
 @pytest.mark.parametrize("task", ENCODERS)
 def test_the_readme_shows_each_task_from_new_to_infer(tmp_path: Path, task: str) -> None:
-    news = re.findall(rf"(?m)^triptych new (\w+) --task {task}\n(triptych infer .*)$", README)
+    news = re.findall(rf"(?m)^triptych new (\w+) {task}\n(triptych infer .*)$", README)
     ((name, infer),) = news
     example = shlex.split(infer)
     assert example[2] == name
@@ -189,7 +189,7 @@ def test_a_folder_of_a_model_is_found_from_wherever_the_command_ran(tmp_path: Pa
     (tmp_path / "deep/linked").symlink_to(tmp_path / "real")
     for pipelines in ("pipelines", "deep/linked"):
         done = triptych(
-            *("new", "mine", "--task", "reranking", "--pipelines", pipelines),
+            *("new", "mine", "reranking", "--pipelines", pipelines),
             *("--model", "models/small one"),
             cwd=tmp_path,
         )
@@ -219,14 +219,14 @@ def test_traffic_gets_the_mask_token_of_a_local_model(tmp_path: Path, token: obj
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["new", "Mine", "--task", "reranking"], "lower-case letters"),
-        (["new", "../mine", "--task", "reranking"], "--pipelines"),
-        (["new", "..", "--task", "reranking"], "lower-case letters"),
-        (["new", "", "--task", "reranking"], "name of a folder"),
-        (["new", "mine", "--task", "translation"], "reranking, text-classification"),
-        (["new", "mine", "--task", ".."], "Choose one of: custom, fill-mask"),
-        (["new", "mine", "--task", "reranking", "--model", "./gone"], "no such folder here"),
-        (["new", "mine", "--task", "reranking", "--pipelines", "file"], "can be written"),
+        (["new", "Mine", "reranking"], "lower-case letters"),
+        (["new", "../mine", "reranking"], "--pipelines"),
+        (["new", "..", "reranking"], "lower-case letters"),
+        (["new", "", "reranking"], "name of a folder"),
+        (["new", "mine", "translation"], "reranking, text-classification"),
+        (["new", "mine", ".."], "Choose one of: custom, fill-mask"),
+        (["new", "mine", "reranking", "--model", "./gone"], "no such folder here"),
+        (["new", "mine", "reranking", "--pipelines", "file"], "can be written"),
         (["test", "mine"], "Pipelines here: none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -241,7 +241,7 @@ def test_a_mistake_writes_nothing(tmp_path: Path, words: list[str], expected: st
 
 
 def test_the_commands_it_prints_are_the_next_ones(tmp_path: Path) -> None:
-    words = ("new", "mine", "--task", "image-classification", "--pipelines", "my own")
+    words = ("new", "mine", "image-classification", "--pipelines", "my own")
     made = json.loads(triptych(*words, "--json", cwd=tmp_path).stdout)
     assert set(made) == {field.name for field in fields(Scaffold)}
     assert made["files"] == sorted(contents(tmp_path / "my own/mine"))

@@ -76,7 +76,7 @@ def test_an_error_is_one_sentence_in_any_encoding(tmp_path: Path) -> None:
     for variables in ({}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}):
         done = run("serve", tmp_path / name, **variables)
         assert done.returncode == 2, variables
-        assert done.stderr.startswith("error: `repository` must be a folder"), variables
+        assert done.stderr.startswith("error: `REPOSITORY` must be a folder"), variables
         assert "[U+001B]]0;owned" in done.stderr, variables
         assert commands_in(done.stderr) == [], variables
         plain = run("serve", tmp_path / name, "--json", **variables)
@@ -95,5 +95,5 @@ def test_serving_beyond_this_machine_is_warned_of(tmp_path: Path) -> None:
             done = run("serve", tmp_path, "--host", host, "--grpc-port", port)
             assert done.returncode == 2
             warned, *others = done.stderr.splitlines()
-            assert (f"warning: {host} is reached from other machines" in warned) == warns, host
+            assert (f"warning: {host} can be reached from other machines" in warned) == warns, host
             assert len(others) == warns

@@ -24,7 +24,7 @@ from triptych.building.generation.gate import check_generation
 from triptych.building.generation.live import LiveGeneration, describe_generation, verify_generation
 from triptych.building.generation.reference import reference_answers
 from triptych.building.generation.text2text import Text2TextInputs, read_text2text, without_advice
-from triptych.interface.cli.describe import describe_text2text
+from triptych.interface.cli.plan_text import describe_text2text
 from triptych.interface.page.page import TextPage
 from triptych.repository.lint.checks import run_checks
 from triptych.runtime.source_pieces import PIECES_FILE, SourcePieces

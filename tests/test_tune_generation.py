@@ -19,8 +19,8 @@ from load_samples import outcome, subject, trial, tuned
 from report_pages import Page, assert_finite_drawing, assert_stands_alone
 from triptych.base.errors import UserError
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
-from triptych.interface.cli.describe import describe_text_generation
 from triptych.interface.cli.measured_tables import print_tuned
+from triptych.interface.cli.plan_text import describe_text_generation
 from triptych.interface.report.tuning_report import tune_page
 from triptych.operate.tune import fields
 from triptych.operate.tune import tune as tuning

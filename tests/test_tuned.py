@@ -11,7 +11,7 @@ from conftest import write_pipeline
 from triptych.base.cache import sha256_of
 from triptych.base.errors import UserError
 from triptych.core.inputs import read_inputs
-from triptych.interface.cli.describe import describe_plan
+from triptych.interface.cli.plan_text import describe_plan
 from triptych.spec.generation_fields import load_generation_spec
 from triptych.spec.slo import Slo, parse_slo
 from triptych.spec.spec import load_spec

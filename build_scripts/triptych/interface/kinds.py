@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.interface.cli.describe import (
+from triptych.interface.cli.plan_text import (
     Described,
     describe_encoder,
     describe_text2text,

@@ -79,7 +79,7 @@ def scaffold(
         )
     if task is None or task not in tasks():
         raise UserError(
-            "--task",
+            "TASK",
             "must be a known task",
             given=task or "nothing",
             remedy=f"{closest(task or '', tasks())}Choose one of: {', '.join(tasks())}",

@@ -1,7 +1,7 @@
-"""The command line: parse, call, print, exit code. No domain logic lives here.
+"""The command line: options, output and exit codes, without domain logic.
 
-Exit codes: 0 done, 1 findings, a failed gate or a missed SLO, 2 a mistake of the user's; anything
-else is a bug.
+Exit codes: 0 success; 1 findings, a failed gate or a missed SLO; 2 invalid input. Any other code is
+a bug.
 """
 
 from __future__ import annotations
@@ -12,31 +12,25 @@ import sys
 
 from triptych.base.errors import UserError
 from triptych.interface.cli import (  # noqa: F401  (their verbs)
-    asking,
-    deploying,
+    deploy,
     history,
+    infer,
+    measure,
+    monitor,
     pipelines,
-    serving,
-    tuning,
-    watching,
+    serve,
 )
-from triptych.interface.cli.options import EXIT_MISTAKE, app, status
-
-ORDER = [
-    *("new", "test", "inspect", "build", "dev", "engine", "lint", "history", "rollback"),
-    *("serve", "ui", "infer", "verify", "bench", "tune", "watch", "shadow", "traffic", "deploy"),
-    "doctor",
-]
-"""Of the verbs in the help: as one comes to use them."""
-app.registered_commands.sort(key=lambda verb: ORDER.index(verb.callback.__name__))  # type: ignore[union-attr]
+from triptych.interface.cli.command import app
+from triptych.interface.cli.options import EXIT_MISTAKE, status
 
 __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """Entry point of the ``triptych`` command."""
+    """Run the ``triptych`` command."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is no reason to fail
+        # Escape characters that the terminal's encoding lacks, instead of raising an error.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         app()

@@ -1,4 +1,4 @@
-"""Verbs on builds that were replaced: history, rollback."""
+"""Verbs for the build history: history, rollback."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from triptych.base.errors import UserError
+from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
     REPOSITORY,
     Json,
     Name,
     Repository,
-    app,
     output,
     print_json,
 )
@@ -23,19 +23,23 @@ from triptych.interface.cli.options import (
 _DIGITS = 12
 
 
-@app.command()
+@verb()
 def history(
     name: Name,
     repository: Repository = REPOSITORY,
     keep: Annotated[
         int | None,
-        typer.Option("--keep", min=0, help="First remove all but so many replaced builds."),
+        typer.Option(
+            "--keep",
+            min=0,
+            help="Number of replaced builds to keep; older ones are removed. Default: all stay.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the build in place and those before it.
+    """List the active build and the builds that it replaced.
 
-    The last five that were replaced are kept beside the repository and can be put back.
+    The last five replaced builds are kept next to the repository, for `triptych rollback`.
     """
     from triptych.repository.manifest import build_id
     from triptych.repository.store import history_folder, kept_builds, kept_bytes, prune
@@ -44,14 +48,14 @@ def history(
         prune(repository, name, keep)
     builds = []
     if in_place := build_id(repository, name):
-        builds.append(_described(repository, name, in_place, ""))
+        builds.append(_describe(repository, name, in_place, ""))
     kept = kept_builds(repository, name)
-    builds += [_described(one.folder, name, one.build, one.replaced_at) for one in kept]
+    builds += [_describe(build.folder, name, build.build, build.replaced_at) for build in kept]
     if not builds:
         raise UserError(
             name,
-            f"must be a pipeline built into {repository}, or kept beside it",
-            given="neither",
+            f"is not built in {repository} and has no build history",
+            given="no build",
             remedy=f"Run `triptych build {name}` first",
         )
     taken = kept_bytes(repository, name)
@@ -59,7 +63,7 @@ def history(
         print_json({"builds": builds, "kept_bytes": taken})
         return
     for build in builds:
-        state = f"replaced {build['replaced_at'][:19]}" if build["replaced_at"] else "in place"
+        state = f"replaced {build['replaced_at'][:19]}" if build["replaced_at"] else "active"
         line = f"{build['build'][:_DIGITS]}  built {build['built_at']}, {state}"
         output.print(line, style="" if build["replaced_at"] else "bold", markup=False)
         output.print(f"  {build['precision'] or 'no precision'}, {build['gate']}", markup=False)
@@ -67,23 +71,23 @@ def history(
         if build["promise"]:
             output.print(f"  {build['promise']}", markup=False)
     where = f" in {history_folder(repository)}" if kept else ""
-    output.print(f"{len(kept)} kept{where}, {taken / 1e6:.1f} MB of their own", markup=False)
+    output.print(f"{len(kept)} replaced builds{where}, {taken / 1e6:.1f} MB", markup=False)
 
 
-@app.command()
+@verb()
 def rollback(
     name: Name,
     build: Annotated[
         str | None,
-        typer.Argument(help="First digits of its id; without it the one that was replaced last."),
+        typer.Argument(help="First digits of the build's ID. Default: the last replaced build."),
     ] = None,
     repository: Repository = REPOSITORY,
     as_json: Json = False,
 ) -> None:
-    """Put a build that was replaced back as it was.
+    """Activate a replaced build again.
 
-    Its lock comes back, too, and the build in place is kept in turn. A server that `serve` runs
-    exchanges it. Pipelines that share its core go back with it where they must.
+    The build's lock is restored as well, and the active build joins the history. A server started
+    by `serve` reloads the pipeline. Pipelines that share the core are rolled back if necessary.
     """
     from triptych.repository.history import rollback
 
@@ -93,14 +97,12 @@ def rollback(
         return
     for pipeline, now in done.builds.items():
         before = done.replaced[pipeline]
-        kept = f"; {before[:_DIGITS]} is kept" if before else ""
-        output.print(f"{pipeline}: build {now[:_DIGITS]} is in place again{kept}", markup=False)
-    output.print(
-        f"`triptych build {name}` makes again what the pipeline's folder says.", markup=False
-    )
+        kept = f"; {before[:_DIGITS]} is in the history" if before else ""
+        output.print(f"{pipeline}: build {now[:_DIGITS]} is active again{kept}", markup=False)
+    output.print(f"`triptych build {name}` builds the pipeline's folder again.", markup=False)
 
 
-def _described(folder: Path, pipeline: str, build: str, replaced_at: str) -> dict[str, Any]:
+def _describe(folder: Path, pipeline: str, build: str, replaced_at: str) -> dict[str, Any]:
     from triptych.repository.manifest import FIGURES_FILE
     from triptych.repository.store import read_build
 
@@ -109,16 +111,16 @@ def _described(folder: Path, pipeline: str, build: str, replaced_at: str) -> dic
     figures = folder / pipeline / FIGURES_FILE
     text = figures.read_text(encoding="utf-8", errors="replace") if figures.is_file() else ""
     parts = [part for part in text.split("\n\n") if not part.startswith("#")]
-    said = list(takewhile(lambda part: not part.startswith("|"), parts))
+    lines = list(takewhile(lambda part: not part.startswith("|"), parts))
     return {
         "build": build,
         "built_at": "" if record is None else record.built_at[:19],
         "replaced_at": replaced_at,
         "precision": gate.get("precision", ""),
-        "gate": "its lock cannot be read" if record is None else _verdict(gate),
+        "gate": "lock not readable" if record is None else _verdict(gate),
         "verdicts": {verdict["metric"]: verdict["value"] for verdict in gate.get("verdicts", ())},
-        "bench": "".join(said[:1]).removeprefix("Best: ").strip(),
-        "promise": "".join(said[1:2]).strip(),
+        "bench": "".join(lines[:1]).removeprefix("Best: ").strip(),
+        "promise": "".join(lines[1:2]).strip(),
     }
 
 

@@ -1,12 +1,13 @@
-"""What all verbs share: the program, where it prints, and options that mean the same everywhere.
-
-The renderer of a terminal: lines and tables in which no text is taken for a command.
-"""
+"""Options that several verbs share, and output: terminal, tables, JSON, progress, reports."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+import re
+import signal
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -18,10 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from triptych.base.errors import UserError, inert
-from triptych.interface import api as verbs
+from triptych.interface import api
+from triptych.interface.cli.command import app
+from triptych.runtime.sample_files import FOLDER_VARIABLE
 
-WIDTH = 100
-"""Columns of a table, at least, where the terminal's width is not known."""
+MIN_WIDTH = 100
+"""Minimum width of a table, in columns, if the terminal's width is not known."""
 
 STYLES = {"met": "green", "not met": "bold red", "better": "green", "worse": "red"}
 
@@ -29,7 +32,7 @@ Row = Sequence[str | Text]
 
 
 class Terminal(Console):
-    """A console in which labels, texts and names cannot move the cursor, paint or hide a line."""
+    """A console that escapes control characters in all texts."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -39,7 +42,7 @@ class Terminal(Console):
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """A line."""
+    """Print a line of plain text."""
     console.print(Text(text, style), highlight=False)
 
 
@@ -51,14 +54,10 @@ def print_table(
     *,
     text_columns: Collection[int] = (0,),
 ) -> None:
-    """A table; nothing where there are no rows.
+    """Print a table, or nothing if it has no rows.
 
-    Args:
-        console: to print to.
-        title: above it.
-        heads: one a column.
-        rows: a cell for each head, or fewer; None draws a line.
-        text_columns: indices of the columns of text; the others are numbers, to the right.
+    A row has at most one cell for each of `heads`; None draws a line. Columns other than
+    `text_columns` hold numbers, which are aligned right.
     """
     table = Table(title=Text(title), title_justify="left")
     for index, head in enumerate(heads):
@@ -71,21 +70,12 @@ def print_table(
         else:
             table.add_row(*(Text(inert(cell)) if isinstance(cell, str) else cell for cell in row))
     if table.row_count:
-        width = console.width if console.is_terminal else max(console.width, WIDTH)
+        width = console.width if console.is_terminal else max(console.width, MIN_WIDTH)
         console.print(table, width=width)
 
 
 EXIT_FINDINGS = 1
 EXIT_MISTAKE = 2
-
-app = typer.Typer(
-    help="Turn a Hugging Face model into a Triton ensemble that tokenizes, infers and decodes.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def _print_version(wanted: bool) -> None:
@@ -106,58 +96,98 @@ def _options(
     pass
 
 
-# Progress and errors go to stderr, results to stdout: `--json` output stays parseable.
+# Progress and errors go to stderr and results to stdout, so that `--json` can be parsed.
 status = Terminal(stderr=True, highlight=False, soft_wrap=True)
 output = Terminal(highlight=False, soft_wrap=True)
 
-Name = Annotated[str, typer.Argument(help="Pipeline: the name of its folder.")]
-Names = Annotated[list[str], typer.Argument(help="Pipelines: the names of their folders.")]
+PIPELINES = api.PIPELINES
+REPOSITORY = api.REPOSITORY
+REPORTS = Path("reports")
+SAMPLES = Path("samples")
+"""Default folder of sampled rows; outside the repository, which is shipped."""
+
+Name = Annotated[str, typer.Argument(help="Name of the pipeline's folder.")]
+Names = Annotated[list[str], typer.Argument(help="Names of the pipelines' folders.")]
 Pipelines = Annotated[Path, typer.Option("--pipelines", help="Folder of the pipelines.")]
 Repository = Annotated[
     Path, typer.Option("--repository", "-r", help="Folder of the model repository.")
 ]
-RepositoryArgument = Annotated[Path, typer.Argument(help="Folder of the model repository.")]
+Reports = Annotated[
+    Path, typer.Option("--reports", help="Folder of the reports, with one folder per pipeline.")
+]
+Samples = Annotated[
+    Path,
+    typer.Option(
+        "--samples", envvar=FOLDER_VARIABLE, help="Folder of the rows that servers sampled."
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the spec."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a field of pipeline.yaml; may be repeated. Default: no overrides.",
+    ),
 ]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")]
-LoadTimeout = Annotated[float, typer.Option(help="Time the models may take to load.")]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="gRPC address of a running server. Default: start a server and stop it afterwards."
+    ),
+]
+LoadTimeout = Annotated[float, typer.Option(help="Maximum time to load the models, in seconds.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-ENDPOINTS = "gRPC endpoint; or several IP addresses with commas, or dns:///NAME:PORT."
-PIPELINES = verbs.PIPELINES
-REPOSITORY = verbs.REPOSITORY
-REPORTS = Path("reports")
-SAMPLES = Path("samples")
-"""Beside the reports, and not in the repository: that is shipped, and its folders are models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folders:
+    """Folders that a verb reads and writes."""
+
+    pipelines: Pipelines = PIPELINES
+    repository: Repository = REPOSITORY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """Ports of a server."""
+
+    grpc_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of gRPC; 0 picks a free port.")
+    ] = 8001
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of HTTP; 0 picks a free port.")
+    ] = 8000
+    metrics_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the metrics page; 0 picks a free port.")
+    ] = 8002
 
 
 def progress(stage: str, line: str) -> None:
-    """Tell what became of a stage."""
+    """Print the outcome of a stage."""
     status.print(f"  {stage:8} {line}", markup=False)
 
 
-def report_into(write: Callable[[Path], Path], folder: Path) -> Path:
-    """Write a report into `folder`; the page.
+def write_report(write: Callable[[Path], Path], folder: Path) -> Path:
+    """Write a report into `folder` and return the path of its page.
 
     Raises:
-        UserError: nothing can be written there.
+        UserError: The folder cannot be written to.
     """
     try:
         page = write(folder)
     except OSError as error:
         raise UserError(
             "--reports",
-            "must be a folder that can be written to",
+            "must be a writable folder",
             given=error,
-            remedy="Name another one",
+            remedy="Name another folder",
         ) from error
     progress("report", str(page))
     return page
 
 
 def fail(as_json: bool, result: dict[str, Any], message: str) -> NoReturn:
-    """Print why, and end with the exit code for findings."""
+    """Print the reason of a failure and exit with the code for findings."""
     if as_json:
         print_json(result)
     status.print(f"failed: {message}", style="red", markup=False)
@@ -165,5 +195,39 @@ def fail(as_json: bool, result: dict[str, Any], message: str) -> NoReturn:
 
 
 def print_json(value: Any) -> None:
-    """Print a result on stdout, in ASCII: nothing in it is a command to a terminal."""
+    """Print a result on stdout, in ASCII so that it contains no control characters."""
     print(json.dumps(value, indent=2))
+
+
+def warn(line: str) -> None:
+    """Print a problem that does not end the verb."""
+    status.print(f"warning: {line}", style="yellow", markup=False)
+
+
+def parse_seconds(option: str, text: str) -> float:
+    """Return a duration such as ``90s``, ``15m`` or ``1h`` in seconds.
+
+    Raises:
+        UserError: The text has another form.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text)
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise UserError(
+            option, "must be a duration above 0", given=text, remedy="Write it as 90s, 15m or 1h"
+        )
+    return seconds
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Handle SIGTERM as Ctrl-C while the block runs, so that servers are stopped."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,45 +1,41 @@
-"""Verbs that make and check pipelines and repositories: new, test, inspect, build, lint.
-
-The verb that runs where TensorRT is: `engine`.
-
-Pipelines that generate text, as `build` makes them and shows what it did.
-"""
+"""Verbs that make and check pipelines and repositories: new, test, inspect, build, engine, lint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from triptych.base.errors import UserError
+from triptych.base.errors import Finding, UserError
+from triptych.interface.cli.command import Formerly, verb
 from triptych.interface.cli.options import (
     EXIT_FINDINGS,
     PIPELINES,
     REPORTS,
     REPOSITORY,
+    Folders,
     Json,
     Name,
     Names,
     Overrides,
     Pipelines,
+    Reports,
     Repository,
-    RepositoryArgument,
-    app,
     fail,
     output,
     print_json,
     progress,
-    report_into,
     status,
+    write_report,
 )
 from triptych.interface.cli.tables import (
+    exit_with_findings,
     print_built,
     print_failed_gate,
     print_finding,
     print_tree,
-    tell_findings,
 )
 from triptych.spec.scaffold import tasks
 
@@ -49,20 +45,24 @@ if TYPE_CHECKING:
     from triptych.spec.plan import Plan
 
 
-@app.command()
+@verb()
 def engine(
     names: Names,
     repository: Repository = REPOSITORY,
-    rehearse: Annotated[
+    dry_run: Annotated[
         bool,
-        typer.Option("--rehearse", help="Only try them, with TensorRT for RTX and without a GPU."),
+        typer.Option(
+            "--dry-run",
+            help="Build with TensorRT for RTX, without a GPU, and discard the result.",
+        ),
+        Formerly("--rehearse"),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Build TensorRT engines on this GPU, checked before they count."""
+    """Build TensorRT engines on this GPU and check their accuracy."""
     from triptych.core.engine.stage import EngineFailure, build_engine
 
-    if rehearse:
+    if dry_run:
         _dry_run(names, repository, as_json=as_json)
         return
     results = []
@@ -129,22 +129,29 @@ def build_and_show(
     return {**built.as_dict(), "repository": str(repository)}
 
 
-@app.command()
+@verb()
 def new(
     name: Name,
     task: Annotated[
-        str | None, typer.Option("--task", help=f"What the pipeline does: {', '.join(tasks())}.")
+        str | None,
+        typer.Argument(help=f"Task of the pipeline: {', '.join(tasks())}."),
+        Formerly("--task"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Hub id, package:… or folder; else an example.")
+        str | None,
+        typer.Option(
+            "--model",
+            help="Model: a Hub id, package:NAME or a folder. Default: an example for the task.",
+        ),
     ] = None,
     hooks: Annotated[
-        bool, typer.Option("--hooks", help="Add hooks.py and its tests: functions of your own.")
+        bool,
+        typer.Option("--hooks", help="Add hooks.py for your own functions, with its tests."),
     ] = False,
     pipelines: Pipelines = PIPELINES,
     as_json: Json = False,
 ) -> None:
-    """Write a new pipeline's folder, ready to edit; never overwrites."""
+    """Write the folder of a new pipeline, and change no existing file."""
     from triptych.spec.scaffold import scaffold
 
     made = scaffold(name, task=task, model=model, with_hooks=hooks, pipelines=pipelines)
@@ -159,15 +166,15 @@ def new(
         output.print(f"  {command}", markup=False)
 
 
-@app.command()
+@verb()
 def test(  # a verb, not a test
     name: Name,
     pipelines: Pipelines = PIPELINES,  # noqa: PT028
     as_json: Json = False,  # noqa: PT028
 ) -> None:
-    """Check spec, traffic and hooks, and run its tests.
+    """Check the files of a pipeline and run its tests.
 
-    It takes seconds: no server is started, no model is read.
+    This takes seconds, because no server is started and no model is loaded.
     """
     from triptych.building.kinds import STEPS
     from triptych.spec.any_spec import kind_in
@@ -185,22 +192,18 @@ def test(  # a verb, not a test
     raise typer.Exit(EXIT_FINDINGS if failed else 0)
 
 
-@app.command()
+@verb()
 def inspect(
-    name: Name,
-    pipelines: Pipelines = PIPELINES,
-    repository: Repository = REPOSITORY,
-    overrides: Overrides = None,
-    as_json: Json = False,
+    name: Name, folders: Folders, overrides: Overrides = None, as_json: Json = False
 ) -> None:
-    """Print the plan: models, shapes, limits and why; writes nothing."""
+    """Print the plan of a build (models, shapes, limits) with its reasons."""
     from triptych.building.kinds import STEPS
     from triptych.interface.kinds import FACES
     from triptych.spec.any_spec import load_any_spec
 
-    spec = load_any_spec(pipelines / name, overrides or ())
+    spec = load_any_spec(folders.pipelines / name, overrides or ())
     inputs = STEPS[spec.kind].read(spec, progress)
-    _show(FACES[spec.kind].describe(inputs, repository), as_json)
+    _show(FACES[spec.kind].describe(inputs, folders.repository), as_json)
 
 
 def _show(description: Mapping[str, object], as_json: bool) -> None:
@@ -212,35 +215,34 @@ def _show(description: Mapping[str, object], as_json: bool) -> None:
     print_tree(output, description)
 
 
-@app.command()
+@verb()
 def build(
     names: Names,
-    pipelines: Pipelines = PIPELINES,
-    repository: Repository = REPOSITORY,
+    folders: Folders,
     overrides: Overrides = None,
-    reports: Annotated[
-        Path, typer.Option("--reports", help="Folder of the reports, one for each pipeline.")
-    ] = REPORTS,
+    reports: Reports = REPORTS,
     accept: Annotated[
         str | None,
         typer.Option(
             "--accept-failed-gate",
             metavar="REASON",
-            help="Build although the accuracy gate fails; the reason is put on record.",
+            help="Build even if the accuracy gate fails, and record the reason. "
+            "Default: a failed gate ends the build.",
         ),
     ] = None,
-    no_rehearsal: Annotated[
+    no_dry_run: Annotated[
         bool,
         typer.Option(
-            "--no-rehearsal",
-            help="Do not let TensorRT for RTX try the engine where none can be built.",
+            "--no-dry-run",
+            help="Skip the dry run of the TensorRT engine on machines that cannot build engines.",
         ),
+        Formerly("--no-rehearsal"),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Export, check against the original model, write the repository.
+    """Export a model, check its accuracy and write the repository.
 
-    Nothing is written unless every check passed.
+    Nothing is written unless every check passes.
     """
     from triptych.building.build import build as build_pipeline
     from triptych.core.engine.stage import EngineFailure
@@ -252,26 +254,29 @@ def build(
 
     if accept is not None and not accept.strip():
         raise UserError(
-            "--accept-failed-gate", "must give a reason", remedy="Say why the model may ship"
+            "--accept-failed-gate",
+            "needs a reason",
+            given="an empty text",
+            remedy="State why the failed gate is acceptable",
         )
     # Every spec is read before the first build: a typo in the last one costs no time.
-    specs = [load_any_spec(pipelines / name, overrides or ()) for name in names]
+    specs = [load_any_spec(folders.pipelines / name, overrides or ()) for name in names]
     reason = (accept or "").strip()
     results = []
     for number, spec in enumerate(specs):
         status.print(f"{spec.name}", style="bold", markup=False)
         if not isinstance(spec, PipelineSpec):
-            results.append(build_and_show(spec, repository, accept=reason, as_json=as_json))
+            results.append(build_and_show(spec, folders.repository, accept=reason, as_json=as_json))
             continue
         following = [later.name for later in specs[number + 1 :]]
         try:
             built = build_pipeline(
                 read_inputs(spec, progress),
-                repository,
+                folders.repository,
                 progress,
                 together=following,
                 accept=reason,
-                engine_dry_run=not no_rehearsal,
+                engine_dry_run=not no_dry_run,
             )
         except GateFailure as failure:
             report = _report(failure.plan, failure.gate, reports)
@@ -290,16 +295,17 @@ def build(
             fail(as_json, {"pipeline": spec.name, "findings": findings}, str(failure))
         report = _report(built.plan, built.gate, reports)
         print_built(status, built)
-        results.append({**built.as_dict(), "repository": str(repository), "report": str(report)})
+        paths = {"repository": str(folders.repository), "report": str(report)}
+        results.append({**built.as_dict(), **paths})
     if as_json:
         print_json(results)
 
 
 def _report(plan: Plan, gate: GateResult, folder: Path) -> Path:
-    """Write a gate's report into ``folder/<pipeline>``; the page."""
+    """Write the report of a gate into ``folder/<pipeline>`` and return the path of its page."""
     from triptych.base.cache import versions_of
     from triptych.core.export.to_onnx import LIBRARIES
-    from triptych.interface.report.gate_write import About, write_report
+    from triptych.interface.report.gate_write import About, write_gate_report
 
     about = About(
         pipeline=plan.spec.name,
@@ -308,24 +314,68 @@ def _report(plan: Plan, gate: GateResult, folder: Path) -> Path:
         layout=plan.layout,
         versions=versions_of(*LIBRARIES, "onnxruntime"),
     )
-    return report_into(lambda target: write_report(gate, about, target), folder / plan.spec.name)
+    return write_report(
+        lambda target: write_gate_report(gate, about, target), folder / plan.spec.name
+    )
 
 
-@app.command()
+@verb()
 def lint(
-    repository: RepositoryArgument = REPOSITORY,
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of a model repository, or of manifests.")
+    ] = REPOSITORY,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Pipeline whose build and measurements the manifests are compared with. "
+            "Default: the manifests are checked alone."
+        ),
+    ] = None,
     triton: Annotated[
         str | None,
-        typer.Option("--triton", metavar="YY.MM", help="Release that must load it, engines too."),
+        typer.Option(
+            "--triton",
+            metavar="YY.MM",
+            help="Triton release that must load the repository and its engines. "
+            "Default: the oldest release, without engines.",
+        ),
     ] = None,
+    repository: Repository = REPOSITORY,
+    reports: Reports = REPORTS,
     as_json: Json = False,
 ) -> None:
-    """Check a repository without a server: wiring, shapes, versions."""
+    """Check a model repository or manifests, without a server.
+
+    Manifests are checked if FOLDER holds them and no model; they can be those of another project.
+    """
     from triptych.repository.lint import OLDEST, run_checks
 
-    if not repository.is_dir():
+    if not folder.is_dir():
         raise UserError(
-            "repository", "must be a folder", given=repository, remedy="Run `triptych build NAME`"
+            "FOLDER", "must be a folder", given=folder, remedy="Run `triptych build NAME` first"
         )
-    found = run_checks(repository, triton=triton or OLDEST, with_engines=triton is not None)
-    tell_findings(found, as_json)
+    if name is not None or _holds_manifests(folder):
+        exit_with_findings(_lint_manifests(folder, name, triton, repository, reports), as_json)
+    found = run_checks(folder, triton=triton or OLDEST, with_engines=triton is not None)
+    exit_with_findings(found, as_json)
+
+
+def _holds_manifests(folder: Path) -> bool:
+    """Whether a folder holds YAML files and no model."""
+    from triptych.repository.config import CONFIG_FILE
+
+    is_repository = any(folder.glob(f"*/{CONFIG_FILE}"))
+    return not is_repository and any(folder.rglob("*.y*ml"))
+
+
+def _lint_manifests(
+    folder: Path, name: str | None, triton: str | None, repository: Path, reports: Path
+) -> Sequence[Finding]:
+    """Return the findings of manifests, compared with the pipeline `name` if one is given."""
+    from triptych.base.releases import parse_release
+    from triptych.deploy.checks import check_manifests
+    from triptych.deploy.targets import known_of
+
+    known = None if name is None else known_of(repository, name, reports / name)
+    release = None if triton is None else parse_release(triton)
+    return check_manifests(folder, release=release, known=known)

@@ -33,7 +33,7 @@ def print_finding(console: Console, finding: Mapping[str, str]) -> None:
         say(console, f"  -> {finding['remedy']}")
 
 
-def tell_findings(found: Sequence[Finding], as_json: bool) -> NoReturn:
+def exit_with_findings(found: Sequence[Finding], as_json: bool) -> NoReturn:
     """Print what a check of files found, and end with its exit code."""
     findings = [finding.as_dict() for finding in found]
     errors = sum(finding["severity"] == "error" for finding in findings)
@@ -46,7 +46,7 @@ def tell_findings(found: Sequence[Finding], as_json: bool) -> NoReturn:
     raise typer.Exit(EXIT_FINDINGS if errors else 0)
 
 
-def tell_verdict(
+def exit_with_verdict(
     data: object, lines: Iterable[tuple[str, str]], *, passed: bool, as_json: bool
 ) -> NoReturn:
     """Print a verdict, as plain data or in lines with their styles, and end with its exit code."""

@@ -27,7 +27,7 @@ class About:
     versions: Mapping[str, str]
 
 
-def write_report(gate: GateResult, about: About, target: Path) -> Path:
+def write_gate_report(gate: GateResult, about: About, target: Path) -> Path:
     """Write both files into `target`, made where it is missing; the page.
 
     Each file appears whole or not at all.

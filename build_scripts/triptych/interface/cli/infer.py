@@ -1,4 +1,4 @@
-"""The verb that asks a served pipeline, `infer`: a few rows, or a whole file."""
+"""The verb `infer`: requests to a served pipeline, of some rows or a whole file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from triptych.base.errors import UserError
+from triptych.interface.cli.command import verb
 from triptych.interface.cli.options import (
-    ENDPOINTS,
     Json,
     Name,
-    app,
     fail,
     output,
     print_json,
@@ -27,65 +26,98 @@ from triptych.interface.cli.options import (
 if TYPE_CHECKING:
     from triptych.client.bulk.run import Progress
 
-_EVERY_S = 10.0
-"""A line about a run that no terminal shows."""
+_PROGRESS_INTERVAL_S = 10.0
+"""Seconds between two lines about a run, if the output is not a terminal."""
 
 
-@app.command()
+@verb()
 def infer(
     name: Name,
     text: Annotated[
-        list[str] | None, typer.Option("--text", "-t", help="A text; may be repeated.")
+        list[str] | None,
+        typer.Option("--text", "-t", help="Text to send; may be repeated. Default: no text."),
     ] = None,
     text_pair: Annotated[
         list[str] | None,
         typer.Option(
-            "--text-pair", help="What goes with the text: a context, a passage; may be repeated."
+            "--text-pair",
+            help="Second text of a pair, such as a context; may be repeated. Default: none.",
         ),
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option("--image", help="An image file; may be repeated.")
+        list[Path] | None,
+        typer.Option("--image", help="Image file to send; may be repeated. Default: no image."),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", "-f", help=".csv, .tsv, .parquet, .jsonl, or a file with one text a line."
+            "--file",
+            "-f",
+            help="File of rows: .csv, .tsv, .parquet, .jsonl, or one text per line. Default: none.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Where the file's rows go with their answers."),
+        typer.Option(
+            "--out",
+            "-o",
+            help="File for the rows of --file with their answers. Default: print the answers.",
+        ),
     ] = None,
     text_column: Annotated[
-        str | None, typer.Option("--text-column", help="The file's column of texts.")
+        str | None,
+        typer.Option("--text-column", help="Column of the texts in --file. Default: text."),
     ] = None,
     text_pair_column: Annotated[
-        str | None, typer.Option("--text-pair-column", help="Its column of what goes with them.")
+        str | None,
+        typer.Option(
+            "--text-pair-column", help="Column of the second texts in --file. Default: text_pair."
+        ),
     ] = None,
     image_column: Annotated[
-        str | None, typer.Option("--image-column", help="Its column of images: paths, or bytes.")
+        str | None,
+        typer.Option(
+            "--image-column",
+            help="Column of images in --file, as paths or bytes. Default: image.",
+        ),
     ] = None,
     chat: Annotated[
-        str | None, typer.Option("--chat", help="What a user says: the answer is streamed.")
+        str | None,
+        typer.Option(
+            "--chat", help="Message of a user; the answer is streamed. Default: no message."
+        ),
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", help="A text to go on with, streamed.")
+        str | None,
+        typer.Option(
+            "--prompt", help="Prompt to continue; the answer is streamed. Default: no prompt."
+        ),
     ] = None,
-    url: Annotated[str, typer.Option(help=ENDPOINTS)] = "127.0.0.1:8001",
+    url: Annotated[
+        str,
+        typer.Option(help="gRPC address, several IP addresses with commas, or dns:///NAME:PORT."),
+    ] = "127.0.0.1:8001",
     parameters: Annotated[
         list[str] | None,
-        typer.Option("--parameter", "-p", metavar="KEY=VALUE", help="For the request."),
+        typer.Option(
+            "--parameter",
+            "-p",
+            metavar="KEY=VALUE",
+            help="Request parameter; may be repeated. Default: the pipeline's parameters.",
+        ),
     ] = None,
     timeout_s: Annotated[
-        float | None, typer.Option(help="Deadline; 30, and 600 of a file's generations.")
+        float | None,
+        typer.Option(
+            help="Request timeout in seconds. Default: 30, or 600 to generate text for a file."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Ask a served pipeline: texts, images, a file of rows, a chat.
+    """Send texts, images, a file of rows or a chat to a served pipeline.
 
-    Of --text and --text-pair one may be given once: it then goes with each of the other.
-    With --out the rows of --file are written again, with columns of answers; after a break the same
-    command goes on where it was.
+    One --text goes with each of several --text-pair, and one --text-pair with each --text.
+    With --out, an interrupted run continues when the command is repeated.
     """
     from triptych.client.questions import (
         TIMEOUT_S,
@@ -100,7 +132,10 @@ def infer(
         given = (chat is None) + (prompt is None)
         if given == 0 or any(other is not None for other in others):
             raise UserError(
-                "--chat, --prompt", "must be given alone", remedy="Leave the others out"
+                "--chat, --prompt",
+                "cannot be combined with each other or with other inputs",
+                given="several inputs",
+                remedy="Keep one of them and remove the other inputs",
             )
         limit_s = TIMEOUT_S if timeout_s is None else timeout_s
         _generate(name, url, chat, prompt, parameters or (), limit_s, as_json=as_json)
@@ -113,16 +148,21 @@ def infer(
         from triptych.client.questions import read_constants
 
         if file is None:
-            raise UserError("--out", "must go with --file", given=out, remedy="Give both")
+            raise UserError(
+                "--out", "is only supported with --file", given=out, remedy="Add --file FILE"
+            )
         constants = read_constants(text or (), text_pair or (), image or ())
         order = Asked(name, file, out, url, named, constants, parameters or (), timeout_s)
-        with _shown() as tell:
-            done = run(order, tell)
+        with _progress_display() as show:
+            done = run(order, show)
         _print_run(done, out, as_json)
         return
     if named:
         raise UserError(
-            "--out", "must go with columns of a file", given="nothing", remedy="Name a file"
+            "--out",
+            "is missing, and options that name columns need it",
+            given="nothing",
+            remedy="Add --out FILE",
         )
     questions = read_questions(text or (), text_pair or (), image or (), file)
     asked = parse_parameters(parameters or ())
@@ -147,7 +187,7 @@ def _generate(
     *,
     as_json: bool,
 ) -> None:
-    """Print an answer as it comes, and its figures at the end."""
+    """Print an answer while it is streamed, then token counts and times."""
     from triptych.client.generation import Completion
     from triptych.client.questions import parse_sampling, stream_answer
 
@@ -166,7 +206,7 @@ def _generate(
         return
     output.print()
     tokens = len(whole.token_ids)
-    rate = f", {(tokens - 1) / (last_s - first_s):.3g} a second after" if last_s > first_s else ""
+    rate = f", then {(tokens - 1) / (last_s - first_s):.3g} tokens/s" if last_s > first_s else ""
     given = f"{whole.usage.prompt_tokens} prompt tokens, " if whole.usage is not None else ""
     status.print(
         f"{given}{tokens} tokens ({whole.finish_reason}), first after {first_s:.3f} s{rate}",
@@ -175,25 +215,28 @@ def _generate(
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[Progress], None]]:
-    """What tells a terminal at once, and anything else now and then, how far a run is."""
-    told = time.monotonic()
+def _progress_display() -> Iterator[Callable[[Progress], None]]:
+    """Yield a function that prints the progress of a run.
+
+    A terminal shows each call, other outputs get a line every `_PROGRESS_INTERVAL_S`.
+    """
+    shown_at = time.monotonic()
     with status.status("reading") as spinner:
 
-        def tell(now: Progress) -> None:
-            nonlocal told
+        def show(now: Progress) -> None:
+            nonlocal shown_at
             left_s = (now.rows - now.done) / now.rows_per_s if now.rows_per_s else 0.0
             line = (
-                f"{now.done:,} of {now.rows:,} rows, {now.rows_per_s:,.0f} a second, "
+                f"{now.done:,} of {now.rows:,} rows, {now.rows_per_s:,.0f} rows/s, "
                 f"{now.failed:,} failed, {left_s / 60:,.0f} min left"
             )
             if status.is_terminal:
                 spinner.update(line)
-            elif time.monotonic() - told > _EVERY_S:
-                told = time.monotonic()
+            elif time.monotonic() - shown_at > _PROGRESS_INTERVAL_S:
+                shown_at = time.monotonic()
                 progress("infer", line)
 
-        yield tell
+        yield show
 
 
 def _print_run(done: Progress, out: Path, as_json: bool) -> None:
@@ -202,11 +245,11 @@ def _print_run(done: Progress, out: Path, as_json: bool) -> None:
     result = {"out": str(out), **done.as_dict()}
     if done.failed:
         rows = amount(done.rows, "row")
-        fail(as_json, result, f"{done.failed:,} of {rows}: why is in `error` of {out}")
+        fail(as_json, result, f"{done.failed:,} of {rows}; column `error` of {out} has the reasons")
     if as_json:
         print_json(result)
         return
     earlier = f", {done.earlier:,} of them by earlier runs" if done.earlier else ""
     output.print(
-        f"{amount(done.rows, 'row')}{earlier}, {done.rows_per_s:,.0f} a second: {out}", markup=False
+        f"{amount(done.rows, 'row')}{earlier}, {done.rows_per_s:,.0f} rows/s: {out}", markup=False
     )

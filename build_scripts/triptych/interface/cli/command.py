@@ -1,0 +1,227 @@
+"""Turn functions into verbs: options from dataclasses, former names, help in groups of verbs.
+
+A verb is a function under `@verb()`. Each parameter that is a dataclass stands for its fields, so
+that an option is declared once, where its value is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+VERBS = {
+    "Build": ("new", "test", "inspect", "build", "engine", "lint", "history", "rollback"),
+    "Serve": ("serve", "dev", "ui", "infer", "doctor"),
+    "Measure": ("verify", "bench", "bench-diff", "tune", "shadow"),
+    "Operate": ("deploy", "monitor", "traffic", "drift"),
+}
+"""Verbs in the order of the help, by their group."""
+POSITIONAL = ""
+"""New name of an option whose value is an argument now."""
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+class Formerly:
+    """Former names of an option or argument, as metadata of its annotation."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An option that is a verb now.
+
+    Attributes:
+        values: Number of values that the option takes.
+        name_first: Whether the verb takes NAME before these values.
+    """
+
+    verb: str
+    option: str
+    new: str
+    values: int = 1
+    name_first: bool = False
+
+
+RENAMED = {"watch": "monitor"}
+"""Former names of verbs."""
+MOVED = (
+    Moved("deploy", "--check", "lint"),
+    Moved("bench", "--compare", "bench-diff", values=2),
+    Moved("tune", "--check", "drift", name_first=True),
+)
+IGNORED = {("traffic", "--from-sample")}
+"""Verbs with options that have no effect any more."""
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    text = f"warning: `{old}` is now called `{new}`. A later release will not accept the old name."
+    print(text, file=sys.stderr)
+
+
+def _forward(words: Sequence[str]) -> list[str]:
+    """Return a command line with former verbs, and options that are verbs now, replaced."""
+    name, *rest = words
+    if name in RENAMED:
+        _warn_renamed(name, RENAMED[name])
+        name = RENAMED[name]
+    for moved in MOVED:
+        if moved.verb == name:
+            left, values = _take(rest, moved)
+            if values:
+                _warn_renamed(f"{moved.verb} {moved.option}", moved.new)
+                return [moved.new, *(left + values if moved.name_first else values + left)]
+    return [name, *rest]
+
+
+def _take(words: Sequence[str], moved: Moved) -> tuple[list[str], list[str]]:
+    """Return the words without `moved`, and its values."""
+    left, values, index = [], [], 0
+    while index < len(words):
+        option, has_value, value = words[index].partition("=")
+        if option != moved.option:
+            left.append(words[index])
+        elif has_value:
+            values.append(value)
+        else:
+            values += words[index + 1 : index + 1 + moved.values]
+            index += moved.values
+        index += 1
+    return left, values
+
+
+class _Program(TyperGroup):
+    """The program: accepts former verbs, and lists the verbs in groups."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, _forward(args))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for names in VERBS.values() for name in names]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for group, names in VERBS.items():
+            with formatter.section(group):
+                formatter.write_dl(
+                    [(name, self.commands[name].get_short_help_str(80)) for name in names]
+                )
+
+
+class _Verb(TyperCommand):
+    """A verb that accepts the former names of its options."""
+
+    former: dict[str, str]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._replace_former(args))
+
+    def _replace_former(self, words: Sequence[str]) -> list[str]:
+        options: list[str] = []
+        arguments: list[str] = []
+        rest = iter(words)
+        for word in rest:
+            if word == "--":
+                return [*options, *arguments, word, *rest]
+            option, has_value, value = word.partition("=")
+            if (self.name, option) in IGNORED:
+                print(f"warning: `{option}` has no effect and can be left out.", file=sys.stderr)
+            elif option not in self.former:
+                options.append(word)
+            elif (new := self.former[option]) == POSITIONAL:
+                _warn_renamed(f"{option} VALUE", "VALUE")
+                arguments.append(value if has_value else next(rest, ""))
+            else:
+                _warn_renamed(option, new)
+                options.append(new + has_value + value)
+        return [*options, *arguments]
+
+
+app = typer.Typer(
+    cls=_Program,
+    help="Build, serve and operate Triton ensembles of Hugging Face models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def verb(name: str | None = None) -> Callable[[_Function], _Function]:
+    """Register a function as the verb `name`; its docstring is the help."""
+
+    def register(function: _Function) -> _Function:
+        command = _expand(function)
+        former = {
+            old: _new_name(parameter)
+            for parameter in inspect.signature(command).parameters.values()
+            for marker in getattr(parameter.annotation, "__metadata__", ())
+            if isinstance(marker, Formerly)
+            for old in marker.names
+        }
+        cls = type(_Verb.__name__, (_Verb,), {"former": former})
+        app.command(name, cls=cls)(command)
+        return function
+
+    return register
+
+
+def _new_name(parameter: inspect.Parameter) -> str:
+    """Return the first name of a parameter's option, or `POSITIONAL`."""
+    for info in parameter.annotation.__metadata__:
+        if isinstance(info, typer.models.OptionInfo):
+            names = (info.default, *(info.param_decls or ()))
+            given = [name for name in names if isinstance(name, str)]
+            return given[0] if given else "--" + parameter.name.replace("_", "-")
+    return POSITIONAL
+
+
+def _expand(function: Callable[..., None]) -> Callable[..., None]:
+    """Return `function` with each dataclass among its parameters replaced by its fields."""
+    hints = get_type_hints(function, include_extras=True)
+    classes: dict[str, Any] = {}
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        hint = hints[parameter.name]
+        if is_dataclass(hint):
+            classes[parameter.name] = hint
+            parameters += _parameters_of(hint)
+        else:
+            parameters.append(
+                parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint)
+            )
+
+    def command(**values: Any) -> None:
+        made = {
+            name: cls(**{field.name: values.pop(field.name) for field in fields(cls)})
+            for name, cls in classes.items()
+        }
+        function(**values, **made)
+
+    command.__name__ = function.__name__
+    command.__doc__ = function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
+
+
+def _parameters_of(cls: Any) -> list[inspect.Parameter]:
+    """Return the fields of a dataclass as parameters of a function."""
+    hints = get_type_hints(cls, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(cls)
+    ]

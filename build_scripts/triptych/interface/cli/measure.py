@@ -1,0 +1,348 @@
+"""Verbs that measure load: bench, bench-diff, tune; and drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from triptych.base.errors import UserError
+from triptych.interface.cli.command import Formerly, verb
+from triptych.interface.cli.options import (
+    EXIT_FINDINGS,
+    REPORTS,
+    Folders,
+    Json,
+    Name,
+    Overrides,
+    Reports,
+    Url,
+    fail,
+    output,
+    parse_seconds,
+    print_json,
+    progress,
+    sigterm_as_interrupt,
+    status,
+    write_report,
+)
+
+if TYPE_CHECKING:
+    from triptych.serving.bench.bench import Price
+
+TimeBudget = Annotated[
+    str,
+    typer.Option(
+        "--time-budget", metavar="TIME", help="Maximum total time, such as 90s, 15m or 1h."
+    ),
+    Formerly("--budget"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloOptions:
+    """SLO that measurements are compared with."""
+
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slo",
+            metavar="METRIC=TIME",
+            help="Latency limit such as p99=50ms, or ttft_p99=500ms for text generation; may be "
+            "repeated. Default: serving.slo of the pipeline.",
+        ),
+    ] = None
+    min_throughput: Annotated[
+        float | None,
+        typer.Option(
+            "--min-throughput",
+            metavar="N",
+            help="Minimum throughput in requests/s. Default: serving.slo of the pipeline.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceOptions:
+    """Price of the machine and the load that it is for."""
+
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            "--price-per-hour",
+            help="Price of one device per hour. Default: the report has no cost.",
+        ),
+    ] = None
+    currency: Annotated[str, typer.Option(help="Currency of the price.")] = "USD"
+    daily_requests: Annotated[
+        float | None,
+        typer.Option(
+            "--daily-requests",
+            help="Number of requests per day. Default: the report has no monthly cost.",
+        ),
+    ] = None
+    peak_rps: Annotated[
+        float | None,
+        typer.Option(
+            "--peak-rps",
+            help="Peak load in requests/s. Default: the report has no number of machines.",
+        ),
+        Formerly("--peak-rate"),
+    ] = None
+    headroom: Annotated[
+        float,
+        typer.Option(help="Share (0 to 1) of a machine's maximum rate that stays unused."),
+    ] = 0.3
+
+    def price(self) -> Price | None:
+        """Return the price, or None if none is given.
+
+        Raises:
+            UserError: An option is out of range.
+        """
+        from triptych.serving.bench.bench import price_of
+
+        return price_of(
+            self.price_per_hour,
+            currency=self.currency,
+            daily_requests=self.daily_requests,
+            peak_per_s=self.peak_rps,
+            headroom=self.headroom,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Load of `bench`."""
+
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--concurrency",
+            "-c",
+            help="Number of clients that each wait for their response (closed loop); may be "
+            "repeated. Default: 1, 2, 4, 8, 16 and 32, or none with --rate.",
+        ),
+    ] = None
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--rate",
+            help="Requests/s sent without waiting for responses (open loop); may be repeated. "
+            "Default: no open loop.",
+        ),
+    ] = None
+    arrivals: Annotated[
+        str,
+        typer.Option(help="Distribution of open-loop requests: poisson, constant or burst."),
+    ] = "poisson"
+    burst: Annotated[
+        int, typer.Option(help="Number of requests sent together with --arrivals burst.")
+    ] = 8
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=1, max=100, help="Number of rounds; each load is measured once per round."
+        ),
+    ] = 3
+    window_seconds: Annotated[
+        float,
+        typer.Option("--window-seconds", min=0.3, help="Duration of each measurement, in seconds."),
+        Formerly("--seconds"),
+    ] = 3.0
+    time_budget: TimeBudget = "10m"
+
+
+@verb()
+def bench(
+    name: Name,
+    folders: Folders,
+    load: LoadOptions,
+    slo: SloOptions,
+    price: PriceOptions,
+    url: Url = None,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the metrics page of the server at --url, for GPU metrics. "
+            "Default: no GPU metrics of that server."
+        ),
+    ] = None,
+    find_max_rate: Annotated[
+        bool,
+        typer.Option("--find-max-rate", help="Search the highest rate that meets the SLO."),
+        Formerly("--find-rate"),
+    ] = False,
+    baseline: Annotated[
+        bool,
+        typer.Option("--baseline", help="Measure PyTorch and ONNX Runtime for comparison as well."),
+    ] = False,
+    reports: Reports = REPORTS,
+    as_json: Json = False,
+) -> None:
+    """Measure throughput, latency, cost and bottlenecks under load.
+
+    The requests are the pipeline's own traffic.
+    """
+    from triptych.building.kinds import STEPS
+    from triptych.interface.cli.measured_tables import print_bench
+    from triptych.interface.report.load import write_bench_report, write_figures
+    from triptych.serving.bench.bench import CONCURRENCY, Bench, parse_loads
+    from triptych.serving.bench.results import to_json, verdict_of
+    from triptych.spec.any_spec import load_any_spec, parse_any_slo
+
+    closed = load.concurrency or ([] if load.rate else list(CONCURRENCY))
+    loads = parse_loads(closed, load.rate or (), load.arrivals, load.burst)
+    spec = load_any_spec(folders.pipelines / name)
+    steps = STEPS[spec.kind]
+    wanted = Bench(
+        loads=loads,
+        rounds=load.rounds,
+        seconds=load.window_seconds,
+        budget_s=parse_seconds("--time-budget", load.time_budget),
+        slo=parse_any_slo(spec, slo.slo or (), slo.min_throughput),
+        find_rate=find_max_rate,
+        baselines=baseline,
+        price=price.price(),
+    )
+    with sigterm_as_interrupt():
+        result = steps.bench(
+            steps.read(spec, progress),
+            folders.repository,
+            wanted,
+            progress,
+            url=url,
+            metrics_url=metrics_url,
+        )
+    write_report(lambda folder: write_bench_report(result, folder), reports / name / "bench")
+    if url is None:
+        progress("card", write_figures(result, folders.repository))
+    if as_json:
+        print_json(to_json(result))
+    else:
+        print_bench(output, result)
+    raise typer.Exit(EXIT_FINDINGS if verdict_of(result).kind == "not met" else 0)
+
+
+@verb("bench-diff")
+def bench_diff(
+    before: Annotated[Path, typer.Argument(help="File bench.json of the first measurement.")],
+    after: Annotated[Path, typer.Argument(help="File bench.json of the second measurement.")],
+    as_json: Json = False,
+) -> None:
+    """Compare two results of bench, and mark differences beyond noise."""
+    from triptych.interface.cli.measured_tables import print_comparison
+    from triptych.serving.bench.comparison import compare, read_bench
+
+    comparison = compare(read_bench(before), read_bench(after))
+    if as_json:
+        print_json(comparison.as_dict())
+    else:
+        print_comparison(output, comparison)
+
+
+@verb()
+def tune(
+    name: Name,
+    folders: Folders,
+    slo: SloOptions,
+    price: PriceOptions,
+    overrides: Overrides = None,
+    time_budget: TimeBudget = "15m",
+    clients: Annotated[
+        int,
+        typer.Option(min=1, max=128, help="Number of requests in flight at the highest load."),
+    ] = 32,
+    reports: Reports = REPORTS,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest settings under load and write tuned.yaml.
+
+    The settings include queue delay, instances and batch sizes.
+    """
+    from triptych.building.generation.gate import GenerationGateFailure
+    from triptych.core.gate.cached import GateFailure
+    from triptych.interface.cli.measured_tables import print_tuned
+    from triptych.interface.report.tuning_report import write_tune_report
+    from triptych.operate.tune.tune import Tuning, tune_pipeline
+    from triptych.repository.lint.checks import LintFailure
+    from triptych.serving.bench.results import to_json
+    from triptych.spec.any_spec import load_any_spec, parse_any_slo
+
+    folder = folders.pipelines / name
+    spec = load_any_spec(folder, overrides or (), untuned=True)
+    tuning = Tuning(
+        slo=parse_any_slo(spec, slo.slo or (), slo.min_throughput),
+        budget_s=parse_seconds("--time-budget", time_budget),
+        clients=clients,
+        price=price.price(),
+        overrides=tuple(overrides or ()),
+    )
+    try:
+        with sigterm_as_interrupt():
+            result = tune_pipeline(folder, folders.repository, tuning, progress)
+    except (GateFailure, GenerationGateFailure, LintFailure) as failure:
+        message = f"{failure}; run `triptych build {name}` for the details"
+        fail(as_json, {"pipeline": name, "failure": str(failure)}, message)
+    write_report(lambda folder: write_tune_report(result, folder), reports / name / "tune")
+    if as_json:
+        print_json(to_json(result))
+    else:
+        print_tuned(output, result)
+        if result.winner.overrides:
+            status.print(f"now run `triptych build {name}`", markup=False)
+    raise typer.Exit(0 if result.met else EXIT_FINDINGS)
+
+
+@verb()
+def drift(
+    name: Name,
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="File of new requests (.jsonl), or saved metrics page of the server; an earlier "
+            "and a later page give the requests between them."
+        ),
+    ],
+    folders: Folders,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", help="Current load in requests/s. Default: unknown."),
+    ] = None,
+    reports: Reports = REPORTS,
+    as_json: Json = False,
+) -> None:
+    """Check whether a build still suits new traffic."""
+    from triptych.core.inputs import read_inputs
+    from triptych.operate.tune.drift import check_drift, format_drift
+    from triptych.operate.tune.new_traffic import read_lengths
+    from triptych.operate.tune.proposal import measured_in
+    from triptych.spec.any_spec import kind_in
+    from triptych.spec.kind import Kind
+    from triptych.spec.spec import load_spec
+
+    if len(files) > 2:
+        raise UserError(
+            "FILES",
+            "must be one or two files",
+            given=f"{len(files)} files",
+            remedy="Name a traffic.jsonl, a metrics page, or an earlier and a later metrics page",
+        )
+    if kind_in(folders.pipelines / name) is Kind.TEXT_GENERATION:
+        raise UserError(
+            "NAME",
+            "must be a pipeline that does not generate text",
+            given=name,
+            remedy="Put the new requests into traffic.jsonl and run `triptych tune` again",
+        )
+    inputs = read_inputs(load_spec(folders.pipelines / name), progress).as_built(folders.repository)
+    new = read_lengths(inputs, files[-1], before=files[0] if len(files) > 1 else None)
+    drift = check_drift(inputs, new, measured=measured_in(reports / name), rate_per_s=rate)
+    if as_json:
+        print_json(drift.as_dict())
+    else:
+        for line, style in format_drift(drift):
+            output.print(line, style=style, markup=False)
+    raise typer.Exit(0 if drift.action == "keep" else EXIT_FINDINGS)

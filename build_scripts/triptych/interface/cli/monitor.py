@@ -1,0 +1,420 @@
+"""Verbs that read sampled rows: monitor, shadow, traffic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from triptych.base.errors import UserError
+from triptych.interface.cli.command import Formerly, verb
+from triptych.interface.cli.options import (
+    EXIT_FINDINGS,
+    REPORTS,
+    SAMPLES,
+    Folders,
+    Json,
+    Name,
+    Reports,
+    Samples,
+    output,
+    parse_seconds,
+    print_json,
+    progress,
+    sigterm_as_interrupt,
+    status,
+    warn,
+    write_report,
+)
+from triptych.interface.cli.tables import exit_with_verdict, print_built, print_failed_gate
+
+if TYPE_CHECKING:
+    from triptych.operate.monitor.metrics import RunCollector
+    from triptych.operate.monitor.results import MonitorRun
+    from triptych.spec.spec import PipelineSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """Options of one run of the monitoring."""
+
+    samples: Samples = SAMPLES
+    max_rows: Annotated[
+        int,
+        typer.Option("--max-rows", min=1, help="Maximum number of rows compared in one run."),
+        Formerly("--rows"),
+    ] = 2000
+    reports: Reports = REPORTS
+    server_count: Annotated[
+        int | None,
+        typer.Option(
+            "--server-count",
+            min=1,
+            help="Number of servers that wrote the samples, for the requests/s of each. "
+            "Default: unknown.",
+        ),
+        Formerly("--servers"),
+    ] = None
+    show_texts: Annotated[
+        bool,
+        typer.Option(
+            "--show-texts", help="Show texts and answers of the rows with the largest errors."
+        ),
+    ] = False
+
+
+def apply_run(
+    result: MonitorRun,
+    folders: Folders,
+    options: MonitorOptions,
+    *,
+    as_json: bool,
+) -> dict[str, Any] | None:
+    """Build and activate the settings that a run proposes; None if it proposes none.
+
+    With `as_json`, standard output is reserved for the JSON result.
+
+    Returns:
+        ``build``, ``replaced`` and more about the new active build, or ``failure`` with the reason
+        why nothing has changed.
+    """
+    from triptych.core.engine.stage import EngineFailure
+    from triptych.core.gate.cached import GateFailure
+    from triptych.core.inputs import read_inputs
+    from triptych.operate.monitor.apply import apply_blocker, apply_proposal, format_applied
+    from triptych.operate.monitor.sample import read_files
+    from triptych.operate.monitor.timeline import RUN_FOLDER, read_timeline
+    from triptych.repository.lint.checks import LintFailure
+    from triptych.spec.spec import load_spec
+
+    if result.drift is None or result.drift.proposal is None:
+        return None
+    inputs = read_inputs(load_spec(folders.pipelines / result.pipeline), progress).as_built(
+        folders.repository
+    )
+    last = read_files(
+        options.samples,
+        result.pipeline,
+        read_timeline(options.reports / result.pipeline / RUN_FOLDER).last,
+    )
+    rows = [row for row in last.rows if row.build == result.build]
+    failure = apply_blocker(inputs, result, rows, folders.repository)
+    if not failure:
+        try:
+            with sigterm_as_interrupt():
+                done = apply_proposal(
+                    inputs, result, rows, folders.repository, progress, max_rows=options.max_rows
+                )
+        except (GateFailure, EngineFailure) as error:
+            print_failed_gate(status, error.gate)
+            failure = str(error)
+        except LintFailure as error:
+            failure = str(error)
+        except UserError as error:
+            failure = error.message
+        else:
+            print_built(status, done.built)
+            for line in format_applied(done):
+                (status if as_json else output).print(line, markup=False)
+            return done.as_dict()
+    status.print(f"not applied, nothing has changed: {failure}", style="red", markup=False)
+    return {"failure": failure}
+
+
+@verb()
+def monitor(
+    name: Name,
+    folders: Folders,
+    options: MonitorOptions,
+    interval: Annotated[
+        str | None,
+        typer.Option(
+            "--interval",
+            metavar="TIME",
+            help="Time between two runs, such as 15m or 1h. Default: a single run.",
+        ),
+        Formerly("--every"),
+    ] = None,
+    textfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--textfile", help="File *.prom for gauges in Prometheus format. Default: none."
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of a page with gauges, with --interval; 0 picks a free port. "
+            "Default: no page.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address that the page with gauges listens on.")
+    ] = "127.0.0.1",
+    apply: Annotated[
+        bool,
+        typer.Option("--apply", help="Build, check and activate the settings that are proposed."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare sampled responses with the original model and detect drift.
+
+    Each new row is compared once. The results accumulate in one sequential test per build, so
+    that frequent runs cause no false alarms. If the requests have drifted, new settings are
+    proposed.
+    """
+    pause_s = None if interval is None else parse_seconds("--interval", interval)
+    if port is not None and pause_s is None:
+        raise UserError(
+            "--port",
+            "is only supported with --interval",
+            given=port,
+            remedy="Add --interval 1h, because a single run ends before its page is read",
+        )
+
+    def run(page: RunCollector | None) -> bool:
+        """Return whether there is no alarm, or `apply` activated new settings."""
+        result = _run_once(name, folders, options)
+        if textfile is not None:
+            _write_gauges(result, textfile)
+        if page is not None:
+            page.run = result
+        if not as_json:
+            _print(result)
+        applied = None
+        if apply:
+            applied = apply_run(
+                result,
+                folders,
+                options,
+                as_json=as_json,
+            )
+        if as_json:
+            print_json(result.as_dict() | ({"applied": applied} if apply else {}))
+        return result.passed or (applied is not None and "failure" not in applied)
+
+    if pause_s is None:
+        raise typer.Exit(0 if run(None) else EXIT_FINDINGS)
+    with sigterm_as_interrupt(), _page(host, port) as page:
+        # The servers may start after the monitoring.
+        (options.samples / name).mkdir(0o700, parents=True, exist_ok=True)
+        run(page)
+        _repeat(lambda: run(page), pause_s)
+
+
+def _repeat(run: Callable[[], bool], pause_s: float) -> NoReturn:
+    while True:
+        time.sleep(pause_s)
+        try:
+            run()
+        except UserError as error:  # The cause may be gone at the next run.
+            warn(error.message)
+
+
+@contextmanager
+def _page(host: str, port: int | None) -> Iterator[RunCollector | None]:
+    if port is None:
+        yield None
+        return
+    from triptych.operate.monitor.metrics import PATH, metrics_page
+
+    with metrics_page(host, port) as page:
+        progress("monitor", f"gauges at http://{host}:{page.port}{PATH}")
+        yield page
+
+
+def _run_once(name: str, folders: Folders, options: MonitorOptions) -> MonitorRun:
+    from triptych.core.inputs import read_inputs
+    from triptych.interface.report.watch import write_watch_report
+    from triptych.operate.monitor.run import run_monitor
+    from triptych.operate.monitor.sample import read_files, read_sample
+    from triptych.operate.monitor.timeline import RUN_FOLDER, read_timeline
+    from triptych.operate.tune.proposal import measured_in
+    from triptych.repository.manifest import build_id
+    from triptych.spec.spec import load_spec
+
+    spec = load_spec(folders.pipelines / name)
+    inputs = read_inputs(spec, progress).as_built(folders.repository)
+    folder = options.reports / name / RUN_FOLDER
+    timeline = read_timeline(folder)
+    sample = read_sample(
+        options.samples, name, keep_hours=_keep_hours(spec), known=frozenset(timeline.files)
+    )
+    result = run_monitor(
+        inputs,
+        folders.repository,
+        sample,
+        progress,
+        evidence=timeline.evidence_about(build_id(folders.repository, name)),
+        max_rows=options.max_rows,
+        last=None if sample.rows else read_files(options.samples, name, timeline.last),
+        measured=measured_in(options.reports / name),
+        servers=options.server_count,
+        show_texts=options.show_texts,
+    )
+    timeline = timeline.after(result, sample.known)
+    write_report(lambda target: write_watch_report(result, timeline, target), folder)
+    return result
+
+
+def _keep_hours(spec: PipelineSpec) -> float:
+    """Return the retention time of the pipeline's samples, in hours.
+
+    Raises:
+        UserError: The pipeline has no sampling.
+    """
+    if spec.serving.sample is None:
+        raise UserError(
+            "serving.sample",
+            "is missing, so servers sample no rows",
+            given="nothing",
+            remedy="Write `sample: {rate: 0.001}` below serving in pipeline.yaml, build and serve",
+        )
+    return spec.serving.sample.keep_hours
+
+
+def _write_gauges(result: MonitorRun, path: Path) -> None:
+    from triptych.base.files import told_to_user, write_files
+    from triptych.operate.monitor.metrics import metrics_text
+
+    with told_to_user(path.parent):
+        write_files(path.parent, {path.name: metrics_text(result)})
+
+
+def _print(result: MonitorRun) -> None:
+    from triptych.operate.monitor.results import format_run
+
+    for line, style in format_run(result):
+        output.print(line, style=style, markup=False)
+
+
+@verb()
+def shadow(
+    name: Name,
+    candidate: Annotated[
+        str,
+        typer.Argument(help="Repository with the other build, or the ID of a replaced build."),
+        Formerly("--candidate"),
+    ],
+    folders: Folders,
+    samples: Samples = SAMPLES,
+    from_traffic: Annotated[
+        bool,
+        typer.Option("--traffic", help="Replay traffic.jsonl instead of the sampled rows."),
+    ] = False,
+    max_rows: Annotated[
+        int,
+        typer.Option("--max-rows", min=1, help="Maximum number of rows that are replayed."),
+        Formerly("--rows"),
+    ] = 2000,
+    clients: Annotated[
+        int, typer.Option("--clients", min=1, max=128, help="Number of requests in flight.")
+    ] = 8,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            "--rate",
+            help="Requests/s sent without waiting for responses. Default: the load of --clients.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=100,
+            help="Number of rounds under load on each build; 0 compares the answers only.",
+        ),
+    ] = 5,
+    window_seconds: Annotated[
+        float,
+        typer.Option("--window-seconds", min=0.3, help="Duration of each measurement, in seconds."),
+        Formerly("--seconds"),
+    ] = 3.0,
+    reports: Reports = REPORTS,
+    as_json: Json = False,
+) -> None:
+    """Compare two builds on replayed traffic.
+
+    Sampled rows, or traffic.jsonl if nothing is sampled, are sent to the active build and to the
+    candidate, each on its own server. The verdict covers answers, latency and cost.
+    """
+    from triptych.core.inputs import read_inputs
+    from triptych.interface.report.watch import write_shadow_report
+    from triptych.operate.monitor.sample import read_sample
+    from triptych.operate.monitor.shadow import ReplayOptions, compare_candidate
+    from triptych.operate.monitor.verdict import format_comparison
+    from triptych.serving.bench.bench import parse_loads
+    from triptych.spec.spec import load_spec
+
+    closed, rates = ([clients], []) if rate is None else ([], [rate])
+    (load,) = parse_loads(closed, rates, "poisson", 1)
+    spec = load_spec(folders.pipelines / name)
+    inputs = read_inputs(spec, progress).as_built(folders.repository)
+    sample = None
+    if not from_traffic and spec.serving.sample is not None:
+        sample = read_sample(samples, name, keep_hours=spec.serving.sample.keep_hours)
+    replay = ReplayOptions(
+        max_rows=max_rows, clients=clients, load=load, rounds=rounds, seconds=window_seconds
+    )
+    with sigterm_as_interrupt(), _candidate(name, folders.repository, candidate) as other:
+        found = compare_candidate(inputs, folders.repository, other, sample, replay, progress)
+    write_report(lambda target: write_shadow_report(found, target), reports / name / "shadow")
+    lines = format_comparison(found)
+    exit_with_verdict(found.as_dict(), lines, passed=found.passed, as_json=as_json)
+
+
+@contextmanager
+def _candidate(name: str, repository: Path, candidate: str) -> Iterator[Path]:
+    """Yield the repository of the candidate: a folder, or links to a replaced build."""
+    from triptych.repository.store import choose_build, kept_builds, sibling_work_dir
+
+    kept = choose_build(kept_builds(repository, name), candidate)
+    if kept is None or Path(candidate).is_dir():
+        yield Path(candidate)
+        return
+    with sibling_work_dir(repository, "shadow") as folder:
+        kept.lay_out(folder)
+        yield folder
+
+
+@verb()
+def traffic(
+    name: Name,
+    folders: Folders,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Remove the present rows of traffic.jsonl.")
+    ] = False,
+    max_rows: Annotated[
+        int,
+        typer.Option("--max-rows", min=1, help="Maximum number of rows that are added."),
+        Formerly("--rows"),
+    ] = 2000,
+    samples: Samples = SAMPLES,
+    as_json: Json = False,
+) -> None:
+    """Add sampled requests to traffic.jsonl and report drift."""
+    from triptych.core.inputs import read_inputs
+    from triptych.operate.monitor.apply import format_change, take_rows
+    from triptych.operate.monitor.sample import read_sample
+    from triptych.operate.tune.drift import format_drift
+    from triptych.spec.spec import load_spec
+
+    spec = load_spec(folders.pipelines / name)
+    inputs = read_inputs(spec, progress).as_built(folders.repository)
+    sample = read_sample(samples, name, keep_hours=_keep_hours(spec))
+    change = take_rows(inputs, sample, replace=replace, max_rows=max_rows)
+    if as_json:
+        print_json(change.as_dict())
+        return
+    for line in format_change(change):
+        output.print(line, markup=False)
+    if change.drift is not None:
+        for line, style in format_drift(change.drift):
+            output.print(line, style=style, markup=False)

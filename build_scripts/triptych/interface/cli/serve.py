@@ -1,0 +1,482 @@
+"""Verbs that run a server: serve, dev, ui, verify; and doctor."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from triptych.base.errors import UserError
+from triptych.interface.cli.command import verb
+from triptych.interface.cli.options import (
+    EXIT_FINDINGS,
+    REPOSITORY,
+    SAMPLES,
+    Folders,
+    Json,
+    LoadTimeout,
+    Name,
+    Overrides,
+    Ports,
+    Samples,
+    Url,
+    output,
+    print_json,
+    progress,
+    sigterm_as_interrupt,
+    status,
+    warn,
+)
+from triptych.interface.cli.tables import (
+    exit_with_verdict,
+    print_built,
+    print_failed_gate,
+    print_finding,
+)
+from triptych.runtime.sample_files import FOLDER_VARIABLE
+
+if TYPE_CHECKING:
+    from triptych.building.dev import Round
+    from triptych.serving.fleet.mirrored import Mirrored
+    from triptych.serving.server import Server
+    from triptych.spec.any_spec import AnySpec
+
+
+def run(
+    server: Server, announce: Callable[[], None], *, timeout_s: float, meanwhile: Callable[[], None]
+) -> None:
+    """Run a server until it is interrupted.
+
+    Args:
+        server: Server, not started yet.
+        announce: Called each time the server is ready.
+        timeout_s: Maximum time to load the models, in seconds.
+        meanwhile: Called regularly while the server runs.
+
+    Raises:
+        UserError: The server does not become ready.
+    """
+    from triptych.serving.endpoint import serve_until_asked
+
+    asked = serve_until_asked(
+        server,
+        timeout_s=timeout_s,
+        on_progress=lambda line: progress("load", line),
+        on_ready=announce,
+        on_death=lambda line: status.print(f"error: {line}", style="red", markup=False),
+        meanwhile=meanwhile,
+    )
+    status.print(f"stopped ({asked})", markup=False)
+
+
+@verb()
+def dev(
+    name: Name,
+    folders: Folders,
+    ports: Ports,
+    overrides: Overrides = None,
+    timeout_s: LoadTimeout = 120.0,
+    as_json: Json = False,
+) -> None:
+    """Serve a pipeline, and rebuild it when its files change.
+
+    A failed build is reported, and the server keeps the previous one. Ctrl-C ends the server.
+    """
+    from triptych.building.dev import Watch, rebuild
+    from triptych.serving.exchange import Exchange
+    from triptych.serving.server import Server
+
+    folder = folders.pipelines / name
+    watch = Watch(folder)
+
+    def build(changed: list[str]) -> bool:
+        done = rebuild(folder, folders.repository, overrides or (), progress)
+        _print_round(done, as_json=as_json, changed=changed)
+        return done.built is not None
+
+    if not build([]):
+        raise typer.Exit(EXIT_FINDINGS)
+    server = Server(folders.repository, models=[name], **vars(ports))
+    exchange = Exchange(
+        server,
+        only=name,
+        on_exchange=lambda line: progress("serve", line),
+        on_problem=warn,
+    )
+
+    def check_files() -> None:
+        changed = watch.changed()
+        if changed:
+            build(changed)
+        exchange.look()
+
+    def announce() -> None:
+        if as_json:
+            print(json.dumps({"grpc": server.grpc_url, "pid": server.pid}), flush=True)
+            return
+        output.print(
+            f"{name} is ready at {server.grpc_url}; edit {folder}, or stop with Ctrl-C",
+            style="green",
+            markup=False,
+        )
+
+    run(server, announce, timeout_s=timeout_s, meanwhile=check_files)
+
+
+def _print_round(done: Round, *, as_json: bool, changed: list[str]) -> None:
+    """Print the results of a rebuild in the format of the verbs `test` and `build`."""
+    from triptych.base.errors import UserError
+    from triptych.core.engine.stage import EngineFailure
+    from triptych.core.gate.cached import GateFailure
+    from triptych.repository.lint.checks import LintFailure
+
+    failure = done.failure
+    for check in done.problems:
+        style = "red" if check.severity == "error" else "yellow"
+        status.print(f"{check.severity}: {check.name}: {check.note}", style=style, markup=False)
+    if isinstance(failure, GateFailure | EngineFailure):
+        print_failed_gate(status, failure.gate)
+    if isinstance(failure, LintFailure):
+        for finding in failure.findings:
+            print_finding(status, finding.as_dict())
+    why = ""
+    if failure is not None:
+        known = isinstance(failure, UserError | GateFailure | EngineFailure | LintFailure)
+        message = failure.message if isinstance(failure, UserError) else str(failure)
+        why = message if known else f"{type(failure).__name__}: {message}"
+        status.print(f"error: {why}", style="red", markup=False)
+    if done.built is not None:
+        print_built(status, done.built)
+    elif not why:
+        why = "; ".join(c.note for c in done.problems if c.severity == "error")
+    what = f"{', '.join(changed)} changed: " if changed else ""
+    outcome = "built" if done.built is not None else "not built, nothing was written"
+    status.print(f"{what}{outcome} ({done.seconds:.1f} s)", style="bold", markup=False)
+    if as_json:
+        models = [] if done.built is None else list(done.built.changed)
+        result = {"changed": changed, "models": models, "error": why, "seconds": done.seconds}
+        print(json.dumps(result), flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options of `serve` that one server and a fleet share."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    timeout_s: LoadTimeout = 120.0
+    log_file: Annotated[
+        Path | None,
+        typer.Option(help="File for the server's log. Default: a temporary file."),
+    ] = None
+    profile: Annotated[
+        Literal["development", "production"],
+        typer.Option(
+            help="Server flags, startup check and TRIPTYCH_* variables: those of the serving "
+            "image with production."
+        ),
+    ] = "development"
+    samples: Samples = SAMPLES
+    as_json: Json = False
+
+    @property
+    def production(self) -> bool:
+        """Whether the server runs as it does in the serving image."""
+        return self.profile == "production"
+
+
+@verb()
+def serve(
+    repository: Annotated[
+        Path, typer.Argument(help="Folder of the model repository, or the name of one pipeline.")
+    ] = REPOSITORY,
+    *,
+    options: ServeOptions,
+    ports: Ports,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="Number of servers behind Envoy. Default: one for each of --gpus, or 1."),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers or UUIDs of the GPUs, such as 0,1: one replica on each. "
+            "Default: all GPUs for each replica."
+        ),
+    ] = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPOSITORY:SHARE",
+            help="Candidate build that gets copies of a share (0 to 1) of the requests. "
+            "Default: no candidate.",
+        ),
+    ] = None,
+) -> None:
+    """Serve built pipelines with tritonserver until interrupted.
+
+    With --replicas or --gpus, several servers run behind Envoy, which listens on their ports.
+    Responses of a --mirror candidate are sampled into .candidate of the samples, never returned.
+    """
+    from triptych.container.machine import find_gpus
+    from triptych.repository.store import recover
+    from triptych.serving.fleet.mirrored import check_alike, mirrored_of
+    from triptych.serving.fleet.serve import check_gpus, count_replicas
+    from triptych.serving.ports import is_loopback
+    from triptych.serving.server import check_and_make_flags
+
+    repository, models = resolve_repository(repository)
+    named = gpus.split(",") if gpus is not None else []
+    count = count_replicas(replicas, named)
+    mirrored = None if mirror is None else mirrored_of(mirror)
+    if mirrored is not None:
+        if count == 1:
+            raise UserError(
+                "--mirror",
+                "is only supported with at least 2 replicas",
+                given="1 replica",
+                remedy="Add --replicas 2, because Envoy sends the copies",
+            )
+        check_alike(repository, mirrored.repository)
+        recover(mirrored.repository)
+    if named:
+        check_gpus(named, len(find_gpus()))
+    if not is_loopback(options.host):
+        warn(
+            f"{options.host} can be reached from other machines, and Triton does not authenticate "
+            "clients: put a gateway in front that does (docker/README.md)"
+        )
+    recover(repository)
+    flags = check_and_make_flags(repository, production=options.production, one_gpu=bool(named))
+    same = {
+        "models": models,
+        "host": options.host,
+        "log_file": options.log_file,
+        "exchanges": not options.production,
+        "production_flags": flags,
+        **vars(ports),
+    }
+    if count == 1:
+        _serve_one(repository, options, named, same)
+    else:
+        _serve_fleet(repository, options, count, mirrored, {"gpus": named, **same})
+
+
+def _serve_one(
+    repository: Path, options: ServeOptions, gpus: list[str], same: Mapping[str, Any]
+) -> None:
+    """Run one server until interrupted; `same` are arguments that a fleet takes as well."""
+    from triptych.serving.exchange import Exchange
+    from triptych.serving.fleet.serve import variables_of
+    from triptych.serving.server import Server
+
+    environment = {FOLDER_VARIABLE: str(options.samples.absolute()), **variables_of(gpus, 0)}
+    server = Server(repository, environment=environment, **same)
+    exchange = Exchange(
+        server, on_exchange=_print_change, on_problem=warn, production=options.production
+    )
+
+    def announce() -> None:
+        endpoints = {
+            "grpc": server.grpc_url,
+            "http": server.http_url,
+            "metrics": server.metrics_url,
+        }
+        _announce(endpoints, {"pid": server.pid}, as_json=options.as_json)
+
+    run(server, announce, timeout_s=options.timeout_s, meanwhile=exchange.look)
+
+
+def _serve_fleet(
+    repository: Path,
+    options: ServeOptions,
+    replicas: int,
+    mirrored: Mirrored | None,
+    same: Mapping[str, Any],
+) -> None:
+    """Run several servers behind Envoy until interrupted."""
+    from triptych.serving.fleet.mirrored import FOLDER
+    from triptych.serving.fleet.serve import find_crowding, new_fleet, serve_until_asked
+
+    samples = options.samples.absolute()
+    with new_fleet(
+        repository,
+        replicas=replicas,
+        mirrored=mirrored,
+        environment={FOLDER_VARIABLE: str(samples)},
+        candidate_environment={FOLDER_VARIABLE: str(samples / FOLDER)},
+        load_s=options.timeout_s,
+        on_change=_print_change,
+        on_problem=warn,
+        **same,
+    ) as fleet:
+
+        def announce() -> None:
+            described = fleet.described()
+            for line in find_crowding(replica["pid"] for replica in described):
+                warn(line)
+            _announce(fleet.endpoints, {"replicas": described}, as_json=options.as_json)
+
+        asked = serve_until_asked(fleet, announce)
+    status.print(f"stopped ({asked})", markup=False)
+
+
+def _print_change(line: str) -> None:
+    status.print(line, style="green", markup=False)
+
+
+def _announce(endpoints: dict[str, str], more: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**endpoints, **more}), flush=True)
+        return
+    output.print("ready; stop with Ctrl-C", style="green")
+    for kind, endpoint in endpoints.items():
+        output.print(f"  {kind:8} {endpoint}", markup=False)
+
+
+def resolve_repository(named: Path) -> tuple[Path, list[str]]:
+    """Return the repository and the models to serve: one named pipeline, or [] for all."""
+    from triptych.repository.config import CONFIG_FILE
+    from triptych.repository.manifest import MANIFEST_FILE
+
+    if named.is_dir() and any(named.glob(f"*/{CONFIG_FILE}")):
+        return named, []
+    if named.name == str(named) and (REPOSITORY / named / CONFIG_FILE).is_file():
+        return REPOSITORY, [named.name]
+    built = sorted(path.parent.name for path in REPOSITORY.glob(f"*/{MANIFEST_FILE}"))
+    raise UserError(
+        "REPOSITORY",
+        "must be a folder with models, or the name of a built pipeline",
+        given=named,
+        remedy=f"Run `triptych build NAME` first; built pipelines: {', '.join(built) or 'none'}",
+    )
+
+
+@verb()
+def verify(
+    name: Name,
+    folders: Folders,
+    url: Url = None,
+    overrides: Overrides = None,
+    clients: Annotated[
+        int, typer.Option(min=1, max=256, help="Number of requests in flight.")
+    ] = 16,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Timeout of each request, in seconds.")
+    ] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Run the accuracy gate against a running server."""
+    from triptych.building.kinds import STEPS
+    from triptych.serving.endpoint import check_built, served
+    from triptych.spec.any_spec import load_any_spec
+
+    if url is None:
+        check_built(folders.repository, name)
+    spec = load_any_spec(folders.pipelines / name, overrides or ())
+    steps = STEPS[spec.kind]
+    inputs = steps.read(spec, progress)
+    server = served(folders.repository, name, url, progress)
+    result = steps.verify(
+        inputs, folders.repository, server, progress, clients=clients, timeout_s=timeout_s
+    )
+    lines = steps.describe_verification(result)
+    exit_with_verdict(result.as_dict(), lines, passed=result.passed, as_json=as_json)
+
+
+@verb()
+def doctor(ports: Ports, as_json: Json = False) -> None:
+    """Check this machine, and print how to fix what is missing."""
+    from triptych.serving.doctor import examine
+
+    findings = [finding.as_dict() for finding in examine(**vars(ports))]
+    errors = sum(finding["severity"] == "error" for finding in findings)
+    if as_json:
+        print_json(findings)
+    else:
+        for finding in findings:
+            print_finding(output, finding)
+        output.print(f"{errors} errors" if errors else "no problems found", markup=False)
+    raise typer.Exit(EXIT_FINDINGS if errors else 0)
+
+
+@verb()
+def ui(
+    name: Name,
+    folders: Folders,
+    url: Url = None,
+    host: Annotated[str, typer.Option(help="Address that the page listens on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the page; 0 picks a free port.")
+    ] = 7860,
+    timeout_s: LoadTimeout = 120.0,
+    request_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Timeout of each request, in seconds.")
+    ] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Serve a demo page for a pipeline until interrupted.
+
+    The page shows the answers in the form of the task, and the time of each step.
+    """
+    from triptych.interface.kinds import FACES
+    from triptych.repository.store import recover
+    from triptych.serving.endpoint import check_built
+    from triptych.serving.exchange import Exchange
+    from triptych.serving.ports import claim_ports, is_loopback
+    from triptych.serving.server import Server, check_and_make_flags
+
+    if url is None:
+        check_built(folders.repository, name)
+        recover(folders.repository)
+        check_and_make_flags(folders.repository, production=False)
+    port = claim_ports(host, {"--port": port})["--port"]  # fails before a server starts
+    spec = load_active_spec(name, folders)
+    if not is_loopback(host):
+        warn(f"{host} can be reached from other machines, and the page does not authenticate users")
+    with ExitStack() as opened:
+
+        def open_page(grpc_url: str, pid: int | None) -> None:
+            made = FACES[spec.kind].open_page(
+                spec, folders.pipelines / name, grpc_url, host, port, request_timeout_s
+            )
+            page = opened.enter_context(made)
+            if as_json:
+                print(json.dumps({"page": page.url, "grpc": grpc_url, "pid": pid}), flush=True)
+            else:
+                output.print(f"open {page.url} to try {name}; stop with Ctrl-C", style="green")
+
+        if url is not None:
+            with sigterm_as_interrupt():
+                open_page(url, None)
+                try:
+                    signal.pause()
+                except KeyboardInterrupt:
+                    status.print("stopped", markup=False)
+            return
+        server = Server(folders.repository, models=[name])
+        exchange = Exchange(
+            server, only=name, on_exchange=lambda line: progress("serve", line), on_problem=warn
+        )
+        pages: list[str] = []
+
+        def announce() -> None:
+            if not pages:  # a restarted server has the same address
+                pages.append(server.grpc_url)
+                open_page(server.grpc_url, server.pid)
+
+        run(server, announce, timeout_s=timeout_s, meanwhile=exchange.look)
+
+
+def load_active_spec(name: str, folders: Folders) -> AnySpec:
+    """Return the spec of the active build, or of the pipeline's folder if it is not built here."""
+    from triptych.repository.manifest import find_built_spec
+    from triptych.spec.any_spec import load_any_spec
+
+    built = find_built_spec(folders.repository, name)
+    return built or load_any_spec(folders.pipelines / name)
