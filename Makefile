@@ -15,7 +15,7 @@ export TRITON_IMAGE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
-.PHONY: help setup setup-generation demo demo-chat test test-long check serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz clean
+.PHONY: help setup setup-generation demo demo-chat test test-long check serve image engine-in-container examples compare compare-path compare-tasks compare-generation grid scaling precisions gpu-test soak fuzz results clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 21
 
@@ -106,39 +106,42 @@ examples: setup  ## Train both examples (minutes), build them and check them on 
 	$(BIN)/python build_scripts/examples/train.py pii
 	$(BIN)/triptych build ticket_routing pii
 
-compare: setup  ## Measure fp32 and auto precision against infinity-emb, LitServe, MLServer and others
-	$(BIN)/python build_scripts/benchmarks/compare.py
+compare: setup  ## Compare embedding servers: Triptych, infinity-emb, LitServe, MLServer (ARGS="--rounds 1 --seconds 3")
+	$(BIN)/python build_scripts/benchmarks/compare.py $(ARGS)
 
-compare-path: setup  ## What tokenizing, hops and decoding cost around a core like a GPU's (ARGS=--full)
-	$(BIN)/python build_scripts/benchmarks/path.py $(ARGS)
+compare-path: setup  ## Measure what everything except the core costs (ARGS=--full)
+	$(BIN)/python build_scripts/benchmarks/pipeline_overhead.py $(ARGS)
 
-compare-generation: setup setup-generation  ## Text generation beside vLLM's own server and transformers (ARGS="--clients 8")
+compare-generation: setup setup-generation  ## Compare text generation with vLLM's own server and transformers (ARGS="--clients 8")
 	$(BIN)/python build_scripts/benchmarks/generation.py $(ARGS)
 
-compare-tasks: setup  ## Measure every task against transformers' own pipelines
-	$(BIN)/python build_scripts/benchmarks/tasks.py
+compare-tasks: setup  ## Compare every task with transformers' own pipelines
+	$(BIN)/python build_scripts/benchmarks/tasks.py $(ARGS)
 
-grid: setup  ## Hold `triptych tune` against a whole grid of settings (about an hour)
-	$(BIN)/python build_scripts/benchmarks/grid.py
+grid: setup  ## Compare `triptych tune` with a whole grid of settings (about an hour)
+	$(BIN)/python build_scripts/benchmarks/grid.py $(ARGS)
 
-scaling: setup  ## Compare autoscalers: a simulation of KEDA, held against three real servers; ARGS=--live moves real ones
+scaling: setup  ## Compare autoscalers in a simulation; ARGS=--live scales real servers
 	$(BIN)/python build_scripts/benchmarks/scaling.py $(ARGS)
 
-precisions: setup  ## The core in every precision: the gate, accuracy and speed (PROVIDER=...)
-	$(BIN)/python build_scripts/benchmarks/precisions.py --provider $(PROVIDER)
+precisions: setup  ## Compare the core in every precision: gate, accuracy and speed (PROVIDER=...)
+	$(BIN)/python build_scripts/benchmarks/precisions.py --provider $(PROVIDER) $(ARGS)
 
 # A Python that is named is used as it is, since TensorRT may be nowhere else (an NGC container).
 PYTHON_IS_NAMED := $(filter-out file default,$(firstword $(origin PYTHON)))
 GPU_PYTHON := $(if $(PYTHON_IS_NAMED),$(PYTHON),$(BIN)/python)
-gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Engines, their parity and speed, served, on a GPU (PYTHON=..., ARGS="--minutes 8")
+gpu-test: $(if $(PYTHON_IS_NAMED),,setup)  ## Test engines on a GPU: parity, speed, served (PYTHON=..., ARGS="--minutes 8")
 	PYTHONPATH="build_scripts$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 soak: setup  ## Watch memory over 200,000 requests
-	$(BIN)/python build_scripts/benchmarks/soak.py
+	$(BIN)/python build_scripts/benchmarks/soak.py $(ARGS)
 
-fuzz: setup  ## Send 100,000 broken requests beside a client whose answers must stay right
+fuzz: setup  ## Send 100,000 broken requests while another client's responses are checked
 	$(BIN)/triptych build minilm
-	$(BIN)/python build_scripts/benchmarks/fuzz.py model_repository minilm
+	$(BIN)/python build_scripts/benchmarks/fuzz.py model_repository minilm $(ARGS)
+
+results: setup  ## Write the page of results again (NAMES="compare soak" measures these first)
+	$(BIN)/python build_scripts/benchmarks/results.py $(NAMES)
 
 clean:  ## Remove what was built, reported and cached
 	rm -rf .cache reports .mypy_cache .pytest_cache .ruff_cache

@@ -45,7 +45,8 @@ BIGGEST = (
 What exports many models comes after those that export the same."""
 # fmt: off
 PURE = (
-    "accuracy_thresholds", "admission", "alerts", "bulk_failures", "bulk_formats", "capacity",
+    "accuracy_thresholds", "admission", "alerts", "benchmarks", "bulk_failures", "bulk_formats",
+    "capacity",
     "card", "command_line", "comparison", "container", "container_locks", "core_config", "cost",
     "dashboard", "decoders_spans", "deploy", "deploy_check", "deploy_generation", "deploy_targets",
     "deploy_watch", "docker", "doctor", "drift", "dry_run", "engine_inspection", "engine_request",

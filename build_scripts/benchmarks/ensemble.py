@@ -1,4 +1,4 @@
-"""A contender that tritonserver serves: started, asked for vectors, loaded, stopped."""
+"""A system under test that tritonserver serves."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.measurement import Measurement, closed_loop
+from benchmarks.harness import closed_loop
 from triptych.serving.server import Server
 
-_ANSWER_TIMEOUT_S = 120.0
-_EMBED_CLIENTS = 16
+RESPONSE_TIMEOUT_S = 120.0
+CHECK_CLIENTS = 16
+"""Number of concurrent clients that request the vectors to check."""
 
 
 @dataclass
 class Ensemble:
-    """A model of a repository, on a server of its own while the context lasts.
+    """A model of a repository, on its own server while the context lasts.
 
     Attributes:
-        name: the contender's name in the table.
-        repository: the model repository.
-        model: the ensemble (or model) that gets the texts.
-        output: the tensor that holds the vectors.
-        flags: of tritonserver, besides its own.
+        model: Ensemble or model that receives the texts.
+        flags: Additional flags of tritonserver.
+        environment: Additional environment variables of tritonserver.
     """
 
     name: str
     repository: Path
     model: str
-    output: str = "embedding"
     flags: Sequence[str] = ()
+    environment: dict[str, str] | None = None
 
     def __enter__(self) -> Ensemble:
-        self._server = Server(self.repository, extra_args=self.flags).__enter__()
+        server = Server(self.repository, extra_args=self.flags, environment=self.environment or {})
+        self._server = server.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -45,33 +45,29 @@ class Ensemble:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
         return self._server.pid
 
     @property
     def grpc_url(self) -> str:
-        """Of the server."""
         return self._server.grpc_url
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Vectors ``[texts, dim]``: one text a request, many at the same time, as under load."""
+        """Return vectors ``[texts, dim]``, requested concurrently with one text a request."""
         from tritonclient import grpc
 
-        def ask(text: str) -> NDArray[np.float32]:
+        def embed_one(text: str) -> NDArray[np.float32]:
             tensor = grpc.InferInput("text", [1, 1], "BYTES")
             tensor.set_data_from_numpy(np.array([[text.encode()]], dtype=np.object_))
-            answer = client.infer(self.model, [tensor], client_timeout=_ANSWER_TIMEOUT_S)
-            row: NDArray[np.float32] = answer.as_numpy(self.output)[0]
+            response = client.infer(self.model, [tensor], client_timeout=RESPONSE_TIMEOUT_S)
+            row: NDArray[np.float32] = response.as_numpy("embedding")[0]
             return row
 
         with (
             grpc.InferenceServerClient(self.grpc_url) as client,
-            ThreadPoolExecutor(_EMBED_CLIENTS) as pool,
+            ThreadPoolExecutor(CHECK_CLIENTS) as pool,
         ):
-            return np.stack(list(pool.map(ask, texts)))
+            return np.stack(list(pool.map(embed_one, texts)))
 
-    def load(self, texts: Sequence[str], *, clients: int, seconds: float) -> Measurement:
-        """Closed loop with `clients`, after a short warm-up."""
-        return closed_loop(
-            self.name, self.grpc_url, self.model, texts, clients=clients, seconds=seconds
-        )
+    def load(self, texts: Sequence[str], *, clients: int, seconds: float) -> dict[str, float]:
+        """Return the metrics of a closed loop."""
+        return closed_loop(self.grpc_url, self.model, texts, clients=clients, seconds=seconds)

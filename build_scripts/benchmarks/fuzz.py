@@ -1,9 +1,9 @@
-"""Broken requests by the thousand at a real server, beside a client whose answers must stay right.
+"""Send broken requests to a real server, while the responses of another client must stay right.
 
 Usage: ``python build_scripts/benchmarks/fuzz.py model_repository minilm --requests 100000``.
 Over gRPC: wrong shapes, types, lengths, names and parameters, for the ensemble and for its steps;
-over HTTP: bodies and headers that lie. Each request must end in an answer or a status within its
-deadline, and the server must live. Prints how many ended how; exit code 1 where one did not.
+over HTTP: wrong bodies and headers. Each request must end with a response or a status within its
+deadline, and the server must not crash. The outcomes are counted; exit code 1 if one is a fault.
 """
 
 from __future__ import annotations
@@ -33,31 +33,23 @@ from triptych.serving.server import Server
 
 DEADLINE_S = 20.0
 CLIENTS = 8
-CANARY = "where is my parcel"
+PROBE = "where is my parcel"
 TYPES = ("BYTES", "INT32", "INT64", "FP32", "UINT8", "BOOL", "FP16", "", "NONSENSE")
-NAMES = (
-    "text",
-    "text_pair",
-    "ticket",
-    "carry",
-    "input_ids",
-    "row_length",
-    "row_stride",
-    "",
-    "x" * 999,
-)
+NAMES = ("text", "text_pair", "ticket", "carry", "input_ids", "row_length", "", "x" * 999)
+FAULTS = ("WRONG", "DEADLINE", "UNKNOWN", "INTERNAL", "imeout", "Refused", "Unreachable")
+"""Parts of the outcomes that are faults."""
 NUMBERS = (-(2**63), -(2**31), -1, 0, 1, 7, 255, 2**31 - 1, 2**40, 2**63 - 1)
 
 
 class Fuzzer:
-    """Broken requests from one seed."""
+    """A generator of broken requests with a seed."""
 
     def __init__(self, models: list[str], seed: int) -> None:
         self._random = random.Random(seed)
         self._models = models
 
     def infer(self) -> tuple[str, Any]:
-        """What is broken, and the request."""
+        """Return the kind of fault and the request."""
         choose = self._random
         request = service_pb2.ModelInferRequest(model_name=choose.choice(self._models))
         if choose.random() < 0.02:
@@ -97,10 +89,10 @@ class Fuzzer:
         return kind, request
 
     def body(self) -> tuple[str, bytes, dict[str, str]]:
-        """What is broken, an HTTP body and its headers."""
+        """Return the kind of fault, an HTTP body and its headers."""
         choose = self._random
         good: dict[str, list[dict[str, Any]]] = {
-            "inputs": [{"name": "text", "shape": [1, 1], "datatype": "BYTES", "data": [CANARY]}]
+            "inputs": [{"name": "text", "shape": [1, 1], "datatype": "BYTES", "data": [PROBE]}]
         }
         kind = choose.choice(("deep", "cut", "bytes", "header", "json"))
         text = json.dumps(good).encode()
@@ -130,7 +122,7 @@ class Fuzzer:
         self, request: Any, name: str, datatype: str, shape: tuple[int, ...], data: bytes
     ) -> None:
         request.inputs.add(name=name, datatype=datatype).shape.extend(shape)
-        if self._random.random() < 0.95:  # else fewer contents than inputs
+        if self._random.random() < 0.95:  # otherwise the request has fewer contents than inputs
             request.raw_input_contents.append(data)
 
 
@@ -159,29 +151,30 @@ def send_http(url: str, fuzzer: Fuzzer, count: int, ended: Counter[str]) -> None
             connection.close()
 
 
-def watch(url: str, pipeline: str, over: threading.Event, ended: Counter[str]) -> None:
-    """A client of the usual kind, all the time; its answers never change."""
+def probe_responses(url: str, pipeline: str, over: threading.Event, ended: Counter[str]) -> None:
+    """Send a correct request again and again until `over`; its response must never change."""
     with Client(pipeline, url) as client:
-        first = client.infer({"text": [CANARY]})
+        first = client.infer({"text": [PROBE]})
         while not over.wait(0.02):
             try:
-                found = client.infer({"text": [CANARY]}, timeout_s=DEADLINE_S)
+                found = client.infer({"text": [PROBE]}, timeout_s=DEADLINE_S)
             except Exception as error:
-                ended[f"canary: {type(error).__name__}"] += 1
+                ended[f"probe: {type(error).__name__}"] += 1
                 continue
             right = all(np.allclose(found[name], first[name], atol=1e-5) for name in first)
-            ended["canary: right" if right else "canary: WRONG"] += 1
+            ended["probe: right" if right else "probe: WRONG"] += 1
 
 
 def fuzz(repository: Path, pipeline: str, requests: int, seed: int) -> tuple[Counter[str], bool]:
-    """How the requests ended, and whether nothing was lost or wrong and the server lives."""
+    """Return the number of each outcome, and whether none is a fault and the server runs."""
     models = next([p.name, *p.steps] for p in find_pipelines(repository) if p.name == pipeline)
     ended: Counter[str] = Counter()
     over = threading.Event()
     with Server(repository, models=[pipeline]) as server:
         before = psutil.Process(server.pid).memory_info().rss
-        canary = threading.Thread(target=watch, args=(server.grpc_url, pipeline, over, ended))
-        canary.start()
+        arguments = server.grpc_url, pipeline, over, ended
+        probe = threading.Thread(target=probe_responses, args=arguments)
+        probe.start()
         share = requests // (2 * CLIENTS)
         senders: list[tuple[Callable[..., None], str]]
         senders = [(send_grpc, server.grpc_url), (send_http, server.http_url)] * CLIENTS
@@ -190,23 +183,13 @@ def fuzz(repository: Path, pipeline: str, requests: int, seed: int) -> tuple[Cou
             for number, (send, url) in enumerate(senders):
                 pool.submit(send, url, Fuzzer(models, seed + number), share, ended)
         over.set()
-        canary.join()
+        probe.join()
         alive = server.death(0.0) is None
         grown = (psutil.Process(server.pid).memory_info().rss - before) / 2**20 if alive else 0.0
     seconds = time.monotonic() - began
     print(f"{share * len(senders)} requests in {seconds:.0f} s; the server grew by {grown:.0f} MiB")
-    bad = (
-        "WRONG",
-        "DEADLINE",
-        "UNKNOWN",
-        "INTERNAL",
-        "timeout",
-        "Timeout",
-        "Refused",
-        "Unreachable",
-    )
-    faults = [line for line in ended if any(word in line for word in bad)]
-    lost = [line for line in ended if line.startswith("canary") and line != "canary: right"]
+    faults = [line for line in ended if any(word in line for word in FAULTS)]
+    lost = [line for line in ended if line.startswith("probe") and line != "probe: right"]
     return ended, alive and not lost and not faults
 
 
@@ -218,12 +201,12 @@ def main() -> int:
     parser.add_argument("pipeline")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    ended, well = fuzz(given.repository, given.pipeline, given.requests, given.seed)
+    options = parser.parse_args()
+    ended, passed = fuzz(options.repository, options.pipeline, options.requests, options.seed)
     for line, count in sorted(ended.items()):
         print(f"{count:8}  {line}")
-    print("well: nothing lost, nothing wrong" if well else "NOT well")
-    return 0 if well else 1
+    print("passed: no fault, no wrong response" if passed else "FAILED")
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

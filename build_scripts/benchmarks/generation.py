@@ -1,9 +1,9 @@
-"""Text generation beside vLLM's own OpenAI server, and transformers' `generate`, one by one.
+"""Compare text generation with vLLM's own OpenAI server, and with transformers' `generate`.
 
-All have the same model, precision and prompts, both servers the same build of vLLM and settings.
-All run from the beginning, and each load goes to one after the other, in rounds. They are asked by
-asyncio clients of this process: the ensemble over gRPC, vLLM's server over HTTP, transformers
-through a pipe, where a client waits for those before it.
+All systems have the same model, precision and prompts, both servers the same build of vLLM and the
+same settings. All run from the beginning. Clients are coroutines of this process: over gRPC for
+the ensemble, over HTTP for vLLM's server, through a pipe for transformers, where a client waits for
+those before it.
 
 Usage: ``python build_scripts/benchmarks/generation.py [--clients 1 8 32] [--rounds 3]``, after
 ``make setup-generation``.
@@ -11,15 +11,12 @@ Usage: ``python build_scripts/benchmarks/generation.py [--clients 1 8 32] [--rou
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +24,9 @@ from statistics import median
 
 import aiohttp
 
-from benchmarks.model import CACHE
+from benchmarks.harness import Series, Turn, finish, make_parser, progress, run_rounds
+from benchmarks.model import CACHE, CHAT
+from benchmarks.results import Table
 from triptych.building.generation.build import build_generation
 from triptych.building.generation.inputs import GenerationInputs, Prompt, read_generation
 from triptych.client import AsyncClient
@@ -40,119 +39,87 @@ from triptych.serving.readiness import answers
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
 
-PIPELINE = Path(__file__).parents[2] / "pipelines/chat"
-TOKENS = 32
+MAX_TOKENS = 32
 _HOST = "127.0.0.1"
-_LOAD_S = 900.0
+_TIMEOUT_S = 900.0
 ENSEMBLE, VLLM, TRANSFORMERS = "ensemble", "vLLM's server", "transformers"
-MANY, MORE = 8, 32
-"""Clients at which the contenders are held against each other, and up to which nothing may fall."""
+COMPARED_CLIENTS, MAX_CLIENTS = 8, 32
+"""Clients for the comparison of the systems, and the load at which the rate may not fall."""
 
 Chunks = AsyncIterator[int]
-"""New tokens, chunk by chunk."""
-Ask = Callable[[Prompt], Chunks]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """How it is asked, and the process whose tree does the work."""
-
-    ask: Ask
-    pid: int
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One load. Times are medians, in milliseconds.
-
-    Attributes:
-        tokens_per_s: of all answers together.
-        first_ms: from a request to its first token.
-        gap_ms: between two chunks of a request.
-        core_ms: processor time of the contender for a token, in milliseconds of a core.
-    """
-
-    server: str
-    clients: int
-    tokens: int
-    tokens_per_s: float
-    first_ms: float
-    gap_ms: float
-    core_ms: float
+"""Numbers of new tokens, chunk by chunk."""
+Generate = Callable[[Prompt], Chunks]
 
 
 def main() -> int:
-    """Build, start both, measure in rounds, print and write."""
-    options = _parse()
-    inputs = read_generation(load_generation_spec(PIPELINE), _say)
+    """Build, start all systems, measure in rounds."""
+    parser = make_parser(__doc__, "generation", rounds=3)
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--requests", type=int, default=3, help="requests of each client in a load")
+    options = parser.parse_args()
+    inputs = read_generation(load_generation_spec(CHAT), progress)
     prompts = [prompt for prompt in inputs.prompts if prompt.messages is not None]
     repository = CACHE / "generation"
-    build_generation(inputs, repository, _say)
-    found: list[Timing] = []
+    build_generation(inputs, repository, progress)
     with ExitStack() as stack:
-        ensemble = stack.enter_context(_ensemble(repository))
-        peer, peer_pid = stack.enter_context(_vllm_server(inputs))
+        runner = stack.enter_context(asyncio.Runner())
+        ensemble = stack.enter_context(_serve(repository))
+        url, vllm_pid = stack.enter_context(_serve_vllm(inputs))
+        clients = AsyncExitStack()
+        stack.callback(lambda: runner.run(clients.aclose()))
+        systems = runner.run(_open_systems(clients, inputs, ensemble, url, vllm_pid))
 
-        async def measure() -> None:
-            async with (
-                AsyncClient(inputs.spec.name, ensemble.grpc_url, timeout_s=_LOAD_S) as client,
-                aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-                ) as session,
-                _transformers(inputs) as (one_by_one, turn),
-            ):
-                contenders = {
-                    ENSEMBLE: Contender(partial(_ask_ensemble, client), ensemble.pid),
-                    VLLM: Contender(partial(_ask_openai, session, peer), peer_pid),
-                    TRANSFORMERS: Contender(
-                        partial(_ask_transformers, one_by_one, turn), one_by_one.pid
-                    ),
-                }
-                for one in contenders.values():
-                    await _load(one.ask, prompts, clients=1, requests=2)
-                for number in range(options.rounds):
-                    for clients in options.clients:
-                        names = list(contenders) if number % 2 == 0 else [*reversed(contenders)]
-                        for name in names:
-                            # One by one, more clients only wait longer.
-                            if name != TRANSFORMERS or clients == MANY:
-                                timing = await _timed(
-                                    name, contenders[name], prompts, clients, options
-                                )
-                                found.append(timing)
-                                _say("round", f"{number + 1}: {timing}")
+        def make_turn(name: str, count: int) -> Turn:
+            generate, pid = systems[name]
+            measure = partial(_measure, generate, pid, prompts, count, options.requests)
+            return Turn(name, lambda: [(str(count), runner.run(measure()))])
 
-        asyncio.run(measure())
-    print(_table(found))
-    print(_said(found))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        for generate, _ in systems.values():
+            runner.run(_load(generate, prompts, clients=1, requests=2))
+        # transformers answers one request at a time: more clients would only wait longer.
+        groups = [
+            [
+                make_turn(name, count)
+                for name in systems
+                if name != TRANSFORMERS or count == COMPARED_CLIENTS
+            ]
+            for count in options.clients
+        ]
+        found = run_rounds(groups, options.rounds, max_minutes=options.max_minutes)
+    rows = [
+        (
+            one.load,
+            one.system,
+            one.text("tokens_per_s", 1),
+            one.range("tokens_per_s", 1),
+            one.text("first_ms", 1),
+            one.text("gap_ms", 1),
+            one.text("core_ms", 1),
+        )
+        for one in found
+    ]
+    head = ("clients", "system", "tokens/s", "lowest-highest", "first token, ms")
+    head += ("between chunks, ms", "core-ms per token")  # type: ignore[assignment]
+    title = "Text generation and vLLM's own server (`make compare-generation`)"
+    table = Table(f"{inputs.spec.name}, {MAX_TOKENS} tokens an answer, greedy", head, rows)
+    finish(options, "generation", title, [table], found, _judge(found))
     return 0
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=3, help="of each client in a load")
-    parser.add_argument("--output", type=Path, default=CACHE / "generation.json")
-    return parser.parse_args()
-
-
 @contextmanager
-def _ensemble(repository: Path) -> Iterator[Server]:
+def _serve(repository: Path) -> Iterator[Server]:
     server = Server(repository)
     try:
         server.start()
-        server.wait_ready(timeout_s=_LOAD_S)
+        server.wait_ready(timeout_s=_TIMEOUT_S)
         yield server
     finally:
         server.stop()
 
 
 @contextmanager
-def _vllm_server(inputs: GenerationInputs) -> Iterator[tuple[str, int]]:
-    """VLLM's OpenAI server with what the core asks of its engine; its address and process."""
+def _serve_vllm(inputs: GenerationInputs) -> Iterator[tuple[str, int]]:
+    """Run vLLM's OpenAI server with the settings of the core; yield its URL and process id."""
     core = inputs.spec.core
     port = claim_ports(_HOST, {"port": 0})["port"]
     command = [
@@ -170,7 +137,7 @@ def _vllm_server(inputs: GenerationInputs) -> Iterator[tuple[str, int]]:
         variables = {**PRIVATE, "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
         process = ChildProcess(command, log, variables=variables)
         try:
-            end = time.monotonic() + _LOAD_S
+            end = time.monotonic() + _TIMEOUT_S
             while not answers(f"{_HOST}:{port}", "/health"):
                 if process.has_ended or time.monotonic() > end:
                     raise SystemExit(f"vLLM's server did not start:\n{log.read_text()[-3000:]}")
@@ -180,25 +147,40 @@ def _vllm_server(inputs: GenerationInputs) -> Iterator[tuple[str, int]]:
             process.end(20.0)
 
 
-@asynccontextmanager
-async def _transformers(
+async def _open_systems(
+    clients: AsyncExitStack,
     inputs: GenerationInputs,
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.Lock]]:
-    """The process, ready, and the lock of who asks it."""
+    ensemble: Server,
+    vllm_url: str,
+    vllm_pid: int,
+) -> dict[str, tuple[Generate, int]]:
+    """Return the client of each system and the process whose tree does the work."""
+    client = AsyncClient(inputs.spec.name, ensemble.grpc_url, timeout_s=_TIMEOUT_S)
+    await clients.enter_async_context(client)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    session = await clients.enter_async_context(aiohttp.ClientSession(connector=connector))
+    worker = await clients.enter_async_context(_run_transformers(inputs))
+    lock = asyncio.Lock()
+    return {
+        ENSEMBLE: (partial(_ask_ensemble, client), ensemble.pid),
+        VLLM: (partial(_ask_openai, session, vllm_url), vllm_pid),
+        TRANSFORMERS: (partial(_ask_transformers, worker, lock), worker.pid),
+    }
+
+
+@asynccontextmanager
+async def _run_transformers(inputs: GenerationInputs) -> AsyncIterator[asyncio.subprocess.Process]:
     worker = Path(__file__).with_name("generation_transformers.py")
     process = await asyncio.create_subprocess_exec(
-        str(environment_python()),
-        str(worker),
-        str(inputs.weights),
-        str(TOKENS),
+        *(str(environment_python()), str(worker), str(inputs.weights), str(MAX_TOKENS)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
         if process.stdout is None or not await process.stdout.readline():
-            raise SystemExit("transformers did not start")
-        yield process, asyncio.Lock()
+            raise SystemExit("transformers did not start.")
+        yield process
     finally:
         process.kill()
         await process.wait()
@@ -206,16 +188,16 @@ async def _transformers(
 
 async def _ask_ensemble(client: AsyncClient, prompt: Prompt) -> Chunks:
     messages = prompt.messages or []
-    async for chunk in client.chat(messages, max_tokens=TOKENS, temperature=0.0):
+    async for chunk in client.chat(messages, max_tokens=MAX_TOKENS, temperature=0.0):
         yield len(chunk.token_ids)
 
 
 async def _ask_transformers(
-    process: asyncio.subprocess.Process, turn: asyncio.Lock, prompt: Prompt
+    process: asyncio.subprocess.Process, lock: asyncio.Lock, prompt: Prompt
 ) -> Chunks:
-    async with turn:
+    async with lock:
         if process.stdin is None or process.stdout is None:
-            raise RuntimeError("there is no pipe to transformers")
+            raise RuntimeError("transformers has no pipe.")
         process.stdin.write(f"{json.dumps(prompt.ids)}\n".encode())
         while (await process.stdout.readline()).strip():
             yield 1
@@ -223,9 +205,9 @@ async def _ask_transformers(
 
 async def _ask_openai(session: aiohttp.ClientSession, url: str, prompt: Prompt) -> Chunks:
     body = {
-        "model": PIPELINE.name,
+        "model": CHAT.name,
         "messages": prompt.messages,
-        "max_tokens": TOKENS,
+        "max_tokens": MAX_TOKENS,
         "temperature": 0,
         "stream": True,
         "return_token_ids": True,
@@ -241,93 +223,70 @@ async def _ask_openai(session: aiohttp.ClientSession, url: str, prompt: Prompt) 
                     yield len(choice["token_ids"])
 
 
-async def _timed(
-    name: str,
-    contender: Contender,
-    prompts: Sequence[Prompt],
-    clients: int,
-    options: argparse.Namespace,
-) -> Timing:
-    began, worked = time.perf_counter(), _cpu_s(contender.pid)
-    seen = await _load(contender.ask, prompts, clients=clients, requests=options.requests)
-    took, worked = time.perf_counter() - began, _cpu_s(contender.pid) - worked
-    tokens = sum(tokens for one in seen for _, tokens in one)
-    times = [[at for at, tokens in one if tokens] for one in seen]
-    gaps = [after - before for one in times for before, after in pairwise(one)]
-    return Timing(
-        name,
-        clients,
-        tokens,
-        round(tokens / took, 2),
-        round(1e3 * median(one[0] for one in times), 1),
-        round(1e3 * median(gaps), 2),
-        round(1e3 * worked / tokens, 1),
-    )
+async def _measure(
+    generate: Generate, pid: int, prompts: Sequence[Prompt], clients: int, requests: int
+) -> Mapping[str, float]:
+    """Return tokens/s, medians of the latencies in ms, and processor time for each token."""
+    began, used = time.perf_counter(), _read_cpu_s(pid)
+    answered = await _load(generate, prompts, clients=clients, requests=requests)
+    took, used = time.perf_counter() - began, _read_cpu_s(pid) - used
+    tokens = sum(tokens for chunks in answered for _, tokens in chunks)
+    times = [[at for at, tokens in chunks if tokens] for chunks in answered]
+    gaps = [after - before for each in times for before, after in pairwise(each)]
+    return {
+        "tokens_per_s": tokens / took,
+        "first_ms": 1e3 * median(each[0] for each in times),
+        "gap_ms": 1e3 * median(gaps),
+        "core_ms": 1e3 * used / tokens,
+    }
 
 
-def _cpu_s(pid: int) -> float:
-    """Seconds of processor time that a process and all below it have taken."""
+def _read_cpu_s(pid: int) -> float:
+    """Return the processor time of a process and its descendants, in seconds."""
     times = [process.cpu_times() for process in process_tree(pid)]
     return sum(one.user + one.system for one in times)
 
 
 async def _load(
-    ask: Ask, prompts: Sequence[Prompt], *, clients: int, requests: int
+    generate: Generate, prompts: Sequence[Prompt], *, clients: int, requests: int
 ) -> list[list[tuple[float, int]]]:
-    """Of each request its chunks: seconds since it was sent, and tokens."""
+    """Return the chunks of each request: seconds since it was sent, and tokens."""
 
-    async def one(number: int) -> list[tuple[float, int]]:
+    async def send(number: int) -> list[tuple[float, int]]:
         began = time.perf_counter()
-        chunks = ask(prompts[number % len(prompts)])
+        chunks = generate(prompts[number % len(prompts)])
         return [(time.perf_counter() - began, tokens) async for tokens in chunks]
 
-    async def client(index: int) -> list[list[tuple[float, int]]]:
-        return [await one(index * requests + turn) for turn in range(requests)]
+    async def run_client(index: int) -> list[list[tuple[float, int]]]:
+        return [await send(index * requests + turn) for turn in range(requests)]
 
-    work: list[Awaitable[list[list[tuple[float, int]]]]] = [client(n) for n in range(clients)]
-    return [one for done in await asyncio.gather(*work) for one in done]
-
-
-def _table(found: Sequence[Timing]) -> str:
-    head = ["clients", "server", "tokens/s", "first token, ms", "between chunks, ms", "core-ms"]
-    lines = [head, ["---"] * len(head)]
-    for clients in sorted({one.clients for one in found}):
-        for name in sorted({one.server for one in found}):
-            fields = ("tokens_per_s", "first_ms", "gap_ms", "core_ms")
-            values = [_typical(found, name, clients, field) for field in fields]
-            if None not in values:
-                lines.append([str(clients), name, *(f"{value:.1f}" for value in values)])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    done = await asyncio.gather(*(run_client(index) for index in range(clients)))
+    return [chunks for client in done for chunks in client]
 
 
-def _said(found: Sequence[Timing]) -> str:
-    """What the project wants of these figures, and whether it is so."""
-    rate = partial(_typical, found, field="tokens_per_s")
+def _judge(found: Sequence[Series]) -> list[str]:
+    """Return the project's targets for these figures, each with ``met`` or ``missed``."""
+    known = {(one.system, one.load): one for one in found}
     lines = []
-    for what, figure, base, least in (
-        (f"{MORE} clients by {MANY}", rate(ENSEMBLE, MORE), rate(ENSEMBLE, MANY), 1.0),
-        (f"vLLM's server, {MANY} clients", rate(ENSEMBLE, MANY), rate(VLLM, MANY), 0.93),
-        (f"transformers, {MANY} clients", rate(ENSEMBLE, MANY), rate(TRANSFORMERS, MANY), 3.0),
+    ours = known.get((ENSEMBLE, str(COMPARED_CLIENTS)))
+    for name, system, clients, minimum in (
+        (f"{MAX_CLIENTS} clients by {COMPARED_CLIENTS}", ENSEMBLE, MAX_CLIENTS, 1.0),
+        (f"ensemble by {VLLM}", VLLM, COMPARED_CLIENTS, 0.93),
+        (f"ensemble by {TRANSFORMERS}", TRANSFORMERS, COMPARED_CLIENTS, 3.0),
     ):
-        if figure and base:
-            word = "met" if figure / base >= least else "missed"
-            lines.append(f"tokens/s by {what}: {figure / base:.2f}, at least {least}: {word}")
-    for field, most in (("first_ms", 15.0), ("gap_ms", 2.0)):
-        ours, theirs = (_typical(found, name, MANY, field) for name in (ENSEMBLE, VLLM))
-        if ours is not None and theirs is not None:
-            word = "met" if ours - theirs <= most else "missed"
-            lines.append(f"{field} at {MANY}: {ours - theirs:+.1f}, at most +{most:g}: {word}")
-    return "\n".join(lines)
-
-
-def _typical(found: Sequence[Timing], server: str, clients: int, field: str) -> float | None:
-    """Median of the rounds; None where there is none."""
-    own = [getattr(one, field) for one in found if (one.server, one.clients) == (server, clients)]
-    return median(own) if own else None
-
-
-def _say(stage: str, line: str) -> None:
-    print(f"{stage:9} {line}", file=sys.stderr, flush=True)
+        other = known.get((system, str(clients)))
+        if ours is not None and other is not None:
+            ratio = ours.median("tokens_per_s") / other.median("tokens_per_s")
+            ratio = 1 / ratio if system == ENSEMBLE else ratio
+            word = "met" if ratio >= minimum else "missed"
+            lines.append(f"tokens/s, {name}: {ratio:.2f}, at least {minimum}: {word}")
+    vllm = known.get((VLLM, str(COMPARED_CLIENTS)))
+    for metric, maximum in (("first_ms", 15.0), ("gap_ms", 2.0)):
+        if ours is not None and vllm is not None:
+            more = ours.median(metric) - vllm.median(metric)
+            word = "met" if more <= maximum else "missed"
+            lines.append(f"{metric} more than {VLLM}: {more:+.1f}, at most +{maximum:g}: {word}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Run in the environment of generation: transformers' `generate`, one prompt at a time.
+"""Answer prompts with transformers' `generate`, greedy and in fp32, one after the other.
 
-Usage: ``python generation_transformers.py FOLDER TOKENS``, with FOLDER of the model. Each line of
-the input is a list of token ids. For each new token a line with its id comes out, and one without
-anything at the end of an answer: greedy, in fp32, of at most TOKENS tokens.
+Usage: ``python generation_transformers.py MODEL_FOLDER TOKENS``, in the environment of generation.
+Each input line is a list of token ids. Each new token is printed as a line with its id, and the
+end of an answer, after at most TOKENS tokens, as an empty line.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-class Lines:
-    """What `generate` calls a streamer: it is told the prompt, then each token, then the end."""
+class TokenPrinter:
+    """A streamer of `generate`: receives the prompt, then each token, then the end."""
 
     def __init__(self) -> None:
         self._is_prompt = True
 
     def put(self, ids: Any) -> None:
-        """Print one new token."""
+        """Print one new token; ignore the prompt."""
         if not self._is_prompt:
             print(ids.ravel()[0].item(), flush=True)
         self._is_prompt = False
 
     def end(self) -> None:
-        """Print the end."""
+        """Print the empty line of the end."""
         print(flush=True)
 
 
 def main(folder: Path, tokens: int) -> None:
     """Answer until the input ends."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    print(flush=True)  # ready
+    print(flush=True)  # the empty line says that the model is loaded
     for line in sys.stdin:
         ids = torch.tensor([json.loads(line)])
         model.generate(
@@ -44,7 +44,7 @@ def main(folder: Path, tokens: int) -> None:
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=tokens,
-            streamer=Lines(),
+            streamer=TokenPrinter(),
         )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import hops
+from benchmarks import emulated_core
 from benchmarks.autoscaler import (
     Autoscaler,
     Observed,
@@ -55,7 +55,7 @@ GROWTH = 0.2
 """What the user names: no step is a larger share above the last."""
 STEP_S = 150.0
 """What a step stands for."""
-_CORE = hops.CoreTime(batch_us=150_000.0, row_us=20_000.0, token_us=0.0)
+_CORE = emulated_core.CoreTime(batch_us=150_000.0, row_us=20_000.0, token_us=0.0)
 _TRIED_PER_S = (31.0, 28.0, 25.0, 22.0, 19.0, 16.0)
 """Of one replica; with 18 rows a batch the core itself allows 35."""
 _TRIED_S, _DRAINED_S = 10.0, 3.0
@@ -109,7 +109,7 @@ def compare(
     # No pipeline refuses what its client would wait for: misses are then those of the fleet's size.
     patient = f"serving.queue.max_wait_ms={1e3 * _PATIENCE * limit_s:.0f}"
     built = build(CACHE / "gpu-scaling", "core.device=gpu", promised, patient)
-    repository = hops.write_pipeline(built, _NAME, CACHE / "scaling", _CORE)
+    repository = emulated_core.write_pipeline(built, _NAME, CACHE / "scaling", _CORE)
     load = Load((), limit_s, share, seed)
     with tempfile.TemporaryDirectory() as folder:
         holds, ready_s = _measure(repository, Path(folder) / "one", load)

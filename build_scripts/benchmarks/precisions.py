@@ -1,25 +1,25 @@
-"""The core in every precision: the gate on the CPU, then accuracy and speed on a device.
+"""Compare the core in every precision: the gate on the CPU, accuracy and speed on a device.
 
 Usage: ``python build_scripts/benchmarks/precisions.py --provider CUDAExecutionProvider`` on a
-machine with onnxruntime-gpu; any other provider of ONNX Runtime does as well.
+machine with onnxruntime-gpu; any other provider of ONNX Runtime works, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.model import CACHE, PIPELINE, build
+from benchmarks.harness import Turn, finish, make_parser, progress, quiet, run_rounds
+from benchmarks.model import CACHE, PIPELINE, build, cosines
+from benchmarks.results import Table
 from triptych.base.cache import sha256_of
 from triptych.base.onnx_graph import MODEL_FILE
 from triptych.core.feeds import Feed, core_feed
@@ -35,111 +35,124 @@ from triptych.spec.tasks.accuracy import thresholds
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8", "int8_dynamic", "fp8")
 BATCHES = (1, 8, 32)
-ROUNDS = 3
 CPU = "CPUExecutionProvider"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One precision on the device.
+class PrecisionResult:
+    """A precision on the device.
 
     Attributes:
-        precision: of the core.
-        kept: layers (fp16, bf16: nodes) in higher precision.
-        gate: what of the gate failed on the CPU; empty where it passed.
-        mean_cosine: of its vectors with those of fp32 on the CPU.
-        min_cosine: the lowest.
-        right: whether both meet the gate's limits, and the gate passed.
-        rows_per_s: by rows a batch; medians over rounds that take turns.
-        fault: why it does not run; empty where it does.
+        excluded: Number of layers (fp16, bf16: nodes) in higher precision.
+        gate_failures: Failures of the gate on the CPU.
+        mean_cosine: Mean cosine of the vectors with those of fp32 on the CPU.
+        is_accurate: Whether gate and cosines meet the limits.
+        fault: Reason why the precision does not run on the device; empty where it does.
     """
 
     precision: str
-    kept: int
-    gate: tuple[str, ...]
-    mean_cosine: float
-    min_cosine: float
-    right: bool
-    rows_per_s: dict[int, float]
-    fault: str
+    excluded: int
+    gate_failures: tuple[str, ...]
+    mean_cosine: float = 0.0
+    min_cosine: float = 0.0
+    is_accurate: bool = False
+    fault: str = ""
 
 
 def main() -> int:
-    """Build, run, compare, print; 1 where a precision fails its gate, or is wrong on the device."""
+    """Build, run and compare; return 1 where a precision fails its gate or is inaccurate."""
     options = _parse()
-    inputs = read_inputs(load_spec(PIPELINE), lambda stage, line: None)
+    inputs = read_inputs(load_spec(PIPELINE), quiet)
     plan = inputs.plan
-    # Made-up rows have a limit of their own, in the gate.
+    # The gate has other limits for synthetic rows.
     samples = [row for request in inputs.requests if not request.edge for row in request.rows]
 
-    def feeds(size: int) -> list[Feed]:
+    def make_feeds(size: int) -> list[Feed]:
+        pad = plan.facts.pad_token_id
+        starts = range(0, len(samples), size)
         return [
-            core_feed(
-                samples[start : start + size],
-                plan.core_inputs,
-                pad_token_id=plan.facts.pad_token_id,
-            )
-            for start in range(0, len(samples), size)
+            core_feed(samples[start : start + size], plan.core_inputs, pad_token_id=pad)
+            for start in starts
         ]
 
-    cores = {precision: _core(inputs, precision) for precision in options.precisions}
-    wanted = _vectors(_session(_source(inputs)[0], CPU), feeds(BATCHES[-1]))
-    sessions, faults = {}, {}
+    cores = {precision: _convert(inputs, precision) for precision in options.precisions}
+    feeds = make_feeds(BATCHES[-1])
+    expected = _run(_open_session(_find_source(inputs)[0], CPU), feeds)
+    sessions, results = {}, []
     for precision, core in cores.items():
+        excluded, failures = len(core.conversion.kept), core.gate.failures
         try:
-            sessions[precision] = _session(core.file, options.provider)
-            _vectors(sessions[precision], feeds(1)[:1])
-        except Exception as error:  # whatever keeps it from running is a line of the table
-            faults[precision] = " ".join(str(error).split())[:200]
+            sessions[precision] = _open_session(core.file, options.provider)
+            actual = _run(sessions[precision], feeds)
+        except Exception as error:  # whatever prevents a run is a row of the table
             sessions.pop(precision, None)
-    speeds = {size: _speeds(sessions, feeds(size)) for size in BATCHES}
-    rows = [
-        _row(core, precision, sessions, faults, wanted, feeds(BATCHES[-1]), speeds)
-        for precision, core in cores.items()
+            fault = " ".join(str(error).split())[:200]
+            results.append(PrecisionResult(precision, excluded, failures, fault=fault))
+            continue
+        found = cosines(actual, expected)
+        limits = thresholds(TASKS["text-embedding"], precision, {})
+        mean, lowest = float(found.mean()), float(found.min())
+        right = mean >= limits["mean_cosine"] and lowest >= limits["min_cosine"] and not failures
+        results.append(PrecisionResult(precision, excluded, failures, mean, lowest, right))
+    groups = [
+        [Turn(name, partial(_time, one, make_feeds(size), size)) for name, one in sessions.items()]
+        for size in BATCHES
     ]
-    print(_table(rows))
-    report = {"provider": options.provider, "rows": [asdict(row) for row in rows]}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 1 if any(row.gate or not (row.right or row.fault) for row in rows) else 0
+    series = run_rounds(groups, options.rounds, max_minutes=options.max_minutes)
+    rates = {(one.system, one.load): one.text("rate_per_s") for one in series}
+    head = ["precision", "excluded layers", "gate on the CPU", "mean cosine", "min cosine"]
+    head += [*(f"rows/s, batch {size}" for size in BATCHES), "accurate"]
+    rows = [
+        (
+            one.precision,
+            str(one.excluded),
+            "failed" if one.gate_failures else "passed",
+            f"{one.mean_cosine:.6f}",
+            f"{one.min_cosine:.6f}",
+            *(rates.get((one.precision, str(size)), "-") for size in BATCHES),
+            one.fault or ("yes" if one.is_accurate else "NO"),
+        )
+        for one in results
+    ]
+    title = "The core in every precision (`make precisions`)"
+    data = {"results": results, "speed": series}
+    finish(options, "precisions", title, [Table(options.provider, head, rows)], data)
+    return (
+        1 if any(one.gate_failures or not (one.is_accurate or one.fault) for one in results) else 0
+    )
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "precisions", rounds=3)
     parser.add_argument("--provider", default="CUDAExecutionProvider", help="of ONNX Runtime")
-    parser.add_argument("--precisions", nargs="+", default=PRECISIONS)
-    parser.add_argument("--output", type=Path, default=CACHE / "precisions.json")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     options = parser.parse_args()
     import onnxruntime
 
     available = onnxruntime.get_available_providers()
     if options.provider not in available:
-        parser.error(f"no {options.provider} here, only {', '.join(available)}")
+        parser.error(f"{options.provider} is not available, only {', '.join(available)}")
     return options
 
 
-def _source(inputs: PipelineInputs) -> tuple[Path, str]:
-    """The fp32 core and its key."""
+def _find_source(inputs: PipelineInputs) -> tuple[Path, str]:
+    """Build the pipeline; return the fp32 core and its key."""
     repository = build(CACHE / "precisions")
     lock = read_manifest(repository, PIPELINE.name)
     return repository / inputs.plan.step("core") / "1" / MODEL_FILE, lock.source_key
 
 
-def _core(inputs: PipelineInputs, precision: Precision) -> ConvertedCore:
-    """The core with as few layers kept as its gate allows, whatever could serve it."""
-    file, key = _source(inputs)
-    gate = Gate(inputs, precision, _tell)
+def _convert(inputs: PipelineInputs, precision: Precision) -> ConvertedCore:
+    """Return the core with as few excluded layers as its gate allows, whatever could serve it."""
+    file, key = _find_source(inputs)
+    gate = Gate(inputs, precision, progress)
     if precision == "fp32":
         files = {file.name: sha256_of(file)}
         return ConvertedCore(file, key, gate.run(file, files), Conversion(()), files)
-    return convert_with_exclusions(inputs, file, key, gate, _tell)
+    return convert_with_exclusions(inputs, file, key, gate, progress)
 
 
-def _tell(stage: str, line: str) -> None:
-    print(f"  {stage:8} {line}", file=sys.stderr, flush=True)
-
-
-def _session(file: Path, provider: str) -> Any:
+def _open_session(file: Path, provider: str) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -147,67 +160,20 @@ def _session(file: Path, provider: str) -> Any:
     providers = list(dict.fromkeys([provider, CPU]))
     session = onnxruntime.InferenceSession(file, options, providers=providers)
     if session.get_providers()[0] != provider:
-        raise RuntimeError(f"{provider} refused the session")
+        raise RuntimeError(f"{provider} refused the session.")
     return session
 
 
-def _vectors(session: Any, feeds: Sequence[Feed]) -> NDArray[np.float32]:
+def _run(session: Any, feeds: Sequence[Feed]) -> NDArray[np.float32]:
     return np.concatenate([session.run(None, feed)[0] for feed in feeds])
 
 
-def _speeds(sessions: dict[str, Any], feeds: Sequence[Feed]) -> dict[str, float]:
-    """Rows a second of each session over all feeds."""
-    taken: dict[str, list[float]] = {name: [] for name in sessions}
-    rows = sum(len(feed["row_length"]) for feed in feeds)
-    for _ in range(ROUNDS):
-        for name, session in sessions.items():
-            started = time.perf_counter()
-            _vectors(session, feeds)
-            taken[name].append(rows / (time.perf_counter() - started))
-    return {name: median(rates) for name, rates in taken.items()}
-
-
-def _row(
-    core: ConvertedCore,
-    precision: str,
-    sessions: dict[str, Any],
-    faults: dict[str, str],
-    wanted: NDArray[np.float32],
-    feeds: Sequence[Feed],
-    speeds: dict[int, dict[str, float]],
-) -> Row:
-    kept, failures = len(core.conversion.kept), core.gate.failures
-    if precision in faults:
-        return Row(precision, kept, failures, 0.0, 0.0, False, {}, faults[precision])
-    got = _vectors(sessions[precision], feeds)
-    cosines = (got * wanted).sum(1) / np.linalg.norm(got, axis=1) / np.linalg.norm(wanted, axis=1)
-    limits = thresholds(TASKS["text-embedding"], precision, {})
-    mean, lowest = float(cosines.mean()), float(cosines.min())
-    right = mean >= limits["mean_cosine"] and lowest >= limits["min_cosine"] and not failures
-    rates = {size: round(by_name[precision], 1) for size, by_name in speeds.items()}
-    return Row(precision, kept, failures, mean, lowest, right, rates, "")
-
-
-def _table(rows: Sequence[Row]) -> str:
-    sizes = " | ".join(f"rows/s, batch {size}" for size in BATCHES)
-    lines = [
-        f"| precision | kept | gate on the CPU | mean cosine | min cosine | {sizes} | right |",
-        "| --- " * 9 + "|",
-    ]
-    for row in rows:
-        rates = [str(row.rows_per_s.get(size, "-")) for size in BATCHES]
-        gate = "failed" if row.gate else "passed"
-        cells = [
-            row.precision,
-            str(row.kept),
-            gate,
-            f"{row.mean_cosine:.6f}",
-            f"{row.min_cosine:.6f}",
-            *rates,
-        ]
-        lines.append(f"| {' | '.join(cells)} | {row.fault or ('yes' if row.right else 'NO')} |")
-    return "\n".join(lines)
+def _time(session: Any, feeds: Sequence[Feed], size: int) -> list[tuple[str, dict[str, float]]]:
+    """Return the rows per second over all feeds."""
+    started = time.perf_counter()
+    rows = len(_run(session, feeds))
+    return [(str(size), {"rate_per_s": rows / (time.perf_counter() - started)})]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

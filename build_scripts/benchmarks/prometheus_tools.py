@@ -1,7 +1,7 @@
 """A real Prometheus and Alertmanager: Debian's packages, unpacked and not installed.
 
-They are fetched once, and must be the very files that are named here. On another distribution
-install both; what is on the path is taken.
+The packages are downloaded once and checked by their hashes. Programs on the PATH are preferred;
+on another distribution install both.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ PACKAGES = {
         "4fb9aed15cfe8e0c32408e643ab32a1e41ee87d2cc26f18aeba928b1b0b98ae7"
     ),
 }
-"""Package and version to the SHA-256 of its file."""
+"""SHA-256 of each package's file."""
 TOOLS = {
     "prometheus": "prometheus",
     "promtool": "promtool",
     "alertmanager": "prometheus-alertmanager",
     "amtool": "amtool",
 }
-"""Name to that of Debian's program."""
+"""Debian's name of each program."""
 _TEMPLATES = "usr/share/prometheus/alertmanager"
 FOLDER = ROOT / ".cache" / "prometheus" / "-".join(version.split("=")[1] for version in PACKAGES)
 
 
 def tool(name: str) -> Path:
-    """The program of this name, fetched if it is not there yet."""
+    """Return the program, which is downloaded if it is not installed."""
     for each in (name, TOOLS[name]):
         if found := shutil.which(each):
             return Path(found)
     FOLDER.parent.mkdir(parents=True, exist_ok=True)
     with (FOLDER.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # who waits here finds what the other fetched
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a process that waits finds the files of the other
         if not FOLDER.is_dir():
             with tempfile.TemporaryDirectory(dir=FOLDER.parent) as scratch:
                 _unpack(_fetch(Path(scratch)), Path(scratch) / "ready")
@@ -53,13 +53,13 @@ def tool(name: str) -> Path:
 
 
 def home(name: str) -> Path:
-    """The working directory that a tool wants."""
+    """Return the working directory that a tool requires."""
     return tool(name).parents[2] / _TEMPLATES if name == "alertmanager" else Path.cwd()
 
 
 @contextmanager
 def running(folder: Path, name: str, *flags: str) -> Iterator[None]:
-    """The program of this name for as long as the context lasts, its log in `folder`."""
+    """Run the program while the block runs; its log is in `folder`."""
     with (folder / f"{name}.log").open("w") as log:
         words = [str(tool(name)), *flags]
         process = subprocess.Popen(words, cwd=home(name), stdout=log, stderr=log)
@@ -71,7 +71,10 @@ def running(folder: Path, name: str, *flags: str) -> Iterator[None]:
 
 
 def _fetch(folder: Path) -> list[Path]:
-    """The packages' files; a container that knows of no packages yet gets lists of its own."""
+    """Download the packages; return their files.
+
+    In a container without package lists, the lists are downloaded into `folder` first.
+    """
     done = _apt(folder, "download", *PACKAGES)
     if done.returncode != 0:
         for part in ("state/lists/partial", "cache/archives/partial"):
@@ -95,7 +98,7 @@ def _apt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def _unpack(packages: list[Path], target: Path) -> None:
     for package in packages:
         subprocess.run(["dpkg", "-x", package, target], check=True, timeout=120)
-    # Debian's build reads its templates from a folder that only an installation has.
+    # Debian's build reads its templates from a folder that exists only once it is installed.
     program = target / "usr/bin" / TOOLS["alertmanager"]
     here = b"/proc/self/cwd".ljust(len(_TEMPLATES) + 1, b"/")
     program.write_bytes(program.read_bytes().replace(b"/" + _TEMPLATES.encode(), here))

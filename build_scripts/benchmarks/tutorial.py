@@ -1,11 +1,11 @@
-"""The ensemble that Triton's tutorials lead to, for the same model: see ``tutorial/``."""
+"""The ensemble of Triton's tutorials for the same model: see ``tutorial/``."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-from benchmarks import hops
+from benchmarks import emulated_core
 from benchmarks.model import model_folder
 
 _TEMPLATE = Path(__file__).parent / "tutorial"
@@ -14,10 +14,10 @@ ENSEMBLE = "sentence_embedding"
 CORE = "transformer"
 
 
-def write_repository(target: Path, core_time: hops.CoreTime | None = None) -> None:
-    """Write the tutorial's model repository to `target`, replacing what is there.
+def write_repository(target: Path, core_time: emulated_core.CoreTime | None = None) -> None:
+    """Write the tutorial's model repository to `target`, in place of an existing one.
 
-    Its transformer is the real one; with `core_time` it is a core that waits for so long.
+    With `core_time` its transformer is an emulated core, otherwise the real one.
     """
     if target.exists():
         shutil.rmtree(target)
@@ -27,7 +27,7 @@ def write_repository(target: Path, core_time: hops.CoreTime | None = None) -> No
     if core_time is None:
         _export_padded(transformer / "1" / "model.onnx")
     else:
-        hops.write_core(transformer / "config.pbtxt", transformer, core_time)
+        emulated_core.write_core(transformer / "config.pbtxt", transformer, core_time)
     tokenizer = target / "tokenizer" / "1" / "tokenizer"
     tokenizer.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
@@ -35,7 +35,7 @@ def write_repository(target: Path, core_time: hops.CoreTime | None = None) -> No
 
 
 def _export_padded(path: Path) -> None:
-    """The usual export: three INT64 ``[batch, sequence]`` inputs, the last hidden state out."""
+    """Export three INT64 ``[batch, sequence]`` inputs and the last hidden state."""
     import torch
     from transformers import AutoModel
 
@@ -71,5 +71,5 @@ def _export_padded(path: Path) -> None:
         verbose=False,
     )
     if program is None:
-        raise RuntimeError("torch.onnx.export returned nothing")
+        raise RuntimeError("torch.onnx.export returned nothing.")
     program.save(path)

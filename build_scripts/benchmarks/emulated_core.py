@@ -1,7 +1,8 @@
-"""Repositories for what the path around a core costs: real steps, a core that only waits, an echo.
+"""Repositories with an emulated core, to measure what everything around the core costs.
 
-The waiting core is a Triton backend in C (``hop/waiting_core.c``), compiled by the machine's `cc`:
-a core in Python would itself take as much of the processor as a step.
+The emulated core is a Triton backend in C (``emulated/core.c``), compiled by the machine's `cc`. It
+waits as long as a core on a GPU computes; a core in Python would use as much processor time as a
+step.
 """
 
 from __future__ import annotations
@@ -16,19 +17,17 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-_FILES = Path(__file__).parent / "hop"
-_BACKEND = "waiting"
+_FILES = Path(__file__).parent / "emulated"
+_BACKEND = "emulated"
 ECHO = "echo"
 
 
 @dataclass(frozen=True)
 class CoreTime:
-    """How long a batch takes in the core.
+    """Duration of a batch in the core: a constant, plus parts for each row and each token.
 
     Attributes:
-        batch_us: whatever is in it.
-        row_us: more for each row.
-        token_us: more for each token, padding included.
+        token_us: Microseconds for each token, padding included.
     """
 
     batch_us: float
@@ -37,9 +36,10 @@ class CoreTime:
 
 
 # BERT-base: NVIDIA's table of TensorRT on an A100, FP16, 128 tokens (demo/BERT/README.md of
-# TensorRT): 0.67 ms for one row, 16.14 ms for 128, which leaves nothing to a row beside its tokens.
-# MiniLM-L6: half the layers, so half the time of a batch; a token in the ratio of the rates that
-# sbert.net lists for all-MiniLM-L6-v2 and all-mpnet-base-v2 on a V100: 14,200 and 2,800 texts/s.
+# TensorRT) has 0.67 ms for one row and 16.14 ms for 128, which leaves no time for a row beside its
+# tokens. MiniLM-L6 has half the layers, so half the time of a batch; the time of a token follows
+# from the rates that sbert.net lists for all-MiniLM-L6-v2 and all-mpnet-base-v2 on a V100, 14,200
+# and 2,800 texts/s.
 CORES = {
     "zero": CoreTime(0.0, 0.0, 0.0),
     "MiniLM": CoreTime(275.0, 0.0, 0.188),
@@ -50,14 +50,12 @@ CORES = {
 def write_pipeline(
     built: Path, pipeline: str, target: Path, time: CoreTime, *, preprocess: int = 1
 ) -> Path:
-    """Copy a built pipeline to `target` with a waiting core; returns `target`.
+    """Copy a built pipeline to `target`, with an emulated core; return `target`.
 
     Args:
-        built: the repository that `triptych build` wrote.
-        pipeline: the pipeline's name in it.
-        target: the repository to write; what is there is replaced.
-        time: of the core.
-        preprocess: instances of that step.
+        built: Repository that `triptych build` wrote.
+        target: Repository to write; an existing one is replaced.
+        preprocess: Number of instances of the preprocess step.
     """
     _clear(target)
     core = f"{pipeline}_core"
@@ -72,7 +70,7 @@ def write_pipeline(
 
 
 def write_echo(target: Path) -> Path:
-    """A repository with one Python model that hands back its text; returns `target`."""
+    """Write a repository with one Python model that returns its text; return `target`."""
     _clear(target)
     folder = target / ECHO
     (folder / "1").mkdir(parents=True)
@@ -82,7 +80,7 @@ def write_echo(target: Path) -> Path:
 
 
 def write_core(config_file: Path, folder: Path, time: CoreTime) -> None:
-    """The model folder of a waiting core in place of the one that `config_file` is of."""
+    """Write the model folder of an emulated core with the tensors of the core in `config_file`."""
     config = read_config(config_file)
     config.backend = _BACKEND
     for field in ("batch_input", "batch_output", "model_warmup", "optimization", "parameters"):
@@ -95,27 +93,28 @@ def write_core(config_file: Path, folder: Path, time: CoreTime) -> None:
 
 
 def read_config(file: Path) -> Any:
-    """The ``ModelConfig`` in a ``config.pbtxt``."""
+    """Return the ``ModelConfig`` of a ``config.pbtxt``."""
     return text_format.Parse(file.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
 
 
 def _compile(library: Path, outputs: Sequence[Any], time: CoreTime) -> None:
-    produced = ",".join(
-        f'{{"{output.name}",'
-        f"{model_config_pb2.DataType.Name(output.data_type).removeprefix('TYPE_')},"
-        f"{{{','.join(map(str, output.dims))}}}}}"
+    types = {
+        output.name: model_config_pb2.DataType.Name(output.data_type).removeprefix("TYPE_")
+        for output in outputs
+    }
+    tensors = ",".join(
+        f'{{"{output.name}",{types[output.name]},{{{",".join(map(str, output.dims))}}}}}'
         for output in outputs
     )
     values: dict[str, object] = {
         "BATCH_NS": round(1e3 * time.batch_us),
         "ROW_NS": 1e3 * time.row_us,
         "TOKEN_NS": 1e3 * time.token_us,
-        "OUTPUTS": f"{{{produced}}}",
+        "OUTPUTS": f"{{{tensors}}}",
     }
     defined = [f"-D{name}={value}" for name, value in values.items()]
-    source = str(_FILES / "waiting_core.c")
-    command = ["cc", "-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", *defined, source]
-    subprocess.run([*command, "-o", str(library)], check=True)
+    command = ["cc", "-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", *defined]
+    subprocess.run([*command, str(_FILES / "core.c"), "-o", str(library)], check=True)
 
 
 def _clear(target: Path) -> None:

@@ -1,0 +1,243 @@
+"""Harness of the benchmarks: interleaved rounds, medians with their range, one JSON result.
+
+In each round every system under test has one turn, and each round starts with another system, so
+that a disturbance of the machine affects all systems alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.model import CACHE
+from benchmarks.results import Table, environment, publish
+from triptych.base.files import write_files
+from triptych.serving.bench import perf_analyzer
+from triptych.serving.bench.measure import WINDOWS, run_longer
+
+Metrics = Mapping[str, float]
+"""Values of one measurement by the name of the metric, which ends with its unit."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a system under test: measures one load or several.
+
+    Attributes:
+        measure: Returns the metrics of each load by the name of the load.
+    """
+
+    system: str
+    measure: Callable[[], Iterable[tuple[str, Metrics]]]
+
+
+@dataclass
+class Series:
+    """Measurements of one system under one load, one for each round."""
+
+    system: str
+    load: str
+    rounds: list[Metrics] = field(default_factory=list)
+
+    def values(self, metric: str) -> list[float]:
+        """Return the value of each round."""
+        return [metrics[metric] for metrics in self.rounds]
+
+    def median(self, metric: str) -> float:
+        """Return the median over the rounds."""
+        return median(self.values(metric))
+
+    def text(self, metric: str, digits: int = 0) -> str:
+        """Return the median with `digits` decimals."""
+        return f"{self.median(metric):.{digits}f}"
+
+    def range(self, metric: str, digits: int = 0) -> str:
+        """Return the lowest and the highest value, joined by a hyphen."""
+        values = self.values(metric)
+        return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
+
+
+def run_rounds(
+    groups: Sequence[Sequence[Turn]],
+    rounds: int,
+    *,
+    max_minutes: float = math.inf,
+    on_error: Callable[[str, Exception], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Series]:
+    """Measure the turns of every group in interleaved rounds.
+
+    Args:
+        groups: Groups of turns that are compared with each other, such as one for each load.
+        max_minutes: Bound of the duration. A round that would not fit is left out, the first one
+            excepted.
+        on_error: Receives a system and its error; the system then has no further turns. Without
+            it an error ends the benchmark.
+
+    Returns:
+        Series in the order of the turns; series of systems that failed are left out.
+    """
+    found: dict[tuple[int, str, str], Series] = {}
+    failed: set[str] = set()
+    began, longest_s = clock(), 0.0
+    for number in range(rounds):
+        round_began = clock()
+        if number and round_began + longest_s - began > 60 * max_minutes:
+            say(f"{number} instead of {rounds} rounds: --max-minutes is reached")
+            break
+        for index, turns in enumerate(groups):
+            shift = number * len(turns) // rounds
+            for turn in [*turns[shift:], *turns[:shift]]:
+                if turn.system in failed:
+                    continue
+                try:
+                    for load, metrics in turn.measure():
+                        key = index, turn.system, load
+                        found.setdefault(key, Series(turn.system, load)).rounds.append(metrics)
+                        say(
+                            f"round {number + 1}/{rounds}  {turn.system}, {load}: {_brief(metrics)}"
+                        )
+                except Exception as error:
+                    if on_error is None:
+                        raise
+                    failed.add(turn.system)
+                    on_error(turn.system, error)
+        longest_s = max(longest_s, clock() - round_began)
+    order = [(index, turn.system) for index, turns in enumerate(groups) for turn in turns]
+    keys = sorted((key for key in found if key[1] not in failed), key=lambda k: order.index(k[:2]))
+    return [found[key] for key in keys]
+
+
+def closed_loop(
+    url: str,
+    model: str,
+    requests: Sequence[perf_analyzer.Request],
+    *,
+    clients: int,
+    seconds: float,
+    http_path: str | None = None,
+) -> dict[str, float]:
+    """Return throughput and latency of `clients` that each have one request in flight.
+
+    A short warm-up comes first and is not measured; see `perf_analyzer.run` for the arguments.
+    """
+
+    def run(windows_s: float) -> perf_analyzer.LoadResult:
+        return perf_analyzer.run(
+            url,
+            model,
+            requests,
+            concurrency=clients,
+            window_s=windows_s / WINDOWS,
+            warmup_requests=2 * clients + 20,
+            http_path=http_path,
+        )
+
+    result = run_longer(run, seconds)
+    return {
+        "rate_per_s": result.throughput_per_s,
+        "p50_ms": result.p50_us / 1e3,
+        "p99_ms": result.p99_us / 1e3,
+    }
+
+
+def make_parser(
+    doc: str | None, name: str, *, rounds: int | None = None, seconds: float | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks.
+
+    Args:
+        doc: Docstring of the benchmark; its first line is the description.
+        name: Name of the JSON result below `CACHE`.
+        rounds: Default number of rounds; None for a benchmark without rounds.
+        seconds: Default duration of a measurement, in seconds; None for one without a duration.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    if rounds is not None:
+        parser.add_argument("--rounds", type=_positive_int, default=rounds, help="number of rounds")
+        parser.add_argument(
+            "--max-minutes",
+            type=_positive,
+            default=math.inf,
+            help="duration after which no round begins",
+        )
+    if seconds is not None:
+        parser.add_argument(
+            "--seconds", type=_positive, default=seconds, help="duration of a measurement"
+        )
+    output = CACHE / f"{name}.json"
+    parser.add_argument("--output", type=Path, default=output, help="JSON file of the result")
+    parser.add_argument(
+        "--publish", action="store_true", help="store the tables and write RESULTS.md again"
+    )
+    return parser
+
+
+def add_only(parser: argparse.ArgumentParser) -> None:
+    """Add ``--only``, which `is_wanted` reads."""
+    parser.add_argument("--only", nargs="+", default=[], help="parts of the names to measure")
+
+
+def is_wanted(name: str, options: argparse.Namespace) -> bool:
+    """Return whether ``--only`` selects a system under test."""
+    return not options.only or any(part in name for part in options.only)
+
+
+def finish(
+    options: argparse.Namespace,
+    name: str,
+    title: str,
+    tables: Sequence[Table],
+    data: Any,
+    notes: Sequence[str] = (),
+) -> None:
+    """Print the tables and notes, write the JSON result, and publish it where that is requested.
+
+    Args:
+        data: Every measurement as plain data; `Series` are converted.
+    """
+    for part in (*tables, *notes):
+        print(f"{part}\n")
+    report = {**environment(), "notes": list(notes), "measurements": data}
+    text = json.dumps(report, indent=1, default=vars) + "\n"
+    write_files(options.output.parent, {options.output.name: text})
+    say(f"written: {options.output}")
+    if options.publish:
+        publish(name, title, tables, notes)
+
+
+def say(line: str) -> None:
+    """Print a line of progress to standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def progress(stage: str, line: str) -> None:
+    """Print a step of a build."""
+    say(f"  {stage:8} {line}")
+
+
+def quiet(_stage: str, _line: str) -> None:
+    """Ignore a step of a build."""
+
+
+def _brief(metrics: Metrics) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in [*metrics.items()][:6])
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    return int(_positive(str(int(text))))

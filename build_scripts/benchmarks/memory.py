@@ -1,0 +1,57 @@
+"""Memory of a server and its Python steps over a long load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import linear_regression, median
+
+import psutil
+
+from benchmarks.results import Table
+from triptych.serving.bench.resources import process_name, process_tree
+
+SECONDS = "seconds"
+_SHARED_MEMORY = "/dev/shm"
+_MIB = 1024 * 1024
+
+
+def read_memory(server: int) -> dict[str, float]:
+    """Return bytes: resident and private memory of each process, and the shared memory it maps."""
+    memory: dict[str, float] = {}
+    regions: set[str] = set()
+    for process in process_tree(server):
+        try:
+            name = process_name(process, server)
+            info = process.memory_info()
+            mapped = [region.path for region in process.memory_maps(grouped=False)]
+        except psutil.Error:  # the process has ended since the listing
+            continue
+        memory[f"{name} resident"] = float(info.rss)
+        memory[f"{name} private"] = float(info.rss - info.shared)
+        regions |= {path for path in mapped if path.startswith(f"{_SHARED_MEMORY}/")}
+    paths = [Path(region) for region in regions]
+    memory[_SHARED_MEMORY] = sum(path.stat().st_blocks * 512.0 for path in paths if path.exists())
+    return memory
+
+
+def make_growth_table(samples: Sequence[dict[str, float]], requests: int) -> Table:
+    """Return the growth of each series of memory over so many requests.
+
+    Args:
+        samples: Results of `read_memory`, each with its `SECONDS` since the begin.
+    """
+    duration_s = samples[-1][SECONDS] or 1.0
+    rows = []
+    for name in samples[-1]:
+        if name == SECONDS:
+            continue
+        points = [(sample[SECONDS], sample[name]) for sample in samples if name in sample]
+        values = [value for _, value in points]
+        quarter = max(1, len(values) // 4)
+        slope = linear_regression(*zip(*points, strict=True)).slope if len(points) > 2 else 0.0
+        mib = [median(values[:quarter]), median(values[-quarter:]), max(values)]
+        growth = slope * duration_s / requests * 1000 / 1024
+        rows.append((name, *(f"{value / _MIB:.1f}" for value in mib), f"{growth:+.2f}"))
+    head = ("memory", "first quarter, MiB", "last quarter, MiB", "highest, MiB", "KiB per 1,000")
+    return Table(f"Memory over {requests} requests; medians of quarters, slope", head, rows)

@@ -1,0 +1,328 @@
+"""Measure what `monitor` detects: faults and the rows until the alarm, false alarms, drift.
+
+A small classifier, MiniLM's embeddings and first layer with a random head, is built once for each
+fault. The fault is put into its repository, and a real server samples every row. ``--drift`` sends
+other traffic, follows the advice and measures both builds.
+
+Usage: ``python build_scripts/benchmarks/monitoring.py [--drift] [--rows 400] [--looks 200]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cost import measure_cost, server_core_ms
+from benchmarks.harness import Turn, finish, make_parser, quiet, run_rounds, say
+from benchmarks.model import CACHE, PIPELINE, model_folder, traffic_texts
+from benchmarks.results import Table
+from triptych.base.errors import UserError
+from triptych.building.build import build
+from triptych.client import Client
+from triptych.core.inputs import PipelineInputs, read_inputs
+from triptych.operate.monitor.apply import take_rows
+from triptych.operate.monitor.results import MonitorRun
+from triptych.operate.monitor.run import run_monitor
+from triptych.operate.monitor.sample import TrafficSample, read_sample
+from triptych.operate.monitor.sequential import SequentialEvidence
+from triptych.operate.tune.drift import format_drift
+from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files
+from triptych.serving.server import Server
+from triptych.spec.spec import load_spec
+from triptych.spec.traffic import TRAFFIC_FILE
+
+_FOLDER = CACHE / "monitoring"
+_REPOSITORY, _SAMPLES = _FOLDER / "repository", _FOLDER / "samples"
+_LABELS = ("billing", "delivery", "returns", "technical", "account")
+_TRAFFIC_ROWS = 150
+_RUN_ROWS = 10
+"""Number of rows of each run of the monitoring that looks for false alarms."""
+_DRIFT_ROWS = 400
+_DRIFTING = "drifting"
+_CYRILLIC = str.maketrans("abcdefghiklmnoprstuvz", "абцдефгхиклмнопрстувз")
+_HOOKS = "def before(rows):\n    return rows\n"
+_DROP_LAST_WORD = (
+    "def before(rows):\n"
+    "    return [{**row, 'text': row['text'].rpartition(' ')[0] or row['text']} for row in rows]\n"
+)
+
+
+def main() -> int:
+    """Measure the faults and false alarms, or with ``--drift`` what the advice achieves."""
+    parser = make_parser(__doc__, "monitoring", rounds=7, seconds=3.0)
+    parser.add_argument("--rows", type=int, default=400, help="sampled rows for each fault")
+    parser.add_argument("--looks", type=int, default=200, help="runs on a correct build")
+    parser.add_argument("--drift", action="store_true", help="send other traffic, follow advice")
+    parser.add_argument("--fp32", action="store_true", help="leave out int8, which takes longest")
+    options = parser.parse_args()
+    shutil.rmtree(_FOLDER, ignore_errors=True)
+    _write_model(_FOLDER / "model")
+    if options.drift:
+        tables, notes = _measure_drift(options)
+    else:
+        precisions = ("fp32",) if options.fp32 else ("fp32", "int8")
+        tables, notes = _measure_faults(options.rows, options.looks, precisions)
+    data = [vars(table) for table in tables]
+    title = "Drift and its advice" if options.drift else "Faults that monitoring detects"
+    finish(options, "drift" if options.drift else "monitoring", title, tables, data, notes)
+    return 0
+
+
+def _scale(file: Path, factor: float, wanted: Callable[[str, Any], bool]) -> None:
+    """Multiply initializers of an ONNX graph."""
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(file)
+    changed = 0
+    for tensor in graph.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.dtype.kind == "f" and wanted(tensor.name, values):
+            scaled = (values * factor).astype(values.dtype)
+            tensor.CopyFrom(numpy_helper.from_array(scaled, tensor.name))
+            changed += 1
+    if not changed:
+        raise SystemExit(f"{file} has no initializer to scale.")
+    file.unlink()  # several builds may share the file
+    onnx.save(graph, file)
+
+
+def _replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    if old not in text:
+        raise SystemExit(f"{file} does not contain {old!r}.")
+    file.unlink()
+    file.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def _scale_weights(name: str) -> None:
+    _scale(_REPOSITORY / f"{name}_core/1/model.onnx", 1.03, lambda _, values: values.ndim == 2)
+
+
+def _scale_activations(name: str) -> None:
+    """Scale as a calibration on other rows would: activations above a quarter are clipped."""
+    _scale(
+        _REPOSITORY / f"{name}_core/1/model.onnx",
+        0.25,
+        lambda tensor, values: "scale" in tensor and values.ndim == 0,
+    )
+
+
+def _change_tokenizer(name: str) -> None:
+    file = _REPOSITORY / f"{name}_preprocess/1/tokenizer.json"
+    _replace(file, '"lowercase":true', '"lowercase":false')
+
+
+def _swap_labels(name: str) -> None:
+    file = _REPOSITORY / f"{name}_postprocess/config.pbtxt"
+    for old, new in (("billing", "???"), ("delivery", "billing"), ("???", "delivery")):
+        _replace(file, old, new)
+
+
+def _change_hook(name: str) -> None:
+    _replace(_REPOSITORY / f"{name}_preprocess/1/hooks.py", _HOOKS, _DROP_LAST_WORD)
+
+
+_FAULTS: dict[str, tuple[str, str, Callable[[str], None] | None]] = {
+    "weights": ("weights x 1.03", "fp32", _scale_weights),
+    "tokenizer": ("tokenizer of another revision (cased)", "fp32", _change_tokenizer),
+    "labels": ("stale label map: two swapped", "fp32", _swap_labels),
+    "hook": ("`before` drops the last word", "fp32", _change_hook),
+    "calibration_int8": ("int8, activation scales x 0.25", "int8", _scale_activations),
+    "right": ("none, fp32", "fp32", None),
+    "right_int8": ("none, int8", "int8", None),
+}
+"""Title, precision and function of each fault by the name of its pipeline."""
+
+
+def _measure_faults(
+    rows: int, looks: int, precisions: Sequence[str]
+) -> tuple[list[Table], list[str]]:
+    inputs, notes = {}, []
+    for name, (title, precision, break_build) in _FAULTS.items():
+        if precision not in precisions:
+            continue
+        try:
+            inputs[name] = _build(name, precision)
+        except UserError as error:
+            notes.append(f"{title} was left out: {error}")
+            continue
+        if break_build is not None:
+            break_build(name)
+    texts, rng = traffic_texts()[:_TRAFFIC_ROWS], random.Random(18)
+    correct: dict[str, TrafficSample] = {}
+    cells = []
+    with _serve(_REPOSITORY) as url:
+        for name, one in inputs.items():
+            is_correct = _FAULTS[name][2] is None
+            count = _RUN_ROWS * looks if is_correct else rows
+            sample = _send(url, name, [rng.choice(texts) for _ in range(count)])
+            if is_correct:
+                correct[name] = sample
+            cells.append(_make_row(_FAULTS[name][0], _monitor(one, sample)))
+            say(" | ".join(cells[-1]))
+    for name, sample in correct.items():
+        alarms = 0
+        evidence: Mapping[str, SequentialEvidence] = {}
+        for start in range(0, _RUN_ROWS * looks, _RUN_ROWS):
+            part = replace(sample, rows=sample.rows[start : start + _RUN_ROWS])
+            found = _monitor(inputs[name], part, evidence)
+            evidence, alarms = found.evidence, alarms + (not found.passed)
+        notes.append(f"{_FAULTS[name][0]}: {alarms} of {looks} runs of {_RUN_ROWS} rows alarmed")
+    head = ("fault", "rows", "row of the alarm", "tests", "named as")
+    return [Table(f"{_TRAFFIC_ROWS} rows of traffic", head, cells)], notes
+
+
+def _make_row(fault: str, run: MonitorRun) -> tuple[str, ...]:
+    found = sorted((test.alarm_row, test.name) for test in run.tests if test.alarm_row is not None)
+    tests = ", ".join(f"{name} at {row}" for row, name in found)
+    known = {test.name for test in run.tests}
+    named = [one for one in (*run.alarms, *run.drifts) if one.partition(":")[0] not in known]
+    first = str(found[0][0]) if found else "never"
+    return fault, str(run.rows), first, tests, "; ".join(named)
+
+
+def _measure_drift(options: argparse.Namespace) -> tuple[list[Table], list[str]]:
+    """Send three other kinds of traffic; follow the advice for long texts and measure it."""
+    inputs = _build(_DRIFTING, "fp32", layout="bucketed")
+    texts, rng = traffic_texts()[:_TRAFFIC_ROWS], random.Random(5)
+    long = [" ".join(rng.choices(texts, k=5)) for _ in range(_DRIFT_ROWS)]
+    other = [rng.choice(texts).lower().translate(_CYRILLIC) for _ in range(_DRIFT_ROWS)]
+    with _serve(_REPOSITORY) as url:
+        with Client(_DRIFTING, url) as client:
+            labels = [result[0].label for result in client.classify(texts, top_k=1)]
+        label = max(set(labels), key=labels.count)
+        alike = [text for text, each in zip(texts, labels, strict=True) if each == label]
+        usual = _send(url, _DRIFTING, [rng.choice(texts) for _ in range(_DRIFT_ROWS)])
+        known = set(usual.known)
+        rows = [("as built for", "; ".join(_monitor(inputs, usual).drifts) or "none")]
+        for kind, sent in (
+            ("another language (Cyrillic)", other),
+            (f"one label ({label})", [rng.choice(alike) for _ in range(_DRIFT_ROWS)]),
+            ("five times longer", long),
+        ):
+            sample = _send(url, _DRIFTING, sent, known)
+            known |= set(sample.known)
+            rows.append((kind, "; ".join(_monitor(inputs, sample).drifts) or "none"))
+    change = take_rows(inputs, sample, replace=True, max_rows=_DRIFT_ROWS)
+    notes = []
+    if change.drift is not None:
+        advice = " ".join(line.strip() for line, _ in format_drift(change.drift))
+        notes.append(f"advice: {advice}")
+    again = _FOLDER / "again"
+    build(read_inputs(load_spec(_FOLDER / _DRIFTING), quiet), again, quiet, engine_dry_run=False)
+    with Server(_REPOSITORY) as old, Server(again) as new:
+
+        def make_turn(name: str, server: Server) -> Turn:
+            def measure() -> list[tuple[str, dict[str, float]]]:
+                metrics = measure_cost(
+                    server.grpc_url,
+                    server.pid,
+                    _DRIFTING,
+                    long,
+                    clients=8,
+                    seconds=options.seconds,
+                )
+                core_ms = server_core_ms(metrics)
+                return [("", {"core_ms": core_ms, "rate_per_s": metrics["rate_per_s"]})]
+
+            return Turn(name, measure)
+
+        turns = [make_turn("before the advice", old), make_turn("after the advice", new)]
+        found = run_rounds([turns], options.rounds, max_minutes=options.max_minutes)
+    before, after = (one.values("core_ms") for one in found)
+    ratios = [f"{b / a:.2f}" for a, b in zip(before, after, strict=True)]
+    notes.append(f"core-ms after by before, round by round: {', '.join(ratios)}")
+    costs = [(one.system, one.text("core_ms", 2), one.text("rate_per_s")) for one in found]
+    return [
+        Table(f"{_DRIFT_ROWS} rows of each kind", ("traffic", "drifts"), rows),
+        Table("Texts five times longer", ("build", "core-ms per text", "texts/s"), costs),
+    ], notes
+
+
+def _write_model(folder: Path) -> None:
+    import torch
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    torch.manual_seed(18)
+    labels = dict(enumerate(_LABELS))
+    model = BertForSequenceClassification.from_pretrained(
+        model_folder(), num_hidden_layers=1, num_labels=len(labels), id2label=labels
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    with torch.inference_mode():  # Spread the logits, so that no label is first for all texts.
+        logits = model(**tokenizer(traffic_texts()[:60], padding=True, return_tensors="pt")).logits
+        scale = 0.6 / logits.std(0)
+        model.classifier.weight.mul_(scale[:, None])
+        model.classifier.bias.sub_(logits.mean(0)).mul_(scale)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _build(name: str, precision: str, *, layout: str = "packed") -> PipelineInputs:
+    folder = _FOLDER / name
+    folder.mkdir()
+    spec = {
+        # A random head has no margins that int8 could keep, so the vectors are compared.
+        "task": "text-embedding" if precision == "int8" else "text-classification",
+        "model": {"source": str(_FOLDER / "model")},
+        "core": {"precision": precision, "layout": layout},
+        "serving": {"sample": {"rate": 1.0, "window_s": 0.2, "keep_hours": 1}},
+    }
+    (folder / "pipeline.yaml").write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
+    (folder / "hooks.py").write_text(_HOOKS, encoding="utf-8")
+    lines = (PIPELINE / TRAFFIC_FILE).read_text(encoding="utf-8").splitlines()[:_TRAFFIC_ROWS]
+    (folder / TRAFFIC_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    say(f"building {name}")
+    inputs = read_inputs(load_spec(folder), quiet)
+    build(inputs, _REPOSITORY, quiet, engine_dry_run=False)
+    return inputs.as_built(_REPOSITORY)
+
+
+@contextmanager
+def _serve(repository: Path) -> Iterator[str]:
+    with Server(repository, environment={FOLDER_VARIABLE: str(_SAMPLES)}) as server:
+        yield server.grpc_url
+
+
+def _send(
+    url: str, name: str, texts: Sequence[str], known: set[str] | None = None
+) -> TrafficSample:
+    """Send the texts and return their sample, once all rows are written."""
+    known = known or set()
+
+    def count_rows() -> int:
+        files = list_files(_SAMPLES / name, name)
+        return sum(file.rows for file in files if file.path.name not in known)
+
+    before = count_rows()
+    with Client(name, url) as client:
+        for start in range(0, len(texts), 8):
+            part = texts[start : start + 8]
+            _ = client.embed(part) if "int8" in name else client.classify(part)
+    deadline = time.monotonic() + 60
+    while count_rows() < before + len(texts):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{name}: only {count_rows()} of {len(texts)} rows were sampled.")
+        time.sleep(0.1)
+    return read_sample(_SAMPLES, name, keep_hours=1, known=frozenset(known))
+
+
+def _monitor(
+    inputs: PipelineInputs,
+    sample: TrafficSample,
+    evidence: Mapping[str, SequentialEvidence] | None = None,
+) -> MonitorRun:
+    return run_monitor(inputs, _REPOSITORY, sample, quiet, evidence=evidence or {}, max_rows=10**6)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
