@@ -84,9 +84,9 @@ PERFECT = {
     "text-embedding": {
         "min_cosine": 1.0,
         "mean_cosine": 1.0,
-        "nearest_neighbour_agreement": 1.0,
-        "mean_neighbour_loss": 0.0,
-        "max_neighbour_loss": 0.0,
+        "nearest_neighbor_agreement": 1.0,
+        "mean_neighbor_loss": 0.0,
+        "max_neighbor_loss": 0.0,
         "similarity_rank_correlation": 1.0,
     },
     "token-classification": {"entity_f1": 1.0},

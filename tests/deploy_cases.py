@@ -105,7 +105,7 @@ def write_bench(folder: Path, **changes: Any) -> Path:
 def write_generation(folder: Path, *overrides: str) -> Path:
     """A repository with the pipeline `talk` as `build` leaves it, as far as `deploy` reads it."""
     pipeline = write_generating(folder / "talk", folder / "model", backend="vllm")
-    spec = load_generation_spec(pipeline, ["core.max_sequences=10", *overrides])
+    spec = load_generation_spec(pipeline, ["core.max_num_seqs=10", *overrides])
     repository = folder / "repository"
     (repository / "talk").mkdir(parents=True)
     (repository / "talk/config.pbtxt").write_text(ENSEMBLE.format(name="talk"))

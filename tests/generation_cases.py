@@ -133,7 +133,7 @@ def write_pipeline(
         "model": {"source": str(model)},
         "adapters": adapters or {},
         "core": {"backend": "scripted", "kv_cache": {"memory_mib": 2}, **core},
-        "serving": {"queue": {"max_size": 12}},
+        "serving": {"queue": {"max_in_flight": 12}},
     }
     (folder / "pipeline.yaml").write_text(json.dumps(spec))
     lines = [{"text_input": text} for text in TEXTS]

@@ -25,7 +25,7 @@ def build_both(base: Path) -> Path:
     write_adapter(base / "adapters/terse", model)
     for name, adapters, promised, core in (
         ("quick", {"terse": "../adapters/terse"}, (), {}),
-        ("slow", {}, PROMISE, {"token_delay_ms": 20.0, "max_sequences": 2}),
+        ("slow", {}, PROMISE, {"token_delay_ms": 20.0, "max_num_seqs": 2}),
     ):
         folder = write_pipeline(base / name, model, adapters, **core)
         inputs = read_generation(load_generation_spec(folder, promised), quiet)

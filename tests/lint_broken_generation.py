@@ -54,7 +54,7 @@ BROKEN_GENERATION = (
     info(
         "precision-gpus",
         "solo",
-        "core.precision bf16, core.kv_cache.precision fp8",
+        "core.precision bf16, core.kv_cache.dtype fp8",
         settings(precision="bf16", kv_cache_precision="fp8"),
     ),
     info(

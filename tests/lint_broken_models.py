@@ -134,7 +134,7 @@ FILES = (
         LOCK,
         "the core of minilm_core was built anew since",
         put("minilm_core/triptych.lock.json", '{"core_key": "new"}'),
-        put(LOCK, '{"core_key": "old", "spec": {"core": {"share": "minilm_core"}}}'),
+        put(LOCK, '{"core_key": "old", "spec": {"core": {"shared_from": "minilm_core"}}}'),
     ),
     warning("traffic", LOCK, "49 rows", relock(rows=49)),
     warning("traffic", LOCK, "6.0%", relock(truncated_share=0.06)),

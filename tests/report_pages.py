@@ -113,7 +113,7 @@ CONVERSION = Conversion(
 
 def probe_of(*, passed: bool) -> ProbeResult:
     """What the core does outside its traffic."""
-    found = verdict("mean_neighbour_loss", 0.0004 if passed else 0.0023, 0.0015, passed=passed)
+    found = verdict("mean_neighbor_loss", 0.0004 if passed else 0.0023, 0.0015, passed=passed)
     return ProbeResult(394, (found,), (WorstRow("a text of the probe", 0.75, 0.5, "w", "g"),))
 
 
@@ -127,7 +127,7 @@ def gate_of(**changes: Any) -> GateResult:
         verdicts=(
             verdict("max_difference", 0.0834, None),
             verdict("mean_cosine", 0.99861, 0.998),
-            verdict("nearest_neighbour_agreement", 0.9775, 0.97),
+            verdict("nearest_neighbor_agreement", 0.9775, 0.97),
         ),
         failures=(),
         worst=(WorstRow("a text", 0.25, 0.5, "w", "g"),),
@@ -143,7 +143,7 @@ def candidate(precision: Any, status: Any, **changes: Any) -> PrecisionTrial:
     found = PrecisionTrial(
         precision=precision,
         status=status,
-        verdicts={"mean_cosine": 0.9987, "nearest_neighbour_agreement": 0.9775},
+        verdicts={"mean_cosine": 0.9987, "nearest_neighbor_agreement": 0.9775},
         throughput_per_s=231.94,
         p99_ms=196.4,
         size_bytes=24_100_000,

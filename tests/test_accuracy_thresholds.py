@@ -42,10 +42,10 @@ def test_precisions_of_a_tolerance_have_the_same_limits() -> None:
 def test_the_limits_of_embeddings_are_those_promised() -> None:
     quantized = thresholds(TASKS["text-embedding"], "int8", {})
     assert quantized["mean_cosine"] == 0.998
-    assert quantized["nearest_neighbour_agreement"] == 0.97
+    assert quantized["nearest_neighbor_agreement"] == 0.97
     exact = thresholds(TASKS["text-embedding"], "fp32", {})
     assert (exact["max_difference"], exact["min_cosine"]) == (1e-5, 0.99999)
-    assert exact["nearest_neighbour_agreement"] == 1.0
+    assert exact["nearest_neighbor_agreement"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,12 @@ def test_the_limits_of_embeddings_are_those_promised() -> None:
 def test_a_custom_task_is_judged_by_what_its_core_returns(
     reads: str, returns: str, own: set[str]
 ) -> None:
-    custom = {"model_class": "AutoModel", "outputs": [{"name": "x", "dtype": "FP32", "dims": [1]}]}
-    task = custom_task(Custom.model_validate({**custom, "reads": reads, "returns": returns}))
+    custom = {"auto_class": "AutoModel", "outputs": [{"name": "x", "dtype": "FP32", "dims": [1]}]}
+    task = custom_task(
+        Custom.model_validate({**custom, "head_input": reads, "core_output": returns})
+    )
     limits = thresholds(task, "fp32", {})
-    assert limits.keys() == {"max_difference", "neighbour_effect", "edge_error"} | own
+    assert limits.keys() == {"max_difference", "batch_sensitivity", "edge_error"} | own
 
 
 def test_an_override_replaces_the_default_and_adds_a_limit_that_has_none() -> None:
@@ -77,7 +79,7 @@ def test_an_override_of_what_the_task_does_not_measure_is_refused(name: str) -> 
     with pytest.raises(UserError) as caught:
         thresholds(TASKS["text-embedding"], "fp32", {name: 0.5})
     assert caught.value.field == f"accuracy.{name}"
-    assert "nearest_neighbour_agreement" in caught.value.remedy
+    assert "nearest_neighbor_agreement" in caught.value.remedy
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)

@@ -176,10 +176,10 @@ def test_a_verdict_holds_for_the_bytes_that_were_judged(tiny: Path, tmp_path: Pa
     repository = tmp_path / "r"
     guest = Path(shutil.copytree(tiny, tiny.parent / "guest"))
     build_into(tiny, repository)
-    build_into(guest, repository, "core.share=tiny")
+    build_into(guest, repository, "core.shared_from=tiny")
     zero_an_eighth(repository / "tiny_core/1/model.onnx")
     with pytest.raises(GateFailure, match="differs from the reference"):
-        build_into(guest, repository, "core.share=tiny")
+        build_into(guest, repository, "core.shared_from=tiny")
 
 
 def test_byte_code_of_a_served_step_is_no_change(tmp_path: Path) -> None:

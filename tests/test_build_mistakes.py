@@ -40,7 +40,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
         {
             "task": "custom",
             "custom": {
-                "model_class": "AutoModelForSequenceClassification",
+                "auto_class": "AutoModelForSequenceClassification",
                 "outputs": [{"name": "words", "dtype": "BYTES", "dims": [-1, -1]}],
             },
         },
@@ -87,12 +87,12 @@ def errors_of(repository: Path) -> list[str]:
 @pytest.mark.parametrize("change", ["shares itself", "shares another", "another layout"])
 def test_what_others_use_is_not_taken_away(tmp_path: Path, model: Path, change: str) -> None:
     repository = tmp_path / "repository"
-    for name, core in (("owner", {}), ("user", {"share": "owner"}), ("third", {})):
+    for name, core in (("owner", {}), ("user", {"shared_from": "owner"}), ("third", {})):
         build_into(write(tmp_path / name, model, core=core), repository)
     assert errors_of(repository) == []
     core = {
-        "shares itself": {"share": "owner"},
-        "shares another": {"share": "third"},
+        "shares itself": {"shared_from": "owner"},
+        "shares another": {"shared_from": "third"},
         "another layout": {"layout": "bucketed"},
     }[change]
     shutil.rmtree(tmp_path / "owner")

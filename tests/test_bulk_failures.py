@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triptych.client import PipelineConfig, PipelineFailed
+from triptych.client import PipelineConfig, PipelineFailedError
 from triptych.client.bulk.answers import Asker
 from triptych.client.bulk.formats import ERROR, Chunk
 from triptych.client.bulk.turns import Turns
@@ -39,7 +39,7 @@ class BrokenByOne:
         self._under_way.remove(texts)
         if id(texts) in self._broken:
             self._broken.discard(id(texts))
-            raise PipelineFailed("the step is broken")
+            raise PipelineFailedError("the step is broken")
         return [{"label": np.array([text.encode()], np.object_)} for text in texts]
 
 

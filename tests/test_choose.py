@@ -42,11 +42,11 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     limits = {
         "mean_cosine": 0.9,
         "min_cosine": 0.5,
-        "nearest_neighbour_agreement": 0.3,
-        "mean_neighbour_loss": 0.3,
-        "max_neighbour_loss": 1.0,
+        "nearest_neighbor_agreement": 0.3,
+        "mean_neighbor_loss": 0.3,
+        "max_neighbor_loss": 1.0,
         "similarity_rank_correlation": 0.5,
-        "neighbour_effect": 0.1,
+        "batch_sensitivity": 0.1,
     }
     folder = tmp_path_factory.mktemp("pipelines") / "tiny"
     return write_pipeline(
@@ -129,7 +129,7 @@ def test_a_candidate_that_fails_does_not_race(
 
     monkeypatch.setattr(choose, "race", pretend)
     # No conversion meets this: fp32 does.
-    overrides = ["accuracy.max_difference=1e-5", "serving.queue.max_size=77"]
+    overrides = ["accuracy.max_difference=1e-5", "serving.queue.max_in_flight=77"]
     inputs = read_inputs(load_spec(pipeline, overrides), quiet)
     built = building.build(inputs, tmp_path / "repository", quiet)
     assert raced == ["fp32"]

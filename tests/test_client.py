@@ -26,9 +26,9 @@ from triptych.base.errors import UserError
 from triptych.client import (
     AsyncClient,
     Client,
-    InvalidRequest,
+    InvalidRequestError,
     KeepAlive,
-    PipelineFailed,
+    PipelineFailedError,
     Retry,
     StepStatistics,
     Tls,
@@ -152,13 +152,13 @@ def test_no_more_requests_are_in_flight_than_asked(call: Call) -> None:
 def test_a_refused_row_is_named_by_the_callers_index(call: Call) -> None:
     texts: list[str | bytes] = [f"fine {index}" * (1 + index % 9) for index in range(50)]
     texts[37] = b"abc \xff"
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         call("toy", "embed", texts)
     assert caught.value.row == 37
     assert str(caught.value) == (
         "row 37: `text` must be valid UTF-8. Given: byte 0xff at position 4. Send UTF-8."
     )
-    with pytest.raises(InvalidRequest, match=r"^row 0: `text` must not be refused") as caught:
+    with pytest.raises(InvalidRequestError, match=r"^row 0: `text` must not be refused") as caught:
         call("toy", "embed", ["refuse"])
     assert caught.value.message.endswith("Given: row 0: x. Send another.")
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_sent_is_refused_before_sending(
     call: Call, toy: Toy, wrong: object, message: str
 ) -> None:
     mark = f"unsent {time.monotonic()}"
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         call("toy", "embed", [mark, mark, wrong, mark])
     assert caught.value.row == 2
     assert message in str(caught.value)
@@ -185,18 +185,20 @@ def test_what_cannot_be_sent_is_refused_before_sending(
 
 
 def test_inputs_that_are_no_rows_are_refused(call: Call) -> None:
-    with pytest.raises(InvalidRequest, match="must be a list with one element a row"):
+    with pytest.raises(InvalidRequestError, match="must be a list with one element a row"):
         call("toy", "embed", "one text")
-    with pytest.raises(InvalidRequest, match="must be a list with one element a row"):
+    with pytest.raises(InvalidRequestError, match="must be a list with one element a row"):
         call("toy", "embed", "")
-    with pytest.raises(InvalidRequest, match="Given: `text` 2, `text_pair` 1"):
+    with pytest.raises(InvalidRequestError, match="Given: `text` 2, `text_pair` 1"):
         call("pair", "infer", {"text": ["a", "b"], "text_pair": ["c"]})
-    with pytest.raises(InvalidRequest, match="Given: no input"):
+    with pytest.raises(InvalidRequestError, match="Given: no input"):
         call("pair", "infer", {})
-    with pytest.raises(InvalidRequest, match="The parameter `dimensions` must be"):
+    with pytest.raises(InvalidRequestError, match="The parameter `dimensions` must be"):
         call("toy", "embed", ["a"], dimensions=[3])
     # The interface of another task: it has the input that `embed` sends, but not its output.
-    with pytest.raises(InvalidRequest, match=r"must have the output `embedding`.*Given: length"):
+    with pytest.raises(
+        InvalidRequestError, match=r"must have the output `embedding`.*Given: length"
+    ):
         call("measure", "embed", ["a"])
 
 
@@ -209,7 +211,7 @@ def test_embed_each_loses_only_the_bad_rows(call: Call) -> None:
     assert len(results) == 60
     for row, (text, result) in enumerate(zip(texts, results, strict=True)):
         if row in bad:
-            assert isinstance(result, InvalidRequest)
+            assert isinstance(result, InvalidRequestError)
             assert result.row == row
         else:
             np.testing.assert_array_equal(result, expected(text))
@@ -222,7 +224,7 @@ def test_embed_each_survives_a_request_of_bad_rows_only(call: Call) -> None:
 
 
 def test_embed_each_raises_what_no_row_is_to_blame_for(call: Call) -> None:
-    with pytest.raises(PipelineFailed):
+    with pytest.raises(PipelineFailedError):
         call("toy", "embed_each", ["good", "break"])
 
 
@@ -231,7 +233,7 @@ def test_step_statistics_count_what_happened_between(call: Call) -> None:
     assert [step.model for step in before] == ["toy_step"]
     texts = [f"counted {index}" for index in range(100)]
     call("toy", "embed", texts, options={"rows_per_request": 1})
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequestError):
         call("toy", "embed", ["refuse"])
 
     def counted() -> StepStatistics:

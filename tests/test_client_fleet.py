@@ -22,12 +22,12 @@ from triptych.base.errors import UserError
 from triptych.client import (
     AsyncClient,
     Client,
-    DeadlineExceeded,
+    DeadlineExceededError,
     InferenceError,
-    InvalidRequest,
-    PipelineNotReady,
+    InvalidRequestError,
+    PipelineNotReadyError,
     Retry,
-    ServerUnreachable,
+    ServerUnreachableError,
     Tls,
 )
 from triptych.client.address import check_single, read_target
@@ -104,7 +104,7 @@ def test_a_server_that_joins_gets_traffic(fleet: list[Replica]) -> None:
             first.embed([f"after it joined {number}"])
         # The contrast: gRPC alone does not look again while nothing breaks.
         assert fleet[2].executed() == newest
-        with pytest.raises(InvalidRequest, match="one server's for its counts"):
+        with pytest.raises(InvalidRequestError, match="one server's for its counts"):
             first.step_statistics()
 
 
@@ -153,26 +153,32 @@ def test_tries_end_with_their_number_the_budget_or_the_deadline(
     for rows, method in ((1, "embed"), (2, "embed"), (1, "interface")):
         texts = [["a"] * rows] if method == "embed" else []
         few = {"retry": replace(quick, attempts=3)}
-        with pytest.raises(ServerUnreachable, match=r"Tried 3 times, at .*`retry` allows 3\."):
+        with pytest.raises(ServerUnreachableError, match=r"Tried 3 times, at .*`retry` allows 3\."):
             call("toy", method, *texts, options=few)
         poor = {"retry": replace(quick, attempts=10_000, budget=4)}
-        with pytest.raises(ServerUnreachable, match=r"Tried 5 times.*budget for more is spent\."):
+        with pytest.raises(
+            ServerUnreachableError, match=r"Tried 5 times.*budget for more is spent\."
+        ):
             call("toy", method, *texts, options=poor)
         endless = {"retry": replace(quick, attempts=10_000, budget=10_000)}
         start = time.monotonic()
-        with pytest.raises((ServerUnreachable, DeadlineExceeded), match=r"deadline of 0\.2 s"):
+        with pytest.raises(
+            (ServerUnreachableError, DeadlineExceededError), match=r"deadline of 0\.2 s"
+        ):
             call("toy", method, *texts, options=endless, timeout_s=0.2)
         assert time.monotonic() - start < 5
 
 
 def test_a_fleet_that_stays_unready_is_asked_so_often_and_no_more() -> None:
-    forever, unready = Deadline.after(None), PipelineNotReady("The server is stopping.")
+    forever, unready = Deadline.after(None), PipelineNotReadyError("The server is stopping.")
     few = Retry(attempts=3, first_pause_s=0.001)
     for is_several, most in ((False, 3), (True, 11)):
         retries = Retries(replace(few, budget=0 if is_several else 3), is_several=is_several)
         for sent in range(1, most):
             assert retries.pause_s(unready, ["a:1"] * sent, forever) <= 2
-        with pytest.raises(PipelineNotReady, match=rf"a:1 \({most} times\); `retry` allows {most}"):
+        with pytest.raises(
+            PipelineNotReadyError, match=rf"a:1 \({most} times\); `retry` allows {most}"
+        ):
             retries.pause_s(unready, ["a:1"] * most, forever)
 
 

@@ -22,17 +22,17 @@ from client_toy_chat import ToyChat, serve_toy_chat
 from triptych.client import (
     AsyncClient,
     AsyncGeneration,
-    Cancelled,
+    CanceledError,
     Chunk,
     Client,
     Completion,
-    DeadlineExceeded,
+    DeadlineExceededError,
     Generation,
-    InvalidRequest,
-    PipelineFailed,
-    PipelineNotFound,
+    InvalidRequestError,
+    PipelineFailedError,
+    PipelineNotFoundError,
     Retry,
-    ServerUnreachable,
+    ServerUnreachableError,
     Usage,
     streams,
 )
@@ -109,19 +109,19 @@ def test_a_conversation_and_its_sampling_reach_the_pipeline(ask: Ask, toy: ToyCh
 
 
 def test_what_is_wrong_is_refused_in_words(ask: Ask) -> None:
-    with pytest.raises(InvalidRequest, match=r"`temperature` must be a number from 0 to 2\."):
+    with pytest.raises(InvalidRequestError, match=r"`temperature` must be a number from 0 to 2\."):
         ask("generate", "a", temperature=9.0)
-    with pytest.raises(InvalidRequest, match="must be given, and not both"):
+    with pytest.raises(InvalidRequestError, match="must be given, and not both"):
         ask("generate", "")
-    with pytest.raises(InvalidRequest, match="lone surrogate"):
+    with pytest.raises(InvalidRequestError, match="lone surrogate"):
         ask("generate", "\ud800")
-    with pytest.raises(InvalidRequest, match="`messages` must be plain data"):
+    with pytest.raises(InvalidRequestError, match="`messages` must be plain data"):
         ask("chat", [{"role": "user", "content": b"bytes"}])
-    with pytest.raises(PipelineNotFound):
+    with pytest.raises(PipelineNotFoundError):
         ask("generate", "a", pipeline="nothing")
-    with pytest.raises(PipelineFailed, match="it broke"):
+    with pytest.raises(PipelineFailedError, match="it broke"):
         ask("generate", "a b break c")
-    with pytest.raises(PipelineFailed, match="Given: token 3 after 2"):
+    with pytest.raises(PipelineFailedError, match="Given: token 3 after 2"):
         ask("generate", "a b a-gap c")
 
 
@@ -135,7 +135,7 @@ def test_closing_cancels_at_the_server(toy: ToyChat) -> None:
             if how == "close":
                 generation.close()
                 assert list(generation) == []
-                with pytest.raises(Cancelled, match="has ended"):
+                with pytest.raises(CanceledError, match="has ended"):
                     generation.whole()
             elif how == "with":
                 with generation:
@@ -182,7 +182,7 @@ def test_who_leaves_does_not_wait_for_a_server_that_does_not_hear(ask: Ask, toy:
             next(left)
             began = time.monotonic()
             left.close()
-            with pytest.raises(DeadlineExceeded):
+            with pytest.raises(DeadlineExceededError):
                 ask("generate", f"late-{mark} deaf {SLOW}", timeout_s=0.2)
             took = time.monotonic() - began
             if took < streams.GIVE_UP_S:
@@ -227,7 +227,7 @@ def test_a_task_that_is_cancelled_cancels_at_the_server(toy: ToyChat) -> None:
 @pytest.mark.usefixtures("patient")
 def test_a_deadline_and_a_closed_client_end_a_generation(ask: Ask, toy: ToyChat) -> None:
     mark = f"late-{time.monotonic()}"
-    with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.3 s passed after \d+ chunks"):
+    with pytest.raises(DeadlineExceededError, match=r"deadline of 0\.3 s passed after \d+ chunks"):
         ask("generate", f"{mark} {SLOW}", timeout_s=0.3)
     seen = toy.wait_seen(mark)
     assert (seen["cancelled"], seen["cut"]) == (True, False)
@@ -236,9 +236,9 @@ def test_a_deadline_and_a_closed_client_end_a_generation(ask: Ask, toy: ToyChat)
     next(generation)
     client.close()
     assert toy.wait_seen(f"closed-{mark}")["cut"] is False
-    with pytest.raises(Cancelled):
+    with pytest.raises(CanceledError):
         list(generation)
-    with pytest.raises(Cancelled, match="is closed"):
+    with pytest.raises(CanceledError, match="is closed"):
         client.generate("a").whole()
 
 
@@ -280,11 +280,11 @@ def test_what_has_not_begun_is_sent_again(ask: Ask) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(ServerUnreachable, match=r"Tried 5 times.*`retry` allows 5"):
+        with pytest.raises(ServerUnreachableError, match=r"Tried 5 times.*`retry` allows 5"):
             ask("generate", "a", url=url)
         with (
             Client("chat", url, retry=Retry(attempts=2)) as client,
-            pytest.raises(ServerUnreachable, match="Tried 2 times"),
+            pytest.raises(ServerUnreachableError, match="Tried 2 times"),
         ):
             client.generate("a").whole()
 

@@ -19,7 +19,7 @@ from triptych.client import (
     Choice,
     Client,
     Entity,
-    InvalidRequest,
+    InvalidRequestError,
     Ranked,
 )
 
@@ -75,9 +75,9 @@ def test_classify_zero_shot(call: Call) -> None:
     )
     assert asked == [Choice(f"About {label}.", 1.0) for label in labels]
     for wrong in ("billing", [1, 2]):
-        with pytest.raises(InvalidRequest, match="parameter `labels` must be a list of str"):
+        with pytest.raises(InvalidRequestError, match="parameter `labels` must be a list of str"):
             call("classifier", "classify_zero_shot", ["a"], wrong)
-    with pytest.raises(InvalidRequest, match=r"parameter labels.*lone surrogate U\+D800"):
+    with pytest.raises(InvalidRequestError, match=r"parameter labels.*lone surrogate U\+D800"):
         call("classifier", "classify_zero_shot", ["a"], ["\ud800"])
 
 
@@ -106,7 +106,7 @@ def test_answer(call: Call) -> None:
     assert results == [Answer("where", 0.25, index, index + 5) for index in range(20)]
     (nowhere,) = call("reader", "answer", ["x"], ["where"], impossible_answer=True)
     assert nowhere == Answer("", 0.875, 0, 0)
-    with pytest.raises(InvalidRequest, match="Given: `text` 2, `text_pair` 1"):
+    with pytest.raises(InvalidRequestError, match="Given: `text` 2, `text_pair` 1"):
         call("reader", "answer", ["a", "b"], ["c"])
 
 
@@ -119,7 +119,7 @@ def test_rerank(call: Call) -> None:
     assert in_order == [Ranked(index, index * 7 % 20) for index in range(20)]
     assert call("reranker", "rerank", "q", ["no", "none"]) == [Ranked(0, 0.0), Ranked(1, 0.0)]
     assert call("reranker", "rerank", "q", []) == []
-    with pytest.raises(InvalidRequest, match="`text_pair` must be a list"):
+    with pytest.raises(InvalidRequestError, match="`text_pair` must be a list"):
         call("reranker", "rerank", "q", "one passage")
 
 
@@ -138,7 +138,7 @@ def test_embed_in_every_encoding(call: Call) -> None:
         np.testing.assert_array_equal(np.stack(each), expected[:3].astype(dtype))
         assert call("embedder", "embed", [], encoding=encoding).shape == (0, vectors.shape[1])
         assert call("embedder", "embed_each", [], encoding=encoding) == []
-    with pytest.raises(InvalidRequest, match=r"the output `embedding_int8`.*Given: embedding"):
+    with pytest.raises(InvalidRequestError, match=r"the output `embedding_int8`.*Given: embedding"):
         call("toy", "embed", ["a"], encoding="int8")
 
 
@@ -162,17 +162,17 @@ def test_each_loses_only_the_bad_rows(
     fitting = tuple(good if a == [] else a for a in arguments)
     failing = tuple(bad if a == [] else a for a in arguments)
     results = call(pipeline, f"{method}_each", *failing)
-    refused = {row: r.row for row, r in enumerate(results) if isinstance(r, InvalidRequest)}
+    refused = {row: r.row for row, r in enumerate(results) if isinstance(r, InvalidRequestError)}
     assert refused == {3: 3, 13: 13}
     expected = call(pipeline, f"{method}_each", *fitting)
-    kept = [result for result in results if not isinstance(result, InvalidRequest)]
+    kept = [result for result in results if not isinstance(result, InvalidRequestError)]
     if method == "rerank":
         assert [ranked.index for ranked in kept] == [0, 1, 2, *range(4, 13)]
     else:
         assert kept == expected == call(pipeline, method, *fitting)
-    with pytest.raises(InvalidRequest, match=r"row 13: .*must be str or bytes"):
+    with pytest.raises(InvalidRequestError, match=r"row 13: .*must be str or bytes"):
         call(pipeline, method, *failing)
-    with pytest.raises(InvalidRequest, match="row 3: `text` must not be refused"):
+    with pytest.raises(InvalidRequestError, match="row 3: `text` must not be refused"):
         call(pipeline, method, *(bad[:-1] if a == [] else a for a in arguments))
     assert call(pipeline, method, *arguments) == []
 
@@ -202,10 +202,10 @@ def test_each_loses_only_the_bad_rows(
 def test_a_call_that_does_not_fit_the_task_says_what_the_pipeline_has(
     call: Call, pipeline: str, method: str, arguments: tuple[Any, ...], message: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidRequestError, match=message):
         call(pipeline, method, *arguments)
     if "refuse" not in arguments[0]:
-        with pytest.raises(InvalidRequest, match=message):
+        with pytest.raises(InvalidRequestError, match=message):
             call(pipeline, f"{method}_each", *arguments)
 
 

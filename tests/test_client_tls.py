@@ -19,9 +19,9 @@ from client_toy import (
     write_repository,
 )
 from triptych.client import (
-    AccessDenied,
+    AccessDeniedError,
     Client,
-    ServerUnreachable,
+    ServerUnreachableError,
     Tls,
 )
 from triptych.serving.server import Server
@@ -120,14 +120,16 @@ def test_the_name_in_the_certificate_may_differ_from_the_host(
             if reaches:
                 np.testing.assert_array_equal(client.embed(["named"]), [expected("named")])
             else:
-                with pytest.raises(ServerUnreachable):
+                with pytest.raises(ServerUnreachableError):
                     client.embed(["named"])
 
 
 def test_a_missing_or_wrong_header_is_denied(call: Call, guarded: Toy, tls: Tls) -> None:
     for headers in ({}, {"triton-grpc-protocol-infer-key": "wrong"}):
         options = {"url": guarded.url, "tls": tls, "headers": headers}
-        with pytest.raises(AccessDenied, match="expecting header 'triton-grpc-protocol-infer-key'"):
+        with pytest.raises(
+            AccessDeniedError, match="expecting header 'triton-grpc-protocol-infer-key'"
+        ):
             call("toy", "embed", ["a"], options=options)
 
 
@@ -136,7 +138,7 @@ def test_one_row_needs_no_access_to_the_config(call: Call, guarded: Toy, tls: Tl
     np.testing.assert_array_equal(
         call("toy", "embed", ["single"], options=options), [expected("single")]
     )
-    with pytest.raises(AccessDenied, match="triton-grpc-protocol-config-key"):
+    with pytest.raises(AccessDeniedError, match="triton-grpc-protocol-config-key"):
         call("toy", "embed", ["a", "b"], options=options)
 
 
@@ -152,5 +154,5 @@ def test_strangers_do_not_get_through_tls(
         (toy.url, tls),  # the server talks in the clear
     ):
         options = {"url": url, "tls": wrong, "headers": BOTH_HEADERS}
-        with pytest.raises(ServerUnreachable, match="Check the address and `tls`"):
+        with pytest.raises(ServerUnreachableError, match="Check the address and `tls`"):
             call("toy", "embed", ["a"], options=options)

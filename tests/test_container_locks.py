@@ -205,7 +205,7 @@ def test_a_shared_core_is_checked_with_its_owner_only(tmp_path: Path) -> None:
     write_pipeline(tmp_path, "guest", built=False, plan=None)
     lock = tmp_path / "guest/triptych.lock.json"
     content = json.loads(lock.read_text())
-    content["spec"]["core"]["share"] = "minilm"
+    content["spec"]["core"]["shared_from"] = "minilm"
     lock.write_text(json.dumps(content))
     assert check(tmp_path) == ""
 

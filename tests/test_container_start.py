@@ -24,7 +24,7 @@ from conftest import lock_data, write_lock
 from container_image import KEY, Image, image_of, server_of
 from test_server import eventually, mark_of, write_model
 from triptych.base.releases import Release
-from triptych.client import AccessDenied, Client, InvalidRequest
+from triptych.client import AccessDeniedError, Client, InvalidRequestError
 from triptych.container.entrypoint import flags_for
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.lock_check import check_repository
@@ -121,7 +121,7 @@ def test_what_deploy_writes_runs_here(
     before = fetch_metrics(page)
     with Client("minilm_packed", image.url("GRPC")) as client:
         client.embed([TEXT])
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequestError):
             client.embed(["x" * 200_000])
 
     def rise(name: str, model: str) -> float:
@@ -191,7 +191,7 @@ def test_the_restricted_services_want_the_key_over_grpc(image: Image) -> None:
     header = {"triton-grpc-protocol-triptych-key": KEY}
     with Client("minilm_packed", image.url("GRPC"), headers=header) as client:
         assert client.step_statistics()
-    with Client("minilm_packed", image.url("GRPC")) as client, pytest.raises(AccessDenied):
+    with Client("minilm_packed", image.url("GRPC")) as client, pytest.raises(AccessDeniedError):
         client.step_statistics()
 
 

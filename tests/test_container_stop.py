@@ -15,7 +15,7 @@ import pytest
 from container_image import image_of, server_of
 from test_server import eventually
 from test_server_failures import STOPPED_IN_INITIALIZE, write_model
-from triptych.client import Client, PipelineNotReady, ServerUnreachable
+from triptych.client import Client, PipelineNotReadyError, ServerUnreachableError
 from triptych.container.steps import STARVED, step_processes
 from triptych.container.supervisor import EXIT_DEAD
 from triptych.runtime.admission import LAST_CALL_S
@@ -61,7 +61,7 @@ def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
                 assert counts.under_way() > 0
                 assert eventually(lambda: counts.closed_at > 0)
                 time.sleep(2 * LAST_CALL_S)
-                with pytest.raises((PipelineNotReady, ServerUnreachable)):
+                with pytest.raises((PipelineNotReadyError, ServerUnreachableError)):
                     client.embed([TEXT])
                 assert [answer.result(timeout=60).shape for answer in answers] == [(1, 384)] * 64
             said = process.communicate(timeout=30)[0]

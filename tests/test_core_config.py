@@ -104,7 +104,9 @@ def configs_of(folder: Path, wanted: list[str]) -> dict[str, Any]:
 def test_requests_in_each_step_are_limited_where_the_server_can(
     tmp_path: Path, triton: str, known: bool
 ) -> None:
-    configs = configs_of(tmp_path, ["serving.max_inflight=8", f"serving.triton='{triton}'"])
+    configs = configs_of(
+        tmp_path, ["serving.max_inflight_requests=8", f"serving.triton='{triton}'"]
+    )
     limits = {path: c.ensemble_scheduling.max_inflight_requests for path, c in configs.items()}
     assert limits["a/config.pbtxt"] == (8 if known else 0)
     # For the embedded server, where the config has what it lacks.
@@ -132,11 +134,11 @@ def test_promised_latencies_are_edges_of_the_histogram_where_the_server_can(
 
 def test_inspect_says_why_and_what_is_left_out(tmp_path: Path) -> None:
     wanted = [*CASES["bucketed"], "core.engine.context_memory=on_profile_change"]
-    gpu = describe_gpu(plan_of(tmp_path / "old", [*wanted, "serving.max_inflight=8"]))
+    gpu = describe_gpu(plan_of(tmp_path / "old", [*wanted, "serving.max_inflight_requests=8"]))
     assert set(gpu["profiles"]) == {"0", "1"}
     assert gpu["cuda_graphs"].startswith("6, for 1, 2, 4 rows of each profile")
     assert "24.10 does not know it: 25.05 does" in gpu["context_memory"]
-    assert "24.10 does not know it: 25.11 does" in gpu["max_inflight"]
+    assert "24.10 does not know it: 25.11 does" in gpu["max_inflight_requests"]
     newer = describe_gpu(plan_of(tmp_path / "new", [*wanted, "serving.triton='26.08'"]))
     assert "does not know" not in newer["context_memory"]
     packed = describe_gpu(plan_of(tmp_path / "packed", CASES["packed"]))

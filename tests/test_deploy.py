@@ -265,7 +265,7 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     by_hand = {"rps_per_replica": 9.0, "cpu_cores": 1.0, "memory_mib": 2048}
     built = {
         "unpromised": write_built(tmp_path / "unpromised", serving={}),
-        "shared": write_built(tmp_path / "shared", core={"share": "other"}),
+        "shared": write_built(tmp_path / "shared", core={"shared_from": "other"}),
         "no engine": write_built(tmp_path / "unbuilt", **TENSORRT),
         "engine": write_built(tmp_path / "engine", engine=ENGINE, **TENSORRT),
         "two": write_built(tmp_path / "two"),
@@ -285,7 +285,7 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"prometheus": "prometheus:9090"}, reports, "http://"),
         (repository, {"rps_per_replica": float("nan")}, reports, "above 0"),
         (built["unpromised"], {}, reports, "must promise a latency"),
-        (built["shared"], {}, reports, "core.share"),
+        (built["shared"], {}, reports, "core.shared_from"),
         (built["two"], {}, reports, "minilm and other"),
         (built["no engine"], {}, reports, "triptych engine minilm"),
         (built["engine"], {"gpu_product": "NVIDIA-L4"}, reports, "the engine is of NVIDIA-H200"),

@@ -34,7 +34,9 @@ def made(repository: Path, **changes: Any) -> Manifests:
 
 
 def test_kubernetes_takes_it_and_a_pod_has_a_gpu_for_each_part(tmp_path: Path) -> None:
-    repository = write_generation(tmp_path, "core.tensor_parallel=2", "core.pipeline_parallel=2")
+    repository = write_generation(
+        tmp_path, "core.tensor_parallel_size=2", "core.pipeline_parallel_size=2"
+    )
     manifests = made(repository)
     found = taken(kustomized(tmp_path / "out", manifests))
     pod = found["Deployment talk"]["spec"]["template"]["spec"]
@@ -70,7 +72,9 @@ def test_streams_of_one_value_go_to_one_replica(tmp_path: Path) -> None:
 
 def test_all_targets_take_it(tmp_path: Path) -> None:
     """Gateway, Argo Rollouts, both modes of KServe; two GPUs for each copy of the model."""
-    repository = write_generation(tmp_path, "core.tensor_parallel=2", "serving.slo.ttft_p99=500ms")
+    repository = write_generation(
+        tmp_path, "core.tensor_parallel_size=2", "serving.slo.ttft_p99=500ms"
+    )
     own = known_of(repository, "talk", tmp_path)
     cases: dict[str, dict[str, Any]] = {
         "gateway": {"gateway": "infra/web"},
@@ -113,7 +117,7 @@ def test_all_targets_take_it(tmp_path: Path) -> None:
 
 
 def test_check_finds_other_gpus_and_names_of_metrics(tmp_path: Path) -> None:
-    repository = write_generation(tmp_path, "core.tensor_parallel=2")
+    repository = write_generation(tmp_path, "core.tensor_parallel_size=2")
     text = yaml.safe_dump_all(kustomized(tmp_path / "out", made(repository)))
     (tmp_path / "spoilt").mkdir()
     spoilt = text.replace("nvidia.com/gpu: 2", "nvidia.com/gpu: 1").replace(
@@ -127,7 +131,7 @@ def test_check_finds_other_gpus_and_names_of_metrics(tmp_path: Path) -> None:
 
 
 def test_compose_gives_each_copy_its_gpus(tmp_path: Path) -> None:
-    repository = write_generation(tmp_path, "core.tensor_parallel=2")
+    repository = write_generation(tmp_path, "core.tensor_parallel_size=2")
     manifests = made(repository, target="compose", affinity_header="x-user")
     write_manifests(tmp_path / "out", manifests.files)
     assert check_manifests(tmp_path / "out") == []
@@ -162,7 +166,7 @@ def test_a_text_to_text_pipeline_is_on_processors(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_and_the_command_line_writes_the_rest(tmp_path: Path) -> None:
-    repository = write_generation(tmp_path, "core.tensor_parallel=2")
+    repository = write_generation(tmp_path, "core.tensor_parallel_size=2")
     for changes, said in (
         ({"gpu_product": "NVIDIA-H100-MIG-1g.10gb"}, "must be whole GPUs"),
         ({"gateway": "infra/web", "affinity_header": "x-user"}, "cannot hash a header"),

@@ -312,7 +312,7 @@ def test_a_shared_core_means_its_owners_engine(
     on("10")
     repository = copied(built, tmp_path / "repository", "packed_fp16")
     lock = lock_data(repository, "packed_fp16")
-    lock["spec"]["core"]["share"] = "packed_fp16"
+    lock["spec"]["core"]["shared_from"] = "packed_fp16"
     (repository / "sharer").mkdir()
     (repository / "sharer/triptych.lock.json").write_text(json.dumps(lock))
     lines: Lines = []

@@ -264,7 +264,7 @@ def strict_server(
             base / f"pipelines/reject_{layout}",
             model={"source": str(prompted)},
             core={"layout": layout, "max_batch_size": 4},
-            tokenizer={"max_length": 16, "overflow": "reject"},
+            tokenizer={"max_length": 16, "truncation": "reject"},
         )
         build_into(reject, repository)
         set_parameter(repository, f"minilm_{layout}_preprocess", "max_requests", 4)

@@ -118,7 +118,7 @@ def test_the_gate_passes_a_right_artifact(artifact: Artifact, tiny_model: Path) 
     expected = reference_outputs(tiny_model, read_facts(tiny_model), artifact.core, ROWS)
     result = check(artifact.open(), REQUESTS, expected, artifact.core, TIGHT, **EXACT)
     assert result.passed
-    assert result.as_dict()["verdicts"][1]["metric"] == "neighbour_effect"
+    assert result.as_dict()["verdicts"][1]["metric"] == "batch_sensitivity"
     assert result.as_dict()["verdicts"][1]["value"] < 1e-6
 
 

@@ -30,7 +30,7 @@ from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import CORE_METRICS, metrics_of
 from triptych.spec.tasks.task import Returns
 
-LIMITS = {"max_difference": 1e-5, "neighbour_effect": 1e-5}
+LIMITS = {"max_difference": 1e-5, "batch_sensitivity": 1e-5}
 
 
 @pytest.fixture(params=EVERY)
@@ -52,7 +52,7 @@ def test_a_right_artifact_passes(case: Case) -> None:
     result = case.check(case.right)
     assert result.passed, result.failures
     assert (result.rows, result.edge_rows, result.finite) == (10, 0, True)
-    assert (result.value("max_difference"), result.value("neighbour_effect")) == (0.0, 0.0)
+    assert (result.value("max_difference"), result.value("batch_sensitivity")) == (0.0, 0.0)
     assert (result.value("min_cosine") is not None) == (case.core.returns == "vector")
     has_labels = case.core.returns in (*CHOOSING, "token_scores", "logits")
     assert result.value("label_agreement") == (1.0 if has_labels else None)
@@ -71,7 +71,7 @@ def test_a_difference_above_the_threshold_fails(case: Case) -> None:
     assert "1e-05" in result.failures[0]
     assert result.value("max_difference") == pytest.approx(1e-3, rel=0.9)
     assert next(v.metric for v in result.verdicts if not v.passed) == "max_difference"
-    assert result.value("neighbour_effect") == 0.0
+    assert result.value("batch_sensitivity") == 0.0
 
 
 def test_the_threshold_is_relative_to_large_elements() -> None:
@@ -115,7 +115,7 @@ def test_a_row_that_its_neighbors_change_fails(floats: Case, when: str) -> None:
 
     result = floats.check(run)
     assert any("neighbors" in failure for failure in result.failures)
-    effect = result.value("neighbour_effect")
+    effect = result.value("batch_sensitivity")
     assert effect is not None
     assert effect > 1e-5
 

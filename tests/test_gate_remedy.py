@@ -25,7 +25,7 @@ def test_the_remedy_fits_what_was_asked_for() -> None:
         ("fp32", {"core": {"precision": "auto"}}, "worst rows", "auto"),
         ("int8", {"core": {"precision": "int8"}}, "to fp16, which loses less, or fp32", "int8"),
         ("fp16", {"core": {"precision": "fp16"}}, "core.precision to fp32", "fp16"),
-        ("int8", {"core": {"share": "q"}}, "Leave core.share out", "fp16"),
+        ("int8", {"core": {"shared_from": "q"}}, "Leave core.shared_from out", "fp16"),
         ("fp32", {"accuracy": {"min_cosine": 1}}, "Loosen accuracy.min_cosine", "traffic"),
         ("fp32", {"accuracy": {"mean_cosine": 1}}, "mend traffic.jsonl", "Loosen"),
     ):

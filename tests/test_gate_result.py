@@ -101,9 +101,9 @@ def test_neighbors_are_not_blamed_for_the_error_of_a_class_only_one_batch_choose
         row = {ids: np.array([0, 1, last], np.int32), scores: np.array([0.5, 0.2, 0.12], "f4")}
         return [{name: values.copy() for name, values in row.items()} for _ in batch]
 
-    result = case.check(run, {"neighbour_effect": 2e-3})
+    result = case.check(run, {"batch_sensitivity": 2e-3})
     assert result.passed, result.failures
-    assert result.value("neighbour_effect") == pytest.approx(0.0, abs=1e-6)
+    assert result.value("batch_sensitivity") == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("returns", EVERY)

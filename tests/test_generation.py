@@ -76,8 +76,10 @@ def test_what_was_built_is_in_order(repository: Path) -> None:
     assert set(described["models"]) == {path.parent.name for path in repository.glob("quick*/1")}
     # 2 layers with 2 heads of 8 numbers, keys and values, 2 bytes each: 128 bytes a token.
     assert described["model"]["adapters"] == {"terse": "LoRA of rank 4, from ../adapters/terse"}
-    assert described["core"]["kv_cache"].startswith("2 MiB: 32 requests of max_length, a MiB for")
-    assert described["core"]["max_sequences"].endswith("512 tokens of KV cache each")
+    assert described["core"]["kv_cache"].startswith(
+        "2 MiB: 32 requests of max_model_len, a MiB for"
+    )
+    assert described["core"]["max_num_seqs"].endswith("512 tokens of KV cache each")
 
 
 def test_a_streamed_answer_is_the_whole_one(quick: Streams) -> None:

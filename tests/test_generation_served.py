@@ -272,7 +272,7 @@ def test_bench_measures_every_response(
     monkeypatch.setattr(measuring, "STREAMS_END_S", 1.0)
     (refused,) = typical(Load("constant", 60))
 
-    with pytest.raises(UserError, match=r"`--concurrency` must be at most .*max_size 12"):
+    with pytest.raises(UserError, match=r"`--concurrency` must be at most .*max_in_flight 12"):
         typical(Load("concurrency", 13))
     for one in (two, four):
         assert one.streamed is not None

@@ -69,7 +69,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
          **WATCH},
     ),
     "generation": (
-        {"overrides": ["core.tensor_parallel=2", "serving.slo.ttft_p95=500ms"]},
+        {"overrides": ["core.tensor_parallel_size=2", "serving.slo.ttft_p95=500ms"]},
         {"affinity_header": "x-session", "gpu_product": "NVIDIA-H200"},
     ),
     "generation_gateway": (

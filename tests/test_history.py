@@ -33,7 +33,7 @@ CORE = "tiny_core/1/model.onnx"
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Pipelines `tiny` and `guest`, which shares its core; nothing has been replaced."""
-    for name, core in (("tiny", {}), ("guest", {"share": "tiny"})):
+    for name, core in (("tiny", {}), ("guest", {"shared_from": "tiny"})):
         repository = write_built(tmp_path, name, core=core)
         write_next(repository, name, 1)
     shutil.rmtree(history_folder(repository))

@@ -19,7 +19,7 @@ from task_models import TAGS, TOPICS, tagger, text_classifier
 from test_server import eventually, mark_of
 from triptych.base.errors import UserError
 from triptych.building.build import build
-from triptych.client import Client, InvalidRequest, PipelineFailed
+from triptych.client import Client, InvalidRequestError, PipelineFailedError
 from triptych.core.gate.answers import check_hooks, reference_answers
 from triptych.core.inputs import read_inputs
 from triptych.repository.lint import run_checks
@@ -115,7 +115,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, classifier: Path, taggers: Pa
     plain = {"task": "text-classification", "model": model}
     folders = {
         "plain": write_pipeline(base / "p/plain", **plain),
-        "cleaned": write_pipeline(base / "p/cleaned", **plain, core={"share": "plain"}),
+        "cleaned": write_pipeline(base / "p/cleaned", **plain, core={"shared_from": "plain"}),
         "people": write_pipeline(
             base / "p/people", task="token-classification", model={"source": str(taggers)}
         ),
@@ -124,7 +124,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, classifier: Path, taggers: Pa
             task="custom",
             model=model,
             custom={
-                "model_class": "AutoModelForSequenceClassification",
+                "auto_class": "AutoModelForSequenceClassification",
                 "outputs": [
                     {"name": "urgency", "dtype": "FP32"},
                     {"name": "reason", "dtype": "BYTES"},
@@ -137,9 +137,9 @@ def base(tmp_path_factory: pytest.TempPathFactory, classifier: Path, taggers: Pa
             task="custom",
             model={"source": str(taggers)},
             custom={
-                "model_class": "AutoModelForTokenClassification",
-                "reads": "tokens",
-                "returns": "token_scores",
+                "auto_class": "AutoModelForTokenClassification",
+                "head_input": "tokens",
+                "core_output": "token_scores",
                 "outputs": [{"name": "share", "dtype": "FP32"}],
             },
         ),
@@ -184,13 +184,13 @@ def test_after_sees_entities_as_data(url: str) -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "words"),
     [
-        ("refuse me", InvalidRequest, "we do not talk about that"),
-        ("break", PipelineFailed, "hooks.before raised KeyError: 'missing'"),
-        ("lose", PipelineFailed, "hooks.before must return 1 rows, returned 0"),
-        ("number", PipelineFailed, "hooks.before must return str as `text`, not int"),
-        ("rename", PipelineFailed, "hooks.before must return rows with ['text']"),
-        ("forget", PipelineFailed, "hooks.after must return 1 rows, returned NoneType"),
-        ("spell", PipelineFailed, "a row must be a list of str, not str 'OTHER'"),
+        ("refuse me", InvalidRequestError, "we do not talk about that"),
+        ("break", PipelineFailedError, "hooks.before raised KeyError: 'missing'"),
+        ("lose", PipelineFailedError, "hooks.before must return 1 rows, returned 0"),
+        ("number", PipelineFailedError, "hooks.before must return str as `text`, not int"),
+        ("rename", PipelineFailedError, "hooks.before must return rows with ['text']"),
+        ("forget", PipelineFailedError, "hooks.after must return 1 rows, returned NoneType"),
+        ("spell", PipelineFailedError, "a row must be a list of str, not str 'OTHER'"),
     ],
 )
 def test_a_hook_that_fails_fails_one_request(
@@ -314,13 +314,13 @@ def test_a_core_of_another_kind_is_not_shared(base: Path) -> None:
     folder = shutil.copytree(base / "p/people", base / "p/wrong")
     before = {path: path.stat().st_mtime_ns for path in (base / "repository").rglob("*")}
     with pytest.raises(UserError, match="same model, task head"):
-        build_into(folder, base / "repository", "core.share=plain")
+        build_into(folder, base / "repository", "core.shared_from=plain")
     with pytest.raises(UserError, match="already built"):
-        build_into(folder, base / "repository", "core.share=nothing")
+        build_into(folder, base / "repository", "core.shared_from=nothing")
     with pytest.raises(UserError, match="a core of its own"):
-        build_into(folder, base / "repository", "core.share=cleaned")
+        build_into(folder, base / "repository", "core.shared_from=cleaned")
     with pytest.raises(UserError, match=r"core\.share"):
-        build_into(base / "p/plain", base / "repository", "core.share=plain")
+        build_into(base / "p/plain", base / "repository", "core.shared_from=plain")
     with pytest.raises(UserError, match="at most that of the shared core, 32"):
         build_into(base / "p/cleaned", base / "repository", "core.max_batch_size=64")
     assert before == {path: path.stat().st_mtime_ns for path in (base / "repository").rglob("*")}
@@ -329,7 +329,7 @@ def test_a_core_of_another_kind_is_not_shared(base: Path) -> None:
 def test_a_core_given_up_for_a_shared_one_goes(tmp_path: Path, base: Path) -> None:
     repository = shutil.copytree(base / "repository", tmp_path / "repository")
     (base / "p/cleaned/pipeline.yaml").read_text()
-    build_into(base / "p/cleaned", repository, "core.share=null")
+    build_into(base / "p/cleaned", repository, "core.shared_from=null")
     assert (repository / "cleaned_core/1/model.onnx").is_file()
     changed = build_into(base / "p/cleaned", repository).changed
     assert "cleaned_core" in changed
@@ -352,7 +352,7 @@ def test_lint_sees_a_shared_core_that_was_built_anew(tmp_path: Path, base: Path)
     [
         ({"task": "custom"}, "must be given where task is custom"),
         (
-            {"custom": {"model_class": "AutoModel", "outputs": [{"name": "a", "dtype": "FP32"}]}},
+            {"custom": {"auto_class": "AutoModel", "outputs": [{"name": "a", "dtype": "FP32"}]}},
             "custom",
         ),
         ({"parameters": {"top_k": 9}}, "from 1 to 5"),
@@ -374,7 +374,7 @@ def test_a_custom_task_needs_decode(tmp_path: Path, classifier: Path) -> None:
         task="custom",
         model={"source": str(classifier)},
         custom={
-            "model_class": "AutoModelForSequenceClassification",
+            "auto_class": "AutoModelForSequenceClassification",
             "outputs": [{"name": "a", "dtype": "FP32"}],
         },
     )

@@ -15,7 +15,7 @@ import pytest
 from conftest import build_into, traffic_texts, write_pipeline
 from task_models import cross_encoder, inference_model, reader, text_classifier
 from test_server import mark_of, regions
-from triptych.client import Client, InvalidRequest
+from triptych.client import Client, InvalidRequestError
 from triptych.runtime.faults import RequestError
 from triptych.runtime.row_types import RowInputs
 from triptych.serving.leftovers import SHM
@@ -195,7 +195,7 @@ def test_a_hypothesis_leaves_room_for_the_text(server: Any, words: int, fits: bo
             answer = client.infer({"text": ["where is it"]}, parameters=parameters)
             assert answer["label"].tolist() == [[b"b"]]
             return
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequestError):
             client.infer({"text": ["where is it"]}, parameters=parameters)
 
 
@@ -214,7 +214,7 @@ PARAMETERS: list[Any] = [
 @pytest.mark.server
 @pytest.mark.parametrize("parameters", PARAMETERS)
 def test_wrong_parameters(server: Any, parameters: Mapping[str, Any]) -> None:
-    with Client("topics", server.grpc_url) as client, pytest.raises(InvalidRequest):
+    with Client("topics", server.grpc_url) as client, pytest.raises(InvalidRequestError):
         client.infer({"text": ["a"]}, parameters=dict(parameters))
 
 
@@ -235,7 +235,7 @@ def test_wrong_parameters(server: Any, parameters: Mapping[str, Any]) -> None:
 def test_labels_that_will_not_do(server: Any, parameters: dict[str, Any]) -> None:
     with (
         Client("hypotheses", server.grpc_url) as client,
-        pytest.raises(InvalidRequest) as caught,
+        pytest.raises(InvalidRequestError) as caught,
     ):
         client.infer({"text": ["a"]}, parameters=parameters)
     if "hypothesis_template" in parameters:
@@ -294,7 +294,7 @@ def test_under_load_with_bad_requests(server: Any) -> None:
         while time.monotonic() < end:
             if random.random() < 0.2:
                 name, rows, parameters = bad[random.integers(len(bad))]
-                with pytest.raises(InvalidRequest):
+                with pytest.raises(InvalidRequestError):
                     clients[name].infer(rows, parameters=parameters)
             index = int(random.integers(len(good)))
             name, rows, parameters = good[index]

@@ -38,7 +38,7 @@ FIELDS = {
     "image-classification": ("image",),
 }
 CUSTOM = custom_task(
-    Custom.model_validate({"model_class": "AutoModel", "outputs": [{"name": "x", "dtype": "FP32"}]})
+    Custom.model_validate({"auto_class": "AutoModel", "outputs": [{"name": "x", "dtype": "FP32"}]})
 )
 LINES: dict[str, tuple[dict[str, Any], Any]] = {
     "text-classification": ({"text": "t", "label": "good"}, "good"),

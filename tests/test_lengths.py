@@ -13,7 +13,7 @@ import tritonclient.grpc as triton
 
 from client_toy import write_model
 from conftest import LAYOUTS, TRAFFIC_ROWS, quiet, traffic_texts
-from triptych.client import Client, InvalidRequest
+from triptych.client import Client, InvalidRequestError
 from triptych.core.inputs import read_inputs
 from triptych.operate.tune.drift import check_drift
 from triptych.operate.tune.new_traffic import count_page
@@ -210,7 +210,7 @@ def test_a_pipeline_counts_the_rows_it_answers(pipelines: Server, layout: str) -
         sent = [5, 3, 256]
         client.embed(["one two three", "one"])
         client.embed(["word " * 900])
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequestError):
             client.embed(["x" * 200_000])
         wait_counted(pipelines, client, pipeline, sent)
     edges = {int(end) for end in counters(pipelines, pipeline) if end.isdecimal()}

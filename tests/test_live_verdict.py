@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from triptych.client import DeadlineExceeded, InvalidRequest, PipelineFailed
+from triptych.client import DeadlineExceededError, InvalidRequestError, PipelineFailedError
 from triptych.core.gate.live import (
     WAYS,
     LiveCase,
@@ -86,7 +86,7 @@ def test_equal_answers_pass() -> None:
     found = judge_live(cases(RIGHT), runs(answered(RIGHT)), rules())
     assert found.failures == ()
     assert value(found, "label_agreement") == 1.0
-    assert value(found, "max_difference") == value(found, "neighbour_effect") == 0.0
+    assert value(found, "max_difference") == value(found, "batch_sensitivity") == 0.0
     assert found.counts == {"answered": 60}
     assert found.notes == ("only 20 rows of traffic decide: 200 or more are better",)
 
@@ -104,8 +104,8 @@ def test_a_wrong_label_fails_by_name_and_shows_its_row() -> None:
 def test_the_worst_way_of_sending_counts() -> None:
     mixed = [*RIGHT[1:], RIGHT[0]]
     found = judge_live(cases(RIGHT), runs(answered(RIGHT), reversed=answered(mixed)), rules())
-    assert "neighbour_effect" in failed(found)
-    assert value(found, "neighbour_effect") == pytest.approx(0.19, abs=1e-6)
+    assert "batch_sensitivity" in failed(found)
+    assert value(found, "batch_sensitivity") == pytest.approx(0.19, abs=1e-6)
     assert found.by_way["alone"]["max_probability_difference"] == 0.0
     assert found.by_way["reversed"]["max_probability_difference"] > 0.1
 
@@ -149,9 +149,9 @@ def error(kind: type[Exception], words: str) -> Reply:
     ("reply", "words"),
     [
         (Reply(RIGHT[0]), "answered, though the spec refuses them"),
-        (error(InvalidRequest, "`text` must have at most 9 tokens"), "in other words than"),
-        (error(DeadlineExceeded, "too late"), "not answered (DeadlineExceeded)"),
-        (error(InvalidRequest, "`text` must have at most 5 tokens. Given: 6."), ""),
+        (error(InvalidRequestError, "`text` must have at most 9 tokens"), "in other words than"),
+        (error(DeadlineExceededError, "too late"), "not answered (DeadlineExceededError)"),
+        (error(InvalidRequestError, "`text` must have at most 5 tokens. Given: 6."), ""),
     ],
 )
 def test_what_the_spec_refuses_must_be_refused_in_its_words(reply: Reply, words: str) -> None:
@@ -165,8 +165,8 @@ def test_what_the_spec_refuses_must_be_refused_in_its_words(reply: Reply, words:
 @pytest.mark.parametrize(
     ("reply", "kind", "words"),
     [
-        (error(InvalidRequest, "`text` must be shorter"), "refused", "`text` must be shorter"),
-        (error(PipelineFailed, "a step broke"), "PipelineFailed", "a step broke"),
+        (error(InvalidRequestError, "`text` must be shorter"), "refused", "`text` must be shorter"),
+        (error(PipelineFailedError, "a step broke"), "PipelineFailedError", "a step broke"),
     ],
 )
 def test_a_row_without_an_answer_fails(reply: Reply, kind: str, words: str) -> None:
@@ -176,8 +176,8 @@ def test_a_row_without_an_answer_fails(reply: Reply, kind: str, words: str) -> N
 
 
 def test_no_answer_at_all_fails_without_a_crash() -> None:
-    found = judge_live(cases(RIGHT), runs([error(PipelineFailed, "broken")] * 20), rules())
-    assert {"label_agreement", "max_difference", "neighbour_effect"} <= failed(found)
+    found = judge_live(cases(RIGHT), runs([error(PipelineFailedError, "broken")] * 20), rules())
+    assert {"label_agreement", "max_difference", "batch_sensitivity"} <= failed(found)
     assert math.isnan(value(found, "label_agreement"))
 
 

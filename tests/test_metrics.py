@@ -102,10 +102,10 @@ def test_a_neighbor_as_near_as_the_references_agrees() -> None:
     wanted = vectors(np.array([[1, 0, 0], [1, 0, 0], [0.8, 0.6, 0], [0, 0, 1]]))
     tied = vectors(np.array([[0.999, 0.001, 0], [1, 0.01, 0], [0.8, 0.6, 0], [0, 0, 1]]))
     found = against("text-embedding", tied, wanted)
-    assert found.values["nearest_neighbour_agreement"] == 1.0
+    assert found.values["nearest_neighbor_agreement"] == 1.0
     moved = vectors(np.array([[1, 0, 0], [1, 0, 0], [0, 0.6, 0.8], [0, 0, 1]]))
     found = against("text-embedding", moved, wanted)
-    assert found.values["nearest_neighbour_agreement"] == 0.75
+    assert found.values["nearest_neighbor_agreement"] == 0.75
 
 
 @pytest.mark.parametrize(("lost", "agreement"), [(0.0015, 1.0), (0.01, 2 / 3)])
@@ -117,16 +117,16 @@ def test_a_changed_neighbor_counts_by_the_similarity_it_costs(
     wanted = vectors(np.array([[1, 0], near, far * [1, -1]]))
     changed = vectors(np.array([[1, 0], far, near * [1, -1]]))
     found = against("text-embedding", changed, wanted).values
-    assert found["nearest_neighbour_agreement"] == pytest.approx(agreement)
-    assert found["max_neighbour_loss"] == pytest.approx(lost, abs=1e-6)
-    assert found["mean_neighbour_loss"] == pytest.approx(lost / 3, abs=1e-6)
+    assert found["nearest_neighbor_agreement"] == pytest.approx(agreement)
+    assert found["max_neighbor_loss"] == pytest.approx(lost, abs=1e-6)
+    assert found["mean_neighbor_loss"] == pytest.approx(lost / 3, abs=1e-6)
 
 
 def test_a_vector_that_is_not_finite_has_no_neighbor_and_is_none() -> None:
     wanted = vectors(np.array([[1, 0, 0], [0.8, 0.6, 0], [0, 0.6, 0.8], [0, 0, 1]]))
     found = against("text-embedding", [wanted[0], vector(NAN, 0, 0), *wanted[2:]], wanted)
     # The first row has lost its neighbor; the last two are each other's.
-    assert found.values["nearest_neighbour_agreement"] == 0.5
+    assert found.values["nearest_neighbor_agreement"] == 0.5
 
 
 def test_neighbors_and_ranks_are_those_of_a_plain_computation() -> None:
@@ -142,9 +142,9 @@ def test_neighbors_and_ranks_are_those_of_a_plain_computation() -> None:
     found = against("text-embedding", vectors(rows), vectors(reference)).values
     wanted = similarities[0]
     lost = wanted.max(1) - wanted[np.arange(60), nearest[1]]
-    assert found["nearest_neighbour_agreement"] == np.mean(lost <= NEIGHBOR_TOLERANCE) < 1
-    assert found["mean_neighbour_loss"] == pytest.approx(lost.mean(), abs=1e-6)
-    assert found["max_neighbour_loss"] == pytest.approx(lost.max(), abs=1e-6)
+    assert found["nearest_neighbor_agreement"] == np.mean(lost <= NEIGHBOR_TOLERANCE) < 1
+    assert found["mean_neighbor_loss"] == pytest.approx(lost.mean(), abs=1e-6)
+    assert found["max_neighbor_loss"] == pytest.approx(lost.max(), abs=1e-6)
     expected = stats.spearmanr(pairs[0], pairs[1]).statistic
     assert found["similarity_rank_correlation"] == pytest.approx(expected, abs=1e-6)
 
@@ -159,7 +159,7 @@ def test_many_rows_are_compared_by_a_sample_of_pairs() -> None:
     ]
     assert found[0] == found[1]
     assert 0.98 < found[0].values["similarity_rank_correlation"] < 1
-    assert 0.5 < found[0].values["nearest_neighbour_agreement"] < 1
+    assert 0.5 < found[0].values["nearest_neighbor_agreement"] < 1
 
 
 def test_vectors_of_other_sizes_have_neighbors_of_their_own() -> None:
@@ -170,7 +170,7 @@ def test_vectors_of_other_sizes_have_neighbors_of_their_own() -> None:
     short = [vector(1, 0), *wanted[1:]]
     found = against("text-embedding", short, wanted)
     assert (found.values["min_cosine"], found.badness[0]) == (-1, 2)
-    assert found.values["nearest_neighbour_agreement"] == pytest.approx(2 / 3)
+    assert found.values["nearest_neighbor_agreement"] == pytest.approx(2 / 3)
     assert found.values["similarity_rank_correlation"] == -1
 
 
@@ -185,7 +185,7 @@ def test_int8_vectors_are_compared_as_vectors() -> None:
     found = against("text-embedding", [encoded(127, 127, 0), *wanted[1:]], wanted)
     assert found.values["min_cosine"] == pytest.approx(np.sqrt(0.5))
     # The second row is now nearer to the first than to the third.
-    assert found.values["nearest_neighbour_agreement"] == pytest.approx(2 / 3)
+    assert found.values["nearest_neighbor_agreement"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(("flips", "angle"), [(0, 0), (1, 0), (2, 1 / 16), (9, 1 / 2)])

@@ -127,7 +127,7 @@ def test_minilm_passes_in_lower_precision(tmp_path: Path, precision: str) -> Non
     assert len([name for name in gate["conversion"]["kept"] if name in layer_errors]) <= 12
     found = {verdict["metric"]: verdict["value"] for verdict in gate["verdicts"]}
     assert found["mean_cosine"] >= 0.998
-    assert found["nearest_neighbour_agreement"] >= 0.97
+    assert found["nearest_neighbor_agreement"] >= 0.97
     assert lock["core_key"] != lock["source_key"]
     assert build_into(folder, tmp_path / "repository").changed == ()
 
@@ -148,7 +148,7 @@ def sharing(tmp_path: Path, model: Path, owner: Sequence[str], sharer: Sequence[
     """Build a pipeline, and then one that shares its core; overrides of each."""
     source = {"source": str(model)}
     first = write_pipeline(tmp_path / "owner", model=source)
-    second = write_pipeline(tmp_path / "sharer", model=source, core={"share": "owner"})
+    second = write_pipeline(tmp_path / "sharer", model=source, core={"shared_from": "owner"})
     lines = (second / "traffic.jsonl").read_text(encoding="utf-8").splitlines()
     (second / "traffic.jsonl").write_text("\n".join(lines[:60]), encoding="utf-8")
     build_into(first, tmp_path / "repository", *owner)

@@ -98,7 +98,7 @@ def test_every_task_is_built(
     assert gate["finite"]
     assert ("accepted" in gate) == bool(gate["failures"])
     values = {verdict["metric"]: verdict["value"] for verdict in gate["verdicts"]}
-    assert values["neighbour_effect"] < 0.02
+    assert values["batch_sensitivity"] < 0.02
     if "probe" in gate:
         assert gate["probe"]["rows"] >= 350
         values |= {verdict["metric"]: verdict["value"] for verdict in gate["probe"]["verdicts"]}

@@ -139,18 +139,18 @@ def test_an_override_counts_on_the_probe_where_it_is_looser() -> None:
 
 
 def test_no_default_limit_is_below_pytorchs_own_rounding() -> None:
-    limits = {"max_difference": 1e-5, "neighbour_effect": 1e-5, "min_cosine": 0.99999}
+    limits = {"max_difference": 1e-5, "batch_sensitivity": 1e-5, "min_cosine": 0.99999}
     assert above_rounding(limits, None, {}) == above_rounding(limits, 2e-7, {}) == limits
     raised = above_rounding(limits, 1.65e-5, {})
     assert raised == pytest.approx(
-        {**limits, "max_difference": 4.95e-5, "neighbour_effect": 4.95e-5}
+        {**limits, "max_difference": 4.95e-5, "batch_sensitivity": 4.95e-5}
     )
 
 
 def test_a_limit_of_the_users_own_is_not_raised() -> None:
-    limits = {"max_difference": 1e-12, "neighbour_effect": 1e-5}
+    limits = {"max_difference": 1e-12, "batch_sensitivity": 1e-5}
     raised = above_rounding(limits, 1e-5, {"max_difference": 1e-12})
-    assert raised == pytest.approx({"max_difference": 1e-12, "neighbour_effect": 3e-5})
+    assert raised == pytest.approx({"max_difference": 1e-12, "batch_sensitivity": 3e-5})
 
 
 def test_the_result_is_told_in_a_line_and_kept_whole() -> None:

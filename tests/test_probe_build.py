@@ -97,5 +97,5 @@ def test_a_core_fitted_to_one_phrase_is_stopped(tmp_path: Path) -> None:
     assert all(failure.startswith(f"{OUTSIDE}: ") for failure in result.failures)
     assert result.probe is not None
     broken = {verdict.metric for verdict in result.probe.verdicts if not verdict.passed}
-    assert broken >= {"mean_cosine", "mean_neighbour_loss"}
+    assert broken >= {"mean_cosine", "mean_neighbor_loss"}
     assert any(line.startswith(OUTSIDE) and "FAILED" in line for line in told)

@@ -82,13 +82,13 @@ def test_a_precision_that_does_not_suit_the_weights_is_refused_in_words() -> Non
             check_precision(precision, stored, backend="vllm")
     with pytest.raises(UserError, match="must be vllm"):
         check_precision("bf16", awq, backend="tensorrt_llm")
-    for core in ({"precision": "int8"}, {"kv_cache": {"precision": "fp8"}}):
+    for core in ({"precision": "int8"}, {"kv_cache": {"dtype": "fp8"}}):
         with pytest.raises(ValueError, match="never tried"):
             GenerationCore.model_validate({"backend": "tensorrt_llm", **core})
 
 
 def test_a_token_takes_what_the_kv_cache_is_stored_in() -> None:
-    fp8 = KvCache(precision="fp8")
+    fp8 = KvCache(dtype="fp8")
     for core, size in (
         ({"precision": "fp32"}, 4000),
         ({"precision": "bf16"}, 2000),
@@ -104,7 +104,7 @@ def test_the_limits_are_those_of_what_is_rounded() -> None:
     assert inputs(None, precision="bf16").judged_as == "bf16"
     assert inputs(w8a8, precision="fp16").judged_as == "int8"
     assert inputs(Quantization("awq", "awq"), precision="awq").judged_as == "bf16"
-    both = inputs(None, precision="fp32", kv_cache=KvCache(precision="fp8")).judged_as
+    both = inputs(None, precision="fp32", kv_cache=KvCache(dtype="fp8")).judged_as
     assert both == "fp32+fp8kv"
     assert limits_of("int8") == LIMITS["int8"]
     wider = limits_of(both)

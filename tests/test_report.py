@@ -104,7 +104,7 @@ def test_what_is_outside_the_traffic_has_a_section_of_its_own(read: Callable[...
     assert "Outside your traffic" not in read(gate_of()).text
     text = read(gate_of(probe=probe_of(passed=True), rounding=1.65e-5)).text
     section = text.split("Outside your traffic")[1].split("Labeled rows")[0]
-    for wanted in ("394 varied texts", "mean_neighbour_loss", "≤ 0.0015", "a text of the probe"):
+    for wanted in ("394 varied texts", "mean_neighbor_loss", "≤ 0.0015", "a text of the probe"):
         assert wanted in section, wanted
     assert "All 3 limits hold" in text
     assert "PyTorch's own rounding1.7 x 10⁻⁵" in text
@@ -146,7 +146,7 @@ def test_a_failure_is_listed_once(read: Callable[..., Page]) -> None:
 def test_each_verdict_has_its_row(read: Callable[..., Page]) -> None:
     verdicts = (
         verdict("mean_cosine", 0.99799996, 0.998, passed=False),
-        verdict("neighbour_effect", 2e-7, 1e-5),
+        verdict("batch_sensitivity", 2e-7, 1e-5),
         verdict("max_difference", math.nan, 0.05, passed=False),
         verdict("of_a_later_version", 0.5, 0.4),
     )
@@ -277,7 +277,7 @@ def test_float16_overflow_is_red_only_where_nothing_was_done_about_it() -> None:
         (candidate("fp32", "chosen", throughput_per_s=0.0),),
         (NOTHING_KNOWN,),
         (NOTHING_KNOWN, candidate("int8", "chosen"), candidate("int8", "passed")),
-        (candidate("int8", "chosen", verdicts={"neighbour_effect": 0.0}),),
+        (candidate("int8", "chosen", verdicts={"batch_sensitivity": 0.0}),),
         (candidate("a", "failed", verdicts={"mean_cosine": -1.0}, throughput_per_s=1e299),),
     ],
     ids=range(6),
@@ -293,7 +293,7 @@ def test_any_candidates_can_be_shown(
 
 def test_the_scatter_shows_the_metric_with_the_least_to_spare(read: Callable[..., Page]) -> None:
     page = read(gate_of(), CANDIDATES)
-    assert "Throughput over nearest_neighbour_agreement, the metric" in page.text  # .75, .695
+    assert "Throughput over nearest_neighbor_agreement, the metric" in page.text  # .75, .695
     assert page.count("circle", "point") == 3
     assert page.count("td", "chosen") == 7
     assert "1.43" in page.text

@@ -166,7 +166,7 @@ def test_what_a_hanging_redact_costs_is_told_at_once(
     step = tmp_path / "p_postprocess/1"
     step.mkdir(parents=True)
     (step / "hooks.py").write_text(HANGS.replace("GO", str(tmp_path / "go")))
-    limits = {"max_rows": 10**6, "max_bytes": 10**9, "keep_hours": 1, "window_s": 0.01}
+    limits = {"max_rows": 10**6, "max_bytes": 10**9, "retention_hours": 1, "window_s": 0.01}
     sample = {**limits, "redact": "hooks.redact"}
     settings = {"pipeline": "p", "sample": sample, "sample_inputs": {"text": "text"}}
     form = RowForm([{"name": "label", "dtype": "BYTES", "dims": [1], "json": False}])

@@ -64,15 +64,15 @@ def test_there_is_a_template_for_every_task() -> None:
 def test_the_template_for_text_generation_is_a_pipeline(tmp_path: Path) -> None:
     made = scaffold("talk", task=GENERATION, model=None, with_hooks=False, pipelines=tmp_path)
     assert made.commands[0].startswith("triptych build talk")
-    spec = load_generation_spec(tmp_path / "talk", ["core.max_sequences=8"])
-    assert spec.core.max_sequences == 8
+    spec = load_generation_spec(tmp_path / "talk", ["core.max_num_seqs=8"])
+    assert spec.core.max_num_seqs == 8
     # A local model is looked at: this one takes less, and has no template for chats.
     model = tmp_path / "base"
     model.mkdir()
     (model / "config.json").write_text('{"n_positions": 256}')
     made = scaffold("tale", task=GENERATION, model=str(model), with_hooks=False, pipelines=tmp_path)
     assert made.commands[-1] == 'triptych infer tale --prompt "What is the capital of France?"'
-    assert load_generation_spec(tmp_path / "tale").core.max_length == 256
+    assert load_generation_spec(tmp_path / "tale").core.max_model_len == 256
     rows = map(json.loads, (tmp_path / "tale/traffic.jsonl").read_text().splitlines())
     assert [list(row) for row in rows] == [["text_input"]] * 8
     commented = (tmp_path / "talk/pipeline.yaml").read_text().replace("\n#   ", "\n  ")
@@ -87,7 +87,7 @@ def test_the_template_for_two_texts_is_a_pipeline(tmp_path: Path) -> None:
     path = tmp_path / "brief/pipeline.yaml"
     path.write_text(re.sub(r"(?m)^  # (?=\w+: )(?!revision)", "  ", path.read_text()))
     spec = load_text2text_spec(tmp_path / "brief")
-    assert (spec.model.source, spec.core.max_length, spec.core.beams) == ("me/mine", 512, 1)
+    assert (spec.model.source, spec.core.max_length, spec.core.num_beams) == ("me/mine", 512, 1)
 
 
 @pytest.mark.parametrize("task", ENCODERS)

@@ -72,11 +72,11 @@ def test_candidates_and_what_failed_are_shown_as_they_are() -> None:
         "What failed",
         "│ mean_cosine │ not a number │ 0.998",
         "[i]a row[/i] │ 0.25",
-        "mean_neighbour_loss, outside your traffic │ 0.0023 │ 0.0015",
+        "mean_neighbor_loss, outside your traffic │ 0.0023 │ 0.0015",
         "a text of the probe │ 0.75",
         "accepted although the accuracy gate failed: a [bold]freeze",
         "│ requests/s │ 162 │ - │ 232 │ 218 │ 232",
-        "│ nearest_neighbour_agreement │ 0.9775 │ - ",
+        "│ nearest_neighbor_agreement │ 0.9775 │ - ",
         "int8_dynamic: 0.88 is below 0.97",
         "[red]: [b]too slow[/b]",
     ):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import write_pipeline
-from triptych.base.errors import UserError
-from triptych.spec.spec import load_spec
+from triptych.base.errors import RenamedWarning, UserError
+from triptych.spec.spec import PipelineSpec, load_spec
 from triptych.spec.tasks import find_task
 from triptych.spec.traffic import Lengths, read_traffic
 
@@ -21,9 +22,38 @@ def test_two_fields_suffice(tmp_path: Path) -> None:
 
 def test_overrides_reach_nested_fields(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "a")
-    spec = load_spec(folder, ["core.layout=bucketed", "serving.queue.max_size=7"])
+    spec = load_spec(folder, ["core.layout=bucketed", "serving.queue.max_in_flight=7"])
     assert spec.core.layout == "bucketed"
-    assert spec.serving.queue.max_size == 7
+    assert spec.serving.queue.max_in_flight == 7
+
+
+def test_former_names_are_read_with_a_warning(tmp_path: Path) -> None:
+    former: dict[str, Any] = {
+        "serving": {"queue": {"max_size": 7}},
+        "accuracy": {"neighbour_effect": 0.5},
+    }
+    folder = write_pipeline(tmp_path / "a", **former)
+    with pytest.warns(RenamedWarning) as caught:
+        spec = load_spec(folder, ["serving.max_inflight=3", "core={share: b}"])
+    assert [str(one.message).split(". ")[0] for one in caught] == [
+        f"`{folder}/pipeline.yaml: serving.queue.max_size` is now called "
+        "`serving.queue.max_in_flight`",
+        f"`{folder}/pipeline.yaml: accuracy.neighbour_effect` is now called "
+        "`accuracy.batch_sensitivity`",
+        "`--set serving.max_inflight` is now called `serving.max_inflight_requests`",
+        "`--set core.share` is now called `core.shared_from`",
+    ]
+    assert spec.serving.queue.max_in_flight == 7
+    assert (spec.serving.max_inflight_requests, spec.core.shared_from) == (3, "b")
+    assert spec.accuracy.batch_sensitivity == 0.5
+    stored = spec.model_dump(mode="json", exclude={"folder"})
+    stored["serving"]["queue"]["max_size"] = stored["serving"]["queue"].pop("max_in_flight")
+    assert PipelineSpec.model_validate(stored) == spec.model_copy(update={"folder": Path()})
+
+    former["serving"]["queue"]["max_in_flight"] = 8
+    folder = write_pipeline(tmp_path / "b", **former)
+    with pytest.raises(UserError, match="is the former name of"):
+        load_spec(folder)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +69,7 @@ def test_overrides_reach_nested_fields(tmp_path: Path) -> None:
         ("core.max_batch_size=yes", ["core.max_batch_size", "integer", "True"]),
         ("core=5", ["core", "5"]),
         ("core.layout.x=5", ["--set core.layout.x"]),
-        ("tokenizer.overflow=cut", ["overflow", "truncate", "cut"]),
+        ("tokenizer.truncation=cut", ["truncation", "truncate", "cut"]),
         ("serving.triton=24.13", ["serving.triton", "24.13"]),
         ("serving.triton='24.09'", ["serving", "must be 24.10 or later"]),
         ("serving.gpus=[]", ["serving.gpus"]),

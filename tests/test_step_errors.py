@@ -18,10 +18,10 @@ import triptych.runtime
 from client_toy import wait_until
 from triptych.client import (
     InferenceError,
-    InvalidRequest,
-    Overloaded,
-    PipelineFailed,
-    PipelineNotReady,
+    InvalidRequestError,
+    OverloadedError,
+    PipelineFailedError,
+    PipelineNotReadyError,
 )
 from triptych.client.errors import status_error, stream_error
 from triptych.container.health import error_code
@@ -31,11 +31,11 @@ from triptych.runtime.in_flight import InFlight
 
 URL = "127.0.0.1:8001"
 KINDS: dict[str, tuple[type[InferenceError], str]] = {
-    faults.INVALID_REQUEST: (InvalidRequest, "INVALID_ARGUMENT"),
-    faults.OVERLOADED: (Overloaded, "UNAVAILABLE"),
-    faults.STOPPING: (PipelineNotReady, "UNAVAILABLE"),
-    faults.INTERNAL: (PipelineFailed, "INTERNAL"),
-    faults.ENGINE_FAILED: (PipelineFailed, "INTERNAL"),
+    faults.INVALID_REQUEST: (InvalidRequestError, "INVALID_ARGUMENT"),
+    faults.OVERLOADED: (OverloadedError, "UNAVAILABLE"),
+    faults.STOPPING: (PipelineNotReadyError, "UNAVAILABLE"),
+    faults.INTERNAL: (PipelineFailedError, "INTERNAL"),
+    faults.ENGINE_FAILED: (PipelineFailedError, "INTERNAL"),
 }
 """The client's error class and the gRPC status of each code."""
 
@@ -135,7 +135,7 @@ def test_an_overload_is_read_with_its_pause(steps: Any, in_flight: InFlight) -> 
     pauses = []
     for refusal in overloads(steps, in_flight):
         for error in check(refusal, faults.OVERLOADED):
-            assert isinstance(error, Overloaded)
+            assert isinstance(error, OverloadedError)
             assert f"Try again in {1e3 * error.again_s:.0f} ms" in error.message
             pauses.append(error.again_s)
             assert error.after("twice").message.endswith(" twice")
@@ -180,10 +180,10 @@ def test_steps_make_errors_in_one_place() -> None:
 @pytest.mark.parametrize(
     ("status", "said", "kind"),
     [
-        ("UNAVAILABLE", "[new_code row=1] It is full", Overloaded),
-        ("INVALID_ARGUMENT", "[Given] is no code", InvalidRequest),
-        ("UNAVAILABLE", "Exceeds maximum queue size", Overloaded),
-        ("INTERNAL", "the server is stopping", PipelineFailed),
+        ("UNAVAILABLE", "[new_code row=1] It is full", OverloadedError),
+        ("INVALID_ARGUMENT", "[Given] is no code", InvalidRequestError),
+        ("UNAVAILABLE", "Exceeds maximum queue size", OverloadedError),
+        ("INTERNAL", "the server is stopping", PipelineFailedError),
     ],
 )
 def test_what_has_no_known_code_is_read_by_its_status(

@@ -16,7 +16,7 @@ import pytest
 from conftest import LAYOUTS, build_into, traffic_texts
 from task_models import MODELS
 from task_reference import answer_spans, image_bytes
-from triptych.client import Client, InvalidRequest
+from triptych.client import Client, InvalidRequestError
 from triptych.container.health import QUESTION_FILE, find_fault
 from triptych.container.locks import find_pipelines
 from triptych.interface.page.page import answer, open_pipeline
@@ -185,7 +185,7 @@ def test_several_labels_at_once(ask_one: Any, reference: Any) -> None:
 def test_token_classification(ask: Any, reference: Any, aggregation: str) -> None:
     with ask("tags") as client:
         if aggregation == "average" and client.pipeline.endswith("packed"):
-            with pytest.raises(InvalidRequest, match="aggregation: average"):
+            with pytest.raises(InvalidRequestError, match="aggregation: average"):
                 client.entities(TEXTS[:1], aggregation=aggregation)
             return
         got = client.entities(TEXTS, aggregation=aggregation)
@@ -345,7 +345,7 @@ def test_a_bad_request_fails_alone(server: Any, case: int) -> None:
     with Client(pipeline, server.grpc_url) as client, ThreadPoolExecutor(9) as pool:
         before = client.infer(good)
         sound = [pool.submit(client.infer, good) for _ in range(8)]
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(InvalidRequestError) as caught:
             client.infer(bad, parameters=parameters)
         for answer in sound:
             for key, values in answer.result().items():

@@ -37,9 +37,9 @@ from triptych.spec.slo import GenerationSlo
 
 pytestmark = pytest.mark.server
 CORES: dict[str, dict[str, object]] = {
-    "t5": {"max_sequences": 2},
-    "bart": {"beams": 3, "min_answer": 30},  # more than the gate asks for
-    "marian": {"no_repeat_ngram": 2},
+    "t5": {"max_num_seqs": 2},
+    "bart": {"num_beams": 3, "min_new_tokens": 30},  # more than the gate asks for
+    "marian": {"no_repeat_ngram_size": 2},
 }
 LABELED = "marian"
 
@@ -50,7 +50,9 @@ def silent(_stage: str, _line: str) -> None:
 
 def write_labels(inputs: Text2TextInputs) -> None:
     """``eval.jsonl``: half of the texts with what the original answers, half with another word."""
-    answers = reference_answers(inputs, inputs.prompts, silent, most=inputs.spec.core.max_answer)
+    answers = reference_answers(
+        inputs, inputs.prompts, silent, most=inputs.spec.core.max_new_tokens
+    )
     rows = [
         {**prompt.sent, "answers": [one.text if place % 2 else "another"]}
         for place, (prompt, one) in enumerate(zip(inputs.prompts, answers, strict=True))
@@ -85,7 +87,7 @@ def server(repository: Path) -> Iterator[Server]:
 def test_what_was_built_is_in_order(repository: Path) -> None:
     assert run_checks(repository) == []
     lock = json.loads((repository / "bart/triptych.lock.json").read_bytes())
-    assert lock["spec"]["core"]["beams"] == 3
+    assert lock["spec"]["core"]["num_beams"] == 3
     assert set(lock["versions"]) >= {"ctranslate2", "transformers"}
 
 
@@ -217,7 +219,7 @@ def test_models_in_the_manner_of_t5_pass_their_gate(tmp_path: Path) -> None:
 def test_models_and_settings_that_will_not_do_are_named(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "sum", write_model("t5", tmp_path / "model"))
     for override, said in (
-        ("core.beams=0", "greater than or equal to 1"),
+        ("core.num_beams=0", "greater than or equal to 1"),
         ("core.precision=fp8", "'fp32' or 'int8'"),
         ("core.kv_cache.memory_mib=4", "core.kv_cache"),
     ):

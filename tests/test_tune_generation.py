@@ -121,7 +121,7 @@ def evidence(
             "task": "text-generation",
             "model": {"source": "x"},
             "core": {"backend": "scripted", **core},
-            "serving": {"queue": {"max_size": queue}, **(serving or {})},
+            "serving": {"queue": {"max_in_flight": queue}, **(serving or {})},
         }
     )
     model: Any = None
@@ -158,27 +158,27 @@ def test_every_field_that_is_tried_is_tunable_and_one_of_the_spec() -> None:
 
 
 def test_a_batch_grows_where_requests_wait_with_all_that_it_needs() -> None:
-    key = "core.max_sequences"
+    key = "core.max_num_seqs"
     assert "8.0 requests under way in the mean, 32" in left(key, evidence(BUSY))
-    found = proposed(key, evidence(BUSY, max_sequences=4))
+    found = proposed(key, evidence(BUSY, max_num_seqs=4))
     assert (found.values, found.others, found.along) == ((8, 16), (2, 1), {})
-    tight = evidence(BUSY, max_sequences=8, max_batched_tokens=16, kv_cache={"memory_mib": 3})
+    tight = evidence(BUSY, max_num_seqs=8, max_num_batched_tokens=16, kv_cache={"memory_mib": 3})
     assert proposed(key, tight).along == {
         "core.kv_cache.memory_mib": 8,  # 32 requests of 256 tokens, 1 KiB each
-        "core.max_batched_tokens": 32,
+        "core.max_num_batched_tokens": 32,
     }
-    assert proposed(key, evidence(BUSY, max_sequences=4, queue=8)).values == (8,)
+    assert proposed(key, evidence(BUSY, max_num_seqs=4, queue=8)).values == (8,)
     # Fewer are of use only where each answer is promised something.
-    assert proposed(key, evidence(BUSY, max_sequences=8, queue=8)).values == (4, 2)
-    bare = evidence(BUSY, max_sequences=8, queue=8, promise=GenerationSlo())
+    assert proposed(key, evidence(BUSY, max_num_seqs=8, queue=8)).values == (4, 2)
+    bare = evidence(BUSY, max_num_seqs=8, queue=8, promise=GenerationSlo())
     assert "8 have a place" in left(key, bare)
 
 
 def test_memory_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fields, "_free_mib", lambda: 1.0)
-    tight = evidence(BUSY, max_sequences=4, kv_cache={"memory_mib": 1})
-    assert proposed("core.max_sequences", tight).values == (2, 1)
-    full = evidence(BUSY, max_sequences=8, kv_cache={"memory_mib": 1})
+    tight = evidence(BUSY, max_num_seqs=4, kv_cache={"memory_mib": 1})
+    assert proposed("core.max_num_seqs", tight).values == (2, 1)
+    full = evidence(BUSY, max_num_seqs=8, kv_cache={"memory_mib": 1})
     assert proposed("core.kv_cache.memory_mib", full).values == (2,)
     monkeypatch.setattr(fields, "_free_mib", lambda: 0.5)
     assert "0 MiB are left" in left("core.kv_cache.memory_mib", full)
@@ -186,9 +186,9 @@ def test_memory_that_is_not_there_is_not_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_turn_is_as_large_as_the_prompts_that_come_together() -> None:
-    key = "core.max_batched_tokens"
+    key = "core.max_num_batched_tokens"
     assert "have 400 tokens, a turn 2048" in left(key, evidence(BUSY))
-    small = proposed(key, evidence(BUSY, max_sequences=16, max_batched_tokens=128))
+    small = proposed(key, evidence(BUSY, max_num_seqs=16, max_num_batched_tokens=128))
     assert (small.values, small.others) == ((256, 512), (64,))
     large = proposed(key, evidence(BUSY, prompts=((1,) * 3000,)))
     assert (large.values, large.others) == ((4096, 8192), (1024, 512))
@@ -199,11 +199,13 @@ def test_a_prefix_cache_is_judged_by_the_traffic_not_by_its_repetition() -> None
     prompts = (system, (*system, 1, 2), (7,) * 40)
     assert shared_beginnings(prompts) == 64 / 122  # two whole blocks of 16 tokens, twice
     assert shared_beginnings([(1, 2), (3, 4)]) == shared_beginnings([()]) == 0
-    key = "core.prefix_caching"
+    key = "core.enable_prefix_caching"
     assert proposed(key, evidence(BUSY)).values == (False,)
     assert "and it is on" in left(key, evidence(BUSY, prompts=prompts))
-    assert proposed(key, evidence(BUSY, prompts=prompts, prefix_caching=False)).values == (True,)
-    assert "a gain that is none" in left(key, evidence(BUSY, prefix_caching=False))
+    assert proposed(key, evidence(BUSY, prompts=prompts, enable_prefix_caching=False)).values == (
+        True,
+    )
+    assert "a gain that is none" in left(key, evidence(BUSY, enable_prefix_caching=False))
 
 
 def test_tokens_share_responses_as_far_as_the_promise_goes() -> None:
@@ -228,16 +230,16 @@ def test_what_goes_along_is_part_of_the_trial(
         """Scores by the number of sequences; all that a trial sets is noted."""
 
         def begin(self, present: Setting) -> tuple[Any, Any]:
-            self._plan = evidence(BUSY, max_sequences=4, kv_cache={"memory_mib": 1}).plan
+            self._plan = evidence(BUSY, max_num_seqs=4, kv_cache={"memory_mib": 1}).plan
             return self._plan, Goodput(PROMISE, 8).score(server(4))
 
         def challenge(self, other: Setting) -> None:
             tried.append(dict(other.overrides))
-            if other.overrides.get("core.max_sequences") == 16:
+            if other.overrides.get("core.max_num_seqs") == 16:
                 raise LintFailure([])
 
         def round(self) -> tuple[Any, Any]:
-            places = int(tried[-1].get("core.max_sequences", 4))
+            places = int(tried[-1].get("core.max_num_seqs", 4))
             found, other = (Goodput(PROMISE, 8).score(server(most)) for most in (4, places))
             return found, other
 
@@ -262,12 +264,12 @@ def test_what_goes_along_is_part_of_the_trial(
     )
     search.run(Setting())
     assert tried == [
-        {"core.max_sequences": 8, "core.kv_cache.memory_mib": 4},
-        {"core.max_sequences": 16, "core.kv_cache.memory_mib": 4},
+        {"core.max_num_seqs": 8, "core.kv_cache.memory_mib": 4},
+        {"core.max_num_seqs": 16, "core.kv_cache.memory_mib": 4},
     ]
     assert [one.verdict for one in search.trials] == ["better", "failed"]
     assert search.best.overrides == tried[0]
-    assert search.trials[0].before == {"core.max_sequences": 4, "core.kv_cache.memory_mib": 1}
+    assert search.trials[0].before == {"core.max_num_seqs": 4, "core.kv_cache.memory_mib": 1}
 
 
 def found(*, slow: float, **changes: Any) -> Any:
@@ -283,7 +285,7 @@ def result(**changes: Any) -> TuneResult:
         slo=GenerationSlo(ttft_p99="200ms", itl_p99="25ms"),
         objective=Goodput(PROMISE, 8).says,
         baseline=found(slow=2.0),
-        winner=found(slow=1.0, overrides={"core.max_sequences": 8}),
+        winner=found(slow=1.0, overrides={"core.max_num_seqs": 8}),
         trials=(trial(1, "better", points=found(slow=1.0).points, score=8.0, against=2.0),),
         **changes,
     )
@@ -335,24 +337,26 @@ def test_what_cannot_be_served_is_refused_before_a_server_is_started(
     kind = Generating(folder, PROMISE, 12, ("parameters.max_tokens=400",))
     repository = tmp_path / "repository"
     assert kind.start(repository, quiet) == Setting()
-    with pytest.raises(UserError, match=r"`--clients` must be at most serving.queue.max_size 12"):
+    with pytest.raises(
+        UserError, match=r"`--clients` must be at most serving.queue.max_in_flight 12"
+    ):
         replace(kind, clients=13).start(repository, quiet)
-    assert kind.make(Setting({"core.max_sequences": 32}), repository, quiet).changed
-    many = Setting({"core.max_sequences": 64, "core.max_batched_tokens": 4096})
-    with pytest.raises(LintFailure, match=r"should hold core.max_sequences 64 requests"):
+    assert kind.make(Setting({"core.max_num_seqs": 32}), repository, quiet).changed
+    many = Setting({"core.max_num_seqs": 64, "core.max_num_batched_tokens": 4096})
+    with pytest.raises(LintFailure, match=r"should hold core.max_num_seqs 64 requests"):
         kind.make(many, repository, quiet)
     for overrides, said in (
         ({"core.kv_cache.memory_mib": 0}, "greater than or equal to 1"),
-        ({"core.max_batched_tokens": 16}, "at least core.max_sequences"),
+        ({"core.max_num_batched_tokens": 16}, "at least core.max_num_seqs"),
     ):
         with pytest.raises(UserError, match=said):
-            kind.make(Setting({"core.max_sequences": 32, **overrides}), repository, quiet)
+            kind.make(Setting({"core.max_num_seqs": 32, **overrides}), repository, quiet)
     monkeypatch.setattr(GenerationInputs, "kv_token_bytes", 4096)
-    with pytest.raises(UserError, match=r"must hold one request of core.max_length 512: 2 MiB"):
+    with pytest.raises(UserError, match=r"must hold one request of core.max_model_len 512: 2 MiB"):
         kind.make(Setting({"core.kv_cache.memory_mib": 1}), repository, quiet)
     lock = json.loads((repository / "talk/triptych.lock.json").read_bytes())
     assert lock["ungated"] == "a trial of `triptych tune`"
-    assert lock["spec"]["core"]["max_sequences"] == 32
+    assert lock["spec"]["core"]["max_num_seqs"] == 32
 
 
 @pytest.mark.server
@@ -360,13 +364,13 @@ def test_a_search_finds_what_the_engine_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One place in the batch and eight clients: with eight there are eight times the tokens."""
-    eight = Proposal("core.max_sequences", (8,), "seven of eight clients wait")
+    eight = Proposal("core.max_num_seqs", (8,), "seven of eight clients wait")
     monkeypatch.setattr(Generating, "fields", (lambda _evidence: eight,))
     monkeypatch.setattr(tuning, "FINAL_CLIENTS", ())
     folder = write_pipeline(
         tmp_path / "talk",
         write_tiny_model(tmp_path / "model"),
-        max_sequences=1,
+        max_num_seqs=1,
         token_delay_ms=15.0,
     )
     overrides = (
@@ -376,7 +380,7 @@ def test_a_search_finds_what_the_engine_needs(
     wanted = Tuning(GenerationSlo(), 400.0, clients=8, seconds=1.0, overrides=overrides)
     best = tune_pipeline(folder, tmp_path / "repository", wanted, quiet)
     assert [one.verdict for one in best.trials] == ["better"]
-    assert best.winner.overrides == {"core.max_sequences": 8}
+    assert best.winner.overrides == {"core.max_num_seqs": 8}
     assert best.winner.score > 2 * best.baseline.score
     assert (best.unit, best.met) == ("tokens/s", True)
     assert not list(tmp_path.glob(".tune-*"))
@@ -387,8 +391,8 @@ def test_a_search_finds_what_the_engine_needs(
     lines: list[str] = []
     spec = load_generation_spec(folder)
     inputs = read_generation(spec, lambda _stage, line: lines.append(line))
-    assert "core.max_sequences=8 (tuned.yaml)" in lines
-    assert describe_text_generation(inputs, Path())["tuned"] == {"core.max_sequences": 8}
+    assert "core.max_num_seqs=8 (tuned.yaml)" in lines
+    assert describe_text_generation(inputs, Path())["tuned"] == {"core.max_num_seqs": 8}
     for point in best.winner.points:
         per_answer = point.typical.tokens_per_s / point.typical.throughput_per_s
         times = point.streamed[0].itl.samples / point.rounds[0].requests

@@ -295,7 +295,7 @@ def servers(slots: list[Any]) -> trial_servers.TrialServers:
 
 def test_what_is_left_to_do_is_known_by_what_was_measured(servers: Any, slots: list[Any]) -> None:
     slots[1].places = 4
-    start, other = Setting(), Setting({"core.max_sequences": 4})
+    start, other = Setting(), Setting({"core.max_num_seqs": 4})
     servers.put(slots[0], start)
     _, scored = servers.begin(start)
     # With eight, most answers are late: sixteen are not tried. With two, all are in time.
@@ -310,7 +310,7 @@ def test_what_is_left_to_do_is_known_by_what_was_measured(servers: Any, slots: l
     assert servers.final_s() == 30 + 2 * (20 + 10) + 20 + 10
     assert [servers.measure_s(clients) for clients in (1, 2, 16)] == [10.0, 10.0, 140.0]
     # The baseline once more, in whatever slot: its clients are known, and those of the winner.
-    servers.challenge(Setting({"core.max_sequences": 8}))
+    servers.challenge(Setting({"core.max_num_seqs": 8}))
     servers.challenge(start)
     assert [list(one.found) for one in servers.round()] == [[4, 2], [2, 4]]
 
@@ -319,7 +319,7 @@ def test_a_spoilt_measurement_makes_no_winner(servers: Any, slots: list[Any]) ->
     slots[0].spoilt = {2}  # what else ran then made all answers late
     _, scored = servers.begin(Setting())
     assert scored.start == 1
-    servers.challenge(Setting({"core.prefix_caching": False}))
+    servers.challenge(Setting({"core.enable_prefix_caching": False}))
     for _ in range(2):
         present, other = servers.round()
         assert (present.score, other.score) == (2.0, 2.0)
@@ -340,7 +340,7 @@ def test_the_comparison_at_the_end_takes_what_time_there_is(servers: Any, slots:
         assert doubt == "nothing that was tried is better than the defaults"
         assert {point.load.value for point in after.points} >= {2, 4, 8}
     slots[1].places = 4
-    other = Setting({"core.max_sequences": 4})
+    other = Setting({"core.max_num_seqs": 4})
     servers.challenge(other)
     servers.round()
     servers.promote()
@@ -359,7 +359,7 @@ def test_both_sides_are_held_together_at_their_best(
     slots[0].spoilt = {2}
     slots[1].places = 4
     _, scored = servers.begin(Setting())
-    other = Setting({"core.max_sequences": 4})
+    other = Setting({"core.max_num_seqs": 4})
     servers.challenge(other)
     servers.round()
     servers.promote()

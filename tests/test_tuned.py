@@ -9,7 +9,7 @@ import pytest
 import generation_cases
 from conftest import write_pipeline
 from triptych.base.cache import sha256_of
-from triptych.base.errors import UserError
+from triptych.base.errors import RenamedWarning, UserError
 from triptych.core.inputs import read_inputs
 from triptych.interface.cli.plan_text import describe_plan
 from triptych.spec.generation_fields import load_generation_spec
@@ -73,20 +73,26 @@ def test_every_tunable_field_is_one_of_the_spec(folder: Path, key: str) -> None:
 
 def test_a_pipeline_that_generates_text_is_tuned_alike(tmp_path: Path) -> None:
     folder = generation_cases.write_pipeline(tmp_path / "talk", tmp_path / "model")
-    overrides = {"core.max_sequences": 4, "core.prefix_caching": False}
+    overrides = {"core.max_num_seqs": 4, "core.enable_prefix_caching": False}
     tuned = Tuned(overrides, {"spec_sha256": sha256_of(folder / "pipeline.yaml")})
     write_tuned(folder, tuned, spec_file="pipeline.yaml")
-    spec = load_generation_spec(folder, ["core.max_sequences=8"])
-    assert (spec.core.max_sequences, spec.core.prefix_caching) == (8, False)
+    spec = load_generation_spec(folder, ["core.max_num_seqs=8"])
+    assert (spec.core.max_num_seqs, spec.core.enable_prefix_caching) == (8, False)
     assert spec.tuned == overrides
     assert load_generation_spec(folder, untuned=True).tuned == {}
     said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
-    assert said == "core.max_sequences=4, core.prefix_caching=False (tuned.yaml)"
+    assert said == "core.max_num_seqs=4, core.enable_prefix_caching=False (tuned.yaml)"
+    old = "{core.max_sequences: 4, core.prefix_caching: false, core.kv_cache.precision: fp8}"
+    (folder / TUNED_FILE).write_text(f"set: {old}")
+    with pytest.warns(RenamedWarning) as caught:
+        spec = load_generation_spec(folder)
+    assert len(caught) == 3
+    assert spec.tuned == {**overrides, "core.kv_cache.dtype": "fp8"}
     (folder / "pipeline.yaml").write_text("task: text-generation")
     said = describe_tuned(folder, tuned, spec_file="pipeline.yaml")
     assert "has changed since: run `triptych tune talk` again" in said
     (folder / TUNED_FILE).write_text("set: {core.max_batch_size: 8}")
-    with pytest.raises(UserError, match=r"must be a field that tuning may set.*max_sequences"):
+    with pytest.raises(UserError, match=r"must be a field that tuning may set.*max_num_seqs"):
         load_generation_spec(folder)
 
 

@@ -47,7 +47,7 @@ def decode(rows):
         for row in rows
     ]
 """
-SHORT = {"max_length": 16, "overflow": "reject"}
+SHORT = {"max_length": 16, "truncation": "reject"}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Path:
             "task": "custom",
             "model": {"source": topics},
             "custom": {
-                "model_class": "AutoModelForSequenceClassification",
+                "auto_class": "AutoModelForSequenceClassification",
                 "outputs": [
                     {"name": "urgency", "dtype": "FP32"},
                     {"name": "best", "dtype": "BYTES"},
@@ -134,8 +134,8 @@ def test_minilm_passes_at_the_command_line(minilm: Path, minilm_server: Any) -> 
     assert result["mean_batch"] > 1.2
     figures = {verdict["metric"]: verdict["value"] for verdict in result["verdicts"]}
     assert figures["min_cosine"] > 0.99999
-    assert figures["nearest_neighbour_agreement"] == 1.0
-    assert figures["neighbour_effect"] < 1e-5
+    assert figures["nearest_neighbor_agreement"] == 1.0
+    assert figures["batch_sensitivity"] < 1e-5
 
 
 def test_a_scaled_layer_fails_at_the_command_line_on_a_server_of_its_own(
@@ -163,7 +163,7 @@ def test_every_kind_of_pipeline_passes(base: Path, url: str, name: str) -> None:
 def test_what_the_spec_refuses_is_refused(base: Path, url: str) -> None:
     short = verify(base / "p/short", base / "r", url=url)
     assert short.found.counts["refused"] >= 3 * 3
-    other = verify(base / "p/topics", base / "r", "tokenizer.overflow=reject", url=url)
+    other = verify(base / "p/topics", base / "r", "tokenizer.truncation=reject", url=url)
     assert any("answered, though the spec refuses them" in f for f in other.found.failures)
 
 
@@ -183,7 +183,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path, str], None], str, str]] = {
     "scaled layer": ("topics", broken.scale_a_layer, "max_probability_difference", ""),
     "swapped labels": ("topics", broken.swap_labels, "label_agreement", ""),
     "shifted offsets": ("tags", broken.shift_offsets, "entity_f1", ""),
-    "answers mixed up": ("topics", broken.mix_answers_up, "neighbour_effect", ""),
+    "answers mixed up": ("topics", broken.mix_answers_up, "batch_sensitivity", ""),
     "not a number": ("topics", broken.lose_a_number, "label_agreement", "NaN or infinity"),
     "scaled layer of a custom task": ("own", broken.scale_a_layer, "answers_alike", ""),
 }
@@ -209,7 +209,7 @@ def test_another_model_under_the_name_fails_in_figures(
 ) -> None:
     folder = write_pipeline(tmp_path / "minilm_packed", model={"source": str(tiny_model)})
     result = verify(folder, minilm_repository, url=minilm_server.grpc_url)
-    assert failed(result) >= {"min_cosine", "mean_cosine", "nearest_neighbour_agreement"}
+    assert failed(result) >= {"min_cosine", "mean_cosine", "nearest_neighbor_agreement"}
     assert any("embedding has the shape [1, 384], not [1, 32]" in f for f in result.found.failures)
 
 

@@ -45,7 +45,7 @@ def write_pipeline(folder: Path, model: Path, **core: object) -> Path:
     spec = {
         "task": "text2text-generation",
         "model": {"source": str(model)},
-        "core": {"max_answer": 40, "threads": 1, **core},
+        "core": {"max_new_tokens": 40, "threads": 1, **core},
     }
     (folder / "pipeline.yaml").write_text(json.dumps(spec))
     lines = [json.dumps({"text_input": text}) for text in TEXTS]

@@ -126,11 +126,11 @@ def _serve_vllm(inputs: GenerationInputs) -> Iterator[tuple[str, int]]:
         str(environment_python()), "-m", "vllm.entrypoints.openai.api_server",
         *("--model", str(inputs.weights), "--served-model-name", inputs.spec.name),
         *("--host", _HOST, "--port", str(port), "--dtype", DTYPES[core.precision]),
-        *("--max-model-len", str(inputs.max_length), "--max-num-seqs", str(core.max_sequences)),
-        *("--max-num-batched-tokens", str(core.max_batched_tokens)),
+        *("--max-model-len", str(inputs.max_length), "--max-num-seqs", str(core.max_num_seqs)),
+        *("--max-num-batched-tokens", str(core.max_num_batched_tokens)),
         *("--kv-cache-memory-bytes", str(core.kv_cache.memory_mib << 20)),
         *("--generation-config", "vllm", "--enforce-eager", "--disable-uvicorn-access-log"),
-        "--enable-prefix-caching" if core.prefix_caching else "--no-enable-prefix-caching",
+        "--enable-prefix-caching" if core.enable_prefix_caching else "--no-enable-prefix-caching",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="triptych-benchmarks-") as scratch:
         log = Path(scratch, "log.txt")

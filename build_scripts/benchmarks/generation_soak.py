@@ -29,9 +29,9 @@ from triptych.building.generation.inputs import GenerationInputs, read_generatio
 from triptych.client import (
     AsyncClient,
     AsyncGeneration,
-    DeadlineExceeded,
+    DeadlineExceededError,
     InferenceError,
-    InvalidRequest,
+    InvalidRequestError,
 )
 from triptych.runtime.generation_series import GAUGES, PREFIX
 from triptych.serving.server import Server

@@ -107,7 +107,7 @@ def compare(
     scale = step_s / STEP_S
     promised = f"serving.slo.p99_ms={1e3 * limit_s:g}"
     # No pipeline refuses what its client would wait for: misses are then those of the fleet's size.
-    patient = f"serving.queue.max_wait_ms={1e3 * _PATIENCE * limit_s:.0f}"
+    patient = f"serving.queue.max_backlog_ms={1e3 * _PATIENCE * limit_s:.0f}"
     built = build(CACHE / "gpu-scaling", "core.device=gpu", promised, patient)
     repository = emulated_core.write_pipeline(built, _NAME, CACHE / "scaling", _CORE)
     load = Load((), limit_s, share, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -33,6 +34,19 @@ def closest(given: str, known: Iterable[str]) -> str:
     """``Did you mean `…`? `` for a remedy, where one of `known` is like `given`; else nothing."""
     found = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
     return f"Did you mean `{found[0]}`? " if found else ""
+
+
+class RenamedWarning(FutureWarning):
+    """Use of a former name, which a later release will no longer accept."""
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn that `old` has a new name; the command line prints the warning as one line."""
+    warnings.warn(
+        f"`{old}` is now called `{new}`. The old name will be removed in a later release.",
+        RenamedWarning,
+        stacklevel=3,
+    )
 
 
 class UserError(Exception):

@@ -109,7 +109,7 @@ def build(
     spec = inputs.plan.spec
     check_hooks(inputs, progress)
     core = make_core(inputs, repository, progress, accept=accept)
-    own_key = core.key if spec.core.share is None else None
+    own_key = core.key if spec.core.shared_from is None else None
     check_sharers(repository, spec.name, own_key, together)
     return _write(core, repository, progress, engine_dry_run=engine_dry_run)
 
@@ -122,7 +122,7 @@ def make_core(
     For arguments and errors see `build`; nothing is written into the repository.
     """
     asked = inputs.plan.spec.core
-    if asked.share is not None:
+    if asked.shared_from is not None:
         owner = owner_of_core(repository, inputs.plan.spec)
         core = full_precision(inputs.replanned(owner.plan.layout), progress, accept)
         return shared_core(core, owner, repository, progress, accept)
@@ -140,7 +140,7 @@ def _write(
 ) -> Built:
     """Render, lint and write the pipeline around its core, and build the engine where one can."""
     plan, name = core.plan, core.plan.spec.name
-    shared = plan.spec.core.share is not None
+    shared = plan.spec.core.shared_from is not None
     files = render(
         plan,
         core_file=core.file,

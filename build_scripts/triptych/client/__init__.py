@@ -7,17 +7,18 @@
 from triptych.client.asynchronous import AsyncClient
 from triptych.client.channel import KeepAlive, Tls
 from triptych.client.errors import (
-    AccessDenied,
-    Cancelled,
-    DeadlineExceeded,
+    AccessDeniedError,
+    BatchNeighborError,
+    CanceledError,
+    DeadlineExceededError,
     InferenceError,
-    InvalidRequest,
-    NeighbourFailed,
-    Overloaded,
-    PipelineFailed,
-    PipelineNotFound,
-    PipelineNotReady,
-    ServerUnreachable,
+    InvalidRequestError,
+    OverloadedError,
+    PipelineFailedError,
+    PipelineNotFoundError,
+    PipelineNotReadyError,
+    ServerUnreachableError,
+    former_class,
 )
 from triptych.client.generation import Chunk, Completion, Sampling, Usage
 from triptych.client.retry import Retry
@@ -28,32 +29,36 @@ from triptych.client.tasks import Answer, Choice, Entity, Ranked
 from triptych.client.wire import PipelineConfig
 
 __all__ = [
-    "AccessDenied",
+    "AccessDeniedError",
     "Answer",
     "AsyncClient",
     "AsyncGeneration",
-    "Cancelled",
+    "BatchNeighborError",
+    "CanceledError",
     "Choice",
     "Chunk",
     "Client",
     "Completion",
-    "DeadlineExceeded",
+    "DeadlineExceededError",
     "Entity",
     "Generation",
     "InferenceError",
-    "InvalidRequest",
+    "InvalidRequestError",
     "KeepAlive",
-    "NeighbourFailed",
-    "Overloaded",
+    "OverloadedError",
     "PipelineConfig",
-    "PipelineFailed",
-    "PipelineNotFound",
-    "PipelineNotReady",
+    "PipelineFailedError",
+    "PipelineNotFoundError",
+    "PipelineNotReadyError",
     "Ranked",
     "Retry",
     "Sampling",
-    "ServerUnreachable",
+    "ServerUnreachableError",
     "StepStatistics",
     "Tls",
     "Usage",
 ]
+
+
+def __getattr__(name: str) -> type[InferenceError]:
+    return former_class(__name__, name)

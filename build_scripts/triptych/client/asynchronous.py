@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from triptych.client import flows, tasks
 from triptych.client.connection import Connection
-from triptych.client.errors import InferenceError, InvalidRequest
+from triptych.client.errors import InferenceError, InvalidRequestError
 from triptych.client.flows import (
     Flow,
     Pause,
@@ -46,7 +46,7 @@ def _awaited_task(
     make: Callable[P, TaskCall[Whole, Row]],
 ) -> tuple[
     Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Whole]],
-    Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, list[Row | InvalidRequest]]],
+    Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, list[Row | InvalidRequestError]]],
 ]:
     whole, each = task_flows(make)
     return _awaited(whole), _awaited(each)
@@ -79,7 +79,7 @@ class AsyncClient(PipelineClient):
             An iterator of chunks, which also has the `whole`; `timeout_s` is for all of it.
 
         Raises:
-            InvalidRequest: what cannot be sent. What the server says is raised by the iterator.
+            InvalidRequestError: The request cannot be encoded. The iterator raises other errors.
         """
         return AsyncGeneration(self, encode_order(prompt, None, sampling), timeout_s)
 
@@ -104,7 +104,7 @@ class AsyncClient(PipelineClient):
         return Connection(partial(self._open_channel, grpc.aio), self._close_soon, self._renew_s)
 
     async def close(self) -> None:
-        """Close the connection; calls under way in other tasks raise `Cancelled`.
+        """Close the connection; calls under way in other tasks raise `CanceledError`.
 
         Generations that are left end at the server first, which takes them two seconds at most.
         """

@@ -9,7 +9,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2_grpc
 
-from triptych.client.errors import Cancelled
+from triptych.client.errors import CanceledError
 
 
 class Opened:
@@ -53,11 +53,11 @@ class Connection:
         """The channel for a call; to be given back at its end.
 
         Raises:
-            Cancelled: it was drained.
+            CanceledError: it was drained.
         """
         with self._turn:
             if self._drained:
-                raise Cancelled("The client is closed. Open another.")
+                raise CanceledError("The client is closed. Open another.")
             newest = self._opened[-1] if self._opened else None
             if newest is None or (
                 self._renew_s is not None and time.monotonic() - newest.opened_s > self._renew_s

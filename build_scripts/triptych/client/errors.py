@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 
 from triptych.runtime.faults import (
@@ -48,11 +49,11 @@ class InferenceError(Exception):
         return error
 
 
-class InvalidRequest(InferenceError):
+class InvalidRequestError(InferenceError):
     """The request breaks a rule of the pipeline; sending it again cannot help."""
 
 
-class Overloaded(InferenceError):
+class OverloadedError(InferenceError):
     """The pipeline has more work than its queue takes; later, or slower, it may answer.
 
     Attributes:
@@ -63,7 +64,7 @@ class Overloaded(InferenceError):
     again_s: float = 0.0
 
 
-class NeighbourFailed(InferenceError):
+class BatchNeighborError(InferenceError):
     """Another client's broken request failed all that were batched with it; sent again as it is.
 
     Triton checks the lengths in a text input only when it hands a whole batch to a Python step.
@@ -71,55 +72,55 @@ class NeighbourFailed(InferenceError):
     """
 
 
-class DeadlineExceeded(InferenceError):
+class DeadlineExceededError(InferenceError):
     """The time the caller gave passed; what was still under way has been cancelled."""
 
 
-class Cancelled(InferenceError):
+class CanceledError(InferenceError):
     """The client was closed while the call was under way, or the server gave the request up."""
 
 
-class PipelineNotFound(InferenceError):
+class PipelineNotFoundError(InferenceError):
     """The server runs but knows no pipeline of that name."""
 
 
-class PipelineNotReady(InferenceError):
+class PipelineNotReadyError(InferenceError):
     """The server knows the pipeline but is loading it, unloading it or going down."""
 
 
-class PipelineFailed(InferenceError):
+class PipelineFailedError(InferenceError):
     """A step of the pipeline broke; the message is the server's own."""
 
 
-class AccessDenied(InferenceError):
+class AccessDeniedError(InferenceError):
     """The server, or a proxy before it, wants a header that was missing or not accepted."""
 
 
-class ServerUnreachable(InferenceError):
+class ServerUnreachableError(InferenceError):
     """No server answered: wrong address, not running, not the same TLS, or the line was cut."""
 
 
 _STEPS: dict[str, type[InferenceError]] = {
-    INVALID_REQUEST: InvalidRequest,
-    OVERLOADED: Overloaded,
-    STOPPING: PipelineNotReady,
-    INTERNAL: PipelineFailed,
-    ENGINE_FAILED: PipelineFailed,
+    INVALID_REQUEST: InvalidRequestError,
+    OVERLOADED: OverloadedError,
+    STOPPING: PipelineNotReadyError,
+    INTERNAL: PipelineFailedError,
+    ENGINE_FAILED: PipelineFailedError,
 }
 """Error class of each code that a step of a pipeline gives."""
 # What Triton itself says has no code. It answers UNAVAILABLE for a full queue, as gRPC does for a
 # refused connection, so the text decides; the first row that fits does. A text that no row knows
 # leaves it to `_CODES`.
 _TEXTS: tuple[tuple[str, str, type[InferenceError]], ...] = (
-    ("UNAVAILABLE", "exceeds maximum queue size", Overloaded),
-    ("UNAVAILABLE", "request timeout expired", Overloaded),
-    ("UNAVAILABLE", "protocol is restricted", AccessDenied),
-    ("UNAVAILABLE", "request for unknown model", PipelineNotReady),
-    ("UNAVAILABLE", "is not ready", PipelineNotReady),
-    ("UNAVAILABLE", "server exiting", PipelineNotReady),
-    ("NOT_FOUND", "has no available versions", PipelineNotReady),
-    ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequest),
-    ("INVALID_ARGUMENT", "incomplete string data", NeighbourFailed),
+    ("UNAVAILABLE", "exceeds maximum queue size", OverloadedError),
+    ("UNAVAILABLE", "request timeout expired", OverloadedError),
+    ("UNAVAILABLE", "protocol is restricted", AccessDeniedError),
+    ("UNAVAILABLE", "request for unknown model", PipelineNotReadyError),
+    ("UNAVAILABLE", "is not ready", PipelineNotReadyError),
+    ("UNAVAILABLE", "server exiting", PipelineNotReadyError),
+    ("NOT_FOUND", "has no available versions", PipelineNotReadyError),
+    ("RESOURCE_EXHAUSTED", "message larger than max", InvalidRequestError),
+    ("INVALID_ARGUMENT", "incomplete string data", BatchNeighborError),
 )
 _UNCODED = (
     ("is not found", "NOT_FOUND"),
@@ -128,23 +129,23 @@ _UNCODED = (
 )
 """What Triton says of a stream's request before any model has seen it."""
 _CODES: dict[str, type[InferenceError]] = {
-    "INVALID_ARGUMENT": InvalidRequest,
-    "OUT_OF_RANGE": InvalidRequest,
-    "UNIMPLEMENTED": InvalidRequest,
-    "DEADLINE_EXCEEDED": DeadlineExceeded,
-    "CANCELLED": Cancelled,
-    "NOT_FOUND": PipelineNotFound,
-    "PERMISSION_DENIED": AccessDenied,
-    "UNAUTHENTICATED": AccessDenied,
-    "RESOURCE_EXHAUSTED": Overloaded,
-    "UNAVAILABLE": ServerUnreachable,
+    "INVALID_ARGUMENT": InvalidRequestError,
+    "OUT_OF_RANGE": InvalidRequestError,
+    "UNIMPLEMENTED": InvalidRequestError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "CANCELLED": CanceledError,
+    "NOT_FOUND": PipelineNotFoundError,
+    "PERMISSION_DENIED": AccessDeniedError,
+    "UNAUTHENTICATED": AccessDeniedError,
+    "RESOURCE_EXHAUSTED": OverloadedError,
+    "UNAVAILABLE": ServerUnreachableError,
 }
 _REMEDIES: dict[type[InferenceError], str] = {
-    Overloaded: "Try again later, send less at once, or give the client a `retry`",
-    PipelineNotFound: "Check the name, and that the server's repository holds it",
-    PipelineNotReady: "Wait until the server reports the pipeline ready",
-    AccessDenied: "Give the header in `headers`",
-    ServerUnreachable: "Check the address and `tls`, and that the server is running",
+    OverloadedError: "Try again later, send less at once, or give the client a `retry`",
+    PipelineNotFoundError: "Check the name, and that the server's repository holds it",
+    PipelineNotReadyError: "Wait until the server reports the pipeline ready",
+    AccessDeniedError: "Give the header in `headers`",
+    ServerUnreachableError: "Check the address and `tls`, and that the server is running",
 }
 # An address in gRPC's own words.
 _PLACE = re.compile(r"\bipv[46]:(\[[0-9a-fA-F:%]+\]:\d+|[\d.]+:\d+)")
@@ -166,21 +167,21 @@ def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ())
     row, again_s = None, 0.0
     if step is not None:
         said = step.text
-        kind = _STEPS.get(step.code) or _CODES.get(code, PipelineFailed)
+        kind = _STEPS.get(step.code) or _CODES.get(code, PipelineFailedError)
         number = step.numbers.get(ROW)
         row = rows[number] if number is not None and number < len(rows) else None
         again_s = step.numbers.get(RETRY_AFTER_MS, 0) / 1e3
     else:
         said = _PREFIX.sub("", details, count=1)
         kind = _kind(code, said.lower())
-    if kind is ServerUnreachable:
+    if kind is ServerUnreachableError:
         said = f"No Triton server answered at {url}: {said}"
-    elif kind is InvalidRequest and code == "RESOURCE_EXHAUSTED":
+    elif kind is InvalidRequestError and code == "RESOURCE_EXHAUSTED":
         said = f"{said}. Lower `rows_per_request` or raise `max_message_bytes`"
     remedy = _REMEDIES.get(kind)
     message = said if remedy is None else f"{said.rstrip('.')}. {remedy}."
     error = kind(message, row)
-    if isinstance(error, Overloaded):
+    if isinstance(error, OverloadedError):
         error.again_s = again_s
     place = _PLACE.search(details)
     error.address = place[1] if place else url
@@ -202,4 +203,41 @@ def _kind(code: str, said: str) -> type[InferenceError]:
     for row_code, text, kind in _TEXTS:
         if row_code == code and text in said:
             return kind
-    return _CODES.get(code, PipelineFailed)
+    return _CODES.get(code, PipelineFailedError)
+
+
+_FORMER = {
+    "AccessDenied": AccessDeniedError,
+    "Cancelled": CanceledError,
+    "DeadlineExceeded": DeadlineExceededError,
+    "InvalidRequest": InvalidRequestError,
+    "NeighbourFailed": BatchNeighborError,
+    "Overloaded": OverloadedError,
+    "PipelineFailed": PipelineFailedError,
+    "PipelineNotFound": PipelineNotFoundError,
+    "PipelineNotReady": PipelineNotReadyError,
+    "ServerUnreachable": ServerUnreachableError,
+}
+"""Former name of each class that was renamed."""
+
+
+def former_class(module: str, name: str) -> type[InferenceError]:
+    """Return the error class with a former name, with a `DeprecationWarning`.
+
+    Raises:
+        AttributeError: No class had that name.
+    """
+    if name not in _FORMER:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    kind = _FORMER[name]
+    warnings.warn(
+        f"{module}.{name} is now called {kind.__name__}. The old name will be removed in a later "
+        "release.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return kind
+
+
+def __getattr__(name: str) -> type[InferenceError]:
+    return former_class(__name__, name)

@@ -21,10 +21,10 @@ from triptych.client.address import read_target
 from triptych.client.channel import MAX_MESSAGE_BYTES, KeepAlive, Tls, open_channel
 from triptych.client.connection import Connection
 from triptych.client.errors import (
-    Cancelled,
-    DeadlineExceeded,
+    CanceledError,
+    DeadlineExceededError,
     InferenceError,
-    InvalidRequest,
+    InvalidRequestError,
     status_error,
 )
 from triptych.client.retry import Deadline, Retries, Retry
@@ -167,7 +167,7 @@ class PipelineClient:
         while True:
             try:
                 answer = yield UnaryCall(method, request, deadline.left_s())
-            except DeadlineExceeded:
+            except DeadlineExceededError:
                 raise deadline.passed() from None
             except InferenceError as error:
                 tried += (error.address,)
@@ -215,7 +215,7 @@ class PipelineClient:
         if encoded.count != 1 and (encoded.count or not keep_going):
             try:
                 config = yield from self._known_config(deadline)
-            except DeadlineExceeded:
+            except DeadlineExceededError:
                 raise deadline.passed(answered=(0, encoded.count)) from None
             config.check_takes_rows(self.pipeline)
         work = Work(
@@ -240,7 +240,7 @@ class PipelineClient:
                     encoded, call.parameters, deadline, keep_going=keep_going, only=call.only
                 )
             )
-        except InvalidRequest as error:
+        except InvalidRequestError as error:
             misfit = None
             if error.row not in encoded.refused:
                 # A pipeline of another task complains of an input or a parameter.
@@ -252,14 +252,16 @@ class PipelineClient:
 
     def _error(self, code: Any, details: str | None, rows: Sequence[int] = ()) -> InferenceError:
         error = status_error(code.name, details or "", url=self.url, rows=rows)
-        if isinstance(error, InvalidRequest) and error.row is None:
+        if isinstance(error, InvalidRequestError) and error.row is None:
             # Perhaps the pipeline was built anew with a lower batch limit; ask again next time.
             self._config = None
         return error
 
     def _raise_if_closed(self) -> None:
         if self._closed:
-            raise Cancelled(f"The client of `{self.pipeline}` is closed. Open another.") from None
+            raise CanceledError(
+                f"The client of `{self.pipeline}` is closed. Open another."
+            ) from None
 
 
 def infer(
@@ -279,7 +281,7 @@ def infer(
         Name -> array [rows, …] in the order of the rows; BYTES are objects, each `bytes`.
 
     Raises:
-        InferenceError: one of its kinds; an `InvalidRequest` names the row at fault in `row`.
+        InferenceError: one of its kinds; an `InvalidRequestError` names the row at fault in `row`.
     """
     encoded, deadline = encode_rows(inputs), self._deadline(timeout_s)
     return (yield from self._perform(encoded, parameters, deadline, keep_going=False)).outputs()
@@ -291,7 +293,7 @@ def infer_each(
     *,
     parameters: Mapping[str, Parameter] | None = None,
     timeout_s: float | None = None,
-) -> Flow[list[RowOutputs | InvalidRequest]]:
+) -> Flow[list[RowOutputs | InvalidRequestError]]:
     """For each row its outputs, or why it was refused.
 
     Arguments and errors are those of `infer`, but a refused row does not raise: the other rows of
@@ -318,11 +320,11 @@ def step_statistics(
     Subtract an earlier value to see a span of time.
 
     Raises:
-        InvalidRequest: the client has several servers, each with counts of its own.
+        InvalidRequestError: the client has several servers, each with counts of its own.
         InferenceError: another of its kinds.
     """
     if self._target.is_several:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"`url` must be one server's for its counts. Given: {self.url}. Open a client of one."
         )
     deadline = self._deadline(timeout_s)
@@ -338,7 +340,7 @@ def task_flows(
     make: Callable[P, TaskCall[Whole, Row]],
 ) -> tuple[
     Callable[Concatenate[PipelineClient, P], Flow[Whole]],
-    Callable[Concatenate[PipelineClient, P], Flow[list[Row | InvalidRequest]]],
+    Callable[Concatenate[PipelineClient, P], Flow[list[Row | InvalidRequestError]]],
 ]:
     """The two flows of the calls that `make` describes: all rows or an error, and row by row."""
 
@@ -348,7 +350,7 @@ def task_flows(
 
     def each(
         self: PipelineClient, /, *args: P.args, **kwargs: P.kwargs
-    ) -> Flow[list[Row | InvalidRequest]]:
+    ) -> Flow[list[Row | InvalidRequestError]]:
         call = make(*args, **kwargs)
         if call.stand_in:
             return []
@@ -362,7 +364,7 @@ def task_flows(
         (
             *(whole, name),
             f"{inspect.getdoc(make)}\n\nRaises:\n    InferenceError: one of its kinds; an "
-            "`InvalidRequest` names the row at fault in `row`.",
+            "`InvalidRequestError` names the row at fault in `row`.",
         ),
         (
             *(each, f"{name}_each"),

@@ -8,7 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypedDict
 
-from triptych.client.errors import DeadlineExceeded, InferenceError, InvalidRequest, PipelineFailed
+from triptych.client.errors import (
+    DeadlineExceededError,
+    InferenceError,
+    InvalidRequestError,
+    PipelineFailedError,
+)
 from triptych.client.retry import Deadline, Retries
 from triptych.client.wire import (
     cancelling_request,
@@ -147,11 +152,11 @@ class Progress:
         """What to send, each time by another name.
 
         Raises:
-            DeadlineExceeded: there is no time left to send it.
+            DeadlineExceededError: there is no time left to send it.
         """
         try:
             left_s = self._deadline.left_s()
-        except DeadlineExceeded:
+        except DeadlineExceededError:
             raise self._too_late() from None
         name = secrets.token_hex(16)
         return Asked(
@@ -164,8 +169,8 @@ class Progress:
         """The chunk of a ``ModelStreamInferResponse``.
 
         Raises:
-            InvalidRequest: it is not the answer of a generation.
-            PipelineFailed: tokens are missing before it, or come twice.
+            InvalidRequestError: it is not the answer of a generation.
+            PipelineFailedError: tokens are missing before it, or come twice.
         """
         if not self._chunks:
             self._retries.answered()
@@ -185,13 +190,13 @@ class Progress:
                 logprobs=tuple(json.loads(texts["logprobs"] or "[]")),
             )
         except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 "The pipeline must answer as one of the task text-generation. "
                 f"Given: {', '.join(sorted(outputs))} ({type(error).__name__}: {error}). "
                 "Make the call that fits its task."
             ) from error
         if chunk.index != self._tokens:
-            raise PipelineFailed(
+            raise PipelineFailedError(
                 f"A chunk must go on where the one before ended. Given: token {chunk.index} after "
                 f"{self._tokens}. This is a bug of the pipeline."
             )
@@ -205,7 +210,7 @@ class Progress:
         Raises:
             InferenceError: it is not, since it had begun, or as `Retries.pause_s` says.
         """
-        if isinstance(error, DeadlineExceeded):
+        if isinstance(error, DeadlineExceededError):
             raise self._too_late() from None
         if self._chunks:
             raise error.after(f"The answer broke off after {self._chunks} chunks.") from None
@@ -213,14 +218,14 @@ class Progress:
         return self._retries.pause_s(error, self._tried, self._deadline)
 
     def raise_ended(self) -> NoReturn:
-        """Raises `PipelineFailed`: the stream has ended before the last chunk."""
-        raise PipelineFailed(
+        """Raises `PipelineFailedError`: the stream has ended before the last chunk."""
+        raise PipelineFailedError(
             f"A stream must end with a finish reason. Given: an end after {self._chunks} "
             "chunks. This is a bug of the pipeline."
         )
 
-    def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(
+    def _too_late(self) -> DeadlineExceededError:
+        return DeadlineExceededError(
             f"The deadline of {self._deadline.timeout_s:g} s passed after {self._chunks} chunks. "
             "Raise `timeout_s`, or lower `max_tokens`."
         )
@@ -232,7 +237,7 @@ def encode_order(
     """The inputs of a generation of a prompt, or of the answer to `messages`.
 
     Raises:
-        InvalidRequest: what cannot be sent.
+        InvalidRequestError: what cannot be sent.
     """
     texts = {
         "text_input": prompt,
@@ -241,7 +246,7 @@ def encode_order(
     }
     encoded = encode_rows({name: [text] for name, text in texts.items()})
     if encoded.refused:
-        raise InvalidRequest(encoded.refused[0].message)
+        raise InvalidRequestError(encoded.refused[0].message)
     return {name: column[0] for name, column in encoded.columns.items()}
 
 
@@ -249,7 +254,7 @@ def _json(name: str, value: object) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"`{name}` must be plain data that JSON can say. Given: {error}. Convert it."
         ) from error
 

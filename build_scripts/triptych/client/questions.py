@@ -178,9 +178,9 @@ def ask(
 
 def unanswered(pipeline: str, url: str, error: InferenceError) -> UserError:
     """What the command line says where a server did not answer."""
-    from triptych.client import ServerUnreachable
+    from triptych.client import ServerUnreachableError
 
-    unreachable = isinstance(error, ServerUnreachable)
+    unreachable = isinstance(error, ServerUnreachableError)
     remedy = "Start one with `triptych serve`, or name it with --url" if unreachable else ""
     return UserError(f"{pipeline} at {url}", "must answer the request", given=error, remedy=remedy)
 
@@ -229,7 +229,7 @@ def _send(
     questions: Sequence[Question],
     parameters: Mapping[str, Parameter],
 ) -> list[PlainOutputs]:
-    from triptych.client import InvalidRequest
+    from triptych.client import InvalidRequestError
 
     alike: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
@@ -240,9 +240,9 @@ def _send(
         inputs = {name: [questions[row].inputs[name] for row in rows] for name in config.inputs}
         try:
             outputs = client.infer(inputs, parameters=json.loads(key))
-        except InvalidRequest as error:
+        except InvalidRequestError as error:
             row = None if error.row is None else rows[error.row]
-            raise InvalidRequest(error.message, row) from error
+            raise InvalidRequestError(error.message, row) from error
         columns = plain_outputs(config, outputs)
         for place, row in enumerate(rows):
             answers[row] = {name: column[place] for name, column in columns.items()}

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from triptych.base.errors import UserError
 from triptych.client.errors import (
-    DeadlineExceeded,
+    DeadlineExceededError,
     InferenceError,
-    Overloaded,
-    PipelineNotReady,
-    ServerUnreachable,
+    OverloadedError,
+    PipelineNotReadyError,
+    ServerUnreachableError,
 )
 
 
@@ -82,7 +82,7 @@ class Deadline:
         """Time left, in the form gRPC takes: None waits for ever.
 
         Raises:
-            DeadlineExceeded: none is left.
+            DeadlineExceededError: none is left.
         """
         if math.isinf(self.at_s):
             return None
@@ -91,10 +91,10 @@ class Deadline:
             raise self.passed()
         return left
 
-    def passed(self, answered: tuple[int, int] | None = None) -> DeadlineExceeded:
+    def passed(self, answered: tuple[int, int] | None = None) -> DeadlineExceededError:
         """What the caller is told; `answered` is how many rows were, of how many."""
         rows = "" if answered is None else f"{answered[0]} of {answered[1]} rows were answered. "
-        return DeadlineExceeded(
+        return DeadlineExceededError(
             f"The deadline of {self.timeout_s:g} s passed. {rows}"
             "Raise `timeout_s`, or send fewer rows a call."
         )
@@ -132,9 +132,9 @@ class Retries:
         if retry is None or not isinstance(error, _SENT_AGAIN):
             raise error.after(_told(tried, "")) from None
         pause_s, attempts = retry.pause_s(len(tried)), retry.attempts
-        if is_free := isinstance(error, Overloaded):
+        if is_free := isinstance(error, OverloadedError):
             pause_s += error.again_s
-        elif self._is_several and isinstance(error, PipelineNotReady):
+        elif self._is_several and isinstance(error, PipelineNotReadyError):
             is_free, attempts = True, 1 + _MORE_ELSEWHERE * (attempts - 1)
         why = ""
         if len(tried) >= attempts:
@@ -156,7 +156,7 @@ class Retries:
 
 
 _MORE_ELSEWHERE = 5
-_SENT_AGAIN = (Overloaded, ServerUnreachable, PipelineNotReady)
+_SENT_AGAIN = (OverloadedError, ServerUnreachableError, PipelineNotReadyError)
 
 
 def _told(tried: Sequence[str], why: str) -> str:

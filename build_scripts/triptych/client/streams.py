@@ -24,7 +24,12 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
 from triptych.client.connection import Opened
-from triptych.client.errors import Cancelled, DeadlineExceeded, InferenceError, stream_error
+from triptych.client.errors import (
+    CanceledError,
+    DeadlineExceededError,
+    InferenceError,
+    stream_error,
+)
 from triptych.client.flows import PipelineClient
 from triptych.client.generation import Asked, Chunk, Completion, Progress
 
@@ -154,7 +159,7 @@ class _Stream:
 
     def _failed(self, error: InferenceError) -> float:
         """How many seconds later it is tried again; raises what cannot be mended."""
-        self._let_go(leave=isinstance(error, DeadlineExceeded))
+        self._let_go(leave=isinstance(error, DeadlineExceededError))
         return self._progress.pause_s(error)
 
     def _end(self) -> None:
@@ -162,7 +167,7 @@ class _Stream:
         self._let_go(leave=not self._progress.finished)
 
     def _over(self) -> None:
-        """The iterator ends; raises `Cancelled` where it was the client that was closed."""
+        """The iterator ends; raises `CanceledError` where it was the client that was closed."""
         if not self._closed and not self._progress.finished:
             self._client._raise_if_closed()
 
@@ -193,13 +198,13 @@ class Generation(_Stream, Iterator[Chunk]):
         """The whole answer, sent at once by the server; or what is left of it.
 
         Raises:
-            InferenceError: one of its kinds; `Cancelled` where nothing was left.
+            InferenceError: one of its kinds; `CanceledError` where nothing was left.
         """
         chunks = []
         while (chunk := self._next(stream=False)) is not None:
             chunks.append(chunk)
         if not chunks:
-            raise Cancelled("The generation has ended. Start another.")
+            raise CanceledError("The generation has ended. Start another.")
         return Completion.join(chunks)
 
     def close(self) -> None:
@@ -285,13 +290,13 @@ class AsyncGeneration(_Stream, AsyncIterator[Chunk]):
         """The whole answer, sent at once by the server; or what is left of it.
 
         Raises:
-            InferenceError: one of its kinds; `Cancelled` where nothing was left.
+            InferenceError: one of its kinds; `CanceledError` where nothing was left.
         """
         chunks = []
         while (chunk := await self._next(stream=False)) is not None:
             chunks.append(chunk)
         if not chunks:
-            raise Cancelled("The generation has ended. Start another.")
+            raise CanceledError("The generation has ended. Start another.")
         return Completion.join(chunks)
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from triptych.client import flows, tasks
 from triptych.client.connection import Connection, Opened
-from triptych.client.errors import InferenceError, InvalidRequest
+from triptych.client.errors import InferenceError, InvalidRequestError
 from triptych.client.flows import (
     Flow,
     Pause,
@@ -48,7 +48,7 @@ def _blocking_task(
     make: Callable[P, TaskCall[Whole, Row]],
 ) -> tuple[
     Callable[Concatenate[Client, P], Whole],
-    Callable[Concatenate[Client, P], list[Row | InvalidRequest]],
+    Callable[Concatenate[Client, P], list[Row | InvalidRequestError]],
 ]:
     whole, each = task_flows(make)
     return _blocking(whole), _blocking(each)
@@ -82,7 +82,7 @@ class Client(PipelineClient):
             An iterator of chunks, which also has the `whole`; `timeout_s` is for all of it.
 
         Raises:
-            InvalidRequest: what cannot be sent. What the server says is raised by the iterator.
+            InvalidRequestError: The request cannot be encoded. The iterator raises other errors.
         """
         return Generation(self, encode_order(prompt, None, sampling), timeout_s)
 
@@ -107,7 +107,7 @@ class Client(PipelineClient):
         )
 
     def close(self) -> None:
-        """Close the connection; calls under way in other threads raise `Cancelled`.
+        """Close the connection; calls under way in other threads raise `CanceledError`.
 
         Generations that are left end at the server first, which takes them two seconds at most.
         """

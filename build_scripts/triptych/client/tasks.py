@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
-from triptych.client.errors import InvalidRequest
+from triptych.client.errors import InvalidRequestError
 from triptych.client.wire import Parameter, PipelineConfig, Rows
 
 
@@ -102,31 +102,33 @@ class TaskCall(Generic[Whole, Row]):
         """The result of the call.
 
         Raises:
-            InvalidRequest: the pipeline lacks an output; it is of another task.
+            InvalidRequestError: the pipeline lacks an output; it is of another task.
         """
         self._raise_if_lacking(outputs)
         return self.read(outputs)
 
-    def each(self, rows: Sequence[RowOutputs | InvalidRequest]) -> list[Row | InvalidRequest]:
+    def each(
+        self, rows: Sequence[RowOutputs | InvalidRequestError]
+    ) -> list[Row | InvalidRequestError]:
         """For each row its result, or why it was refused; raises as `whole` does."""
-        results: list[Row | InvalidRequest] = []
+        results: list[Row | InvalidRequestError] = []
         for index, row in enumerate(rows):
-            if isinstance(row, InvalidRequest):
+            if isinstance(row, InvalidRequestError):
                 results.append(row)
             else:
                 self._raise_if_lacking(row)
                 results.append(self.read_row(index, row))
         return results
 
-    def misfit(self, config: PipelineConfig) -> InvalidRequest | None:
+    def misfit(self, config: PipelineConfig) -> InvalidRequestError | None:
         """Why a pipeline of this interface cannot answer the call; None where it can."""
         try:
             self._raise_if_lacking(config.outputs)
-        except InvalidRequest as error:
+        except InvalidRequestError as error:
             return error
         if set(self.inputs) == set(config.inputs):
             return None
-        return InvalidRequest(
+        return InvalidRequestError(
             f"The pipeline must have the input {_quoted(self.inputs)} for this call. "
             f"Given: {', '.join(config.inputs)} (outputs: {', '.join(sorted(config.outputs))}). "
             "Make the call that fits its task."
@@ -135,7 +137,7 @@ class TaskCall(Generic[Whole, Row]):
     def _raise_if_lacking(self, outputs: Mapping[str, object]) -> None:
         for name in self.outputs:
             if name not in outputs:
-                raise InvalidRequest(
+                raise InvalidRequestError(
                     f"The pipeline must have the output `{name}` for this call. "
                     f"Given: {', '.join(sorted(outputs))}. Make the call that fits its task."
                 )
@@ -347,7 +349,7 @@ def _given(**parameters: Parameter | None) -> dict[str, Parameter]:
 
 def _json_list(name: str, values: Sequence[str]) -> str:
     if isinstance(values, str | bytes) or not all(isinstance(value, str) for value in values):
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"The parameter `{name}` must be a list of str. Given: {values!r:.80}. Convert it."
         )
     return json.dumps(list(values), ensure_ascii=False)

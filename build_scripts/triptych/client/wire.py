@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from triptych.client.errors import InvalidRequest, PipelineFailed
+from triptych.client.errors import InvalidRequestError, PipelineFailedError
 
 Parameter = bool | int | float | str
 Rows = Mapping[str, Sequence["str | bytes"]]
@@ -36,7 +36,7 @@ class EncodedRows:
 
     columns: dict[str, list[bytes]]
     count: int
-    refused: dict[int, InvalidRequest]
+    refused: dict[int, InvalidRequestError]
 
 
 _PROMPT = "text_input"
@@ -64,9 +64,9 @@ class PipelineConfig:
         return _PROMPT in self.inputs
 
     def check_takes_rows(self, pipeline: str) -> None:
-        """Raises `InvalidRequest` where it generates text."""
+        """Raises `InvalidRequestError` where it generates text."""
         if self.generates:
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"`{pipeline}` generates text, and must be asked for one answer at a time. Given: "
                 "rows. Call `generate` or `chat`; on the command line give --prompt, --chat, or "
                 "--file with --out."
@@ -80,14 +80,14 @@ def encode_rows(inputs: Rows) -> EncodedRows:
     """Check and encode the rows of every input.
 
     Raises:
-        InvalidRequest: an input is no list, or the inputs differ in length. A row that cannot be
-            sent does not raise; it is reported in `refused`.
+        InvalidRequestError: An input is no list, or the inputs differ in length. A row that cannot
+            be sent does not raise; it is reported in `refused`.
     """
-    refused: dict[int, InvalidRequest] = {}
+    refused: dict[int, InvalidRequestError] = {}
     columns: dict[str, list[bytes]] = {}
     for name, values in inputs.items():
         if isinstance(values, str | bytes):
-            raise InvalidRequest(
+            raise InvalidRequestError(
                 f"`{name}` must be a list with one element a row. "
                 f"Given: one {type(values).__name__}. Put it into a list."
             )
@@ -97,11 +97,11 @@ def encode_rows(inputs: Rows) -> EncodedRows:
                 column.append(value.encode() if isinstance(value, str) else _checked(value))
             except (UnicodeEncodeError, TypeError) as error:
                 column.append(b"")
-                refused.setdefault(row, InvalidRequest(_why_not_sendable(name, error), row))
+                refused.setdefault(row, InvalidRequestError(_why_not_sendable(name, error), row))
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
         given = ", ".join(f"`{name}` {length}" for name, length in lengths.items()) or "no input"
-        raise InvalidRequest(f"The inputs must have the same number of rows. Given: {given}.")
+        raise InvalidRequestError(f"The inputs must have the same number of rows. Given: {given}.")
     return EncodedRows(columns, next(iter(lengths.values())), refused)
 
 
@@ -188,9 +188,9 @@ def _set_parameter(target: Any, name: str, value: object) -> None:
         try:
             target.string_param = value
         except UnicodeEncodeError as error:
-            raise InvalidRequest(_why_not_sendable(f"parameter {name}", error)) from None
+            raise InvalidRequestError(_why_not_sendable(f"parameter {name}", error)) from None
     else:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"The parameter `{name}` must be a bool, a 64-bit int, a float or a str. "
             f"Given: {value!r}. Convert it."
         )
@@ -203,13 +203,13 @@ def read_outputs(response: Any) -> dict[str, NDArray[Any]]:
     objects, each `bytes`.
 
     Raises:
-        PipelineFailed: an output has a datatype numpy does not know.
+        PipelineFailedError: an output has a datatype numpy does not know.
     """
     outputs: dict[str, NDArray[Any]] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         dtype = _DTYPES.get(tensor.datatype)
         if dtype is None:
-            raise PipelineFailed(
+            raise PipelineFailedError(
                 f"Output `{tensor.name}` has the datatype {tensor.datatype}, "
                 f"which the client cannot read. Make the pipeline return FP32."
             )
@@ -238,12 +238,12 @@ def read_config(response: Any) -> PipelineConfig:
     """What the client needs of a ``ModelConfigResponse``.
 
     Raises:
-        InvalidRequest: the pipeline has no batch dimension, and does not generate text.
+        InvalidRequestError: the pipeline has no batch dimension, and does not generate text.
     """
     config = response.config
     inputs = tuple(tensor.name for tensor in config.input)
     if config.max_batch_size < 1 and _PROMPT not in inputs:
-        raise InvalidRequest(
+        raise InvalidRequestError(
             f"`{config.name}` must have a max_batch_size of 1 or more. "
             f"Given: {config.max_batch_size}. Its requests have no batch dimension to put rows in."
         )

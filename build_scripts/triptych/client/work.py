@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.client.errors import (
-    DeadlineExceeded,
+    BatchNeighborError,
+    DeadlineExceededError,
     InferenceError,
-    InvalidRequest,
-    NeighbourFailed,
-    Overloaded,
-    PipelineFailed,
+    InvalidRequestError,
+    OverloadedError,
+    PipelineFailedError,
 )
 from triptych.client.retry import Deadline, Retries
 from triptych.client.wire import (
@@ -105,7 +105,7 @@ class Work:
         `only` are the outputs to ask for; empty asks for all.
 
         Raises:
-            InvalidRequest: a row cannot be sent, unless `keep_going`.
+            InvalidRequestError: a row cannot be sent, unless `keep_going`.
         """
         if encoded.refused and not keep_going:
             raise encoded.refused[min(encoded.refused)]
@@ -119,7 +119,7 @@ class Work:
         self._only = only
         self._outputs = config.no_rows() if config and not encoded.count else {}
         self._rows_answered = 0
-        self._overload: Overloaded | None = None
+        self._overload: OverloadedError | None = None
         sizes = [
             sum(map(len, elements)) for elements in zip(*encoded.columns.values(), strict=True)
         ]
@@ -150,12 +150,12 @@ class Work:
         """The message of a request, and how many seconds it may take (None: any).
 
         Raises:
-            DeadlineExceeded: there is no time left to send it.
-            InvalidRequest: a parameter is of no type that can be sent.
+            DeadlineExceededError: there is no time left to send it.
+            InvalidRequestError: a parameter is of no type that can be sent.
         """
         try:
             left_s = self._deadline.left_s()
-        except DeadlineExceeded:
+        except DeadlineExceededError:
             raise self._too_late() from None
         parameters = dict(self._parameters)
         if left_s is not None:
@@ -171,13 +171,13 @@ class Work:
         """Put the answer of `portion` where its rows belong.
 
         Raises:
-            PipelineFailed: the answer does not have one result a row.
+            PipelineFailedError: the answer does not have one result a row.
         """
         self._retries.answered()
         rows = list(portion.rows)
         for name, array in read_outputs(response).items():
             if array.shape[:1] != (len(rows),):
-                raise PipelineFailed(
+                raise PipelineFailedError(
                     f"Output `{name}` must have one result a row. Given: shape "
                     f"{list(array.shape)} for {len(rows)} rows. This is a bug of the pipeline."
                 )
@@ -186,7 +186,7 @@ class Work:
                 shape = (self._encoded.count, *array.shape[1:])
                 result = self._outputs[name] = np.empty(shape, array.dtype)
             if result.shape[1:] != array.shape[1:]:
-                raise PipelineFailed(
+                raise PipelineFailedError(
                     f"Output `{name}` must have one shape for all rows. Given: "
                     f"{list(result.shape[1:])} and {list(array.shape[1:])}. Send fewer rows a call."
                 )
@@ -201,28 +201,28 @@ class Work:
         """
         if self._overload:
             return
-        if isinstance(error, InvalidRequest) and error.row is not None and self._keep_going:
+        if isinstance(error, InvalidRequestError) and error.row is not None and self._keep_going:
             self.refused[error.row] = error
             others = tuple(row for row in portion.rows if row != error.row)
             if others:
                 self._waiting.appendleft(Portion(others))
             return
-        if isinstance(error, InvalidRequest) and error.row is None and len(portion.rows) > 1:
+        if isinstance(error, InvalidRequestError) and error.row is None and len(portion.rows) > 1:
             # Its rows together may be too much: texts times labels, say, or windows of contexts.
             middle = len(portion.rows) // 2
             halves = portion.rows[middle:], portion.rows[:middle]
             self._waiting.extendleft(Portion(half) for half in halves)
             return
         tried = (*portion.tried, error.address)
-        if isinstance(error, NeighbourFailed) and len(tried) < _MAX_SENDINGS:
+        if isinstance(error, BatchNeighborError) and len(tried) < _MAX_SENDINGS:
             self._waiting.appendleft(replace(portion, tried=tried))
             return
-        if isinstance(error, DeadlineExceeded):
+        if isinstance(error, DeadlineExceededError):
             # `from None`: the status this error was made of says nothing more.
             raise self._too_late() from None
         try:
             pause_s = self._retries.pause_s(error, tried, self._deadline)
-        except Overloaded as overload:
+        except OverloadedError as overload:
             self._overload = overload
             self._waiting.clear()
             return
@@ -232,17 +232,17 @@ class Work:
         """Every output, [rows, …]; the entries of refused rows are arbitrary.
 
         Raises:
-            Overloaded: the pipeline's queue stayed full.
+            OverloadedError: the pipeline's queue stayed full.
         """
         if self._overload:
             raise self._overload
         return self._outputs
 
-    def each(self) -> list[dict[str, NDArray[Any]] | InvalidRequest]:
+    def each(self) -> list[dict[str, NDArray[Any]] | InvalidRequestError]:
         """For every row its outputs, or why it was refused.
 
         Raises:
-            Overloaded: the pipeline's queue stayed full.
+            OverloadedError: the pipeline's queue stayed full.
         """
         outputs = self.outputs()
         return [
@@ -252,7 +252,7 @@ class Work:
             for row in range(self._encoded.count)
         ]
 
-    def _too_late(self) -> DeadlineExceeded:
+    def _too_late(self) -> DeadlineExceededError:
         return self._deadline.passed(answered=(self._rows_answered, self._encoded.count))
 
     def _put_off(self, portion: Portion) -> None:

@@ -116,7 +116,7 @@ def _parse(lock: Mapping[str, Any], pipeline: str) -> StartupManifest:
     if f"{pipeline}/config.pbtxt" not in files:
         raise ValueError("it does not list the files of this pipeline")
     # A shared core is checked with the pipeline that owns it.
-    if core["backend"] != "tensorrt" or core.get("share"):
+    if core["backend"] != "tensorrt" or core.get("shared_from") or core.get("share"):
         return StartupManifest(files)
     record = None
     if (engine := lock["engine"]) is not None:

@@ -258,12 +258,12 @@ def _other_build(repository: Path, pipeline: str, version: str, option: str) -> 
 def _check_shared(lock: BuildManifest) -> None:
     """A pipeline needs a core of its own: its capacity was measured so."""
     name = lock.spec.name
-    if lock.spec.core.share is not None:
+    if lock.spec.core.shared_from is not None:
         raise UserError(
-            "core.share",
+            "core.shared_from",
             "must not be set for a pipeline that is deployed",
-            given=f"{name} uses the core of {lock.spec.core.share}",
-            remedy=f"Run `triptych build {name} --set core.share=null --repository FOLDER`",
+            given=f"{name} uses the core of {lock.spec.core.shared_from}",
+            remedy=f"Run `triptych build {name} --set core.shared_from=null --repository FOLDER`",
         )
 
 

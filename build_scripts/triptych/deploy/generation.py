@@ -111,7 +111,8 @@ class GenerationBasis:
         pod: dict[str, Any] = {}
         if self.gpus:
             limits[gpu_resource(product)] = ExplainedValue(
-                self.gpus, "tensor_parallel x pipeline_parallel: a pod is one copy of the model"
+                self.gpus,
+                "tensor_parallel_size x pipeline_parallel_size: a pod is one copy of the model",
             )
             pod = gpu_node(product, "--gpu-product")
         return {
@@ -166,7 +167,7 @@ def generation_basis(
     for field, value, why, remedy in (
         *(
             (field, value, "it scales by requests under way, not by their rate",
-             "Set core.max_sequences, which says how many one replica takes")
+             "Set core.max_num_seqs, which says how many one replica takes")
             for field, value in (
                 ("--rps-per-replica", options.rps_per_replica), ("--peak-rps", options.peak_rps),
             )
@@ -207,7 +208,7 @@ def _check_gpu(spec: Spec, options: DeployOptions) -> None:
             "--gpu-product",
             "must be whole GPUs: a model is not split over slices",
             given=f"{options.gpu_product}, {count} parts",
-            remedy="Name another product, or build with tensor_parallel: 1",
+            remedy="Name another product, or build with tensor_parallel_size: 1",
         )
 
 
@@ -242,7 +243,7 @@ def _sizes(repository: Path, spec: Spec, options: DeployOptions) -> Sizes:
     gpus, shm_mib = spec.gpus_per_copy, generation_shm_mib(repository, spec)
     memory_mib = options.memory_mib or math.ceil(2 * weights_mib) + _ENGINE_MIB + shm_mib
     cores = options.cpu_cores or _STEPS_CPU + max(1, gpus)
-    at_once = spec.core.max_sequences
+    at_once = spec.core.max_num_seqs
     most = _ABOVE_FEWEST * MIN_REPLICAS
     return Sizes(
         start_s=ExplainedValue(
@@ -279,7 +280,7 @@ def _sizes(repository: Path, spec: Spec, options: DeployOptions) -> Sizes:
         threshold_per_s=ExplainedValue(
             f"{max(1.0, BUSY * at_once):.4g}",
             f"requests under way: {BUSY:.0%} of the {at_once} that share a batch "
-            "(core.max_sequences); replicas = ceil(requests / this)",
+            "(core.max_num_seqs); replicas = ceil(requests / this)",
         ),
         fewest=ExplainedValue(
             MIN_REPLICAS, "one may end, or be exchanged, while the other answers"

@@ -83,7 +83,7 @@ def generation_rule(
 def _load_alerts(
     spec: Spec, options: DeployOptions, metrics: GenerationMetrics
 ) -> Iterator[dict[str, Any]]:
-    start, name, places = camel(options.name), spec.name, spec.core.max_sequences
+    start, name, places = camel(options.name), spec.name, spec.core.max_num_seqs
     labels = who(name, options)
     yield alert(
         f"{start}Silent",
@@ -102,12 +102,12 @@ def _load_alerts(
         ExplainedValue(
             f"sum(avg_over_time({metrics.gauge('waiting')}[{metrics.window(_WINDOW)}]))"
             f" > {CROWDED * places:.6g} * count({metrics.gauge('waiting')})",
-            f"requests wait for {CROWDED:.0%} of the {places} places (core.max_sequences) of each "
+            f"requests wait for {CROWDED:.0%} of the {places} places (core.max_num_seqs) of each "
             "replica: the autoscaler should have added one long before",
         ),
         f"{name}: requests wait for a place in the engines",
         "Is maxReplicaCount reached, or has the cluster no room? Raise one of them; beyond "
-        "serving.queue.max_size requests are refused.",
+        "serving.queue.max_in_flight requests are refused.",
         metrics.window(CROWDED_FOR),
     )
     if spec.has_kv_cache:
@@ -120,7 +120,7 @@ def _load_alerts(
             ),
             f"{name}: the KV caches are full",
             "Prompts and answers are longer than planned: more replicas, a larger "
-            "core.kv_cache, or a smaller core.max_sequences.",
+            "core.kv_cache, or a smaller core.max_num_seqs.",
             metrics.window(FULL_FOR),
         )
 
@@ -151,7 +151,7 @@ def _times(spec: GeneratingSpec, metrics: GenerationMetrics) -> Iterator[Panel]:
         "itl": (
             "Time between tokens",
             "It climbs with requests in a batch, and where long prompts are computed between: "
-            "lower core.max_sequences or core.max_batched_tokens, or add replicas.",
+            "lower core.max_num_seqs or core.max_num_batched_tokens, or add replicas.",
         ),
         "e2e": (
             "Whole answers",
@@ -180,7 +180,7 @@ def _load(spec: Spec, metrics: GenerationMetrics) -> Iterator[Panel]:
         {
             "running": f"sum({running})",
             "waiting": f"sum({waiting})",
-            "places": f"{spec.core.max_sequences} * count({running})",
+            "places": f"{spec.core.max_num_seqs} * count({running})",
         },
     )
     if spec.has_kv_cache:

@@ -414,7 +414,7 @@ def _grace(options: DeployOptions, pre_stop_s: int, exit_timeout: str) -> Explai
             "--max-grace-seconds",
             "must be longer than a replica takes to end: sleep, requests under way, exit",
             given=f"{given} s; {pre_stop_s} + {exit_timeout} + {EXIT_S:g} s are {drain_s} s",
-            remedy="Give more, or lower serving.queue.max_wait_ms where it is what takes long",
+            remedy="Give more, or lower serving.queue.max_backlog_ms where it is what takes long",
         )
     return ExplainedValue(
         given or drain_s + _END_MARGIN_S,

@@ -69,7 +69,7 @@ def _limits(plan: Plan) -> list[str]:
             "pixels."
         )
     else:
-        longer = "cut off" if spec.tokenizer.overflow == "truncate" else "refused"
+        longer = "cut off" if spec.tokenizer.truncation == "truncate" else "refused"
         lines += [
             f"- {plan.max_length:,} tokens a row of the model; what is longer is {longer}, unless "
             "the task reads it in windows.",

@@ -110,7 +110,7 @@ def core_config(plan: Plan) -> Any:
         policy.timeout_action = policy.REJECT
         policy.default_timeout_microseconds = serving.queue.timeout_ms * 1000
         policy.allow_timeout_override = True  # a request may only shorten it
-        policy.max_queue_size = serving.queue.max_size
+        policy.max_queue_size = serving.queue.max_in_flight
     if core.device == "gpu":
         _optimize(plan, config.optimization)
     if plan.packed:

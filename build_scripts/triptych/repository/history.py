@@ -141,7 +141,7 @@ def _fitting(repository: Path, name: str, owner: str, core: BuildRecord) -> Kept
         owner,
         "must keep the core that another pipeline shares",
         given=f"{name} uses it, and no kept build of {name} fits that core",
-        remedy=f"Take core.share out of {name} and build it first",
+        remedy=f"Take core.shared_from out of {name} and build it first",
     )
 
 

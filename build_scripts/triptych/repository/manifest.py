@@ -160,7 +160,7 @@ def make_manifest(
 
 def planned_engine(plan: Plan, gate: GateResult) -> EnginePlan | None:
     """What the engine stage builds; None where it builds nothing."""
-    if plan.engine is None or not plan.builds_engine or plan.spec.core.share is not None:
+    if plan.engine is None or not plan.builds_engine or plan.spec.core.shared_from is not None:
         return None
     # The precision that was built, where the spec leaves it open.
     return replace(plan.engine, precision=gate.precision)

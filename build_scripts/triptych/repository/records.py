@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, TypeAdapter
 
 from triptych.spec.engine_plan import ShapeRange
 from triptych.spec.fields import Precision
+from triptych.spec.renamed import METRICS
 from triptych.spec.tasks.metrics_labeled import LabeledResult
 
 
@@ -37,6 +38,9 @@ def plain_data(value: Any) -> Any:
 Record = TypeVar("Record")
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """A float; one that is not finite is null in JSON."""
+
+MetricName = Annotated[str, BeforeValidator(lambda name: METRICS.get(name, name))]
+"""Name of a metric; locks and caches of earlier releases have former names."""
 
 
 def read_record(kind: type[Record], data: object) -> Record:
@@ -124,7 +128,7 @@ class Verdict:
         passed: whether `value` keeps to `limit`.
     """
 
-    metric: str
+    metric: MetricName
     value: Number
     limit: float | None
     passed: bool

@@ -71,7 +71,7 @@ def render(
         "row_span": ROW_SPAN in plan.core_inputs,
         "core_rows": plan.rows_at_once,
         "batch_tokens": batch_tokens(plan.spec.core.device, plan.facts.hidden_size),
-        "max_requests": plan.spec.serving.queue.max_size,
+        "max_requests": plan.spec.serving.queue.max_in_flight,
         "max_wait_ms": plan.spec.serving.longest_wait_ms,
         **plan.row_settings,
         "bucket_edges": list(plan.bucket_edges),
@@ -188,7 +188,7 @@ def _ensemble(plan: Plan) -> Any:
         output=[declare(tensor) for tensor in plan.task.outputs],
         model_metrics={"metric_control": [latency_buckets(slo)]} if slo.limits_ms else None,
         ensemble_scheduling={
-            "max_inflight_requests": plan.spec.serving.max_inflight or 0,
+            "max_inflight_requests": plan.spec.serving.max_inflight_requests or 0,
             "step": [
                 {
                     "model_name": plan.step(step),

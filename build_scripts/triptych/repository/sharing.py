@@ -17,20 +17,20 @@ def owner_of_core(repository: Path, spec: PipelineSpec) -> BuildManifest:
     Raises:
         UserError: it is not built, or it shares a core itself.
     """
-    owner = str(spec.core.share)
+    owner = str(spec.core.shared_from)
     lock = find_manifest(repository, owner) if owner != spec.name else None
     if lock is None:
         raise UserError(
-            "core.share",
+            "core.shared_from",
             "must name a pipeline already built into the repository",
             given=owner,
             remedy=f"Run `triptych build {owner}` first, or name both in one command",
         )
-    if lock.spec.core.share is not None:
+    if lock.spec.core.shared_from is not None:
         raise UserError(
-            "core.share",
+            "core.shared_from",
             "must name a pipeline with a core of its own",
-            given=f"{owner}, which itself uses that of {lock.spec.core.share}",
+            given=f"{owner}, which itself uses that of {lock.spec.core.shared_from}",
             remedy="Name that one",
         )
     return lock
@@ -45,24 +45,24 @@ def check_shareable(spec: PipelineSpec, source_key: str, owner: BuildManifest) -
     own, theirs, precision = spec.core, owner.spec.core, owner.gate.precision
     if owner.source_key != source_key:
         raise UserError(
-            "core.share",
+            "core.shared_from",
             "must name a pipeline of the same model, task head and parameters of the core",
-            given=f"{own.share}: its core is another one",
-            remedy="Remove core.share to give this pipeline a core of its own",
+            given=f"{own.shared_from}: its core is another one",
+            remedy="Remove core.shared_from to give this pipeline a core of its own",
         )
     if own.max_batch_size > theirs.max_batch_size:
         raise UserError(
             "core.max_batch_size",
             f"must be at most that of the shared core, {theirs.max_batch_size}",
             given=own.max_batch_size,
-            remedy=f"Lower it, or raise it in {own.share} first",
+            remedy=f"Lower it, or raise it in {own.shared_from} first",
         )
     if own.precision not in ("fp32", precision):
         raise UserError(
             "core.precision",
             f"must be that of the shared core, {precision}",
             given=own.precision,
-            remedy="Leave it out, or remove core.share",
+            remedy="Leave it out, or remove core.shared_from",
         )
     return precision
 
@@ -84,12 +84,13 @@ def check_sharers(
     for path in sorted(repository.glob(f"*/{MANIFEST_FILE}")):
         other = path.parent.name
         lock = find_manifest(repository, other)
-        if lock is None or lock.spec.core.share != name or lock.core_key == core_key:
+        if lock is None or lock.spec.core.shared_from != name or lock.core_key == core_key:
             continue
         if core_key is None or other not in together:
             raise UserError(
                 name,
                 "must keep the core that another pipeline shares",
                 given=f"{other} uses it, and it would " + ("go" if core_key is None else "change"),
-                remedy=f"Run `triptych build {name} {other}`, or take core.share out of {other}",
+                remedy=f"Run `triptych build {name} {other}`, or "
+                f"remove core.shared_from from {other}",
             )

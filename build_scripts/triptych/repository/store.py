@@ -75,7 +75,7 @@ def read_build(folder: Path, pipeline: str) -> BuildRecord | None:
         return BuildRecord(
             built_at=str(lock["built_at"]),
             files={str(path): str(digest) for path, digest in lock["files"].items()},
-            share=core.get("share") or "",
+            share=core.get("shared_from") or core.get("share") or "",
             core_key=lock.get("core_key", ""),
             max_batch_size=core.get("max_batch_size", 0),
             lacks_engine=lock["plan"].get("engine") is not None and lock.get("engine") is None,

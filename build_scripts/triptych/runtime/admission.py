@@ -95,12 +95,12 @@ class Admission:
                 raise Overloaded(
                     f"The requests under way take {1e3 * wait_s:.0f} ms; the limit is "
                     f"{1e3 * limit_s:.0f} ms{whose}. {again}, or raise "
-                    "serving.queue.max_wait_ms in the pipeline.",
+                    "serving.queue.max_backlog_ms in the pipeline.",
                     hint_ms,
                 )
             raise Overloaded(
                 f"The pipeline takes at most {self._most} requests at a time. {again}, or raise "
-                "serving.queue.max_size in the pipeline.",
+                "serving.queue.max_in_flight in the pipeline.",
                 hint_ms,
             )
         self._requests += 1

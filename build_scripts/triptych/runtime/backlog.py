@@ -186,7 +186,7 @@ class Backlog:
             Overloaded(
                 f"The request waited for {1e3 * (now - one.since):.0f} ms; the limit is "
                 f"{1e3 * self._longest_s:.0f} ms, or the time that its sender waits. Try again in "
-                f"{again_ms:.0f} ms, or raise serving.queue.max_wait_ms in the pipeline.",
+                f"{again_ms:.0f} ms, or raise serving.queue.max_backlog_ms in the pipeline.",
                 again_ms,
             )
         )

@@ -63,7 +63,7 @@ class Engine:
         self._settings = settings
         self._folder = folder
         self._on_load = on_load
-        self._beams: int = settings["beams"]
+        self._beams: int = settings["num_beams"]
         self._end: int = settings["stop_token_ids"][0]
         self._waiting: list[_Job] = []
         self._running: list[_Job] = []
@@ -187,8 +187,8 @@ class Engine:
             "target_prefix": [start] * len(batch) if start else None,
             "beam_size": beams,
             "length_penalty": settings["length_penalty"],
-            "no_repeat_ngram_size": settings["no_repeat_ngram"],
-            "min_decoding_length": min(settings["min_answer"], longest),
+            "no_repeat_ngram_size": settings["no_repeat_ngram_size"],
+            "min_decoding_length": min(settings["min_new_tokens"], longest),
             "max_decoding_length": longest,
             "max_input_length": 0,
             "repetition_penalty": sampling["repetition_penalty"],

@@ -179,7 +179,7 @@ class TritonPythonModel:
         if len(self._streams) >= self._most_requests:
             raise Overloaded(
                 f"The pipeline takes at most {self._most_requests} requests at a time. Try again "
-                "later, or raise serving.queue.max_size in the pipeline.",
+                "later, or raise serving.queue.max_in_flight in the pipeline.",
                 RETRY_MS,
             )
 

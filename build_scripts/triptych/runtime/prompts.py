@@ -92,7 +92,7 @@ class Prompts:
             field,
             f"must have 1 to {self._most} tokens{'' if self._apart else left}",
             given,
-            "Shorten it, or raise core.max_length in the pipeline",
+            "Shorten it, or raise the maximum length of the pipeline",
         )
 
     def _checked(self, ids: list[int], field: str) -> list[int]:

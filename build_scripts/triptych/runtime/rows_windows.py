@@ -73,7 +73,7 @@ class RowMaker(TokenRowMaker):
                     " and ".join(self.fields),
                     f"must have at most {self.max_length} tokens",
                     f"enough for {len(windows)} windows",
-                    "Shorten the context, or set tokenizer.overflow to truncate in the pipeline",
+                    "Shorten the context, or set tokenizer.truncation to truncate in the pipeline",
                     number,
                 )
             first = len(question.ids) + self._form.ahead

@@ -64,8 +64,8 @@ class SampleWriter:
     """Takes sampled answers of one postprocess instance.
 
     Args:
-        settings: of the step; ``sample`` has rate, max_rows, max_bytes, keep_hours, window_s and
-            redact of the pipeline.
+        settings: of the step; ``sample`` has rate, max_rows, max_bytes, retention_hours, window_s
+            and redact of the pipeline.
         step: the step's folder, in ``REPOSITORY/STEP/VERSION``.
         form: of the answers, for `redact`.
     """
@@ -75,7 +75,7 @@ class SampleWriter:
         self._pipeline: str = settings["pipeline"]
         self._contents: Mapping[str, str] = settings["sample_inputs"]
         self._max_rows, self._max_bytes = own["max_rows"], own["max_bytes"]
-        self._keep_hours, self._window_s = own["keep_hours"], own["window_s"]
+        self._keep_hours, self._window_s = own["retention_hours"], own["window_s"]
         self._form = form
         self._redact: Redact | None = None
         if own["redact"]:

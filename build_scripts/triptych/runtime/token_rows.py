@@ -145,7 +145,7 @@ class TokenRowMaker(ABC):
                     " and ".join(self.fields),
                     f"must have at most {self.max_length} tokens",
                     f"{len(row.ids)} tokens",
-                    "Shorten the text, or set tokenizer.overflow to truncate in the pipeline",
+                    "Shorten the text, or set tokenizer.truncation to truncate in the pipeline",
                     number,
                 )
 

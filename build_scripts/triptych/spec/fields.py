@@ -87,12 +87,12 @@ class Tokenizer(Frozen):
 
     Attributes:
         max_length: tokens a row may have, special tokens included; None takes the model's own.
-        overflow: what becomes of a longer row.
+        truncation: what becomes of a longer row.
         max_text_bytes: a longer text is refused whole, so that one request cannot hold up a batch.
     """
 
     max_length: Annotated[int, Field(ge=3)] | None = None
-    overflow: Literal["truncate", "reject"] = "truncate"
+    truncation: Literal["truncate", "reject"] = "truncate"
     max_text_bytes: Positive = 131_072
 
 
@@ -149,7 +149,7 @@ class Core(Frozen):
         layout: how rows of different length share a batch; a model whose rows cannot be packed
             without changing results is built bucketed. ``auto`` takes what the traffic's rows are
             expected to cost less in.
-        share: pipeline of the same repository and model whose core serves this one, too.
+        shared_from: pipeline of the same repository and model whose core serves this one, too.
         max_batch_size: rows Triton may put into one batch, and a client into one request.
         max_batch_mib: memory in MiB that the largest batch may take beside the weights; the plan
             lowers the number of rows until a batch of rows of the maximum length stays within it.
@@ -169,7 +169,7 @@ class Core(Frozen):
     max_batch_mib: Annotated[int, Field(ge=1, le=1_000_000)] = 2048
     bucket_count: Annotated[int, Field(ge=1, le=32)] = 6
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    share: str | None = None
+    shared_from: str | None = None
     accelerator: Literal["cuda", "tensorrt"] = "cuda"
     engine: Engine = Engine()
 
@@ -207,16 +207,16 @@ class Queue(Frozen):
 
     Attributes:
         max_delay_us: how long the core may hold a batch open for more rows.
-        max_size: requests that may be under way; one more is refused at once (Unavailable).
-        max_wait_ms: how long the requests under way may take at the rate measured; one more is
+        max_in_flight: requests that may be under way; one more is refused at once (Unavailable).
+        max_backlog_ms: how long the requests under way may take at the rate measured; one more is
             refused at once (Unavailable). None: see `Serving.longest_wait_ms`.
         timeout_ms: a request that has waited longer for the core is refused; None waits on. Give
             the core two instances then: a lone one with such a policy wakes up late.
     """
 
     max_delay_us: Annotated[int, Field(ge=0, le=10_000_000)] = 0
-    max_size: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    max_wait_ms: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    max_in_flight: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    max_backlog_ms: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
     timeout_ms: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
 
 
@@ -274,7 +274,7 @@ class Sample(Frozen):
         rate: share of the rows.
         max_rows: in the folder; the oldest make room.
         max_bytes: of the folder, likewise; a window of time holds a tenth of either, at most.
-        keep_hours: after which a row is deleted.
+        retention_hours: after which a row is deleted.
         window_s: seconds that a file is of.
         redact: ``hooks.redact`` for a function of the pipeline's own, called on each row before it
             is written: it returns inputs and answer, or None to drop the row.
@@ -283,7 +283,7 @@ class Sample(Frozen):
     rate: Share = 0.001
     max_rows: Positive = 20_000
     max_bytes: Positive = 256 << 20
-    keep_hours: Annotated[float, Field(gt=0, le=8760)] = 72.0
+    retention_hours: Annotated[float, Field(gt=0, le=8760)] = 72.0
     window_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     redact: Literal["hooks.redact"] | None = None
 
@@ -297,8 +297,8 @@ class Serving(Frozen):
         gpus: device ids when ``core.device`` is ``gpu``; `instances.core` run on each.
         transfers: to and from the GPU.
         rate_limiter: turns that the core takes with other models; None for no limit.
-        max_inflight: requests that each step works on at a time; None for no limit. Needs a server
-            of 25.11 or later.
+        max_inflight_requests: requests that each step works on at a time; None for no limit. Needs
+            a server of 25.11 or later.
         slo: what `bench` and `tune` hold the pipeline to, where their options say nothing else.
         sample: rows that are kept for `watch`; None for none.
     """
@@ -309,16 +309,16 @@ class Serving(Frozen):
     queue: Queue = Queue()
     transfers: Transfers = Transfers()
     rate_limiter: RateLimiter | None = None
-    max_inflight: Positive | None = None
+    max_inflight_requests: Positive | None = None
     slo: Slo = Slo()
     sample: Sample | None = None
 
     @property
     def longest_wait_ms(self) -> float:
-        """`queue.max_wait_ms`, else what is promised, within `MAX_WAIT_MS`."""
+        """`queue.max_backlog_ms`, else what is promised, within `MAX_WAIT_MS`."""
         least, most = MAX_WAIT_MS
         promised = max(self.slo.limits_us.values(), default=most * 1e3) / 1e3
-        return self.queue.max_wait_ms or max(promised, least)
+        return self.queue.max_backlog_ms or max(promised, least)
 
     @model_validator(mode="after")
     def _is_supported(self) -> Serving:
@@ -334,13 +334,13 @@ class Accuracy(Frozen):
     """
 
     max_difference: Distance | None = None
-    neighbour_effect: Distance | None = None
+    batch_sensitivity: Distance | None = None
     edge_error: Distance | None = None
     min_cosine: Share | None = None
     mean_cosine: Share | None = None
-    nearest_neighbour_agreement: Share | None = None
-    mean_neighbour_loss: Distance | None = None
-    max_neighbour_loss: Distance | None = None
+    nearest_neighbor_agreement: Share | None = None
+    mean_neighbor_loss: Distance | None = None
+    max_neighbor_loss: Distance | None = None
     similarity_rank_correlation: Share | None = None
     label_agreement: Share | None = None
     max_probability_difference: Distance | None = None
@@ -373,14 +373,14 @@ class Custom(Frozen):
 
     Attributes:
         inputs: ``text``, or ``text`` and ``text_pair``.
-        model_class: class of transformers that loads the model with its head.
-        reads: what of the encoder's result the head works on.
-        returns: what leaves the core.
+        auto_class: class of transformers that loads the model with its head.
+        head_input: what of the encoder's result the head works on.
+        core_output: what leaves the core.
         outputs: of the ensemble.
     """
 
     inputs: Annotated[list[Literal["text", "text_pair"]], Field(min_length=1)] = ["text"]
-    model_class: Annotated[str, Field(pattern=r"^Auto[A-Za-z]+$")]
-    reads: Literal["row", "tokens", "pooled"] = "row"
-    returns: Literal["logits", "scores", "token_scores", "vector"] = "scores"
+    auto_class: Annotated[str, Field(pattern=r"^Auto[A-Za-z]+$")]
+    head_input: Literal["row", "tokens", "pooled"] = "row"
+    core_output: Literal["logits", "scores", "token_scores", "vector"] = "scores"
     outputs: Annotated[list[CustomOutput], Field(min_length=1)]

@@ -1,17 +1,17 @@
 """What a user may write in ``pipeline.yaml`` of a pipeline that generates text.
 
->>> spec = load_generation_spec(Path("pipelines/chat"), overrides=["core.max_sequences=8"])
+>>> spec = load_generation_spec(Path("pipelines/chat"), overrides=["core.max_num_seqs=8"])
 
 What a user may write in ``pipeline.yaml`` of a pipeline that summarizes or translates.
 
->>> spec = load_text2text_spec(Path("pipelines/summaries"), overrides=["core.beams=4"])
+>>> spec = load_text2text_spec(Path("pipelines/summaries"), overrides=["core.num_beams=4"])
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -21,7 +21,7 @@ from triptych.runtime.sampling_parameters import ADAPTER, MAX_NAME_CHARACTERS, f
 from triptych.spec.fields import Frozen, ModelSource, Positive, check_release
 from triptych.spec.kind import Kind
 from triptych.spec.slo import GenerationSlo
-from triptych.spec.spec import load_as
+from triptych.spec.spec import load_as, with_present_names
 from triptych.spec.tuned import TUNABLE_GENERATION, read_tuned
 
 Device = Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
@@ -44,11 +44,11 @@ class KvCache(Frozen):
 
     Attributes:
         memory_mib: that it may take; what running requests hold together must fit into it.
-        precision: ``auto`` is that of what is computed, two bytes or four; ``fp8`` is one.
+        dtype: ``auto`` is that of what is computed, two bytes or four; ``fp8`` is one.
     """
 
     memory_mib: MiB = 1024
-    precision: Literal["auto", "fp8"] = "auto"
+    dtype: Literal["auto", "fp8"] = "auto"
 
 
 class GenerationCore(Frozen):
@@ -61,41 +61,43 @@ class GenerationCore(Frozen):
             activations, the rest in bf16: an ordinary model is converted. Weights that are
             quantized already are taken as they are: ``awq``, ``gptq``, ``int8``, ``fp8`` name what
             they must be, fp16 and bf16 what is computed in.
-        max_sequences: requests that share a batch; others wait.
-        max_batched_tokens: that the engine computes at a time: a longer prompt takes several turns,
-            between which running answers go on.
-        max_length: tokens of a prompt and its answer together; None takes the model's own limit.
+        max_num_seqs: requests that share a batch; others wait.
+        max_num_batched_tokens: that the engine computes at a time: a longer prompt takes several
+            turns, between which running answers go on.
+        max_model_len: tokens of a prompt and its answer together; None takes the model's own limit.
         kv_cache: its memory.
-        prefix_caching: whether prompts that begin alike share what was computed of it.
-        tensor_parallel: GPUs that share each layer.
-        pipeline_parallel: groups of GPUs that have some of the layers each.
+        enable_prefix_caching: whether prompts that begin alike share what was computed of it.
+        tensor_parallel_size: GPUs that share each layer.
+        pipeline_parallel_size: groups of GPUs that have some of the layers each.
         token_delay_ms: that the scripted engine takes for a token.
     """
 
+    LENGTH_FIELD: ClassVar = "max_model_len"
+
     backend: Literal["vllm", "tensorrt_llm", "scripted"] = "vllm"
     precision: Literal["fp32", "fp16", "bf16", "int8", "fp8", "awq", "gptq"] = "bf16"
-    max_sequences: Annotated[int, Field(ge=1, le=4096)] = 32
-    max_batched_tokens: Annotated[int, Field(ge=16, le=1_000_000)] = 2048
-    max_length: Annotated[int, Field(ge=2)] | None = None
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
+    max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_000_000)] = 2048
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache: KvCache = KvCache()
-    prefix_caching: bool = True
-    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     token_delay_ms: Annotated[float, Field(ge=0, le=1000)] | None = None
 
     @property
     def parts(self) -> int:
         """GPUs that one copy of the model is on."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
     def _fits(self) -> GenerationCore:
-        if self.max_batched_tokens < self.max_sequences:
-            raise ValueError("core.max_batched_tokens must be at least core.max_sequences")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError("core.max_num_batched_tokens must be at least core.max_num_seqs")
         if self.token_delay_ms is not None and self.backend != "scripted":
             raise ValueError("core.token_delay_ms is for the scripted backend")
         quantized = self.precision not in ("fp32", "fp16", "bf16")
-        if self.backend == "tensorrt_llm" and (quantized or self.kv_cache.precision != "auto"):
+        if self.backend == "tensorrt_llm" and (quantized or self.kv_cache.dtype != "auto"):
             raise ValueError(
                 "core.backend tensorrt_llm computes in fp32, fp16 or bf16 here: what it reads of "
                 "quantized weights and KV caches was never tried"
@@ -107,10 +109,10 @@ class GenerationQueue(Frozen):
     """How requests wait.
 
     Attributes:
-        max_size: requests that may be under way; one more is refused at once (Unavailable).
+        max_in_flight: requests that may be under way; one more is refused at once (Unavailable).
     """
 
-    max_size: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    max_in_flight: Annotated[int, Field(ge=1, le=1_000_000)] = 256
 
 
 class GenerationServing(Frozen):
@@ -193,6 +195,11 @@ class GeneratingSpec(Frozen):
         """Number of GPUs that one copy of the model needs; 0 for an engine on the CPU."""
         return 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, given: Any) -> Any:
+        return with_present_names(given)
+
     @field_validator("parameters")
     @classmethod
     def _known(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -274,26 +281,28 @@ class Text2TextCore(Frozen):
 
     Attributes:
         precision: of the weights; with ``int8`` products are computed in it, the rest in fp32.
-        max_sequences: texts that share a batch; a batch runs to its end.
+        max_num_seqs: texts that share a batch; a batch runs to its end.
         max_length: tokens of a text; None: the model's own.
-        max_answer: tokens of an answer, at most.
-        beams: of the search; 1 is greedy, and streams token by token. None: the model's own.
+        max_new_tokens: tokens of an answer, at most.
+        num_beams: of the search; 1 is greedy, and streams token by token. None: the model's own.
         length_penalty: above 0 prefers longer answers, with several beams. None: the model's own.
-        no_repeat_ngram: no so many tokens come twice in an answer; 0 lets them. None: the
+        no_repeat_ngram_size: no so many tokens come twice in an answer; 0 lets them. None: the
             model's own.
-        min_answer: tokens of an answer, at least. None: the model's own.
+        min_new_tokens: tokens of an answer, at least. None: the model's own.
         threads: that share the work of a batch; None: as many as there are cores, at most 4.
     """
 
+    LENGTH_FIELD: ClassVar = "max_length"
+
     backend: Literal["ctranslate2"] = "ctranslate2"
     precision: Literal["fp32", "int8"] = "fp32"
-    max_sequences: Annotated[int, Field(ge=1, le=4096)] = 32
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 32
     max_length: Positive | None = None
-    max_answer: Positive = 512
-    beams: Annotated[int, Field(ge=1, le=64)] | None = None
+    max_new_tokens: Positive = 512
+    num_beams: Annotated[int, Field(ge=1, le=64)] | None = None
     length_penalty: Annotated[float, Field(ge=0, le=10)] | None = None
-    no_repeat_ngram: Annotated[int, Field(ge=0, le=64)] | None = None
-    min_answer: Annotated[int, Field(ge=0)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=64)] | None = None
+    min_new_tokens: Annotated[int, Field(ge=0)] | None = None
     threads: Positive | None = None
 
 

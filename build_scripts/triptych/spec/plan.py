@@ -96,7 +96,7 @@ class Plan:
 
     def step(self, name: str) -> str:
         """Triton's name of the model that is this pipeline's step `name`."""
-        owner = self.spec.core.share if name == "core" else None
+        owner = self.spec.core.shared_from if name == "core" else None
         return f"{owner or self.spec.name}_{name}"
 
     @property
@@ -245,7 +245,7 @@ def row_settings(
     return settings | {
         "lowercase": facts.lowercase,
         "max_length": max_length_of(spec, facts, task),
-        "overflow": spec.tokenizer.overflow,
+        "overflow": spec.tokenizer.truncation,
         "pad_token_id": facts.pad_token_id,
         "pairs": task.pairs,
         "segments": FIRST_SEGMENT in inputs_of(facts, task),

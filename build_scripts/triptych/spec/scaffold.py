@@ -173,12 +173,12 @@ def _mask_token(folder: Path | None) -> str | None:
 
 
 def _fit_model(contents: dict[str, bytes], folder: Path) -> None:
-    """Lower `max_length` to what the model takes, and leave out chats where it has no template."""
+    """Lower `max_model_len` to the model's limit; remove chats where it has no chat template."""
     spec, config = contents[SPEC_FILE].decode(), _read_object(folder / "config.json")
     config = {**config, **(config.get("text_config") or {})}
     limits = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
     spec = re.sub(
-        r"(?m)(?<=^  max_length: )\d+",
+        r"(?m)(?<=^  max_model_len: )\d+",
         lambda found: str(min([int(found[0]), *limits])).ljust(len(found[0])),
         spec,
     )

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
-from triptych.base.errors import UserError, closest
+from triptych.base.errors import UserError, closest, warn_renamed
 from triptych.base.files import parse_yaml
 from triptych.spec.fields import (
     Accuracy,
@@ -25,6 +26,7 @@ from triptych.spec.fields import (
     Tokenizer,
 )
 from triptych.spec.kind import GENERATION, TEXT2TEXT, Kind
+from triptych.spec.renamed import former_fields, rename_fields
 from triptych.spec.tuned import TUNED_FILE, read_tuned
 
 SPEC_FILE = "pipeline.yaml"
@@ -70,6 +72,19 @@ class PipelineSpec(BaseModel):
     @property
     def kind(self) -> Kind:
         return Kind.ENCODER
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, given: Any) -> Any:
+        return with_present_names(given)
+
+
+def with_present_names(given: Any) -> Any:
+    """Return a spec's document with the present names of its fields, for specs read from locks."""
+    if isinstance(given, dict):
+        given = copy.deepcopy(given)
+        rename_fields(given, str(given.get("task", "")), warn=False)
+    return given
 
 
 def load_spec(
@@ -140,10 +155,13 @@ def load_as(
     """
     path = folder / SPEC_FILE
     document = _read_document(folder)
+    task = str(document.get("task", ""))
+    rename_fields(document, task, source=f"{path}: ", warn=True)
     for key, value in measured.items():
         _set(document, key, value, source=f"{folder / TUNED_FILE}: ")
     for override in overrides:
-        _apply_override(document, override)
+        _apply_override(document, override, former_fields(task))
+    rename_fields(document, task, source="--set ", warn=True)
     for reserved in RESERVED:
         if reserved in document:
             raise UserError(
@@ -157,7 +175,8 @@ def load_as(
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         source = f"{folder / TUNED_FILE if where in measured else path}: "
-        if where in {override.partition("=")[0] for override in overrides}:
+        keys = (override.partition("=")[0] for override in overrides)
+        if where in {former_fields(task).get(key, key) for key in keys}:
             source = "--set "
         raise _as_user_error(model, source, error) from error
 
@@ -210,7 +229,7 @@ def check_folder(folder: Path, path: Path) -> None:
         )
 
 
-def _apply_override(document: dict[str, Any], override: str) -> None:
+def _apply_override(document: dict[str, Any], override: str, former: Mapping[str, str]) -> None:
     key, separator, text = override.partition("=")
     if not separator or not all(key.split(".")):
         raise UserError(
@@ -225,7 +244,9 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         raise UserError(
             f"--set {key}", "must have a YAML value", given=error, remedy="Quote the value"
         ) from error
-    _set(document, key, value, source="--set ")
+    if key in former:
+        warn_renamed(f"--set {key}", former[key])
+    _set(document, former.get(key, key), value, source="--set ")
 
 
 def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:

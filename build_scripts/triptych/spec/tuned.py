@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from triptych.base.cache import sha256_of
-from triptych.base.errors import UserError
+from triptych.base.errors import UserError, warn_renamed
 from triptych.base.files import parse_yaml, write_files
+from triptych.spec.renamed import former_fields
 
 TUNED_FILE = "tuned.yaml"
 TUNABLE = (
@@ -33,10 +34,10 @@ TUNABLE = (
 
 TUNABLE_GENERATION = (
     "core.kv_cache.memory_mib",
-    "core.kv_cache.precision",
-    "core.max_batched_tokens",
-    "core.max_sequences",
-    "core.prefix_caching",
+    "core.kv_cache.dtype",
+    "core.max_num_batched_tokens",
+    "core.max_num_seqs",
+    "core.enable_prefix_caching",
     "serving.preprocess_instances",
     "serving.stream_interval",
 )
@@ -86,7 +87,9 @@ def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
             given=f"{document!r:.100}",
             remedy=remedy,
         )
-    strange = [key for key in overrides if key not in tunable]
+    former = former_fields("text-generation")  # no other task has renamed tunable fields
+    present = {former.get(key, key): value for key, value in overrides.items()}
+    strange = [key for key in overrides if former.get(key, key) not in tunable]
     if strange:
         raise UserError(
             f"{path}: {strange[0]}",
@@ -94,7 +97,9 @@ def read_tuned(folder: Path, tunable: Sequence[str] = TUNABLE) -> Tuned | None:
             given=strange[0],
             remedy=f"Remove it, or put it into pipeline.yaml. Fields here: {', '.join(tunable)}",
         )
-    return Tuned(overrides, provenance)
+    for key in overrides.keys() - present.keys():
+        warn_renamed(f"{path}: {key}", former[key])
+    return Tuned(present, provenance)
 
 
 def write_tuned(folder: Path, tuned: Tuned, *, spec_file: str) -> Path:

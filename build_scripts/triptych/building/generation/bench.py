@@ -59,13 +59,13 @@ def bench_generation(
 
 def check_clients(option: str, clients: int, spec: GeneratingSpec) -> None:
     """Raises a `UserError` where some would be refused: perf_analyzer waits for them for ever."""
-    most = spec.serving.queue.max_size
+    most = spec.serving.queue.max_in_flight
     if clients > most:
         raise UserError(
             option,
-            f"must be at most serving.queue.max_size {most}, or some are refused",
+            f"must be at most serving.queue.max_in_flight {most}, or some are refused",
             given=clients,
-            remedy="Lower it, or raise serving.queue.max_size",
+            remedy="Lower it, or raise serving.queue.max_in_flight",
         )
 
 

@@ -119,7 +119,7 @@ def build_trial(
 def _numbers_of(inputs: GenerationInputs) -> tuple[str, str]:
     """The settings that decide what an engine computes."""
     core = inputs.spec.core
-    return core.precision, core.kv_cache.precision
+    return core.precision, core.kv_cache.dtype
 
 
 def _lock(

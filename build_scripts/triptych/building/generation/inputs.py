@@ -170,9 +170,9 @@ class GenerationInputs(GeneratingInputs):
     def kv_token_bytes(self) -> int:
         """Of the KV cache, that one token takes on each GPU."""
         core, facts = self.spec.core, self.model.facts
-        shares = min(core.tensor_parallel, facts.kv_heads) * core.pipeline_parallel
+        shares = min(core.tensor_parallel_size, facts.kv_heads) * core.pipeline_parallel_size
         computed = 4 if core.precision == "fp32" else 2
-        size = 1 if core.kv_cache.precision == "fp8" else computed
+        size = 1 if core.kv_cache.dtype == "fp8" else computed
         return -(-facts.kv_values * size // shares)
 
     @property
@@ -185,7 +185,7 @@ class GenerationInputs(GeneratingInputs):
         own: str = "bf16" if core.precision in ("awq", "gptq") else core.precision
         if stored is not None and stored.name in CONVERTED:
             own = stored.name
-        return own + (FP8_CACHE if core.kv_cache.precision == "fp8" else "")
+        return own + (FP8_CACHE if core.kv_cache.dtype == "fp8" else "")
 
     @property
     def request_tokens(self) -> int:
@@ -215,13 +215,13 @@ class GenerationInputs(GeneratingInputs):
         return {
             "precision": core.precision,
             "max_length": self.max_length,
-            "max_sequences": core.max_sequences,
-            "max_batched_tokens": core.max_batched_tokens,
+            "max_sequences": core.max_num_seqs,
+            "max_batched_tokens": core.max_num_batched_tokens,
             "kv_cache_mib": core.kv_cache.memory_mib,
-            "kv_cache_precision": core.kv_cache.precision,
-            "prefix_caching": core.prefix_caching,
-            "tensor_parallel": core.tensor_parallel,
-            "pipeline_parallel": core.pipeline_parallel,
+            "kv_cache_precision": core.kv_cache.dtype,
+            "prefix_caching": core.enable_prefix_caching,
+            "tensor_parallel": core.tensor_parallel_size,
+            "pipeline_parallel": core.pipeline_parallel_size,
             "gpus": self.spec.serving.gpus,
             "stop_token_ids": list(self.model.facts.stop_token_ids),
             "adapters": {adapter.name: adapter.rank for adapter in self.adapters},
@@ -346,17 +346,18 @@ def max_length_of(spec: GenerationSpec | Text2TextSpec, facts: GenerationFacts) 
     Raises:
         UserError: one above the model's, or none where the model has none.
     """
-    wanted = spec.core.max_length
+    field = f"core.{spec.core.LENGTH_FIELD}"
+    wanted = getattr(spec.core, spec.core.LENGTH_FIELD)
     if wanted is None and facts.max_length == OUT_OF_REACH:
         raise UserError(
-            "core.max_length",
+            field,
             "must be given: the model's files have no limit",
             given="nothing",
             remedy="Give the tokens of the longest prompt and its answer together, such as 4096",
         )
     if wanted is not None and wanted > facts.max_length:
         raise UserError(
-            "core.max_length",
+            field,
             f"must be at most the model's own limit of {facts.max_length}",
             given=wanted,
             remedy="Lower it, or leave it out to use the model's limit",
@@ -371,9 +372,9 @@ def _check_kv_cache(inputs: GenerationInputs) -> None:
     if needed > memory_mib:
         raise UserError(
             "core.kv_cache.memory_mib",
-            f"must hold one request of core.max_length {inputs.max_length}: {needed} MiB",
+            f"must hold one request of core.max_model_len {inputs.max_length}: {needed} MiB",
             given=memory_mib,
-            remedy="Raise it, or lower core.max_length",
+            remedy="Raise it, or lower core.max_model_len",
         )
 
 

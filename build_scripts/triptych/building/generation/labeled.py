@@ -50,7 +50,7 @@ def read_labeled(inputs: GeneratingInputs) -> Labeled:
                 place,
                 f"must be below {inputs.max_length - 1} tokens",
                 given=len(prompt.ids),
-                remedy="Shorten it, or raise core.max_length",
+                remedy="Shorten it, or raise core.max_model_len",
             )
         prompts.append(prompt)
     return Labeled(tuple(rows), tuple(prompts))

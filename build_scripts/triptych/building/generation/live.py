@@ -31,13 +31,13 @@ from triptych.building.generation.reference import (
     weigh,
 )
 from triptych.client import (
-    AccessDenied,
+    AccessDeniedError,
     Client,
     Completion,
     InferenceError,
-    PipelineNotFound,
-    PipelineNotReady,
-    ServerUnreachable,
+    PipelineNotFoundError,
+    PipelineNotReadyError,
+    ServerUnreachableError,
 )
 from triptych.client.address import read_target
 from triptych.core.gate.verify import Endpoint
@@ -55,7 +55,12 @@ GREEDY = {
 }
 """Every parameter is given: a pipeline's own defaults are not what is checked."""
 
-_NO_SERVER = (ServerUnreachable, AccessDenied, PipelineNotFound, PipelineNotReady)
+_NO_SERVER = (
+    ServerUnreachableError,
+    AccessDeniedError,
+    PipelineNotFoundError,
+    PipelineNotReadyError,
+)
 
 
 @dataclass(frozen=True)

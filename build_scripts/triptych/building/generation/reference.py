@@ -63,7 +63,7 @@ def choose_prompts(inputs: GeneratingInputs, most: int) -> tuple[Prompt, ...]:
             "traffic.jsonl",
             f"must have a prompt below {inputs.max_length - 1} tokens, to check an answer to",
             given=f"{len(inputs.prompts)} longer ones",
-            remedy="Add shorter ones, or raise core.max_length",
+            remedy="Add shorter ones, or raise core.max_model_len",
         )
     asked = [replace(one, adapter="") for one in fitting[:most]]
     for adapter in inputs.adapters:
@@ -234,7 +234,7 @@ class Text2TextReference:
         transformers_logging.disable_progress_bar()
         self._torch = torch
         self._prefix = inputs.spec.prefix
-        self._least = int(inputs.search["min_answer"])
+        self._least = int(inputs.search["min_new_tokens"])
         self._forced = len(inputs.answers.answer_begins)
         with without_advice():
             self._tokenizer = AutoTokenizer.from_pretrained(inputs.original)
@@ -244,12 +244,12 @@ class Text2TextReference:
         self._search = config = self._model.generation_config
         search = inputs.search
         config.do_sample = False
-        config.num_beams = search["beams"]
+        config.num_beams = search["num_beams"]
         config.length_penalty = search["length_penalty"]
-        config.no_repeat_ngram_size = search["no_repeat_ngram"]
+        config.no_repeat_ngram_size = search["no_repeat_ngram_size"]
         config.min_length = None
         # CTranslate2 ends a search when it has as many answers as beams, and forces no end.
-        config.early_stopping = search["beams"] > 1
+        config.early_stopping = search["num_beams"] > 1
         config.forced_eos_token_id = None
         self._never = [one[0] for one in config.bad_words_ids or () if len(one) == 1]
 
@@ -312,7 +312,7 @@ def _weigh_searches(
     What matters of such a search is not one token, but how much likelier a token the reference
     finds its own answer than the one that was `got`.
     """
-    if inputs.search["beams"] == 1 or all(
+    if inputs.search["num_beams"] == 1 or all(
         one.ids == tuple(ids) for one, ids in zip(wanted, got, strict=True)
     ):
         return wanted

@@ -134,9 +134,9 @@ def _core_settings(inputs: GeneratingInputs) -> dict[str, object]:
     spec = inputs.spec
     return {
         "pipeline": spec.name,
-        "max_requests": spec.serving.queue.max_size,
+        "max_requests": spec.serving.queue.max_in_flight,
         "max_length": inputs.max_length,
-        "max_sequences": spec.core.max_sequences,
+        "max_sequences": spec.core.max_num_seqs,
         "context_tokens": inputs.context_tokens,
         "stream_interval": spec.serving.stream_interval,
         "time_edges_ms": edges_of(spec.serving.slo.limits_ms),

@@ -202,7 +202,7 @@ ARCHITECTURES = (
 )
 """Those that CTranslate2 converts and that need no language of the answer in the request."""
 
-GREEDY = {"beams": 1, "length_penalty": 1.0, "no_repeat_ngram": 0, "min_answer": 0}
+GREEDY = {"num_beams": 1, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 """How transformers searches where a model says nothing."""
 
 NOT_SEARCHED_BY = (
@@ -271,7 +271,7 @@ class Text2TextInputs(GeneratingInputs):
         return {
             "special_tokens": {},
             "max_length": self.max_length,
-            "max_answer": self.spec.core.max_answer,
+            "max_answer": self.spec.core.max_new_tokens,
             "prefix": self.spec.prefix,
             "vocabulary": self.model.facts.vocabulary,
         }
@@ -281,11 +281,11 @@ class Text2TextInputs(GeneratingInputs):
         return 0
 
     def room(self, prompt: Prompt) -> int:
-        return self.spec.core.max_answer
+        return self.spec.core.max_new_tokens
 
     def other_limits(self, *, live: bool) -> Mapping[str, float | None]:
-        beams, bound = self.search["beams"] > 1, bool(self.search["no_repeat_ngram"])
-        unlike = live and (beams or bound or self.search["min_answer"])
+        beams, bound = self.search["num_beams"] > 1, bool(self.search["no_repeat_ngram_size"])
+        unlike = live and (beams or bound or self.search["min_new_tokens"])
         return {
             **(LIMITS_OF_OTHER_SEARCH if beams and bound else {}),
             **(LIMITS_WITHOUT_LOGPROBS if unlike else {}),
@@ -312,7 +312,7 @@ class Text2TextInputs(GeneratingInputs):
         core = self.spec.core
         return {
             "precision": core.precision,
-            "max_sequences": core.max_sequences,
+            "max_sequences": core.max_num_seqs,
             "threads": core.threads or 0,
             "answer_begins": list(self.answers.answer_begins),
             "stop_token_ids": [self.answers.end],
@@ -412,11 +412,11 @@ def _read_facts(folder: Path, sha256: str) -> tuple[GenerationFacts, SearchFacts
     )
     first = generation.forced_bos_token_id
     own = {
-        "beams": generation.num_beams or 1,
+        "num_beams": generation.num_beams or 1,
         "length_penalty": generation.length_penalty,
-        "no_repeat_ngram": generation.no_repeat_ngram_size,
+        "no_repeat_ngram_size": generation.no_repeat_ngram_size,
         # transformers counts the token that a decoder starts with.
-        "min_answer": max((generation.min_length or 0) - 1, 0),
+        "min_new_tokens": max((generation.min_length or 0) - 1, 0),
     }
     said = {name: value for name, value in own.items() if value is not None}
     begins = () if first is None else (first,)

@@ -15,16 +15,16 @@ from typing import Any
 from triptych.base.errors import UserError
 from triptych.client import (
     AsyncClient,
-    Cancelled,
-    DeadlineExceeded,
+    BatchNeighborError,
+    CanceledError,
+    DeadlineExceededError,
     InferenceError,
-    InvalidRequest,
-    NeighbourFailed,
+    InvalidRequestError,
     PipelineConfig,
-    PipelineFailed,
-    PipelineNotReady,
+    PipelineFailedError,
+    PipelineNotReadyError,
     Retry,
-    ServerUnreachable,
+    ServerUnreachableError,
 )
 from triptych.client.bulk.asked import Asked
 from triptych.client.bulk.formats import ERROR, AnswerColumn, Answers, Chunk, Scan
@@ -39,9 +39,9 @@ from triptych.client.questions import (
 )
 
 _IMAGE = "image"
-AWAY = (ServerUnreachable, PipelineNotReady, Cancelled)
-_OF_ROWS = (PipelineFailed, DeadlineExceeded, NeighbourFailed, InvalidRequest)
-_OF_BATCHES = (PipelineFailed, NeighbourFailed)
+AWAY = (ServerUnreachableError, PipelineNotReadyError, CanceledError)
+_OF_ROWS = (PipelineFailedError, DeadlineExceededError, BatchNeighborError, InvalidRequestError)
+_OF_BATCHES = (PipelineFailedError, BatchNeighborError)
 """Of what is a row's fault: what fails every row of a batch at the server."""
 PAUSE_S = 1.0
 TOO_MANY = 32

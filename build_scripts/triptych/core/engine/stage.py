@@ -101,7 +101,7 @@ class ReusableEngine(NamedTuple):
 def write_engine_samples(inputs: PipelineInputs, progress: Progress) -> Path | None:
     """Return a file of core rows for the engine's check; None if no engine will be built."""
     plan = inputs.plan
-    if not plan.builds_engine or plan.spec.core.share is not None:
+    if not plan.builds_engine or plan.spec.core.shared_from is not None:
         return None
     requests = inputs.requests
     made = [request for request in requests if request.edge]
@@ -207,7 +207,7 @@ def _metrics_of(core: Core) -> tuple[str, ...]:
         own = COSINES
     elif core.returns != "spans" and core.outputs[0].dims != (1,):  # classes to choose from
         own = ("label_agreement",)
-    return ("max_difference", "neighbour_effect", *own)
+    return ("max_difference", "batch_sensitivity", *own)
 
 
 def _tensor(name: str) -> Tensor:
@@ -403,7 +403,7 @@ class _Stage:
 
     def __init__(self, repository: Path, name: str, progress: Progress) -> None:
         lock = read_manifest(repository, name)
-        owner = lock.spec.core.share or name
+        owner = lock.spec.core.shared_from or name
         if owner != name:
             progress("engine", f"{name} shares the core of {owner}: building its engine")
             lock = read_manifest(repository, owner)

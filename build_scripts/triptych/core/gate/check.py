@@ -189,7 +189,7 @@ def _core_values(
     with np.errstate(invalid="ignore"):
         values = {
             "max_difference": float(np.max([view.difference for view in measured])),
-            "neighbour_effect": float(np.max([view.effect for view in measured])),
+            "batch_sensitivity": float(np.max([view.effect for view in measured])),
         }
     edges = [request.edge for request in requests for _ in request.rows]
     pairs = list(zip(outputs, expected, strict=True))
@@ -212,14 +212,14 @@ def compare_rows(pairs: Pairs, core: Core) -> dict[str, float]:
 
 def _said(measured: Sequence[Measured], limits: Mapping[str, float]) -> dict[str, list[str]]:
     limit = limits.get("max_difference", math.inf)
-    allowed = limits.get("neighbour_effect", math.inf)
+    allowed = limits.get("batch_sensitivity", math.inf)
     return {
         "max_difference": [
             f"{view.name} differs from the reference by {view.difference:.2e}, above {limit:g}"
             for view in measured
             if not view.difference <= limit
         ],
-        "neighbour_effect": [
+        "batch_sensitivity": [
             f"batch neighbors change {view.name} by {view.effect:.2e}, above {allowed:g}"
             for view in measured
             if not view.effect <= allowed

@@ -21,16 +21,16 @@ from numpy.typing import NDArray
 
 from triptych.base.errors import UserError
 from triptych.client import (
-    AccessDenied,
+    AccessDeniedError,
     Client,
-    DeadlineExceeded,
+    DeadlineExceededError,
     InferenceError,
-    InvalidRequest,
+    InvalidRequestError,
     PipelineConfig,
-    PipelineNotFound,
-    PipelineNotReady,
+    PipelineNotFoundError,
+    PipelineNotReadyError,
     Retry,
-    ServerUnreachable,
+    ServerUnreachableError,
     StepStatistics,
 )
 from triptych.core.gate.runs import as_floats
@@ -183,7 +183,12 @@ WAYS = (ALONE, TOGETHER, REVERSED)
 MAX_LATE = 3
 """So many requests past their deadline, and the others are not waited for."""
 
-_NO_SERVER = (ServerUnreachable, AccessDenied, PipelineNotFound, PipelineNotReady)
+_NO_SERVER = (
+    ServerUnreachableError,
+    AccessDeniedError,
+    PipelineNotFoundError,
+    PipelineNotReadyError,
+)
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,7 @@ class Reply:
     @property
     def refused(self) -> bool:
         """Whether the pipeline says that the request breaks one of its rules."""
-        return isinstance(self.error, InvalidRequest)
+        return isinstance(self.error, InvalidRequestError)
 
 
 @dataclass(frozen=True)
@@ -302,7 +307,7 @@ def run_live(
                 order = range(len(requests))[:: -1 if way == REVERSED else 1]
                 replies[way] = _send(client, requests, order, 1 if way == ALONE else clients)
                 after = _core_statistics(client, plan)
-    except DeadlineExceeded as error:
+    except DeadlineExceededError as error:
         raise UserError(
             f"{name} at {url}",
             f"must answer requests within {timeout_s:g} s",
@@ -365,7 +370,7 @@ def _send(
     client: Client, requests: Sequence[LiveRequest], order: Sequence[int], clients: int
 ) -> list[Reply]:
     """One reply a request, in the order of `requests`; they are begun in the given `order`."""
-    late: list[DeadlineExceeded] = []
+    late: list[DeadlineExceededError] = []
 
     def send(place: int) -> Reply:
         if len(late) >= MAX_LATE:
@@ -377,7 +382,7 @@ def _send(
         except _NO_SERVER:
             raise
         except InferenceError as error:
-            if isinstance(error, DeadlineExceeded):
+            if isinstance(error, DeadlineExceededError):
                 late.append(error)
             return Reply(error=error)
 

@@ -16,8 +16,8 @@ def remedy_of(plan: Plan, gate: GateResult) -> str:
     ]
     if own:
         return f"Loosen {own[0]}, which the pipeline sets, or leave it out for the default"
-    if spec.core.share is not None:
-        return "Leave core.share out: the pipeline then has a core of its own"
+    if spec.core.shared_from is not None:
+        return "Leave core.shared_from out: the pipeline then has a core of its own"
     if gate.precision != "fp32":
         close = "" if gate.precision in ("fp16", "bf16") else "fp16, which loses less, or "
         return f"Set core.precision to {close}fp32, or add traffic like the worst rows"

@@ -58,7 +58,7 @@ _LOOSE = 0.05
 
 _LITTLE_ALIKE = "only {:.1%} of the answers are like the reference's"
 
-CORE_LEVEL = ("max_difference", "neighbour_effect")
+CORE_LEVEL = ("max_difference", "batch_sensitivity")
 CORE_ONLY = ("edge_error",)
 """Metrics of the core's own outputs, which no answer shows."""
 
@@ -104,7 +104,7 @@ def judge_live(cases: Sequence[LiveCase], runs: LiveRuns, rules: Rules) -> LiveV
             for view in ways.values()
             for place, answer in view.answers.items()
         ),
-        "neighbour_effect": held.largest(
+        "batch_sensitivity": held.largest(
             (answer, alone[place])
             for way, view in ways.items()
             for place, answer in view.answers.items()

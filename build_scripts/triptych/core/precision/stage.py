@@ -134,4 +134,4 @@ def shared_core(
 def _rows_are_apart(gate: GateResult) -> bool:
     """Check that packing did not cause the failure: other rows in the batch change no result."""
     passed = {verdict.metric: verdict.passed for verdict in gate.verdicts}
-    return gate.finite and passed.get("neighbour_effect", False)
+    return gate.finite and passed.get("batch_sensitivity", False)

@@ -397,7 +397,7 @@ def _parts(server: Server, known: Known) -> Iterator[Flaw]:
         shown = ", ".join(f"{name}: {count}" for name, count in given.items())
         yield error(
             "A pod must have a GPU for each part of the model",
-            f"{shown or 'no nvidia.com/gpu'}; it has {known.gpus} (tensor_parallel x "
-            "pipeline_parallel)",
+            f"{shown or 'no nvidia.com/gpu'}; it has {known.gpus} (tensor_parallel_size x "
+            "pipeline_parallel_size)",
             f"Limit nvidia.com/gpu to {known.gpus}, or build {known.name} with as many parts",
         )

@@ -67,9 +67,9 @@ def describe_gpu(plan: Plan) -> Described:
         names = ", ".join(f"{each.name} x {each.count}" for each in serving.rate_limiter.resources)
         described["rate_limiter"] = f"priority {serving.rate_limiter.priority}, {names or 'no'} "
         described["rate_limiter"] += "resources: starts to count with --rate-limit=execution_count"
-    if serving.max_inflight is not None:
-        described["max_inflight"] = (
-            f"{serving.max_inflight} requests in each step{_newer(IN_FLIGHT, serving.triton)}"
+    if (limit := serving.max_inflight_requests) is not None:
+        described["max_inflight_requests"] = (
+            f"{limit} requests in each step{_newer(IN_FLIGHT, serving.triton)}"
         )
     if core.backend == "onnxruntime":
         described["accelerator"] = f"{core.accelerator}, of ONNX Runtime"
@@ -202,7 +202,7 @@ def describe_plan(plan: Plan) -> Described:
             "rows_a_request": f"{plan.request_rows}: {plan.reasons['request_rows']}",
             "bucket_edges": _describe_edges(plan),
             "padding": f"{plan.padding_share:.1%} of computed tokens on this traffic",
-            "queue": f"{serving.queue.max_delay_us} us, {serving.queue.max_size} requests: "
+            "queue": f"{serving.queue.max_delay_us} us, {serving.queue.max_in_flight} requests: "
             f"{plan.reasons['queue']}",
             "warm_ups": ", ".join(f"{w.rows}x{w.tokens}" for w in plan.warm_ups),
             **({} if plan.cost is None else {"expected_cost": describe_cost(plan)}),
@@ -300,11 +300,11 @@ def describe_text_generation(inputs: GenerationInputs, _repository: Path) -> Des
     full_mib = inputs.kv_token_bytes * inputs.max_length / 2**20
     cache_mib = core.kv_cache.memory_mib
     limits = {
-        "max_length": f"{inputs.max_length} tokens of a prompt and its answer",
+        "max_model_len": f"{inputs.max_length} tokens of a prompt and its answer",
         "kv_cache": f"{cache_mib} MiB: {amount(int(cache_mib // full_mib), 'request')} of "
-        f"max_length, a MiB for {inputs.max_length / full_mib:.0f} tokens",
-        "max_sequences": f"{core.max_sequences} in a batch; "
-        f"{cache_mib / core.max_sequences * inputs.max_length / full_mib:.0f} tokens of KV cache "
+        f"max_model_len, a MiB for {inputs.max_length / full_mib:.0f} tokens",
+        "max_num_seqs": f"{core.max_num_seqs} in a batch; "
+        f"{cache_mib / core.max_num_seqs * inputs.max_length / full_mib:.0f} tokens of KV cache "
         "each",
     }
     adapters = {
@@ -316,14 +316,14 @@ def describe_text_generation(inputs: GenerationInputs, _repository: Path) -> Des
 
 def describe_text2text(inputs: Text2TextInputs, _repository: Path) -> Described:
     """Return the plan of a pipeline that summarizes or translates, as plain data."""
-    begins, beams = inputs.answers.answer_begins, int(inputs.search["beams"])
+    begins, beams = inputs.answers.answer_begins, int(inputs.search["num_beams"])
     limits = {
         "max_length": f"{inputs.max_length} tokens of a text",
-        "max_answer": f"{inputs.spec.core.max_answer} tokens of an answer",
+        "max_new_tokens": f"{inputs.spec.core.max_new_tokens} tokens of an answer",
         "answers": f"{amount(beams, 'beam')}; "
         + ("token by token" if beams == 1 else "as a whole")
         + (f"; each begins with {list(begins)}" if begins else ""),
-        "max_sequences": f"{inputs.spec.core.max_sequences} in a batch, which runs to its end",
+        "max_num_seqs": f"{inputs.spec.core.max_num_seqs} in a batch, which runs to its end",
     }
     return _describe_generating(inputs, limits, {})
 
@@ -362,7 +362,7 @@ def _describe_generating(
             **({} if core.backend == "scripted" else {"engine": inputs.engine_settings}),
         },
         "stream_interval": f"{amount(spec.serving.stream_interval, 'token')} a streamed response",
-        "queue": f"{spec.serving.queue.max_size} requests under way at most",
+        "queue": f"{spec.serving.queue.max_in_flight} requests under way at most",
         "sampling_parameters": {
             name: value
             for name, value in {**DEFAULTS, **spec.own_parameters}.items()

@@ -45,10 +45,10 @@ class Encoding:
     def start(self, repository: Path, progress: Progress) -> Setting:
         """Of ``auto``, with the precision it chooses."""
         inputs = read_inputs(load_spec(self.folder, self.base, untuned=True), progress)
-        owner = inputs.plan.spec.core.share
+        owner = inputs.plan.spec.core.shared_from
         if owner is not None:
             raise UserError(
-                "core.share",
+                "core.shared_from",
                 "must not be set in a pipeline that is tuned",
                 given=owner,
                 remedy=f"Run `triptych tune {owner}`: it has the core",

@@ -194,19 +194,19 @@ Seen = Evidence[GenerationInputs]
 
 def sequences(evidence: Seen) -> Proposal | Skip:
     """Requests of a batch: more where some wait, fewer where tokens are promised sooner."""
-    key, spec = "core.max_sequences", evidence.plan.spec
-    now, together = spec.core.max_sequences, under_way(evidence)
+    key, spec = "core.max_num_seqs", evidence.plan.spec
+    now, together = spec.core.max_num_seqs, under_way(evidence)
     said = f"{together:.1f} requests under way in the mean, {now} have a place"
     if together < FULL_ENGINE * now:
         return Skip(key, said)
-    values = [value for value in (now * 2, now * 4) if value <= spec.serving.queue.max_size]
+    values = [value for value in (now * 2, now * 4) if value <= spec.serving.queue.max_in_flight]
     along: dict[str, JsonValue] = {}
     if values:  # what a larger batch needs is raised with it
         most, memory = values[-1], _memory_for(evidence.plan, values[-1])
         if memory > spec.core.kv_cache.memory_mib:
             along["core.kv_cache.memory_mib"] = memory
-        if most > spec.core.max_batched_tokens:
-            along["core.max_batched_tokens"] = most
+        if most > spec.core.max_num_batched_tokens:
+            along["core.max_num_batched_tokens"] = most
         if memory - spec.core.kv_cache.memory_mib > _free_mib():
             said, values = f"{said}; {_free_mib():.0f} MiB are left for its KV cache", []
     # Without a promise about each answer a smaller batch is never better.
@@ -220,9 +220,9 @@ def sequences(evidence: Seen) -> Proposal | Skip:
 
 def batched_tokens(evidence: Seen) -> Proposal | Skip:
     """Tokens computed at a time: more for first tokens that come sooner, fewer for steady ones."""
-    key, now = "core.max_batched_tokens", evidence.plan.spec.core.max_batched_tokens
+    key, now = "core.max_num_batched_tokens", evidence.plan.spec.core.max_num_batched_tokens
     lengths = [len(prompt.ids) for prompt in evidence.plan.prompts]
-    places = evidence.plan.spec.core.max_sequences
+    places = evidence.plan.spec.core.max_num_seqs
     come = max(max(lengths), sum(lengths) / len(lengths) * min(places, under_way(evidence)))
     least = max(MIN_BATCHED_TOKENS, places)
     more = (now * 2, now * 4) if come > now else ()
@@ -235,7 +235,7 @@ def batched_tokens(evidence: Seen) -> Proposal | Skip:
 
 def prefix_caching(evidence: Seen) -> Proposal | Skip:
     """Whether prompts that begin alike share work: what the traffic has, not its repetition."""
-    key, now = "core.prefix_caching", evidence.plan.spec.core.prefix_caching
+    key, now = "core.enable_prefix_caching", evidence.plan.spec.core.enable_prefix_caching
     shared = shared_beginnings([prompt.ids for prompt in evidence.plan.prompts])
     said = f"{shared:.0%} of the prompts' tokens begin another prompt of the traffic, too"
     # A load sends the traffic over and over: with the cache every prompt was seen before.
@@ -249,7 +249,7 @@ def prefix_caching(evidence: Seen) -> Proposal | Skip:
 def kv_memory(evidence: Seen) -> Proposal | Skip:
     """Memory of the KV cache: more where requests under way do not fit."""
     key, now = "core.kv_cache.memory_mib", evidence.plan.spec.core.kv_cache.memory_mib
-    places, held = evidence.plan.spec.core.max_sequences, _held(evidence)
+    places, held = evidence.plan.spec.core.max_num_seqs, _held(evidence)
     wanted = min(places, under_way(evidence))
     said = f"it holds {held} requests as the traffic has them; {wanted:.1f} have a place"
     if held >= wanted:
@@ -262,9 +262,9 @@ def kv_memory(evidence: Seen) -> Proposal | Skip:
 
 def kv_precision(evidence: Seen) -> Proposal | Skip:
     """Numbers of the KV cache: smaller ones hold more tokens and are read faster; gated."""
-    key = "core.kv_cache.precision"
+    key = "core.kv_cache.dtype"
     core = evidence.plan.spec.core
-    if core.kv_cache.precision == "fp8" or core.backend == "scripted":
+    if core.kv_cache.dtype == "fp8" or core.backend == "scripted":
         return Skip(key, "there is no other")
     return Proposal(key, ("fp8",), "keys and values are kept as auto")
 

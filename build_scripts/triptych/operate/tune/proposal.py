@@ -228,7 +228,7 @@ def propose(
     present = _cost(plan, lengths, plan.bucket_edges)
     best = _replanned(plan, {}, lengths)
     change: dict[str, JsonValue] = {}
-    for field in PRICED if plan.spec.core.share is None else ():
+    for field in PRICED if plan.spec.core.shared_from is None else ():
         found = field(Evidence(best, None, cores=1, limits_us={}))
         if isinstance(found, Skip):
             continue

@@ -200,13 +200,13 @@ def engine_gpus(model: Model) -> Iterator[Flaw]:
     """A model on several GPUs has whole ones, one for each part, and chooses them itself."""
     settings = _settings(model)
     gpus = settings.get("gpus") or []
-    parts = settings.get("tensor_parallel", 1) * settings.get("pipeline_parallel", 1)
+    parts = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
     slices = [gpu for gpu in gpus if str(gpu).startswith(_SLICE)]
     if slices and parts > 1:
         yield error(
             "must not split a model over slices of GPUs: none reaches another's memory",
             f"{parts} parts on {', '.join(map(str, gpus))}",
-            "Use whole GPUs, or tensor_parallel: 1 and pipeline_parallel: 1",
+            "Use whole GPUs, or tensor_parallel_size: 1 and pipeline_parallel_size: 1",
         )
     elif slices:
         yield error(
@@ -217,7 +217,8 @@ def engine_gpus(model: Model) -> Iterator[Flaw]:
         )
     if gpus and len(gpus) != parts:
         yield error(
-            "must have a GPU for each part of the model (tensor_parallel x pipeline_parallel)",
+            "must have a GPU for each part of the model "
+            "(tensor_parallel_size x pipeline_parallel_size)",
             f"{parts} parts, gpus {', '.join(map(str, gpus))}",
             "Name as many GPUs in serving.gpus",
         )
@@ -256,7 +257,7 @@ def precision_gpus(model: Model) -> Iterator[Flaw]:
 
 def _eight_bits(settings: Mapping[str, Any]) -> str:
     return (
-        f"core.precision {settings.get('precision')}, core.kv_cache.precision "
+        f"core.precision {settings.get('precision')}, core.kv_cache.dtype "
         f"{settings['kv_cache_precision']}"
     )
 
@@ -271,19 +272,19 @@ def kv_cache(model: Model) -> Iterator[Flaw]:
     longest, together = settings.get("max_length", 0), settings.get("max_sequences", 0)
     if holds < longest:
         yield error(
-            f"must hold one request of core.max_length {longest}: "
+            f"must hold one request of core.max_model_len {longest}: "
             f"{-(-longest * token_bytes // _MIB)} MiB, or the engine does not start",
             f"core.kv_cache.memory_mib {memory_mib}, {holds} tokens",
-            "Raise core.kv_cache.memory_mib, or lower core.max_length",
+            "Raise core.kv_cache.memory_mib, or lower core.max_model_len",
         )
     usual = settings.get("request_tokens", 0)
     if holds < usual * together:
         yield warning(
-            f"should hold core.max_sequences {together} requests as the traffic has them, of "
+            f"should hold core.max_num_seqs {together} requests as the traffic has them, of "
             f"{usual} tokens each: who finds no room is thrown out of the batch and computed again",
             f"core.kv_cache.memory_mib {memory_mib}, {holds // usual} such requests",
             f"Raise it to {-(-usual * together * token_bytes // _MIB)}, or lower "
-            "core.max_sequences or parameters.max_tokens",
+            "core.max_num_seqs or parameters.max_tokens",
         )
 
 

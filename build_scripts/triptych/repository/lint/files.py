@@ -290,7 +290,7 @@ def gate_accepted(model: Model) -> Iterator[Flaw]:
 
 def shared_core(model: Model) -> Iterator[Flaw]:
     """A pipeline that uses another one's core was built against the core that is there."""
-    name = _in_lock(model, "spec", "core", "share")
+    name = _in_lock(model, "spec", "core", "shared_from")
     owner = model.repository.models.get(name) if isinstance(name, str) else None
     readable = owner is not None and owner.lock is not None and not _malformed(owner.lock)
     if owner and readable and _in_lock(owner, "core_key") != _in_lock(model, "core_key"):

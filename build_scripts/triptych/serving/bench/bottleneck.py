@@ -208,7 +208,7 @@ def _generating(measurement: Measurement, streamed: Streamed) -> Bottleneck:
         )
     else:
         return Bottleneck("none", "", f"Nothing is full: {words}", "More load would find the limit")
-    remedy = "Try core.precision, core.max_sequences or shorter answers, or add another machine"
+    remedy = "Try core.precision, core.max_num_seqs or shorter answers, or add another machine"
     return Bottleneck("compute", "core", says, remedy)
 
 

@@ -46,17 +46,17 @@ METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         Metric("max_difference", "lower", "largest difference of any element the core returns"),
-        Metric("neighbour_effect", "lower", "largest change of any element by batch neighbors"),
+        Metric("batch_sensitivity", "lower", "largest change of any element by batch neighbors"),
         Metric("edge_error", "lower", "largest relative error of a made-up row"),
         Metric("min_cosine", "higher", "lowest cosine of a vector with the reference's"),
         Metric("mean_cosine", "higher", "mean cosine of the vectors with the reference's"),
         Metric(
-            "nearest_neighbour_agreement",
+            "nearest_neighbor_agreement",
             "higher",
             "texts with the same nearest neighbor, or one as near",
         ),
-        Metric("mean_neighbour_loss", "lower", "mean similarity lost by other nearest neighbors"),
-        Metric("max_neighbour_loss", "lower", "largest similarity lost by another neighbor"),
+        Metric("mean_neighbor_loss", "lower", "mean similarity lost by other nearest neighbors"),
+        Metric("max_neighbor_loss", "lower", "largest similarity lost by another neighbor"),
         Metric("similarity_rank_correlation", "higher", "Spearman of the similarities of pairs"),
         Metric("label_agreement", "higher", "same first label"),
         Metric("max_probability_difference", "lower", "largest difference of a label's score"),
@@ -70,16 +70,16 @@ METRICS: dict[str, Metric] = {
     )
 }
 
-CORE_METRICS = ("max_difference", "neighbour_effect", "edge_error")
+CORE_METRICS = ("max_difference", "batch_sensitivity", "edge_error")
 _LIMITS: dict[str, tuple[float, float, float | None]] = {
     "max_difference": (1e-5, 0.05, None),
-    "neighbour_effect": (1e-5, 1e-2, 3e-2),
+    "batch_sensitivity": (1e-5, 1e-2, 3e-2),
     "edge_error": (1e-4, 0.1, 0.7),
     "min_cosine": (0.99999, 0.999, 0.97),
     "mean_cosine": (0.99999, 0.9995, 0.998),
-    "nearest_neighbour_agreement": (1.0, 0.98, 0.97),
-    "mean_neighbour_loss": (1e-5, 2e-4, 1e-3),
-    "max_neighbour_loss": (1e-4, 0.02, 0.1),
+    "nearest_neighbor_agreement": (1.0, 0.98, 0.97),
+    "mean_neighbor_loss": (1e-5, 2e-4, 1e-3),
+    "max_neighbor_loss": (1e-4, 0.02, 0.1),
     "similarity_rank_correlation": (0.9999, 0.999, 0.99),
     "label_agreement": (1.0, 0.99, 0.98),
     "max_probability_difference": (1e-5, 0.05, 0.15),
@@ -93,7 +93,7 @@ _LIMITS: dict[str, tuple[float, float, float | None]] = {
 }
 """By metric: exact, close, quantized; None where only an override sets a limit.
 
-`max_difference` and `neighbour_effect` are relative to the reference's largest element where that
+`max_difference` and `batch_sensitivity` are relative to the reference's largest element where that
 is above 1. Batches of another shape add up in another order, which moves fp32 by 2e-7; what is then
 rounded to few levels moves by whole levels. So MiniLM shows, without any influence of neighbors,
 2e-4 in fp16, 2e-3 in bf16 and 1.2e-2 with int8 activations of a scale per row; with a scale per
@@ -108,9 +108,9 @@ _PROBE_LIMITS: dict[str, tuple[float, float]] = {
     "edge_error": (0.1, 0.7),
     "min_cosine": (0.999, 0.85),
     "mean_cosine": (0.9995, 0.99),
-    "nearest_neighbour_agreement": (0.98, 0.93),
-    "mean_neighbour_loss": (0.0001, 0.0015),
-    "max_neighbour_loss": (0.01, 0.2),
+    "nearest_neighbor_agreement": (0.98, 0.93),
+    "mean_neighbor_loss": (0.0001, 0.0015),
+    "max_neighbor_loss": (0.01, 0.2),
     "similarity_rank_correlation": (0.999, 0.985),
     "label_agreement": (0.98, 0.95),
     "max_probability_difference": (0.1, 0.4),
@@ -140,7 +140,7 @@ reference does, so that they differ by twice that, and rounding is measured on a
 
 _ROUNDED = (
     "max_difference",
-    "neighbour_effect",
+    "batch_sensitivity",
     "max_probability_difference",
     "confidence_shift",
 )

@@ -34,19 +34,20 @@ def custom_task(custom: Custom) -> Task:
     Raises:
         UserError: parts of it that do not go together.
     """
-    if custom.returns not in RETURNS[custom.reads]:
+    if custom.core_output not in RETURNS[custom.head_input]:
         raise UserError(
-            "custom.returns",
-            f"must be {' or '.join(RETURNS[custom.reads])} where custom.reads is {custom.reads}",
-            given=custom.returns,
+            "custom.core_output",
+            f"must be {' or '.join(RETURNS[custom.head_input])} where custom.head_input is "
+            f"{custom.head_input}",
+            given=custom.core_output,
             remedy="Change one of the two",
         )
 
     pairs = "text_pair" in custom.inputs
-    if "text" not in custom.inputs or (pairs and custom.reads == "tokens"):
+    if "text" not in custom.inputs or (pairs and custom.head_input == "tokens"):
         raise UserError(
             "custom.inputs",
-            "must be [text], or [text, text_pair] where custom.reads is not tokens",
+            "must be [text], or [text, text_pair] where custom.head_input is not tokens",
             given=", ".join(custom.inputs),
             remedy="Change one of the two",
         )
@@ -62,19 +63,19 @@ def custom_task(custom: Custom) -> Task:
             )
 
     def core(facts: ModelFacts, parameters: Parameters) -> Core:
-        size = facts.embedding_size if custom.reads == "pooled" else len(facts.labels)
-        dims = ("tokens", size) if custom.reads == "tokens" else (size,)
+        size = facts.embedding_size if custom.head_input == "pooled" else len(facts.labels)
+        dims = ("tokens", size) if custom.head_input == "tokens" else (size,)
         # Not named like what it holds: the exporter uses such names for values inside the graph.
-        output = Tensor(f"core_{custom.returns}", "FP32", dims)
-        return Core(custom.model_class, custom.reads, custom.returns, (output,))
+        output = Tensor(f"core_{custom.core_output}", "FP32", dims)
+        return Core(custom.auto_class, custom.head_input, custom.core_output, (output,))
 
     def check(facts: ModelFacts) -> None:
-        if custom.reads != "pooled" and not facts.labels:
+        if custom.head_input != "pooled" and not facts.labels:
             raise UserError(
                 "model.source",
                 "must be a model with a classifying head (id2label in config.json)",
                 given=facts.architecture,
-                remedy="Choose one, or set custom.reads: pooled",
+                remedy="Choose one, or set custom.head_input: pooled",
             )
 
     return Task(
@@ -84,15 +85,15 @@ def custom_task(custom: Custom) -> Task:
             Tensor(o.name, o.dtype, tuple("variable" if d == -1 else d for d in o.dims))
             for o in custom.outputs
         ),
-        rows="rows_tokens.py" if custom.reads == "tokens" else "rows_text.py",
+        rows="rows_tokens.py" if custom.head_input == "tokens" else "rows_text.py",
         decode="postprocess_custom.py",
         pairs=pairs,
         core=core,
-        metrics=METRICS[custom.returns],
+        metrics=METRICS[custom.core_output],
         compare_outputs=compare_anything,
         labeled=None,
         decodes_answers=False,
         settings=labels,
-        carries=custom.reads == "tokens",
+        carries=custom.head_input == "tokens",
         check=check,
     )

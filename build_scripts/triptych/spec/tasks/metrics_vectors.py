@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from triptych.spec.tasks.compare import Comparison, Floats, Outputs, finite, numbers, spearman
 
 COSINES = ("min_cosine", "mean_cosine")
-NEIGHBORS = ("nearest_neighbour_agreement", "mean_neighbour_loss", "max_neighbour_loss")
+NEIGHBORS = ("nearest_neighbor_agreement", "mean_neighbor_loss", "max_neighbor_loss")
 NEIGHBOR_TOLERANCE = 0.002
 """Similarity that a text's nearest neighbor may lose and still count as the right one: the more
 texts there are, the more of them are as near as that, and it hardly matters which one is found."""
@@ -62,9 +62,9 @@ def compare_vectors(
         expected.append(_similarities(unit_rows(reference), some, others))
     if losses:
         lost = np.concatenate(losses)
-        values["nearest_neighbour_agreement"] = float((lost <= NEIGHBOR_TOLERANCE).mean())
-        values["mean_neighbour_loss"] = float(lost.mean())
-        values["max_neighbour_loss"] = float(lost.max())
+        values["nearest_neighbor_agreement"] = float((lost <= NEIGHBOR_TOLERANCE).mean())
+        values["mean_neighbor_loss"] = float(lost.mean())
+        values["max_neighbor_loss"] = float(lost.max())
         correlation = spearman(np.concatenate(seen), np.concatenate(expected))
         if correlation is not None:
             values["similarity_rank_correlation"] = correlation
