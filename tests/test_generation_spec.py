@@ -22,7 +22,7 @@ def test_mistakes_in_a_spec_are_named(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path / "talk", tmp_path / "model")
     for override, said in (
         ("core.backend=onnxruntime", "'tensorrt_llm' or 'scripted'"),
-        ("core.max_sequence=3", "Did you mean `max_num_seqs`?"),
+        ("core.max_num_seq=3", "Did you mean `max_num_seqs`?"),
         ("core.max_num_batched_tokens=16", "must be at least core.max_num_seqs"),
         ("core.token_delay_ms=-1", "greater than or equal to 0"),
         ("serving.stream_interval=0", "greater than or equal to 1"),
