@@ -200,7 +200,7 @@ def engine_gpus(model: Model) -> Iterator[Flaw]:
     """A model on several GPUs has whole ones, one for each part, and chooses them itself."""
     settings = _settings(model)
     gpus = settings.get("gpus") or []
-    parts = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
+    parts = settings.get("tensor_parallel", 1) * settings.get("pipeline_parallel", 1)
     slices = [gpu for gpu in gpus if str(gpu).startswith(_SLICE)]
     if slices and parts > 1:
         yield error(
