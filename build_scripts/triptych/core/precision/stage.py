@@ -82,12 +82,12 @@ def full_precision(inputs: PipelineInputs, progress: Progress, accept: str) -> C
         if result.passed or not plan.packed:
             return core.accepted(accept)
         refusal = f"packed rows differ from the reference: {'; '.join(result.failures)}"
-    if plan.spec.core.share is not None:
+    if plan.spec.core.shared_from is not None:
         raise UserError(
-            "core.share",
+            "core.shared_from",
             "names a pipeline whose packed core this model cannot use",
             given=refusal,
-            remedy="Remove core.share",
+            remedy="Remove core.shared_from",
         )
     progress("layout", f"bucketed instead of packed: {refusal}")
     bucketed = full_precision(inputs.replanned("bucketed"), progress, accept)

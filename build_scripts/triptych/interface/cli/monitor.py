@@ -277,7 +277,7 @@ def _keep_hours(spec: PipelineSpec) -> float:
             given="nothing",
             remedy="Write `sample: {rate: 0.001}` below serving in pipeline.yaml, build and serve",
         )
-    return spec.serving.sample.keep_hours
+    return spec.serving.sample.retention_hours
 
 
 def _write_gauges(result: MonitorRun, path: Path) -> None:
@@ -359,7 +359,7 @@ def shadow(
     inputs = read_inputs(spec, progress).as_built(folders.repository)
     sample = None
     if not from_traffic and spec.serving.sample is not None:
-        sample = read_sample(samples, name, keep_hours=spec.serving.sample.keep_hours)
+        sample = read_sample(samples, name, keep_hours=spec.serving.sample.retention_hours)
     replay = ReplayOptions(
         max_rows=max_rows, clients=clients, load=load, rounds=rounds, seconds=window_seconds
     )

@@ -173,7 +173,7 @@ def describe_encoder(inputs: PipelineInputs, repository: Path) -> Described:
     plan = inputs.plan
     described = describe_plan(plan)
     if plan.builds_engine:
-        owner = plan.spec.core.share or plan.spec.name
+        owner = plan.spec.core.shared_from or plan.spec.name
         described["gpu"]["rehearsal"] = describe_dry_run(plan, find_manifest(repository, owner))
     return described
 
