@@ -39,7 +39,7 @@ def main() -> int:
     found = {}
     for precision in options.precisions:
         weights, _, cache = precision.partition("+")
-        overrides = [f"core.precision={weights}", f"core.kv_cache.precision={cache[:3] or 'auto'}"]
+        overrides = [f"core.precision={weights}", f"core.kv_cache.dtype={cache[:3] or 'auto'}"]
         inputs = read_generation(load_generation_spec(options.pipeline, overrides), progress)
         prompts = _make_prompts(inputs, options.prompts)
         found[precision] = gate = measure(inputs, prompts, progress, most=options.tokens)

@@ -71,7 +71,7 @@ class SoakLoad:
         while time.monotonic() < self._until:
             try:
                 outcome = await self._send()
-            except DeadlineExceeded:
+            except DeadlineExceededError:
                 outcome = "stuck"
             except InferenceError as error:
                 outcome = "failed"
@@ -86,7 +86,7 @@ class SoakLoad:
             **self._random.choice([{}, {"logprobs": 2}, {"stop": [". "]}, {"top_p": 0.9}]),
         }
         if dice < REFUSED_RATIO:
-            with suppress(InvalidRequest):
+            with suppress(InvalidRequestError):
                 await self._generate({**sampling, "temperature": -1}).whole()
                 return "not refused"
             return "refused"
