@@ -16,9 +16,9 @@ from container_cases import copy_of_the_images_files
 from test_server import eventually
 from triptych.container.steps import STARVED
 from triptych.serving.embedded import find_installation
-from triptych.serving.leftovers import MARK_VARIABLE, new_mark, remove_leftovers
-from triptych.serving.ports import claim_ports
-from triptych.serving.readiness import starved
+from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, new_process_tag, remove_orphans
+from triptych.serving.ports import reserve_ports
+from triptych.serving.readiness import is_cpu_starved
 
 KEY = "a-key-of-the-operators"
 WRAPPER = """#!/bin/sh
@@ -65,11 +65,11 @@ class Image(NamedTuple):
                     if told and not ended:
                         yield process
                         return
-                    remove_leftovers(self.variables[MARK_VARIABLE])  # they hold its pipe
+                    remove_orphans(self.variables[PROCESS_TAG_VARIABLE])  # they hold its pipe
                     said = process.communicate(timeout=30)[0]
                 finally:
                     process.kill()
-            if not (ended and (starved(said) or STARVED in said)):
+            if not (ended and (is_cpu_starved(said) or STARVED in said)):
                 break
         raise AssertionError(said)
 
@@ -78,7 +78,7 @@ class Image(NamedTuple):
 def image_of(folder: Path, repository: Path) -> Iterator[Image]:
     """An image around the embedded server; nothing of its server is left behind."""
     folder.mkdir(parents=True)
-    mark = new_mark()
+    mark = new_process_tag()
     server = find_installation(folder / "server")
     prefixes = [
         f"--backend-config={backend},shm-region-prefix-name={mark}"
@@ -97,7 +97,7 @@ def image_of(folder: Path, repository: Path) -> Iterator[Image]:
     wrapper.chmod(0o755)
     (folder / "key").write_text(KEY)
     services = {f"TRIPTYCH_{name}_PORT": 0 for name in ("HTTP", "GRPC", "METRICS")}
-    ports = {name: str(port) for name, port in claim_ports("127.0.0.1", services).items()}
+    ports = {name: str(port) for name, port in reserve_ports("127.0.0.1", services).items()}
     variables = {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(copy_of_the_images_files(folder / "opt")),
@@ -106,13 +106,13 @@ def image_of(folder: Path, repository: Path) -> Iterator[Image]:
         "TRIPTYCH_REPOSITORY": str(repository),
         "TRIPTYCH_RESTRICTED_KEY_FILE": str(folder / "key"),
         "TRIPTYCH_RESTRICTED_KEY": KEY,
-        MARK_VARIABLE: mark,
+        PROCESS_TAG_VARIABLE: mark,
         **ports,
     }
     try:
         yield Image(folder / "opt", variables)
     finally:
-        remove_leftovers(mark)
+        remove_orphans(mark)
 
 
 def server_of(process: subprocess.Popen[str]) -> int:

@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], str]] = {
             "max_queue_delay_microseconds: 20000", ""
         ),
         {"1/model.onnx": PADDED},
-        "sequence_batching is not supported by the local stand-in",
+        "sequence_batching is not supported by the local emulation",
     ),
 }
 

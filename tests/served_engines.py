@@ -24,7 +24,7 @@ SOURCES = {"tensorrt.py": "fake_tensorrt", "cuda/bindings/runtime.py": "fake_cud
 
 
 def write_fakes(folder: Path) -> Path:
-    """A backend directory that lays the fakes of TensorRT and CUDA beside the real stand-in.
+    """Write a backend directory with fakes of TensorRT and CUDA and the emulated backend.
 
     Returns:
         `folder`.

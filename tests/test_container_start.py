@@ -34,10 +34,10 @@ from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.targets import manifests_of
 from triptych.serving.bench.resources import fetch_metrics
-from triptych.serving.leftovers import (
-    MARK_VARIABLE,
+from triptych.serving.orphan_cleanup import (
+    PROCESS_TAG_VARIABLE,
     SHM,
-    marked_processes,
+    tagged_processes,
 )
 
 pytestmark = pytest.mark.server
@@ -211,7 +211,7 @@ def test_models_cannot_be_loaded_even_with_the_key(image: Image) -> None:
 
 def seen_of(mark: str, parent: int = 0) -> list[str]:
     """Command lines of a server and its steps, and what their environments hold."""
-    processes = [process for process in marked_processes(mark) if process.pid != parent]
+    processes = [process for process in tagged_processes(mark) if process.pid != parent]
     assert len(processes) > 1
     return [text for p in processes for text in (*p.cmdline(), *p.environ().values())]
 
@@ -220,13 +220,13 @@ def test_neither_the_process_list_nor_a_step_has_the_key(
     started: tuple[Image, subprocess.Popen[str]],
 ) -> None:
     image, process = started
-    mark = image.variables[MARK_VARIABLE]
+    mark = image.variables[PROCESS_TAG_VARIABLE]
     assert eventually(lambda: not [text for text in seen_of(mark, process.pid) if KEY in text])
     assert "*" * len(KEY) in Path(f"/proc/{server_of(process)}/cmdline").read_text()
 
 
 def test_what_users_send_is_for_the_servers_own_user_alone(image: Image) -> None:
-    shared = list(SHM.glob(f"{image.variables[MARK_VARIABLE]}*"))
+    shared = list(SHM.glob(f"{image.variables[PROCESS_TAG_VARIABLE]}*"))
     private = [path for path in shared if not path.stat().st_mode & 0o077]
     assert len(private) == 8  # of two pipelines with three Python steps, and what they count
     assert len(shared) == len(private) + 1  # and that of `echo`, which is not ours

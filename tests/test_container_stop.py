@@ -20,7 +20,7 @@ from triptych.container.steps import STARVED, step_processes
 from triptych.container.supervisor import EXIT_DEAD
 from triptych.runtime.admission import LAST_CALL_S
 from triptych.runtime.in_flight import InFlight
-from triptych.serving.leftovers import MARK_VARIABLE
+from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE
 
 pytestmark = pytest.mark.server
 
@@ -48,7 +48,9 @@ def test_sigterm_loses_nothing(alone: Path, tmp_path: Path) -> None:
             idle = http.client.HTTPConnection(image.url("HTTP"), timeout=10)
             idle.request("GET", "/v2/health/live")
             idle.getresponse().read()
-            (counts,) = InFlight.of_server(server_of(process), image.variables[MARK_VARIABLE])
+            (counts,) = InFlight.of_server(
+                server_of(process), image.variables[PROCESS_TAG_VARIABLE]
+            )
             before = counts.admitted()
             with (
                 Client("minilm_packed", image.url("GRPC"), timeout_s=60) as client,

@@ -31,7 +31,7 @@ from triptych.deploy.kserve import MODELS_MOUNT
 from triptych.deploy.targets import manifests_of
 from triptych.deploy.workload import PORTS
 from triptych.serving.fleet.proxy import envoy_command, find_envoy, validate
-from triptych.serving.ports import claim_ports
+from triptych.serving.ports import reserve_ports
 
 TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
 
@@ -148,7 +148,7 @@ def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:
     healthy = composed["services"]["envoy"]["healthcheck"]["test"][1:]
     names = [*PORTS.values(), envoy.ADMIN_PORT]
     ports = dict(
-        zip(names, claim_ports("127.0.0.1", dict.fromkeys("abcd", 0)).values(), strict=True)
+        zip(names, reserve_ports("127.0.0.1", dict.fromkeys("abcd", 0)).values(), strict=True)
     )
 
     def run(words: list[str]) -> subprocess.Popen[bytes]:

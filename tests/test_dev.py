@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from conftest import build_into
-from exchange_cases import Asker, hooks, write_tickets
+from hot_reload_cases import Asker, hooks, write_tickets
 from test_server_failures import STOP_ONCE
 from triptych.building.dev import Watch
 from triptych.repository.history import rollback
-from triptych.serving.exchange import Exchange
+from triptych.serving.hot_reload import HotReload
 from triptych.serving.server import Server
 
 STOPPED_ON_A_SERVER = (
@@ -84,32 +84,32 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
     told: list[str] = []
     problems: list[str] = []
     with Server(repository, models=["tickets"]) as server, Asker(server.grpc_url) as asker:
-        exchange = Exchange(server, on_exchange=told.append, on_problem=problems.append)
-        old = Exchange(server, on_exchange=told.append, on_problem=problems.append, production=True)
+        exchange = HotReload(server, on_reload=told.append, on_problem=problems.append)
+        old = HotReload(server, on_reload=told.append, on_problem=problems.append, production=True)
         asker.wait_for("FIRST")
-        exchange.look()
+        exchange.poll()
         assert (told, problems) == ([], [])
 
         (folder / "hooks.py").write_text(hooks("SECOND"))
         build_into(folder, repository)
-        old.look()
+        old.poll()
         assert "goes on with the old one" in problems.pop()
-        exchange.look()
+        exchange.poll()
         steps = "tickets_postprocess, tickets_preprocess"
         assert told == [f"tickets was built anew and exchanged: {steps}"]
         asker.wait_for("SECOND")
         for label in ("FIRST", "SECOND"):
             rollback(repository, "tickets", None)
-            exchange.look()
+            exchange.poll()
             assert told.pop() == told[0]
             asker.wait_for(label)
         assert build_into(folder, repository).changed == ()
-        assert server.death(within_s=0.5) is None
+        assert server.find_crash(within_s=0.5) is None
 
         # It loads here, and not on the server.
         (folder / "hooks.py").write_text(hooks("THIRD", at_load=True))
         build_into(folder, repository)
-        exchange.look()
+        exchange.poll()
         assert len(told) == 1
         assert "KeyError: 'not on a server'" in problems[0]
         assert "What was loaded before goes on serving" in problems.pop()
@@ -120,7 +120,7 @@ def test_a_server_exchanges_what_was_built_anew(pipelines: Path, tmp_path: Path)
         (folder / "hooks.py").write_text(hooks("FOURTH"))
         build_into(folder, repository)
         damaged.write_text(hooks("FIFTH"))
-        exchange.look()
+        exchange.poll()
         assert "tickets_postprocess/1/hooks.py is not the file that the lock" in problems.pop()
         assert asker.failures == []
         assert set(asker.labels) == {"FIRST", "SECOND"}
@@ -135,18 +135,18 @@ def test_a_step_that_would_load_for_ever_is_loaded_again(pipelines: Path, tmp_pa
     build_into(folder, repository)
     told: list[str] = []
     with Server(repository, models=["tickets"]) as server, Asker(server.grpc_url) as asker:
-        exchange = Exchange(server, on_exchange=told.append, on_problem=told.append)
+        exchange = HotReload(server, on_reload=told.append, on_problem=told.append)
         asker.wait_for("FIRST")
         mark = tmp_path / "stopped"
         (folder / "hooks.py").write_text(
             hooks("SECOND") + STOPPED_ON_A_SERVER.format(mark=str(mark))
         )
         build_into(folder, repository)
-        exchange.look()
+        exchange.poll()
         assert "tickets was built anew and exchanged" in told.pop()
         asker.wait_for("SECOND")
         assert mark.exists()
-        assert server.death(within_s=0.5) is None
+        assert server.find_crash(within_s=0.5) is None
     assert (told, asker.failures) == ([], [])
 
 

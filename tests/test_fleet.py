@@ -24,11 +24,11 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from conftest import build_into
-from exchange_cases import Asker, hooks, write_tickets
+from hot_reload_cases import Asker, hooks, write_tickets
 from triptych.client import Client
 from triptych.serving.fleet.fleet import Fleet, Replica
 from triptych.serving.fleet.serve import new_fleet
-from triptych.serving.readiness import answers
+from triptych.serving.readiness import responds_ok
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -73,7 +73,7 @@ class Watched:
     def _look(self) -> None:
         try:
             while not self._ends.wait(0.1):
-                self.fleet.look()
+                self.fleet.reconcile()
         except BaseException as error:
             self._failure.append(error)
 
@@ -211,8 +211,8 @@ def test_a_replica_that_ends_politely_and_one_that_is_killed_fail_nobody(watched
     first, second, _ = watched.fleet.replicas
     with load(watched) as asker:
         watched.until(lambda: len(asker.labels) >= REQUESTS // 4)
-        watched.fleet.take_out(first)
-        assert watched.fleet.proxy.wait_out(first.server, 30)
+        watched.fleet.drain_replica(first)
+        assert watched.fleet.proxy.wait_drained(first.server, 30)
         first.drain()
         watched.until(lambda: len(asker.labels) >= REQUESTS)
         first.again_at = time.monotonic()  # as after a pause
@@ -250,12 +250,12 @@ def test_what_is_built_is_put_in_one_at_a_time_and_what_does_not_load_never(
 
 def test_http_and_the_metrics_pass_envoy_and_its_own_page_does_not(watched: Watched) -> None:
     endpoints = watched.fleet.endpoints
-    assert answers(endpoints["http"], "/v2/models/tickets/ready")
+    assert responds_ok(endpoints["http"], "/v2/models/tickets/ready")
     for path in ("/v2/models/tickets/stats", "/v2/repository/index", "/quitquitquit"):
-        assert not answers(endpoints["http"], path)
+        assert not responds_ok(endpoints["http"], path)
     host = endpoints["metrics"].removeprefix("http://").removesuffix("/metrics")
-    assert answers(host, "/ready")
-    assert not answers(host, "/config_dump")
+    assert responds_ok(host, "/ready")
+    assert not responds_ok(host, "/config_dump")
     with Client("tickets", endpoints["grpc"]) as client:
         client.classify(["where is it"])
     for metric in ("grpc_ModelInfer_upstream_rq_time", "upstream_rq_time"):
@@ -304,7 +304,7 @@ def test_a_replica_that_dies_at_each_start_is_given_up_and_a_new_build_tries_it_
         # What it serves is gone from the disk, so that it cannot start again.
         shutil.rmtree(first.build.folder / "tickets_preprocess/1")
         os.kill(first.server.pid, signal.SIGKILL)
-        watched.until(lambda: first.is_given_up)
+        watched.until(lambda: first.has_failed_for_good)
         assert len(fleet.ready) == 2
         build(pipeline, "FIRST")
         watched.until(lambda: first.is_ready)

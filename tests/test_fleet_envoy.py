@@ -28,13 +28,13 @@ from triptych.serving.fleet.envoy import (
     bootstrap,
     proxy_settings,
 )
-from triptych.serving.fleet.fleet import Build, Replica, keep_build
+from triptych.serving.fleet.fleet import Replica, ReplicaBuild, link_build
 from triptych.serving.fleet.proxy import find_envoy, validate
 from triptych.serving.fleet.serve import (
+    capacity_warnings,
     check_gpus,
     count_replicas,
-    crowding,
-    find_crowding,
+    find_capacity_warnings,
     new_fleet,
 )
 from triptych.serving.server import Server
@@ -179,34 +179,36 @@ def test_what_cannot_be_is_refused_in_words(ask: Callable[[], object], message: 
 
 
 def test_replicas_without_room_are_warned_of_by_what_was_measured() -> None:
-    assert list(crowding([900.0, 800.0], 1000.0, 2)) == []
-    memory, cores = crowding([900.0, 800.0, 700.0], 850.0, 2)
+    assert list(capacity_warnings([900.0, 800.0], 1000.0, 2)) == []
+    memory, cores = capacity_warnings([900.0, 800.0, 700.0], 850.0, 2)
     assert memory.startswith("a replica uses 900 MiB and 850 MiB are left")
     assert cores.startswith("3 replicas share 2 cores")
     # This process, measured: some MiB, and fewer than the machine has.
-    assert not any(line.startswith("a replica uses 0 MiB") for line in find_crowding([os.getpid()]))
+    assert not any(
+        line.startswith("a replica uses 0 MiB") for line in find_capacity_warnings([os.getpid()])
+    )
 
 
 def test_what_fails_at_each_start_is_given_up_and_what_dies_later_is_not(tmp_path: Path) -> None:
-    tried = Replica("replica 1", Server(tmp_path), (), Build(1, tmp_path))
+    tried = Replica("replica 1", Server(tmp_path), (), ReplicaBuild(1, tmp_path))
     assert [tried.failed() for _ in range(6)] == [0, 0.5, 1, 2, 4, None]
-    assert tried.is_given_up
-    lived = Replica("replica 2", Server(tmp_path), (), Build(1, tmp_path))
+    assert tried.has_failed_for_good
+    lived = Replica("replica 2", Server(tmp_path), (), ReplicaBuild(1, tmp_path))
     for pause_s in (0, 0.5, 1, 2, 4, 8, 16, 30, 30):
         lived.ready()
         assert lived.failed() == pause_s
-    assert not lived.is_given_up
+    assert not lived.has_failed_for_good
 
 
 def test_a_kept_build_stays_as_it_was(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     write_models(repository, {"one/config.pbtxt": b"old", "two/1/model.onnx": b"both"})
-    kept = keep_build(repository, tmp_path, 1).folder
+    kept = link_build(repository, tmp_path, 1).folder
     write_models(repository, {"one/config.pbtxt": b"new"})
     assert (kept / "one/config.pbtxt").read_bytes() == b"old"
     assert (kept / "two/1/model.onnx").samefile(repository / "two/1/model.onnx")
     with locked(repository), pytest.raises(UserError, match="two builds at a time"):
-        keep_build(repository, tmp_path, 2)
+        link_build(repository, tmp_path, 2)
 
 
 def test_what_replicas_need_and_is_not_there_is_said_before_anything_starts(

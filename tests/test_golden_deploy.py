@@ -29,7 +29,7 @@ from triptych.serving.fleet.envoy import (
     bootstrap,
     proxy_settings,
 )
-from triptych.serving.fleet.mirrored import Mirrored
+from triptych.serving.fleet.mirror_option import MirrorOption
 from triptych.spec.slo import Slo
 
 GOLDEN = ROOT / "tests/data/deploy"
@@ -131,7 +131,7 @@ def manifests(case: str, folder: Path) -> dict[str, str]:
             build_id(in_place, name)[:12]: "PLACE",
         }
         if "mirror" in chosen:
-            chosen["mirrored"] = Mirrored(candidate, chosen.pop("mirror"))
+            chosen["mirrored"] = MirrorOption(candidate, chosen.pop("mirror"))
         if "baseline" in chosen:
             chosen["baseline"] = in_place
     slo = BUSY if case == "kubernetes_busy" else Slo(p99_ms=80.0)

@@ -18,7 +18,7 @@ from test_server import mark_of, regions
 from triptych.client import Client, InvalidRequestError
 from triptych.runtime.faults import RequestError
 from triptych.runtime.row_types import RowInputs
-from triptych.serving.leftovers import SHM
+from triptych.serving.orphan_cleanup import SHM
 
 PROMPT_S = 1.0
 """Longest that a request of a few kilobytes may keep preprocess from the others."""

@@ -1,4 +1,4 @@
-"""Copies of requests for a candidate, by a real Envoy in front of stand-ins for servers."""
+"""Copies of requests for a candidate, by a real Envoy in front of minimal HTTP servers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from triptych.serving.fleet.envoy import (
     bootstrap,
     proxy_settings,
 )
-from triptych.serving.fleet.mirrored import Mirrored, check_alike, mirrored_of
+from triptych.serving.fleet.mirror_option import MirrorOption, check_same_pipelines, parse_mirror
 from triptych.serving.fleet.proxy import envoy_command, find_envoy
-from triptych.serving.ports import claim_ports
+from triptych.serving.ports import reserve_ports
 
 LOOPBACK = "127.0.0.1"
 SHARE = 0.25
@@ -39,7 +39,7 @@ REQUESTS = 240
 INFER = "/v2/models/minilm/infer"
 
 
-class Standin(http.server.ThreadingHTTPServer):
+class MinimalServer(http.server.ThreadingHTTPServer):
     """Answers as a server's HTTP port does, after a while; remembers what it was asked."""
 
     daemon_threads = True
@@ -53,7 +53,7 @@ class Standin(http.server.ThreadingHTTPServer):
 class _Answer(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: Standin
+    server: MinimalServer
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -72,8 +72,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def standin() -> Iterator[Standin]:
-    with Standin() as server:
+def minimal_server() -> Iterator[MinimalServer]:
+    with MinimalServer() as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
         server.shutdown()
@@ -83,7 +83,7 @@ def standin() -> Iterator[Standin]:
 def envoy(folder: Path, live: int, candidate: int) -> Iterator[Listen]:
     """The proxy of a fleet, in front of the HTTP ports of a replica and of a candidate."""
     names = ("grpc_port", "http_port", "metrics_port", "admin_port")
-    listen = Listen(LOOPBACK, **claim_ports(LOOPBACK, dict.fromkeys(names, 0)))
+    listen = Listen(LOOPBACK, **reserve_ports(LOOPBACK, dict.fromkeys(names, 0)))
     made = bootstrap(
         settings(),
         listen,
@@ -135,7 +135,7 @@ def ask(port: int, count: int) -> list[float]:
 def test_a_share_is_mirrored_and_a_slow_or_dead_candidate_costs_nobody_an_answer(
     tmp_path: Path,
 ) -> None:
-    with standin() as live, standin() as candidate:
+    with minimal_server() as live, minimal_server() as candidate:
         ports = live.server_port, candidate.server_port
         with envoy(tmp_path, *ports) as listen:
             usual = ask(listen.http_port, REQUESTS)
@@ -164,7 +164,7 @@ def deployed(folder: Path, **changes: Any) -> Any:
     sampling = {"slo": PROMISE, "sample": {"rate": 0.01}}
     repository = write_built(folder, serving=sampling)
     other = write_built(folder / "other", serving={**sampling, "sample": {"rate": 1.0}})
-    chosen = options(mirrored=Mirrored(other, 0.05), **changes)
+    chosen = options(mirrored=MirrorOption(other, 0.05), **changes)
     return manifests_of(repository, "minilm", chosen, write_bench(folder / "reports"))
 
 
@@ -217,15 +217,15 @@ def test_what_cannot_be_mirrored_is_refused(tmp_path: Path) -> None:
         (f"{plain_build}:0.5", "builds that sample"),
     ):
         with pytest.raises(UserError, match=said):
-            mirrored_of(text)
-    assert mirrored_of(f"{sampling}:0.5") == Mirrored(sampling, 0.5)
+            parse_mirror(text)
+    assert parse_mirror(f"{sampling}:0.5") == MirrorOption(sampling, 0.5)
     with pytest.raises(UserError, match="builds of pipelines that are served"):
-        check_alike(plain_build, sampling)
+        check_same_pipelines(plain_build, sampling)
     reports = write_bench(tmp_path / "reports")
     for build, changes, said in (
         (plain_build, {}, "a build that samples"),
         (plain_build, {"target": "compose"}, "only supported with --target kubernetes"),
     ):
-        chosen = options(mirrored=Mirrored(sampling, 0.5), **changes)
+        chosen = options(mirrored=MirrorOption(sampling, 0.5), **changes)
         with pytest.raises(UserError, match=said):
             manifests_of(build, "minilm", chosen, reports)

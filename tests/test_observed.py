@@ -39,7 +39,7 @@ from triptych.repository.manifest import read_manifest
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
-from triptych.serving.ports import claim_ports
+from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 
 LOOPBACK = "127.0.0.1"
@@ -204,7 +204,7 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
     """An Envoy in front of the server, a Prometheus that scrapes both, an Alertmanager."""
     told = Told()
     own = ("grpc_port", "http_port", "metrics_port", "admin_port")
-    ports = claim_ports(LOOPBACK, dict.fromkeys((*own, "prometheus", "alerts"), 0))
+    ports = reserve_ports(LOOPBACK, dict.fromkeys((*own, "prometheus", "alerts"), 0))
     addresses = {name: f"{LOOPBACK}:{port}" for name, port in ports.items()}
     with ExitStack() as stack:
         proxy = Proxy(

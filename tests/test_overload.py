@@ -229,7 +229,7 @@ def test_overload_keeps_its_goodput(minilm_repository: Path) -> None:
             (*goodput(server.grpc_url, 32, 30.0, 2.0), *goodput(server.grpc_url, 400, 2.0, 5.0))
             for _ in range(3)
         ]
-        assert server.death(0.0) is None
+        assert server.find_crash(0.0) is None
         with Client("minilm_packed", server.grpc_url) as client:
             assert any(answers(client, within_s=1.0) for _ in range(5))
     for peak, _, loaded, ended in turns:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from triptych.serving.leftovers import MARK_VARIABLE, SHM, marked_processes
+from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, SHM, tagged_processes
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
@@ -113,7 +113,7 @@ def get(url: str, path: str) -> tuple[int, str]:
 def mark_of(pid: int) -> str:
     """The server's mark, as everybody on the machine can see it."""
     environ = Path(f"/proc/{pid}/environ")
-    wanted = f"\0{MARK_VARIABLE}="
+    wanted = f"\0{PROCESS_TAG_VARIABLE}="
     assert eventually(lambda: wanted in environ.read_text())  # empty while a program is replaced
     return environ.read_text().partition(wanted)[2].partition("\0")[0]
 
@@ -197,9 +197,9 @@ def test_a_second_server_runs_beside_the_first(
         assert ask(server, "one") == "one"
         assert get(second.http_url, "/v2/models/echo/ready")[0] == 200  # the ensemble's step
         assert get(second.http_url, "/v2/models/other/ready")[0] != 200
-        assert marked_processes(mark)
+        assert tagged_processes(mark)
         assert regions(mark)
-    assert marked_processes(mark) == []
+    assert tagged_processes(mark) == []
     assert regions(mark) == []
     assert ask(server, "still one") == "still one"
     assert "Waiting for in-flight requests" in (tmp_path / "second.log").read_text()
@@ -255,7 +255,7 @@ def test_stop_kills_after_the_grace_and_may_be_called_again(
         with pytest.raises((OSError, http.client.HTTPException)):
             answer.result(timeout=5.0)
     assert 0.5 <= took_s < 20.0
-    assert marked_processes(mark) == []
+    assert tagged_processes(mark) == []
     assert regions(mark) == []
     assert log_file is not None
     assert not log_file.exists()
@@ -270,12 +270,12 @@ def test_stop_cleans_up_after_a_server_that_was_killed(repository: Path) -> None
         mark = mark_of(server.pid)
         log_file = server.log_file
         os.kill(server.pid, signal.SIGKILL)
-        death = server.death(within_s=10)
+        death = server.find_crash(within_s=10)
         assert death is not None
         assert "signal SIGKILL" in death.message
     finally:
         server.stop()
-    assert marked_processes(mark) == []
+    assert tagged_processes(mark) == []
     assert regions(mark) == []
     assert log_file is not None
     assert log_file.is_file()  # what it said before it died
@@ -358,7 +358,7 @@ def test_nothing_outlives_a_killed_parent(
         assert list(temporary_folder.iterdir())
     finally:
         end_child(child)
-    assert eventually(lambda: marked_processes(mark) == [])
+    assert eventually(lambda: tagged_processes(mark) == [])
     assert eventually(lambda: regions(mark) == [])
     assert eventually(lambda: list(temporary_folder.iterdir()) == [])
 
@@ -376,4 +376,4 @@ def test_ctrl_c_at_the_terminal_reaches_the_server_once(tmp_path: Path, reposito
         end_child(child)
     assert log_file.read_text().count("Signal (") == 1
     assert list((tmp_path / "temporary").iterdir()) == []
-    assert marked_processes(mark) == []
+    assert tagged_processes(mark) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from client_toy import wait_until
-from triptych.serving.readiness import ServerError, last_words, read_load_state
+from triptych.serving.readiness import ServerError, find_exit_reason, read_load_state
 from triptych.serving.server import Server
 
 CONFIG = """backend: "python"
@@ -279,14 +279,14 @@ def test_a_log_is_read_but_not_what_steps_print() -> None:
 def test_an_empty_log_says_nothing() -> None:
     state = read_load_state("", Path("/models"))
     assert (state.loading, state.loaded, state.failures) == ((), (), ())
-    assert last_words("") == "nothing"
+    assert find_exit_reason("") == "nothing"
 
 
 def test_a_step_that_got_no_cpu_while_it_loaded_is_told_as_that() -> None:
     log = """terminate called after throwing an instance of 'boost::interprocess::lock_exception'
   what():  boost::interprocess::lock_exception
 I0812 09:00:01.000006 2 pb_stub.cc:2145]  Non-graceful termination detected. """
-    assert "no CPU for a second" in last_words(log)
+    assert "no CPU for a second" in find_exit_reason(log)
 
 
 BUCKETS = """model_metrics { metric_control {

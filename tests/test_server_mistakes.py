@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from triptych.base.errors import UserError
-from triptych.serving.ports import claim_ports, port_is_busy, release_ports
+from triptych.serving.ports import port_is_busy, release_ports, reserve_ports
 from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
 
@@ -37,7 +37,7 @@ def test_a_busy_port_is_named(repository: Path) -> None:
 
 def test_a_picked_port_differs_from_the_wanted_ones(repository: Path) -> None:
     wanted = {"grpc_port": 0, "http_port": 0, "metrics_port": 0}
-    ports = claim_ports("127.0.0.1", wanted)
+    ports = reserve_ports("127.0.0.1", wanted)
     assert set(ports) == set(wanted)
     assert len(set(ports.values())) == 3
     assert not any(port_is_busy(port) for port in ports.values())
@@ -45,7 +45,7 @@ def test_a_picked_port_differs_from_the_wanted_ones(repository: Path) -> None:
 
 
 def test_a_picked_port_is_kept_for_its_server_until_it_is_released() -> None:
-    at = ("127.0.0.1", claim_ports("127.0.0.1", {"grpc_port": 0})["grpc_port"])
+    at = ("127.0.0.1", reserve_ports("127.0.0.1", {"grpc_port": 0})["grpc_port"])
     with socket.socket() as another, pytest.raises(OSError, match="already in use"):
         another.bind(at)  # as another pick does
     with socket.socket() as server:

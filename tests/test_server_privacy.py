@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 from test_server import ask, mark_of, regions, write_model
 from triptych.base.errors import UserError
 from triptych.client import Client
-from triptych.serving.leftovers import SHM, marked_processes
+from triptych.serving.orphan_cleanup import SHM, tagged_processes
 from triptych.serving.server import Server
 
 pytestmark = pytest.mark.server
@@ -96,7 +96,7 @@ def test_clients_cannot_read_a_steps_memory_nor_write_files(
 
 def test_the_key_is_neither_in_the_process_list_nor_with_the_steps(minilm_server: Server) -> None:
     (key,) = minilm_server.operator_headers.values()
-    processes = marked_processes(mark_of(minilm_server.pid))
+    processes = tagged_processes(mark_of(minilm_server.pid))
     assert len(processes) > STEPS
     for process in processes:
         seen = [*process.cmdline(), *process.environ().values()]
@@ -116,7 +116,7 @@ def test_no_path_is_read_by_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with Server(repository, log_file=log_file) as server:
         mark = mark_of(server.pid)
         assert ask(server, "grüezi") == "grüezi"
-        private = [Path(word) for p in marked_processes(mark) for word in p.cmdline()]
+        private = [Path(word) for p in tagged_processes(mark) for word in p.cmdline()]
     assert not list(tmp_path.rglob("PWNED"))
     assert sorted(path.name for path in temporary.iterdir()) == sorted([HOSTILE, log_file.name])
     assert repository.joinpath("echo/1/model.py").is_file()  # a link to it was removed, not it

@@ -72,7 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, cores: Path) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def by_onnx_runtime(tmp_path_factory: pytest.TempPathFactory, cores: Path) -> Iterator[str]:
-    """The same pipelines, their cores served by the stand-in for ONNX Runtime."""
+    """The same pipelines, their cores served by the emulated ONNX Runtime backend."""
     repository = tmp_path_factory.mktemp("onnx") / "repository"
     served_engines.with_onnx_cores(cores, repository)
     with Server(repository) as server:

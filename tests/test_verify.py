@@ -99,7 +99,7 @@ def verify(
     folder: Path, repository: Path, *overrides: str, url: str | None = None, clients: int = 16
 ) -> Verification:
     inputs = inputs_of(folder, *overrides)
-    server = endpoint.served(repository, inputs.plan.spec.name, url, quiet)
+    server = endpoint.open_endpoint(repository, inputs.plan.spec.name, url, quiet)
     return verify_pipeline(inputs, repository, server, quiet, clients=clients, timeout_s=30.0)
 
 
@@ -232,7 +232,7 @@ def test_another_task_under_the_name_is_a_mistake(base: Path, url: str, tmp_path
 
 
 def test_late_answers_are_a_mistake(base: Path, url: str) -> None:
-    server = endpoint.served(base / "r", "topics", url, quiet)
+    server = endpoint.open_endpoint(base / "r", "topics", url, quiet)
     inputs = inputs_of(base / "p/topics")
     with pytest.raises(UserError, match="must answer requests within 1e-05 s"):
         verify_pipeline(inputs, base / "r", server, quiet, clients=2, timeout_s=1e-5)
@@ -253,7 +253,7 @@ def test_a_server_that_dies_meanwhile_is_named(
             os.kill(servers[0].pid, signal.SIGKILL)
 
     monkeypatch.setattr(endpoint, "Server", Watched)
-    server = endpoint.served(base / "r", "topics", None, quiet)
+    server = endpoint.open_endpoint(base / "r", "topics", None, quiet)
     inputs = inputs_of(base / "p/topics")
     with pytest.raises(ServerError, match="SIGKILL"):
         verify_pipeline(inputs, base / "r", server, kill, clients=16, timeout_s=30.0)

@@ -184,7 +184,7 @@ def fuzz(repository: Path, pipeline: str, requests: int, seed: int) -> tuple[Cou
                 pool.submit(send, url, Fuzzer(models, seed + number), share, ended)
         over.set()
         probe.join()
-        alive = server.death(0.0) is None
+        alive = server.find_crash(0.0) is None
         grown = (psutil.Process(server.pid).memory_info().rss - before) / 2**20 if alive else 0.0
     seconds = time.monotonic() - began
     print(f"{share * len(senders)} requests in {seconds:.0f} s; the server grew by {grown:.0f} MiB")

@@ -34,7 +34,7 @@ from triptych.runtime.engine_vllm import DTYPES, PRIVATE
 from triptych.serving.bench.baselines import ChildProcess
 from triptych.serving.bench.resources import process_tree
 from triptych.serving.environment import environment_python
-from triptych.serving.ports import claim_ports
+from triptych.serving.ports import reserve_ports
 from triptych.serving.readiness import answers
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
@@ -121,7 +121,7 @@ def _serve(repository: Path) -> Iterator[Server]:
 def _serve_vllm(inputs: GenerationInputs) -> Iterator[tuple[str, int]]:
     """Run vLLM's OpenAI server with the settings of the core; yield its URL and process id."""
     core = inputs.spec.core
-    port = claim_ports(_HOST, {"port": 0})["port"]
+    port = reserve_ports(_HOST, {"port": 0})["port"]
     command = [
         str(environment_python()), "-m", "vllm.entrypoints.openai.api_server",
         *("--model", str(inputs.weights), "--served-model-name", inputs.spec.name),

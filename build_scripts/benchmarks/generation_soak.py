@@ -138,7 +138,7 @@ def main() -> int:
         server.start()
         server.wait_ready()
         load, samples = asyncio.run(_soak(inputs, server, options))
-        death = server.death(1.0)
+        death = server.find_crash(1.0)
         left = {} if death is not None else _read_busy_gauges(server, inputs.spec.name)
     finally:
         server.stop()
@@ -172,7 +172,7 @@ async def _soak(
             memory = await asyncio.to_thread(read_memory, server.pid)
             samples.append({SECONDS: time.monotonic() - began, **memory})
             await asyncio.wait(tasks, timeout=options.every)
-            if server.death(0.0) is not None:
+            if server.find_crash(0.0) is not None:
                 for task in tasks:
                     task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -25,7 +25,7 @@ from benchmarks.ensemble import CHECK_CLIENTS, RESPONSE_TIMEOUT_S
 from benchmarks.harness import closed_loop, say
 from benchmarks.model import CACHE, model_folder
 from triptych.serving.bench.baselines import ChildProcess
-from triptych.serving.ports import claim_ports
+from triptych.serving.ports import reserve_ports
 
 HOST = "127.0.0.1"
 MODEL = "minilm"
@@ -90,7 +90,7 @@ class HttpServer(ABC):
 
     def __enter__(self) -> Self:
         programs = install(self.package)
-        self._port = claim_ports(HOST, {"port": 0})["port"]
+        self._port = reserve_ports(HOST, {"port": 0})["port"]
         self._scratch = tempfile.TemporaryDirectory(prefix="triptych-benchmarks-")
         scratch, log = Path(self._scratch.name, "work"), Path(self._scratch.name, "log.txt")
         scratch.mkdir()
@@ -198,7 +198,7 @@ class MLServer(HttpServer):
     def command(self, programs: Path, scratch: Path, port: int) -> list[str]:
         runtime = Path(__file__).with_name("mlserver_runtime.py")
         shutil.copy(runtime, scratch)
-        ports = claim_ports(HOST, {"grpc_port": 0, "metrics_port": 0})
+        ports = reserve_ports(HOST, {"grpc_port": 0, "metrics_port": 0})
         server = {"host": HOST, "http_port": port, **ports}
         model = {
             "name": MODEL,

@@ -25,7 +25,7 @@ from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
 from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
-from triptych.serving.ports import claim_ports
+from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 
 NAMESPACE = "default"
@@ -110,7 +110,7 @@ class LiveFleet:
         """
         for replica in self._wanted:
             replica.started.result()
-        if not self._proxy.wait_in(self._ready(), _FOUND_S):
+        if not self._proxy.wait_healthy(self._ready(), _FOUND_S):
             raise TimeoutError("Envoy does not find its replicas healthy")
         return time.monotonic() - max(replica.began_s for replica in self._wanted)
 
@@ -153,7 +153,7 @@ class LiveFleet:
             with self._routing:
                 replica.is_ready = False
                 self._proxy.route_to(self._ready())
-            self._proxy.wait_out(server, _TAKEN_OUT_S)
+            self._proxy.wait_drained(server, _TAKEN_OUT_S)
             server.stop()
             replica.ended_s = time.monotonic()
             self._free.put(server)
@@ -187,7 +187,7 @@ def live_fleet(
     folder.mkdir()
     names = [f"{name}_{number}" for number in range(most) for name in _OWN]
     wanted = dict.fromkeys((*_OWN, *names, "admin_port", "prometheus"), 0)
-    ports = claim_ports(_LOOPBACK, wanted)
+    ports = reserve_ports(_LOOPBACK, wanted)
     servers = [
         Server(
             repository,

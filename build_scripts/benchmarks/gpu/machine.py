@@ -168,7 +168,7 @@ def _server() -> tuple[str, str]:
         embedded.check_requirements(embedded.read_platform())
     except UserError as error:
         return "", str(error)
-    return f"embedded, {embedded.EMBEDDED_RELEASE}, with the stand-in backend", ""
+    return f"embedded, {embedded.EMBEDDED_RELEASE}, with the emulated backend", ""
 
 
 def _perf_analyzer() -> str:

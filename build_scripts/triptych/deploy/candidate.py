@@ -23,7 +23,7 @@ from triptych.deploy.workload import (
 )
 from triptych.repository.manifest import read_manifest
 from triptych.serving.fleet.envoy import EndpointNames, Mirror
-from triptych.serving.fleet.mirrored import FOLDER
+from triptych.serving.fleet.mirror_option import FOLDER
 
 
 def candidate_name(options: DeployOptions) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from triptych.base.errors import UserError
 from triptych.base.releases import Release
-from triptych.serving.fleet.mirrored import Mirrored
+from triptych.serving.fleet.mirror_option import MirrorOption
 
 Target = Literal["kubernetes", "kserve", "compose"]
 TARGETS: tuple[Target, ...] = ("kubernetes", "kserve", "compose")
@@ -82,7 +82,7 @@ class DeployOptions:
     canary_percent: int | None = None
     replicas: int | None = None
     monitor_image: str | None = None
-    mirrored: Mirrored | None = None
+    mirrored: MirrorOption | None = None
     baseline: Path | None = None
     affinity_header: str | None = None
 

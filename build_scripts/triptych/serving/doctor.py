@@ -179,7 +179,7 @@ def _output(command: list[str]) -> str:
 
 _MIB = 2**20
 _PYTHON_MIN, _PYTHON_END = (3, 10), (3, 13)
-# Of a pipeline served on a laptop: preprocess, the core's stand-in, postprocess.
+# Of a pipeline served on a laptop: preprocess, the emulated core, postprocess.
 _PYTHON_STEPS = 3
 _SHM_WARNING_BYTES = 64 * _MIB * _PYTHON_STEPS
 _SHM_ERROR_BYTES = 16 * _MIB * _PYTHON_STEPS

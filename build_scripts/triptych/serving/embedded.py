@@ -25,7 +25,7 @@ INSTALL_LOCAL = "pip install -e .[local]"
 EMBEDDED_RELEASE = Release(24, 10)
 _GLIBC_MIN = (2, 35)
 _NOT_CODE = shutil.ignore_patterns("__pycache__")
-_STAND_INS = Path(__file__).parent / "backends"
+_EMULATED_BACKENDS = Path(__file__).parent / "backends"
 
 
 class Wheel(NamedTuple):
@@ -212,7 +212,7 @@ def describe_local_server(backend: str) -> str:
     """Return what `find_installation` starts, and whether it has Triton's own `backend`."""
     if shutil.which("tritonserver"):
         return "tritonserver on PATH"
-    replaced = backend and (_STAND_INS / backend).is_dir()
+    replaced = backend and (_EMULATED_BACKENDS / backend).is_dir()
     replacement = f", with a local replacement of Triton's {backend} backend" if replaced else ""
     return f"embedded tritonserver{replacement}"
 
@@ -223,10 +223,10 @@ def server_path() -> str:
 
 
 def _backend_folders(own_backends: Path | None) -> list[Path]:
-    """Stand-ins first, then the caller's, so that the caller's win."""
+    """Return folders of backends; those of the caller follow and so replace emulated ones."""
     if own_backends is not None and not own_backends.is_dir():
         raise UserError("backend_directory", "must be a folder", given=own_backends)
-    parents = [_STAND_INS] if own_backends is None else [_STAND_INS, own_backends]
+    parents = [_EMULATED_BACKENDS] if own_backends is None else [_EMULATED_BACKENDS, own_backends]
     return [
         folder
         for parent in parents

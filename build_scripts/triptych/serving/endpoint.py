@@ -52,7 +52,7 @@ def check_built(repository: Path, pipeline: str) -> None:
 
 
 @contextmanager
-def served(
+def open_endpoint(
     repository: Path,
     pipeline: str,
     url: str | None,
@@ -77,7 +77,7 @@ def served(
         try:
             yield Endpoint(server.grpc_url, server.metrics_url, server.pid, load_s)
         except UserError as error:
-            death = server.death(_DEATH_S)
+            death = server.find_crash(_DEATH_S)
             if death is not None:
                 raise death from error
             raise
@@ -88,12 +88,12 @@ _STEADY_S = 60.0
 _MEANWHILE_S = 0.3
 
 
-class _Asked(BaseException):
+class _SignalReceived(BaseException):
     """Raised in the main thread by the first signal, wherever it is."""
 
 
 @dataclass
-class Pauses:
+class RestartBackoff:
     """How long what died waits to be started again: not at all, then longer with each death.
 
     `next_s` is the pause after the next death, in seconds.
@@ -109,7 +109,7 @@ class Pauses:
 
 
 @contextmanager
-def until_asked(stop: Callable[[], None]) -> Iterator[list[str]]:
+def until_signal(stop: Callable[[], None]) -> Iterator[list[str]]:
     """The body runs until SIGTERM or SIGINT; then, or at its own end, `stop`, which none disturbs.
 
     Yields a list that holds the signal's name afterwards.
@@ -120,12 +120,12 @@ def until_asked(stop: Callable[[], None]) -> Iterator[list[str]]:
         # Later signals change nothing: it is being stopped already.
         if not asked:
             asked.append(signal.Signals(number).name)
-            raise _Asked
+            raise _SignalReceived
 
     previous = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield asked
-    except _Asked:
+    except _SignalReceived:
         pass
     finally:
         asked.append("stopping")
@@ -134,7 +134,7 @@ def until_asked(stop: Callable[[], None]) -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def serve_until_asked(
+def serve_until_signal(
     server: Server,
     *,
     timeout_s: float,
@@ -158,11 +158,11 @@ def serve_until_asked(
     Raises:
         ServerError: a step did not load when the server was started first.
     """
-    with until_asked(server.stop) as asked:
+    with until_signal(server.stop) as asked:
         server.start()
         server.wait_ready(timeout_s, on_progress=on_progress)
         on_ready()
-        pauses = Pauses()
+        pauses = RestartBackoff()
         while True:
             ready_at = time.monotonic()
             death: ServerError | None = _wait_dead(server, meanwhile)
@@ -183,7 +183,7 @@ def serve_until_asked(
 
 def _wait_dead(server: Server, meanwhile: Callable[[], None]) -> ServerError:
     while True:
-        death = server.death(within_s=_MEANWHILE_S)
+        death = server.find_crash(within_s=_MEANWHILE_S)
         if death is not None:
             return death
         meanwhile()

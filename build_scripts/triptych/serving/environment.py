@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from triptych.base.errors import UserError
-from triptych.serving.generation_environment import find_environment, packages_of
+from triptych.serving.generation_environment import find_environment, packages_folder
 
 
 def environment_python() -> Path:
@@ -27,7 +27,7 @@ def environment_python() -> Path:
     return environment / "bin" / "python"
 
 
-def packages_versions(*distributions: str) -> dict[str, str]:
+def read_versions(*distributions: str) -> dict[str, str]:
     """Version of each distribution that the environment has."""
     places = [str(path) for path in vllm_packages()]
     found: dict[str, str] = {}
@@ -41,4 +41,4 @@ def vllm_packages() -> list[Path]:
     """Folders with packages: this Python's, and vLLM's where it is there."""
     environment = find_environment()
     own = [Path(entry) for entry in sys.path if entry]
-    return own if environment is None else [packages_of(environment), *own]
+    return own if environment is None else [packages_folder(environment), *own]

@@ -20,10 +20,10 @@ def find_environment() -> Path | None:
     """
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     folder = Path(named) if named else Path(sys.prefix).with_name(FOLDER)
-    return folder if packages_of(folder).is_dir() else None
+    return folder if packages_folder(folder).is_dir() else None
 
 
-def packages_of(environment: Path) -> Path:
+def packages_folder(environment: Path) -> Path:
     """Where the environment has its packages."""
     return environment / "lib/python{}.{}/site-packages".format(*sys.version_info)
 
@@ -33,4 +33,4 @@ def step_variables() -> Mapping[str, str]:
     environment = find_environment()
     if environment is None:
         return {}
-    return {PACKAGES_VARIABLE: str(packages_of(environment).absolute())}
+    return {PACKAGES_VARIABLE: str(packages_folder(environment).absolute())}

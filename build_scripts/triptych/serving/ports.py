@@ -36,10 +36,10 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except (OSError, UnicodeError):
-        return True  # no address at all: `claim_ports` says so
+        return True  # no address at all: `reserve_ports` says so
 
 
-def claim_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
+def reserve_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
     """Checks the wanted ports, by the name of their field, and picks a free one for every 0.
 
     Servers bind theirs only once their models are loaded. Until `release_ports`, or the end of this

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from triptych.container.supervisor import stack_limits
-from triptych.serving import leftovers
-from triptych.serving.leftovers import MARK_VARIABLE, remove_leftovers
+from triptych.serving import orphan_cleanup
+from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE, remove_orphans
 
 _LAUNCHER = Path(__file__).with_name("launch.py")
-_GUARD = Path(leftovers.__file__)
+_GUARD = Path(orphan_cleanup.__file__)
 _ISOLATED = (sys.executable, "-I")
 
 
@@ -28,7 +28,7 @@ class ServerProcess:
     Args:
         command: the executable and its arguments.
         variables: the whole environment.
-        mark: see `leftovers.new_mark`; the prefix of the server's shared-memory regions.
+        mark: see `leftovers.new_process_tag`; the prefix of the server's shared-memory regions.
         log_file: its standard output and error are appended to it.
         own_paths: files and folders to remove with the server.
         orphan_paths: to remove only where this process dies before it could `end` the server.
@@ -106,7 +106,7 @@ class ServerProcess:
                 self._server.kill()
             self._guard.kill()
             self._keeper.join()
-            remove_leftovers(self._mark, self._own_paths)
+            remove_orphans(self._mark, self._own_paths)
             self._ended = True
 
     def _start_guard(self, paths: Sequence[Path]) -> subprocess.Popen[bytes]:
@@ -126,7 +126,7 @@ class ServerProcess:
             return subprocess.Popen(
                 # Without site: it needs the standard library only, and starts in 20 ms.
                 [*_ISOLATED, "-S", str(_LAUNCHER), str(os.getpid()), str(stack_bytes), *command],
-                env={**variables, MARK_VARIABLE: self._mark},
+                env={**variables, PROCESS_TAG_VARIABLE: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

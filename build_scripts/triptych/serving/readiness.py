@@ -18,7 +18,7 @@ from triptych.container.steps import STARVED
 _TIMEOUT_S = 2.0
 
 
-def answers(url: str, path: str) -> bool:
+def responds_ok(url: str, path: str) -> bool:
     """Whether a GET of `path` at ``host:port`` is answered with 200."""
     host, _, port = url.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
@@ -121,17 +121,17 @@ def read_load_state(log: str, repository: Path) -> LoadState:
     return LoadState(tuple(still), tuple(loaded), tuple(causes_first))
 
 
-def last_words(log: str) -> str:
+def find_exit_reason(log: str) -> str:
     """Why a server that exited did so: its first error, else the last line that it wrote."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     said = [line for line in lines if not any(word in line for word in _HARMLESS)]
     errors = [line for line in said if _ERROR.match(line)]
     line = (errors or said[-1:] or ["nothing"])[0]
     words = " ".join(_unquoted(_HEADER.sub("", line)).split())
-    return f"{words} ({STARVED})" if starved(log) else words
+    return f"{words} ({STARVED})" if is_cpu_starved(log) else words
 
 
-def starved(log: str) -> bool:
+def is_cpu_starved(log: str) -> bool:
     """Whether the server ended because a step got no CPU for a second."""
     return _STARVATION in log
 

@@ -36,20 +36,20 @@ from triptych.serving.embedded import (
     find_installation,
     find_release,
 )
-from triptych.serving.leftovers import new_mark
-from triptych.serving.ports import claim_ports, release_ports
+from triptych.serving.orphan_cleanup import new_process_tag
+from triptych.serving.ports import release_ports, reserve_ports
 from triptych.serving.process import ServerProcess
 from triptych.serving.readiness import (
     LoadState,
     ServerError,
-    answers,
-    last_words,
+    find_exit_reason,
+    is_cpu_starved,
     read_load_state,
-    starved,
+    responds_ok,
 )
 
 
-def model_folders(repository: Path) -> list[str]:
+def list_models(repository: Path) -> list[str]:
     """The names of the repository's models, in order."""
     return sorted(
         path.name
@@ -62,7 +62,7 @@ def check_models(repository: Path, wanted: Sequence[str]) -> None:
     """Raises a `UserError` where the repository cannot be served, or lacks one of `wanted`."""
     if not repository.is_dir():
         raise UserError("repository", "must be a folder", given=repository)
-    there = model_folders(repository)
+    there = list_models(repository)
     if not there:
         raise UserError(
             "repository",
@@ -81,7 +81,7 @@ def check_models(repository: Path, wanted: Sequence[str]) -> None:
             )
 
 
-def new_plain_folder() -> Path:
+def new_shell_safe_dir() -> Path:
     """A folder of this server's own, whose path is plain wherever TMPDIR is; see `shell`."""
     parent = next(parent for parent in (tempfile.gettempdir(), "/tmp") if is_plain(parent))
     try:
@@ -243,10 +243,10 @@ class Server:
         if self._process is not None:
             raise RuntimeError("the server was started already")
         check_models(self.repository, self._models)
-        self._ports = claim_ports(self._host, self._wanted_ports)
+        self._ports = reserve_ports(self._host, self._wanted_ports)
         self._picked += [self._ports[name] for name, port in self._wanted_ports.items() if not port]
-        mark = self._mark = new_mark()
-        private = new_plain_folder()
+        mark = self._mark = new_process_tag()
+        private = new_shell_safe_dir()
         try:
             if not is_plain(self.repository):
                 self._served = private / "repository"
@@ -313,7 +313,7 @@ class Server:
                 raise self._late(timeout_s, state)
             time.sleep(_POLL_S)
 
-    def death(self, within_s: float) -> ServerError | None:
+    def find_crash(self, within_s: float) -> ServerError | None:
         """Why the server or one of its steps died by itself, if one does within some seconds."""
         deadline = time.monotonic() + within_s
         while not self._started().wait(min(_WATCH_S, max(deadline - time.monotonic(), 0.0))):
@@ -329,7 +329,7 @@ class Server:
         return self._failed(self._load_state())
 
     def living_steps(self) -> dict[int, str]:
-        """Process id -> model of its steps; from now on `death` tells when one of these dies."""
+        """Return living steps as models by process id; `find_crash` then watches them."""
         self._steps = step_processes(self.pid)
         return self._steps
 
@@ -383,7 +383,7 @@ class Server:
         """Whether all models are of pipelines that were built, whose configs are complete."""
         built = [p for p in find_pipelines(self.repository) if p.lock_file.is_file()]
         return {step for p in built for step in (p.name, *p.steps)}.issuperset(
-            model_folders(self.repository)
+            list_models(self.repository)
         )
 
     def _traces(self) -> bool:
@@ -440,7 +440,7 @@ class Server:
         if self._started().is_running:
             return endless.told(self.pid)
         log = self._log_text()
-        return last_words(log) if starved(log) else ""
+        return find_exit_reason(log) if is_cpu_starved(log) else ""
 
     def _load_state(self) -> LoadState:
         return read_load_state(self._log_text(), self._served)
@@ -455,11 +455,11 @@ class Server:
         return [name for name in names if not self._answers(f"/v2/models/{name}/ready")]
 
     def _wanted_models(self) -> Sequence[str]:
-        return self._models or model_folders(self.repository)
+        return self._models or list_models(self.repository)
 
     def _answers(self, path: str) -> bool:
         """Whether a GET is answered with 200."""
-        return answers(self.http_url, path)
+        return responds_ok(self.http_url, path)
 
     def _url(self, field: str) -> str:
         if not self._ports:
@@ -474,7 +474,7 @@ class Server:
             first, *others = state.failures
             also = f"; these died too: {', '.join(f.step for f in others)}" if others else ""
             return ServerError(first.step, "must load", first.reason + also, log_file)
-        said = f"{self._started().exit_status}; it said: {last_words(self._log_text())}"
+        said = f"{self._started().exit_status}; it said: {find_exit_reason(self._log_text())}"
         return ServerError("", "must stay up", said, log_file)
 
     def _late(self, timeout_s: float, state: LoadState) -> ServerError:

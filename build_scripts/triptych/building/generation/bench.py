@@ -13,7 +13,7 @@ from triptych.client.address import check_single
 from triptych.runtime.sampling_parameters import FIELD
 from triptych.serving.bench.bench import Bench, bench_requests, machine, server_of
 from triptych.serving.bench.results import BenchResult, Subject
-from triptych.serving.environment import packages_versions
+from triptych.serving.environment import read_versions
 from triptych.spec.generation_fields import GeneratingSpec
 
 SENT = ("text_input", "messages", FIELD)
@@ -86,7 +86,7 @@ def subject_of(inputs: GeneratingInputs, *, server: str) -> Subject:
         overrides=dict(spec.tuned),
         server=server,
         machine=machine(),
-        versions={**versions_of("tritonclient"), **packages_versions(*inputs.engine_packages)},
+        versions={**versions_of("tritonclient"), **read_versions(*inputs.engine_packages)},
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         requests=len(inputs.prompts),
         lengths=dict(Counter(len(prompt.ids) for prompt in inputs.prompts)),

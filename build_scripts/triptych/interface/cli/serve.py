@@ -43,7 +43,7 @@ from triptych.runtime.sample_files import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from triptych.building.dev import Round
-    from triptych.serving.fleet.mirrored import Mirrored
+    from triptych.serving.fleet.mirror_option import MirrorOption
     from triptych.serving.server import Server
     from triptych.spec.any_spec import AnySpec
 
@@ -62,9 +62,9 @@ def run(
     Raises:
         UserError: The server does not become ready.
     """
-    from triptych.serving.endpoint import serve_until_asked
+    from triptych.serving.endpoint import serve_until_signal
 
-    asked = serve_until_asked(
+    asked = serve_until_signal(
         server,
         timeout_s=timeout_s,
         on_progress=lambda line: progress("load", line),
@@ -89,7 +89,7 @@ def dev(
     A failed build is reported, and the server keeps the previous one. Ctrl-C ends the server.
     """
     from triptych.building.dev import Watch, rebuild
-    from triptych.serving.exchange import Exchange
+    from triptych.serving.hot_reload import HotReload
     from triptych.serving.server import Server
 
     folder = folders.pipelines / name
@@ -103,10 +103,10 @@ def dev(
     if not build([]):
         raise typer.Exit(EXIT_FINDINGS)
     server = Server(folders.repository, models=[name], **vars(ports))
-    exchange = Exchange(
+    exchange = HotReload(
         server,
         only=name,
-        on_exchange=lambda line: progress("serve", line),
+        on_reload=lambda line: progress("serve", line),
         on_problem=warn,
     )
 
@@ -114,7 +114,7 @@ def dev(
         changed = watch.changed()
         if changed:
             build(changed)
-        exchange.look()
+        exchange.poll()
 
     def announce() -> None:
         if as_json:
@@ -225,7 +225,7 @@ def serve(
     """
     from triptych.container.machine import find_gpus
     from triptych.repository.store import recover
-    from triptych.serving.fleet.mirrored import check_alike, mirrored_of
+    from triptych.serving.fleet.mirror_option import check_same_pipelines, parse_mirror
     from triptych.serving.fleet.serve import check_gpus, count_replicas
     from triptych.serving.ports import is_loopback
     from triptych.serving.server import check_and_make_flags
@@ -233,7 +233,7 @@ def serve(
     repository, models = resolve_repository(repository)
     named = gpus.split(",") if gpus is not None else []
     count = count_replicas(replicas, named)
-    mirrored = None if mirror is None else mirrored_of(mirror)
+    mirrored = None if mirror is None else parse_mirror(mirror)
     if mirrored is not None:
         if count == 1:
             raise UserError(
@@ -242,7 +242,7 @@ def serve(
                 given="1 replica",
                 remedy="Add --replicas 2, because Envoy sends the copies",
             )
-        check_alike(repository, mirrored.repository)
+        check_same_pipelines(repository, mirrored.repository)
         recover(mirrored.repository)
     if named:
         check_gpus(named, len(find_gpus()))
@@ -271,14 +271,14 @@ def _serve_one(
     repository: Path, options: ServeOptions, gpus: list[str], same: Mapping[str, Any]
 ) -> None:
     """Run one server until interrupted; `same` are arguments that a fleet takes as well."""
-    from triptych.serving.exchange import Exchange
-    from triptych.serving.fleet.serve import variables_of
+    from triptych.serving.fleet.serve import gpu_variables
+    from triptych.serving.hot_reload import HotReload
     from triptych.serving.server import Server
 
-    environment = {FOLDER_VARIABLE: str(options.samples.absolute()), **variables_of(gpus, 0)}
+    environment = {FOLDER_VARIABLE: str(options.samples.absolute()), **gpu_variables(gpus, 0)}
     server = Server(repository, environment=environment, **same)
-    exchange = Exchange(
-        server, on_exchange=_print_change, on_problem=warn, production=options.production
+    exchange = HotReload(
+        server, on_reload=_print_change, on_problem=warn, production=options.production
     )
 
     def announce() -> None:
@@ -289,19 +289,19 @@ def _serve_one(
         }
         _announce(endpoints, {"pid": server.pid}, as_json=options.as_json)
 
-    run(server, announce, timeout_s=options.timeout_s, meanwhile=exchange.look)
+    run(server, announce, timeout_s=options.timeout_s, meanwhile=exchange.poll)
 
 
 def _serve_fleet(
     repository: Path,
     options: ServeOptions,
     replicas: int,
-    mirrored: Mirrored | None,
+    mirrored: MirrorOption | None,
     same: Mapping[str, Any],
 ) -> None:
     """Run several servers behind Envoy until interrupted."""
-    from triptych.serving.fleet.mirrored import FOLDER
-    from triptych.serving.fleet.serve import find_crowding, new_fleet, serve_until_asked
+    from triptych.serving.fleet.mirror_option import FOLDER
+    from triptych.serving.fleet.serve import find_capacity_warnings, new_fleet, serve_until_signal
 
     samples = options.samples.absolute()
     with new_fleet(
@@ -318,11 +318,11 @@ def _serve_fleet(
 
         def announce() -> None:
             described = fleet.described()
-            for line in find_crowding(replica["pid"] for replica in described):
+            for line in find_capacity_warnings(replica["pid"] for replica in described):
                 warn(line)
             _announce(fleet.endpoints, {"replicas": described}, as_json=options.as_json)
 
-        asked = serve_until_asked(fleet, announce)
+        asked = serve_until_signal(fleet, announce)
     status.print(f"stopped ({asked})", markup=False)
 
 
@@ -373,7 +373,7 @@ def verify(
 ) -> None:
     """Run the accuracy gate against a running server."""
     from triptych.building.kinds import STEPS
-    from triptych.serving.endpoint import check_built, served
+    from triptych.serving.endpoint import check_built, open_endpoint
     from triptych.spec.any_spec import load_any_spec
 
     if url is None:
@@ -381,7 +381,7 @@ def verify(
     spec = load_any_spec(folders.pipelines / name, overrides or ())
     steps = STEPS[spec.kind]
     inputs = steps.read(spec, progress)
-    server = served(folders.repository, name, url, progress)
+    server = open_endpoint(folders.repository, name, url, progress)
     result = steps.verify(
         inputs, folders.repository, server, progress, clients=clients, timeout_s=timeout_s
     )
@@ -427,15 +427,15 @@ def ui(
     from triptych.interface.kinds import FACES
     from triptych.repository.store import recover
     from triptych.serving.endpoint import check_built
-    from triptych.serving.exchange import Exchange
-    from triptych.serving.ports import claim_ports, is_loopback
+    from triptych.serving.hot_reload import HotReload
+    from triptych.serving.ports import is_loopback, reserve_ports
     from triptych.serving.server import Server, check_and_make_flags
 
     if url is None:
         check_built(folders.repository, name)
         recover(folders.repository)
         check_and_make_flags(folders.repository, production=False)
-    port = claim_ports(host, {"--port": port})["--port"]  # fails before a server starts
+    port = reserve_ports(host, {"--port": port})["--port"]  # fails before a server starts
     spec = load_active_spec(name, folders)
     if not is_loopback(host):
         warn(f"{host} can be reached from other machines, and the page does not authenticate users")
@@ -460,8 +460,8 @@ def ui(
                     status.print("stopped", markup=False)
             return
         server = Server(folders.repository, models=[name])
-        exchange = Exchange(
-            server, only=name, on_exchange=lambda line: progress("serve", line), on_problem=warn
+        exchange = HotReload(
+            server, only=name, on_reload=lambda line: progress("serve", line), on_problem=warn
         )
         pages: list[str] = []
 
@@ -470,7 +470,7 @@ def ui(
                 pages.append(server.grpc_url)
                 open_page(server.grpc_url, server.pid)
 
-        run(server, announce, timeout_s=timeout_s, meanwhile=exchange.look)
+        run(server, announce, timeout_s=timeout_s, meanwhile=exchange.poll)
 
 
 def load_active_spec(name: str, folders: Folders) -> AnySpec:

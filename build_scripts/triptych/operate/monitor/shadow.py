@@ -33,7 +33,7 @@ from triptych.runtime.hooking import HOOKS_FILE
 from triptych.serving.bench.bench import WARM_UP_REQUESTS
 from triptych.serving.bench.measure import Target, measure
 from triptych.serving.bench.results import Load, Measurement
-from triptych.serving.endpoint import Endpoint, served
+from triptych.serving.endpoint import Endpoint, open_endpoint
 from triptych.spec.tasks.compare import Outputs
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic
 
@@ -97,7 +97,7 @@ def compare_candidate(
         expected = [None if answer.refusal else answer.outputs for answer in answers]
     with ExitStack() as stack:
         endpoints = [
-            stack.enter_context(served(folder, name, None, progress))
+            stack.enter_context(open_endpoint(folder, name, None, progress))
             for folder in (repository, candidate)
         ]
         replies = [

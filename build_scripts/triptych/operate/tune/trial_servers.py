@@ -21,7 +21,7 @@ from triptych.repository.store import sibling_work_dir
 from triptych.serving.bench.measure import Target
 from triptych.serving.bench.results import Measurement
 from triptych.serving.endpoint import UNSAMPLED
-from triptych.serving.exchange import reload
+from triptych.serving.hot_reload import reload
 from triptych.serving.server import Server
 
 MIN_ROUNDS = 2

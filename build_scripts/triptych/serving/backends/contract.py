@@ -142,7 +142,7 @@ def parse_contract(config: ModelConfig, *, backend: str) -> Contract:
     if "sequence_batching" in config:
         raise ContractError(
             f"unable to load model '{model}', sequence_batching is not supported by the local "
-            f"stand-in of the {backend} backend; use dynamic_batching or the native backend"
+            f"emulation of the {backend} backend; use dynamic_batching or the native backend"
         )
     entries = config.get("batch_output", [])
     sources = {

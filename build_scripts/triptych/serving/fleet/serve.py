@@ -21,25 +21,25 @@ from triptych.container.locks import find_pipelines
 from triptych.container.sizes import largest_request_mib
 from triptych.repository.manifest import find_manifest
 from triptych.repository.store import sibling_work_dir
-from triptych.serving.endpoint import until_asked
+from triptych.serving.endpoint import until_signal
 from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, proxy_settings
-from triptych.serving.fleet.fleet import Build, Candidate, Fleet, Replica
-from triptych.serving.fleet.mirrored import Mirrored
+from triptych.serving.fleet.fleet import CandidateServer, Fleet, Replica, ReplicaBuild
+from triptych.serving.fleet.mirror_option import MirrorOption
 from triptych.serving.fleet.proxy import Proxy, find_envoy
-from triptych.serving.ports import claim_ports
+from triptych.serving.ports import reserve_ports
 from triptych.serving.server import Server
 
 _MIB = 2**20
 
 
-def find_crowding(servers: Iterable[int]) -> list[str]:
+def find_capacity_warnings(servers: Iterable[int]) -> list[str]:
     """What to warn of, in sentences, now that the servers with these process ids are ready."""
     used = [_memory_mib(pid) for pid in servers]
     free_mib = psutil.virtual_memory().available / _MIB
-    return list(crowding(used, free_mib, len(os.sched_getaffinity(0))))
+    return list(capacity_warnings(used, free_mib, len(os.sched_getaffinity(0))))
 
 
-def crowding(used_mib: list[float], free_mib: float, cores: int) -> Iterator[str]:
+def capacity_warnings(used_mib: list[float], free_mib: float, cores: int) -> Iterator[str]:
     """The same from numbers: MiB that each replica uses and that are left, cores to run on."""
     if max(used_mib) > free_mib:
         yield (
@@ -99,7 +99,7 @@ def check_gpus(gpus: Sequence[str], there: int) -> None:
             )
 
 
-def variables_of(gpus: Sequence[str], number: int) -> dict[str, str]:
+def gpu_variables(gpus: Sequence[str], number: int) -> dict[str, str]:
     """What shows a server its own GPU alone; nothing where none were named."""
     return {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
 
@@ -121,7 +121,7 @@ def new_fleet(
     models: Sequence[str] = (),
     production_flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    mirrored: Mirrored | None = None,
+    mirrored: MirrorOption | None = None,
     candidate_environment: Mapping[str, str] | None = None,
     exchanges: bool = True,
     log_file: Path | None = None,
@@ -145,10 +145,10 @@ def new_fleet(
     servers = replicas + (mirrored is not None)
     own = [f"{name}_{number}" for number in range(servers) for name in wanted]
     # All at once, so that no two replicas pick the same.
-    ports = claim_ports(host, {**wanted, **dict.fromkeys(["admin_port", *own], 0)})
+    ports = reserve_ports(host, {**wanted, **dict.fromkeys(["admin_port", *own], 0)})
 
     def new_server(build: Path, number: int) -> Server:
-        variables = {**(environment or {}), **variables_of(gpus, number)}
+        variables = {**(environment or {}), **gpu_variables(gpus, number)}
         return server_at(build, number, variables, str(number + 1))
 
     def server_at(build: Path, number: int, variables: Mapping[str, str], name: str) -> Server:
@@ -180,8 +180,8 @@ def new_fleet(
             server = server_at(
                 mirrored.repository, replicas, candidate_environment or {}, "candidate"
             )
-            candidate = Candidate(
-                Replica("candidate", server, models, Build(1, mirrored.repository)),
+            candidate = CandidateServer(
+                Replica("candidate", server, models, ReplicaBuild(1, mirrored.repository)),
                 load_s=load_s,
                 on_change=on_change,
                 on_problem=on_problem,
@@ -208,7 +208,7 @@ def new_fleet(
         )
 
 
-def serve_until_asked(fleet: Fleet, on_ready: Callable[[], None]) -> str:
+def serve_until_signal(fleet: Fleet, on_ready: Callable[[], None]) -> str:
     """Start a fleet and keep it up until the first SIGTERM or SIGINT, also one while it starts.
 
     Returns:
@@ -217,12 +217,12 @@ def serve_until_asked(fleet: Fleet, on_ready: Callable[[], None]) -> str:
     Raises:
         UserError: a replica does not load at first, or none is left.
     """
-    with until_asked(fleet.stop) as asked:
+    with until_signal(fleet.stop) as asked:
         fleet.start()
         on_ready()
         while True:
             time.sleep(_LOOK_S)
-            fleet.look()
+            fleet.reconcile()
     return asked[0]
 
 

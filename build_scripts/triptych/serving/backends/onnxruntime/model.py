@@ -65,7 +65,7 @@ class TritonPythonModel:
         self._strings = frozenset(
             spec.name for spec in self._contract.inputs if spec.data_type == "TYPE_STRING"
         )
-        pb_utils.Logger.log_info(f"{args['model_instance_name']}: local ONNX Runtime stand-in")
+        pb_utils.Logger.log_info(f"{args['model_instance_name']}: emulated ONNX Runtime backend")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Run all requests as one batch, and return their responses together."""

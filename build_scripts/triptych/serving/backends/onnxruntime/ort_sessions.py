@@ -15,14 +15,14 @@ def check_settings(config: ModelConfig, *, kind: str) -> None:
     """Refuse a GPU instance, and an accelerator that ONNX Runtime lacks on this machine."""
     if kind == "GPU":
         raise ContractError(
-            f"unable to load model '{config['name']}', the local stand-in of the onnxruntime "
+            f"unable to load model '{config['name']}', the local emulation of the onnxruntime "
             "backend runs on the CPU only; use KIND_CPU or the native backend"
         )
     accelerators = config.get("optimization", {}).get("execution_accelerators", {})
     for accelerator in accelerators.get("cpu_execution_accelerator", []):
         raise ContractError(
             f"unknown Execution Accelerator '{accelerator['name']}' is requested: the local "
-            "stand-in of the onnxruntime backend has none"
+            "emulation of the onnxruntime backend has none"
         )
 
 

@@ -59,8 +59,9 @@ class TritonPythonModel:
             warn=pb_utils.Logger.log_warn,
         )
         pb_utils.Logger.log_info(
-            f"{args['model_instance_name']}: local TensorRT stand-in on GPU {device}, optimization "
-            f"profiles {profiles}, {len(self._runner.captured)} of {len(graphs)} CUDA graphs"
+            f"{args['model_instance_name']}: emulated TensorRT backend on GPU {device}, "
+            f"optimization profiles {profiles}, "
+            f"{len(self._runner.captured)} of {len(graphs)} CUDA graphs"
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:

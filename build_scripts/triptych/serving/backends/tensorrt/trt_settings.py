@@ -44,7 +44,7 @@ def plan_file(version_folder: Path, config: ModelConfig) -> Path:
     if config.get("cc_model_filenames"):
         raise ContractError(
             f"unable to load model '{config['name']}', cc_model_filenames is not supported by the "
-            "local stand-in of the tensorrt backend; use default_model_filename"
+            "local emulation of the tensorrt backend; use default_model_filename"
         )
     return model_file(version_folder, config, PLAN_FILE)
 
@@ -96,7 +96,7 @@ def _graph_spec(config: ModelConfig, entry: GraphEntry) -> GraphSpec:
     most, size = int(config["max_batch_size"]), int(entry.get("batch_size", 0))
     if not 1 <= size <= most:
         raise ContractError(
-            f"{load}, a CUDA graph of the local stand-in has a batch size from 1 to "
+            f"{load}, a CUDA graph of the local emulation has a batch size from 1 to "
             f"max_batch_size {most}, got {size}"
         )
     dims = _dims(entry)
@@ -104,7 +104,7 @@ def _graph_spec(config: ModelConfig, entry: GraphEntry) -> GraphSpec:
     lowest = int(bound.get("batch_size", 0)) if bound else size
     if bound and _dims(bound) != dims:
         raise ContractError(
-            f"{load}, graph_lower_bound gives other dims than its graph: the local stand-in of the "
+            f"{load}, graph_lower_bound gives other dims than its graph: the emulation of the "
             "tensorrt backend pads the batch dimension only"
         )
     return GraphSpec(batch_size=size, lowest_batch_size=max(1, lowest), inputs=dims)

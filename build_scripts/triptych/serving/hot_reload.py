@@ -32,14 +32,14 @@ Models = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Change:
+class BuildChange:
     """What is another than before: models that changed by their pipeline, pipelines that went."""
 
     built: Mapping[str, list[str]]
     gone: list[str]
 
 
-class Builds:
+class BuildPoller:
     """Looks at a repository now and then; what it holds now is what counts as known.
 
     Args:
@@ -53,7 +53,7 @@ class Builds:
         self._seen = self._stamps()
         self._known = self._models()
 
-    def look(self) -> Change | None:
+    def poll(self) -> BuildChange | None:
         """What changed since the last look; None while a build is being written.
 
         It reads no file where no lock has changed.
@@ -69,7 +69,7 @@ class Builds:
             changed = [name for name in models if models[name] != old.get(name)]
             if changed:
                 built[pipeline] = changed
-        return Change(built, sorted(before.keys() - self._known.keys()))
+        return BuildChange(built, sorted(before.keys() - self._known.keys()))
 
     def _pipelines(self) -> list[ServedPipeline]:
         return [p for p in find_pipelines(self._repository) if self._only in (None, p.name)]
@@ -119,7 +119,7 @@ def reload(server: Server, pipeline: str) -> None:
     """
     if server.log_file is None:
         raise RuntimeError("the server was not started")
-    with server.log_file.open("rb") as log, _ending_endless_steps(server) as ended:
+    with server.log_file.open("rb") as log, _kill_stuck_steps(server) as ended:
         try:
             _load(server, pipeline, log)
         except UserError:
@@ -144,19 +144,19 @@ def _load(server: Server, pipeline: str, log: BinaryIO) -> None:
 
 
 @contextmanager
-def _ending_endless_steps(server: Server) -> Iterator[list[int]]:
+def _kill_stuck_steps(server: Server) -> Iterator[list[int]]:
     """Meanwhile each step that would load for ever is killed, which fails its load; their ids."""
     ended: list[int] = []
     is_over, endless = threading.Event(), EndlessLoad()
 
-    def look() -> None:
+    def poll() -> None:
         while not is_over.wait(_POLL_S):
             for pid in endless.steps(server.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 ended.append(pid)
 
-    watch = threading.Thread(target=look, name="endless loads", daemon=True)
+    watch = threading.Thread(target=poll, name="endless loads", daemon=True)
     watch.start()
     try:
         yield ended
@@ -165,7 +165,7 @@ def _ending_endless_steps(server: Server) -> Iterator[list[int]]:
         watch.join()
 
 
-class Exchange:
+class HotReload:
     """Keeps a server at what its repository holds.
 
     Args:
@@ -180,26 +180,26 @@ class Exchange:
         self,
         server: Server,
         *,
-        on_exchange: Callable[[str], None],
+        on_reload: Callable[[str], None],
         on_problem: Callable[[str], None],
         only: str | None = None,
         production: bool = False,
     ) -> None:
         self._server = server
-        self._on_exchange = on_exchange
+        self._on_exchange = on_reload
         self._on_problem = on_problem
         self._production = production
-        self._builds = Builds(server.repository, only)
+        self._builds = BuildPoller(server.repository, only)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Exchange what was built since the last look; what does not load is told, and stays old.
 
         To be called now and then: it reads no file where no lock has changed.
         """
-        change = self._builds.look()
+        change = self._builds.poll()
         if change is None:
             return
-        wrong = wrong_pipelines(self._server.repository)
+        wrong = find_wrong_pipelines(self._server.repository)
         for pipeline, changed in change.built.items():
             self._put(pipeline, changed, wrong.get(pipeline))
         for pipeline in change.gone:
@@ -222,7 +222,7 @@ class Exchange:
             self._on_exchange(f"{pipeline} was built anew and exchanged: {', '.join(changed)}")
 
 
-def wrong_pipelines(repository: Path) -> dict[str, str]:
+def find_wrong_pipelines(repository: Path) -> dict[str, str]:
     """Pipelines that are not as they were built, each with what is wrong."""
     return {
         problem.pipeline: problem.line

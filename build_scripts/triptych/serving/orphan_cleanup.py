@@ -1,6 +1,6 @@
 """What a server may leave behind: processes that carry its mark, and its shared-memory regions.
 
-Run as a script, ``python leftovers.py PARENT_PID MARK PATH...`` is the guard of one server: it
+Run as a script, ``python orphan_cleanup.py PARENT_PID MARK PATH...`` is the guard of one server: it
 sleeps until the process that started it dies, then removes what that process no longer can. The
 server's stubs need it: killed while they start, they wait for their dead server for ever.
 """
@@ -21,31 +21,32 @@ from pathlib import Path
 import psutil
 
 # Set in the server's environment; its stubs and whatever they start inherit it.
-MARK_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.admission` reads it
+PROCESS_TAG_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.admission` reads it
 SHM = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
 
-def new_mark() -> str:
+def new_process_tag() -> str:
     """A name that nobody can guess, fit as the prefix of a server's shared-memory regions."""
     return f"triptych_{os.getpid()}_{secrets.token_hex(16)}_"
 
 
-def marked_processes(mark: str) -> list[psutil.Process]:
+def tagged_processes(mark: str) -> list[psutil.Process]:
     """This user's living processes whose environment carries the mark, but for this one."""
     return [
         process
         for process in psutil.process_iter(["environ"])  # None of a process of somebody else
-        if (process.info["environ"] or {}).get(MARK_VARIABLE) == mark and process.pid != os.getpid()
+        if (process.info["environ"] or {}).get(PROCESS_TAG_VARIABLE) == mark
+        and process.pid != os.getpid()
     ]
 
 
-def remove_leftovers(mark: str, paths: Sequence[Path] = (), *, timeout_s: float = 5.0) -> None:
+def remove_orphans(mark: str, paths: Sequence[Path] = (), *, timeout_s: float = 5.0) -> None:
     """Kills every process that carries the mark, then removes its regions and the paths.
 
     Args:
-        mark: the server's mark; see `new_mark`.
+        mark: the server's mark; see `new_process_tag`.
         paths: files and folders that were made for this server; they need not exist.
         timeout_s: how long to wait for the processes to be gone.
     """
@@ -55,7 +56,7 @@ def remove_leftovers(mark: str, paths: Sequence[Path] = (), *, timeout_s: float 
     quiet_looks = 0
     # Two looks: a process that is being replaced by another program shows no environment just then.
     while quiet_looks < 2 and time.monotonic() < deadline:
-        processes = marked_processes(mark)
+        processes = tagged_processes(mark)
         quiet_looks = 0 if processes else quiet_looks + 1
         for process in processes:
             with suppress(psutil.NoSuchProcess):
@@ -79,7 +80,7 @@ def guard(parent_pid: int, mark: str, paths: Sequence[Path]) -> None:
     # a dying parent that this process is handed to: only the last tells that the parent is gone.
     while os.getppid() == parent_pid:
         signal.sigwait({signal.SIGTERM})
-    remove_leftovers(mark, paths)
+    remove_orphans(mark, paths)
 
 
 if __name__ == "__main__":

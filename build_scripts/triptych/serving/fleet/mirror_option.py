@@ -13,14 +13,14 @@ FOLDER = ".candidate"
 """In the folder of the samples: what a candidate answered must not push out what the fleet did."""
 
 
-class Mirrored(NamedTuple):
+class MirrorOption(NamedTuple):
     """A candidate, and the share of the requests that it gets, above 0 and up to 1."""
 
     repository: Path
     share: float
 
 
-def mirrored_of(text: str) -> Mirrored:
+def parse_mirror(text: str) -> MirrorOption:
     """``REPOSITORY:SHARE``.
 
     Raises:
@@ -52,10 +52,10 @@ def mirrored_of(text: str) -> Mirrored:
             )
     if not names:
         raise UserError("--mirror", "must name a repository with a pipeline", given=folder)
-    return Mirrored(repository, share)
+    return MirrorOption(repository, share)
 
 
-def check_alike(repository: Path, candidate: Path) -> None:
+def check_same_pipelines(repository: Path, candidate: Path) -> None:
     """Raises a `UserError` where a candidate holds a pipeline that is not served beside it."""
     for pipeline in find_pipelines(candidate):
         if find_manifest(repository, pipeline.name) is None:
