@@ -35,7 +35,7 @@ from triptych.serving.bench.baselines import ChildProcess
 from triptych.serving.bench.resources import process_tree
 from triptych.serving.environment import environment_python
 from triptych.serving.ports import reserve_ports
-from triptych.serving.readiness import answers
+from triptych.serving.readiness import responds_ok
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
 
@@ -138,7 +138,7 @@ def _serve_vllm(inputs: GenerationInputs) -> Iterator[tuple[str, int]]:
         process = ChildProcess(command, log, variables=variables)
         try:
             end = time.monotonic() + _TIMEOUT_S
-            while not answers(f"{_HOST}:{port}", "/health"):
+            while not responds_ok(f"{_HOST}:{port}", "/health"):
                 if process.has_ended or time.monotonic() > end:
                     raise SystemExit(f"vLLM's server did not start:\n{log.read_text()[-3000:]}")
                 time.sleep(0.5)
