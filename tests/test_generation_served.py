@@ -208,22 +208,25 @@ def test_what_deploy_asks_for_is_on_the_metrics_page(
         )
 
     began = time.monotonic()
-    while counted("triptych_generation_ended", how="length") < 4:
+    while counted("triptych_generation_requests_total", outcome="length") < 4:
         assert time.monotonic() < began + DEADLINE_S
         time.sleep(0.1)
     page = series(server)
     for name, matchers in selected:
         assert any(one == name and fits(has, matchers) for one, has, _ in page), (name, matchers)
-    first, late = "triptych_generation_ttft_ms", counted("triptych_generation_ttft_ms_count")
-    late -= counted(f"{first}_bucket", le="120")
+    first = "triptych_generation_ttft_seconds"
+    late = counted(f"{first}_count") - counted(f"{first}_bucket", le="0.12")
     assert 2 <= late < counted(f"{first}_bucket", le="+Inf") == counted(f"{first}_count")
     # 20 ms a token; where the machine is busy, two may come as one.
-    gaps = counted("triptych_generation_itl_ms_count")
+    assert counted("triptych_generation_ttft_ms_bucket", le="120") == counted(
+        f"{first}_bucket", le="0.12"
+    )
+    gaps = counted("triptych_generation_itl_seconds_count")
     assert gaps >= 4 * 5
-    assert counted("triptych_generation_itl_ms_bucket", le="10") < gaps / 4
+    assert counted("triptych_generation_itl_seconds_bucket", le="0.01") < gaps / 4
     assert counted("triptych_generation_tokens", kind="new") >= 4 * 8
-    assert counted("triptych_generation_unprepared", how="refused") >= 1
-    assert counted("triptych_generation_ended", how="error") == 0
+    assert counted("triptych_generation_preprocess_errors_total", outcome="refused") >= 1
+    assert counted("triptych_generation_requests_total", outcome="error") == 0
 
 
 def series(server: Server) -> list[tuple[str, set[tuple[str, str]], float]]:

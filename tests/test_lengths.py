@@ -31,8 +31,7 @@ MODEL = """
 import json, os, time
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from .lengths import RowTokens
-from .row_types import CoreRows
+from .counters import RowTokens
 
 def refuse(**given):
     raise pb_utils.TritonModelException("no metrics here")
@@ -62,9 +61,7 @@ class TritonPythonModel:
     def answer(self, request):
         asked = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
         lengths = [json.loads(text) for text in asked.ravel()]
-        rows = [CoreRows({{"row_length": np.array([[n] for n in own], np.int32)}}, [], 0)
-                for own in lengths]
-        self.tokens.count(rows)
+        self.tokens.count([np.array([[n] for n in own], np.int32) for own in lengths])
         if len(lengths) > 1:
             self.tokens.flush()
         time.sleep(0.2)
@@ -99,7 +96,7 @@ def write_counting(root: Path) -> Path:
     for name, (instances, settings, family) in MODELS.items():
         code = MODEL.format(settings=settings, family=family)
         write_model(root / name, CONFIG.format(instances=instances), code)
-        for module in ("lengths.py", "row_types.py"):
+        for module in ("counters.py",):
             (root / name / "1" / module).write_bytes((RUNTIME / module).read_bytes())
     return root
 

@@ -138,13 +138,15 @@ class FakeMetricFamily:
     COUNTER = 0
     counts: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, name: str, **_: object) -> None:
-        self.name = name.removeprefix("triptych_sample_")
+    def __init__(self, name: str, description: str, **_: object) -> None:
+        self.name = "" if description.startswith("Deprecated") else name
 
     def Metric(self, labels: dict[str, str]) -> Any:
-        name = labels.get("reason", self.name)
+        name = labels.get("reason", self.name) if self.name else ""
         return types.SimpleNamespace(
-            increment=lambda value: FakeMetricFamily.counts.update({name: value})
+            increment=lambda value: FakeMetricFamily.counts.update(
+                {name: int(value)} if name else {}
+            )
         )
 
 
@@ -185,12 +187,14 @@ def test_what_a_hanging_redact_costs_is_told_at_once(
     assert FakeMetricFamily.counts - none == {"waiting": 5}
     assert time.monotonic() - began < 5
     (tmp_path / "go").touch()
-    wait_for(lambda: FakeMetricFamily.counts["kept"] > writing.MAX_WAITING)
+    wait_for(lambda: FakeMetricFamily.counts[writing.WRITTEN] > writing.MAX_WAITING)
     put(ticket, b"x")
     put(with_passenger(numbers, b"\xff" * 16), b"x")  # what makes no sense costs no other row
     writer.close()
     kept = writing.MAX_WAITING + 2
-    found = {name: count for name, count in FakeMetricFamily.counts.items() if name != "bytes"}
-    assert found == {"waiting": 5, "kept": kept, "fault": 1}
+    found = {
+        name: count for name, count in FakeMetricFamily.counts.items() if name != writing.BYTES
+    }
+    assert found == {"waiting": 5, writing.WRITTEN: kept, "fault": 1}
     assert sum(file.rows for file in list_files(tmp_path / "samples/p", "p")) == kept
     assert not writer._thread.is_alive()

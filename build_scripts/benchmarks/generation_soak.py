@@ -33,7 +33,7 @@ from triptych.client import (
     InferenceError,
     InvalidRequestError,
 )
-from triptych.runtime.generation_series import GAUGES, PREFIX
+from triptych.runtime.generation_metrics import GAUGES, PREFIX
 from triptych.serving.server import Server
 from triptych.spec.generation_fields import load_generation_spec
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from triptych.operate.tune.new_traffic import ROW_TOKENS
 from triptych.repository.config import HISTOGRAM
-from triptych.runtime.generation_series import PREFIX, edge_label
+from triptych.runtime.counters import format_bound
+from triptych.runtime.generation_metrics import PREFIX
 
 STEPS = ("preprocess", "core", "postprocess")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -278,7 +279,7 @@ class GenerationMetrics(Metrics):
 
     def late_share(self, moment: str, limit_ms: float, window: str) -> str:
         """Share of the times of a moment that are above an edge; NaN without any."""
-        edge = f'le="{edge_label(limit_ms)}"'
+        edge = f'le="{format_bound(limit_ms)}"'
         good = self._rate(self._of_pipeline(f"{PREFIX}_{moment}_ms_bucket", edge), window)
         all_ = self._rate(self._of_pipeline(f"{PREFIX}_{moment}_ms_count"), window)
         return f"clamp_min(1 - {good} / {all_}, 0)"

@@ -18,8 +18,8 @@ import triton_python_backend_utils as pb_utils
 from .cancelling import CancelInbox
 from .engine import Engine
 from .faults import EngineFailed, Overloaded, RequestError, Stopping
-from .generation_counts import Clock, GenerationCounts
 from .generation_engine import MODEL_FOLDER, NOTHING, Delta, Load, Waiting
+from .generation_metrics import GenerationMetrics, RequestClock
 from .generation_wire import CANCELLED, MIN_NAME, REFUSED, Chunk, Opening, Order, Place
 from .in_flight import InFlight
 from .sampling_parameters import FIELD
@@ -58,7 +58,7 @@ class _Stream:
         self.told_at = time.monotonic()
         self.number = 0
         self.waiting = Waiting(tokens)
-        self.clock = Clock(streamed=opening.stream)
+        self.clock = RequestClock(streamed=opening.stream)
         self.prompt_tokens = opening.prompt_tokens
         self._opening: Opening | None = opening
         self._cancel_at = cancel_at
@@ -102,7 +102,7 @@ class TritonPythonModel:
         self._sent = 0  # chunks of all requests
         self._unsettled = 0  # requests that have ended, and postprocess does not know
         self._load = Load()
-        self._counts = GenerationCounts(settings)
+        self._metrics = GenerationMetrics(settings["pipeline"], settings["latency_bounds_ms"])
         self._streams: dict[str, _Stream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._keys: dict[str, str] = {}  # by name, of the requests that have one
@@ -147,7 +147,7 @@ class TritonPythonModel:
                 self._outbox.put((sender, error_response(error)))
                 self._outbox.put((sender, None))
                 how = "overloaded" if isinstance(error, (Overloaded, Stopping)) else "error"
-                self._loop.call_soon_threadsafe(self._counts.end, how)
+                self._loop.call_soon_threadsafe(self._metrics.count_end, how)
 
     def finalize(self) -> None:
         async def end() -> None:
@@ -160,7 +160,7 @@ class TritonPythonModel:
 
         self._on_loop(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._counts.close()
+        self._metrics.close()
         self._outbox.put(None)
         self._deliverer.join()
         self._inbox.close()
@@ -203,17 +203,17 @@ class TritonPythonModel:
                 raise RuntimeError("the engine ended an answer without a reason")
         except asyncio.CancelledError:
             await answer.aclose()
-            self._counts.end(CANCELLED)
+            self._metrics.count_end(CANCELLED)
             self._send(stream, finish=CANCELLED)
         except ValueError as error:
             refusal = RequestError(
                 FIELD, "must be such that the engine takes them", _words(error), "Change them"
             )
-            self._counts.end(REFUSED)
+            self._metrics.count_end(REFUSED)
             self._send(stream, finish=REFUSED, error=refusal.message)
         except Exception as error:
             failure = EngineFailed(f"{type(error).__name__}: {error}. The engine failed.")
-            self._counts.end("error")
+            self._metrics.count_end("error")
             self._send(stream, finish="error", error=failure.message)
         finally:
             self._outbox.put((stream.sender, None))
@@ -255,7 +255,7 @@ class TritonPythonModel:
             return False
         if stream.waiting.ends or self._is_clear(stream):
             delta = stream.waiting.take()
-            self._counts.take(stream.clock, delta, stream.prompt_tokens)
+            self._metrics.count_delta(stream.clock, delta, stream.prompt_tokens)
             self._send(stream, delta)
         return True
 
@@ -297,9 +297,9 @@ class TritonPythonModel:
             # An engine that nothing is asked of takes no steps, and tells of none.
             load = self._load if self._streams else Load()
             if sending is None or sending.done():
-                due = self._counts.due(load, len(self._streams))
+                due = self._metrics.take_due(load, len(self._streams))
                 if due:  # the server is waited for elsewhere
-                    sending = asyncio.ensure_future(asyncio.to_thread(self._counts.send, due))
+                    sending = asyncio.ensure_future(asyncio.to_thread(self._metrics.send, due))
 
     def _on_loop(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -79,12 +79,12 @@ class Load(NamedTuple):
     Attributes:
         running: requests in its batch.
         waiting: requests that have no place in it yet.
-        kv_cache_share: of the KV cache that running requests hold, 0 to 1.
+        kv_cache_usage_ratio: of the KV cache that running requests hold, 0 to 1.
     """
 
     running: int = 0
     waiting: int = 0
-    kv_cache_share: float = 0.0
+    kv_cache_usage_ratio: float = 0.0
 
 
 OnLoad = Callable[[Load], None]

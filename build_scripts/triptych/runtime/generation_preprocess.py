@@ -10,7 +10,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from .faults import RequestError
-from .generation_counts import Unprepared
+from .generation_metrics import PreprocessErrors
 from .generation_wire import MAX_NAME, MIN_NAME, Order
 from .prompts import Prompts
 from .sampling_parameters import DEFAULTS, FIELD, check_sampling
@@ -35,7 +35,7 @@ class TritonPythonModel:
         self._max_answer: int | None = settings["max_answer"]
         self._max_text_bytes: int = settings["max_text_bytes"]
         self._adapters: list[str] = settings["adapters"]
-        self._unprepared = Unprepared(settings["pipeline"])
+        self._errors = PreprocessErrors(settings["pipeline"])
         make_private()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -56,7 +56,7 @@ class TritonPythonModel:
                 ]
             )
         except Exception as error:
-            self._unprepared.count("refused" if isinstance(error, RequestError) else "error")
+            self._errors.count("refused" if isinstance(error, RequestError) else "error")
             return error_response(error)
 
     def _ordered(self, inputs: Inputs, parameters: str) -> tuple[list[int], Order]:

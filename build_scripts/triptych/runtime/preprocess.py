@@ -14,10 +14,10 @@ import triton_python_backend_utils as pb_utils
 
 from .admission import Admission
 from .backlog import Backlog, Ready
+from .counters import RowTokens
 from .given import given_tensors
 from .hooking import call_before, find_hook
 from .in_flight import InFlight, Ticket
-from .lengths import RowTokens
 from .parameters import check_parameters
 from .row_types import CoreRows, RowInputs
 from .rows import RowMaker
@@ -104,7 +104,7 @@ class TritonPythonModel:
                 send(requests[index].get_response_sender(), response)
             else:
                 responses[index] = response
-        self._row_tokens.count(list(answered.values()))
+        self._row_tokens.count([rows.tensors["row_length"] for rows in answered.values()])
         self._admission.end()
         return responses
 

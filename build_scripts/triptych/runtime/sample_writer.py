@@ -22,6 +22,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from .counters import Deprecated, MetricSet, Series
 from .hooking import REDACT, RowForm, load_hooks
 from .sample_files import FOLDER_VARIABLE, remove_old, write_file
 from .sampling import SampledRows, passenger_of, unpack
@@ -40,6 +41,21 @@ SETTLING_S = 60.0
 """After the files of the repository changed, until the new ones surely answer."""
 
 DROPPED = ("waiting", "large", "redact", "disk", "exchange", "fault")
+WRITTEN, DROPS, BYTES = (
+    "triptych_samples_written_total",
+    "triptych_samples_dropped_total",
+    "triptych_sample_written_bytes_total",
+)
+METRICS = (
+    (WRITTEN, "triptych_sample_kept", "Sampled rows that were written", ("",)),
+    (
+        DROPS,
+        "triptych_sample_dropped",
+        "Sampled rows that were dropped, by reason; requests for the reason `waiting`",
+        DROPPED,
+    ),
+    (BYTES, "triptych_sample_bytes", "Bytes of samples that were written", ("",)),
+)
 Redact = Callable[[dict[str, Any], dict[str, Any]], "tuple[Any, Any] | None"]
 
 
@@ -92,8 +108,12 @@ class SampleWriter:
         self._reservoir: list[Taken] = []
         self._reservoir_bytes = self._seen = 0
         self._settled_at = 0.0
-        self._counts: Counter[str] = Counter()
-        self._counters = _open_counters(self._pipeline)
+        self._counts: Counter[Series] = Counter()
+        self._metrics: MetricSet | None = None
+        with suppress(Exception):  # a server without custom metrics
+            metrics = MetricSet(self._pipeline)
+            _add_metrics(metrics)
+            self._metrics = metrics
         folder = os.environ.get(FOLDER_VARIABLE)
         self._folder = Path(folder) / self._pipeline if folder else None
         if self._folder is None:
@@ -116,7 +136,7 @@ class SampleWriter:
                 self._waiting.append((passenger, {name: a.copy() for name, a in outputs.items()}))
                 self._waiting_bytes += len(passenger)
         if not taken:  # told here: the writer may hang in `redact`
-            self._tell({"waiting": 1})
+            self._count({(DROPS, "waiting"): 1})
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is there."""
@@ -141,11 +161,11 @@ class SampleWriter:
                     ends_at = time.monotonic() + self._window_s
                     self._flush()
             except Exception as error:  # of a kind that nobody foresaw: its words may be a text
-                self._counts["fault"] += len(self._reservoir)
+                self._counts[DROPS, "fault"] += len(self._reservoir)
                 self._reservoir, self._reservoir_bytes, self._seen = [], 0, 0
                 pb_utils.Logger.log_warn(f"samples of {self._pipeline}: {type(error).__name__}")
             counts, self._counts = self._counts, Counter()
-            self._tell(counts)
+            self._count(counts)
             if ending:
                 return
 
@@ -162,14 +182,14 @@ class SampleWriter:
         try:
             self._take(passenger, outputs)
         except Exception:  # whoever reaches the steps themselves may send anything
-            self._counts["fault"] += 1
+            self._counts[DROPS, "fault"] += 1
 
     def _take(self, passenger: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
         sampled = unpack(passenger)
         if time.monotonic() < self._settled_at:
-            self._counts["exchange"] += len(sampled.rows)
+            self._counts[DROPS, "exchange"] += len(sampled.rows)
         elif not sampled.columns:
-            self._counts["large"] += len(sampled.rows)
+            self._counts[DROPS, "large"] += len(sampled.rows)
         else:
             for row in _rows_of(sampled, outputs):
                 self._keep(row)
@@ -213,16 +233,16 @@ class SampleWriter:
                 most=self._max_bytes,
             )
         except OSError:
-            self._counts["disk"] += len(lines)
+            self._counts[DROPS, "disk"] += len(lines)
             return
-        self._counts["bytes"] += size
-        self._counts["kept"] += len(lines)  # last: who sees them counted sees all of it
+        self._counts[BYTES, ""] += size
+        self._counts[WRITTEN, ""] += len(lines)  # last: who sees them counted sees all of it
 
     def _line_safely(self, row: Taken) -> bytes:
         try:
             return self._line(row)
         except Exception:  # bytes that are no text, say
-            self._counts["fault"] += 1
+            self._counts[DROPS, "fault"] += 1
             return b""
 
     def _line(self, row: Taken) -> bytes:
@@ -238,14 +258,14 @@ class SampleWriter:
                 before = _fingerprint(inputs, self._form.tensors([plain]))
                 redacted = self._redact(inputs, plain)
                 if redacted is None:
-                    self._counts["redact"] += 1
+                    self._counts[DROPS, "redact"] += 1
                     return b""
                 inputs, plain = redacted
                 rewritten = self._form.tensors([plain])
                 changed = _fingerprint(inputs, rewritten) != before
                 answer = rewritten if changed else answer
             except BaseException:  # the user's own function; its words may be a text
-                self._counts["redact"] += 1
+                self._counts[DROPS, "redact"] += 1
                 return b""
         record = {
             "at": round(row.at, 3),
@@ -256,13 +276,13 @@ class SampleWriter:
         }
         return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
-    def _tell(self, counts: Mapping[str, int]) -> None:
+    def _count(self, counts: Mapping[Series, int]) -> None:
+        if self._metrics is None:
+            return
         try:
-            for name, value in counts.items():
-                if value and name in self._counters:
-                    self._counters[name].increment(value)
-        except Exception:  # counts are no reason to stop sampling
-            self._counters = {}
+            self._metrics.update(counts)
+        except Exception:  # a failure of the metrics must not stop the sampling
+            self._metrics = None
 
 
 def _rows_of(sampled: SampledRows, outputs: Mapping[str, NDArray[Any]]) -> list[Taken]:
@@ -310,24 +330,12 @@ def _plain_array(array: NDArray[Any]) -> dict[str, Any]:
     return {"shape": shape, "dtype": array.dtype.name, "base64": data}
 
 
-def _open_counters(pipeline: str) -> dict[str, Any]:
-    """The counters by what they count; none where the server has no such metrics."""
-    words = {
-        "triptych_sample_kept": "Sampled rows that were written",
-        "triptych_sample_dropped": "Sampled rows that were lost, by reason; requests for `waiting`",
-        "triptych_sample_bytes": "Bytes of samples that were written",
-    }
-    try:
-        kept, dropped, size = (
-            pb_utils.MetricFamily(name=name, description=text, kind=pb_utils.MetricFamily.COUNTER)
-            for name, text in words.items()
+def _add_metrics(metrics: MetricSet) -> None:
+    for name, old, description, values in METRICS:
+        metrics.add(
+            name,
+            description,
+            label="reason" if len(values) > 1 else "",
+            values=values,
+            deprecated=Deprecated(old),
         )
-        labels = {"pipeline": pipeline}
-        return {
-            "kept": kept.Metric(labels=labels),
-            "bytes": size.Metric(labels=labels),
-            **{why: dropped.Metric(labels={**labels, "reason": why}) for why in DROPPED},
-            "families": (kept, dropped, size),  # a counter dies with its family
-        }
-    except Exception:  # a server without such metrics serves all the same
-        return {}

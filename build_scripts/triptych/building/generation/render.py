@@ -13,7 +13,7 @@ from triptych.building.generation.quantizing import engine_weights
 from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
 from triptych.repository.render import RUNTIME, Content, with_imports
 from triptych.runtime.generation_engine import ADAPTERS_FOLDER, MODEL_FOLDER
-from triptych.runtime.generation_series import edges_of
+from triptych.runtime.generation_metrics import make_time_bounds
 from triptych.runtime.generation_wire import TOKENIZER_FILE
 from triptych.runtime.prompts import TEMPLATE_FILE
 from triptych.runtime.source_pieces import PIECES_FILE
@@ -139,7 +139,7 @@ def _core_settings(inputs: GeneratingInputs) -> dict[str, object]:
         "max_sequences": spec.core.max_num_seqs,
         "context_tokens": inputs.context_tokens,
         "stream_interval": spec.serving.stream_interval,
-        "time_edges_ms": edges_of(spec.serving.slo.limits_ms),
+        "latency_bounds_ms": make_time_bounds(spec.serving.slo.limits_ms),
         **inputs.core_settings,
     }
 

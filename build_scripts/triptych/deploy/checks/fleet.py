@@ -14,7 +14,7 @@ from triptych.base.releases import Release
 from triptych.deploy.checks.objects import Folder, Object, Server, mapping, sequence
 from triptych.repository.config import COUNTED_FROM, HISTOGRAM
 from triptych.repository.lint.snapshot import Flaw, error, warning
-from triptych.runtime.generation_series import NAMES, PREFIX
+from triptych.runtime.generation_metrics import NAMES, PREFIX
 
 # Group and version, and the Kubernetes that has it no more (its deprecation guide).
 REMOVED = {
