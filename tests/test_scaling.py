@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.autoscaler import Autoscaler, Observed, Pace, Scaling, Trigger, deployed, fixed, own
+from benchmarks.autoscaler import (
+    Autoscaler,
+    Observed,
+    Scaling,
+    ScalingPolicy,
+    Trigger,
+    deployed,
+    fixed,
+    own,
+)
 from benchmarks.fleet_simulation import Fleet, Service, arrivals, capacity
 from deploy_cases import options, write_built
 from triptych.base.explained import plain
@@ -17,9 +26,9 @@ from triptych.deploy.basis import basis_of
 from triptych.deploy.numbers import headroom, stable_s
 from triptych.deploy.scaling import scaled_object
 
-SEEN = Observed(0.0, 0.0, 0.0, 0.0, seen=4)
+SEEN = Observed(0.0, 0.0, 0.0, 0.0, replicas=4)
 RATE = Trigger(lambda seen: seen.offered_per_s, 10.0, "fleet", 60.0)
-SERVICE = Service((0.0, 0.1, 0.11, 0.12, 0.13), longest_wait_s=2.0)
+SERVICE = Service((0.0, 0.1, 0.11, 0.12, 0.13), max_wait_s=2.0)
 
 
 def always(seen: Observed, _window_s: float) -> Observed:
@@ -30,14 +39,16 @@ def steps(scaling: Scaling, values: list[float], first: int, seconds: float = 15
     """Replicas after each look, at these rates."""
     autoscaler, replicas, found = Autoscaler(scaling), first, []
     for index, value in enumerate(values):
-        seen = replace(SEEN, offered_per_s=value, queue_by_compute=value, seen=replicas)
+        seen = replace(SEEN, offered_per_s=value, queue_by_compute=value, replicas=replicas)
         replicas = autoscaler.replicas(index * seconds, replicas, partial(always, seen))
         found.append(replicas)
     return found
 
 
 def test_the_formula_is_that_of_kubernetes() -> None:
-    fleet = Scaling("rate", (RATE,), fewest=2, most=40, down=Pace(0.0, replicas=0))
+    fleet = Scaling(
+        "rate", (RATE,), min_replicas=2, max_replicas=40, down=ScalingPolicy(0.0, replicas=0)
+    )
     # ceil(value / target), within bounds; 10 % off is left alone; NaN too.
     assert steps(fleet, [40.0], 4) == [4]
     assert steps(fleet, [43.0], 4) == [4]
@@ -51,9 +62,11 @@ def test_the_formula_is_that_of_kubernetes() -> None:
 
 
 def test_replicas_go_when_the_load_was_lower_for_long_enough() -> None:
-    patient = Scaling("rate", (RATE,), fewest=1, most=40, down=Pace(60.0, replicas=0))
+    patient = Scaling(
+        "rate", (RATE,), min_replicas=1, max_replicas=40, down=ScalingPolicy(60.0, replicas=0)
+    )
     assert steps(patient, [80.0, 20.0, 20.0, 20.0, 20.0, 20.0, 20.0], 8) == [8] * 5 + [2] * 2
-    slow = Pace(60.0, period_s=30.0, replicas=1, share=0.0)
+    slow = ScalingPolicy(60.0, period_s=30.0, replicas=1, ratio=0.0)
     assert steps(replace(patient, up=slow), [80.0] * 9, 2) == [3, 3, 4, 4, 5, 5, 6, 6, 7]
 
 
@@ -76,14 +89,14 @@ def test_a_scaled_object_scales_as_the_own_autoscaler_does(tmp_path: Path) -> No
     for offered, wish in ((400.0, 0.0), (100.0, 0.0), (100.0, 3.0), (float("nan"), 0.0)):
         read = deployed(spec, {rate: offered, guard: wish}.__getitem__, 8)
         simulated = own(100.0, 1.0, 0.6, 25.0, 8)
-        assert (read.fewest, read.most, read.down) == (2, 8, simulated.down)
-        seen = replace(SEEN, offered_per_s=offered, waiting_s=0.6 if wish else 0.0, seen=2)
+        assert (read.min_replicas, read.max_replicas, read.down) == (2, 8, simulated.down)
+        seen = replace(SEEN, offered_per_s=offered, waiting_s=0.6 if wish else 0.0, replicas=2)
         found, expected = (
             Autoscaler(scaling).replicas(0.0, 2, partial(always, seen))
             for scaling in (read, simulated)
         )
         assert found == expected, (offered, wish)
-    assert deployed(spec, float, 4).most == 4
+    assert deployed(spec, float, 4).max_replicas == 4
 
 
 def test_a_fleet_answers_what_it_can() -> None:
@@ -104,7 +117,9 @@ def test_a_fleet_grows_with_its_load_and_shrinks_again() -> None:
     load = [(300.0, 20.0), (300.0, 60.0), (900.0, 20.0)]
     scaling = own(25.0, 1.0, 0.5, 10.0, 20)
     found = Fleet(SERVICE, scaling, 1.0, 10.0).run(arrivals(load, seed=2), 2)
-    constant = Fleet(SERVICE, fixed(found.most), 1.0, 0.0).run(arrivals(load, seed=2), found.most)
-    assert found.most >= 60 / 25
+    constant = Fleet(SERVICE, fixed(found.max_replicas), 1.0, 0.0).run(
+        arrivals(load, seed=2), found.max_replicas
+    )
+    assert found.max_replicas >= 60 / 25
     assert found.replica_s < 0.9 * constant.replica_s
     assert np.isfinite(list(found.latency_s.values())).all()

@@ -1,7 +1,6 @@
-"""Real servers behind a real Envoy, watched by a real Prometheus; they come and go when told to.
+"""Real servers behind a real Envoy, scraped by a real Prometheus, that start and stop on request.
 
-Envoy and its endpoint files are those of `triptych serve --replicas`; who decides how many there
-are is another matter (`live_scaling.py`).
+Envoy and its endpoint files are those of `triptych serve --replicas`.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from triptych.serving.server import Server
 
 NAMESPACE = "default"
 _LOOPBACK = "127.0.0.1"
-_OWN = ("grpc_port", "http_port", "metrics_port")
-_FOUND_S = 30.0
-_TAKEN_OUT_S = 10.0
-_ASKED_S = 5.0
+_PORTS = ("grpc_port", "http_port", "metrics_port")
+_HEALTHY_TIMEOUT_S = 30.0
+_DRAIN_TIMEOUT_S = 10.0
+_QUERY_TIMEOUT_S = 5.0
 
 
 @dataclass(eq=False)
-class _Replica:
-    """From the wish for it to its end, in seconds on the monotonic clock."""
+class LiveReplica:
+    """A replica from its request to its end, in seconds on the monotonic clock."""
 
     began_s: float
     ended_s: float = math.inf
@@ -48,12 +47,12 @@ class _Replica:
 
 
 class LiveFleet:
-    """Servers on one repository; `live_fleet` makes one.
+    """Servers of one repository; `live_fleet` creates it.
 
     Args:
-        servers: not started; so many replicas there may be at once.
-        proxy: started, in front of none.
-        prometheus: its address.
+        servers: Servers that are not started, one for each possible replica.
+        proxy: Envoy, started and without endpoints.
+        prometheus: Base URL.
     """
 
     def __init__(self, servers: list[Server], proxy: Proxy, prometheus: str) -> None:
@@ -62,39 +61,39 @@ class LiveFleet:
             self._free.put(server)
         self._proxy = proxy
         self._prometheus = prometheus
-        self._wanted: list[_Replica] = []
-        self._all: list[_Replica] = []
+        self._wanted: list[LiveReplica] = []
+        self._all: list[LiveReplica] = []
         self._routing = threading.Lock()
         self._pool = ThreadPoolExecutor(2 * len(servers), "live-fleet")
         self._ends: list[Future[None]] = []
 
     @property
     def url(self) -> str:
-        """Where Envoy is asked over gRPC."""
+        """Address of Envoy for gRPC."""
         return self._proxy.grpc_url
 
     @property
     def wanted(self) -> int:
-        """Replicas that there should be: ready, or being started."""
+        """Number of replicas that are ready or starting."""
         return len(self._wanted)
 
     @property
     def ready(self) -> int:
-        """Replicas that get requests."""
-        return len(self._ready())
+        """Number of replicas that receive requests."""
+        return len(self._list_ready())
 
     def scale(self, wanted: int) -> None:
-        """Have so many replicas; returns at once, the newest go first.
+        """Start or stop replicas without waiting for them; the newest ones stop first.
 
         Raises:
-            UserError: one did not start.
-            TimeoutError: one started and did not answer.
+            UserError: A replica did not start.
+            TimeoutError: A replica started and does not respond.
         """
         for replica in self._wanted:
             if replica.started.done():
                 replica.started.result()
         while len(self._wanted) < wanted:
-            replica = _Replica(time.monotonic())
+            replica = LiveReplica(time.monotonic())
             self._wanted.append(replica)
             self._all.append(replica)
             replica.started = self._pool.submit(self._start, replica)
@@ -102,49 +101,48 @@ class LiveFleet:
             self._ends.append(self._pool.submit(self._end, self._wanted.pop()))
 
     def wait_ready(self) -> float:
-        """Wait until Envoy gives requests to all; seconds since the newest was wished for.
+        """Wait until Envoy uses all replicas; return the seconds since the newest was requested.
 
         Raises:
-            UserError: one did not start.
-            TimeoutError: one does not answer, or Envoy does not find it healthy.
+            UserError: A replica did not start.
+            TimeoutError: A replica does not respond, or Envoy does not find it healthy.
         """
         for replica in self._wanted:
             replica.started.result()
-        if not self._proxy.wait_healthy(self._ready(), _FOUND_S):
-            raise TimeoutError("Envoy does not find its replicas healthy")
+        if not self._proxy.wait_healthy(self._list_ready(), _HEALTHY_TIMEOUT_S):
+            raise TimeoutError("Envoy does not find its replicas healthy.")
         return time.monotonic() - max(replica.began_s for replica in self._wanted)
 
     def replica_s(self, start_s: float, end_s: float) -> float:
-        """Seconds of all replicas in between, those that start and end included."""
+        """Return the seconds of all replicas in a period, those that start and end included."""
         spans = (min(end_s, one.ended_s) - max(start_s, one.began_s) for one in self._all)
         return sum(max(0.0, span) for span in spans)
 
-    def ask(self, query: str) -> float:
-        """What Prometheus makes of a query now; NaN where it finds nothing."""
+    def query(self, query: str) -> float:
+        """Return the value of a PromQL query now; NaN where its result is empty."""
         words = urllib.parse.urlencode({"query": query})
-        with urllib.request.urlopen(
-            f"{self._prometheus}/api/v1/query?{words}", timeout=_ASKED_S
-        ) as response:
-            found = json.loads(response.read())["data"]["result"]
-        return float(found[0]["value"][1]) if found else math.nan
+        url = f"{self._prometheus}/api/v1/query?{words}"
+        with urllib.request.urlopen(url, timeout=_QUERY_TIMEOUT_S) as response:
+            result = json.loads(response.read())["data"]["result"]
+        return float(result[0]["value"][1]) if result else math.nan
 
     def close(self) -> None:
-        """End all servers."""
+        """Stop all servers."""
         self.scale(0)
         self._pool.shutdown()
         for end in self._ends:
             end.result()
 
-    def _start(self, replica: _Replica) -> None:
+    def _start(self, replica: LiveReplica) -> None:
         server = replica.server = self._free.get()
         server.start()
         server.wait_ready()
-        _wait_answered(server)
+        _wait_healthy(server)
         with self._routing:
             replica.is_ready = replica in self._wanted
-            self._proxy.route_to(self._ready())
+            self._proxy.route_to(self._list_ready())
 
-    def _end(self, replica: _Replica) -> None:
+    def _end(self, replica: LiveReplica) -> None:
         try:
             replica.started.result()
         finally:
@@ -152,19 +150,19 @@ class LiveFleet:
             assert server is not None
             with self._routing:
                 replica.is_ready = False
-                self._proxy.route_to(self._ready())
-            self._proxy.wait_drained(server, _TAKEN_OUT_S)
+                self._proxy.route_to(self._list_ready())
+            self._proxy.wait_drained(server, _DRAIN_TIMEOUT_S)
             server.stop()
             replica.ended_s = time.monotonic()
             self._free.put(server)
 
-    def _ready(self) -> list[Server]:
+    def _list_ready(self) -> list[Server]:
         return [one.server for one in list(self._all) if one.is_ready and one.server is not None]
 
 
-def _wait_answered(server: Server) -> None:
-    """Wait until a server answers a question, as the readiness probe of `triptych deploy` does."""
-    deadline = time.monotonic() + _FOUND_S
+def _wait_healthy(server: Server) -> None:
+    """Wait until the readiness probe of `triptych deploy` passes."""
+    deadline = time.monotonic() + _HEALTHY_TIMEOUT_S
     while fault := find_fault(f"http://{server.http_url}", find_pipelines(server.repository)):
         if time.monotonic() > deadline:
             raise TimeoutError(fault)
@@ -172,22 +170,28 @@ def _wait_answered(server: Server) -> None:
 
 @contextmanager
 def live_fleet(
-    repository: Path, folder: Path, *, pipeline: str, most: int, limit_ms: float, scrape_s: float
+    repository: Path,
+    folder: Path,
+    *,
+    pipeline: str,
+    max_replicas: int,
+    limit_ms: float,
+    scrape_s: float,
 ) -> Iterator[LiveFleet]:
-    """A fleet without replicas, with room for so many; all of it ends with the context.
+    """Yield a fleet without replicas; its servers, Envoy and Prometheus end with the block.
 
     Args:
-        repository: what each replica serves.
-        folder: new, for logs and Prometheus' data.
-        pipeline: names the pods in metrics, as `triptych deploy` would.
-        most: replicas at once.
-        limit_ms: the promise.
-        scrape_s: Prometheus looks so often.
+        repository: Repository that each replica serves.
+        folder: Folder to create for logs and the data of Prometheus.
+        pipeline: Name of the pods in metrics, as in manifests of `triptych deploy`.
+        limit_ms: Latency limit of the SLO.
+        scrape_s: Scrape interval of Prometheus.
     """
     folder.mkdir()
-    names = [f"{name}_{number}" for number in range(most) for name in _OWN]
-    wanted = dict.fromkeys((*_OWN, *names, "admin_port", "prometheus"), 0)
-    ports = reserve_ports(_LOOPBACK, wanted)
+    names = [f"{name}_{number}" for number in range(max_replicas) for name in _PORTS]
+    ports = reserve_ports(
+        _LOOPBACK, dict.fromkeys((*_PORTS, *names, "admin_port", "prometheus"), 0)
+    )
     servers = [
         Server(
             repository,
@@ -195,49 +199,41 @@ def live_fleet(
             http_port=ports[f"http_port_{number}"],
             metrics_port=ports[f"metrics_port_{number}"],
         )
-        for number in range(most)
+        for number in range(max_replicas)
     ]
-    pages = {f"{pipeline}-{n}": ports[f"metrics_port_{n}"] for n in range(most)}
-    pages[f"{pipeline}-envoy-0"] = ports["metrics_port"]
-    (folder / "prometheus.json").write_text(json.dumps(_scraping(pages, scrape_s)))
-    listen = Listen(_LOOPBACK, **{name: ports[name] for name in (*_OWN, "admin_port")})
+    pods = {f"{pipeline}-{n}": ports[f"metrics_port_{n}"] for n in range(max_replicas)}
+    pods[f"{pipeline}-envoy-0"] = ports["metrics_port"]
+    (folder / "prometheus.json").write_text(json.dumps(_make_scrape_config(pods, scrape_s)))
+    listen = Listen(_LOOPBACK, **{name: ports[name] for name in (*_PORTS, "admin_port")})
     settings = proxy_settings(
-        replicas=most, max_request_mib=largest_request_mib(repository), limits_ms=[limit_ms]
+        replicas=max_replicas, max_request_mib=largest_request_mib(repository), limits_ms=[limit_ms]
     )
     address = f"{_LOOPBACK}:{ports['prometheus']}"
+    flags = [
+        f"--config.file={folder}/prometheus.json",
+        f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address={address}",
+    ]
     with ExitStack() as stack:
         proxy = Proxy(settings, listen, log_file=folder / "envoy.log")
         stack.callback(proxy.stop)
         proxy.start([])
-        stack.enter_context(
-            running(
-                folder,
-                "prometheus",
-                f"--config.file={folder}/prometheus.json",
-                f"--storage.tsdb.path={folder}/data",
-                f"--web.listen-address={address}",
-            )
-        )
+        stack.enter_context(running(folder, "prometheus", *flags))
         fleet = LiveFleet(servers, proxy, f"http://{address}")
         stack.callback(fleet.close)
         yield fleet
 
 
-def _scraping(pages: dict[str, int], scrape_s: float) -> dict[str, object]:
-    """A Prometheus's configuration: pods and their ports, with the labels of a PodMonitor."""
-    every = f"{1e3 * scrape_s:.0f}ms"
+def _make_scrape_config(pods: dict[str, int], scrape_s: float) -> dict[str, object]:
+    """Return Prometheus' configuration for the pods, with the labels of a PodMonitor."""
+    interval = f"{1e3 * scrape_s:.0f}ms"
+
+    def make_job(pod: str, port: int) -> dict[str, object]:
+        labels = {"namespace": NAMESPACE, "pod": pod}
+        targets = [{"targets": [f"{_LOOPBACK}:{port}"], "labels": labels}]
+        return {"job_name": pod, "static_configs": targets}
+
     return {
-        "global": dict.fromkeys(("scrape_interval", "scrape_timeout"), every),
-        "scrape_configs": [
-            {
-                "job_name": pod,
-                "static_configs": [
-                    {
-                        "targets": [f"{_LOOPBACK}:{port}"],
-                        "labels": {"namespace": NAMESPACE, "pod": pod},
-                    }
-                ],
-            }
-            for pod, port in pages.items()
-        ],
+        "global": dict.fromkeys(("scrape_interval", "scrape_timeout"), interval),
+        "scrape_configs": [make_job(pod, port) for pod, port in pods.items()],
     }

@@ -1,21 +1,19 @@
-"""Autoscalers on real servers: live PromQL in, replicas behind a real Envoy out.
+"""Autoscalers on real servers: live PromQL as input, replicas behind a real Envoy as output.
 
-The controller is simulated (`autoscaler.py`), all else is real: a built pipeline whose core
-sleeps, Envoy, Prometheus, and the queries of the ScaledObject that `triptych deploy` writes. Time
-is scaled: a second here stands for several, in windows, scrapes and the controller's looks alike.
+Only the controller is simulated (`autoscaler.py`). The pipeline is built as usual, with an emulated
+core, and the queries are those of the ScaledObject that `triptych deploy` writes. Time is scaled:
+windows, scrapes and the interval of the controller are shortened by the same factor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,8 @@ from benchmarks.autoscaler import (
     queue_by_compute,
     supersonic,
 )
-from benchmarks.fleet_simulation import Outcome, arrivals
+from benchmarks.fleet_simulation import Outcome, Service, arrivals
+from benchmarks.harness import say
 from benchmarks.live_fleet import NAMESPACE, LiveFleet, live_fleet
 from benchmarks.model import CACHE, PIPELINE, build
 from triptych.base.explained import plain
@@ -43,119 +42,143 @@ from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import SCRAPE_S, SYNC_S
 from triptych.deploy.options import DeployOptions
 from triptych.deploy.scaling import scaled_object
-from triptych.serving.bench.bench import machine
 
-MOST = 4
-"""Replicas at once: two cores hold no more, also where each only sleeps."""
-SHARES = (0.35, 0.35, 0.42, 0.5, 0.6, 0.72, 0.86, 1.0, 0.6, 0.35)
-"""Steps of the load, as shares of its peak."""
+MAX_REPLICAS = 4
+"""Maximum number of replicas at once, for a machine with two cores."""
+LOAD_RATIOS = (0.35, 0.35, 0.42, 0.5, 0.6, 0.72, 0.86, 1.0, 0.6, 0.35)
+"""Rates of the steps of the load as ratios of its peak."""
 PEAK = 2.4
-"""Of the load, in capacities of one replica."""
+"""Peak of the load as a multiple of the capacity of one replica."""
 GROWTH = 0.2
-"""What the user names: no step is a larger share above the last."""
+"""Maximum growth from one step to the next, which is given to `triptych deploy`."""
 STEP_S = 150.0
-"""What a step stands for."""
+"""Duration of a step before time is scaled."""
+TIMEOUT_RATIO = 4
+"""Timeout of a request and maximum backlog of the pipeline, as a multiple of the SLO limit."""
 _CORE = emulated_core.CoreTime(batch_us=150_000.0, row_us=20_000.0, token_us=0.0)
-_TRIED_PER_S = (31.0, 28.0, 25.0, 22.0, 19.0, 16.0)
-"""Of one replica; with 18 rows a batch the core itself allows 35."""
-_TRIED_S, _DRAINED_S = 10.0, 3.0
+_TRIED_RATES_PER_S = (31.0, 28.0, 25.0, 22.0, 19.0, 16.0)
+"""Rates tried on one replica; with batches of 18 rows the core itself allows 35."""
+_TRIAL_S, _DRAIN_S = 10.0, 3.0
 _TEXT = "my delivery is late"
 _NAME = PIPELINE.name
-_PATIENCE = 4
-"""Promises that a client waits for."""
-Ask = Callable[[str], float]
+Query = Callable[[str], float]
 
 
 @dataclass(frozen=True)
-class Contender:
-    """An autoscaler, from who answers its queries; Prometheus scrapes each `scrape_s` for it."""
+class LiveSystem:
+    """An autoscaler under test, created from the function that answers its queries."""
 
-    scaling: Callable[[Ask], Scaling]
+    make_scaling: Callable[[Query], Scaling]
     first: int
     scrape_s: float = SCRAPE_S
 
 
 @dataclass(frozen=True)
-class Load:
-    """Seconds and requests a second of each step; all but a share are to be answered in time."""
+class FleetLoad:
+    """Steps of seconds and rate; at most `max_miss_ratio` may be slower than `limit_s`."""
 
     steps: Sequence[tuple[float, float]]
     limit_s: float
-    share: float
+    max_miss_ratio: float
     seed: int
 
     @property
     def seconds(self) -> float:
         return sum(seconds for seconds, _ in self.steps)
 
-    def late(self, latencies_s: NDArray[np.float64]) -> int:
-        """Requests that missed the promise."""
+    def count_missed(self, latencies_s: NDArray[np.float64]) -> int:
         return int((latencies_s > self.limit_s).sum())
 
 
+def build_repository(limit_s: float) -> Path:
+    """Build the pipeline with an SLO and an emulated core; return its repository."""
+    slo = f"serving.slo.p99_ms={1e3 * limit_s:g}"
+    # The pipeline refuses only what its client would not wait for, so that all misses are due to
+    # the size of the fleet.
+    backlog = f"serving.queue.max_backlog_ms={1e3 * TIMEOUT_RATIO * limit_s:.0f}"
+    built = build(CACHE / "gpu-scaling", "core.device=gpu", slo, backlog)
+    return emulated_core.write_pipeline(built, _NAME, CACHE / "scaling", _CORE)
+
+
+def run_fixed(load: FleetLoad, replicas: int) -> tuple[Outcome, Service]:
+    """Run real servers without an autoscaler.
+
+    Returns:
+        The outcome, and the same replica for the simulation: the configured times of the core, and
+        the overhead around it as the median latency of single requests shows it.
+    """
+    repository = build_repository(load.limit_s)
+    config = emulated_core.read_config(repository / f"{_NAME}_core" / "config.pbtxt")
+    rows = range(1, config.max_batch_size + 1)
+    batch_s = [0.0, *((_CORE.batch_us + n * _CORE.row_us) / 1e6 for n in rows)]
+    with tempfile.TemporaryDirectory() as folder:
+        with _open_fleet(repository, Path(folder) / "idle", load, 1, SCRAPE_S) as fleet:
+            fleet.scale(1)
+            fleet.wait_ready()
+            idle_s = float(np.median(_send(fleet.url, np.arange(10) * 0.5, load.limit_s)))
+        system = LiveSystem(lambda _: fixed(replicas), replicas)
+        outcome = _run(repository, Path(folder) / "run", system, load, 1.0)
+    overhead_s = max(0.0, idle_s - batch_s[1])
+    return outcome, Service(tuple(batch_s), TIMEOUT_RATIO * load.limit_s, overhead_s)
+
+
 def compare(
-    step_s: float, limit_s: float, share: float, seed: int
+    step_s: float, limit_s: float, max_miss_ratio: float, seed: int
 ) -> tuple[dict[str, Any], list[Outcome]]:
-    """What one replica was measured to be, and what became of the load with each autoscaler.
+    """Run every autoscaler under the same load.
 
     Args:
-        step_s: real seconds of a step, which stands for `STEP_S`.
-        limit_s: the promise.
-        share: of requests that may miss it.
-        seed: of the arrivals.
+        step_s: Real duration of a step, which stands for `STEP_S`.
+
+    Returns:
+        Measured facts about one replica and the load, and the outcome of each autoscaler.
     """
     scale = step_s / STEP_S
-    promised = f"serving.slo.p99_ms={1e3 * limit_s:g}"
-    # No pipeline refuses what its client would wait for: misses are then those of the fleet's size.
-    patient = f"serving.queue.max_backlog_ms={1e3 * _PATIENCE * limit_s:.0f}"
-    built = build(CACHE / "gpu-scaling", "core.device=gpu", promised, patient)
-    repository = emulated_core.write_pipeline(built, _NAME, CACHE / "scaling", _CORE)
-    load = Load((), limit_s, share, seed)
+    repository = build_repository(limit_s)
+    load = FleetLoad((), limit_s, max_miss_ratio, seed)
     with tempfile.TemporaryDirectory() as folder:
-        holds, ready_s = _measure(repository, Path(folder) / "one", load)
+        capacity_per_s, ready_s = _measure_replica(repository, Path(folder) / "one", load)
         options = DeployOptions(
             "triptych-serve:24.10", _NAME, Release(24, 10), namespace=NAMESPACE,
-            rps_per_replica=holds, cpu_cores=1.0, memory_mib=4096,
+            rps_per_replica=capacity_per_s, cpu_cores=1.0, memory_mib=4096,
             startup_seconds=ready_s / scale, max_growth=GROWTH,
         )  # fmt: skip
         basis = basis_of(repository, _NAME, options, CACHE / "reports")
-        load = replace(load, steps=[(step_s, part * PEAK * holds) for part in SHARES])
+        load = replace(load, steps=[(step_s, part * PEAK * capacity_per_s) for part in LOAD_RATIOS])
         outcomes = []
-        for number, contender in enumerate(_contenders(basis, scale)):
-            one = _run(repository, Path(folder) / str(number), contender, load, scale)
-            _say(str(one))
-            outcomes.append(one)
+        for number, system in enumerate(_make_systems(basis, scale)):
+            outcomes.append(_run(repository, Path(folder) / str(number), system, load, scale))
+            say(str(outcomes[-1]))
     facts = {
-        "machine": machine(),
-        "a second stands for": 1 / scale,
-        "one replica holds a second": holds,
-        "seconds to ready": ready_s,
-        "rate given to one replica": float(basis.sizes.threshold_per_s.value),
-        "steps": load.steps,
+        "a second stands for": f"{1 / scale:g} s",
+        "capacity of one replica": f"{capacity_per_s:g}/s",
+        "time until a replica is ready": f"{ready_s:.1f} s",
+        "rate given to one replica": f"{float(basis.sizes.threshold_per_s.value):.1f}/s",
     }
     return facts, outcomes
 
 
-def _contenders(basis: Basis, scale: float) -> list[Contender]:
+def _make_systems(basis: Basis, scale: float) -> list[LiveSystem]:
     metrics = replace(basis.metrics, time_scale=scale)
     spec = plain(scaled_object(basis.lock, basis.options, basis.sizes, metrics))["spec"]
-    first = math.ceil(SHARES[0] * PEAK) + 1
+    first = math.ceil(LOAD_RATIOS[0] * PEAK) + 1
+    by_compute, chart = queue_by_compute(MAX_REPLICAS), supersonic(MAX_REPLICAS)
     return [
-        Contender(lambda ask: deployed(spec, ask, MOST), first),
-        Contender(lambda ask: _asking(queue_by_compute(MOST), ask, _ratio(metrics)), first),
-        Contender(lambda ask: _asking(supersonic(MOST), ask, _an_execution(metrics)), first, 5.0),
-        Contender(lambda _: fixed(math.ceil(PEAK)), math.ceil(PEAK)),
+        LiveSystem(lambda query: deployed(spec, query, MAX_REPLICAS), first),
+        LiveSystem(lambda query: _with_query(by_compute, query, _ratio_query(metrics)), first),
+        LiveSystem(lambda query: _with_query(chart, query, _execution_query(metrics)), first, 5.0),
+        LiveSystem(lambda _: fixed(math.ceil(PEAK)), math.ceil(PEAK)),
     ]
 
 
-def _asking(scaling: Scaling, ask: Ask, query: str) -> Scaling:
-    """The same with its one trigger's value from Prometheus."""
+def _with_query(scaling: Scaling, query: Query, text: str) -> Scaling:
+    """Return the same configuration, with the value of its one trigger from Prometheus."""
     (trigger,) = scaling.triggers
-    return replace(scaling, triggers=(replace(trigger, read=lambda _: ask(query)),))
+    return replace(scaling, triggers=(replace(trigger, read=lambda _: query(text)),))
 
 
-def _ratio(metrics: Metrics) -> str:
-    """NVIDIA's recording rule, of the core: that of an ensemble leaves out its steps' queues."""
+def _ratio_query(metrics: Metrics) -> str:
+    """Return NVIDIA's recording rule for the core; an ensemble's excludes its steps' queues."""
     queue, compute = (
         f'rate({name}{{namespace="{NAMESPACE}",model="{_NAME}_core"}}[{metrics.window("1m")}])'
         for name in ("nv_inference_queue_duration_us", "nv_inference_compute_infer_duration_us")
@@ -163,8 +186,8 @@ def _ratio(metrics: Metrics) -> str:
     return f"avg({queue} / clamp_min({compute}, 1))"
 
 
-def _an_execution(metrics: Metrics) -> str:
-    """The default metric of SuperSONIC's chart, in milliseconds, of all models as there."""
+def _execution_query(metrics: Metrics) -> str:
+    """Return the default metric of SuperSONIC's chart in ms; like the chart, for all models."""
     queue, runs = (
         f'sum(rate({name}{{namespace="{NAMESPACE}"}}[{metrics.window("15s")}]))'
         for name in ("nv_inference_queue_duration_us", "nv_inference_exec_count")
@@ -172,58 +195,64 @@ def _an_execution(metrics: Metrics) -> str:
     return f"{queue} / ({runs} * 1000 + 0.001)"
 
 
-def _measure(repository: Path, folder: Path, load: Load) -> tuple[float, float]:
-    """The highest of a few rates that one replica holds, and its seconds from start to traffic."""
-    with _fleet(repository, folder, load, 1, SCRAPE_S) as fleet:
+def _measure_replica(repository: Path, folder: Path, load: FleetLoad) -> tuple[float, float]:
+    """Return the highest rate that one replica sustains, and its seconds until it is ready."""
+    with _open_fleet(repository, folder, load, 1, SCRAPE_S) as fleet:
         fleet.scale(1)
         ready_s = fleet.wait_ready()
-        for rate in _TRIED_PER_S:
-            time.sleep(_DRAINED_S)
-            tried = replace(load, steps=[(_TRIED_S, rate)])
-            latencies_s = _send(fleet.url, tried)
-            missed = load.late(latencies_s) / len(latencies_s)
-            _say(f"one replica, {rate:g}/s: {missed:.1%} missed; ready in {ready_s:.1f} s")
-            if missed <= load.share:
+        for rate in _TRIED_RATES_PER_S:
+            time.sleep(_DRAIN_S)
+            latencies_s = _send(fleet.url, arrivals([(_TRIAL_S, rate)], load.seed), load.limit_s)
+            missed = load.count_missed(latencies_s) / len(latencies_s)
+            say(f"one replica, {rate:g}/s: {missed:.1%} missed; ready in {ready_s:.1f} s")
+            if missed <= load.max_miss_ratio:
                 return rate, ready_s
-    raise SystemExit(f"one replica holds not even {_TRIED_PER_S[-1]:g}/s: the machine is too busy")
+    raise SystemExit(f"One replica does not sustain {rate:g}/s: the machine is too busy.")
 
 
-def _run(repository: Path, folder: Path, contender: Contender, load: Load, scale: float) -> Outcome:
-    """One autoscaler under the load."""
-    with _fleet(repository, folder, load, MOST, scale * contender.scrape_s) as fleet:
-        scaling = contender.scaling(fleet.ask)
-        fleet.scale(contender.first)
+def _run(
+    repository: Path, folder: Path, system: LiveSystem, load: FleetLoad, scale: float
+) -> Outcome:
+    """Run one autoscaler under the load."""
+    with _open_fleet(repository, folder, load, MAX_REPLICAS, scale * system.scrape_s) as fleet:
+        scaling = system.make_scaling(fleet.query)
+        fleet.scale(system.first)
         fleet.wait_ready()
-        control = _Control(fleet, scaling, scale)
+        controller = _Controller(fleet, scaling, scale)
         began = time.monotonic()
-        with control:
-            latencies_s = _send(fleet.url, load)
+        with controller:
+            latencies_s = _send(fleet.url, arrivals(load.steps, load.seed), load.limit_s)
         answered_s = latencies_s[np.isfinite(latencies_s)]
+        rows, runs = (
+            f'sum(increase(nv_inference_{name}{{model="{_NAME}_core"}}[{load.seconds:.0f}s]))'
+            for name in ("count", "exec_count")
+        )
         return Outcome(
             scaling.name,
             len(latencies_s),
-            load.late(latencies_s),
+            load.count_missed(latencies_s),
             fleet.replica_s(began, began + load.seconds),
             {percent: float(np.percentile(answered_s, percent)) for percent in (50, 99)},
-            fleet.ask(_mean_batch(load.seconds)),
-            control.most,
+            fleet.query(f"{rows} / {runs}"),
+            controller.max_replicas,
         )
 
 
-def _fleet(
-    repository: Path, folder: Path, load: Load, most: int, scrape_s: float
-) -> AbstractContextManager[LiveFleet]:
+def _open_fleet(
+    repository: Path, folder: Path, load: FleetLoad, max_replicas: int, scrape_s: float
+) -> Any:
+    limit_ms = 1e3 * load.limit_s
     return live_fleet(
-        repository, folder, pipeline=_NAME, most=most, limit_ms=1e3 * load.limit_s,
+        repository, folder, pipeline=_NAME, max_replicas=max_replicas, limit_ms=limit_ms,
         scrape_s=scrape_s,
     )  # fmt: skip
 
 
-class _Control:
-    """The controller: looks, and has replicas started and stopped, while the context lasts."""
+class _Controller:
+    """Runs the autoscaler in a thread while the block runs."""
 
     def __init__(self, fleet: LiveFleet, scaling: Scaling, scale: float) -> None:
-        self.most = fleet.wanted
+        self.max_replicas = fleet.wanted
         self._fleet = fleet
         self._autoscaler = Autoscaler(scaling)
         self._scale = scale
@@ -231,42 +260,34 @@ class _Control:
         self._pool = ThreadPoolExecutor(1, "controller")
 
     def __enter__(self) -> None:
-        self._looks = self._pool.submit(self._look_on)
+        self._thread = self._pool.submit(self._run)
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._pool.shutdown()
-        self._looks.result()
+        self._thread.result()
 
-    def _look_on(self) -> None:
-        began = time.monotonic()
+    def _run(self) -> None:
+        began, fleet = time.monotonic(), self._fleet
         while not self._is_over.wait(self._scale * SYNC_S):
-            self._look((time.monotonic() - began) / self._scale)
+            now = (time.monotonic() - began) / self._scale
+            wanted = self._autoscaler.replicas(now, fleet.wanted, self._observe)
+            if wanted != fleet.wanted:
+                say(f"{now:.0f} s: {fleet.wanted} -> {wanted} replicas")
+            fleet.scale(wanted)
+            self.max_replicas = max(self.max_replicas, wanted)
 
-    def _look(self, now: float) -> None:
-        fleet = self._fleet
-        seen = Observed(math.nan, math.nan, math.nan, math.nan, max(1, fleet.ready))
-        wanted = self._autoscaler.replicas(now, fleet.wanted, lambda _window_s: seen)
-        if wanted != fleet.wanted:
-            _say(f"{now:.0f} s: {fleet.wanted} -> {wanted} replicas")
-        fleet.scale(wanted)
-        self.most = max(self.most, wanted)
-
-
-def _mean_batch(seconds: float) -> str:
-    rows, runs = (
-        f'sum(increase(nv_inference_{name}{{model="{_NAME}_core"}}[{seconds:.0f}s]))'
-        for name in ("count", "exec_count")
-    )
-    return f"{rows} / {runs}"
+    def _observe(self, _window_s: float) -> Observed:
+        """Return the number of replicas; the triggers query all other metrics themselves."""
+        return Observed(math.nan, math.nan, math.nan, math.nan, max(1, self._fleet.ready))
 
 
-def _send(url: str, load: Load) -> NDArray[np.float64]:
-    """Latencies in seconds, from when each request was due; infinite where it failed."""
-    return asyncio.run(_ask(url, arrivals(load.steps, load.seed), _PATIENCE * load.limit_s))
+def _send(url: str, arrivals_s: NDArray[np.float64], limit_s: float) -> NDArray[np.float64]:
+    """Send a request at each of these seconds.
 
-
-async def _ask(url: str, arrivals_s: NDArray[np.float64], patience_s: float) -> NDArray[np.float64]:
+    Returns:
+        Latencies in seconds from the arrival; infinite where a request failed or timed out.
+    """
     from tritonclient.grpc import InferInput
     from tritonclient.grpc.aio import InferenceServerClient
     from tritonclient.utils import InferenceServerException
@@ -274,23 +295,19 @@ async def _ask(url: str, arrivals_s: NDArray[np.float64], patience_s: float) -> 
     tensor = InferInput("text", [1, 1], "BYTES")
     tensor.set_data_from_numpy(np.array([[_TEXT.encode()]], dtype=np.object_))
 
-    async def ask(due: float) -> float:
-        try:
-            await client.infer(_NAME, [tensor], client_timeout=patience_s)
-        except InferenceServerException:
-            return math.inf
-        return time.perf_counter() - due
+    async def send_all() -> NDArray[np.float64]:
+        async def send(due: float) -> float:
+            try:
+                await client.infer(_NAME, [tensor], client_timeout=TIMEOUT_RATIO * limit_s)
+            except InferenceServerException:
+                return math.inf
+            return time.perf_counter() - due
 
-    async with InferenceServerClient(url) as client:
-        start = time.perf_counter()
-        tasks = []
-        for at in arrivals_s.tolist():
-            pause = start + at - time.perf_counter()
-            if pause > 0:
-                await asyncio.sleep(pause)
-            tasks.append(asyncio.create_task(ask(start + at)))
-        return np.array(await asyncio.gather(*tasks))
+        async with InferenceServerClient(url) as client:
+            start, tasks = time.perf_counter(), []
+            for at in arrivals_s.tolist():
+                await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+                tasks.append(asyncio.create_task(send(start + at)))
+            return np.array(await asyncio.gather(*tasks))
 
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    return asyncio.run(send_all())

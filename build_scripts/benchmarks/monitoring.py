@@ -224,12 +224,7 @@ def _measure_drift(options: argparse.Namespace) -> tuple[list[Table], list[str]]
         def make_turn(name: str, server: Server) -> Turn:
             def measure() -> list[tuple[str, dict[str, float]]]:
                 metrics = measure_cost(
-                    server.grpc_url,
-                    server.pid,
-                    _DRIFTING,
-                    long,
-                    clients=8,
-                    seconds=options.seconds,
+                    server.grpc_url, server.pid, _DRIFTING, long, clients=8, seconds=options.seconds
                 )
                 core_ms = server_core_ms(metrics)
                 return [("", {"core_ms": core_ms, "rate_per_s": metrics["rate_per_s"]})]

@@ -146,10 +146,7 @@ def _main(core: str, rows_file: str, seconds: float) -> None:
             _time(two_threads, batches, 1, seconds),
             _time(one_thread, batches, 2, seconds),
         ],
-        "one row": [
-            _time(one_thread, single, 1, seconds),
-            _time(two_threads, single, 1, seconds),
-        ],
+        "one row": [_time(one_thread, single, 1, seconds), _time(two_threads, single, 1, seconds)],
     }
     print(json.dumps(report))
 

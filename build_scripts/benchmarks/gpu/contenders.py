@@ -52,12 +52,7 @@ def engine(name: str, runner: EngineRunner, plan: Plan) -> Contender:
 
 
 def torch_model(
-    name: str,
-    inputs: PipelineInputs,
-    *,
-    device: str,
-    precision: TorchType,
-    compiled: bool,
+    name: str, inputs: PipelineInputs, *, device: str, precision: TorchType, compiled: bool
 ) -> Contender:
     """The model in PyTorch on padded batches, with the pooling of the pipeline.
 
