@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from deploy_cases import options, write_built, write_generation
 from triptych.base.explained import plain
 from triptych.base.releases import parse_release
-from triptych.deploy.targets import manifests_of
+from triptych.deploy.targets import make_manifests
 
 BY_HAND: dict[str, Any] = {"rps_per_replica": 20.0, "cpu_cores": 1.0, "memory_mib": 2048}
 PROMISES = ({"p50_ms": 5.0}, {"p99_ms": 80.0}, {"p99_9_ms": 30_000.0})
@@ -50,7 +50,7 @@ def deployed(
         monitor_image="watch:1" if samples else None,
         **BY_HAND,
     )
-    made = manifests_of(repository, "minilm", chosen, folder / "none")
+    made = make_manifests(repository, "minilm", chosen, folder / "none")
     documents = {file: plain(document) for file, document in made.files.items()}
     return Case(f"{'-'.join(promise)}-{watched}", promise, watched, documents)
 
@@ -68,6 +68,6 @@ def deployed_talk(folder: Path) -> Case:
     """A pipeline that generates text: ten places in each replica's batch, on a GPU."""
     limits = ("serving.slo.ttft_p99=500ms", "serving.slo.itl_p99=50ms", "serving.slo.e2e_p50=8s")
     repository = write_generation(folder, *limits)
-    made = manifests_of(repository, "talk", options(name="talk"), repository)
+    made = make_manifests(repository, "talk", options(name="talk"), repository)
     documents = {file: plain(document) for file, document in made.files.items()}
     return Case("talk", {}, "core", documents)

@@ -22,7 +22,7 @@ from load_samples import bench as bench_result
 from load_samples import rate_search, subject
 from triptych.base.explained import plain
 from triptych.base.releases import parse_release
-from triptych.deploy.basis import Manifests
+from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
 from triptych.repository.manifest import SCHEMA, BuildManifest, PlanRecord

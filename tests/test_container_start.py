@@ -32,7 +32,7 @@ from triptych.container.machine import read_machine
 from triptych.container.sizes import largest_request_mib
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import DeployOptions
-from triptych.deploy.targets import manifests_of
+from triptych.deploy.targets import make_manifests
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.orphan_cleanup import (
     PROCESS_TAG_VARIABLE,
@@ -99,7 +99,7 @@ def test_what_deploy_writes_runs_here(
         memory_mib=2048,
         gateway="public",  # the rate is the servers' own then
     )
-    made = manifests_of(repository, "minilm_packed", options, tmp_path)
+    made = make_manifests(repository, "minilm_packed", options, tmp_path)
     write_manifests(tmp_path / "out", made.files)
     text = (tmp_path / "out/base/deployment.yaml").read_text()
     (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]

@@ -16,7 +16,7 @@ from benchmarks.prometheus_tools import tool
 from conftest import ROOT
 from deploy_cases import ENGINE
 from triptych.base.explained import yaml_of
-from triptych.deploy.alertmanager import alertmanager
+from triptych.deploy.kubernetes import render_alertmanager
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 def test_the_alertmanager_example_wakes_somebody_once(cases: list[Case], tmp_path: Path) -> None:
     file = tmp_path / "alertmanager.yaml"
-    file.write_text(yaml_of(alertmanager()))
+    file.write_text(yaml_of(render_alertmanager()["alertmanager.example.yaml"]))
     assert yaml.safe_load(file.read_text()) == cases[0].documents["alertmanager.example.yaml"]
     check = [str(tool("amtool")), "check-config", str(file)]
     done = subprocess.run(check, capture_output=True, text=True, timeout=60)

@@ -34,10 +34,10 @@ from triptych.base.errors import UserError
 from triptych.base.explained import plain, reasons_of, yaml_of
 from triptych.base.releases import parse_release
 from triptych.container.flags import ServerFlags as ServerOptions
-from triptych.deploy.basis import Manifests
+from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
 from triptych.deploy.options import parse_mebibytes
-from triptych.deploy.targets import manifests_of
+from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
 from triptych.spec.slo import Slo
 
@@ -48,7 +48,7 @@ TENSORRT: dict[str, Any] = {"core": {"backend": "tensorrt"}}
 def manifests(folder: Path, engine: Any = None, **fields: Any) -> Manifests:
     """Of a pipeline of these fields with a usual bench."""
     repository = write_built(folder, engine=engine, **fields)
-    return manifests_of(repository, "minilm", options(), write_bench(folder / "reports"))
+    return make_manifests(repository, "minilm", options(), write_bench(folder / "reports"))
 
 
 def expressions(made: Manifests) -> list[str]:
@@ -151,7 +151,7 @@ def test_replicas_follow_from_the_capacity_that_was_measured(tmp_path: Path) -> 
     slo = Slo(p99_ms=80.0, throughput=400.0)
     reports = write_bench(tmp_path / "reports", slo=slo, rate=rate_search(slo))
     usual = options(max_growth=0.6, startup_seconds=25.0, peak_rps=1000.0)
-    made = manifests_of(repository, "minilm", usual, reports)
+    made = make_manifests(repository, "minilm", usual, reports)
     spec = document(made, "scaled-object.yaml")["spec"]
     # 25 s to ready, 30 of the window, 15 each to a scrape, KEDA and the autoscaler: 100 s, in which
     # the rate doubles at 60 % a minute; and 10 % off is left alone. 150/s held, 150 / 2 / 1.1.
@@ -164,7 +164,7 @@ def test_replicas_follow_from_the_capacity_that_was_measured(tmp_path: Path) -> 
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 300
     by_hand = replace(usual, rps_per_replica=100.0, startup_seconds=200.0)
-    made = manifests_of(repository, "minilm", by_hand, reports)
+    made = make_manifests(repository, "minilm", by_hand, reports)
     spec = document(made, "scaled-object.yaml")["spec"]
     assert spec["triggers"][0]["metadata"]["threshold"] == f"{100 / 3.75 / 1.1:.4g}"
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
@@ -185,7 +185,7 @@ def test_alerts_fit_the_promise_and_the_release(tmp_path: Path) -> None:
                 cpu_cores=1.0,
                 memory_mib=2048,
             )
-            made = manifests_of(repository, "minilm", by_hand, tmp_path / "none")
+            made = make_manifests(repository, "minilm", by_hand, tmp_path / "none")
             (name, limit_ms), case = next(iter(promise.items())), (serving, release)
             budget = 1 - float(name[1:-3].replace("_", ".")) / 100
             found = alerts(made)
@@ -233,7 +233,7 @@ def test_every_number_says_why(tmp_path: Path) -> None:
         "spec.advanced.horizontalPodAutoscalerConfig.behavior.scaleDown.stabilizationWindowSeconds",
     ):
         assert by_field[field]["reason"], field
-    again = manifests_of(repository, "minilm", options(), tmp_path / "reports/minilm")
+    again = make_manifests(repository, "minilm", options(), tmp_path / "reports/minilm")
     for file, node in again.files.items():
         text = yaml_of(node)
         assert yaml.safe_load(text) == plain(node), file
@@ -284,7 +284,7 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
         (repository, {"max_growth": 11.0}, reports, "--max-growth"),
         (repository, {"prometheus": "prometheus:9090"}, reports, "http://"),
         (repository, {"rps_per_replica": float("nan")}, reports, "above 0"),
-        (built["unpromised"], {}, reports, "must promise a latency"),
+        (built["unpromised"], {}, reports, "must have a latency limit"),
         (built["shared"], {}, reports, "core.shared_from"),
         (built["two"], {}, reports, "minilm and other"),
         (built["no engine"], {}, reports, "triptych engine minilm"),
@@ -304,13 +304,13 @@ def test_what_cannot_work_is_refused_with_its_reason(tmp_path: Path) -> None:
     ]
     for folder, changes, measured, said in cases:
         with pytest.raises(UserError) as error:
-            manifests_of(folder, "minilm", options(**changes), measured)
+            make_manifests(folder, "minilm", options(**changes), measured)
         assert said in error.value.message, (changes, error.value.message)
     with pytest.raises(UserError, match="1500Mi or 2Gi"):
         parse_mebibytes("--memory", "2 GB")
     # A result of another build is no matter where nothing of it is used; enough grace is enough.
-    assert manifests_of(repository, "minilm", options(**by_hand), old)
-    assert manifests_of(repository, "minilm", options(max_grace_seconds=50), reports)
+    assert make_manifests(repository, "minilm", options(**by_hand), old)
+    assert make_manifests(repository, "minilm", options(max_grace_seconds=50), reports)
 
 
 def test_files_of_others_and_changed_ones_are_left_alone(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from triptych.base.errors import Finding, UserError
 from triptych.deploy.checks import CHECKS, check_manifests
 from triptych.deploy.checks.pods import FIELDS, Known
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.targets import known_of, manifests_of
+from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface.cli import app
 
 
@@ -71,7 +71,7 @@ def test_what_deploy_writes_has_no_finding(tmp_path: Path, known: Known) -> None
         "compose": {"target": "compose"},
     }
     for name, changes in cases.items():
-        made = manifests_of(repository, "minilm", options(**changes), reports)
+        made = make_manifests(repository, "minilm", options(**changes), reports)
         write_manifests(tmp_path / name, made.files)
         assert check_manifests(tmp_path / name, known=own) == [], name
 

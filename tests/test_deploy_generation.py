@@ -21,16 +21,16 @@ from deploy_cases import (
 from test_deploy_targets import compose_schema
 from triptych.base.errors import UserError
 from triptych.base.explained import reasons_of
-from triptych.deploy.basis import Manifests
 from triptych.deploy.checks import check_manifests
+from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.targets import known_of, manifests_of
+from triptych.deploy.targets import known_of, make_manifests
 from triptych.interface.cli import app
 from triptych.serving.fleet.proxy import validate
 
 
 def made(repository: Path, **changes: Any) -> Manifests:
-    return manifests_of(repository, "talk", options(name="talk", **changes), repository)
+    return make_manifests(repository, "talk", options(name="talk", **changes), repository)
 
 
 def test_kubernetes_takes_it_and_a_pod_has_a_gpu_for_each_part(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_text_to_text_pipeline_is_on_processors(tmp_path: Path) -> None:
         assert "nvidia.com" not in str(objects)
         assert "kv_cache_share" not in str(objects)
         assert check_manifests(tmp_path / "out") == []
-    with pytest.raises(UserError, match="an engine on a GPU only"):
+    with pytest.raises(UserError, match="only supported for an engine on a GPU"):
         made(repository, gpu_product="NVIDIA-L4")
 
 
@@ -173,7 +173,7 @@ def test_what_cannot_work_is_refused_and_the_command_line_writes_the_rest(tmp_pa
         ({"target": "kserve", "affinity_header": "x-user"}, "cannot hash a header"),
         ({"monitor_image": "watch:1"}, "its answers are not sampled"),
         ({"max_grace_seconds": 20}, "the longest answer"),
-        ({"rps_per_replica": 5.0}, "scales by requests under way"),
+        ({"rps_per_replica": 5.0}, "scales by requests in flight"),
     ):
         with pytest.raises(UserError) as caught:
             made(repository, **changes)

@@ -24,12 +24,10 @@ from conftest import ROOT
 from deploy_cases import ENGINE, document, kustomized, options, taken, write_bench, write_built
 from triptych.base.errors import UserError
 from triptych.base.explained import plain
-from triptych.deploy import envoy
-from triptych.deploy.basis import Manifests
+from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.kserve import MODELS_MOUNT
-from triptych.deploy.targets import manifests_of
-from triptych.deploy.workload import PORTS
+from triptych.deploy.kubernetes import ADMIN_PORT, PORTS, labels
+from triptych.deploy.targets import make_manifests
 from triptych.serving.fleet.proxy import envoy_command, find_envoy, validate
 from triptych.serving.ports import reserve_ports
 
@@ -40,7 +38,7 @@ def manifests(folder: Path, engine: Any = None, fields: Any = None, **changes: A
     """Of a pipeline of these fields with a usual bench and these options."""
     repository = write_built(folder, engine=engine, **(fields or {}))
     reports = write_bench(folder / "reports")
-    return manifests_of(repository, "minilm", options(**changes), reports)
+    return make_manifests(repository, "minilm", options(**changes), reports)
 
 
 def container_of(workload: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +60,7 @@ def test_envoy_stands_in_front_and_tells_the_rate(tmp_path: Path) -> None:
     container = container_of(proxy)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": 8000, "grpc": 8001, "metrics": 8002}
-    assert envoy.ADMIN_PORT not in ports.values()
+    assert ADMIN_PORT not in ports.values()
     grace = proxy["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace >= 10 + 30 * 2
     services = {name: document(made, f"{name}.yaml")["spec"] for name in ("service", "replicas")}
@@ -77,7 +75,7 @@ def test_envoy_stands_in_front_and_tells_the_rate(tmp_path: Path) -> None:
     assert validate(tmp_path / "out/base/envoy.yaml") == ""
     # Only the proxy reaches the servers, and what it counts is what scales them.
     policy = document(made, "network-policy.yaml")["spec"]["ingress"][0]["from"]
-    assert policy == [{"podSelector": {"matchLabels": envoy.proxy_labels(options())}}]
+    assert policy == [{"podSelector": {"matchLabels": labels("minilm-envoy")}}]
     query = document(made, "scaled-object.yaml")["spec"]["triggers"][0]["metadata"]["query"]
     assert "envoy_http_downstream_rq_total" in query
     promql_parser.parse(query)
@@ -146,15 +144,13 @@ def test_envoy_counts_drains_and_says_so(tmp_path: Path) -> None:
     command = container["lifecycle"]["preStop"]["exec"]["command"]
     composed = plain(manifests(tmp_path / "compose", target="compose").files["compose.yaml"])
     healthy = composed["services"]["envoy"]["healthcheck"]["test"][1:]
-    names = [*PORTS.values(), envoy.ADMIN_PORT]
+    names = [*PORTS.values(), ADMIN_PORT]
     ports = dict(
         zip(names, reserve_ports("127.0.0.1", dict.fromkeys("abcd", 0)).values(), strict=True)
     )
 
     def run(words: list[str]) -> subprocess.Popen[bytes]:
-        words = [
-            word.replace(str(envoy.ADMIN_PORT), str(ports[envoy.ADMIN_PORT])) for word in words
-        ]
+        words = [word.replace(str(ADMIN_PORT), str(ports[ADMIN_PORT])) for word in words]
         words = [word.replace("$$", "$").replace("sleep 10", "sleep 0.2") for word in words]
         return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -225,7 +221,7 @@ def test_a_rollout_goes_by_the_rules_of_the_alerts(tmp_path: Path) -> None:
         by_hand = options(
             gateway="public", rollout="argo", rps_per_replica=9.0, cpu_cores=1.0, memory_mib=2048
         )
-        made = manifests_of(repository, "minilm", by_hand, tmp_path / "none")
+        made = make_manifests(repository, "minilm", by_hand, tmp_path / "none")
         objects = taken(kustomized(tmp_path / name / "out", made))
         rollout = objects["Rollout minilm"]["spec"]
         assert rollout["workloadRef"]["name"] == "minilm"
@@ -270,7 +266,7 @@ def test_kserve_gets_what_its_own_runtime_lacks(tmp_path: Path) -> None:
         runtime = objects["ServingRuntime minilm"]["spec"]
         (container,) = runtime["containers"]
         assert container["name"] == "kserve-container"
-        assert {"name": "TRIPTYCH_REPOSITORY", "value": MODELS_MOUNT} in container["env"]
+        assert {"name": "TRIPTYCH_REPOSITORY", "value": "/mnt/models"} in container["env"]
         assert container["readinessProbe"]["exec"]["command"][-1] == "triptych.container.health"
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
         assert {volume["name"] for volume in runtime["volumes"]} == {"shm", "tmp"}
@@ -370,8 +366,8 @@ def test_options_that_a_target_does_not_know_are_refused(tmp_path: Path) -> None
     ]
     for changes, said in cases:
         with pytest.raises(UserError) as error:
-            manifests_of(repository, "minilm", options(**changes), reports)
+            make_manifests(repository, "minilm", options(**changes), reports)
         assert said in error.value.message, (changes, error.value.message)
     for target in ("kserve", "compose"):
         with pytest.raises(UserError, match="triptych engine minilm"):
-            manifests_of(unbuilt, "minilm", options(target=target), reports)
+            make_manifests(unbuilt, "minilm", options(target=target), reports)

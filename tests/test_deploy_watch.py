@@ -23,10 +23,10 @@ from deploy_cases import (
 )
 from test_deploy_targets import compose_schema
 from triptych.base.errors import UserError
-from triptych.deploy.basis import Manifests
 from triptych.deploy.checks import check_manifests
+from triptych.deploy.context import Manifests
 from triptych.deploy.folder import write_manifests
-from triptych.deploy.targets import manifests_of
+from triptych.deploy.targets import make_manifests
 from triptych.interface.cli import app
 from triptych.spec.slo import Slo
 
@@ -37,7 +37,7 @@ def manifests(folder: Path, **changes: Any) -> Manifests:
     """Of a pipeline that samples, with somebody who looks."""
     repository, reports = write_built(folder, **SAMPLING), write_bench(folder / "reports")
     chosen = options(**{"monitor_image": "watch:1", **changes})
-    return manifests_of(repository, "minilm", chosen, reports)
+    return make_manifests(repository, "minilm", chosen, reports)
 
 
 def parses(command: list[str]) -> bool:
@@ -94,11 +94,11 @@ def test_without_sampling_or_an_image_there_is_nothing_to_look_at(tmp_path: Path
     assert [rule["alert"] for rule in rules][-1] == "MinilmSamplesDropped"
     assert "triptych_watch" not in str(rules)
     repository, reports = write_built(tmp_path), write_bench(tmp_path / "reports")
-    plain = manifests_of(repository, "minilm", options(), reports)
+    plain = make_manifests(repository, "minilm", options(), reports)
     assert "fsGroup" not in str(plain.files)
     for image, said in (("watch:1", "a build that samples"), ("watch", "tag that does not move")):
         with pytest.raises(UserError, match=said):
-            manifests_of(repository, "minilm", options(monitor_image=image), reports)
+            make_manifests(repository, "minilm", options(monitor_image=image), reports)
 
 
 def test_a_canary_waits_for_the_verdict_on_both_builds(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_canary_waits_for_the_verdict_on_both_builds(tmp_path: Path) -> None:
     reports = write_bench(tmp_path / "reports", slo=Slo(p99_ms=80.0))
     usual: dict[str, Any] = {"monitor_image": "watch:1", "baseline": old}
     argo = options(**usual, gateway="public", rollout="argo")
-    made = manifests_of(new, "minilm", argo, reports)
+    made = make_manifests(new, "minilm", argo, reports)
     objects = taken(kustomized(tmp_path / "argo", made))
     assert check_manifests(tmp_path / "argo") == []
     steps = objects["Rollout minilm"]["spec"]["strategy"]["canary"]["steps"]
@@ -119,7 +119,7 @@ def test_a_canary_waits_for_the_verdict_on_both_builds(tmp_path: Path) -> None:
     (metric,) = objects["AnalysisTemplate minilm-verdict"]["spec"]["metrics"]
     job = metric["provider"]["job"]
     canary = options(**usual, target="kserve", canary_percent=10)
-    made = manifests_of(new, "minilm", canary, reports)
+    made = make_manifests(new, "minilm", canary, reports)
     objects = taken(kustomized(tmp_path / "kserve", made))
     assert check_manifests(tmp_path / "kserve") == []
     alone = document(made, "verdict-job.yaml")
@@ -154,7 +154,7 @@ def test_a_canary_waits_for_the_verdict_on_both_builds(tmp_path: Path) -> None:
         ({**usual, "gateway": "public", "rollout": "argo", "baseline": new}, "another build"),
     ):
         with pytest.raises(UserError, match=said):
-            manifests_of(new, "minilm", options(**{"baseline": old, **changes}), reports)
+            make_manifests(new, "minilm", options(**{"baseline": old, **changes}), reports)
 
 
 def test_kserve_and_compose_sample_too(tmp_path: Path) -> None:
@@ -187,6 +187,6 @@ def test_kserve_and_compose_sample_too(tmp_path: Path) -> None:
     chosen = options(target="compose", monitor_image="watch:1")
     write_manifests(
         tmp_path / "gpu/out",
-        manifests_of(gpu, "minilm", chosen, write_bench(tmp_path / "gpu/reports")).files,
+        make_manifests(gpu, "minilm", chosen, write_bench(tmp_path / "gpu/reports")).files,
     )
     compose_schema().validate(yaml.safe_load((tmp_path / "gpu/out/compose.yaml").read_text()))

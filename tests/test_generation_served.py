@@ -32,7 +32,7 @@ from triptych.building.generation.bench import bench_generation
 from triptych.building.generation.gate import EVERY, METRICS
 from triptych.building.generation.inputs import read_generation
 from triptych.building.generation.live import describe_generation, verify_generation
-from triptych.deploy.targets import manifests_of
+from triptych.deploy.targets import make_manifests
 from triptych.interface.page.page import ChatPage
 from triptych.serving.bench import measure as measuring
 from triptych.serving.bench.bench import Bench
@@ -181,7 +181,7 @@ def test_what_deploy_asks_for_is_on_the_metrics_page(
     """Rules, autoscaler and dashboard; and first tokens that come late are counted so."""
     for folder in repository.glob("slow*"):
         shutil.copytree(folder, tmp_path / "alone" / folder.name)
-    files = manifests_of(tmp_path / "alone", "slow", options(name="slow"), tmp_path).files
+    files = make_manifests(tmp_path / "alone", "slow", options(name="slow"), tmp_path).files
     asked = json.dumps([plain(document) for document in files.values()]).replace("\\", "")
     selected = {
         (name, tuple(sorted(re.findall(r'(\w+)(=~|!=|=)"([^"]*)"', where))))

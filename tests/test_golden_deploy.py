@@ -19,7 +19,7 @@ from deploy_cases import ENGINE, options, write_bench, write_built, write_genera
 from load_samples import rate_search
 from triptych.base.explained import yaml_of
 from triptych.base.releases import parse_release
-from triptych.deploy.targets import manifests_of
+from triptych.deploy.targets import make_manifests
 from triptych.repository.manifest import build_id
 from triptych.serving.fleet.envoy import (
     EndpointFiles,
@@ -138,7 +138,9 @@ def manifests(case: str, folder: Path) -> dict[str, str]:
     reports = write_bench(folder / "reports", slo=slo, rate=rate_search(slo))
     words |= {build_id(repository, name)[:12]: "VERSION", str(repository.resolve()): "/REPOSITORY"}
     texts = {}
-    for path, document in manifests_of(repository, name, options(**chosen), reports).files.items():
+    for path, document in make_manifests(
+        repository, name, options(**chosen), reports
+    ).files.items():
         text = yaml_of(document)
         for found, word in words.items():
             text = text.replace(found, word)

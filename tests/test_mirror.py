@@ -20,7 +20,7 @@ from deploy_cases import PROMISE, document, kustomized, options, taken, write_be
 from test_deploy_targets import comes_true, page
 from triptych.base.errors import UserError
 from triptych.base.explained import plain
-from triptych.deploy.targets import manifests_of
+from triptych.deploy.targets import make_manifests
 from triptych.serving.fleet.envoy import (
     EndpointNames,
     Listen,
@@ -165,7 +165,7 @@ def deployed(folder: Path, **changes: Any) -> Any:
     repository = write_built(folder, serving=sampling)
     other = write_built(folder / "other", serving={**sampling, "sample": {"rate": 1.0}})
     chosen = options(mirrored=MirrorOption(other, 0.05), **changes)
-    return manifests_of(repository, "minilm", chosen, write_bench(folder / "reports"))
+    return make_manifests(repository, "minilm", chosen, write_bench(folder / "reports"))
 
 
 def test_a_candidate_is_deployed_beside_the_replicas(tmp_path: Path) -> None:
@@ -228,4 +228,4 @@ def test_what_cannot_be_mirrored_is_refused(tmp_path: Path) -> None:
     ):
         chosen = options(mirrored=MirrorOption(sampling, 0.5), **changes)
         with pytest.raises(UserError, match=said):
-            manifests_of(build, "minilm", chosen, reports)
+            make_manifests(build, "minilm", chosen, reports)

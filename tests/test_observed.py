@@ -27,15 +27,15 @@ from test_watch import look
 from triptych.base.explained import plain
 from triptych.base.releases import Release
 from triptych.client import Client, InferenceError
-from triptych.deploy.alertmanager import alertmanager
-from triptych.deploy.dashboard import rows_of
-from triptych.deploy.metrics import Metrics
-from triptych.deploy.monitoring import prometheus_rule
-from triptych.deploy.numbers import measured_of, sizes_of
+from triptych.deploy.context import read_context
+from triptych.deploy.kubernetes import (
+    render_alertmanager,
+    render_panels,
+    render_rule,
+    render_scaled_object,
+)
 from triptych.deploy.options import DeployOptions
-from triptych.deploy.scaling import scaled_object
 from triptych.operate.monitor.metrics import RunCollector, metrics_page
-from triptych.repository.manifest import read_manifest
 from triptych.runtime.sample_files import FOLDER_VARIABLE
 from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
@@ -159,25 +159,22 @@ class Deployed:
     """What `deploy` makes of a built pipeline, its windows shortened."""
 
     def __init__(self, repository: Path, folder: Path) -> None:
-        lock = read_manifest(repository, "tiny")
         options = DeployOptions(
             "triptych-serve:24.10", "tiny", Release(24, 10),
             rps_per_replica=50.0, cpu_cores=1.0, memory_mib=2048, monitor_image="watch:1",
         )  # fmt: skip
-        measured = measured_of(lock, options, folder)
-        sizes = sizes_of(lock, options, measured, repository)
-        metrics = Metrics("tiny", "default", "tiny", options.envoy, SCALE)
-        rules = plain(prometheus_rule(lock, options, sizes, measured, metrics))
-        scaled = plain(scaled_object(lock, options, sizes, metrics))
-        panels = rows_of(lock, options, metrics, measured.capacity_per_s.value)
+        context = read_context(repository, "tiny", options, folder, time_scale=SCALE)
+        rules = plain(render_rule(context))
+        scaled = plain(render_scaled_object(context))
+        panels = render_panels(context)
         self.groups: list[dict[str, Any]] = rules["spec"]["groups"]
         self.queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
         self.queries += [rule["expr"] for group in self.groups for rule in group["rules"]]
         self.queries += [
-            query for row in panels.values() for panel in row for query in panel.queries.values()
+            query for row in panels.values() for panel in row for query in panel["queries"].values()
         ]
         # What a deployment without an Envoy asks of Triton 24.10.
-        bare = replace(metrics, envoy=None)
+        bare = replace(context.metrics, envoy=None)
         self.queries += [bare.offered("1m"), bare.percentile_us("p99")]
 
     def parts(self) -> set[str]:
@@ -221,7 +218,7 @@ def watched(server: Server, deployed: Deployed, folder: Path) -> Iterator[Watche
             for pod, url in (("tiny-1", server.metrics_url), ("tiny-envoy-1", proxy.metrics_url))
         } | {"tiny-watch-1": f"{LOOPBACK}:{gauges.port}"}
         hook = stack.enter_context(webhook(told))
-        routes = alertmanager(on_call=hook, tickets=hook, wait="1s", interval="1s")
+        (routes,) = render_alertmanager(hook, hook, wait="1s", interval="1s").values()
         for name, content in (
             ("alertmanager.json", plain(routes)),
             ("rules.json", {"groups": deployed.groups}),

@@ -22,9 +22,9 @@ from benchmarks.autoscaler import (
 from benchmarks.fleet_simulation import Fleet, Service, arrivals, capacity
 from deploy_cases import options, write_built
 from triptych.base.explained import plain
-from triptych.deploy.basis import basis_of
+from triptych.deploy.context import read_context
+from triptych.deploy.kubernetes import render_scaled_object
 from triptych.deploy.numbers import headroom, stable_s
-from triptych.deploy.scaling import scaled_object
 
 SEEN = Observed(0.0, 0.0, 0.0, 0.0, replicas=4)
 RATE = Trigger(lambda seen: seen.offered_per_s, 10.0, "fleet", 60.0)
@@ -83,8 +83,8 @@ def test_a_scaled_object_scales_as_the_own_autoscaler_does(tmp_path: Path) -> No
     given = options(
         rps_per_replica=100.0, cpu_cores=1.0, memory_mib=4096, max_growth=0.6, startup_seconds=25.0
     )
-    basis = basis_of(write_built(tmp_path), "minilm", given, tmp_path)
-    spec = plain(scaled_object(basis.lock, given, basis.sizes, basis.metrics))["spec"]
+    context = read_context(write_built(tmp_path), "minilm", given, tmp_path)
+    spec = plain(render_scaled_object(context))["spec"]
     rate, guard = (trigger["metadata"]["query"] for trigger in spec["triggers"])
     for offered, wish in ((400.0, 0.0), (100.0, 0.0), (100.0, 3.0), (float("nan"), 0.0)):
         read = deployed(spec, {rate: offered, guard: wish}.__getitem__, 8)

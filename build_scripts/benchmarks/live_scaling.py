@@ -37,11 +37,11 @@ from benchmarks.live_fleet import NAMESPACE, LiveFleet, live_fleet
 from benchmarks.model import CACHE, PIPELINE, build
 from triptych.base.explained import plain
 from triptych.base.releases import Release
-from triptych.deploy.basis import Basis, basis_of
+from triptych.deploy.context import DeploymentContext, read_context
+from triptych.deploy.kubernetes import render_scaled_object
 from triptych.deploy.metrics import Metrics
 from triptych.deploy.numbers import SCRAPE_S, SYNC_S
 from triptych.deploy.options import DeployOptions
-from triptych.deploy.scaling import scaled_object
 
 MAX_REPLICAS = 4
 """Maximum number of replicas at once, for a machine with two cores."""
@@ -143,24 +143,24 @@ def compare(
             rps_per_replica=capacity_per_s, cpu_cores=1.0, memory_mib=4096,
             startup_seconds=ready_s / scale, max_growth=GROWTH,
         )  # fmt: skip
-        basis = basis_of(repository, _NAME, options, CACHE / "reports")
+        context = read_context(repository, _NAME, options, CACHE / "reports", time_scale=scale)
         load = replace(load, steps=[(step_s, part * PEAK * capacity_per_s) for part in LOAD_RATIOS])
         outcomes = []
-        for number, system in enumerate(_make_systems(basis, scale)):
+        for number, system in enumerate(_make_systems(context)):
             outcomes.append(_run(repository, Path(folder) / str(number), system, load, scale))
             say(str(outcomes[-1]))
     facts = {
         "a second stands for": f"{1 / scale:g} s",
         "capacity of one replica": f"{capacity_per_s:g}/s",
         "time until a replica is ready": f"{ready_s:.1f} s",
-        "rate given to one replica": f"{float(basis.sizes.threshold_per_s.value):.1f}/s",
+        "rate given to one replica": f"{float(context.sizes.threshold_per_s.value):.1f}/s",
     }
     return facts, outcomes
 
 
-def _make_systems(basis: Basis, scale: float) -> list[LiveSystem]:
-    metrics = replace(basis.metrics, time_scale=scale)
-    spec = plain(scaled_object(basis.lock, basis.options, basis.sizes, metrics))["spec"]
+def _make_systems(context: DeploymentContext) -> list[LiveSystem]:
+    metrics = context.metrics
+    spec = plain(render_scaled_object(context))["spec"]
     first = math.ceil(LOAD_RATIOS[0] * PEAK) + 1
     by_compute, chart = queue_by_compute(MAX_REPLICAS), supersonic(MAX_REPLICAS)
     return [

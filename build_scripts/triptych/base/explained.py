@@ -20,6 +20,7 @@ import yaml
 _WIDTH = 100
 _UNBROKEN = 1 << 20
 _NUMBER = re.compile(r"[-+]?(0o[0-7]+|[\d_]*\.?[\d_]+([eE][-+]?\d+)?)")
+_FILE = re.compile(r"^--- # (\S+)\n", re.MULTILINE)
 _BEHIND = re.compile(r":?\s+#\s?(.*)")
 
 
@@ -71,6 +72,18 @@ def render_yaml(template: Path, **values: Any) -> Any:
         jinja2.UndefinedError: The template reads a name that is not in `values`.
         yaml.YAMLError: The result is not YAML.
     """
+    return parse_yaml(_render(template, values))
+
+
+def render_files(template: Path, **values: Any) -> dict[str, Any]:
+    """Return the data of each file of a template by its path; ``--- # PATH`` begins a file."""
+    head, *parts = _FILE.split(_render(template, values))
+    if head.strip():
+        raise ValueError(f"{template} has text before its first file")
+    return {path: parse_yaml(text) for path, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _render(template: Path, values: Mapping[str, Any]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -85,8 +98,9 @@ def render_yaml(template: Path, **values: Any) -> Any:
         "raw": Raw,
         "seconds": map_value("{:g}s".format),
         "text": map_value(str),
+        "unit": lambda explained, unit: map_value(lambda value: f"{value}{unit}")(explained),
     }
-    return parse_yaml(environment.get_template(template.name).render(values))
+    return environment.get_template(template.name).render(values)
 
 
 def _as_yaml(value: Any) -> str:

@@ -2,88 +2,322 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from triptych.base.explained import ExplainedValue
-from triptych.deploy import envoy
-from triptych.deploy.alertmanager import alertmanager
-from triptych.deploy.basis import Deployed, Manifests
-from triptych.deploy.candidate import beside
-from triptych.deploy.devices import resources_patch
-from triptych.deploy.gateway import behind_gateway
-from triptych.deploy.monitoring import pod_monitor
-from triptych.deploy.rollout import progressive
-from triptych.deploy.samples import sampling, watching
-from triptych.deploy.workload import deployment, disruption_budget
+from triptych.base.cache import CACHE_VARIABLE
+from triptych.base.explained import ExplainedValue, render_files, render_yaml
+from triptych.container.health import COMMAND
+from triptych.container.settings import read_settings
+from triptych.container.sizes import largest_request_mib
+from triptych.deploy.context import DeploymentContext, Manifests
+from triptych.deploy.dashboard import Rows, lay_out
+from triptych.deploy.metrics import quantile_of
+from triptych.deploy.numbers import (
+    POLL_S,
+    PRE_STOP_S,
+    PROBE_FAILURES,
+    PROBE_S,
+    PROBE_TIMEOUT_S,
+    SCRAPE_S,
+)
+from triptych.deploy.options import WATCH_EVERY, DeployOptions
+from triptych.deploy.rules import (
+    BURNS,
+    KV_CACHE_FULL_RATIO,
+    MAX_WAITING_RATIO,
+    WINDOWS,
+    burn_alerts,
+    camel,
+)
+from triptych.serving.fleet.envoy import EndpointNames, Listen, Mirror, bootstrap, proxy_settings
 
-KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+TEMPLATES = Path(__file__).with_name("templates")
 APPLY = "kubectl apply -k {}"
+USER = 1000
+"""User of the containers, which NVIDIA's images call triton-server."""
+ENVOY_USER = 101
+"""User of Envoy's images, which call it envoy."""
+ADMIN_PORT = 9901
+CONFIG_FOLDER = "/etc/envoy-config"
+SAMPLES = "/samples"
+MONITOR_ENVIRONMENT = {
+    "HOME": "/tmp",
+    CACHE_VARIABLE: f"{SAMPLES}/.cache",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Environment of the monitor: its file system is read-only, and it reaches no network."""
+ON_CALL = "https://on-call.example.com/triptych"
+TICKETS = "https://tickets.example.com/triptych"
+
+_IMAGE = read_settings({})
+PORTS = {"http": _IMAGE.http_port, "grpc": _IMAGE.grpc_port, "metrics": _IMAGE.metrics_port}
+"""Ports of the serving image."""
+
+_MIB, _STEP_MIB = 2**20, 64
+_MONITOR_MIB, _MONITOR_CORE_FACTOR = 1024, 4
+_SAMPLE_FOLDERS, _SAMPLE_CACHE_MIB = 2, 256
+_ENVOY_MIB, _ENVOY_REQUESTS = 128, 8
+_SETTLE_S, _MARGIN_S = 1, 5
+_BURN = BURNS[1]
+_STEP_PERCENT = 5
+# The name of requests in flight, of both protocols, on ``stats`` of Envoy's admin page.
+_IN_FLIGHT = "^http[.](grpc|http)[.]downstream_rq_active"
 
 
-def kubernetes_manifests(basis: Deployed) -> Manifests:
-    """The manifests.
+def kubernetes_manifests(c: DeploymentContext) -> Manifests:
+    """Return the files of the target."""
+    options = c.options
+    overlay = f"overlays/{c.placement.overlay}"
+    values = template_values(c)
+    files = render_files(TEMPLATES / "kubernetes.yaml.j2", **values)
+    base = [path.removeprefix("base/") for path in files if path.startswith("base/")]
+    files |= render_files(
+        TEMPLATES / "kustomization.yaml.j2", **values, resources=base, overlay=overlay
+    )
+    if options.envoy is not None:
+        files["base/envoy.yaml"] = envoy_configuration(c, f"{options.name}-replicas")
+    return Manifests({**files, **render_alertmanager()}, c.version, overlay, APPLY)
 
-    Raises:
-        UserError: something cannot work; says what and what to do.
-    """
-    options, sample = basis.options, basis.sample
-    overlay = basis.overlay()
-    base = {
-        "deployment.yaml": servers(basis),
-        "disruption-budget.yaml": disruption_budget(options),
-        **_front(basis),
-        **({} if sample is None else watching(basis, sample)),
-        "scaled-object.yaml": basis.scaled(),
-        "pod-monitor.yaml": pod_monitor(options),
-        "prometheus-rule.yaml": basis.rule(),
-        "dashboard.yaml": basis.dashboard(),
-    }
-    if options.rollout is not None:
-        base = progressive(basis, base)
-    kustomization: dict[str, Any] = {**KUSTOMIZATION, "resources": list(base)}
-    files = {f"base/{name}": document for name, document in base.items()}
-    if options.gateway is None:
-        name = envoy.proxy_name(options)
-        kustomization["configMapGenerator"] = [
-            {
-                "name": ExplainedValue(
-                    name, "its hash becomes part of its name: a change rolls out"
-                ),
-                "files": ["envoy.yaml"],
-            }
-        ]
-        files["base/envoy.yaml"] = envoy.configuration(basis, envoy.replicas_name(options))
-    files = {
-        "base/kustomization.yaml": kustomization,
-        **files,
-        f"overlays/{overlay}/kustomization.yaml": {
-            **KUSTOMIZATION,
-            "namespace": ExplainedValue(
-                options.namespace, "queries and alerts select it, too: change it with --namespace"
+
+def labels(name: str) -> dict[str, str]:
+    """Return the labels that select the pods of a name; a Deployment demands that they stay."""
+    return {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "triptych"}
+
+
+def template_values(c: DeploymentContext) -> dict[str, Any]:
+    """Return the values of the templates of Kubernetes and KServe by name."""
+    options, sizes = c.options, c.sizes
+    exit_s = int(sizes.exit_timeout_s.value)
+    namespace, _, gateway = (options.gateway or "").rpartition("/")
+    thresholds = [_BURN.threshold(one.budget) for one in c.objectives]
+    monitor = monitor_memory(c)
+    peers, peers_reason = _peers(options, namespace)
+    dashboard = lay_out(
+        options.name,
+        f"{c.pipeline} ({options.namespace})",
+        f"{c.pipeline} promises {c.slo}",
+        render_panels(c),
+    )
+    return {
+        **_base_values(c),
+        "metadata": lambda name: {"name": name, "labels": labels(name)},
+        "labels": labels,
+        "pods_of": _pods_of,
+        "ports": PORTS,
+        "user": USER,
+        "health": list(COMMAND),
+        "repository": str(_IMAGE.repository),
+        "probe_s": PROBE_S,
+        "probe_timeout_s": PROBE_TIMEOUT_S,
+        "probe_failures": PROBE_FAILURES,
+        "scrape_s": SCRAPE_S,
+        "poll_s": POLL_S,
+        "start_probes": ExplainedValue(-(-sizes.start_s.value // 5), sizes.start_s.reason),
+        "sleep": ExplainedValue(["sleep", str(sizes.pre_stop_s.value)], sizes.pre_stop_s.reason),
+        "monitor_environment": MONITOR_ENVIRONMENT,
+        "monitor_memory": monitor,
+        "samples_mib": _samples_mib(c),
+        "verdict_memory": _verdict_memory(c, monitor),
+        "gateway_name": gateway,
+        "gateway_namespace": namespace or options.namespace,
+        "peers": peers,
+        "peers_reason": peers_reason,
+        "proxy": {
+            "arguments": envoy_arguments(workers=2),
+            "drain": ExplainedValue(
+                drain_script(PRE_STOP_S, exit_s),
+                f"{PRE_STOP_S} s in which clients are told to connect anew, then until nothing is "
+                f"under way, {exit_s} s at most, as the servers' exit timeout. On SIGTERM Envoy "
+                "ends at once",
             ),
-            "resources": ["../../base"],
-            "patches": [{"path": "resources.yaml"}],
+            "grace_s": PRE_STOP_S + exit_s * (1 + _SETTLE_S) + _MARGIN_S,
+            "memory_mib": envoy_memory(c),
         },
-        f"overlays/{overlay}/resources.yaml": resources_patch(options, *basis.placement()),
-        "alertmanager.example.yaml": alertmanager(),
+        "dashboard": json.dumps(dashboard, indent=1),
+        "camel": camel,
+        "windows": WINDOWS,
+        "burns": burn_alerts(c.objectives, c.pipeline, c.slo),
+        "max_waiting_ratio": MAX_WAITING_RATIO,
+        "burn": _BURN,
+        "judged": list(zip(c.objectives, map("{:.6g}".format, thresholds), strict=True)),
+        "weights": _weights(thresholds),
     }
-    return Manifests(files, basis.version, f"overlays/{overlay}", APPLY)
 
 
-def servers(basis: Deployed) -> dict[str, Any]:
-    """The Deployment of the servers, with the samples' volume where they sample."""
-    made = deployment(basis.options, basis.sizes, basis.version)
-    pod = made["spec"]["template"]
-    pod["spec"]["containers"][0]["env"] += [
-        {"name": name, "value": value} for name, value in basis.environment.items()
-    ]
-    template = sampling(pod, basis.options, basis.sample)
-    return {**made, "spec": {**made["spec"], "template": template}}
+def _base_values(c: DeploymentContext) -> dict[str, Any]:
+    """Return the values that the template of the dashboard has, too."""
+    return {
+        "c": c,
+        "o": c.options,
+        "s": c.sizes,
+        "m": c.metrics,
+        "f": c.facts,
+        "quantile_of": quantile_of,
+        "watch_every": WATCH_EVERY,
+        "kv_cache_full_ratio": KV_CACHE_FULL_RATIO,
+    }
 
 
-def _front(basis: Deployed) -> dict[str, Any]:
-    """What takes requests for the servers."""
-    if basis.options.gateway is None:
-        askers = envoy.proxy_askers(basis.options)
-        return {**envoy.behind_envoy(basis), **beside(basis, askers)}
-    return behind_gateway(basis)
+def render_rule(c: DeploymentContext) -> Any:
+    """Return the PrometheusRule."""
+    return render_yaml(TEMPLATES / "prometheus-rule.yaml.j2", **template_values(c))
+
+
+def render_scaled_object(c: DeploymentContext) -> Any:
+    """Return the ScaledObject."""
+    return render_yaml(TEMPLATES / "scaled-object.yaml.j2", **template_values(c))
+
+
+def render_panels(c: DeploymentContext) -> Rows:
+    """Return the panels of each row of the dashboard by its title."""
+    rows: Rows = render_yaml(TEMPLATES / "dashboard.yaml.j2", **_base_values(c))
+    return rows
+
+
+def render_alertmanager(
+    on_call: str = ON_CALL, tickets: str = TICKETS, wait: str = "30s", interval: str = "5m"
+) -> dict[str, Any]:
+    """Return an example of an Alertmanager's configuration by its file name.
+
+    Args:
+        on_call: URL of a webhook for alerts of severity ``page``.
+        tickets: URL of a webhook for alerts of severity ``ticket``.
+        wait: Time in which alerts of a group are collected for the first message.
+        interval: Time between messages of a group.
+    """
+    receivers = {"on-call": on_call, "tickets": tickets}
+    return render_files(
+        TEMPLATES / "alertmanager.yaml.j2", receivers=receivers, wait=wait, interval=interval
+    )
+
+
+def envoy_configuration(c: DeploymentContext, host: str) -> Any:
+    """Return Envoy's configuration, with the servers behind every address of a host."""
+    settings = proxy_settings(
+        replicas=c.sizes.fewest.value,
+        max_request_mib=largest_request_mib(c.repository),
+        limits_ms=c.limits_ms,
+        affinity=c.options.affinity_header,
+    )
+    listen = Listen("0.0.0.0", PORTS["grpc"], PORTS["http"], PORTS["metrics"], ADMIN_PORT)
+    mirror = None
+    if c.options.mirrored is not None:
+        at = EndpointNames(f"{c.options.name}-candidate", PORTS["grpc"], PORTS["http"])
+        mirror = Mirror(c.options.mirrored.share, at)
+    return bootstrap(settings, listen, EndpointNames(host, PORTS["grpc"], PORTS["http"]), mirror)
+
+
+def envoy_arguments(workers: int) -> list[str]:
+    """Return the arguments of Envoy's image for a number of threads."""
+    config = f"{CONFIG_FOLDER}/envoy.yaml"
+    return ["--config-path", config, "--disable-hot-restart", "--concurrency", str(workers)]
+
+
+def envoy_memory(c: DeploymentContext) -> ExplainedValue:
+    """Return the memory limit of Envoy in MiB."""
+    request_mib = largest_request_mib(c.repository)
+    return ExplainedValue(
+        _ENVOY_MIB + _ENVOY_REQUESTS * request_mib,
+        f"not measured: {_ENVOY_MIB} MiB, and {_ENVOY_REQUESTS} requests of {request_mib} MiB, "
+        "the largest, which are held until they are answered",
+    )
+
+
+def drain_script(settle_s: int, max_s: int) -> str:
+    """Return a script for bash beside Envoy that returns once no request is in flight.
+
+    Envoy's health check fails from the first line on, so that its answers tell clients to connect
+    again. The image has no curl.
+    """
+    return (
+        "ask() { exec 3<>/dev/tcp/127.0.0.1/" + str(ADMIN_PORT) + " && "
+        r"printf '%s HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\ncontent-length: 0\r\n\r\n'"
+        ' "$1" >&3 && cat <&3; }\n'
+        "ask 'POST /healthcheck/fail'\n"
+        f"sleep {settle_s}\n"
+        f"for _ in $(seq {max_s}); do\n"
+        f"  ask 'GET /stats?filter={_IN_FLIGHT}' | grep -q ': [1-9]' || exit 0\n"
+        f"  sleep {_SETTLE_S}\n"
+        "done"
+    )
+
+
+def ready_script() -> str:
+    """Return a script for bash beside Envoy that succeeds if it takes requests."""
+    return (
+        f"exec 3<>/dev/tcp/127.0.0.1/{ADMIN_PORT} && "
+        r"printf 'GET /ready HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\n\r\n' >&3 && "
+        "grep -q LIVE <&3"
+    )
+
+
+def monitor_memory(c: DeploymentContext) -> ExplainedValue:
+    """Return the memory of one run of the monitor in MiB."""
+    core = c.repository / f"{c.pipeline}_core"
+    size_mib = sum(file.stat().st_size for file in core.rglob("*") if file.is_file()) / _MIB
+    mib = _MONITOR_MIB + _MONITOR_CORE_FACTOR * size_mib
+    return ExplainedValue(
+        math.ceil(mib / _STEP_MIB) * _STEP_MIB,
+        f"{_MONITOR_MIB} MiB, and {_MONITOR_CORE_FACTOR} times the core's files ({size_mib:.0f} "
+        "MiB), whose weights may be a fourth of the original's: MiniLM's 90 MiB took 570. Not "
+        "measured for this model: watch it",
+    )
+
+
+def _verdict_memory(c: DeploymentContext, monitor: ExplainedValue) -> ExplainedValue:
+    server_mib = int(c.sizes.memory_mib.value.removesuffix("Mi"))
+    return ExplainedValue(
+        monitor.value + 2 * server_mib,
+        f"a server of each build ({server_mib} MiB, as a replica), and the original model: "
+        f"{monitor.reason}",
+    )
+
+
+def _samples_mib(c: DeploymentContext) -> ExplainedValue | None:
+    if c.sample is None:
+        return None
+    rows_mib = _SAMPLE_FOLDERS * c.sample.max_bytes / _MIB
+    return ExplainedValue(
+        math.ceil((rows_mib + _SAMPLE_CACHE_MIB) / _STEP_MIB) * _STEP_MIB,
+        f"{_SAMPLE_FOLDERS} x serving.sample.max_bytes ({c.sample.max_bytes} bytes): each "
+        "replica may be over it by a file of a tenth, and a candidate has a folder of its own; "
+        f"{_SAMPLE_CACHE_MIB} MiB for the looks and what they computed once",
+    )
+
+
+def _peers(options: DeployOptions, namespace: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the pods that may send requests to the servers, and the reason."""
+    if options.envoy is not None:
+        return [{"podSelector": {"matchLabels": labels(options.envoy)}}], (
+            "Triton checks nobody's identity, and what went past the proxy would not be counted: "
+            "the proxy alone may ask"
+        )
+    peers: list[dict[str, Any]] = [{"podSelector": {}}]
+    if options.target == "kserve":
+        # The namespace of ``kserve/kserve-ingress-gateway``, which KServe's own settings name.
+        namespace = "kserve"
+    if namespace not in ("", options.namespace):
+        peers.append(_pods_of(namespace))
+    return peers, (
+        "Triton checks nobody's identity: only this namespace and the gateway's may ask; a gateway "
+        "whose proxies run in another one must be let in"
+    )
+
+
+def _pods_of(namespace: str) -> dict[str, Any]:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+
+
+def _weights(thresholds: Sequence[float]) -> list[Any]:
+    """Return the percentages of requests for the new build, one for each step of the rollout."""
+    first = _STEP_PERCENT * math.floor(100 * max(thresholds) / _STEP_PERCENT + 1)
+    explained = ExplainedValue(
+        first,
+        "the rules see both builds together: with a smaller share not even a build that fails "
+        f"every request would burn the budget {_BURN.times:g} times too fast",
+    )
+    return [explained, *[weight for weight in (50,) if weight > first]]

@@ -136,6 +136,19 @@ class Metrics:
         kept = self._of_pipeline("triptych_sample_kept")
         return f"({self.samples_dropped(window)} + sum(increase({kept}[{self.window(window)}])))"
 
+    def many_samples_dropped(self, window: str, max_ratio: float, min_rows: int) -> str:
+        """Condition that more than a ratio of the sampled rows was lost, and enough of them."""
+        lost = self.samples_dropped(window)
+        return f"{lost} / {self.samples_drawn(window)} > {max_ratio:g}\nand {lost} >= {min_rows}"
+
+    def monitor_stale(self, window: str) -> str:
+        """Condition that the monitor has completed no run for a window."""
+        run = self.watch("at_seconds")
+        return (
+            f"time() - max({run}) > {self.seconds(window):g}\n"
+            f"or absent_over_time({run}[{self.window(window)}])"
+        )
+
     def samples_by_end(self, window: str) -> dict[str, str]:
         """Rows a second that were kept, and lost by reason; name to expression."""
         kept, lost = (
@@ -307,6 +320,12 @@ class GenerationMetrics(Metrics):
             for kind in ("cached", "prompt")
         )
         return f"{cached} / {all_}"
+
+    def crowded(self, max_waiting: float) -> str:
+        """Condition that more requests than so many per replica wait, in the mean of 5 minutes."""
+        waiting = self.gauge("waiting")
+        mean = f"sum(avg_over_time({waiting}[{self.window('5m')}]))"
+        return f"{mean} > {max_waiting:.6g} * count({waiting})"
 
     def silent(self, window: str) -> str:
         """Replicas that had requests throughout a window, and made no token in it."""

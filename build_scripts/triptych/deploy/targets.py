@@ -1,4 +1,4 @@
-"""The targets of `triptych deploy`: each from a built pipeline and its measurements to files."""
+"""Manifests of a built pipeline for each target."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from triptych.deploy.basis import Deployed, Manifests, basis_of
 from triptych.deploy.checks.pods import Known, known_encoder, known_generating
 from triptych.deploy.compose import compose_manifests
-from triptych.deploy.generation import generation_basis
+from triptych.deploy.context import DeploymentContext, Manifests, read_context
+from triptych.deploy.generation import read_generation_context
 from triptych.deploy.kserve import kserve_manifests
 from triptych.deploy.kubernetes import kubernetes_manifests
 from triptych.deploy.options import DeployOptions, Target
 from triptych.repository.manifest import kind_of_build
 from triptych.spec.kind import Kind
 
-WRITERS: Mapping[Target, Callable[[Deployed], Manifests]] = {
+WRITERS: Mapping[Target, Callable[[DeploymentContext], Manifests]] = {
     "kubernetes": kubernetes_manifests,
     "kserve": kserve_manifests,
     "compose": compose_manifests,
@@ -25,26 +25,26 @@ WRITERS: Mapping[Target, Callable[[Deployed], Manifests]] = {
 
 @dataclass(frozen=True)
 class DeployedKind:
-    """How one kind is deployed.
+    """Functions that deploy pipelines of one kind.
 
     Attributes:
-        context: Reads what was built and measured of a pipeline; arguments as `manifests_of`.
+        context: Reads what was built and measured of a pipeline; arguments as `make_manifests`.
         known: Reads the facts that manifests are checked with; arguments as `known_of`.
     """
 
-    context: Callable[[Path, str, DeployOptions, Path], Deployed]
+    context: Callable[[Path, str, DeployOptions, Path], DeploymentContext]
     known: Callable[[Path, str, Path], Known]
 
 
 KINDS: Mapping[Kind, DeployedKind] = {
-    Kind.ENCODER: DeployedKind(basis_of, known_encoder),
-    Kind.TEXT_GENERATION: DeployedKind(generation_basis, known_generating),
-    Kind.TEXT2TEXT: DeployedKind(generation_basis, known_generating),
+    Kind.ENCODER: DeployedKind(read_context, known_encoder),
+    Kind.TEXT_GENERATION: DeployedKind(read_generation_context, known_generating),
+    Kind.TEXT2TEXT: DeployedKind(read_generation_context, known_generating),
 }
 """The only place in this package that chooses by `Kind`."""
 
 
-def manifests_of(
+def make_manifests(
     repository: Path, pipeline: str, options: DeployOptions, reports: Path
 ) -> Manifests:
     """Return the manifests of a built pipeline for one target.

@@ -16,7 +16,7 @@ from triptych.base.errors import closest
 from triptych.container.flags import ServerFlags as ServerOptions
 from triptych.container.supervisor import EXIT_S
 from triptych.deploy.checks.objects import KIND, Server, mapping, sequence
-from triptych.deploy.devices import PRODUCT
+from triptych.deploy.context import PRODUCT
 from triptych.deploy.generation import generation_shm_mib
 from triptych.deploy.numbers import memory_seen_mib, shm_mib
 from triptych.repository.lint.snapshot import Flaw, error, warning

@@ -225,7 +225,7 @@ def deploy(
     """
     from triptych.base.releases import parse_release
     from triptych.deploy.folder import write_manifests
-    from triptych.deploy.targets import manifests_of
+    from triptych.deploy.targets import make_manifests
     from triptych.repository.manifest import read_built_spec
     from triptych.serving.fleet.mirror_option import parse_mirror
 
@@ -249,7 +249,7 @@ def deploy(
             "mirrored": None if mirror is None else parse_mirror(mirror),
         }
     )
-    manifests = manifests_of(folders.repository, pipeline, options, reports / pipeline)
+    manifests = make_manifests(folders.repository, pipeline, options, reports / pipeline)
     folder = out if out is not None else OUT / pipeline
     write_manifests(folder, manifests.files)
     if as_json:

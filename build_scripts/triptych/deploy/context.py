@@ -1,0 +1,311 @@
+"""The deployment context: the values that the templates of every target are filled with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triptych.base.errors import UserError
+from triptych.base.explained import ExplainedValue, reasons_of
+from triptych.container.locks import find_pipelines
+from triptych.deploy.metrics import Metrics
+from triptych.deploy.numbers import Measured, Sizes, measured_of, sizes_of
+from triptych.deploy.options import DeployOptions, check_options
+from triptych.deploy.rules import SloObjective, encoder_facts, encoder_objectives
+from triptych.deploy.scaling import Trigger, encoder_triggers
+from triptych.repository.manifest import BuildManifest, build_id, read_manifest
+from triptych.spec.fields import Sample
+
+VERSION_DIGITS = 12
+PRODUCT = "nvidia.com/gpu.product"
+"""Label of NVIDIA's GPU feature discovery: the device's name with dashes, and its MIG profile."""
+
+_SLICE = re.compile(r".*-MIG-(\d+g\.\d+gb)")
+
+
+class Placement(NamedTuple):
+    """The nodes that a replica runs on.
+
+    Attributes:
+        overlay: ``cpu``, ``gpu`` or ``mig``.
+        gpu_resource: Name of the resource that a container requests; None on a CPU.
+        gpus: Number of GPUs, or slices of one.
+        product: Value of the label `PRODUCT`; None for any GPU.
+    """
+
+    overlay: str
+    gpu_resource: str | None = None
+    gpus: ExplainedValue | None = None
+    product: ExplainedValue | None = None
+
+
+class Candidate(NamedTuple):
+    """A build that gets copies of requests, by the first digits of its lock's hash."""
+
+    version: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class DeploymentContext:
+    """A built pipeline of any task that can be deployed.
+
+    Attributes:
+        repository: Repository that holds the pipeline alone.
+        version: First digits of the lock's hash; they name the repository's image or volume.
+        baseline: First digits of the hash of the active build; None without a comparison.
+        slo: Text of the SLO.
+        limits_ms: Latency limits that Envoy can measure, which are those of whole answers.
+        gpus: Number of GPUs of a replica.
+        cores: Number of cores that a replica keeps busy.
+        environment: Environment variables of the server besides those that all servers have.
+        concurrency: Concurrent requests per replica, where they scale it; None where the rate does.
+        metrics: Queries of the pipeline's metrics.
+        facts: Values that the templates of rules and dashboard read besides.
+    """
+
+    pipeline: str
+    repository: Path
+    options: DeployOptions
+    sizes: Sizes
+    version: str
+    placement: Placement
+    slo: str
+    metrics: Metrics
+    objectives: Sequence[SloObjective]
+    facts: Mapping[str, Any]
+    triggers: Sequence[Trigger]
+    gpus: int
+    cores: ExplainedValue
+    limits_ms: Sequence[float] = ()
+    environment: Mapping[str, ExplainedValue] = field(default_factory=dict)
+    concurrency: ExplainedValue | None = None
+    sample: Sample | None = None
+    candidate: Candidate | None = None
+    baseline: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifests:
+    """Files to write.
+
+    Attributes:
+        files: Document of each file by its path.
+        version: Version of the context.
+        start: Path of the folder or file that the tool takes.
+        tool: Command with ``{}`` for the path of `start`.
+    """
+
+    files: Mapping[str, Any]
+    version: str
+    start: str
+    tool: str
+
+    def command(self, folder: Path) -> str:
+        """Return the command that applies the manifests written to `folder`."""
+        return self.tool.format(folder / self.start)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the files, and each number with its reason, for ``--json``."""
+        return {
+            "start": self.start,
+            "version": self.version,
+            "files": list(self.files),
+            "numbers": [
+                {"file": file, "field": field, "value": value, "reason": reason}
+                for file, document in self.files.items()
+                for field, value, reason in reasons_of(document)
+            ],
+        }
+
+
+def read_context(
+    repository: Path,
+    pipeline: str,
+    options: DeployOptions,
+    reports: Path,
+    *,
+    time_scale: float = 1.0,
+) -> DeploymentContext:
+    """Return the context of a pipeline that answers at once.
+
+    Args:
+        repository: Repository that holds the pipeline alone.
+        pipeline: Name of the pipeline.
+        options: Options of the user.
+        reports: Folder of the pipeline's reports, with the result of `bench`.
+        time_scale: Factor of all windows of queries; below 1 for tests.
+
+    Raises:
+        UserError: A measurement is missing, or an option cannot work.
+    """
+    check_options(options)
+    if options.affinity_header is not None:
+        raise UserError(
+            "--affinity-header",
+            "is only supported for pipelines that generate text",
+            given=options.affinity_header,
+            remedy="Leave it out",
+        )
+    lock = read_manifest(repository, pipeline)
+    check_alone(repository, pipeline)
+    _check_lock(lock, options)
+    measured = measured_of(lock, options, reports)
+    sizes = sizes_of(lock, options, measured, repository)
+    version = build_id(repository, pipeline)[:VERSION_DIGITS]
+    metrics = Metrics(pipeline, options.namespace, options.workload, options.envoy, time_scale)
+    candidate = baseline = None
+    if options.mirrored is not None:
+        other = options.mirrored.repository
+        candidate = Candidate(
+            _read_version(other, pipeline, version, "--mirror"),
+            _place(read_manifest(other, pipeline), options, measured),
+        )
+    if options.baseline is not None:
+        baseline = _read_version(options.baseline, pipeline, version, "--baseline")
+    return DeploymentContext(
+        pipeline=pipeline,
+        repository=repository,
+        options=options,
+        sizes=sizes,
+        version=version,
+        placement=_place(lock, options, measured),
+        slo=str(lock.spec.serving.slo),
+        metrics=metrics,
+        objectives=list(encoder_objectives(lock, options, metrics)),
+        facts=encoder_facts(lock, options, measured, metrics),
+        triggers=encoder_triggers(lock, sizes, metrics),
+        gpus=len(lock.spec.serving.gpus) if lock.spec.core.device == "gpu" else 0,
+        cores=ExplainedValue(measured.cpu_cores.value, "at capacity"),
+        limits_ms=list(lock.spec.serving.slo.limits_ms.values()),
+        sample=lock.spec.serving.sample,
+        candidate=candidate,
+        baseline=baseline,
+    )
+
+
+def gpu_resource(product: str | None) -> str:
+    """Return the resource of whole GPUs, or of slices with the product's profile."""
+    profile = _SLICE.fullmatch(product or "")
+    return f"nvidia.com/mig-{profile[1]}" if profile else "nvidia.com/gpu"
+
+
+def check_alone(repository: Path, name: str) -> None:
+    """Check that a repository holds one pipeline, since one Deployment serves one pipeline.
+
+    Raises:
+        UserError: The repository holds other pipelines, too.
+    """
+    others = [pipeline.name for pipeline in find_pipelines(repository) if pipeline.name != name]
+    if others:
+        raise UserError(
+            str(repository),
+            "must hold only the pipeline that is deployed: each scales by its own load",
+            given=f"{name} and {', '.join(others)}",
+            remedy=f"Run `triptych build {name} --repository FOLDER` and name that folder here",
+        )
+
+
+def _place(lock: BuildManifest, options: DeployOptions, measured: Measured) -> Placement:
+    if lock.spec.core.device == "cpu":
+        if options.gpu_product is not None:
+            raise UserError(
+                "--gpu-product",
+                "is only supported for a core on a GPU",
+                given=f"{options.gpu_product}; the core was built for the CPU",
+                remedy="Set core.device: gpu and build it again",
+            )
+        return Placement("cpu")
+    product = _find_product(lock, options)
+    used = measured.gpu_memory_mib
+    memory = "not measured" if used is None else f"measured: {used:.0f} MiB of its memory in use"
+    gpus = lock.spec.serving.gpus
+    return Placement(
+        "mig" if product is not None and _SLICE.fullmatch(product) else "gpu",
+        gpu_resource(product),
+        ExplainedValue(len(gpus), f"serving.gpus has {gpus}; {memory}"),
+        None if product is None else ExplainedValue(product, _explain_product(lock)),
+    )
+
+
+def _find_product(lock: BuildManifest, options: DeployOptions) -> str | None:
+    """Return the label of the nodes that can run the core; None for any with a GPU."""
+    engine = lock.engine
+    if lock.spec.core.backend != "tensorrt":
+        return options.gpu_product
+    if engine is None:
+        raise UserError(
+            lock.spec.name,
+            "must have an engine before it is deployed",
+            given="none in the repository",
+            remedy=f"Run `triptych engine {lock.spec.name}` on the GPU that will serve",
+        )
+    own = engine.gpu.replace(" ", "-")
+    if options.gpu_product is None:
+        return own
+    if engine.hardware == "none" and options.gpu_product != own:
+        raise UserError(
+            "--gpu-product",
+            "must be the GPU that the engine was built for",
+            given=f"{options.gpu_product}; the engine is of {own}",
+            remedy=f"Run `triptych engine {lock.spec.name}` there, or set core.engine.hardware",
+        )
+    return options.gpu_product
+
+
+def _explain_product(lock: BuildManifest) -> str:
+    if lock.engine is None:
+        return "given by hand (--gpu-product)"
+    return (
+        f"the engine was built on {lock.engine.gpu} (compute capability "
+        f"{lock.engine.compute_capability}) with TensorRT {lock.engine.tensorrt}; the start-up "
+        "check refuses another"
+    )
+
+
+def _read_version(repository: Path, pipeline: str, version: str, option: str) -> str:
+    """Return the first digits of the hash of the build that an option names."""
+    found = build_id(repository, pipeline)[:VERSION_DIGITS]
+    if found == version:
+        raise UserError(
+            option,
+            "must name another build than the one that is deployed",
+            given=f"{repository}, which holds {found}, too",
+            remedy="Name the repository of the other build",
+        )
+    return found
+
+
+def _check_lock(lock: BuildManifest, options: DeployOptions) -> None:
+    """Raise a `UserError` for a build that cannot be deployed with these options."""
+    name, serving = lock.spec.name, lock.spec.serving
+    if lock.spec.core.shared_from is not None:
+        # The capacity was measured with a core of its own.
+        raise UserError(
+            "core.shared_from",
+            "must not be set for a pipeline that is deployed",
+            given=f"{name} uses the core of {lock.spec.core.shared_from}",
+            remedy=f"Run `triptych build {name} --set core.shared_from=null --repository FOLDER`",
+        )
+    if not serving.slo.limits_us:
+        raise UserError(
+            "serving.slo",
+            "must have a latency limit: capacity, scaling and alerts follow from it",
+            given=serving.slo,
+            remedy=f"Set for example serving.slo.p99_ms: 50, and run `triptych build {name}`",
+        )
+    for option, given in (
+        ("--monitor-image", options.monitor_image),
+        ("--mirror", options.mirrored),
+    ):
+        if given is not None and serving.sample is None:
+            raise UserError(
+                option,
+                "needs a build that samples",
+                given="no serving.sample",
+                remedy="Write `sample: {rate: 0.001}` below serving, and run `triptych build "
+                f"{name}`",
+            )

@@ -1,0 +1,303 @@
+"""Objectives of a pipeline, and how fast their error budgets burn, for the rules of Prometheus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from triptych.base.explained import ExplainedValue
+from triptych.deploy.metrics import GenerationMetrics, Metrics, quantile_of
+from triptych.deploy.numbers import Measured
+from triptych.deploy.options import DeployOptions
+from triptych.operate.tune.drift import WORTH_TUNING
+from triptych.repository.config import COUNTED_FROM, has_edge
+from triptych.repository.manifest import BuildManifest
+from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
+
+TextSpec = GenerationSpec | Text2TextSpec
+WINDOWS = ("5m", "30m", "1h", "6h", "3d")
+"""Windows of the recorded ratios."""
+DRIFT_WINDOW = "6h"
+MIN_DRIFT_ROWS = 1000
+"""Number of rows whose mean length is known to a few percent, whatever the lengths."""
+MAX_FAILED_RATIO = 0.01
+"""Error budget of a pipeline whose SLO has no percentile."""
+KV_CACHE_FULL_RATIO = 0.9
+"""Use of a replica's KV cache beyond which requests wait, or are evicted and computed again."""
+MAX_WAITING_RATIO = 0.2
+"""Waiting requests per slot of all replicas beyond which the autoscaler is late, or at its end."""
+
+_LATENCIES = {
+    "ttft": "first tokens",
+    "itl": "times between tokens",
+    "e2e": "answers",
+}
+
+
+class Burn(NamedTuple):
+    """An alert where a budget burns `times` as fast as it may, over both windows."""
+
+    times: float
+    long: str
+    short: str
+    severity: str
+
+    def threshold(self, budget: float) -> float:
+        """Return the ratio of bad requests that burns a budget so fast.
+
+        The ratio is at most half way between the budget and 1, so that all bad requests exceed it.
+        """
+        return min(self.times * budget, (1 + budget) / 2)
+
+
+BURNS = (
+    Burn(14.4, "1h", "5m", "page"),
+    Burn(6, "6h", "30m", "page"),
+    Burn(1, "3d", "6h", "ticket"),
+)
+
+
+class SloObjective(NamedTuple):
+    """One limit of the SLO over requests.
+
+    Attributes:
+        kind: Label of its alerts, by which they are routed and muted: ``failures`` or ``latency``.
+        budget: Ratio of requests that may miss the limit.
+        record: Prefix of the recorded series.
+        share: Expression of the ratio of requests that miss the limit in a window.
+        summary: Text of the alerts.
+        where: Labels that select the recorded series.
+        counted: Expression of the number of requests in a window.
+        unit: Name of the things that are counted.
+    """
+
+    name: str
+    kind: str
+    budget: float
+    record: str
+    share: Callable[[str], str]
+    summary: str
+    where: str
+    counted: Callable[[str], str]
+    unit: str = "requests"
+
+    def recorded(self, window: str) -> str:
+        """Return the recorded ratio of a window of `WINDOWS`."""
+        return f"{self.record}:{window}{{{self.where}}}"
+
+
+def encoder_objectives(
+    lock: BuildManifest, options: DeployOptions, metrics: Metrics
+) -> Iterator[SloObjective]:
+    """Yield the limits of requests that can be counted: an answer at all, and each latency."""
+    budgets = {name: _budget(name) for name in lock.spec.serving.slo.limits_ms}
+    where = _select(lock.spec.name, options)
+    yield SloObjective(
+        "Failures",
+        "failures",
+        min(budgets.values()),
+        "triptych:failed:ratio",
+        metrics.failed_share,
+        "requests fail or are refused",
+        where,
+        metrics.count_offered,
+    )
+    for name, limit_ms in lock.spec.serving.slo.limits_ms.items():
+        share = _slow_share(lock, limit_ms, options, metrics)
+        if share is not None:
+            yield SloObjective(
+                f"Slow{name.upper()}",
+                "latency",
+                budgets[name],
+                f"triptych:slower_{name}:ratio",
+                share,
+                f"requests are not answered within {limit_ms:g} ms",
+                where,
+                metrics.count_offered,
+            )
+
+
+def generation_objectives(
+    spec: TextSpec, options: DeployOptions, metrics: GenerationMetrics
+) -> Iterator[SloObjective]:
+    """Yield the limits of generated text that can be counted: an answer at all, each latency."""
+    limits_ms = spec.serving.slo.limits_ms
+    budgets = {name: _budget(name.partition("_")[2]) for name in limits_ms}
+    where = _select(spec.name, options)
+    yield SloObjective(
+        "Failures",
+        "failures",
+        min(budgets.values(), default=MAX_FAILED_RATIO),
+        "triptych:generation_failed:ratio",
+        metrics.faulty_share,
+        "requests fail, or find no room",
+        where,
+        metrics.ended,
+    )
+    for name, limit_ms in limits_ms.items():
+        latency = name.partition("_")[0]
+        yield SloObjective(
+            f"Slow{name.title().replace('_', '')}",
+            "latency",
+            budgets[name],
+            f"triptych:generation_later_{name}:ratio",
+            partial(metrics.late_share, latency, limit_ms),
+            f"{_LATENCIES[latency]} take longer than {limit_ms:g} ms",
+            where,
+            partial(metrics.timed, latency),
+            _LATENCIES[latency],
+        )
+
+
+def burn_alerts(objectives: Sequence[SloObjective], pipeline: str, slo: str) -> list[Any]:
+    """Return the burn-rate alerts of all objectives, for the template of the rules."""
+    return [_burn_alert(one, burn, pipeline, slo) for one in objectives for burn in BURNS]
+
+
+def _burn_alert(one: SloObjective, burn: Burn, pipeline: str, slo: str) -> Mapping[str, Any]:
+    threshold = burn.threshold(one.budget)
+    capped = (
+        ""
+        if threshold == burn.times * one.budget
+        else f", capped: {burn.times:g} times it is more than all"
+    )
+    min_requests = math.ceil(2 / threshold)
+    conditions = (
+        f"{one.recorded(burn.long)} > {threshold:.6g}",
+        f"{one.recorded(burn.short)} > {threshold:.6g}",
+        f"on () {one.counted(burn.short)} >= {min_requests}",
+    )
+    return {
+        "name": f"{one.name}Burn{burn.long}",
+        "severity": burn.severity,
+        "kind": one.kind,
+        "expression": ExplainedValue(
+            "\nand ".join(conditions),
+            f"budget {one.budget:.4g} of the {one.unit} ({slo}), burned {burn.times:g} times as "
+            f"fast as it may: {threshold:.4g}{capped}. With fewer than {min_requests} {one.unit} "
+            f"in {burn.short} a single one could raise it",
+        ),
+        "summary": f"{pipeline}: {one.summary}, {burn.times:g} times what may be",
+    }
+
+
+def encoder_facts(
+    lock: BuildManifest, options: DeployOptions, measured: Measured, metrics: Metrics
+) -> dict[str, Any]:
+    """Return what the templates of rules and dashboard read of a pipeline that answers at once."""
+    tokens = lock.traffic.get("mean_tokens")
+    return {
+        "capacity_per_s": measured.capacity_per_s.value,
+        "limits_ms": lock.spec.serving.slo.limits_ms,
+        "mean_tokens": None if tokens is None else float(tokens),
+        "missed": list(_percentile_alerts(lock, options, metrics)),
+        "drift": _drift(float(tokens), metrics) if tokens else None,
+    }
+
+
+def generation_facts(spec: TextSpec, metrics: GenerationMetrics) -> dict[str, Any]:
+    """Return what the templates of rules and dashboard read of a pipeline that generates text."""
+    limits_ms = spec.serving.slo.limits_ms
+    latencies = []
+    for latency, title, advice in (
+        (
+            "ttft",
+            "Time to first token",
+            "From token ids in the core to the first new one. It climbs with waiting requests: see "
+            "Load. Without any: longer prompts, or the prefix cache no longer helps (see Work).",
+        ),
+        (
+            "itl",
+            "Time between tokens",
+            "It climbs with requests in a batch, and where long prompts are computed between: "
+            "lower core.max_num_seqs or core.max_num_batched_tokens, or add replicas.",
+        ),
+        (
+            "e2e",
+            "Whole answers",
+            "From token ids to the last new one; as long as answers are. Compare with tokens a "
+            "second (see Work).",
+        ),
+    ):
+        names = [name for name in limits_ms if name.startswith(latency)]
+        shown = dict.fromkeys(["p50", *(name.partition("_")[2] for name in names), "p99"])
+        queries = {one: metrics.quantile_ms(latency, quantile_of(one), "5m") for one in shown}
+        limit = limits_ms[names[0]] if names else None
+        latencies.append({"title": title, "advice": advice, "queries": queries, "limit": limit})
+    return {
+        "capacity_per_s": None,
+        "max_num_seqs": spec.core.max_num_seqs,
+        "has_kv_cache": spec.has_kv_cache,
+        "latencies": latencies,
+        "mean_tokens": None,
+        "missed": (),
+    }
+
+
+def camel(name: str) -> str:
+    """Return a name with dashes as the beginning of an alert's name."""
+    return "".join(part.capitalize() for part in name.split("-"))
+
+
+def _budget(percentile: str) -> float:
+    return round(1 - quantile_of(percentile), 6)
+
+
+def _select(pipeline: str, options: DeployOptions) -> str:
+    return f'pipeline="{pipeline}",namespace="{options.namespace}"'
+
+
+def _slow_share(
+    lock: BuildManifest, limit_ms: float, options: DeployOptions, metrics: Metrics
+) -> Callable[[str], str] | None:
+    """Return the ratio of slow requests by the histogram of Envoy or Triton; None without one."""
+    if metrics.envoy is not None:
+        return partial(metrics.envoy_slow_share, limit_ms)
+    if has_edge(lock.spec, limit_ms, options.release):
+        return partial(metrics.slow_share, limit_ms)
+    return None
+
+
+def _percentile_alerts(
+    lock: BuildManifest, options: DeployOptions, metrics: Metrics
+) -> Iterator[Mapping[str, Any]]:
+    """Yield alerts on Triton's own summaries, for limits that are no bound of a histogram."""
+    for name, limit_ms in lock.spec.serving.slo.limits_ms.items():
+        if _slow_share(lock, limit_ms, options, metrics) is not None:
+            continue
+        shown = name.replace("_", ".")
+        yield {
+            "name": name.upper(),
+            "expression": ExplainedValue(
+                f"{metrics.percentile_us(name)} > {limit_ms * 1e3:.0f}",
+                f"{shown} <= {limit_ms:g} ms is promised. Triton {options.release} has no "
+                f"histogram with an edge there (serving.triton and --triton of {COUNTED_FROM} or "
+                "later have one, and so has an Envoy in front): this is each replica's own "
+                "percentile of the last minute, seen by the server, and cannot be added up; so it "
+                "says that the promise is missed now, not how much of a budget is left",
+            ),
+            "summary": f"{lock.spec.name}: {shown} of a replica is over {limit_ms:g} ms",
+        }
+
+
+def _drift(built_for: float, metrics: Metrics) -> ExplainedValue:
+    """Return the condition of rows whose length is not that of the traffic of the build.
+
+    The lengths of texts decide on batches, padded lengths and the measured capacity.
+    """
+    mean = metrics.mean_tokens(DRIFT_WINDOW)
+    expression = "\n".join(
+        (
+            f"({mean} > {built_for * WORTH_TUNING:.6g}",
+            f"or {mean} < {built_for / WORTH_TUNING:.6g})",
+            f"and on () {metrics.count_rows(DRIFT_WINDOW)} >= {MIN_DRIFT_ROWS}",
+        )
+    )
+    return ExplainedValue(
+        expression,
+        f"built for rows of {built_for:g} tokens in the mean; work of {WORTH_TUNING:g} times "
+        f"that, or the reverse, is worth tuning anew. Means of {MIN_DRIFT_ROWS} rows do not "
+        "differ so by chance",
+    )
