@@ -25,7 +25,7 @@ COPY build_scripts/triptych/__init__.py /opt/triptych/triptych/
 COPY build_scripts/triptych/base/__init__.py build_scripts/triptych/base/errors.py \
      build_scripts/triptych/base/releases.py /opt/triptych/triptych/base/
 COPY build_scripts/triptych/container /opt/triptych/triptych/container
-COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/faults.py \
+COPY build_scripts/triptych/runtime/__init__.py build_scripts/triptych/runtime/request_errors.py \
      build_scripts/triptych/runtime/in_flight.py \
      /opt/triptych/triptych/runtime/
 

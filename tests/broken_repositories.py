@@ -69,7 +69,7 @@ def swap_labels(repository: Path, name: str) -> None:
 
 def shift_offsets(repository: Path, name: str) -> None:
     """Entities begin one character late."""
-    path = repository / f"{name}_postprocess/1/decode.py"
+    path = repository / f"{name}_postprocess/1/decode_entities.py"
     text = path.read_text(encoding="utf-8")
     right = '"start": start,'
     assert text.count(right) == 1
@@ -78,24 +78,22 @@ def shift_offsets(repository: Path, name: str) -> None:
 
 def mix_answers_up(repository: Path, name: str) -> None:
     """Some requests get the answer of another: what a faulty batcher would do."""
-    path = repository / f"{name}_postprocess/1/decode.py"
+    path = repository / f"{name}_postprocess/1/model.py"
     text = path.read_text(encoding="utf-8")
+    right = "result = self._decoder.decode("
+    assert text.count(right) == 1
+    mixed = text.replace(right, "result = _mix(self._decoder.decode, ")
     path.write_text(
-        text
+        mixed
         + """
 
-_right = Decoder.decode
 _last = []
 
 
-def _mixed(self, outputs, carries, parameters):
+def _mix(decode, *arguments):
     \"\"\"Give every ninth request the answer of the one before it.\"\"\"
-    answer = _right(self, outputs, carries, parameters)
-    _last.append(answer)
-    return _last[-2] if len(_last) % 9 == 0 else answer
-
-
-Decoder.decode = _mixed
+    _last.append(decode(*arguments))
+    return _last[-2] if len(_last) % 9 == 0 else _last[-1]
 """,
         encoding="utf-8",
     )

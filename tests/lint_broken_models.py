@@ -87,7 +87,7 @@ FILES = (
         f"{PRE}/1/rules.json",
         "reads rules.json",
         put(
-            f"{PRE}/1/stub_io.py",
+            f"{PRE}/1/triton_io.py",
             'from pathlib import Path\nRULES = Path(__file__).parent / "rules.json"\n',
         ),
     ),
@@ -164,7 +164,7 @@ FILES = (
         "scipy",
         model_py(POST, b"import numpy, scipy.special\n" + PLAIN_PY),
     ),
-    error("python-import", f"{POST}/1/model.py", "stub_io", remove(f"{POST}/1/stub_io.py")),
+    error("python-import", f"{POST}/1/model.py", "triton_io", remove(f"{POST}/1/triton_io.py")),
     error("python-kind", POST, "KIND_GPU", replace(POST, "KIND_CPU", "KIND_GPU")),
     warning("python-kind", POST, "KIND_AUTO", replace(POST, "KIND_CPU", "KIND_AUTO")),
     warning(

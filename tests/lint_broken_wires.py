@@ -285,7 +285,7 @@ BATCHES = (
         "batch-shapes",
         CORE,
         "input_ids [-1]",
-        remove(f"{PRE}/1/stub_io.py"),
+        remove(f"{PRE}/1/triton_io.py"),
         model_py(PRE, PLAIN_PY),
         layout="bucketed",
     ),

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import scipy
 """
 ASSIGNED = b"""
-from . import stub_io
+from . import triton_io
 
 try:
     import orjson
@@ -185,7 +185,7 @@ FINE = (
     ),
     fine(
         "a ragged input of a Python step",
-        put(f"{POST}/1/stub_io.py", "np = 0"),
+        put(f"{POST}/1/triton_io.py", "np = 0"),
         replace(POST, "input [", f"input [{{ {MORE} }}, "),
     ),
     fine("a sequence model", solo("max_batch_size: 4 sequence_batching { }")),
@@ -202,13 +202,13 @@ FINE = (
     fine("imports that may fail", model_py(POST, GUARDED + PLAIN_PY)),
     fine(
         "a sibling by its plain name",
-        model_py(POST, b"import stub_io, helpers.deep\n" + PLAIN_PY),
+        model_py(POST, b"import triton_io, helpers.deep\n" + PLAIN_PY),
         put(f"{POST}/1/helpers/deep.py", ""),
     ),
     fine(
         "a model class from elsewhere",
-        model_py(POST, "from .stub_io import *\n"),
-        put(f"{POST}/1/stub_io.py", PLAIN_PY),
+        model_py(POST, "from .triton_io import *\n"),
+        put(f"{POST}/1/triton_io.py", PLAIN_PY),
     ),
     fine("results for each token", append(CORE, SCATTER)),
     fine("a model class by assignment", model_py(POST, ASSIGNED)),

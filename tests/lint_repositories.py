@@ -20,7 +20,7 @@ LAYOUTS = ("packed", "bucketed", "plan", "buckets")
 """ONNX cores of both layouts, and a packed and a bucketed TensorRT plan."""
 EDGES = (16, 32, 64)
 
-STUB_IO = b"import json\n\nimport numpy as np\nimport triton_python_backend_utils as pb_utils\n"
+TRITON_IO = b"import json\n\nimport numpy as np\nimport triton_python_backend_utils as pb_utils\n"
 MODEL_PY = b"""
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from .stub_io import np as numpy
+from .triton_io import np as numpy
 
 try:
     import orjson
@@ -212,13 +212,13 @@ def good_files(layout: str) -> Files:
         "minilm/1/": b"",
         "minilm_preprocess/config.pbtxt": PREPROCESS.encode(),
         "minilm_preprocess/1/model.py": MODEL_PY,
-        "minilm_preprocess/1/stub_io.py": STUB_IO,
+        "minilm_preprocess/1/triton_io.py": TRITON_IO,
         "minilm_preprocess/1/tokenizer.json": b"{}",
         "minilm_core/config.pbtxt": (_CORE % (backend, ragged, extra)).encode(),
         **core,
         "minilm_postprocess/config.pbtxt": POSTPROCESS.encode(),
-        "minilm_postprocess/1/model.py": b"from .stub_io import np\n" + PLAIN_PY,
-        "minilm_postprocess/1/stub_io.py": STUB_IO,
+        "minilm_postprocess/1/model.py": b"from .triton_io import np\n" + PLAIN_PY,
+        "minilm_postprocess/1/triton_io.py": TRITON_IO,
     }
     files[LOCK] = b""
     return files

@@ -12,7 +12,7 @@ from typing import Any
 
 from conftest import build_into, write_pipeline
 from task_models import TOPICS
-from triptych.runtime.sample_files import list_files
+from triptych.runtime.sampling import list_files
 from triptych.serving.bench.resources import fetch_metrics
 from triptych.serving.server import Server
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from triptych.runtime.carry import OUTSIDE, WORD_START, Carry
-from triptych.runtime.postprocess_question_answering import Decoder
-from triptych.runtime.token_kinds import word_offsets
+from triptych.runtime.decode_answers import AnswerDecoder
+from triptych.runtime.row_types import OUTSIDE, WORD_START, RowMetadata
+from triptych.runtime.rows_spans import word_offsets
 
 WINDOW, STRIDE = 384, 128
 
@@ -27,7 +27,7 @@ def answer_spans(
 
     model = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    decoder = Decoder({}, folder)
+    decoder = AnswerDecoder({}, folder)
     parameters = {"max_answer_tokens": 15, "impossible_answer": impossible}
     answers = []
     for question, context in zip(questions, contexts, strict=True):
@@ -50,7 +50,7 @@ def answer_spans(
             offsets = word_offsets(words, encoded.word_ids(window))
             inside = [sequence == 1 for sequence in encoded.sequence_ids(window)]
             kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
-            carries.append(Carry(0, context if window == 0 else "", offsets, kinds))
+            carries.append(RowMetadata(0, context if window == 0 else "", offsets, kinds))
         width = max(len(ids) for ids in encoded["input_ids"])
         outputs = {
             name: np.stack([np.pad(pair[place], (0, width - len(pair[place]))) for pair in logits])

@@ -18,9 +18,9 @@ import pytest
 
 from client_toy import wait_until
 from triptych.runtime import in_flight as module
-from triptych.runtime.admission import LAST_CALL_S, MIN_REQUESTS, PATIENCE_S, Admission
-from triptych.runtime.faults import Overloaded, Stopping
+from triptych.runtime.flow_control import LAST_CALL_S, MIN_REQUESTS, PATIENCE_S, Admission
 from triptych.runtime.in_flight import InFlight, Ticket
+from triptych.runtime.request_errors import Overloaded, Stopping
 
 PIPELINE = f"test-{os.getpid()}"
 
@@ -250,10 +250,8 @@ class Sender:
 @pytest.fixture
 def backlog_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module as it is in a step, where Triton's own module is there."""
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
-    yield import_module("triptych.runtime.backlog")
-    for name in ("backlog", "stub_io"):
-        del sys.modules[f"triptych.runtime.{name}"]
+    monkeypatch.setattr("triptych.runtime.triton_io.pb_utils", MagicMock())
+    return import_module("triptych.runtime.flow_control")
 
 
 def test_a_core_that_says_nothing_is_given_little_more_at_first(

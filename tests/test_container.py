@@ -192,7 +192,7 @@ def test_requests_over_http_are_as_large_as_the_pipelines_can_use(tmp_path: Path
 
 
 def test_a_request_holds_as_many_texts_as_the_runtime_says() -> None:
-    runtime = (PACKAGE / "runtime/stub_io.py").read_text(encoding="utf-8")
+    runtime = (PACKAGE / "runtime/triton_io.py").read_text(encoding="utf-8")
     assert f"\nTEXTS_A_REQUEST = {TEXTS_A_REQUEST}\n" in runtime
 
 

@@ -18,7 +18,7 @@ from test_server_failures import STOPPED_IN_INITIALIZE, write_model
 from triptych.client import Client, PipelineNotReadyError, ServerUnreachableError
 from triptych.container.steps import STARVED, step_processes
 from triptych.container.supervisor import EXIT_DEAD
-from triptych.runtime.admission import LAST_CALL_S
+from triptych.runtime.flow_control import LAST_CALL_S
 from triptych.runtime.in_flight import InFlight
 from triptych.serving.orphan_cleanup import PROCESS_TAG_VARIABLE
 

@@ -22,10 +22,10 @@ from tokenizers import (
     trainers,
 )
 
-from triptych.runtime.carry import OUTSIDE, WORD_INSIDE, WORD_START, Carry
-from triptych.runtime.faults import RequestError
-from triptych.runtime.postprocess_token_classification import Decoder
-from triptych.runtime.token_kinds import make_kinds
+from triptych.runtime.decode_entities import EntityDecoder
+from triptych.runtime.request_errors import RequestError
+from triptych.runtime.row_types import OUTSIDE, WORD_INSIDE, WORD_START, RowMetadata
+from triptych.runtime.rows_spans import make_kinds
 
 LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "B-PER-SUB", "ORG-SUB"]
 STRATEGIES = ("none", "simple", "first", "max", "average")
@@ -151,7 +151,7 @@ class Case:
             powers = np.exp(logits - logits.max(-1, keepdims=True))
             place[: len(logits)] = powers / powers.sum(-1, keepdims=True)
 
-    def _carry(self, row: int, text: str) -> Carry:
+    def _carry(self, row: int, text: str) -> RowMetadata:
         tokenizer = self.pipeline.tokenizer
         encoding = tokenizer.backend_tokenizer.encode(text)
         model = tokenizer.backend_tokenizer.model
@@ -164,7 +164,7 @@ class Case:
             subword_prefix=getattr(model, "continuing_subword_prefix", None),
             unk_id=tokenizer.unk_token_id,
         )
-        return Carry(row, text, np.array(encoding.offsets, np.int32).reshape(-1, 2), kinds)
+        return RowMetadata(row, text, np.array(encoding.offsets, np.int32).reshape(-1, 2), kinds)
 
     def decode(self, strategy: str, *, choices: bool) -> list[list[dict[str, Any]]]:
         outputs: dict[str, NDArray[Any]] = {"token_scores": self.scores}
@@ -200,12 +200,12 @@ class Case:
 
 def decode(
     outputs: Mapping[str, NDArray[Any]],
-    carries: Sequence[Carry],
+    carries: Sequence[RowMetadata],
     aggregation: str,
     labels: Sequence[str] = LABELS,
 ) -> list[list[dict[str, Any]]]:
     """The decoder's entities, read as a client reads them."""
-    decoder = Decoder({"labels": list(labels)}, Path())
+    decoder = EntityDecoder({"labels": list(labels)}, Path())
     found = decoder.decode(outputs, carries, {"aggregation": aggregation})["entities"]
     assert found.shape == (len(carries), 1)
     return [json.loads(row) for row in found[:, 0]]
@@ -244,12 +244,12 @@ def test_case_is_worth_comparing(case: Case) -> None:
     assert all(one != other for one, other in itertools.combinations(answers, 2))
 
 
-def carry_of(words: Sequence[str], kinds: Sequence[int] | None = None, row: int = 0) -> Carry:
+def carry_of(words: Sequence[str], kinds: Sequence[int] | None = None, row: int = 0) -> RowMetadata:
     """One token a word, with spaces between."""
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     starts = ends - [len(word) for word in words]
     offsets = np.stack((starts, ends), axis=1).astype(np.int32)
-    return Carry(
+    return RowMetadata(
         row, " ".join(words), offsets, np.array(kinds or [WORD_START] * len(words), np.uint8)
     )
 
@@ -306,7 +306,7 @@ def test_scores_that_are_no_numbers() -> None:
 
 def test_text_is_not_escaped() -> None:
     outputs = choices(["B-PER"])
-    raw = Decoder({"labels": LABELS}, Path()).decode(
+    raw = EntityDecoder({"labels": LABELS}, Path()).decode(
         outputs, [carry_of(["“Zoë” 東京"])], {"aggregation": "none"}
     )["entities"][0, 0]
     assert "Zoë” 東京".encode() in raw
@@ -320,7 +320,7 @@ def test_text_is_not_escaped() -> None:
 
 
 def test_rows_without_tokens_have_no_entities() -> None:
-    empty = Carry(0, "", np.zeros((2, 2), np.int32), np.full(2, OUTSIDE, np.uint8))
+    empty = RowMetadata(0, "", np.zeros((2, 2), np.int32), np.full(2, OUTSIDE, np.uint8))
     for strategy in STRATEGIES:
         scores = {"token_scores": np.ones((2, 2, len(LABELS)), np.float32)}
         assert decode(scores, [empty, empty._replace(row=1)], strategy) == [[], []]

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from conftest import ROOT
-from triptych.runtime.carry import OUTSIDE, WORD_START, Arrays, Carry
-from triptych.runtime.postprocess_question_answering import CANDIDATES, Decoder, _best_spans
-from triptych.runtime.token_kinds import word_offsets
+from triptych.runtime.decode_answers import CANDIDATES, AnswerDecoder, _best_spans
+from triptych.runtime.row_types import OUTSIDE, WORD_START, Arrays, RowMetadata
+from triptych.runtime.rows_spans import word_offsets
 
 FIXTURE = json.loads((ROOT / "tests/data/question_answering.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = FIXTURE["cases"]
@@ -25,7 +25,7 @@ def tokenizer(minilm_folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(minilm_folder / "tokenizer.json"))
 
 
-def windows_of(tokenizer: Tokenizer, case: dict[str, Any], row: int) -> list[Carry]:
+def windows_of(tokenizer: Tokenizer, case: dict[str, Any], row: int) -> list[RowMetadata]:
     """The carries of a case's windows, as the rows of question-answering make them."""
     tokenizer.no_padding()
     tokenizer.enable_truncation(case["max_length"], stride=case["stride"], strategy="only_second")
@@ -35,11 +35,11 @@ def windows_of(tokenizer: Tokenizer, case: dict[str, Any], row: int) -> list[Car
         inside = np.array([sequence == 1 for sequence in window.sequence_ids])
         kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
         text = case["context"] if index == 0 else ""
-        carries.append(Carry(row, text, word_offsets(window.offsets, window.word_ids), kinds))
+        carries.append(RowMetadata(row, text, word_offsets(window.offsets, window.word_ids), kinds))
     return carries
 
 
-def decode(cases: list[dict[str, Any]], carries: list[Carry]) -> Arrays:
+def decode(cases: list[dict[str, Any]], carries: list[RowMetadata]) -> Arrays:
     """All cases as the rows of one request; padding holds the highest logits of all."""
     outputs = {}
     width = max(len(carry.kinds) for carry in carries)
@@ -50,7 +50,7 @@ def decode(cases: list[dict[str, Any]], carries: list[Carry]) -> Arrays:
             place[: len(window)] = np.array(window) / 100
         outputs[name] = padded
     parameters = {name: cases[0][name] for name in ("max_answer_tokens", "impossible_answer")}
-    return Decoder({}, Path()).decode(outputs, carries, parameters)
+    return AnswerDecoder({}, Path()).decode(outputs, carries, parameters)
 
 
 def agrees(case: dict[str, Any], found: Arrays, row: int) -> bool:
@@ -90,11 +90,11 @@ def test_rows_of_a_request_do_not_mix(tokenizer: Tokenizer) -> None:
 
 
 def test_context_without_tokens_has_an_empty_answer() -> None:
-    carry = Carry(0, "  ", np.zeros((3, 2), np.int32), np.full(3, OUTSIDE, np.uint8))
+    carry = RowMetadata(0, "  ", np.zeros((3, 2), np.int32), np.full(3, OUTSIDE, np.uint8))
     logits = np.ones((1, 3), np.float32)
     outputs = {"start_logit": logits, "end_logit": logits}
     parameters = {"max_answer_tokens": 15, "impossible_answer": False}
-    found = Decoder({}, Path()).decode(outputs, [carry], parameters)
+    found = AnswerDecoder({}, Path()).decode(outputs, [carry], parameters)
     assert [found[name].tolist() for name in NAMES] == [[[b""]], [[0.0]], [[0]], [[0]]]
 
 

@@ -25,7 +25,7 @@ from triptych.core.gate.reference import reference_outputs
 from triptych.core.gate.runs import RowOutputs, decode, reference_row_outputs
 from triptych.core.samples import GateRequest, by_request, rows_of
 from triptych.repository.records import GateResult
-from triptych.runtime.carry import pack, unpack
+from triptych.runtime.row_types import pack_metadata, unpack_metadata
 from triptych.spec.tasks import TASKS
 from triptych.spec.tasks.accuracy import METRICS, metrics_of, thresholds
 from triptych.spec.tasks.compare import read_entities
@@ -145,9 +145,9 @@ def test_outputs_in_the_wrong_place_are_caught(
 
 
 def shifted(request: GateRequest) -> GateRequest:
-    """Carries whose offsets are one character too far."""
-    carries = [unpack(carry) for carry in request.carries]
-    moved = [pack(carry._replace(offsets=carry.offsets + 1)) for carry in carries]
+    """Metadata whose offsets are one character too far."""
+    carries = [unpack_metadata(carry) for carry in request.carries]
+    moved = [pack_metadata(carry._replace(offsets=carry.offsets + 1)) for carry in carries]
     return replace(request, carries=tuple(moved))
 
 

@@ -21,7 +21,7 @@ from triptych.core.gate.reference import reference_of
 from triptych.core.gate_rows import CALIBRATION_ROWS, GATE_ROWS, probe_texts, split_traffic
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.core.samples import GateRequest, hash_requests, rows_of
-from triptych.runtime.carry import unpack
+from triptych.runtime.row_types import unpack_metadata
 from triptych.spec.spec import load_spec
 
 TEXT_TASKS = [name for name in MODELS if name not in ("images", "flags")]
@@ -192,7 +192,7 @@ def test_a_hook_that_refuses_made_up_images_is_asked(tmp_path: Path, minilm_fold
 
 def test_carries_go_with_their_core_rows(inputs: dict[str, PipelineInputs]) -> None:
     for request in inputs["answers"].requests:
-        carries = [unpack(carry) for carry in request.carries]
+        carries = [unpack_metadata(carry) for carry in request.carries]
         assert [len(carry.kinds) for carry in carries] == [
             len(row.ids) for row in request.rows if isinstance(row, TokenRow)
         ]

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from triptych.runtime import engine_vllm
+from triptych.runtime.engine_ctranslate2 import next_batch
 from triptych.runtime.engine_scripted import Engine
-from triptych.runtime.generation_engine import Delta, Load
+from triptych.runtime.generation_messages import Delta, Load
 from triptych.runtime.sampling_parameters import DEFAULTS
-from triptych.runtime.text2text_batches import next_batch
 
 
 def test_the_scripted_engine_batches_reports_and_gives_up() -> None:

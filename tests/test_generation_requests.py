@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from generation_cases import TEMPLATE, byte_pairs
-from triptych.runtime.chat_template import ChatTemplate
-from triptych.runtime.faults import RequestError
-from triptych.runtime.generation_wire import Chunk, Opening, Order, Place
-from triptych.runtime.prompts import Prompts
+from triptych.runtime.generation_messages import Chunk, Opening, Order, Place
+from triptych.runtime.prompts import ChatTemplate, Prompts
+from triptych.runtime.request_errors import RequestError
 from triptych.runtime.sampling_parameters import DEFAULTS, FLAGS, NUMBERS, check_sampling
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from generation_cases import TEXTS, byte_pairs, metaspace
-from triptych.runtime.generation_engine import Delta, Waiting
-from triptych.runtime.generation_wire import CONTEXT_TOKENS
+from triptych.runtime.generation_messages import CONTEXT_TOKENS, Delta, Waiting
 from triptych.runtime.text_stream import MAX_WAITING, StopStrings, TextStream
 
 

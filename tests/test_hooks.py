@@ -23,8 +23,8 @@ from triptych.client import Client, InvalidRequestError, PipelineFailedError
 from triptych.core.gate.answers import check_hooks, reference_answers
 from triptych.core.inputs import read_inputs
 from triptych.repository.lint import run_checks
-from triptych.runtime.given import given_rows, given_tensors
 from triptych.runtime.in_flight import InFlight
+from triptych.runtime.row_types import make_forwarded, read_forwarded
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 
@@ -262,13 +262,13 @@ def test_hooks_may_refuse_made_up_rows_in_a_build(tmp_path: Path, base: Path) ->
 
 def test_inputs_go_past_a_core_of_more_rows_than_the_request() -> None:
     columns: dict[str, list[Any]] = {"text": ["Käse", ""], "image": [b"\xff\0", b""]}
-    tensors = given_tensors(columns, 5)
+    tensors = make_forwarded(columns, 5)
     assert {name: tensor.shape for name, tensor in tensors.items()} == {
         "given_text": (5, 1),
         "given_image": (5, 1),
     }
     read = {name: tensors[f"given_{name}"].ravel().tolist() for name in columns}
-    assert given_rows(read, {"text": "text", "image": "image"}, 2) == [
+    assert read_forwarded(read, {"text": "text", "image": "image"}, 2) == [
         {"text": "Käse", "image": b"\xff\0"},
         {"text": "", "image": b""},
     ]

@@ -16,7 +16,7 @@ from conftest import build_into, traffic_texts, write_pipeline
 from task_models import cross_encoder, inference_model, reader, text_classifier
 from test_server import mark_of, regions
 from triptych.client import Client, InvalidRequestError
-from triptych.runtime.faults import RequestError
+from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import RowInputs
 from triptych.serving.orphan_cleanup import SHM
 
@@ -109,9 +109,9 @@ def rows_made(made: Any) -> int:
 
 @pytest.mark.parametrize("question", [0, 1, MAX_QUESTION - 1, MAX_QUESTION])
 def test_windows_at_every_edge(repository: Path, question: int) -> None:
-    from triptych.runtime.rows_windows import RowMaker
+    from triptych.runtime.rows_spans import WindowRowMaker
 
-    windows = maker(repository, "answers", RowMaker)
+    windows = maker(repository, "answers", WindowRowMaker)
     room = 384 - 3 - question
     for context in (1, STRIDE, room - 1, room, room + 1, 2 * room - STRIDE, 2 * room - STRIDE + 1):
         text = "q " * question or "\x00"  # not blank, and yet no token
@@ -123,9 +123,9 @@ def test_windows_at_every_edge(repository: Path, question: int) -> None:
 @pytest.mark.parametrize("context", [1, 200, 900])
 def test_windows_are_those_that_the_tokenizer_makes(repository: Path, context: int) -> None:
     """Question and context are tokenized once each, by themselves."""
-    from triptych.runtime.rows_windows import RowMaker
+    from triptych.runtime.rows_spans import WindowRowMaker
 
-    windows = maker(repository, "answers", RowMaker)
+    windows = maker(repository, "answers", WindowRowMaker)
     question, text = "Größe, or not?", "naïve words, and ﷺ " * context
     made = windows.make([RowInputs({"text": [question], "text_pair": [text]}, {})])[0]
     whole = windows.tokenizer.encode(question, text)
@@ -137,9 +137,9 @@ def test_windows_are_those_that_the_tokenizer_makes(repository: Path, context: i
 
 
 def test_a_question_that_leaves_no_room_is_refused_before_it_is_cut(repository: Path) -> None:
-    from triptych.runtime.rows_windows import RowMaker
+    from triptych.runtime.rows_spans import WindowRowMaker
 
-    windows = maker(repository, "answers", RowMaker)
+    windows = maker(repository, "answers", WindowRowMaker)
     for question in (MAX_QUESTION + 1, 255, 380, 381, 382, 5000):
         ask = RowInputs({"text": ["q " * question], "text_pair": ["a " * 3000]}, {})
         with pytest.raises(RequestError, match="at most 252 tokens"):
@@ -147,9 +147,9 @@ def test_a_question_that_leaves_no_room_is_refused_before_it_is_cut(repository: 
 
 
 def test_many_windows_are_refused_before_they_are_made(repository: Path) -> None:
-    from triptych.runtime.rows_windows import RowMaker
+    from triptych.runtime.rows_spans import WindowRowMaker
 
-    windows = maker(repository, "answers", RowMaker)
+    windows = maker(repository, "answers", WindowRowMaker)
     ask = RowInputs({"text": ["q " * MAX_QUESTION], "text_pair": ["!" * 6000]}, {})
     began = time.thread_time()
     with pytest.raises(RequestError, match="32 rows"):
@@ -158,9 +158,9 @@ def test_many_windows_are_refused_before_they_are_made(repository: Path) -> None
 
 
 def test_two_long_halves_cost_no_more_than_their_lengths(repository: Path) -> None:
-    from triptych.runtime.rows_text import RowMaker
+    from triptych.runtime.rows_text import PlainTextRowMaker
 
-    pairs = maker(repository, "ranks", RowMaker)
+    pairs = maker(repository, "ranks", PlainTextRowMaker)
 
     def seconds(tokens: int) -> float:
         began = time.monotonic()

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from triptych.base.errors import UserError
-from triptych.runtime.faults import RequestError
+from triptych.runtime.request_errors import RequestError
 from triptych.runtime.row_types import CoreRows, RowInputs
-from triptych.runtime.rows_image import RowMaker
+from triptych.runtime.rows_image import ImageRowMaker
 from triptych.spec.image_core import ImageCore
 from triptych.spec.image_source import read_image_facts
 from triptych.spec.model_facts import ImageFacts
@@ -138,10 +138,10 @@ def good_images() -> dict[str, bytes]:
     return images
 
 
-def maker(facts: ImageFacts) -> RowMaker:
+def maker(facts: ImageFacts) -> ImageRowMaker:
     """A row maker with settings that have been through JSON."""
     settings = {"image": asdict(facts), "max_image_bytes": MAX_BYTES, "max_pixels": MAX_PIXELS}
-    return RowMaker(json.loads(json.dumps(settings)), Path())
+    return ImageRowMaker(json.loads(json.dumps(settings)), Path())
 
 
 def pixels_of(facts: ImageFacts, images: list[bytes]) -> NDArray[np.uint8]:

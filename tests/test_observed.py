@@ -36,7 +36,7 @@ from triptych.deploy.kubernetes import (
 )
 from triptych.deploy.options import DeployOptions
 from triptych.operate.monitor.metrics import RunCollector, metrics_page
-from triptych.runtime.sample_files import FOLDER_VARIABLE
+from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.fleet.envoy import Listen, proxy_settings
 from triptych.serving.fleet.proxy import Proxy
 from triptych.serving.ports import reserve_ports

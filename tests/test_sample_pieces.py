@@ -20,45 +20,49 @@ import pytest
 
 from triptych.repository.render import with_imports
 from triptych.runtime.hooking import RowForm
-from triptych.runtime.sample_files import (
+from triptych.runtime.sampling import (
     FOLDER_VARIABLE,
+    MAX_SAMPLE_BYTES,
     PARTIAL,
+    RowSampler,
+    add_payload,
     list_files,
+    read_payload,
     remove_old,
+    unpack_sample,
     write_file,
 )
-from triptych.runtime.sampling import LARGEST, Drawing, passenger_of, unpack, with_passenger
 
 
 def test_rows_are_drawn_alike_whatever_request_they_are_in() -> None:
-    drawing = Drawing(0.1, random.Random(5))
+    drawing = RowSampler(0.1, random.Random(5))
     found: Counter[int] = Counter()
     for request in range(4000):
         texts = [f"{request} {row}" for row in range(1 + request % 5)]
         passenger = drawing.draw({"text": texts}, "{}")
         if passenger:
-            sampled = unpack(passenger)
+            sampled = unpack_sample(passenger)
             assert sampled.columns["text"] == [texts[row].encode() for row in sampled.rows]
             found.update(sampled.rows)
     sent = {row: 4000 - 800 * row for row in range(5)}
     for row, count in sent.items():  # five standard deviations
         assert abs(found[row] - 0.1 * count) < 5 * (0.09 * count) ** 0.5, (row, found)
-    every = Drawing(1.0).draw({"text": ["a", "b"], "image": [b"\0", b""]}, '{"top_k": 1}')
-    sampled = unpack(every)
+    every = RowSampler(1.0).draw({"text": ["a", "b"], "image": [b"\0", b""]}, '{"top_k": 1}')
+    sampled = unpack_sample(every)
     assert (sampled.rows, sampled.parameters) == ([0, 1], '{"top_k": 1}')
     assert sampled.columns == {"text": [b"a", b"b"], "image": [b"\0", b""]}
-    large = unpack(Drawing(1.0).draw({"text": ["x" * (LARGEST + 1)]}, "{}"))
+    large = unpack_sample(RowSampler(1.0).draw({"text": ["x" * (MAX_SAMPLE_BYTES + 1)]}, "{}"))
     assert (large.rows, large.columns) == ([0], {})
 
 
 def test_a_passenger_travels_behind_the_numbers_of_the_ticket() -> None:
     ticket = np.arange(4, dtype=np.int64)[None].repeat(3, 0)
-    passenger = Drawing(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}")
-    together = with_passenger(ticket, passenger)
+    passenger = RowSampler(1.0).draw({"text": ["ä" * 100, "b", "c"]}, "{}")
+    together = add_payload(ticket, passenger)
     assert together.dtype == ticket.dtype
     assert together[:, :4].tolist() == ticket.tolist()
-    assert unpack(passenger_of(together)) == unpack(passenger)
-    assert passenger_of(ticket) == b""
+    assert unpack_sample(read_payload(together)) == unpack_sample(passenger)
+    assert read_payload(ticket) == b""
 
 
 def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
@@ -88,18 +92,17 @@ def test_a_folder_keeps_to_its_limits_and_ages(tmp_path: Path) -> None:
 
 
 def test_steps_that_do_not_sample_have_nothing_of_it() -> None:
-    decode = "postprocess_classification.py"
-    steps = {"preprocess.py": {"rows.py": "rows_text.py"}, "postprocess.py": {"decode.py": decode}}
+    steps = {"preprocess.py": "rows_text.py", "postprocess.py": "decode_rows.py"}
     for step, own in steps.items():
-        assert not [file for file in with_imports({"model.py": step, **own}) if "sampl" in file]
+        assert not [file for file in with_imports({"model.py": step, own: own}) if "sampl" in file]
     written = with_imports({"sample_writer.py": "sample_writer.py"})
-    assert {"sampling.py", "sample_files.py", "sample_writer.py"} <= written.keys()
+    assert {"sampling.py", "sample_writer.py"} <= written.keys()
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from triptych.runtime.sample_files import write_file
+from triptych.runtime.sampling import write_file
 
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 write_file(Path(sys.argv[1]), "p", [b"{}"] * 9, rows=9, most_rows=99, most=999)
@@ -174,7 +177,7 @@ def test_what_a_hanging_redact_costs_is_told_at_once(
     form = RowForm([{"name": "label", "dtype": "BYTES", "dims": [1], "json": False}])
     writer = writing.SampleWriter(settings, step, form)
     none, numbers = Counter[str](), np.zeros((1, 4), np.int64)
-    ticket = with_passenger(numbers, Drawing(1.0).draw({"text": ["a"]}, "{}"))
+    ticket = add_payload(numbers, RowSampler(1.0).draw({"text": ["a"]}, "{}"))
 
     def put(ticket: Any, label: bytes) -> None:
         writer.put(ticket, {"label": np.array([[label]], dtype=object)})
@@ -189,7 +192,7 @@ def test_what_a_hanging_redact_costs_is_told_at_once(
     (tmp_path / "go").touch()
     wait_for(lambda: FakeMetricFamily.counts[writing.WRITTEN] > writing.MAX_WAITING)
     put(ticket, b"x")
-    put(with_passenger(numbers, b"\xff" * 16), b"x")  # what makes no sense costs no other row
+    put(add_payload(numbers, b"\xff" * 16), b"x")  # what makes no sense costs no other row
     writer.close()
     kept = writing.MAX_WAITING + 2
     found = {

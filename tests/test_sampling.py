@@ -43,7 +43,7 @@ from triptych.container.steps import step_processes
 from triptych.core.inputs import PipelineInputs, read_inputs
 from triptych.interface.cli import app
 from triptych.repository.manifest import build_id
-from triptych.runtime.sample_files import FOLDER_VARIABLE, PARTIAL, list_files
+from triptych.runtime.sampling import FOLDER_VARIABLE, PARTIAL, list_files
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 

@@ -27,8 +27,8 @@ from tokenizers_of_kinds import LONGEST
 from triptych.base.errors import UserError
 from triptych.client import Client
 from triptych.repository.lint.operators import unsupported
-from triptych.runtime.carry import OUTSIDE, WORD_START, Carry
-from triptych.runtime.postprocess_question_answering import Decoder
+from triptych.runtime.decode_answers import AnswerDecoder
+from triptych.runtime.row_types import OUTSIDE, WORD_START, RowMetadata
 
 pytestmark = [
     pytest.mark.server,
@@ -284,13 +284,13 @@ def answers(folder: Path, *, impossible: bool) -> list[tuple[int, int, float]]:
             ]
             kinds = np.where(inside, WORD_START, OUTSIDE).astype(np.uint8)
             text = context if number == 0 else ""
-            carries.append(Carry(0, text, np.array(offsets, dtype=np.int32), kinds))
+            carries.append(RowMetadata(0, text, np.array(offsets, dtype=np.int32), kinds))
         outputs = {
             "start_logit": output.start_logits.numpy(),
             "end_logit": output.end_logits.numpy(),
         }
         parameters = {"max_answer_tokens": 15, "impossible_answer": impossible}
-        decoded = Decoder({}, folder).decode(outputs, carries, parameters)
+        decoded = AnswerDecoder({}, folder).decode(outputs, carries, parameters)
         start, end, score = (decoded[name][0, 0] for name in ("start", "end", "score"))
         found.append((int(start), int(end), float(score)))
     assert len(carries) > 2  # the last context takes several windows

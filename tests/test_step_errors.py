@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -25,8 +24,8 @@ from triptych.client import (
 )
 from triptych.client.errors import status_error, stream_error
 from triptych.container.health import error_code
-from triptych.runtime import faults
-from triptych.runtime.admission import Admission
+from triptych.runtime import request_errors as faults
+from triptych.runtime.flow_control import Admission
 from triptych.runtime.in_flight import InFlight
 
 URL = "127.0.0.1:8001"
@@ -73,11 +72,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         InferenceResponse=lambda output_tensors, error: error,
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
     )
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", given)
-    names = ("stub_io", "backlog")
-    yield SimpleNamespace(**{name: import_module(f"triptych.runtime.{name}") for name in names})
-    for name in names:
-        del sys.modules[f"triptych.runtime.{name}"]
+    monkeypatch.setattr("triptych.runtime.triton_io.pb_utils", given)
+    names = ("triton_io", "flow_control")
+    return SimpleNamespace(**{name: import_module(f"triptych.runtime.{name}") for name in names})
 
 
 def _refusal(_class: type, message: str, status: str) -> Refusal:
@@ -99,20 +96,22 @@ def overloads(steps: Any, counts: InFlight) -> Iterator[Any]:
     admission.admit(1)
     with pytest.raises(faults.Overloaded) as full:
         admission.check(None)
-    yield steps.stub_io.error_response(full.value)
+    yield steps.triton_io.error_response(full.value)
     admission = Admission(counts, 1000, 2.0)
     admission.begin()
     admission._rows, admission._row_s, admission._known_rows = 1000.0, 0.01, 1e9
     with pytest.raises(faults.Overloaded) as late:
         admission.check(1.0)
-    yield steps.stub_io.error_response(late.value)
-    backlog = steps.backlog.Backlog(counts, counts.take_slot(), batch_rows=1, longest_wait_s=5.0)
+    yield steps.triton_io.error_response(late.value)
+    backlog = steps.flow_control.Backlog(
+        counts, counts.take_slot(), batch_rows=1, longest_wait_s=5.0
+    )
     senders = [Sender() for _ in range(100)]
 
     def give() -> None:
         counts.admit(0, 1)
 
-    backlog.take([steps.backlog.Ready(sender, 1, None, give) for sender in senders])
+    backlog.take([steps.flow_control.Ready(sender, 1, None, give) for sender in senders])
     wait_until(lambda: bool(senders[-1].sent), "a refusal of the backlog", 10)
     yield senders[-1].sent[0]
 
@@ -147,17 +146,17 @@ def test_an_overload_is_read_with_its_pause(steps: Any, in_flight: InFlight) -> 
 def test_every_other_error_is_read(steps: Any) -> None:
     rows = {None: None, 0: 10, 2: 12, 3: None}
     for row, own in rows.items():
-        refusal = steps.stub_io.error_response(
+        refusal = steps.triton_io.error_response(
             faults.RequestError("text", "must be valid UTF-8", "row 0: [stopping] ", "Send it", row)
         )
         error, _ = check(refusal, faults.INVALID_REQUEST)
         assert error.row == own
         assert error.message == "`text` must be valid UTF-8. Given: row 0: [stopping] . Send it."
-    check(steps.stub_io.error_response(faults.Stopping()), faults.STOPPING)
-    check(steps.stub_io.error_response(faults.EngineFailed("it ended")), faults.ENGINE_FAILED)
-    check(steps.stub_io.error_response(KeyError("requests under way must")), faults.INTERNAL)
-    unpaired = steps.stub_io.error_response(ValueError("\ud800" + "x" * 10**6))
-    assert len(unpaired.message) <= steps.stub_io.MAX_MESSAGE
+    check(steps.triton_io.error_response(faults.Stopping()), faults.STOPPING)
+    check(steps.triton_io.error_response(faults.EngineFailed("it ended")), faults.ENGINE_FAILED)
+    check(steps.triton_io.error_response(KeyError("requests under way must")), faults.INTERNAL)
+    unpaired = steps.triton_io.error_response(ValueError("\ud800" + "x" * 10**6))
+    assert len(unpaired.message) <= steps.triton_io.MAX_MESSAGE
     check(unpaired, faults.INTERNAL)
 
 
@@ -174,7 +173,7 @@ def test_steps_make_errors_in_one_place() -> None:
             if isinstance(node, ast.Attribute) and node.attr == "TritonError":
                 places.append(path.name)
     # The second passes on what the core, which made it an error with a code, has told it.
-    assert set(places) == {"stub_io.py", "generation_postprocess.py"}
+    assert set(places) == {"triton_io.py", "generation_postprocess.py"}
 
 
 @pytest.mark.parametrize(

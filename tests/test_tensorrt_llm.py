@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from triptych.runtime.engine_tensorrt_llm import Engine
-from triptych.runtime.generation_engine import Delta, Load
+from triptych.runtime.generation_messages import Delta, Load
 from triptych.runtime.sampling_parameters import DEFAULTS
 
 LLM_ARGUMENTS = {

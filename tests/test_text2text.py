@@ -27,7 +27,7 @@ from triptych.building.generation.text2text import Text2TextInputs, read_text2te
 from triptych.interface.cli.plan_text import describe_text2text
 from triptych.interface.page.page import TextPage
 from triptych.repository.lint.checks import run_checks
-from triptych.runtime.source_pieces import PIECES_FILE, SourcePieces
+from triptych.runtime.prompts import PIECES_FILE, SourcePieces
 from triptych.serving.bench.bench import Bench
 from triptych.serving.bench.results import Load, to_json
 from triptych.serving.endpoint import Endpoint

@@ -16,8 +16,8 @@ from triptych.core.gate.check import Labeled, check
 from triptych.core.gate.runs import Decoding
 from triptych.runtime import open_row_maker, open_text_row_maker
 from triptych.runtime.row_types import RowMaker, TextRowMaker
-from triptych.runtime.rows_image import RowMaker as ImageRowMaker
-from triptych.runtime.rows_text import RowMaker as PlainTextRowMaker
+from triptych.runtime.rows_image import ImageRowMaker as ImageRowMaker
+from triptych.runtime.rows_text import PlainTextRowMaker as PlainTextRowMaker
 from triptych.spec.tasks.accuracy import metrics_of, thresholds
 from triptych.spec.tasks.compare import Comparison, numbers
 from triptych.spec.tasks.eval_file import first_rows, read_labels

@@ -40,7 +40,7 @@ from triptych.operate.monitor.verdict import (
     format_comparison,
     judge,
 )
-from triptych.runtime.sample_files import write_file
+from triptych.runtime.sampling import write_file
 
 NEEDED = math.log(1000)
 Losses = NDArray[np.float64]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from triptych.repository.render import batch_tokens
-from triptych.runtime.row_types import CoreRows
-from triptych.runtime.widths import joined_widths, widened
+from triptych.runtime.row_types import CoreRows, joined_widths, widened
 
 
 def request(width: int, rows: int = 1) -> CoreRows:

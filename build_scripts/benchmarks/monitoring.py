@@ -34,7 +34,7 @@ from triptych.operate.monitor.run import run_monitor
 from triptych.operate.monitor.sample import TrafficSample, read_sample
 from triptych.operate.monitor.sequential import SequentialEvidence
 from triptych.operate.tune.drift import format_drift
-from triptych.runtime.sample_files import FOLDER_VARIABLE, list_files
+from triptych.runtime.sampling import FOLDER_VARIABLE, list_files
 from triptych.serving.server import Server
 from triptych.spec.spec import load_spec
 from triptych.spec.traffic import TRAFFIC_FILE

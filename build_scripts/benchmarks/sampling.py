@@ -17,7 +17,7 @@ from benchmarks.cost import measure_cost, server_core_ms
 from benchmarks.harness import Series, Turn, finish, make_parser, run_rounds
 from benchmarks.model import CACHE, PIPELINE, build, traffic_texts
 from benchmarks.results import Table
-from triptych.runtime.sample_files import FOLDER_VARIABLE
+from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.server import Server
 
 _NAME = PIPELINE.name

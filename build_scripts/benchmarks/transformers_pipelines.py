@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.test_models import CANDIDATE_LABELS, TaskModel
-from triptych.runtime.carry import OUTSIDE, WORD_START, Carry
-from triptych.runtime.postprocess_question_answering import Decoder
-from triptych.runtime.token_kinds import word_offsets
+from triptych.runtime.decode_answers import AnswerDecoder
+from triptych.runtime.row_types import OUTSIDE, WORD_START, RowMetadata
+from triptych.runtime.rows_spans import word_offsets
 
 RequestRows = Sequence[Mapping[str, Any]]
 Run = Callable[[RequestRows], list[Any]]
@@ -117,7 +117,7 @@ class QuestionAnswering:
         self._model = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._batch_size = batch_size
-        self._decoder = Decoder({}, folder)
+        self._decoder = AnswerDecoder({}, folder)
 
     def __call__(self, requests: RequestRows) -> list[Any]:
         """Return start, end and score for each request."""
@@ -141,7 +141,7 @@ class QuestionAnswering:
             in_context = [sequence == 1 for sequence in encoded.sequence_ids(window)]
             kinds = np.where(in_context, WORD_START, OUTSIDE).astype(np.uint8)
             offsets = word_offsets(words, encoded.word_ids(window))
-            rows.append(Carry(owner, context, offsets, kinds))
+            rows.append(RowMetadata(owner, context, offsets, kinds))
         logits = {"start_logit": starts, "end_logit": ends}
         decoded = self._decoder.decode(logits, rows, _QA_PARAMETERS)
         return [

@@ -46,7 +46,7 @@ FIRST_SEGMENT = Tensor("first_segment", "INT32", (1,))
 """Tokens of a row before its second segment: token types are 0 there and 1 from there on."""
 
 CARRY = Tensor("carry", "BYTES", (1,))
-"""Goes past the core from preprocess to postprocess, a row each: see `runtime.carry`."""
+"""Goes past the core from preprocess to postprocess, a row each: see `runtime.row_types`."""
 
 TICKET = Tensor("ticket", "INT64", (4,))
 """Goes past the core from preprocess to postprocess: see `runtime.in_flight`."""

@@ -24,7 +24,6 @@ import numpy as np
 
 from triptych.base.errors import UserError
 from triptych.core.inputs import task_of
-from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import (
     FUNCTIONS,
     HOOKS_FILE,
@@ -39,6 +38,7 @@ from triptych.runtime.hooking import (
     load_hooks,
     takes_inputs,
 )
+from triptych.runtime.request_errors import RequestError
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks.task import Task
 from triptych.spec.traffic import TRAFFIC_FILE, read_traffic

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from triptych.runtime.faults import (
+from triptych.runtime.request_errors import (
     ENGINE_FAILED,
     INTERNAL,
     INVALID_REQUEST,
@@ -158,7 +158,7 @@ def status_error(code: str, details: str, *, url: str, rows: Sequence[int] = ())
     Args:
         code: Name of the status code, ``UNAVAILABLE``.
         details: Message of the status. If a step of a pipeline wrote it, it begins with a code
-            (`triptych.runtime.faults`), which decides alone.
+            (`triptych.runtime.request_errors`), which decides alone.
         url: Address that the client's requests go to, for the message.
         rows: The caller's index of each row of the request: an error of a row of the request
             becomes an error of the caller's row.

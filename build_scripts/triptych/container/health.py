@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from triptych.base.errors import UserError
 from triptych.container.locks import ServedPipeline, find_pipelines
 from triptych.container.settings import read_settings
-from triptych.runtime.faults import OVERLOADED, read_step_error
+from triptych.runtime.request_errors import OVERLOADED, read_step_error
 
 QUESTION_FILE = "health.request"
 """In an ensemble's folder: a request as Triton takes it over HTTP, its JSON in the first line."""

@@ -11,7 +11,7 @@ from triptych.container.locks import find_pipelines
 MAX_MIB = 64
 """Of a repository with anything else than such pipelines; Triton's own limit."""
 TEXTS_A_REQUEST = 8
-"""As in ``runtime/stub_io.py``: so many longest texts fit into one request."""
+"""As in ``runtime/triton_io.py``: so many longest texts fit into one request."""
 STEP_SHM_MIB = 64
 """Shared memory for each Python process of a step, besides the largest request."""
 

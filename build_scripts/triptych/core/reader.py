@@ -16,9 +16,9 @@ from triptych.base.errors import UserError
 from triptych.base.tensors import TokenRow
 from triptych.core.samples import GateRequest, shown_text
 from triptych.runtime import open_row_maker, open_text_row_maker
-from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import Hook, call_before
 from triptych.runtime.parameters import check_parameters
+from triptych.runtime.request_errors import RequestError
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.plan import core_rows_of, max_length_of, row_settings
 from triptych.spec.spec import PipelineSpec

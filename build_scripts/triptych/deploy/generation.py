@@ -27,7 +27,7 @@ from triptych.deploy.options import DeployOptions, check_options
 from triptych.deploy.rules import TextSpec, generation_facts, generation_objectives
 from triptych.deploy.scaling import generation_triggers
 from triptych.repository.manifest import build_id, read_built_spec
-from triptych.runtime.generation_engine import MODEL_FOLDER
+from triptych.runtime.generation_messages import MODEL_FOLDER
 from triptych.runtime.sampling_parameters import DEFAULTS
 from triptych.spec.generation_fields import GeneratingSpec
 

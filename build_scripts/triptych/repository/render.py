@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ BATCH_TOKENS_HIDDEN = 768
 narrower, the more tokens a batch costs (MiniLM with 384, by the rates of sbert.net: 1,460)."""
 SAMPLING = {"preprocess": "sampling.py", "postprocess": "sample_writer.py"}
 """What the steps need of the runtime besides, where rows are sampled."""
+IMPORT_BY_NAME = ("preprocess.py", "postprocess.py", "row_types.py")
+"""Modules that import others by a computed name; `render` adds those to the files itself."""
 Content = bytes | Path
 """What a file holds: its bytes, or the file they are copied from."""
 
 
 def batch_tokens(device: str, hidden_size: int) -> int:
-    """What a batch costs by itself, in tokens; see `runtime.widths`."""
+    """What a batch costs by itself, in tokens; see `runtime.row_types`."""
     return BATCH_TOKENS[device] * BATCH_TOKENS_HIDDEN // (hidden_size or BATCH_TOKENS_HIDDEN)
 
 
@@ -68,6 +70,7 @@ def render(
     rows = {
         "encoded_inputs": [tensor.name for tensor in task.inputs if tensor.content == "image"],
         "layout": plan.layout,
+        "row_maker": task.rows,
         "row_span": ROW_SPAN in plan.core_inputs,
         "core_rows": plan.rows_at_once,
         "batch_tokens": batch_tokens(plan.spec.core.device, plan.facts.hidden_size),
@@ -79,6 +82,7 @@ def render(
     outputs = [tensor.name for tensor in plan.core.outputs]
     answers = {
         "core_outputs": outputs,
+        "decoder": task.decode,
         "outputs": plan.task.output_settings,
         "packed_tokens": plan.packed and plan.core.per_token,
     }
@@ -100,8 +104,8 @@ def render(
     if samples is not None:
         files[f"{name}/{SAMPLES_FILE}"] = samples
     pieces = {
-        "preprocess": {"model.py": "preprocess.py", "rows.py": task.rows},
-        "postprocess": {"model.py": "postprocess.py", "decode.py": task.decode},
+        "preprocess": {"model.py": "preprocess.py", **_module_file(task.rows)},
+        "postprocess": {"model.py": "postprocess.py", **_module_file(task.decode)},
     }
     if plan.spec.serving.sample is not None:
         for step, source in SAMPLING.items():
@@ -158,16 +162,45 @@ def _request(values: Mapping[str, str | bytes]) -> bytes:
 
 
 def with_imports(modules: Mapping[str, str]) -> dict[str, str]:
-    """`modules` (file in the repository -> file of the runtime) and all they import."""
-    found, waiting = dict(modules), list(modules.values())
+    """Return `modules` (file in the repository -> file of the runtime) with all that they import.
+
+    Raises:
+        ValueError: A module of the runtime imports another one in a form that is not followed.
+    """
+    complete, waiting = dict(modules), list(modules.values())
     while waiting:
-        text = (RUNTIME / waiting.pop()).read_text(encoding="utf-8")
-        for name in re.findall(r"^from \.(\w+) import", text, re.MULTILINE):
+        for name in _imported_modules(RUNTIME / waiting.pop()):
             file = f"{name}.py"
-            if file not in found:
-                found[file] = file
+            if file not in complete:
+                complete[file] = file
                 waiting.append(file)
-    return found
+    return complete
+
+
+def _imported_modules(path: Path) -> Iterator[str]:
+    """Yield the modules of the runtime that a module imports as ``from .module import name``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            top = (node.module or "").partition(".")
+            if node.level > 1 or (node.level and (top[1] or not top[0])) or top[0] == "triptych":
+                raise ValueError(f"{path.name}, line {node.lineno}: import of an unknown form")
+            if node.level:
+                yield top[0]
+        elif isinstance(node, ast.Import):
+            if any(alias.name.partition(".")[0] == "triptych" for alias in node.names):
+                raise ValueError(f"{path.name}, line {node.lineno}: import of an unknown form")
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("import_module")
+            and path.name not in IMPORT_BY_NAME
+        ):
+            raise ValueError(f"{path.name}, line {node.lineno}: import of an unknown module")
+
+
+def _module_file(class_name: str) -> dict[str, str]:
+    """Return the file of a class such as ``decode_rows.MaskDecoder``, under its own name."""
+    file = f"{class_name.partition('.')[0]}.py"
+    return {file: file}
 
 
 def _ensemble(plan: Plan) -> Any:
@@ -243,7 +276,7 @@ def _python_step(
         output=[declare(tensor) for tensor in outputs],
         # KIND_AUTO, the default, would put a Python step on the GPU in a GPU build.
         instance_group=[{"kind": "KIND_CPU", "count": getattr(plan.spec.serving.instances, step)}],
-        # No queue policy anywhere, nor a delay here: see `runtime.admission`.
+        # No queue policy anywhere, nor a delay here: see `runtime.flow_control`.
         dynamic_batching={},
         parameters={key: {"string_value": value} for key, value in texts.items()},
     )

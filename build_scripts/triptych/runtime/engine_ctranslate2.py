@@ -1,17 +1,41 @@
-"""CTranslate2 as the engine: encoder-decoder models, in batches of prompts of like length."""
+"""Which waiting prompts share a batch: as many as may, of like length, the oldest among them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .generation_engine import Delta, Load, OnLoad
+from .generation_messages import Delta, Load, OnLoad
 from .sampling_parameters import DEFAULTS, SCHEMA
-from .text2text_batches import next_batch
+
+
+def next_batch(lengths: Sequence[int], kinds: Sequence[Hashable], *, most: int) -> list[int]:
+    """Places in the queue, shortest prompt first; empty where nothing waits.
+
+    Args:
+        lengths: tokens of each waiting prompt, oldest first.
+        kinds: prompts of another kind than the oldest's wait for a batch of their own.
+        most: prompts of a batch.
+    """
+    like = [place for place, kind in enumerate(kinds) if kind == kinds[0]]
+    order = sorted(like, key=lambda place: lengths[place])
+    if len(order) <= most:
+        return order
+    oldest = order.index(0)
+    # Of the runs of neighbors with the oldest in it, the one that pads least.
+    starts = range(max(0, oldest - most + 1), min(oldest, len(order) - most) + 1)
+
+    def padding(start: int) -> int:
+        own = [lengths[place] for place in order[start : start + most]]
+        return own[-1] * most - sum(own)
+
+    best = min(starts, key=padding)
+    return order[best : best + most]
+
 
 VOCABULARY_FILE = "shared_vocabulary.json"
 """Of a converted model: its tokens in the order of their ids. CTranslate2 itself speaks tokens."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .generation_engine import Delta, Load, OnLoad
+from .generation_messages import Delta, Load, OnLoad
 from .sampling_parameters import ADAPTER, SCHEMA
 
 

@@ -12,9 +12,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .generation_engine import Delta, Load, OnLoad
+from .generation_messages import Delta, Load, OnLoad, plain_logprobs
 from .sampling_parameters import SCHEMA
-from .token_logprobs import plain_logprobs
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 JOB_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_orte_", "PMIX_", "PMI_", "ORTE_")

@@ -10,10 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .generation_engine import ADAPTERS_FOLDER, Delta, Load, OnLoad
-from .generation_wire import TOKENIZER_FILE
+from .generation_messages import (
+    ADAPTERS_FOLDER,
+    TOKENIZER_FILE,
+    Delta,
+    Load,
+    OnLoad,
+    plain_logprobs,
+)
 from .sampling_parameters import ADAPTER, SCHEMA
-from .token_logprobs import plain_logprobs
 
 PACKAGES_VARIABLE = "TRIPTYCH_GENERATION_PACKAGES"
 """A folder with vLLM and what it needs, where the step's own Python does not have it."""

@@ -15,16 +15,27 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from .cancelling import CancelInbox
 from .engine import Engine
-from .faults import EngineFailed, Overloaded, RequestError, Stopping
-from .generation_engine import MODEL_FOLDER, NOTHING, Delta, Load, Waiting
+from .generation_messages import (
+    CANCELLED,
+    MIN_NAME,
+    MODEL_FOLDER,
+    NOTHING,
+    REFUSED,
+    CancelInbox,
+    Chunk,
+    Delta,
+    Load,
+    Opening,
+    Order,
+    Place,
+    Waiting,
+)
 from .generation_metrics import GenerationMetrics, RequestClock
-from .generation_wire import CANCELLED, MIN_NAME, REFUSED, Chunk, Opening, Order, Place
 from .in_flight import InFlight
+from .request_errors import EngineFailed, Overloaded, RequestError, Stopping
 from .sampling_parameters import FIELD
-from .shared_memory import make_private
-from .stub_io import error_response, inputs_of, settings_of
+from .triton_io import error_response, inputs_of, make_private, settings_of
 
 QUIET_S = 0.5
 """A request without a new token for so long sends an empty chunk: postprocess can see only then

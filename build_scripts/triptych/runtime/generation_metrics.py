@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from .counters import Deprecated, Histogram, MetricSet, Series
-from .generation_engine import Delta, Load
+from .generation_messages import Delta, Load
 
 FLUSH_S, GAUGES_S = 5.0, 0.2
 """Seconds between two updates of counters, and of gauges."""

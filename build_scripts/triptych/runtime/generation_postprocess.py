@@ -15,12 +15,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
-from .cancelling import CancelSender
-from .generation_wire import CANCELLED, REFUSED, TOKENIZER_FILE, Chunk, Opening
+from .generation_messages import CANCELLED, REFUSED, TOKENIZER_FILE, CancelSender, Chunk, Opening
 from .in_flight import InFlight
-from .shared_memory import make_private
-from .stub_io import error_response, inputs_of, settings_of
 from .text_stream import StopStrings, TextStream
+from .triton_io import error_response, inputs_of, make_private, settings_of
 
 LOOK_S = 0.1
 """How often a stream is looked at whether its client has left."""

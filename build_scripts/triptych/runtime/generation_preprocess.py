@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from .faults import RequestError
+from .generation_messages import MAX_NAME, MIN_NAME, Order
 from .generation_metrics import PreprocessErrors
-from .generation_wire import MAX_NAME, MIN_NAME, Order
 from .prompts import Prompts
+from .request_errors import RequestError
 from .sampling_parameters import DEFAULTS, FIELD, check_sampling
-from .shared_memory import make_private
-from .stub_io import Inputs, error_response, inputs_of, read_texts, settings_of
+from .triton_io import Inputs, error_response, inputs_of, make_private, read_texts, settings_of
 
 ECHO = "exclude_input_in_output"
 CANCEL = "cancel"

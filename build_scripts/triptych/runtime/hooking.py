@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .faults import RequestError
+from .request_errors import RequestError
 
 HOOKS_FILE = "hooks.py"
 MODULE_NAME = "triptych_hooks"

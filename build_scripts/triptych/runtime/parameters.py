@@ -6,7 +6,7 @@ import json
 from collections.abc import Container, Mapping
 from typing import Any
 
-from .faults import RequestError
+from .request_errors import RequestError
 
 TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),

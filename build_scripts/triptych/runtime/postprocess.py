@@ -10,16 +10,13 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .carry import unpack
-from .decode import Decoder
-from .faults import RequestError
-from .given import PREFIX, given_rows
 from .hooking import Row, RowForm, call_hook, find_hook
 from .in_flight import InFlight, Ticket
 from .packed_rows import unpack_rows
 from .parameters import check_parameters
-from .shared_memory import make_private
-from .stub_io import Inputs, error_response, inputs_of, read_bytes, settings_of
+from .request_errors import RequestError
+from .row_types import FORWARDED_PREFIX, find_class, read_forwarded, unpack_metadata
+from .triton_io import Inputs, error_response, inputs_of, make_private, read_bytes, settings_of
 
 
 class TritonPythonModel:
@@ -33,7 +30,7 @@ class TritonPythonModel:
         self._defaults = settings["parameters"]
         self._carries = settings["carries"]
         self._unpacks = settings["packed_tokens"]
-        self._decoder = Decoder(settings, folder)
+        self._decoder = find_class(settings["decoder"])(settings, folder)
         self._after = find_hook(folder, "after")
         self._given = settings.get("given_inputs")
         self._form = RowForm(settings["outputs"])
@@ -68,7 +65,7 @@ class TritonPythonModel:
             parameters = check_parameters(request.parameters(), self._rules, self._defaults)
             outputs = {name: inputs[name].as_numpy() for name in self._core_outputs}
             packed = read_bytes(inputs, "carry") if self._carries else []
-            carries = [unpack(data) for data in packed]
+            carries = [unpack_metadata(data) for data in packed]
             if self._unpacks:
                 lengths = [len(carry.kinds) for carry in carries]
                 outputs = {name: unpack_rows(value, lengths) for name, value in outputs.items()}
@@ -92,5 +89,5 @@ class TritonPythonModel:
     def _read_given(self, inputs: Inputs, count: int) -> list[Row] | None:
         if self._given is None:
             return None
-        columns = {name: read_bytes(inputs, PREFIX + name) for name in self._given}
-        return given_rows(columns, self._given, count)
+        columns = {name: read_bytes(inputs, FORWARDED_PREFIX + name) for name in self._given}
+        return read_forwarded(columns, self._given, count)

@@ -12,18 +12,29 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from .admission import Admission
-from .backlog import Backlog, Ready
 from .counters import RowTokens
-from .given import given_tensors
+from .flow_control import Admission, Backlog, Ready
 from .hooking import call_before, find_hook
 from .in_flight import InFlight, Ticket
 from .parameters import check_parameters
-from .row_types import CoreRows, RowInputs
-from .rows import RowMaker
-from .shared_memory import make_private
-from .stub_io import error_response, inputs_of, read_bytes, read_texts, send, settings_of
-from .widths import joined_widths, widened
+from .row_types import (
+    CoreRows,
+    RowInputs,
+    RowMaker,
+    find_class,
+    joined_widths,
+    make_forwarded,
+    widened,
+)
+from .triton_io import (
+    error_response,
+    inputs_of,
+    make_private,
+    read_bytes,
+    read_texts,
+    send,
+    settings_of,
+)
 
 
 class TritonPythonModel:
@@ -46,7 +57,7 @@ class TritonPythonModel:
         self._batch_tokens: int = settings["batch_tokens"]
         self._pad_token_id: int = settings.get("pad_token_id", 0)
         self._carries = settings["carries"]
-        self._maker = RowMaker(settings, folder)
+        self._maker: RowMaker = find_class(settings["row_maker"])(settings, folder)
         self._before = find_hook(folder, "before")
         self._gives_inputs = "given_inputs" in settings
         in_flight, longest_wait_s = InFlight(settings["pipeline"]), settings["max_wait_ms"] / 1e3
@@ -61,8 +72,8 @@ class TritonPythonModel:
         self._drawing: Any = None
         if "sample" in settings:  # else the module is not even there
             sampling = import_module(".sampling", __package__)
-            self._drawing = sampling.Drawing(settings["sample"]["rate"])
-            self._with_passenger = sampling.with_passenger
+            self._drawing = sampling.RowSampler(settings["sample"]["rate"])
+            self._add_payload = sampling.add_payload
         self._row_tokens = RowTokens(settings)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -153,11 +164,11 @@ class TritonPythonModel:
             carries = np.array(core_rows.carries, dtype=np.object_).reshape(-1, 1)
             tensors.append(pb_utils.Tensor("carry", carries))
         if self._gives_inputs:
-            given = given_tensors(inputs.columns, count)
+            given = make_forwarded(inputs.columns, count)
             tensors += [pb_utils.Tensor(name, value) for name, value in given.items()]
         ticket = np.empty((count, len(Ticket._fields)), np.int64)
         ticket[:] = self._admission.admit(count)
         if drawn:
-            ticket = self._with_passenger(ticket, drawn)
+            ticket = self._add_payload(ticket, drawn)
         tensors.append(pb_utils.Tensor("ticket", ticket))
         return pb_utils.InferenceResponse(tensors)

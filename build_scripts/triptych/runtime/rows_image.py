@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 # WebPImagePlugin is named so that Pillow need not load every plugin it has to find that one.
 from PIL import Image, ImageOps, UnidentifiedImageError, WebPImagePlugin  # noqa: F401
 
-from .faults import RequestError
+from .request_errors import RequestError
 from .row_types import CoreRows, RowInputs
 
 FIELD = "image"
@@ -106,7 +106,7 @@ def resized(facts: Mapping[str, Any], height: int, width: int) -> tuple[int, int
     return height, width
 
 
-class RowMaker:
+class ImageRowMaker:
     """One core row a row: ``pixels`` UINT8 ``[n, height, width, channels]``."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:

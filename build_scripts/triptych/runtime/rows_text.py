@@ -1,16 +1,288 @@
-"""A core row for each text, or for each pair of texts."""
+"""Batch encoders of texts and text pairs: many requests in one tokenizer call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from .row_types import RowInputs
-from .token_rows import Input, TokenRowMaker, check_filled
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from .packed_rows import pack_rows, span_of
+from .request_errors import RequestError
+from .row_types import CoreRows, Row, RowInputs
+
+Input = str | tuple[str, str]
 
 
-class RowMaker(TokenRowMaker):
+class TokenRowMaker(ABC):
+    """What the row makers of all text tasks share; a task's own says `inputs` and `finish`."""
+
+    strategy = "longest_first"
+    """Which of two segments is cut where both together are too long."""
+
+    offsets = False
+    """Whether `finish` needs character offsets, which cost time."""
+
+    stride = 0
+    """Tokens that a window shares with the one before it."""
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
+        self.settings = settings
+        self.fields: list[str] = settings["inputs"]
+        self.max_length: int = settings["max_length"]
+        self.truncates = settings["overflow"] == "truncate"
+        self.max_core_rows: int = settings["max_core_rows"]
+        self._pad_token_id: int = settings["pad_token_id"]
+        self._edges: list[int] = settings["bucket_edges"]
+        self._packs: bool = settings.get("layout") == "packed"
+        self._spans: bool = settings.get("row_span", False)
+        self._segments: bool = settings["segments"]
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._cut: str = (self.tokenizer.truncation or {}).get("direction", "right")
+        self.tokenizer.no_truncation()
+        self.configure()
+        self._pairs = PairForm(self.tokenizer) if settings["pairs"] and not self.offsets else None
+        known = settings["vocabulary"]
+        unknown = known is not None and self.tokenizer.get_vocab_size() > known
+        self._vocabulary: int | None = known if unknown else None
+        self._encode(["warm up"])
+
+    def configure(self) -> None:
+        if self.truncates:
+            self.tokenizer.enable_truncation(
+                self.max_length, stride=self.stride, strategy=self.strategy, direction=self._cut
+            )
+
+    @abstractmethod
+    def inputs(self, request: RowInputs) -> list[Input]:
+        """What to tokenize for one request.
+
+        Raises:
+            RequestError: the request is at fault.
+        """
+
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+        """The core rows of one request, one an input unless the task says otherwise.
+
+        Raises:
+            RequestError: the request is at fault.
+        """
+        return [self.row(encoding) for encoding in encodings]
+
+    def make(self, requests: Sequence[RowInputs]) -> list[CoreRows | Exception]:
+        return [
+            rows if isinstance(rows, Exception) else self._tensors(rows)
+            for rows in self.token_rows(requests)
+        ]
+
+    def token_rows(self, requests: Sequence[RowInputs]) -> list[list[Row] | Exception]:
+        """The core rows of each request, or its fault; all are tokenized in one call."""
+        asked: list[list[Input] | Exception] = [
+            _attempt(self.inputs, request) for request in requests
+        ]
+        sizes = [0 if isinstance(inputs, Exception) else len(inputs) for inputs in asked]
+        flat = [item for inputs in asked if not isinstance(inputs, Exception) for item in inputs]
+        encodings = self._encode(flat)
+        spans = pairwise(accumulate(sizes, initial=0))
+        return [
+            inputs if isinstance(inputs, Exception) else self._finish(inputs, encodings[i:j])
+            for inputs, (i, j) in zip(asked, spans, strict=True)
+        ]
+
+    def row(self, encoding: Any, carry: bytes = b"") -> Row:
+        """An encoding as a core row; one of a pair is one already."""
+        if isinstance(encoding, Row):
+            return encoding
+        ids = encoding.ids
+        if not self._segments:
+            return Row(ids, len(ids), carry)
+        return Row(ids, len(ids) - sum(encoding.type_ids), carry)
+
+    def _finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row] | Exception:
+        try:
+            for number, encoding in enumerate(encodings):
+                if isinstance(encoding, RequestError):
+                    raise encoding
+                if isinstance(encoding, Exception):
+                    raise RequestError(
+                        "text", "must be text the tokenizer takes", encoding, "Correct it", number
+                    )
+            rows = self.finish(inputs, encodings)
+            self._check(rows)
+        except Exception as error:
+            return error
+        return rows
+
+    def check_count(self, rows: int) -> None:
+        """Refuse a request that comes to more core rows than a batch holds."""
+        if rows > self.max_core_rows:
+            raise RequestError(
+                "request",
+                f"must come to at most {self.max_core_rows} rows of the model",
+                rows,
+                "Send less in one request, or raise core.max_batch_size in the pipeline",
+            )
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        self.check_count(len(rows))
+        for number, row in enumerate(rows):
+            if self._vocabulary is not None and max(row.ids, default=0) >= self._vocabulary:
+                raise RequestError(
+                    "text",
+                    f"must have tokens that the model knows, with ids below {self._vocabulary}",
+                    f"a token with the id {max(row.ids)}",
+                    "Leave that token out, or mend the model: its tokenizer has more than it",
+                    number,
+                )
+            if len(row.ids) > self.max_length:
+                raise RequestError(
+                    " and ".join(self.fields),
+                    f"must have at most {self.max_length} tokens",
+                    f"{len(row.ids)} tokens",
+                    "Shorten the text, or set tokenizer.truncation to truncate in the pipeline",
+                    number,
+                )
+
+    def _encode(self, inputs: Sequence[Input]) -> list[Any]:
+        """An encoding for each input, or the exception that this input alone raised."""
+        if not inputs:
+            return []
+        try:
+            return self._encode_all(inputs)
+        except Exception:
+            return [_attempt(lambda item: self._encode_all([item])[0], item) for item in inputs]
+
+    def _encode_all(self, inputs: Sequence[Any]) -> list[Any]:
+        if self._pairs is not None and not isinstance(inputs[0], str):
+            halves = self._pairs.halves([half for pair in inputs for half in pair])
+            return [self._pair_row(self._pairs, halves[one], halves[two]) for one, two in inputs]
+        tokenizer = self.tokenizer
+        encode = tokenizer.encode_batch if self.offsets else tokenizer.encode_batch_fast
+        encodings: list[Any] = encode(inputs)
+        return encodings
+
+    def _pair_row(self, form: PairForm, one: list[int], two: list[int]) -> Row | RequestError:
+        sizes: tuple[int, int] | None = (len(one), len(two))
+        if self.truncates:
+            sizes = kept(len(one), len(two), self.max_length - form.added, self.strategy)
+        if sizes is None:
+            return RequestError(
+                " and ".join(self.fields),
+                f"must leave room for the text within {self.max_length} tokens",
+                f"{len(two)} tokens beside it",
+                "Shorten what goes with the text",
+            )
+        if self._cut == "left":
+            ids, first = form.join(one[len(one) - sizes[0] :], two[len(two) - sizes[1] :])
+        else:
+            ids, first = form.join(one[: sizes[0]], two[: sizes[1]])
+        return Row(ids, first if self._segments else len(ids))
+
+    def _tensors(self, rows: Sequence[Row]) -> CoreRows:
+        ids = [row.ids for row in rows]
+        lengths = np.array([[len(row)] for row in ids], dtype=np.int32)
+        tensors: dict[str, NDArray[Any]] = {"row_length": lengths}
+        if self._packs:
+            packed = pack_rows(ids, self._pad_token_id)
+            tensors |= {"input_ids": packed.ids, "row_offset": packed.offset}
+            if self._spans:
+                tensors["row_span"] = span_of(lengths)
+        else:
+            # A tensor needs one slot even where a tokenizer makes no token.
+            width = max(1, int(lengths.max()))
+            if self._edges:
+                width = next(edge for edge in self._edges if edge >= width)
+            tensors["input_ids"] = pad_rows(ids, width, self._pad_token_id)
+        if self._segments:
+            tensors["first_segment"] = np.array([[r.first_segment] for r in rows], dtype=np.int32)
+        width = tensors["input_ids"].shape[1]
+        return CoreRows(tensors, [row.carry for row in rows], width)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> NDArray[np.int32]:
+    """Lists of int as one INT32 array ``[len(rows), width]``, filled up on the right."""
+    if len(rows) == 1 and len(rows[0]) == width:
+        return np.array(rows, dtype=np.int32)
+    padded = np.full((len(rows), width), fill, dtype=np.int32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
+
+
+def check_filled(request: RowInputs, fields: Sequence[str]) -> None:
+    """Refuse a request with an empty or blank text in one of `fields`."""
+    for field in fields:
+        for number, text in enumerate(request.columns[field]):
+            if not text.strip():
+                raise RequestError(
+                    field, "must not be empty", repr(text)[:40], "Send both halves", number
+                )
+
+
+def _attempt(function: Any, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error
+
+
+class PairForm:
+    """Where a tokenizer puts its special tokens around the halves of a pair."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Read the form off a pair that the tokenizer encodes whole."""
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        sample = self._tokenizer.encode("a", "b")
+        first = [i for i, half in enumerate(sample.sequence_ids) if half == 0]
+        second = [i for i, half in enumerate(sample.sequence_ids) if half == 1]
+        self._before = sample.ids[: first[0]]
+        self._between = sample.ids[first[-1] + 1 : second[0]]
+        self._after = sample.ids[second[-1] + 1 :]
+        self.ahead = len(sample.ids) - sum(sample.type_ids) - len(first)
+        """Special tokens in the first segment."""
+        self.added = len(sample.ids) - len(first) - len(second)
+        """Special tokens of a pair."""
+
+    def halves(self, texts: Sequence[str]) -> dict[str, list[int]]:
+        """Token ids of each of `texts`, without special tokens; equal ones are tokenized once."""
+        unique = list(dict.fromkeys(texts))
+        encodings: list[Any] = self._tokenizer.encode_batch_fast(unique, add_special_tokens=False)
+        return {text: encoding.ids for text, encoding in zip(unique, encodings, strict=True)}
+
+    def join(self, one: Sequence[int], two: Sequence[int]) -> tuple[list[int], int]:
+        """Ids of the whole row, and how many of them are of the first segment."""
+        ids = [*self._before, *one, *self._between, *two, *self._after]
+        return ids, len(one) + self.ahead
+
+
+def kept(one: int, two: int, room: int, strategy: str) -> tuple[int, int] | None:
+    """Tokens of each half that stay where `room` are free; None where that cannot be.
+
+    Args:
+        one: tokens of the first half.
+        two: tokens of the second half.
+        room: places without the special tokens.
+        strategy: ``longest_first`` or ``only_first``, with the tokenizers library's meaning.
+    """
+    if one + two <= room:
+        return one, two
+    if strategy == "only_first":
+        return (room - two, two) if room > two else None
+    shorter, longer = sorted((one, two))
+    longer = shorter if shorter > room else max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter = room // 2
+        longer = shorter + room % 2
+    return (shorter, longer) if one <= two else (longer, shorter)
+
+
+class PlainTextRowMaker(TokenRowMaker):
     """Texts with the model's prompt before them where it has one; pairs as they are."""
 
     def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
@@ -29,3 +301,69 @@ class RowMaker(TokenRowMaker):
             return list(texts)
         check_filled(request, self.fields)
         return list(zip(texts, request.columns["text_pair"], strict=True))
+
+
+class MaskRowMaker(TokenRowMaker):
+    def inputs(self, request: RowInputs) -> list[Input]:
+        return list(request.columns["text"])
+
+    def finish(self, inputs: Sequence[Input], encodings: Sequence[Any]) -> list[Row]:
+        mask, mask_id = self.settings["mask_token"], self.settings["mask_token_id"]
+        for number, encoding in enumerate(encodings):
+            masks = encoding.ids.count(mask_id)
+            if masks != 1:
+                raise RequestError(
+                    "text",
+                    f"must have exactly one {mask} within its first {self.max_length} tokens",
+                    f"{masks} of them",
+                    f"Write {mask} in place of the word to be filled in",
+                    number,
+                )
+        return super().finish(inputs, encodings)
+
+
+class HypothesisRowMaker(TokenRowMaker):
+    """Pairs of a text and a hypothesis, text by text, label by label."""
+
+    strategy = "only_first"
+
+    def inputs(self, request: RowInputs) -> list[Input]:
+        for number, text in enumerate(request.columns["text"]):
+            if not text:  # transformers refuses it, too; a blank one it answers
+                raise RequestError("text", "must not be empty", "''", "Send a text", number)
+        labels = request.parameters.get("labels")
+        if not labels:
+            raise RequestError(
+                "parameter labels",
+                "must name the labels to choose from",
+                "nothing",
+                'Send \'["a", "b"]\'',
+            )
+        template: str = request.parameters["hypothesis_template"]
+        if "{}" not in template:
+            raise RequestError(
+                "parameter hypothesis_template",
+                "must have {} in place of the label",
+                repr(template)[:80],
+                "Write for example 'This text is about {}.'",
+            )
+        texts = request.columns["text"]
+        if len(texts) * len(labels) > self.max_core_rows:
+            raise RequestError(
+                "parameter labels",
+                f"must come to at most {self.max_core_rows} rows of the model with all texts",
+                f"{len(texts)} texts x {len(labels)} labels",
+                "Send fewer of them, or raise core.max_batch_size in the pipeline",
+            )
+        limit: int = self.settings["max_text_bytes"]
+        places = template.count("{}")
+        longest = max(len(template) + places * len(label) for label in labels)
+        if longest > limit:
+            raise RequestError(
+                "parameter labels and hypothesis_template",
+                f"must come to hypotheses of at most {limit} characters",
+                f"one of {longest}",
+                "Shorten them",
+            )
+        hypotheses = [template.replace("{}", label) for label in labels]
+        return [(text, hypothesis) for text in texts for hypothesis in hypotheses]

@@ -24,8 +24,14 @@ from numpy.typing import NDArray
 
 from .counters import Deprecated, MetricSet, Series
 from .hooking import REDACT, RowForm, load_hooks
-from .sample_files import FOLDER_VARIABLE, remove_old, write_file
-from .sampling import SampledRows, passenger_of, unpack
+from .sampling import (
+    FOLDER_VARIABLE,
+    SampledRows,
+    read_payload,
+    remove_old,
+    unpack_sample,
+    write_file,
+)
 
 MANIFEST_FILE = "triptych.lock.json"
 SCHEMA = 1
@@ -59,7 +65,7 @@ METRICS = (
 Redact = Callable[[dict[str, Any], dict[str, Any]], "tuple[Any, Any] | None"]
 
 
-class Taken(NamedTuple):
+class SampledAnswer(NamedTuple):
     """One row: its inputs as they were sent, and its answer, ``[1, …]`` each."""
 
     at: float
@@ -105,7 +111,7 @@ class SampleWriter:
         self._waiting: list[tuple[bytes, Mapping[str, NDArray[Any]]]] = []
         self._waiting_bytes = 0
         self._ending = False
-        self._reservoir: list[Taken] = []
+        self._reservoir: list[SampledAnswer] = []
         self._reservoir_bytes = self._seen = 0
         self._settled_at = 0.0
         self._counts: Counter[Series] = Counter()
@@ -124,17 +130,17 @@ class SampleWriter:
         self._thread.start()
 
     def put(self, ticket: NDArray[np.int64], outputs: Mapping[str, NDArray[Any]]) -> None:
-        """Take the answer of a request with a passenger, or drop it."""
+        """Take the answer of a request with a payload, or drop it."""
         if self._folder is None:
             return
-        passenger = passenger_of(ticket)
+        payload = read_payload(ticket)
         with self._condition:
-            room = self._waiting_bytes + len(passenger) <= MAX_WAITING_BYTES
+            room = self._waiting_bytes + len(payload) <= MAX_WAITING_BYTES
             taken = room and len(self._waiting) < MAX_WAITING
             if taken:
                 # The arrays may lie in memory that Triton takes back after the answer.
-                self._waiting.append((passenger, {name: a.copy() for name, a in outputs.items()}))
-                self._waiting_bytes += len(passenger)
+                self._waiting.append((payload, {name: a.copy() for name, a in outputs.items()}))
+                self._waiting_bytes += len(payload)
         if not taken:  # told here: the writer may hang in `redact`
             self._count({(DROPS, "waiting"): 1})
 
@@ -155,8 +161,8 @@ class SampleWriter:
                 ending = self._ending
             try:
                 self._note_exchange()
-                for passenger, outputs in waiting:
-                    self._take_safely(passenger, outputs)
+                for payload, outputs in waiting:
+                    self._take_safely(payload, outputs)
                 if ending or time.monotonic() >= ends_at:
                     ends_at = time.monotonic() + self._window_s
                     self._flush()
@@ -177,15 +183,15 @@ class SampleWriter:
             self._build, self._settled_at = build, time.monotonic() + SETTLING_S
         self._lock_facts = facts
 
-    def _take_safely(self, passenger: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
+    def _take_safely(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
         """One request that makes no sense costs no other's rows."""
         try:
-            self._take(passenger, outputs)
+            self._take(payload, outputs)
         except Exception:  # whoever reaches the steps themselves may send anything
             self._counts[DROPS, "fault"] += 1
 
-    def _take(self, passenger: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
-        sampled = unpack(passenger)
+    def _take(self, payload: bytes, outputs: Mapping[str, NDArray[Any]]) -> None:
+        sampled = unpack_sample(payload)
         if time.monotonic() < self._settled_at:
             self._counts[DROPS, "exchange"] += len(sampled.rows)
         elif not sampled.columns:
@@ -194,7 +200,7 @@ class SampleWriter:
             for row in _rows_of(sampled, outputs):
                 self._keep(row)
 
-    def _keep(self, row: Taken) -> None:
+    def _keep(self, row: SampledAnswer) -> None:
         """Vitter's algorithm R: each row that is seen in a window has the same chance to stay."""
         most = max(self._max_rows // WINDOWS, 1)
         self._seen += 1
@@ -238,14 +244,14 @@ class SampleWriter:
         self._counts[BYTES, ""] += size
         self._counts[WRITTEN, ""] += len(lines)  # last: who sees them counted sees all of it
 
-    def _line_safely(self, row: Taken) -> bytes:
+    def _line_safely(self, row: SampledAnswer) -> bytes:
         try:
             return self._line(row)
         except Exception:  # bytes that are no text, say
             self._counts[DROPS, "fault"] += 1
             return b""
 
-    def _line(self, row: Taken) -> bytes:
+    def _line(self, row: SampledAnswer) -> bytes:
         """A row as JSON; empty where it is not to be kept."""
         inputs: dict[str, Any] = {
             name: value if self._contents[name] == "image" else value.decode()
@@ -285,9 +291,9 @@ class SampleWriter:
             self._metrics = None
 
 
-def _rows_of(sampled: SampledRows, outputs: Mapping[str, NDArray[Any]]) -> list[Taken]:
+def _rows_of(sampled: SampledRows, outputs: Mapping[str, NDArray[Any]]) -> list[SampledAnswer]:
     return [
-        Taken(
+        SampledAnswer(
             sampled.at,
             {name: values[place] for name, values in sampled.columns.items()},
             sampled.parameters,

@@ -1,17 +1,24 @@
-"""Which rows of the requests are sampled, and their inputs on the way past the core.
+"""Sampled rows: their choice, their way to postprocess in the request ticket, and their files.
 
-A sampled request has a longer ticket: after the numbers of `in_flight` each row has words of the
-passenger, the inputs as the client sent them. So the answer and what was asked meet in postprocess,
-what gets lost leaves nothing behind, and a request that is not sampled costs a comparison.
+The ticket of a sampled request is longer: after the numbers of `in_flight` each row has words of
+the sample payload, the inputs as the client sent them. Answer and inputs therefore meet in
+postprocess, lost requests leave nothing behind, and an unsampled request costs one comparison.
+
+Several servers may write into one folder. Each applies the limits before it adds a file, so the
+folder may exceed them by one file per server for a moment.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +26,7 @@ from numpy.typing import NDArray
 
 from .in_flight import Ticket
 
-LARGEST = 1 << 20
+MAX_SAMPLE_BYTES = 1 << 20
 """Most bytes of the sampled rows of one request: more are counted, and not carried."""
 
 _WORD = 8
@@ -43,7 +50,7 @@ class SampledRows(NamedTuple):
     parameters: str
 
 
-class Drawing:
+class RowSampler:
     """Draws each row with the same probability, whatever request it is in.
 
     Args:
@@ -57,7 +64,7 @@ class Drawing:
         self._before_next = self._gap()
 
     def draw(self, columns: Mapping[str, Sequence[str | bytes]], parameters: str) -> bytes:
-        """The passenger of a request with these inputs; empty where none of its rows is drawn."""
+        """The payload of a request with these inputs; empty where none of its rows is drawn."""
         count = len(next(iter(columns.values())))
         if self._before_next >= count:
             self._before_next -= count
@@ -67,19 +74,19 @@ class Drawing:
             rows.append(self._before_next)
             self._before_next += 1 + self._gap()
         self._before_next -= count
-        return _pack(rows, columns, parameters)
+        return _pack_sample(rows, columns, parameters)
 
     def _gap(self) -> int:
         """Rows to pass over before the next that is drawn: geometrically distributed."""
         return int(math.log(1.0 - self._random.random()) / self._keep)
 
 
-def _pack(
+def _pack_sample(
     rows: Sequence[int], columns: Mapping[str, Sequence[str | bytes]], parameters: str
 ) -> bytes:
     values = [columns[name][row] for name in columns for row in rows]
     data = [value.encode() if isinstance(value, str) else value for value in values]
-    if sum(map(len, data)) + len(parameters) > LARGEST:
+    if sum(map(len, data)) + len(parameters) > MAX_SAMPLE_BYTES:
         data, columns = [], {}
     head = {
         "at": time.time(),
@@ -92,29 +99,120 @@ def _pack(
     return len(text).to_bytes(_WORD, "little") + text + b"".join(data)
 
 
-def with_passenger(ticket: NDArray[np.int64], passenger: bytes) -> NDArray[np.int64]:
-    """``[core rows, 4]`` with the passenger behind its numbers, spread over the rows."""
+def add_payload(ticket: NDArray[np.int64], payload: bytes) -> NDArray[np.int64]:
+    """``[core rows, 4]`` with the payload behind its numbers, spread over the rows."""
     count = len(ticket)
-    padded = passenger.ljust(-(-len(passenger) // (_WORD * count)) * _WORD * count, b"\0")
+    padded = payload.ljust(-(-len(payload) // (_WORD * count)) * _WORD * count, b"\0")
     words = np.frombuffer(padded, dtype="<i8").reshape(count, -1)
     return np.concatenate([ticket, words], axis=1)
 
 
-def passenger_of(ticket: NDArray[np.int64]) -> bytes:
-    """What `with_passenger` put behind the numbers; empty where there is nothing."""
+def read_payload(ticket: NDArray[np.int64]) -> bytes:
+    """What `add_payload` put behind the numbers; empty where there is nothing."""
     return ticket[:, _NUMBERS:].astype("<i8").tobytes()
 
 
-def unpack(passenger: bytes) -> SampledRows:
-    """The sampled rows of a passenger."""
-    start = _WORD + int.from_bytes(passenger[:_WORD], "little")
-    head = json.loads(passenger[_WORD:start])
+def unpack_sample(payload: bytes) -> SampledRows:
+    """The sampled rows of a payload."""
+    start = _WORD + int.from_bytes(payload[:_WORD], "little")
+    head = json.loads(payload[_WORD:start])
     rows, values = head["rows"], []
     for size in head["sizes"]:
-        values.append(passenger[start : start + size])
+        values.append(payload[start : start + size])
         start += size
     columns = {
         name: values[place * len(rows) : (place + 1) * len(rows)]
         for place, name in enumerate(head["names"])
     }
     return SampledRows(head["at"], rows, columns, head["parameters"])
+
+
+FOLDER_VARIABLE = "TRIPTYCH_SAMPLES"
+"""Of the server's environment: the folder of all samples, one for each pipeline in it. Without it
+nothing is sampled."""
+
+PARTIAL = ".partial-"
+FUTURE_S = 3600.0
+"""A file from further ahead is of a clock that was wrong: it goes, since nobody knows its age."""
+
+_NANO = 10**9
+
+
+class SampleFile(NamedTuple):
+    """One file.
+
+    Attributes:
+        written_ns: when, in nanoseconds since 1970.
+        rows: in it.
+        size: in bytes.
+    """
+
+    path: Path
+    written_ns: int
+    rows: int
+    size: int
+
+
+def list_files(folder: Path, pipeline: str) -> list[SampleFile]:
+    """The pipeline's files, oldest first; none where there is no such folder."""
+    found = []
+    for path in folder.glob(f"{pipeline}.*.jsonl"):
+        parts = path.name.split(".")
+        if len(parts) == 5 and parts[1].isdecimal() and parts[2].isdecimal():
+            with suppress(OSError):  # another server removed it
+                found.append(SampleFile(path, int(parts[1]), int(parts[2]), path.stat().st_size))
+    return sorted(found, key=lambda file: file.written_ns)
+
+
+def remove_old(folder: Path, pipeline: str, keep_hours: float, now_s: float | None = None) -> None:
+    """Delete what is older than `keep_hours`, or from a clock that was wrong."""
+    now_ns = time.time_ns() if now_s is None else int(now_s * _NANO)
+    oldest, newest = now_ns - int(keep_hours * 3600 * _NANO), now_ns + int(FUTURE_S * _NANO)
+    for file in list_files(folder, pipeline):
+        if not oldest <= file.written_ns <= newest:
+            file.path.unlink(missing_ok=True)
+    longest_s = min(keep_hours * 3600, FUTURE_S)
+    for path in folder.glob(f"{PARTIAL}*"):  # of writers that were killed
+        with suppress(OSError):
+            if abs(now_ns - path.stat().st_mtime_ns) > longest_s * _NANO:
+                path.unlink()
+
+
+def write_file(
+    folder: Path, pipeline: str, lines: Sequence[bytes], *, rows: int, most_rows: int, most: int
+) -> int:
+    """Write a file whole, private to this user; its bytes.
+
+    Args:
+        folder: made where it is missing, for this user alone.
+        pipeline: whose samples they are.
+        lines: of the file.
+        rows: that it has.
+        most_rows: of all files of the pipeline; the oldest make room.
+        most: bytes of all files.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    content = b"".join(lines)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = list_files(folder, pipeline)
+    over_rows = sum(file.rows for file in files) + rows - most_rows
+    over = sum(file.size for file in files) + len(content) - most
+    for old in files:
+        if over_rows <= 0 and over <= 0:
+            break
+        old.path.unlink(missing_ok=True)
+        over_rows, over = over_rows - old.rows, over - old.size
+    token = secrets.token_hex(4)
+    partial = folder / f"{PARTIAL}{token}"
+    try:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        partial.replace(folder / f"{pipeline}.{time.time_ns()}.{rows}.{token}.jsonl")
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    return len(content)

@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from .faults import RequestError
 from .parameters import own_parameters
+from .request_errors import RequestError
 
 FIELD = "sampling_parameters"
 MAX_STOPS = 16

@@ -16,7 +16,7 @@ from types import FrameType
 from triptych.base.errors import UserError
 from triptych.repository.config import CONFIG_FILE
 from triptych.repository.store import recover
-from triptych.runtime.sample_files import FOLDER_VARIABLE
+from triptych.runtime.sampling import FOLDER_VARIABLE
 from triptych.serving.readiness import ServerError
 from triptych.serving.server import Server
 

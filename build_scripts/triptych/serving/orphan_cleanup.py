@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 # Set in the server's environment; its stubs and whatever they start inherit it.
-PROCESS_TAG_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.admission` reads it
+PROCESS_TAG_VARIABLE = "TRIPTYCH_SERVER_MARK"  # `runtime.flow_control` reads it
 SHM = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02

@@ -21,7 +21,7 @@ from triptych.base.tensors import (
     TICKET,
     Tensor,
 )
-from triptych.runtime.given import PREFIX
+from triptych.runtime.row_types import FORWARDED_PREFIX
 from triptych.spec.engine_plan import EnginePlan, RowCost, engine_plan, row_cost
 from triptych.spec.memory import batch_mib, rows_within
 from triptych.spec.model_facts import ModelFacts
@@ -92,7 +92,7 @@ class Plan:
         carry = (CARRY,) if self.task.carries else ()
         inputs = self.task.inputs if self.gives_inputs else ()
         ticket = TICKET if self.spec.serving.sample is None else SAMPLED_TICKET
-        return (ticket, *carry, *(replace(t, name=PREFIX + t.name) for t in inputs))
+        return (ticket, *carry, *(replace(t, name=FORWARDED_PREFIX + t.name) for t in inputs))
 
     def step(self, name: str) -> str:
         """Triton's name of the model that is this pipeline's step `name`."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from triptych.building.generation.inputs import read_prompt_lines
 from triptych.building.generation.labeled import read_rows
 from triptych.building.hook_tests import Check
-from triptych.runtime.faults import RequestError
 from triptych.runtime.hooking import HOOKS_FILE
 from triptych.runtime.prompts import read_messages
+from triptych.runtime.request_errors import RequestError
 from triptych.spec.any_spec import load_any_spec
 from triptych.spec.tasks.eval_file import EVAL_FILE
 from triptych.spec.traffic import TRAFFIC_FILE

@@ -41,7 +41,7 @@ from triptych.building.generation.reference import (
 from triptych.building.generation.render import ENGINES
 from triptych.building.generation.worker_gate import run_engine
 from triptych.repository.records import GateResult, Verdict, WorstRow
-from triptych.runtime.generation_engine import ADAPTERS_FOLDER
+from triptych.runtime.generation_messages import ADAPTERS_FOLDER
 from triptych.runtime.text_stream import BROKEN, TextStream
 from triptych.serving.environment import environment_python, read_versions
 from triptych.spec.tasks.metrics_labeled import LabeledResult
@@ -372,7 +372,7 @@ def measure(
             "building/generation/worker_gate.py",
             f"runtime/{engine}",
             "runtime/sampling_parameters.py",
-            *([] if inputs.runs_in_own_environment else ["runtime/text2text_batches.py"]),
+            *([] if inputs.runs_in_own_environment else ["runtime/engine_ctranslate2.py"]),
         ),
     }
 

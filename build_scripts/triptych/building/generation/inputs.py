@@ -20,10 +20,9 @@ from triptych.building.generation.model import (
     read_generation_model,
 )
 from triptych.building.generation.weights import find_weights
-from triptych.runtime.chat_template import Message
-from triptych.runtime.faults import RequestError
-from triptych.runtime.generation_wire import CONTEXT_TOKENS
-from triptych.runtime.prompts import Prompts, read_messages
+from triptych.runtime.generation_messages import CONTEXT_TOKENS
+from triptych.runtime.prompts import Message, Prompts, read_messages
+from triptych.runtime.request_errors import RequestError
 from triptych.runtime.sampling_parameters import ADAPTER, DEFAULTS, FIELD, check_sampling
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
 from triptych.spec.model_source import OUT_OF_REACH, WEIGHTS

@@ -18,9 +18,8 @@ from tokenizers import Tokenizer
 
 from triptych.base.cache import cached_stage, code_hash, versions_of
 from triptych.base.errors import Progress, UserError
-from triptych.runtime.chat_template import ChatTemplate
-from triptych.runtime.generation_wire import TOKENIZER_FILE
-from triptych.runtime.prompts import TEMPLATE_FILE
+from triptych.runtime.generation_messages import TOKENIZER_FILE
+from triptych.runtime.prompts import TEMPLATE_FILE, ChatTemplate
 from triptych.runtime.sampling_parameters import DEFAULTS, find_fault
 from triptych.spec.model_source import OUT_OF_REACH, hash_model, read_tokenizer
 from triptych.spec.scaffold import LIMITS
@@ -172,7 +171,7 @@ class GenerationModel:
         tokenizer: that makes ids of a text.
         chat_template: None where the model has none.
         decoder: that makes text of ids, where it is another tokenizer.
-        pieces: see `runtime.source_pieces`; None where the tokenizer's ids are the model's.
+        pieces: see `runtime.prompts`; None where the tokenizer's ids are the model's.
     """
 
     facts: GenerationFacts

@@ -12,11 +12,9 @@ from triptych.building.generation.inputs import GeneratingInputs
 from triptych.building.generation.quantizing import engine_weights
 from triptych.repository.config import CONFIG_FILE, declare, new_config, print_config
 from triptych.repository.render import RUNTIME, Content, with_imports
-from triptych.runtime.generation_engine import ADAPTERS_FOLDER, MODEL_FOLDER
+from triptych.runtime.generation_messages import ADAPTERS_FOLDER, MODEL_FOLDER, TOKENIZER_FILE
 from triptych.runtime.generation_metrics import make_time_bounds
-from triptych.runtime.generation_wire import TOKENIZER_FILE
-from triptych.runtime.prompts import TEMPLATE_FILE
-from triptych.runtime.source_pieces import PIECES_FILE
+from triptych.runtime.prompts import PIECES_FILE, TEMPLATE_FILE
 
 ENGINES = {
     "vllm": "engine_vllm.py",

@@ -27,7 +27,7 @@ CODE = (
     "runtime/*.py",
     "!runtime/engine_*.py",
     "!runtime/generation_*.py",
-    "!runtime/text2text_batches.py",
+    "!runtime/engine_ctranslate2.py",
     "core/feeds.py",
     "core/samples.py",
     "base/onnx_graph.py",

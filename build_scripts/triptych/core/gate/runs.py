@@ -25,8 +25,7 @@ from triptych.core.feeds import Feed, Sample, core_feed, row_starts
 from triptych.core.inputs import PipelineInputs
 from triptych.core.samples import Expected, GateRequest, by_request, hash_rows, rows_of
 from triptych.repository.config import warm_up_file
-from triptych.runtime import module_of
-from triptych.runtime.carry import Arrays, unpack
+from triptych.runtime.row_types import Arrays, find_class, unpack_metadata
 from triptych.spec.plan import Plan
 from triptych.spec.tasks.compare import TIE
 from triptych.spec.tasks.task import Core, Parameters, Task
@@ -287,11 +286,11 @@ def decode(
     """
     if len(outputs) != sum(len(request.rows) for request in requests):
         raise ValueError(f"{len(outputs)} outputs are not one for each core row of the requests")
-    decoder = module_of(decoding.task.decode).Decoder(decoding.settings, decoding.folder)
+    decoder = find_class(decoding.task.decode)(decoding.settings, decoding.folder)
     answers: list[Decoded] = []
     for request, rows in zip(requests, by_request(requests, outputs), strict=True):
         columns = {name: _stack([row[name] for row in rows]) for name in rows[0]}
-        carries = [unpack(carry) for carry in request.carries]
+        carries = [unpack_metadata(carry) for carry in request.carries]
         answers.append(decoder.decode(columns, carries, as_floats(request.parameters)))
     return answers
 

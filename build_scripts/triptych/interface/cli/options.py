@@ -21,7 +21,7 @@ from rich.text import Text
 from triptych.base.errors import UserError, inert
 from triptych.interface import api
 from triptych.interface.cli.command import app
-from triptych.runtime.sample_files import FOLDER_VARIABLE
+from triptych.runtime.sampling import FOLDER_VARIABLE
 
 MIN_WIDTH = 100
 """Minimum width of a table, in columns, if the terminal's width is not known."""

@@ -39,7 +39,7 @@ from triptych.interface.cli.tables import (
     print_failed_gate,
     print_finding,
 )
-from triptych.runtime.sample_files import FOLDER_VARIABLE
+from triptych.runtime.sampling import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from triptych.building.dev import Round

@@ -18,7 +18,7 @@ from triptych.core.inputs import PipelineInputs
 from triptych.core.reader import RequestReader
 from triptych.core.samples import GateRequest
 from triptych.runtime.hooking import HOOKS_FILE, find_hook
-from triptych.runtime.sample_files import list_files, remove_old
+from triptych.runtime.sampling import list_files, remove_old
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def defined_names(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 # Every Python step that Triptych writes carries it, and nothing else does.
-_OUR_MARK = "stub_io.py"
+_OUR_MARK = "triton_io.py"
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from triptych.base.tensors import Tensor, TokenRow
 from triptych.core.feeds import Sample
 from triptych.core.gate.runs import tokens_of
 from triptych.core.inputs import PipelineInputs
-from triptych.runtime import module_of
 from triptych.runtime.hooking import call_before, find_hook
-from triptych.runtime.row_types import RowInputs
+from triptych.runtime.row_types import RowInputs, find_class
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.task import Core
 
@@ -75,7 +74,7 @@ def work_of(inputs: PipelineInputs, core_file: Path) -> BaselineWork:
         core=plan.core,
         core_file=core_file.resolve(),
         core_inputs=plan.core_inputs,
-        rows=Path(plan.task.rows).stem,
+        rows=plan.task.rows,
         # Long texts are cut, as sentence-transformers and the pipelines of transformers do.
         settings={**plan.row_settings, "bucket_edges": [], "overflow": "truncate"},
         parameters=dict(plan.parameters),
@@ -126,7 +125,7 @@ def plan_calls(name: str, requests: Sequence[Request]) -> list[list[Request]]:
 
 def open_rows(work: BaselineWork) -> Callable[[Sequence[Request]], list[Sample]]:
     """A function from requests to the rows of the model, request by request."""
-    maker: Any = module_of(work.rows).RowMaker(work.settings, work.tokenizer_folder)
+    maker: Any = find_class(work.rows)(work.settings, work.tokenizer_folder)
 
     def make(requests: Sequence[Request]) -> list[Sample]:
         inputs = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triptych.base.errors import UserError
 from triptych.base.tensors import Tensor
-from triptych.runtime.given import PREFIX
+from triptych.runtime.row_types import FORWARDED_PREFIX
 from triptych.spec.fields import Custom
 from triptych.spec.model_facts import ModelFacts
 from triptych.spec.tasks.compare import compare_anything
@@ -12,7 +12,7 @@ from triptych.spec.tasks.metrics_vectors import COSINES
 from triptych.spec.tasks.task import TEXT, TEXT_PAIR, Core, Parameters, Task, labels
 
 RESERVED = {"text", "text_pair", "input_ids", "row_length", "first_segment", "carry", "ticket"} | {
-    PREFIX + name for name in ("text", "text_pair")
+    FORWARDED_PREFIX + name for name in ("text", "text_pair")
 }
 """Names of the tensors between the steps."""
 
@@ -85,8 +85,10 @@ def custom_task(custom: Custom) -> Task:
             Tensor(o.name, o.dtype, tuple("variable" if d == -1 else d for d in o.dims))
             for o in custom.outputs
         ),
-        rows="rows_tokens.py" if custom.head_input == "tokens" else "rows_text.py",
-        decode="postprocess_custom.py",
+        rows="rows_spans.OffsetRowMaker"
+        if custom.head_input == "tokens"
+        else "rows_text.PlainTextRowMaker",
+        decode="decode_rows.CustomDecoder",
         pairs=pairs,
         core=core,
         metrics=METRICS[custom.core_output],

@@ -111,10 +111,8 @@ class Task:
         name: as the spec writes it.
         inputs: of the ensemble, without the batch dimension.
         outputs: of the ensemble.
-        rows: file of `triptych.runtime` that makes the core's rows of a request's, copied as
-            ``rows.py`` into preprocess.
-        decode: file of `triptych.runtime` that makes the outputs of the core's, copied as
-            ``decode.py`` into postprocess.
+        rows: Module and class in `triptych.runtime` that make the model's rows from a request.
+        decode: Module and class in `triptych.runtime` that make the outputs from the core's.
         core: what the core computes, from the model's facts and the pipeline's parameters.
         metrics: what is measured beside the core's own: names in `accuracy.METRICS`.
         compare_outputs: makes the metrics of decoded outputs.

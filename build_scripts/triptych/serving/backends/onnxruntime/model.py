@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import triton_python_backend_utils as pb_utils
 
-from triptych.runtime.shared_memory import make_private
+from triptych.runtime.triton_io import make_private
 from triptych.serving.backends import contract, execution, feeds
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 from triptych.core.engine.cuda import Cuda
 from triptych.core.engine.runner import EngineRunner, open_engine
-from triptych.runtime.shared_memory import make_private
+from triptych.runtime.triton_io import make_private
 from triptych.serving.backends import contract as contracts
 from triptych.serving.backends import execution
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .carry import OUTSIDE, Arrays, Carries, Carry, Parameters
+from .row_types import OUTSIDE, Arrays, Metadata, Parameters, RowMetadata
 
 CANDIDATES = 12
 """Spans of a window that are looked at: as many as transformers does for one answer."""
@@ -30,10 +30,10 @@ class Span(NamedTuple):
     score: float
 
 
-class Decoder:
+class AnswerDecoder:
     """``start_logit`` and ``end_logit`` FP32 ``[m, T]``, a core row a window of a context.
 
-    Carries have the offsets of each token's whole word (`token_kinds.word_offsets`), and OUTSIDE
+    Metadata have the offsets of each token's whole word (`token_kinds.word_offsets`), and OUTSIDE
     for everything but the context. The first token of a window is never of the context: what the
     model gives it stands for "there is no answer".
     """
@@ -41,7 +41,7 @@ class Decoder:
     def __init__(self, settings: Parameters, folder: Path) -> None:
         pass
 
-    def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
         """The best answer of every row, over all of its windows.
 
         Returns:
@@ -75,7 +75,7 @@ class Decoder:
         }
 
 
-def _answerable(carries: Carries, width: int) -> NDArray[np.bool_]:
+def _answerable(carries: Metadata, width: int) -> NDArray[np.bool_]:
     """``[m, width]``: the tokens of the context, and the first of each window."""
     allowed = np.zeros((len(carries), width), dtype=bool)
     for window, carry in enumerate(carries):
@@ -134,7 +134,9 @@ def _top(scores: NDArray[np.float32]) -> NDArray[np.intp]:
     return np.sort(np.argpartition(-scores, CANDIDATES - 1, axis=1)[:, :CANDIDATES], axis=1)
 
 
-def _choose(windows: Sequence[tuple[Carry, Sequence[tuple[int, int, float]]]], text: str) -> Span:
+def _choose(
+    windows: Sequence[tuple[RowMetadata, Sequence[tuple[int, int, float]]]], text: str
+) -> Span:
     """The answer with the highest sum of scores, letter case aside; an empty one if none is."""
     found: dict[str, Span] = {}
     for carry, spans in windows:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .carry import OUTSIDE, WORD_START, Arrays, Carries, Parameters
-from .faults import RequestError
+from .request_errors import RequestError
+from .row_types import OUTSIDE, WORD_START, Arrays, Metadata, Parameters
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 _SCORE_DECIMALS = 7
@@ -32,7 +32,7 @@ class Pieces(NamedTuple):
     score: NDArray[np.float32]
 
 
-class Decoder:
+class EntityDecoder:
     """``token_class`` and ``token_score`` ``[n, T]``, or ``token_scores`` ``[n, T, C]``.
 
     The one output, ``entities`` BYTES ``[n, 1]``, is a JSON list for each row, in the order of
@@ -51,7 +51,7 @@ class Decoder:
         self._tag = np.unique(np.array(tags), return_inverse=True)[1]
         self._begins = np.array([label.startswith("B-") for label in labels])
 
-    def decode(self, outputs: Arrays, carries: Carries, parameters: Parameters) -> Arrays:
+    def decode(self, outputs: Arrays, carries: Metadata, parameters: Parameters) -> Arrays:
         """The entities of every row.
 
         Raises:
@@ -97,7 +97,7 @@ class Decoder:
         return _join(pieces, first, pieces.label[first], _mean(pieces.score, first))
 
 
-def _stack_kinds(carries: Carries) -> NDArray[np.uint8]:
+def _stack_kinds(carries: Metadata) -> NDArray[np.uint8]:
     """The kinds of all rows, ``[n, widest]``, filled up with OUTSIDE."""
     if len(carries) == 1:
         return carries[0].kinds[None]
@@ -163,7 +163,7 @@ def _surest(score: NDArray[np.float32], first: NDArray[np.intp]) -> NDArray[np.i
     return np.where(found < len(score), found, first)
 
 
-def _write(pieces: Pieces, names: Sequence[str], carries: Carries) -> Arrays:
+def _write(pieces: Pieces, names: Sequence[str], carries: Metadata) -> Arrays:
     found: list[list[dict[str, object]]] = [[] for _ in carries]
     kept = np.array([name != "O" for name in names])[pieces.label]
     scores = np.round(pieces.score[kept].astype(np.float64), _SCORE_DECIMALS).tolist()
