@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from triptych.base.formatting import MINUS, TIMES
-from triptych.interface.report.gate_write import About
+from triptych.interface.report.gate_write import GateHeader
 from triptych.repository.records import (
     Conversion,
     GateResult,
@@ -83,7 +83,7 @@ def assert_stands_alone(source: str) -> None:
         assert {*str(attrs["aria-labelledby"]).split()} <= {*ids}
 
 
-ABOUT = About("minilm", "text-embedding", "BertModel", "packed", {"onnxruntime": "1.22.0"})
+ABOUT = GateHeader("minilm", "text-embedding", "BertModel", "packed", {"onnxruntime": "1.22.0"})
 
 
 def verdict(metric: str, value: float, limit: float | None, *, passed: bool = True) -> Verdict:

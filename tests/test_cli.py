@@ -66,7 +66,12 @@ def test_build_then_lint_as_json(project: Path) -> None:
 def test_a_failed_gate_exits_with_1(project: Path) -> None:
     done = triptych("build", "tiny", "--set", "accuracy.max_difference=1e-12", cwd=project)
     assert done.returncode == 1
-    for words in ("accuracy gate", "What failed", "max_difference", "Worst rows"):
+    for words in (
+        "accuracy gate",
+        "Failed metrics",
+        "max_difference",
+        "Rows with the largest errors",
+    ):
         assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not (project / "model_repository").exists()

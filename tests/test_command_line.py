@@ -11,6 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+import triptych
 from triptych.base.errors import UserError
 from triptych.interface.cli import app
 from triptych.interface.cli.command import IGNORED, MOVED, RENAMED, VERBS
@@ -123,6 +124,12 @@ def test_former_names_work_and_name_the_new_ones() -> None:
         assert done.stdout in ("", "x\n"), words
     assert set(RENAMED.values()) | {moved.new for moved in MOVED} <= set(COMMANDS)
     assert {verb for verb, _ in IGNORED} <= set(COMMANDS)
+
+
+def test_former_classes_warn() -> None:
+    for old, new in (("Build", "BuildResult"), ("Served", "ServerHandle")):
+        with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
+            assert getattr(triptych, old) is getattr(triptych, new)
 
 
 def test_settings_of_deploy_stand_in_a_file(tmp_path: Path) -> None:

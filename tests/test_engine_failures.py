@@ -263,7 +263,7 @@ def test_the_command_prints_what_failed_and_exits_with_1(
     failed = CliRunner().invoke(app, arguments)
     assert failed.exit_code == 1
     assert json.loads(failed.stdout)["gate"]["failures"]
-    assert "What failed" in failed.stderr
+    assert "Failed metrics" in failed.stderr
     trt._play.miscompute = None
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0

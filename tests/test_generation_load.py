@@ -199,9 +199,9 @@ def test_what_was_measured_is_kept_and_shown() -> None:
     assert_stands_alone(source)
     read = Page(source)
     assert_finite_drawing(read)
-    for wanted in ("Time to first token over tokens a second", "p99 limit 25 ms", "first token"):
+    for wanted in ("Time to first token over tokens/s", "p99 limit 25 ms", "first token"):
         assert wanted in read.text, wanted
-    for strange in ("of it in queues", "rows in the mean"):  # the engine's are not told
+    for strange in ("of it in queues", "rows on average"):  # the engine's are not told
         assert strange not in read.text, strange
     assert "| 4 clients | 80.0 | 8.00 | 60.0 | 60.0 | 20.0 | 20.0 |" in figures(found)
     text = StringIO()

@@ -159,7 +159,7 @@ def test_a_browser_shows_a_conversation(repository: Path, server: Server) -> Non
                 "turns": await tab.run(
                     "[...document.querySelectorAll('#talk p.raw')].map(it => it.innerText)"
                 ),
-                "told": await tab.run("document.querySelector('#told').innerText"),
+                "told": await tab.run("document.querySelector('#summary').innerText"),
                 "scripts": await tab.run("document.scripts.length"),
                 "requested": tab.requested,
             }

@@ -57,7 +57,7 @@ def test_every_figure_is_shown() -> None:
         "2.03 x as fast",  # LitServe at 8 clients: 178.5 / 88
         "USD 0.630",  # 0.34 / 3600 / 150 * 1e6
         "USD 2,234",  # 9 machines x 730 h x 0.34
-        "9 for a peak of 900/s",
+        "9 for a peak of 900 requests/s",
         "minilm_core",
         "403",
         "97 % of 2",
@@ -81,7 +81,7 @@ def test_every_plot_shows_its_points() -> None:
     assert read.count("rect", "waits") == 3 * 2
     assert read.count("rect", "own") == 1
     assert read.count("rect", "other") == 4
-    assert "32 clients: 148 ms in the mean, 55 % of it in queues" in read.text
+    assert "32 clients: 148 ms on average, 55 % of it in queues" in read.text
     heads = [attrs for tag, attrs in read.tags if tag == "th" and attrs.get("scope") == "row"]
     assert len(heads) == 5 + 6 + 4 + 6  # rates, loads, baselines, processes
 
@@ -105,16 +105,16 @@ def test_any_result_can_be_reported(name: str, tmp_path: Path) -> None:
             ["polyline"],
         ),
         ("nothing stable", ["0 of 3", "the windows differ by 31 %"], []),
-        ("one point", ["No SLO", "177 to 180"], ["Highest rate", "Baselines", "Cost", "broken"]),
+        ("one point", ["No SLO", "177 to 180"], ["Highest rate", "Baselines", "Cost", "missed"]),
         ("one round", ["1 round", "178"], [" to 180"]),
-        ("no details", ["torch eager"], ["Where the time goes", "Batches", "Resources"]),
-        ("images", ["no lengths"], ["padding"]),
+        ("no details", ["torch eager"], ["Time of a request", "Batches", "Resources"]),
+        ("images", ["the same size"], ["padding"]),
         ("a GPU", ["NVIDIA L4", "81 % busy", "3,100"], []),
         ("broken promise", ["SLO NOT MET", "holds at no load", "p50 limit 0.5 ms"], ["✓"]),
         (
             "open only",
-            ["50/s in bursts of 8", "requests offered a second"],
-            ["requests answered a"],
+            ["50/s in bursts of 8", "requests/s offered"],
+            ["requests/s answered"],
         ),
         ("no point", ["SLO NOT MET", "nothing was measured"], ["Throughput and latency"]),
         ("slow", ["25,241,405"], []),

@@ -37,8 +37,8 @@ def test_a_bench_is_printed() -> None:
         "-> Try precision int8",
         "2.03 x as fast",
         "holds up to 150/s",
-        "Cost: a million inferences USD 0.630",
-        "broken",
+        "Cost: per million inferences USD 0.630",
+        "missed",
     ):
         assert wanted in text, wanted
 

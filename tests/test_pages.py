@@ -29,14 +29,14 @@ from triptych.base.formatting import (
 from triptych.interface.report.pages import PAGES, render
 from triptych.interface.report.plots import (
     MAX_BINS,
-    Bar,
     Dot,
+    PlotBar,
     Series,
     compared,
     curves,
     histogram,
     linear,
-    snug,
+    log_scale,
     waterfall,
 )
 
@@ -149,7 +149,7 @@ def test_no_point_is_no_plot() -> None:
     assert curves("c", "C", [series()], axes=("x", "y")) == ""
     assert histogram("h", "H", {4: 0}, axes=("x", "y")) == ""
     assert waterfall("w", "W", [], "0") == ""
-    assert waterfall("w", "W", [Bar("a", 0.0, "0", "s1")], "0") == ""
+    assert waterfall("w", "W", [PlotBar("a", 0.0, "0", "s1")], "0") == ""
     assert compared("b", "B", []) == ""
 
 
@@ -174,7 +174,7 @@ def test_values_far_apart_get_a_logarithmic_axis() -> None:
     far = curves("c", "C", [series((1.0, 1.0), (2.0, 900.0))], axes=("x", "y"))
     assert ">0<" in near.split("polyline")[0]
     assert re.findall(r">10{0,2}<", far[far.index("grid") :])[:3] == [">1<", ">10<", ">100<"]
-    assert [text for _, text in snug([0.03, 0.4], 0, 1).ticks()] == [
+    assert [text for _, text in log_scale([0.03, 0.4], 0, 1).ticks()] == [
         *("0.02", "0.05", "0.1", "0.2", "0.5"),
     ]
     assert linear([1.0, 1.0], 0, 1).high > 1
@@ -193,7 +193,11 @@ def test_a_histogram_counts_everything_once() -> None:
 
 
 def test_a_waterfall_goes_on_where_the_last_part_ends() -> None:
-    bars = [Bar("a", 1.0, "1", "s1"), Bar("none", -2.0, "-2", "s1"), Bar("b", 3.0, "3", "s2")]
+    bars = [
+        PlotBar("a", 1.0, "1", "s1"),
+        PlotBar("none", -2.0, "-2", "s1"),
+        PlotBar("b", 3.0, "3", "s2"),
+    ]
     page = Page(waterfall("w", "W", bars, "4 ms"))
     boxes = [attrs for tag, attrs in page.tags if tag == "rect"]
     starts = [float(str(each["x"])) for each in boxes]

@@ -44,10 +44,10 @@ def test_kept_layers_are_shown_with_their_cost_and_nodes_of_the_converter_are_no
     )
     lines = [line.strip() for line in text.splitlines()]
     assert lines == [
-        "2 of 3 layers kept in higher precision:",
-        "layer.1: alone an error of 5.0e-03",
-        "layer.0: alone an error of 1.0e-03",
-        "a batch takes, on one thread: fp32 20.0 ms, as kept 12.5 ms",
+        "2 of 3 layers stay in higher precision:",
+        "layer.1: error 5.0e-03 if converted alone",
+        "layer.0: error 1.0e-03 if converted alone",
+        "time of a batch on one thread: fp32 20.0 ms, as kept 12.5 ms",
     ]
 
 
@@ -69,12 +69,12 @@ def test_candidates_and_what_failed_are_shown_as_they_are() -> None:
         )
     )
     for wanted in (
-        "What failed",
+        "Failed metrics",
         "│ mean_cosine │ not a number │ 0.998",
         "[i]a row[/i] │ 0.25",
         "mean_neighbor_loss, outside your traffic │ 0.0023 │ 0.0015",
         "a text of the probe │ 0.75",
-        "accepted although the accuracy gate failed: a [bold]freeze",
+        "accepted despite the failed accuracy gate: a [bold]freeze",
         "│ requests/s │ 162 │ - │ 232 │ 218 │ 232",
         "│ nearest_neighbor_agreement │ 0.9775 │ - ",
         "int8_dynamic: 0.88 is below 0.97",

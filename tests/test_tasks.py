@@ -363,7 +363,7 @@ def test_the_demo_page_shows_the_answer_of_an_example(
     first = page.form.first_values(page.examples[0])
     sent = {name: b"" if name == "image" else text.encode() for name, text in first.items()}
     status, html = answer(page, {**sent, "example": b"0"})
-    page.asker.close()
+    page.client.close()
     assert status == 200, html
     kind = page.form.view.kind
     wanted = {"choices": "<meter", "entities": "<mark ", "answer": "<mark ", "outputs": "score: "}

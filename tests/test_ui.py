@@ -22,8 +22,8 @@ from conftest import build_into, traffic_texts, write_pipeline
 from task_models import tagger
 from triptych.base.formatting import figure
 from triptych.client import Client, StepStatistics
-from triptych.interface.page.form import SECOND, Bar, Form, Piece, mark, show
-from triptych.interface.page.page import DemoPage, Times, open_pipeline
+from triptych.interface.page.form import SECOND, Form, ScoreBar, TextPiece, mark_spans, view_answer
+from triptych.interface.page.page import DemoPage, RequestTimes, open_pipeline
 from triptych.spec.spec import load_spec
 from triptych.spec.tasks import TASKS
 
@@ -75,36 +75,38 @@ def test_a_form_has_what_a_task_takes_and_sends_what_is_typed() -> None:
 def test_answers_are_shown_as_their_tasks_have_them() -> None:
     one = [{"text": "Ada 🙂 in Köln", "text_pair": "It is in Köln."}]
     entity = {"entity": "LOC", "text": "Köln", "start": 9, "end": 13, "score": 0.5}
-    shown = show("entities", one, [{"entities": [entity]}])
-    assert shown.pieces == (Piece("Ada 🙂 in "), Piece("Köln", "LOC", 0.5))
-    assert "no entities" in show("entities", one, [{"entities": []}]).lines[0]
+    shown = view_answer("entities", one, [{"entities": [entity]}])
+    assert shown.pieces == (TextPiece("Ada 🙂 in "), TextPiece("Köln", "LOC", 0.5))
+    assert "no entities" in view_answer("entities", one, [{"entities": []}]).lines[0]
     # What a hook's text moved is not marked elsewhere; of two that overlap the first is.
     moved = {**entity, "start": 0, "end": 4}
-    assert "could not be marked" in show("entities", one, [{"entities": [moved]}]).lines[0]
+    assert "are not highlighted" in view_answer("entities", one, [{"entities": [moved]}]).lines[0]
     spans = [{**entity, "label": "LOC"}, {**entity, "start": 8, "text": " Köln", "label": "X"}]
-    assert [piece.label for piece in mark(one[0]["text"], spans)] == ["", "X"]
+    assert [piece.label for piece in mark_spans(one[0]["text"], spans)] == ["", "X"]
 
     answer = {"answer": "Köln", "score": 0.25, "start": 9, "end": 13}
-    assert show("answer", one, [answer]).pieces[1] == Piece("Köln", "answer", 0.25)
-    assert "no answer" in show("answer", one, [{**answer, "answer": ""}]).lines[0]
-    choices = show("choices", one, [{"token": ["a", "b"], "score": [0.75, float("nan")]}])
-    assert choices.bars[0] == Bar("a", 0.75, 0.75)
+    assert view_answer("answer", one, [answer]).pieces[1] == TextPiece("Köln", "answer", 0.25)
+    assert "no answer" in view_answer("answer", one, [{**answer, "answer": ""}]).lines[0]
+    choices = view_answer("choices", one, [{"token": ["a", "b"], "score": [0.75, float("nan")]}])
+    assert choices.bars[0] == ScoreBar("a", 0.75, 0.75)
     assert choices.bars[1].share == 0.0
     rows = [{"embedding": [3.0, 4.0], "embedding_int8": []}, {"embedding": [4.0, 3.0]}]
-    assert show("vectors", one * 2, rows).lines == ("Cosine similarity of the two: 0.9600",)
-    assert show("outputs", one, [{"score": 0.5}]).lines == ("score: 0.5000",)
+    assert view_answer("vectors", one * 2, rows).lines == (
+        "Cosine similarity of both vectors: 0.9600",
+    )
+    assert view_answer("outputs", one, [{"score": 0.5}]).lines == ("score: 0.5000",)
     # An `after` of the pipeline's own may return another form.
-    assert show("entities", one, [{"entities": "none"}]).lines == ("entities: none",)
+    assert view_answer("entities", one, [{"entities": "none"}]).lines == ("entities: none",)
 
 
 def test_times_say_when_they_are_not_of_one_request_alone() -> None:
     def counted(requests: int) -> StepStatistics:
         return StepStatistics("core", requests, 0, requests, 1, 0.0, 0.0, 800.0 * requests, 0.0)
 
-    alone = Times(1000.0, (counted(1),), 1)
+    alone = RequestTimes(1000.0, (counted(1),), 1)
     assert alone.alone
     assert alone.outside_us == 200.0
-    assert not Times(1000.0, (counted(3),), 1).alone
+    assert not RequestTimes(1000.0, (counted(3),), 1).alone
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +153,9 @@ def test_a_page_answers_refuses_and_is_of_no_use_to_other_sites(page: DemoPage) 
     texts = ["my delivery is late", "where is my parcel?"]
     status, text = post(page.url, {"text": texts[0], SECOND: texts[1]})
     assert status == 200
-    similar = re.search(r"Cosine similarity of the two: (0\.\d+)", text)
+    similar = re.search(r"Cosine similarity of both vectors: (0\.\d+)", text)
     assert similar is not None
-    with Client("minilm_packed", page.pipeline.asker.url) as client:
+    with Client("minilm_packed", page.pipeline.client.url) as client:
         one, other = client.embed(texts)
     assert float(similar[1]) == pytest.approx(float(one @ other), abs=1e-4)
     assert text.count("384 numbers") == 2
@@ -174,7 +176,7 @@ def test_the_verb_attaches_to_a_server_and_leaves_it_running(
     page: DemoPage, tmp_path: Path
 ) -> None:
     """Without a repository here: what the pipeline's folder says is enough."""
-    grpc, folder = page.pipeline.asker.url, page.pipeline.folder
+    grpc, folder = page.pipeline.client.url, page.pipeline.folder
     command = [TRIPTYCH, "ui", folder.name, f"--pipelines={folder.parent}", f"--url={grpc}"]
     command += [f"--repository={tmp_path}", "--json"]
     busy = page.url.rstrip("/").rpartition(":")[2]

@@ -15,9 +15,20 @@ if TYPE_CHECKING:
     from triptych.base.errors import UserError
     from triptych.client import Client
     from triptych.core.gate.cached import GateFailure
-    from triptych.interface.api import Build, Served, build, new, serve
+    from triptych.interface.api import BuildResult, ServerHandle, build, new, serve
 
-__all__ = ["Build", "Client", "GateFailure", "Served", "UserError", "build", "new", "serve"]
+__all__ = [
+    "BuildResult",
+    "Client",
+    "GateFailure",
+    "ServerHandle",
+    "UserError",
+    "build",
+    "new",
+    "serve",
+]
+_FORMER = ("Build", "Served")
+"""Former names of classes, which `triptych.interface.api` still has, with a warning."""
 
 _ELSEWHERE = {
     "Client": "triptych.client",
@@ -28,7 +39,7 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> Any:
     """Import at the first use: the package is in images and steps that need none of it."""
-    if name not in __all__:
+    if name not in __all__ and name not in _FORMER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 

@@ -1,8 +1,9 @@
-"""The verbs `new`, `build` and `serve` for programs and notebooks; each imports what it needs."""
+"""Python functions `new`, `build` and `serve`, for programs and notebooks."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,52 +17,52 @@ if TYPE_CHECKING:
 
     from triptych.building.build import Built
     from triptych.client import Client
-    from triptych.interface.report.plots import Figure
+    from triptych.interface.report.plots import SvgFigure
 
 PIPELINES = Path("pipelines")
 REPOSITORY = Path("model_repository")
 
 
-def _silent(_stage: str, _line: str) -> None:
-    """Tell nobody."""
+def no_progress(_stage: str, _line: str) -> None:
+    """Ignore the progress of a build."""
 
 
 @dataclass(frozen=True)
-class Build:
-    """What `build` did; its gate has passed.
+class BuildResult:
+    """Result of `build`, whose accuracy gate has passed.
 
     Attributes:
-        built: plan, models that changed, the gate's result and findings of lint.
+        built: Plan, changed models, gate result and findings of lint.
     """
 
     built: Built
 
     @property
     def figures(self) -> dict[str, float]:
-        """What the gate measured, by the metric's name."""
+        """Values of the gate's metrics by their names."""
         return {verdict.metric: verdict.value for verdict in self.built.gate.verdicts}
 
-    def plot_differences(self) -> Figure:
-        """How far the rows of your traffic are from the original model; a notebook shows it."""
-        from triptych.interface.report.plots import differences_of
+    def plot_differences(self) -> SvgFigure:
+        """Return a histogram of the rows' differences from the original model."""
+        from triptych.interface.report.plots import plot_row_differences
 
-        return differences_of(self.built.gate)
+        return plot_row_differences(self.built.gate)
 
-    def plot_lengths(self) -> Figure:
-        """Tokens of the rows of your traffic; empty for images."""
-        from triptych.interface.report.plots import lengths_of
+    def plot_lengths(self) -> SvgFigure:
+        """Return a histogram of the rows' number of tokens; empty for images."""
+        from triptych.interface.report.plots import plot_row_lengths
 
-        return lengths_of(self.built.plan.lengths)
+        return plot_row_lengths(self.built.plan.lengths)
 
 
 @dataclass(frozen=True)
-class Served:
-    """A server that is ready, for as long as the context of `serve` lasts.
+class ServerHandle:
+    """A running server of `serve`.
 
     Attributes:
-        grpc_url: ``host:port``.
-        http_url: ``host:port``.
-        metrics_url: the whole address.
+        grpc_url: Address ``host:port`` of gRPC.
+        http_url: Address ``host:port`` of HTTP.
+        metrics_url: Complete URL of the metrics page.
     """
 
     grpc_url: str
@@ -71,7 +72,7 @@ class Served:
     _open: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def client(self, name: str) -> Client:
-        """The typed client of a pipeline; closed with the server."""
+        """Return the typed client of a pipeline, which is closed with the server."""
         from triptych.client import Client
 
         if name not in self._clients:
@@ -84,10 +85,10 @@ class Served:
         inputs: Mapping[str, list[str] | list[bytes]],
         parameters: Mapping[str, str | int | float | bool] | None = None,
     ) -> Mapping[str, NDArray[Any]]:
-        """The outputs of a pipeline by name, ``[rows, …]`` each; texts are bytes in them.
+        """Return the outputs of a pipeline by name, of shape ``[rows, …]``; texts are bytes.
 
         Raises:
-            InferenceError: the pipeline refuses the request or fails.
+            InferenceError: The pipeline rejects the request or fails.
         """
         return self.client(name).infer(inputs, parameters=parameters)
 
@@ -100,10 +101,10 @@ def new(
     hooks: bool = False,
     pipelines: Path | str = PIPELINES,
 ) -> Path:
-    """Write the folder of a new pipeline, as `triptych new` does; its path.
+    """Write the folder of a new pipeline, as `triptych new` does, and return its path.
 
     Raises:
-        UserError: a name or task that will not do, or a pipeline that exists.
+        UserError: The name or task is invalid, or the pipeline exists.
     """
     from triptych.spec.scaffold import scaffold
 
@@ -118,37 +119,42 @@ def build(
     repository: Path | str = REPOSITORY,
     overrides: Mapping[str, Any] | None = None,
     accept_failed_gate: str = "",
-    rehearsal: bool = True,
-    progress: Progress = _silent,
-) -> Build:
-    """Build a pipeline into the model repository, as `triptych build` does; no report is written.
+    engine_dry_run: bool = True,
+    rehearsal: bool | None = None,
+    progress: Progress = no_progress,
+) -> BuildResult:
+    """Build a pipeline into the model repository, as `triptych build` does, without a report.
 
     Args:
-        name: of the pipeline's folder in `pipelines`.
-        pipelines: folder of the pipelines.
-        repository: folder of the models.
-        overrides: fields of the spec by their dotted keys, such as ``core.precision``.
-        accept_failed_gate: the reason why a failed gate does not matter; it goes on record.
-        rehearsal: whether TensorRT for RTX tries the engine where none can be built.
-        progress: told each stage and what became of it; ``print`` will do.
+        name: Name of the pipeline's folder in `pipelines`.
+        pipelines: Folder of the pipelines.
+        repository: Folder of the model repository.
+        overrides: Fields of the spec by their dotted keys, such as ``core.precision``.
+        accept_failed_gate: Reason to accept a failed gate, which is recorded.
+        engine_dry_run: Whether a machine that cannot build the engine does a dry run of its build.
+        rehearsal: Former name of `engine_dry_run`.
+        progress: Called with each stage and its outcome, such as ``print``.
 
     Raises:
-        GateFailure: the artifact differs from the original model; nothing was written.
-        LintFailure: the repository would not serve.
-        EngineFailure: the engine differs from the graph, which is written without it.
-        UserError: in the spec, the model, the hooks or the traffic.
+        GateFailure: The model's accuracy is insufficient; nothing was written.
+        LintFailure: A server would reject the repository.
+        EngineFailure: The engine's accuracy is insufficient; the repository has no engine.
+        UserError: The spec, the model, the hooks or the traffic are invalid.
     """
     from triptych.building.build import build as build_pipeline
     from triptych.core.inputs import read_inputs
     from triptych.spec.spec import load_spec
 
+    if rehearsal is not None:
+        _warn_renamed("rehearsal", "engine_dry_run")
+        engine_dry_run = rehearsal
     changes = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
     inputs = read_inputs(load_spec(Path(pipelines) / name, changes), progress)
     accept = accept_failed_gate.strip()
     built = build_pipeline(
-        inputs, Path(repository), progress, accept=accept, engine_dry_run=rehearsal
+        inputs, Path(repository), progress, accept=accept, engine_dry_run=engine_dry_run
     )
-    return Build(built)
+    return BuildResult(built)
 
 
 @contextmanager
@@ -159,19 +165,19 @@ def serve(
     grpc_port: int = 0,
     http_port: int = 0,
     metrics_port: int = 0,
-) -> Iterator[Served]:
-    """Serve what is built with a real tritonserver, until the context ends.
+) -> Iterator[ServerHandle]:
+    """Serve built pipelines with tritonserver until the context ends.
 
     Args:
-        names: pipelines; none of them for all that the repository holds.
-        repository: folder of the models.
-        host: address to listen on.
-        grpc_port: 0 picks a free one, as for the other two.
-        http_port: see `grpc_port`.
-        metrics_port: see `grpc_port`.
+        names: Pipelines; without names, all pipelines of the repository.
+        repository: Folder of the model repository.
+        host: Address to listen on.
+        grpc_port: Port of gRPC; 0 picks a free port.
+        http_port: Port of HTTP; 0 picks a free port.
+        metrics_port: Port of the metrics page; 0 picks a free port.
 
     Raises:
-        UserError: a pipeline is not built, or not as its lock says, or does not load.
+        UserError: A pipeline is not built, differs from its build manifest, or does not load.
     """
     from triptych.repository.store import recover
     from triptych.serving.endpoint import check_built
@@ -183,7 +189,7 @@ def serve(
             "repository",
             "must be a folder with models",
             given=folder,
-            remedy="Build a pipeline into it first",
+            remedy="Run `triptych build NAME` first",
         )
     for name in names:
         check_built(folder, name)
@@ -198,4 +204,20 @@ def serve(
         models=names,
     )
     with server, ExitStack() as clients:
-        yield Served(server.grpc_url, server.http_url, server.metrics_url, _open=clients)
+        yield ServerHandle(server.grpc_url, server.http_url, server.metrics_url, _open=clients)
+
+
+_RENAMED = {"Build": "BuildResult", "Served": "ServerHandle"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by its former name, with a warning."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _warn_renamed(name, _RENAMED[name])
+    return globals()[_RENAMED[name]]
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    text = f"`{old}` is now called `{new}`. A later release will not accept the old name."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Results of `bench` and `tune` as a terminal shows them."""
+"""Terminal output of `bench`, `bench-diff` and `tune`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triptych.interface.cli.options import (
     say,
 )
 from triptych.interface.report.load import cost_entries, part_name, samples, times_as_fast
-from triptych.interface.report.tuning_report import change_of, gained, grown
+from triptych.interface.report.tuning_report import before_and_after, gained, grown
 from triptych.operate.tune.results import TuneResult
 from triptych.serving.bench.comparison import Change, Comparison
 from triptych.serving.bench.results import (
@@ -37,7 +37,7 @@ _MORE_THAN_NOISE = ("better", "worse", "changed")
 
 
 def print_bench(console: Console, result: BenchResult) -> None:
-    """The verdict, every load, what holds the pipeline back, baselines, and cost."""
+    """Print the verdict, all loads, the bottleneck, baselines and cost."""
     verdict = verdict_of(result)
     say(console, f"{result.subject.pipeline}: {verdict.word}", STYLES.get(verdict.kind, "bold"))
     say(console, f"  {verdict.says}")
@@ -46,21 +46,21 @@ def print_bench(console: Console, result: BenchResult) -> None:
     _print_points(console, result.points, result.slo)
     _print_tokens(console, result.points)
     _print_budget(console, result.points)
-    held = bottleneck_of(result.points)
-    if held is not None:
-        say(console, f"Bottleneck: {held.kind}. {held.says}", "bold")
-        if held.remedy:
-            say(console, f"  -> {held.remedy}")
+    bottleneck = bottleneck_of(result.points)
+    if bottleneck is not None:
+        say(console, f"Bottleneck: {bottleneck.kind}. {bottleneck.says}", "bold")
+        if bottleneck.remedy:
+            say(console, f"  -> {bottleneck.remedy}")
     _print_baselines(console, result)
     if result.rate is not None:
         say(console, f"Highest rate: {result.rate.slo} {rates_say(result.rate)}")
     if result.cost is not None:
         print_cost(console, result.cost)
-    _print_troubles(console, result)
+    _print_errors_and_warnings(console, result)
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """What changed between two results, and whether it is more than noise."""
+    """Print the differences of two results, and whether they exceed noise."""
     say(console, f"before: {comparison.before}")
     say(console, f"after:  {comparison.after}")
     for warning in comparison.warnings:
@@ -81,16 +81,20 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def _groups(comparison: Comparison) -> list[tuple[str, Sequence[Change]]]:
-    """Titles with their changes; of a step only those that are more than noise."""
-    found: list[tuple[str, Sequence[Change]]] = []
+    """Return titles with their changes; for steps, only changes beyond noise."""
+    groups: list[tuple[str, Sequence[Change]]] = []
     for pair in comparison.pairs:
-        told = [one for one in pair.changes if not one.of_step or one.weight in _MORE_THAN_NOISE]
-        found.append((f"{pair.contender}, {pair.load}", told))
-    return [*found, *([("Altogether", comparison.totals)] if comparison.totals else [])]
+        changes = [
+            change
+            for change in pair.changes
+            if not change.of_step or change.weight in _MORE_THAN_NOISE
+        ]
+        groups.append((f"{pair.contender}, {pair.load}", changes))
+    return [*groups, *([("Total", comparison.totals)] if comparison.totals else [])]
 
 
 def print_cost(console: Console, cost: Cost) -> None:
-    """In a line."""
+    """Print the cost in one line."""
     say(console, "Cost: " + "; ".join(f"{k.lower()} {v}" for k, v in cost_entries(cost).items()))
 
 
@@ -100,23 +104,23 @@ def _print_points(console: Console, points: Sequence[Point], slo: AnySlo) -> Non
     rows = []
     for point in points:
         answered = point.median("requests") > 0
-        told = [one.is_stable for one in point.rounds if one.is_stable is not None]
-        held = point.meets(slo)
+        stable = [one.is_stable for one in point.rounds if one.is_stable is not None]
+        meets = point.meets(slo)
         row: list[str | Text] = [
             str(point.load),
             rounded(point.median("throughput_per_s")),
             *(milliseconds(point.median(name)) if answered else "-" for name in _TIMES),
             f"{sum(point.errors.values()):,}",
-            "-" if not told else "yes" if all(told) else "no",
+            "-" if not stable else "yes" if all(stable) else "no",
         ]
         if not slo.is_empty:
-            row.append(Text("holds" if held else "broken", "green" if held else "red"))
+            row.append(Text("met" if meets else "missed", "green" if meets else "red"))
         rows.append(row)
     print_table(console, "Loads", heads, rows)
 
 
 def _print_tokens(console: Console, points: Sequence[Point]) -> None:
-    """Of streamed answers; `n` is the number of samples behind the percentiles before it."""
+    """Print the metrics of streamed answers; `n` is the number of samples of the percentiles."""
     heads = ("load", "tokens/s", "goodput/s", "", *(f"{name} ms" for name in _SHOWN), "n")
     rows: list[Row | None] = []
     for point in points:
@@ -136,11 +140,11 @@ def _print_tokens(console: Console, points: Sequence[Point]) -> None:
 
 
 def _print_budget(console: Console, points: Sequence[Point]) -> None:
-    """A request's mean time, its largest parts first, a line for each load."""
-    told = [point for point in points if point.typical.parts]
-    if told:
-        say(console, "Where a request's mean time goes", "bold")
-    for point in told:
+    """Print the parts of a request's mean time, largest first, with a line for each load."""
+    measured = [point for point in points if point.typical.parts]
+    if measured:
+        say(console, "Mean time of a request", "bold")
+    for point in measured:
         parts = sorted(point.typical.parts, key=lambda part: -part.us)
         whole = sum(part.us for part in parts)
         if whole <= 0:
@@ -153,31 +157,31 @@ def _print_baselines(console: Console, result: BenchResult) -> None:
     heads = ("contender", "load", "requests/s", "p50 ms", "p99 ms", "the pipeline is")
     rows = [
         (
-            other.contender,
-            str(other.load),
-            rounded(other.median("throughput_per_s")),
-            *(milliseconds(other.median(name)) for name in ("p50_us", "p99_us")),
-            times_as_fast(result.points, other),
+            baseline.contender,
+            str(baseline.load),
+            rounded(baseline.median("throughput_per_s")),
+            *(milliseconds(baseline.median(name)) for name in ("p50_us", "p99_us")),
+            times_as_fast(result.points, baseline),
         )
-        for other in result.baselines
+        for baseline in result.baselines
     ]
     print_table(console, "Baselines", heads, rows)
 
 
-def _print_troubles(console: Console, result: BenchResult) -> None:
+def _print_errors_and_warnings(console: Console, result: BenchResult) -> None:
     every = (*result.points, *result.baselines, *(result.rate.points if result.rate else ()))
     for text in warnings_of(every):
         say(console, f"warning: {text}", "yellow")
-    found: dict[str, list[str]] = {}
+    errors: dict[str, list[str]] = {}
     for point in every:
         for kind, count in point.errors.items():
-            found.setdefault(kind, []).append(f"{point.contender}, {point.load}: {count:,}")
-    for kind, places in found.items():
-        say(console, f"error: {kind} ({'; '.join(places)})", "red")
+            errors.setdefault(kind, []).append(f"{point.contender}, {point.load}: {count:,}")
+    for kind, loads in errors.items():
+        say(console, f"error: {kind} ({'; '.join(loads)})", "red")
 
 
 def print_tuned(console: Console, result: TuneResult) -> None:
-    """The verdict, every trial, before and after, what else would help."""
+    """Print the verdict, all trials, values before and after, and further advice."""
     word = "tuned" if result.slo.is_empty else "SLO met" if result.met else "SLO NOT MET"
     style = "bold" if result.slo.is_empty else STYLES["met" if result.met else "not met"]
     say(console, f"{result.subject.pipeline}: {word}", style)
@@ -198,12 +202,12 @@ def print_tuned(console: Console, result: TuneResult) -> None:
     print_table(console, "Trials", heads, trials, text_columns=(1, 5))
     changes = [
         (name, rounded(old), rounded(new), grown(old, new))
-        for name, (old, new) in change_of(result).items()
+        for name, (old, new) in before_and_after(result).items()
     ]
     print_table(console, "Before and after", ("", "before", "after", "change"), changes)
     say(console, f"Settings: {_written(result.winner.overrides) or 'as before'}")
-    held = result.winner.bottleneck
-    say(console, f"Bottleneck: {held.kind}. {held.says}")
+    bottleneck = result.winner.bottleneck
+    say(console, f"Bottleneck: {bottleneck.kind}. {bottleneck.says}")
     if result.winner.cost is not None:
         print_cost(console, result.winner.cost)
     for text in result.advice:

@@ -305,9 +305,9 @@ def _report(plan: Plan, gate: GateResult, folder: Path) -> Path:
     """Write the report of a gate into ``folder/<pipeline>`` and return the path of its page."""
     from triptych.base.cache import versions_of
     from triptych.core.export.to_onnx import LIBRARIES
-    from triptych.interface.report.gate_write import About, write_gate_report
+    from triptych.interface.report.gate_write import GateHeader, write_gate_report
 
-    about = About(
+    about = GateHeader(
         pipeline=plan.spec.name,
         task=plan.task.name,
         architecture=plan.facts.architecture,

@@ -1,4 +1,4 @@
-"""Results as a terminal shows them: trees, findings, what a build did, why a gate failed."""
+"""Terminal output of trees, findings, builds and accuracy gates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def print_finding(console: Console, finding: Mapping[str, str]) -> None:
-    """A finding of `lint` or `doctor`."""
+    """Print a finding of `lint` or `doctor`."""
     style = {"error": "red", "warning": "yellow"}.get(finding["severity"], "")
     where = f" {finding['file']}" if finding["file"] else ""
     say(console, f"{finding['severity']}: {finding['id']}{where}", style)
@@ -33,9 +33,9 @@ def print_finding(console: Console, finding: Mapping[str, str]) -> None:
         say(console, f"  -> {finding['remedy']}")
 
 
-def exit_with_findings(found: Sequence[Finding], as_json: bool) -> NoReturn:
-    """Print what a check of files found, and end with its exit code."""
-    findings = [finding.as_dict() for finding in found]
+def exit_with_findings(results: Sequence[Finding], as_json: bool) -> NoReturn:
+    """Print the findings of a check, and exit with its code."""
+    findings = [finding.as_dict() for finding in results]
     errors = sum(finding["severity"] == "error" for finding in findings)
     if as_json:
         print_json(findings)
@@ -49,7 +49,7 @@ def exit_with_findings(found: Sequence[Finding], as_json: bool) -> NoReturn:
 def exit_with_verdict(
     data: object, lines: Iterable[tuple[str, str]], *, passed: bool, as_json: bool
 ) -> NoReturn:
-    """Print a verdict, as plain data or in lines with their styles, and end with its exit code."""
+    """Print a verdict, as JSON or as lines with their styles, and exit with its code."""
     if as_json:
         print_json(data)
     else:
@@ -59,7 +59,7 @@ def exit_with_verdict(
 
 
 def print_tree(console: Console, value: Mapping[str, object], indent: int = 0) -> None:
-    """Nested plain data."""
+    """Print nested plain data."""
     pad = "  " * indent
     for key, item in value.items():
         if isinstance(item, dict):
@@ -70,16 +70,16 @@ def print_tree(console: Console, value: Mapping[str, object], indent: int = 0) -
 
 
 def print_built(console: Console, built: Built) -> None:
-    """What a user should know of a build that is done."""
+    """Print notes, warnings and the chosen precision of a build."""
     gate = built.gate
     for note in gate.notes:
         say(console, f"  {note}")
     if gate.accepted:
         print_failed_gate(console, gate)
-        say(console, f"  accepted although the accuracy gate failed: {gate.accepted}", "red")
+        say(console, f"  accepted despite the failed accuracy gate: {gate.accepted}", "red")
     print_candidates(console, gate.candidates)
     if gate.conversion:
-        _print_kept(console, gate.conversion)
+        _print_excluded_layers(console, gate.conversion)
     if built.unpacked:
         say(console, f"  built bucketed, not packed: {built.unpacked}", "yellow")
     for finding in built.findings:
@@ -88,7 +88,7 @@ def print_built(console: Console, built: Built) -> None:
 
 
 def print_candidates(console: Console, candidates: Sequence[PrecisionTrial]) -> None:
-    """What `auto` chose from: speed, size and the gate's figures of each precision."""
+    """Print speed, size and gate metrics of each precision that `auto` compared."""
     if not candidates:
         return
 
@@ -102,7 +102,7 @@ def print_candidates(console: Console, candidates: Sequence[PrecisionTrial]) -> 
         line("requests/s", [one.throughput_per_s for one in candidates], ".0f"),
         line("p99 ms", [one.p99_ms for one in candidates], ".0f"),
         line("MB", sizes, ".1f"),
-        ["kept in higher precision", *(str(len(one.kept)) for one in candidates)],
+        ["layers excluded", *(str(len(one.kept)) for one in candidates)],
         *(line(metric, [one.get(metric) for one in verdicts], ".4g") for metric in verdicts[0]),
     ]
     print_table(console, "Precision", ["", *(one.precision for one in candidates)], rows)
@@ -112,23 +112,23 @@ def print_candidates(console: Console, candidates: Sequence[PrecisionTrial]) -> 
                 say(console, f"  {one.precision}: {text}")
 
 
-def _print_kept(console: Console, conversion: Conversion) -> None:
-    """Which layers stayed as they were for accuracy, and what that costs in time."""
+def _print_excluded_layers(console: Console, conversion: Conversion) -> None:
+    """Print the layers that stay in higher precision for accuracy, and their cost in time."""
     errors = conversion.layer_errors
-    # What a converter keeps by itself, as the nodes of fp16, costs nothing that was looked for.
+    # Layers without an error were excluded by the converter itself, not by the search.
     kept = [name for name in conversion.kept if name in errors]
     if not kept:
         return
-    say(console, f"  {len(kept)} of {len(errors)} layers kept in higher precision:")
+    say(console, f"  {len(kept)} of {len(errors)} layers stay in higher precision:")
     for name in sorted(kept, key=lambda name: -errors[name]):
-        say(console, f"    {name}: alone an error of {errors[name]:.1e}")
+        say(console, f"    {name}: error {errors[name]:.1e} if converted alone")
     times = ", ".join(f"{name} {time:.1f} ms" for name, time in conversion.batch_ms.items())
     if times:
-        say(console, f"  a batch takes, on one thread: {times}")
+        say(console, f"  time of a batch on one thread: {times}")
 
 
 def print_failed_gate(console: Console, gate: GateResult) -> None:
-    """What of a gate (or of its plain data) failed, and the rows furthest from the reference."""
+    """Print the failed metrics of a gate, and the rows with the largest errors."""
     probe = () if gate.probe is None else gate.probe.verdicts
     named = [(verdict.metric, verdict) for verdict in gate.verdicts]
     named += [(f"{verdict.metric}, outside your traffic", verdict) for verdict in probe]
@@ -138,15 +138,15 @@ def print_failed_gate(console: Console, gate: GateResult) -> None:
         if not verdict.passed
     ]
     columns = ["metric", "measured", "limit"]
-    print_table(console, "What failed", columns, failed, text_columns=range(3))
+    print_table(console, "Failed metrics", columns, failed, text_columns=range(3))
     for failure in gate.failures:
         say(console, f"  {failure}")
     worst = [
         (row.shown, _number(row.badness), _number(row.difference), row.wanted, row.got)
         for row in (*gate.worst, *(() if gate.probe is None else gate.probe.worst))
     ]
-    columns = ["row", "wrong by", "differs by", "reference", "artifact"]
-    print_table(console, "Worst rows", columns, worst, text_columns=range(5))
+    columns = ["row", "row error", "difference", "reference", "artifact"]
+    print_table(console, "Rows with the largest errors", columns, worst, text_columns=range(5))
 
 
 def _number(value: float | None) -> str:

@@ -1,7 +1,4 @@
-"""The form of a pipeline's page: its fields, and a submitted form as rows of a request.
-
-An answer as the page shows it: bars, marked text, vectors, or the outputs as they are.
-"""
+"""Form of a demo page, its request, and the view of the answer."""
 
 from __future__ import annotations
 
@@ -18,39 +15,37 @@ from triptych.spec.tasks.task import ViewKind
 from triptych.spec.traffic import TrafficRow
 
 SECOND = "second"
-"""The field of a further text, where answers are compared."""
+"""Name of the field with a second text, on pages that compare vectors."""
 
 _PARAMETER = "parameter."
-_KINDS: Mapping[str, Kind] = {"int": "number", "float": "number"}
+_KINDS: Mapping[str, ControlKind] = {"int": "number", "float": "number"}
 _BOOL = ("true", "false")
 
-Kind = Literal["text", "image", "choice", "number", "line"]
+ControlKind = Literal["text", "image", "choice", "number", "line"]
 Given = Mapping[str, str | bytes]
-"""What a form was sent with, by field; of a file its bytes."""
+"""Content of each field of a submitted form; bytes for files."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of the form.
+    """A field of the form.
 
     Attributes:
-        name: in the form that is sent.
-        label: what people read.
-        kind: of control.
-        choices: of a list to choose from.
-        hint: what holds where nothing is chosen; empty where nothing does.
+        label: Visible name.
+        choices: Values of a selection list.
+        hint: Default of the pipeline, or "".
     """
 
     name: str
     label: str
-    kind: Kind
+    kind: ControlKind
     choices: tuple[str, ...] = ()
     hint: str = ""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request as a form asks for it: rows of inputs by name, and its parameters."""
+class FormRequest:
+    """Request of a submitted form: rows of inputs by name, and parameters."""
 
     rows: tuple[Mapping[str, str | bytes], ...]
     parameters: Mapping[str, Parameter]
@@ -58,13 +53,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of one pipeline.
+    """Form of a pipeline.
 
     Attributes:
-        inputs: of the pipeline.
-        view: of its task.
-        rules: of the request's parameters, as the served step has them.
-        defaults: of the same parameters.
+        rules: Rules of each request parameter, from the served step.
+        defaults: Default of each request parameter, from the served step.
     """
 
     inputs: tuple[Tensor, ...]
@@ -74,7 +67,7 @@ class Form:
 
     @classmethod
     def of(cls, task: Task, settings: Mapping[str, Any]) -> Form:
-        """The form of `task`; `settings` are those of the served step."""
+        """Return the form of a task with the settings of the served first step."""
         rules = settings.get("request_parameters", {})
         return cls(task.inputs, task.view, rules, settings.get("parameters", {}))
 
@@ -94,7 +87,7 @@ class Form:
         return found + [self._parameter(name, rule) for name, rule in self.rules.items()]
 
     def first_values(self, example: TrafficRow | None) -> dict[str, str]:
-        """What the fields hold before anybody typed: the example's, and what the view asks for."""
+        """Return initial values of the fields: the example, and parameters that the view needs."""
         values = {
             _PARAMETER + name: str(min(count, self.rules[name].get("max", count)))
             for name, count in self.view.asks.items()
@@ -106,10 +99,10 @@ class Form:
                 values[_PARAMETER + name] = _as_text(request_parameter(value))
         return values
 
-    def read(self, given: Given) -> Asked:
-        """The request that a submitted form asks for.
+    def read(self, given: Given) -> FormRequest:
+        """Return the request of a submitted form.
 
-        A parameter that cannot be read is sent as it was written: the pipeline says what is wrong.
+        Invalid parameters are passed on as text, because the pipeline's error explains them.
         """
         row = {tensor.name: given.get(tensor.name, "") for tensor in self.inputs}
         rows = [row]
@@ -120,7 +113,7 @@ class Form:
             for name, rule in self.rules.items()
             if (text := str(given.get(_PARAMETER + name, "")))
         }
-        return Asked(tuple(rows), parameters)
+        return FormRequest(tuple(rows), parameters)
 
     def _parameter(self, name: str, rule: Mapping[str, Any]) -> Field:
         choices: Sequence[str] = _BOOL if rule["type"] == "bool" else rule.get("choices") or ()
@@ -144,15 +137,15 @@ def _typed(text: str, kind: str) -> Parameter:
         return text
 
 
-NUMBERS = 8
-"""Of a vector that are shown."""
+MAX_VECTOR_VALUES = 8
+"""Number of vector elements shown on the page."""
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A label and its score; `share` of a full bar, from 0 to 1."""
+class ScoreBar:
+    """A label with its score; `share` is the length of the bar, from 0 to 1."""
 
     label: str
     score: float
@@ -160,8 +153,8 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a text, marked where it has a label."""
+class TextPiece:
+    """A part of a text, highlighted if it has a label."""
 
     text: str
     label: str = ""
@@ -169,8 +162,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Vector:
-    """The head of a row's vector, and how many numbers it has."""
+class VectorView:
+    """First elements of a vector, and its size."""
 
     name: str
     head: tuple[float, ...]
@@ -178,82 +171,80 @@ class Vector:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What the page shows of an answer; what a task does not have is empty.
+class AnswerView:
+    """View of an answer; parts that a task does not have are empty.
 
     Attributes:
-        lines: in words.
-        bars: labels, best first.
-        pieces: the whole of a text.
-        vectors: of each row.
-        raw: every output, as JSON.
+        lines: Answer as text.
+        bars: Labels with their scores, highest first.
+        pieces: Complete text in pieces, with highlights.
+        vectors: Vector of each row.
+        raw: All outputs, as JSON.
     """
 
     lines: tuple[str, ...] = ()
-    bars: tuple[Bar, ...] = ()
-    pieces: tuple[Piece, ...] = ()
-    vectors: tuple[Vector, ...] = ()
+    bars: tuple[ScoreBar, ...] = ()
+    pieces: tuple[TextPiece, ...] = ()
+    vectors: tuple[VectorView, ...] = ()
     raw: str = ""
 
 
-def show(kind: ViewKind, asked: Sequence[Mapping[str, str | bytes]], rows: Sequence[Row]) -> Shown:
-    """What `kind` shows of an answer.
-
-    Args:
-        kind: of the task's view.
-        asked: the inputs of each row.
-        rows: the outputs of each, as plain data.
-    """
+def view_answer(
+    kind: ViewKind, inputs: Sequence[Mapping[str, str | bytes]], rows: Sequence[Row]
+) -> AnswerView:
+    """Return the view of an answer, from the inputs and the outputs (plain data) of each row."""
     try:
-        shown = _SHOWS[kind](asked, rows)
-    except (KeyError, TypeError, ValueError):  # the pipeline's own `after` answers in another form
-        shown = _outputs(asked, rows)
+        view = _VIEWS[kind](inputs, rows)
+    except (KeyError, TypeError, ValueError):  # A hook `after` may return another form.
+        view = _outputs(inputs, rows)
     raw = json.dumps(rows if len(rows) > 1 else rows[0], indent=1, ensure_ascii=False)
-    return Shown(**{**vars(shown), "raw": raw})
+    return AnswerView(**{**vars(view), "raw": raw})
 
 
-def mark(text: str, spans: Sequence[Row]) -> tuple[Piece, ...]:
-    """`text` in pieces, those of `spans` marked; of spans that overlap, the first one.
+def mark_spans(text: str, spans: Sequence[Row]) -> tuple[TextPiece, ...]:
+    """Return `text` in pieces, with the spans highlighted.
 
-    Each of `spans` has the first character `start`, the one behind its last `end`, the `text`
-    between them, a `label` and a `score`. One whose text stands elsewhere is left out: a hook has
-    changed what the model read.
+    A span has the characters from `start` up to `end` (exclusive), their `text`, a `label` and a
+    `score`. If spans overlap, the first is highlighted. A span whose text differs is skipped,
+    because a hook may have changed the text that the model read.
     """
     pieces, done = [], 0
     for span in sorted(spans, key=lambda span: (span["start"], -span["end"])):
         start, end = span["start"], span["end"]
         if done <= start < end and text[start:end] == span["text"]:
-            pieces.append(Piece(text[done:start]))
-            pieces.append(Piece(text[start:end], span["label"], span["score"]))
+            pieces.append(TextPiece(text[done:start]))
+            pieces.append(TextPiece(text[start:end], span["label"], span["score"]))
             done = end
-    return tuple(piece for piece in (*pieces, Piece(text[done:])) if piece.text)
+    return tuple(piece for piece in (*pieces, TextPiece(text[done:])) if piece.text)
 
 
-def _choices(_: object, rows: Sequence[Row]) -> Shown:
+def _choices(_: object, rows: Sequence[Row]) -> AnswerView:
     (row,) = rows
     labels = next(value for name, value in row.items() if name != "score")
     pairs = zip(labels, row["score"], strict=True)
-    return Shown(bars=tuple(Bar(label, score, _share(score)) for label, score in pairs))
+    return AnswerView(bars=tuple(ScoreBar(label, score, _share(score)) for label, score in pairs))
 
 
-def _entities(asked: Sequence[Mapping[str, str | bytes]], rows: Sequence[Row]) -> Shown:
+def _entities(inputs: Sequence[Mapping[str, str | bytes]], rows: Sequence[Row]) -> AnswerView:
     spans = [{**entity, "label": entity["entity"]} for entity in rows[0]["entities"]]
-    pieces = mark(str(asked[0]["text"]), spans)
-    lines = [] if spans else ["There are no entities in this text."]
+    pieces = mark_spans(str(inputs[0]["text"]), spans)
+    lines = [] if spans else ["No entities found in this text."]
     if left := len(spans) - sum(bool(piece.label) for piece in pieces):
-        lines.append(f"{left} more could not be marked in the text; see the raw outputs.")
-    return Shown(pieces=pieces, lines=tuple(lines))
+        lines.append(f"{left} more entities are not highlighted in the text; see the raw outputs.")
+    return AnswerView(pieces=pieces, lines=tuple(lines))
 
 
-def _answer(asked: Sequence[Mapping[str, str | bytes]], rows: Sequence[Row]) -> Shown:
+def _answer(inputs: Sequence[Mapping[str, str | bytes]], rows: Sequence[Row]) -> AnswerView:
     (row,) = rows
     if not row["answer"]:
-        return Shown(lines=(f"There is no answer in this text (score {row['score']:.4f}).",))
+        return AnswerView(lines=(f"No answer found in this text (score {row['score']:.4f}).",))
     span = {**row, "text": row["answer"], "label": "answer"}
-    return Shown(lines=(row["answer"],), pieces=mark(str(asked[0]["text_pair"]), [span]))
+    return AnswerView(
+        lines=(row["answer"],), pieces=mark_spans(str(inputs[0]["text_pair"]), [span])
+    )
 
 
-def _vectors(_: object, rows: Sequence[Row]) -> Shown:
+def _vectors(_: object, rows: Sequence[Row]) -> AnswerView:
     vectors = [
         (name, values)
         for row in rows
@@ -263,26 +254,30 @@ def _vectors(_: object, rows: Sequence[Row]) -> Shown:
     lines: tuple[str, ...] = ()
     if len(vectors) == len(rows) > 1 and isinstance(vectors[0][1][0], float):
         cosine = _cosine(*(values for _, values in vectors))
-        lines = (f"Cosine similarity of the two: {cosine:.4f}",)
-    heads = (Vector(name, tuple(values[:NUMBERS]), len(values)) for name, values in vectors)
-    return Shown(lines=lines, vectors=tuple(heads))
+        lines = (f"Cosine similarity of both vectors: {cosine:.4f}",)
+    heads = (
+        VectorView(name, tuple(values[:MAX_VECTOR_VALUES]), len(values)) for name, values in vectors
+    )
+    return AnswerView(lines=lines, vectors=tuple(heads))
 
 
-def _outputs(_: object, rows: Sequence[Row]) -> Shown:
-    return Shown(lines=tuple(line for row in rows for line in describe_answer(row)))
+def _outputs(_: object, rows: Sequence[Row]) -> AnswerView:
+    return AnswerView(lines=tuple(line for row in rows for line in describe_answer(row)))
 
 
 def _share(score: float) -> float:
     return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
 
 
-def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    lengths = math.hypot(*one) * math.hypot(*other)
-    dot = sum(a * b for a, b in zip(one, other, strict=True))
+def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    lengths = math.hypot(*first) * math.hypot(*second)
+    dot = sum(a * b for a, b in zip(first, second, strict=True))
     return dot / lengths if lengths else math.nan
 
 
-_SHOWS: Mapping[ViewKind, Callable[[Sequence[Mapping[str, str | bytes]], Sequence[Row]], Shown]] = {
+_VIEWS: Mapping[
+    ViewKind, Callable[[Sequence[Mapping[str, str | bytes]], Sequence[Row]], AnswerView]
+] = {
     "choices": _choices,
     "entities": _entities,
     "answer": _answer,

@@ -1,11 +1,4 @@
-"""The page of a pipeline: a form, its answer, and where the time went.
-
-One request of the page to a served pipeline, and what the server counted of it.
-
-The page of a pipeline that generates text, whose answers appear as they come.
-
-It is a conversation, or, of a pipeline that makes one text of another, a text and its answer.
-"""
+"""Demo pages: a form with its answer and times, and a chat with streamed answers."""
 
 from __future__ import annotations
 
@@ -25,7 +18,7 @@ from triptych.client import Client, Completion, Generation, InferenceError, Samp
 from triptych.client.questions import plain_outputs
 from triptych.client.server_info import read_settings
 from triptych.core.inputs import task_of
-from triptych.interface.page.form import SECOND, Asked, Form, Shown, show
+from triptych.interface.page.form import SECOND, AnswerView, Form, FormRequest, view_answer
 from triptych.interface.page.web import EXAMPLE, PageServer, read_text
 from triptych.interface.report.pages import lines, render
 from triptych.spec.generation_fields import GenerationSpec, Text2TextSpec
@@ -33,96 +26,96 @@ from triptych.spec.spec import PipelineSpec
 from triptych.spec.traffic import TRAFFIC_FILE, TrafficRow, read_lines, read_traffic
 
 _COUNTED_WITHIN_S = 0.5
-"""Triton counts a request shortly after it has answered it."""
-_ROWS = 2
+"""Maximum delay until Triton's statistics include an answered request, in seconds."""
+_MAX_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Times:
-    """Where the time of one request went.
+class RequestTimes:
+    """Times of one answer of the page.
 
     Attributes:
-        whole_us: from here to the server and back.
-        steps: what the server counted of each step meanwhile; empty where it does not tell.
-        requests: sent from here.
-        unknown: why there are no steps; empty where there are.
+        total_us: Time from sending the first request until the last response, in microseconds.
+        steps: Statistics of the server for each step; empty if the server does not report them.
+        requests: Number of requests that the page sent.
+        unknown_reason: Reason why `steps` is empty, or "".
     """
 
-    whole_us: float
+    total_us: float
     steps: tuple[StepStatistics, ...]
     requests: int
-    unknown: str = ""
+    unknown_reason: str = ""
 
     @property
     def alone(self) -> bool:
-        """Whether the server counted this page's requests and no others."""
+        """Whether the statistics cover the requests of this page only."""
         return all(step.requests == self.requests for step in self.steps)
 
     @property
     def outside_us(self) -> float:
-        """Of the whole, what no step accounts for: gRPC, and the server between the steps."""
-        return max(0.0, self.whole_us - sum(map(total_us, self.steps)))
+        """Time spent outside the steps (gRPC, and the server between steps), in microseconds."""
+        return max(0.0, self.total_us - sum(map(step_time_us, self.steps)))
 
 
-def total_us(step: StepStatistics) -> float:
-    """The mean time of a request in `step`, its queue included."""
+def step_time_us(step: StepStatistics) -> float:
+    """Return the mean time of a request in `step` with its queue, in microseconds."""
     return step.queue_us + step.compute_input_us + step.compute_infer_us + step.compute_output_us
 
 
 @dataclass(frozen=True)
-class Reply:
-    """An answer: every output of each row as plain data, and the times."""
+class TimedAnswer:
+    """Outputs of each row as plain data, with the times of the request."""
 
     rows: tuple[dict[str, Any], ...]
-    times: Times
+    times: RequestTimes
 
 
-class Asker:
-    """Sends what the page asks to the pipeline, one request at a time.
+class PageClient:
+    """Client of a demo page that sends one request at a time.
 
     Args:
-        pipeline: its name.
-        url: ``host:port`` of the server's gRPC endpoint.
-        timeout_s: of a request.
+        pipeline: Name of the pipeline.
+        url: Address ``host:port`` of the server's gRPC endpoint.
+        timeout_s: Timeout of a request, in seconds.
 
     Raises:
-        UserError: the address is none.
+        UserError: The address is invalid.
     """
 
     def __init__(self, pipeline: str, url: str, timeout_s: float) -> None:
         self.url = url
-        self._client = Client(pipeline, url, timeout_s=timeout_s, rows_per_request=_ROWS)
+        self._client = Client(pipeline, url, timeout_s=timeout_s, rows_per_request=_MAX_ROWS)
         self._turn = threading.Lock()
 
     def settings(self) -> dict[str, Any]:
-        """What the first step was built with: rules and values of parameters among others.
+        """Return the settings of the first step, such as rules and defaults of parameters.
 
         Raises:
-            InferenceError: the pipeline is not served there.
-            UserError: its step is not.
+            InferenceError: The pipeline is not available at the address.
+            UserError: The first step is not available.
         """
         return read_settings(self.url, self._client.interface().steps[0])
 
-    def ask(self, asked: Asked) -> Reply:
-        """Send one request.
+    def send(self, request: FormRequest) -> TimedAnswer:
+        """Send a request and return its answer.
 
         Raises:
-            InferenceError: the pipeline refuses it, or fails.
+            InferenceError: The pipeline rejects the request, or fails.
         """
-        inputs = {name: [row[name] for row in asked.rows] for name in asked.rows[0]}
+        inputs = {name: [row[name] for row in request.rows] for name in request.rows[0]}
         with self._turn:
             config = self._client.interface()
-            before, unknown = self._counts()
+            before, unknown_reason = self._counts()
             began = time.perf_counter()
-            outputs = self._client.infer(inputs, parameters=asked.parameters)
-            whole_us = (time.perf_counter() - began) * 1e6
-            requests = -(-len(asked.rows) // min(_ROWS, config.max_batch_size))
-            steps = () if unknown else self._since(before, requests)
+            outputs = self._client.infer(inputs, parameters=request.parameters)
+            total_us = (time.perf_counter() - began) * 1e6
+            requests = -(-len(request.rows) // min(_MAX_ROWS, config.max_batch_size))
+            steps = () if unknown_reason else self._since(before, requests)
         columns = plain_outputs(config, outputs)
         rows = tuple(
             dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
         )
-        return Reply(rows, Times(whole_us, steps, requests, unknown))
+        return TimedAnswer(rows, RequestTimes(total_us, steps, requests, unknown_reason))
 
     def close(self) -> None:
         self._client.close()
@@ -130,7 +123,7 @@ class Asker:
     def _counts(self) -> tuple[list[StepStatistics], str]:
         try:
             return self._client.step_statistics(), ""
-        except InferenceError as error:  # a server may keep its counts to itself
+        except InferenceError as error:  # A server may not offer statistics.
             return [], str(error)
 
     def _since(self, before: list[StepStatistics], requests: int) -> tuple[StepStatistics, ...]:
@@ -144,31 +137,31 @@ class Asker:
             time.sleep(0.01)
 
 
-EXAMPLES = 8
-"""Prompts of the traffic that a page offers."""
+MAX_EXAMPLES = 8
+"""Maximum number of rows of the traffic that a page offers as examples."""
 
 PARAMETERS = ("max_tokens", "temperature")
 Messages = Sequence[Mapping[str, str]]
 
 
 class ChatPage(PageServer):
-    """Page of a pipeline that generates text, until it is closed.
+    """Chat page of a pipeline that generates text.
 
     Args:
-        spec: of the pipeline.
-        folder: where its traffic is, if there is any.
-        grpc_url: ``host:port`` of the server's gRPC endpoint.
-        host: to listen on.
-        port: 0 picks a free one.
-        timeout_s: of an answer.
+        spec: Spec of the pipeline.
+        folder: Folder of the pipeline, which may contain traffic.
+        grpc_url: Address ``host:port`` of the server's gRPC endpoint.
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free port.
+        timeout_s: Timeout of an answer, in seconds.
 
     Raises:
-        OSError: nothing can listen there.
-        UserError: its traffic cannot be read.
+        OSError: The server cannot listen on the address.
+        UserError: The traffic cannot be read.
     """
 
     talks = True
-    """Whether a request is a whole conversation; else it is one text."""
+    """Whether a request is a complete conversation; otherwise it is a single text."""
 
     def __init__(
         self,
@@ -207,8 +200,8 @@ class ChatPage(PageServer):
         self._client.close()
 
     def _answered(self, messages: Messages, given: Mapping[str, str]) -> Iterator[str]:
-        """The page up to the answer, the answer piece by piece, and the rest."""
-        # What comes before the answer and behind it is cut out of one page.
+        """Yield the page up to the answer, the answer in pieces, and the rest of the page."""
+        # The parts before and after the answer are cut from one page, at a random mark.
         mark = secrets.token_hex(16)
         kept = {**given, "say": ""}
         yield self._render(messages, kept, mark=mark).split(mark)[0]
@@ -227,16 +220,16 @@ class ChatPage(PageServer):
             after = self._render(messages[:-1], given, mark=mark, error=error)
             yield after.split(mark)[1]
             return
-        whole = Completion.join(chunks)
-        told = {
-            "tokens": len(whole.token_ids),
-            "prompt_tokens": "" if whole.usage is None else whole.usage.prompt_tokens,
-            "finish": whole.finish_reason or "broke off",
+        completion = Completion.join(chunks)
+        summary = {
+            "tokens": len(completion.token_ids),
+            "prompt_tokens": "" if completion.usage is None else completion.usage.prompt_tokens,
+            "finish": completion.finish_reason or "interrupted",
             "first_us": first_s * 1e6,
-            "whole_us": took_s * 1e6,
+            "total_us": took_s * 1e6,
         }
-        turns = [*messages, {"role": "assistant", "content": whole.text}]
-        after = self._render(turns, kept, mark=mark, error=error, told=told)
+        turns = [*messages, {"role": "assistant", "content": completion.text}]
+        after = self._render(turns, kept, mark=mark, error=error, summary=summary)
         yield after.split(mark)[1]
 
     def _ask(self, messages: Messages, sampling: Sampling) -> Generation:
@@ -251,7 +244,7 @@ class ChatPage(PageServer):
         *,
         mark: str = "",
         error: str = "",
-        told: Mapping[str, Any] | None = None,
+        summary: Mapping[str, Any] | None = None,
     ) -> str:
         return render(
             "chat.html.j2",
@@ -260,8 +253,8 @@ class ChatPage(PageServer):
             talks=self.talks,
             model=self._spec.model.source,
             url=self._grpc_url,
-            # The last answer has been sent where the page goes on behind it.
-            messages=messages if told is None else messages[:-1],
+            # The last answer was already streamed if there is a summary.
+            messages=messages if summary is None else messages[:-1],
             history=json.dumps(list(messages)),
             values=values,
             parameters=PARAMETERS,
@@ -269,18 +262,18 @@ class ChatPage(PageServer):
             examples=self._examples,
             mark=mark,
             error=error,
-            told=told,
+            summary=summary,
         )
 
 
 class TextPage(ChatPage):
-    """Page of a pipeline that summarizes or translates, until it is closed; see `ChatPage`."""
+    """Page of a pipeline that summarizes or translates."""
 
     talks = False
 
 
 def _sampling(given: Mapping[str, str]) -> Sampling:
-    """Parameters as the form has them; the pipeline says what is wrong with one."""
+    """Return the parameters of the form, unchecked: the pipeline rejects invalid values."""
     sampling: dict[str, Any] = {}
     for name in PARAMETERS:
         text = given.get(name, "").strip()
@@ -294,78 +287,72 @@ def _sampling(given: Mapping[str, str]) -> Sampling:
 
 
 def _examples(path: Path) -> list[str]:
-    """What users say last in the first prompts of the traffic."""
+    """Return the last user message of the first prompts of the traffic."""
     if not path.is_file():
         return []
     found = []
     for _, _, row in read_lines(path):
         talk = (row or {}).get("messages") or [{"content": (row or {}).get("text_input", "")}]
         found.append(str(talk[-1].get("content", "")))
-    return found[:EXAMPLES]
+    return found[:MAX_EXAMPLES]
 
 
-"""Rows of the traffic that a page offers."""
-
-_MAX_PREVIEW = 4 << 20
+_MAX_PREVIEW_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """What the page is about.
+class ServedPipeline:
+    """A served pipeline with the form of its page.
 
     Attributes:
-        spec: as it was built.
-        form: its fields.
-        asker: sends what they hold.
-        examples: rows of its traffic.
-        folder: that images of examples lie in.
+        spec: Spec of the active build.
+        examples: Rows of the pipeline's traffic.
+        folder: Folder of the images of `examples`.
     """
 
     spec: PipelineSpec
     form: Form
-    asker: Asker
+    client: PageClient
     examples: tuple[TrafficRow, ...]
     folder: Path
 
 
-def open_pipeline(spec: PipelineSpec, folder: Path, url: str, timeout_s: float) -> Pipeline:
-    """What a page needs of a pipeline that is served.
+def open_pipeline(spec: PipelineSpec, folder: Path, url: str, timeout_s: float) -> ServedPipeline:
+    """Return a served pipeline with the form of its page.
 
     Args:
-        spec: of the pipeline.
-        folder: where its traffic is, if there is any.
-        url: ``host:port`` of the server's gRPC endpoint.
-        timeout_s: of a request.
+        spec: Spec of the pipeline.
+        folder: Folder of the pipeline, which may contain traffic.
+        url: Address ``host:port`` of the server's gRPC endpoint.
+        timeout_s: Timeout of a request, in seconds.
 
     Raises:
-        UserError: it is not served there, or its traffic cannot be read.
+        UserError: The pipeline is not available at the address, or its traffic cannot be read.
     """
     task = task_of(spec)
-    asker = Asker(spec.name, url, timeout_s)
+    client = PageClient(spec.name, url, timeout_s)
     try:
-        form = Form.of(task, asker.settings())
+        form = Form.of(task, client.settings())
     except InferenceError as error:
         raise UserError(
-            f"{spec.name} at {url}", "must be served there", given=error, remedy="See --url"
+            f"{spec.name} at {url}",
+            "is not available",
+            given=error,
+            remedy=f"Start it with `triptych serve {spec.name}`, or pass --url",
         ) from error
     names = [tensor.name for tensor in task.inputs]
     rows = read_traffic(folder, names) if (folder / TRAFFIC_FILE).is_file() else []
-    return Pipeline(spec, form, asker, tuple(rows[:EXAMPLES]), folder)
+    return ServedPipeline(spec, form, client, tuple(rows[:MAX_EXAMPLES]), folder)
 
 
 class DemoPage(PageServer):
-    """Answers browsers until it is closed.
-
-    Args:
-        pipeline: that the page is about.
-        host: to listen on.
-        port: 0 picks a free one.
+    """Demo page of an encoder.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: The server cannot listen on the address.
     """
 
-    def __init__(self, pipeline: Pipeline, host: str, port: int) -> None:
+    def __init__(self, pipeline: ServedPipeline, host: str, port: int) -> None:
         super().__init__(host, port)
         self.pipeline = pipeline
 
@@ -379,7 +366,7 @@ class DemoPage(PageServer):
         return status, iter([text])
 
     def end(self) -> None:
-        self.pipeline.asker.close()
+        self.pipeline.client.close()
 
 
 def open_demo_page(
@@ -389,13 +376,13 @@ def open_demo_page(
     return DemoPage(open_pipeline(spec, folder, url, timeout_s), host, port)
 
 
-def _chosen(pipeline: Pipeline, number: str) -> TrafficRow | None:
+def _chosen(pipeline: ServedPipeline, number: str) -> TrafficRow | None:
     known = number.isdecimal() and int(number) < len(pipeline.examples)
     return pipeline.examples[int(number)] if known else None
 
 
-def answer(pipeline: Pipeline, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, str]:
-    """What becomes of a submitted form, given by field: the status, and the page."""
+def answer(pipeline: ServedPipeline, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, str]:
+    """Return the HTTP status and the page for a submitted form, with the content of each field."""
     images = [tensor.name for tensor in pipeline.form.inputs if tensor.content == "image"]
     given: dict[str, str | bytes] = {
         name: content if name in images else read_text(content) for name, content in sent.items()
@@ -407,26 +394,27 @@ def answer(pipeline: Pipeline, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, s
         for name in images:
             if example is not None and not given.get(name):
                 given[name] = (pipeline.folder / example.inputs[name]).read_bytes()
-        asked = pipeline.form.read(given)
-        reply = pipeline.asker.ask(asked)
+        request = pipeline.form.read(given)
+        answered = pipeline.client.send(request)
     except (InferenceError, OSError) as error:
-        alone = not given.get(SECOND)  # no row needs to be named
-        said = error.message if isinstance(error, InferenceError) and alone else str(error)
-        page = _page(pipeline, values, chosen, error=said)
+        one_row = not given.get(SECOND)  # The message then need not name the row.
+        message = error.message if isinstance(error, InferenceError) and one_row else str(error)
+        page = _page(pipeline, values, chosen, error=message)
         return HTTPStatus.UNPROCESSABLE_ENTITY, page
-    shown = show(pipeline.form.view.kind, asked.rows, reply.rows)
+    view = view_answer(pipeline.form.view.kind, request.rows, answered.rows)
     preview = [given[name] for name in images]
-    return HTTPStatus.OK, _page(pipeline, values, chosen, reply=reply, shown=shown, images=preview)
+    page = _page(pipeline, values, chosen, answered=answered, view=view, images=preview)
+    return HTTPStatus.OK, page
 
 
 def _page(
-    pipeline: Pipeline,
+    pipeline: ServedPipeline,
     values: Mapping[str, str],
     example: str,
     *,
     error: str = "",
-    reply: Reply | None = None,
-    shown: Shown | None = None,
+    answered: TimedAnswer | None = None,
+    view: AnswerView | None = None,
     images: Sequence[Any] = (),
 ) -> str:
     return render(
@@ -434,14 +422,16 @@ def _page(
         name=pipeline.spec.name,
         task=pipeline.spec.task,
         model=pipeline.spec.model.source,
-        url=pipeline.asker.url,
+        url=pipeline.client.url,
         fields=pipeline.form.fields,
         values=values,
         example=example,
         examples=[" | ".join(row.inputs.values()) for row in pipeline.examples],
         error=error,
-        shown=shown,
-        times=None if reply is None else reply.times,
-        total_us=total_us,
-        images=[base64.b64encode(each).decode() for each in images if len(each) < _MAX_PREVIEW],
+        view=view,
+        times=None if answered is None else answered.times,
+        step_time_us=step_time_us,
+        images=[
+            base64.b64encode(each).decode() for each in images if len(each) < _MAX_PREVIEW_BYTES
+        ],
     )

@@ -1,4 +1,4 @@
-"""A page's server: one form over HTTP, for people on this machine; no script runs on it."""
+"""HTTP server of a page with one form, without scripts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from urllib.parse import parse_qs, urlsplit
 from triptych.client.address import is_loopback
 
 EXAMPLE = "example"
-"""The field, or part of the address, that chooses a row of the traffic."""
+"""Name of the form field and of the URL parameter that selects an example."""
 
-_MAX_FORM = 64 << 20
+_MAX_FORM_BYTES = 64 << 20
 _READ_TIMEOUT_S = 30.0
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -30,30 +30,30 @@ _HEADERS = {
 
 
 class PageServer(ThreadingHTTPServer, ABC):
-    """Answers browsers until it is closed; as a context manager, from entry to exit.
+    """HTTP server of a page, which runs while its context is active.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: The server cannot listen on the address.
     """
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int) -> None:
-        self.only_here = is_loopback(f"{host}:0")
-        super().__init__((host, port), _Handler)
+        self.is_local = is_loopback(f"{host}:0")
+        super().__init__((host, port), _PageHandler)
         self.url = f"http://{host}:{self.server_port}/"
 
     @abstractmethod
     def page(self, example: str) -> str:
-        """The page with an empty form, or with an example's values in it."""
+        """Return the page with an empty form, or with the values of an example."""
 
     @abstractmethod
     def answer(self, sent: Mapping[str, bytes]) -> tuple[HTTPStatus, Iterator[str]]:
-        """What becomes of a submitted form, given by field: the status, and the page in pieces."""
+        """Return the HTTP status and the page, in pieces, for the fields of a submitted form."""
 
     @abstractmethod
     def end(self) -> None:
-        """Let go of what the page holds."""
+        """Release the resources of the page."""
 
     def __enter__(self) -> Any:
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -65,7 +65,7 @@ class PageServer(ThreadingHTTPServer, ABC):
         self.end()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PageHandler(BaseHTTPRequestHandler):
     server: PageServer
     server_version, sys_version = "triptych", ""
     timeout = _READ_TIMEOUT_S
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if self._is_foreign() or urlsplit(self.path).path != "/":
             self._plain(HTTPStatus.NOT_FOUND)
-        elif not size.isdecimal() or int(size) > _MAX_FORM:
+        elif not size.isdecimal() or int(size) > _MAX_FORM_BYTES:
             self.close_connection = True
             self._plain(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         else:
@@ -90,12 +90,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(*self.server.answer(_read(kind, self.rfile.read(int(size)))))
 
     def log_message(self, *_: object) -> None:
-        """Nothing: what people ask is not for a log."""
+        """Log nothing, because requests may contain private texts."""
 
     def _is_foreign(self) -> bool:
-        """Whether another site's page sent this, or a name that is made to point here."""
+        """Return whether the request comes from another site, or names another host."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        if self.server.only_here and not is_loopback(host if ":" in host else f"{host}:80"):
+        if self.server.is_local and not is_loopback(host if ":" in host else f"{host}:80"):
             return True
         return origin is not None and urlsplit(origin).netloc != host
 
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, iter([f"{status.value} {status.phrase}\n"]))
 
     def _send(self, status: HTTPStatus, pieces: Iterator[str]) -> None:
-        """Send pieces as they come; the connection's end, as in HTTP/1.0, is that of the page."""
+        """Send each piece at once. The end of the connection ends the page, as in HTTP/1.0."""
         self.send_response(status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for piece in pieces:
                 self.wfile.write(piece.encode())
-        except ConnectionError:  # the browser left: what made the pieces ends, too
+        except ConnectionError:  # The browser disconnected; `close` below ends the generator.
             self.close_connection = True
         finally:
             if close := getattr(pieces, "close", None):
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def read_text(content: bytes) -> str | bytes:
-    """A field as it was typed: browsers send ends of lines as CRLF."""
+    """Return the text of a field with LF line ends, because browsers send CRLF."""
     try:
         return content.decode().replace("\r\n", "\n")
     except UnicodeDecodeError:
@@ -127,7 +127,7 @@ def read_text(content: bytes) -> str | bytes:
 
 
 def _read(kind: str, body: bytes) -> dict[str, bytes]:
-    """The fields of a submitted form (``multipart/form-data``)."""
+    """Return the fields of a submitted form (``multipart/form-data``)."""
     head = f"Content-Type: {kind}\r\n\r\n".encode("latin-1", "replace")
     message = BytesParser(policy=HTTP).parsebytes(head + body)
     found = {}

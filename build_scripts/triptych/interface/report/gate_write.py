@@ -1,4 +1,4 @@
-"""The report of a gate: ``report.html`` to read and ``gate.json`` to compute with, side by side."""
+"""Report of an accuracy gate: ``report.html`` and ``gate.json``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from triptych.spec.tasks.accuracy import METRICS
 
 
 @dataclass(frozen=True)
-class About:
-    """Whose gate it is; `versions` is name of a library to its version."""
+class GateHeader:
+    """Header data of a gate report; `versions` maps libraries to their versions."""
 
     pipeline: str
     task: str
@@ -27,20 +27,18 @@ class About:
     versions: Mapping[str, str]
 
 
-def write_gate_report(gate: GateResult, about: About, target: Path) -> Path:
-    """Write both files into `target`, made where it is missing; the page.
-
-    Each file appears whole or not at all.
+def write_gate_report(gate: GateResult, about: GateHeader, target: Path) -> Path:
+    """Write the report into the folder `target`, which is created, and return the page.
 
     Raises:
-        OSError: one of them cannot be written.
+        OSError: A file cannot be written. No file is left incomplete.
     """
     record = {"conversion": None, "accepted": None, **gate.as_dict(), **asdict(about)}
     write_files(target, {"gate.json": json_text(record), "report.html": page(gate, about)})
     return target / "report.html"
 
 
-def page(gate: GateResult, about: About) -> str:
+def page(gate: GateResult, about: GateHeader) -> str:
     labeled, failures = gate.labeled, list(gate.failures)
     if labeled and labeled.failure and labeled.failure not in failures:
         failures.append(labeled.failure)
@@ -78,18 +76,18 @@ def page(gate: GateResult, about: About) -> str:
 
 
 def _outcome(gate: GateResult, failures: Sequence[str]) -> tuple[str, str]:
-    """The kind and the word of the verdict: passed only where nothing at all says otherwise."""
+    """Return the kind and the text of the verdict; it is passed only if everything passed."""
     measured = gate.finite and bool(gate.verdicts)
     probe = gate.probe.verdicts if gate.probe else ()
     if not failures and measured and all(verdict.passed for verdict in (*gate.verdicts, *probe)):
         return "passed", "Passed"
     if gate.accepted:
-        return "accepted", "Accepted in spite of failure"
+        return "accepted", "Accepted despite failure"
     return "failed", "FAILED"
 
 
 def _interval(gate: GateResult) -> Markup:
-    """The plot of the labeled metric; "" where an end is not finite."""
+    """Return the plot of the labeled metric, or "" if a value is not finite."""
     found = gate.labeled
     ends = (found.difference, found.low, found.high, found.max_drop) if found else (None,)
     held = [value for end in ends if (value := number(end)) is not None]
@@ -97,7 +95,7 @@ def _interval(gate: GateResult) -> Markup:
 
 
 def _ranges(gate: GateResult) -> dict[str, float]:
-    """The ranges that can be drawn, as magnitudes."""
+    """Return the finite ranges, as magnitudes."""
     given = gate.conversion.ranges if gate.conversion else {}
     return {name: abs(v) for name, held in given.items() if (v := number(held)) is not None}
 
@@ -107,23 +105,23 @@ def _verdicts(candidate: PrecisionTrial) -> Mapping[str, float]:
 
 
 def _metrics(candidates: Sequence[PrecisionTrial]) -> list[str]:
-    """Every metric of any candidate, in the order of their first appearance."""
+    """Return the metrics of all candidates, in order of first appearance."""
     return list(dict.fromkeys(metric for each in candidates for metric in _verdicts(each)))
 
 
 def _candidate_lines(candidates: Sequence[PrecisionTrial]) -> dict[str, list[str]]:
-    """Candidates side by side, a measure a line: names are long and candidates are few."""
+    """Return a table line for each measure, with a cell for each candidate."""
     speeds = [number(each.throughput_per_s) for each in candidates]
     slow = dict(zip((each.precision for each in candidates), speeds, strict=True)).get("fp32")
     sizes = [number(each.size_bytes) for each in candidates]
     lines: dict[str, list[str]] = {
-        "Per second": [figure(speed, 1) for speed in speeds],
-        "Times fp32": [NOTHING if speed is None else f"{speed / slow:.2f}" for speed in speeds]
+        "Rows/s": [figure(speed, 1) for speed in speeds],
+        "Ratio to fp32": [NOTHING if speed is None else f"{speed / slow:.2f}" for speed in speeds]
         if slow
         else [],
         "p99, ms": [figure(each.p99_ms, 1) for each in candidates],
         "Size, MB": [figure(None if size is None else size * 1e-6, 1) for size in sizes],
-        "Layers kept": [f"{len(each.kept):,}" for each in candidates],
+        "Layers excluded": [f"{len(each.kept):,}" for each in candidates],
     }
     for metric in _metrics(candidates):
         lines[code(metric)] = [figure(_verdicts(each).get(metric)) for each in candidates]
@@ -139,7 +137,7 @@ class _Scatter:
 
 
 def _scatter(gate: GateResult) -> _Scatter | None:
-    """Throughput of candidates over the metric with the least to spare; None without any."""
+    """Return the plot of throughput over the metric with the smallest margin; None if empty."""
     metric, limit = _tightest(gate, _metrics(gate.candidates))
     points, missing = [], []
     for each in gate.candidates:
@@ -147,7 +145,7 @@ def _scatter(gate: GateResult) -> _Scatter | None:
         if x is None or y is None or each.status == "not runnable":
             missing.append(str(each.precision))
         else:
-            points.append(plots.Point(each.precision, each.status, x, max(y, 0.0)))
+            points.append(plots.PrecisionPoint(each.precision, each.status, x, max(y, 0.0)))
     if not points:
         return None
     svg = plots.candidates(points, metric, limit, higher=not _is_better_low(metric))
@@ -159,7 +157,7 @@ def _is_better_low(metric: str) -> bool:
 
 
 def _tightest(gate: GateResult, metrics: Sequence[str]) -> tuple[str, float | None]:
-    """The metric of the gate that is nearest to its limit, and that limit."""
+    """Return the metric that is nearest to its limit, and the limit."""
     used: list[tuple[float, str, float]] = []
     for verdict in gate.verdicts:
         value, limit = number(verdict.value), number(verdict.limit)
@@ -174,11 +172,11 @@ def _tightest(gate: GateResult, metrics: Sequence[str]) -> tuple[str, float | No
 
 
 def _remarks(candidate: PrecisionTrial) -> list[str]:
-    """What failed and what else is to say."""
-    said, kept = [*candidate.failures], candidate.kept
+    """Return the failures and the notes of a candidate."""
+    remarks, kept = [*candidate.failures], candidate.kept
     if candidate.note:
-        said.append(candidate.note)
+        remarks.append(candidate.note)
     if kept:
         more = f" and {len(kept) - 3:,} more" if len(kept) > 3 else ""
-        said.append(f"kept: {', '.join(kept[:3])}{more}")
-    return said
+        remarks.append(f"excluded: {', '.join(kept[:3])}{more}")
+    return remarks

@@ -1,9 +1,4 @@
-"""The page of a bench, from the verdict down to where the numbers come from.
-
-The figures of a bench beside the card of the very build that was measured: Markdown.
-
-The report of a bench: ``report.html`` to read, ``bench.json`` and ``bench.csv`` to compute.
-"""
+"""Reports of a load test: page, JSON, CSV, and a Markdown summary beside the model card."""
 
 from __future__ import annotations
 
@@ -21,7 +16,15 @@ from triptych.base.errors import UserError
 from triptych.base.files import told_to_user, write_files
 from triptych.base.formatting import NOTHING, TIMES, milliseconds, number, percent, rounded
 from triptych.interface.report.pages import render
-from triptych.interface.report.plots import Bar, Dot, Series, compared, curves, histogram, waterfall
+from triptych.interface.report.plots import (
+    Dot,
+    PlotBar,
+    Series,
+    compared,
+    curves,
+    histogram,
+    waterfall,
+)
 from triptych.repository.manifest import FIGURES_FILE, build_id
 from triptych.repository.records import json_text
 from triptych.repository.store import locked
@@ -49,17 +52,17 @@ _TIMES = ("ttft p50", "ttft p99", "itl p50", "itl p99")
 
 
 def write_figures(result: BenchResult, repository: Path) -> str:
-    """Put the figures beside the card, if the build that was measured is still the one in place.
+    """Write the summary beside the model card, if the measured build is still active.
 
     Returns:
-        In a line, what became of them.
+        The file, or the reason why it was not written.
     """
     subject = result.subject
     file = repository / subject.pipeline / FIGURES_FILE
     try:
         with told_to_user(repository), locked(repository):
             if subject.build != build_id(repository, subject.pipeline):
-                return f"{file} was not written: what was measured has been built anew"
+                return f"{file} was not written: the pipeline was rebuilt since the measurement"
             write_files(file.parent, {FIGURES_FILE: figures(result)})
     except UserError as error:
         return f"{file} was not written: {error.message}"
@@ -67,7 +70,7 @@ def write_figures(result: BenchResult, repository: Path) -> str:
 
 
 def figures(result: BenchResult) -> str:
-    """The best figure, each load, and what they were measured on."""
+    """Return the summary as Markdown: best result, each load, and the machine."""
     subject = result.subject
     others = [point for point in result.points if point.load.kind != "concurrency"]
     lines = [f"# Speed of {subject.pipeline}", "", f"{headline(result)}.", ""]
@@ -104,21 +107,21 @@ def _row(point: Point) -> str:
 
 
 CURVES = ("p50", "p95", "p99")
-"""Percentiles that are drawn."""
+"""Percentiles that the plots show."""
 
 STEPS = {"preprocess": "s1", "core": "s2", "postprocess": "s3"}
-"""Step to its color; what is none of them has another."""
+"""CSS class of each step; other steps have another class."""
 
 _CLOSED = (
-    "Each point a number of clients that send their next request when the last is answered. "
-    "Thin lines: from the lowest to the highest round."
+    "Each point is a number of clients, which wait for a response before the next request. "
+    "Thin lines: minimum to maximum of the rounds."
 )
-_OPEN = "Requests sent at a given rate, whatever comes back."
-_RATES = "Latency over the rate that was offered. Dashed: the promise."
+_OPEN = "Requests sent at a given rate, without waiting for responses."
+_RATES = "Latency over the offered rate. Dashed: the SLO."
 
 _TOKENS = {
-    "ttft": "From a request to the first response with a token.",
-    "itl": "Between two responses of an answer. Dashed: the promise.",
+    "ttft": "Time from the request to the first response with a token.",
+    "itl": "Time between two responses of an answer. Dashed: the SLO.",
 }
 
 Plot = tuple[Markup, str]
@@ -161,47 +164,47 @@ def page(result: BenchResult) -> str:
         cost=cost_entries(result.cost) if result.cost else {},
         watched=[point for point in shown if point.typical.resources],
         resources=_resources(shown),
-        # An engine makes its own batches of what streams: Triton's say nothing of them.
+        # An engine batches streamed answers itself, so Triton's batch sizes are meaningless.
         batches=_batches(shown[-1]) if shown and not shown[-1].streamed else [],
         largest=shown[-1].load if shown else None,
         lengths=histogram(
-            "lengths", "Lengths of rows", result.subject.lengths, axes=("tokens a row", "rows")
+            "lengths", "Lengths of rows", result.subject.lengths, axes=("tokens per row", "rows")
         ),
         origin=origin(result.subject),
     )
 
 
 def achieved(point: Point) -> float:
-    """Requests answered a second."""
+    """Return the throughput in requests/s."""
     return point.median("throughput_per_s")
 
 
 def offered(point: Point) -> float:
-    """Requests sent a second, by an open load."""
+    """Return the offered load in requests/s."""
     return point.load.value
 
 
 def latency(point: Point, percentile: str) -> str:
-    """In milliseconds; of no answer there is none."""
+    """Return a latency percentile in ms; a dash without responses."""
     return milliseconds(point.median(f"{percentile}_us") if point.median("requests") else None)
 
 
 def samples(point: Point, moment: str) -> int:
-    """How many times there are of a moment, in all rounds."""
+    """Return the number of samples of a latency metric, over all rounds."""
     if moment == "e2e":
         return sum(one.requests for one in point.rounds)
     return sum(getattr(one, moment).samples for one in point.streamed)
 
 
 def _token_curves(points: Sequence[Point], slo: AnySlo) -> list[Plot]:
-    """First token and inter-token latency over the tokens a second, each with its limits."""
-    told = [point for point in points if point.streamed]
+    """Return plots of first-token and inter-token latency over tokens/s, with their limits."""
+    streamed = [point for point in points if point.streamed]
     plots = []
     for moment in ("ttft", "itl"):
         series = []
         for index, which in enumerate(CURVES, 1):
             dots = []
-            for point in told:
+            for point in streamed:
                 name = f"{moment}_{which}"
                 rounds = [one.latencies_us.get(name, 0.0) / 1e3 for one in point.rounds]
                 dots.append(
@@ -220,14 +223,14 @@ def _token_curves(points: Sequence[Point], slo: AnySlo) -> list[Plot]:
             for name, most in slo.limits_us.items()
             if name.startswith(moment)
         }
-        title = f"{MOMENTS[moment].capitalize()} over tokens a second"
-        axes = ("tokens a second", f"{MOMENTS[moment]}, ms")
+        title = f"{MOMENTS[moment].capitalize()} over tokens/s"
+        axes = ("tokens/s", f"{MOMENTS[moment]}, ms")
         plots.append((curves(moment, title, series, axes=axes, limits=limits), _TOKENS[moment]))
     return plots
 
 
 def shown_points(result: BenchResult) -> list[Point]:
-    """The best load and the largest; where they are the same, the lightest and that."""
+    """Return the best and the largest load; if they are the same, the smallest and the largest."""
     closed = closed_loops(result.points) or list(result.points)
     best = best_point(closed, result.slo)
     if best is None:
@@ -237,7 +240,7 @@ def shown_points(result: BenchResult) -> list[Point]:
 
 
 def origin(subject: Subject) -> dict[str, object]:
-    """What was measured, and on what: name to value."""
+    """Return name and value of each property of the pipeline and the machine."""
     return {
         "Pipeline": subject.pipeline,
         "Task": subject.task,
@@ -253,44 +256,52 @@ def origin(subject: Subject) -> dict[str, object]:
 
 
 def part_name(part: Part) -> str:
-    """``core queue``, ``core`` for its compute, ``transport``."""
+    """Return the name of a part, such as ``core queue``, ``core`` or ``transport``."""
     if part.what == "queue":
         return f"{part.where} queue"
     return part.where if part.what == "compute" else part.what
 
 
-def times_as_fast(points: Sequence[Point], other: Point) -> str:
-    """``2.31 x as fast``: throughput at the same load as `other`, else the best, over `other`'s."""
-    same = [point for point in points if point.load == other.load]
-    rival = same[0] if same else best_point(points, Slo())
-    rate = achieved(other)
-    if rival is None or rate <= 0 or not rival.median("requests"):
+def times_as_fast(points: Sequence[Point], baseline: Point) -> str:
+    """Return the throughput relative to a baseline, such as ``2.31 x as fast``.
+
+    It is compared at the load of the baseline, or else at the best load.
+    """
+    same = [point for point in points if point.load == baseline.load]
+    pipeline = same[0] if same else best_point(points, Slo())
+    rate = achieved(baseline)
+    if pipeline is None or rate <= 0 or not pipeline.median("requests"):
         return NOTHING
-    return f"{rounded(achieved(rival) / rate)}\N{NO-BREAK SPACE}{TIMES} as fast"
+    return f"{rounded(achieved(pipeline) / rate)}\N{NO-BREAK SPACE}{TIMES} as fast"
 
 
 def cost_entries(found: Cost) -> dict[str, str]:
-    """What to tell of a cost: name to value, for people."""
+    """Return name and formatted value of each part of a cost."""
     money = f"{found.currency} "
-    entries = {"A million inferences": money + rounded(found.per_million)}
+    entries = {"Per million inferences": money + rounded(found.per_million)}
     if found.per_million_tokens is not None:
-        entries["A million generated tokens"] = money + rounded(found.per_million_tokens)
+        entries["Per million generated tokens"] = money + rounded(found.per_million_tokens)
     entries |= {
-        "At": f"{rounded(found.rate_per_s)}/s a device",
-        "Price": f"{money}{rounded(found.price_per_hour)} an hour",
+        "At": f"{rounded(found.rate_per_s)} requests/s per device",
+        "Price": f"{money}{rounded(found.price_per_hour)} per hour",
     }
     if found.monthly is not None:
-        entries["A month"] = f"{money}{rounded(found.monthly)}"
-        entries["Of requests a day"] = rounded(found.daily_requests)
+        entries["Per month"] = f"{money}{rounded(found.monthly)}"
+        entries["Requests per day"] = rounded(found.daily_requests)
     if found.machines is not None:
-        entries["Machines"] = f"{found.machines:,} for a peak of {rounded(found.peak_per_s)}/s"
+        entries["Machines"] = (
+            f"{found.machines:,} for a peak of {rounded(found.peak_per_s)} requests/s"
+        )
     if found.monthly is not None or found.machines is not None:
-        entries["Kept free"] = percent(found.headroom)
+        entries["Headroom"] = percent(found.headroom)
     return entries
 
 
 def latency_dot(point: Point, which: str, tip: str, *, rate: Rate, note: bool) -> Dot:
-    """A latency percentile over the rate, with its rounds; `note` tells the number of clients."""
+    """Return a latency percentile over the rate, with its rounds.
+
+    With `note`, the number of clients is drawn beside the dot.
+    """
     low, high = point.span(f"{which}_us")
     return Dot(
         x=rate(point),
@@ -305,11 +316,11 @@ def latency_dot(point: Point, which: str, tip: str, *, rate: Rate, note: bool) -
 def _two(
     points: Sequence[Point], slo: AnySlo, rate: Rate, names: tuple[str, str], says: str
 ) -> list[Plot]:
-    """Latency and queues over the rate, each where it has something to show."""
-    # A load that only met errors has no latency.
+    """Return plots of latency and queue time over the rate."""
+    # Exclude loads without a response: they have no latency.
     points = [point for point in points if point.median("requests") > 0]
     closed = rate is achieved
-    across = f"requests {'answered' if closed else 'offered'} a second"
+    across = f"requests/s {'answered' if closed else 'offered'}"
     limits = {
         f"{which.replace('_', '.')} limit {most / 1e3:g} ms": most / 1e3
         for which, most in slo.limits_us.items()
@@ -331,7 +342,7 @@ def _two(
         for step in steps
     ]
     queues = curves(names[1], "Queue over rate", waits, axes=(across, "mean queue, ms"))
-    return [(latency, says), (queues, "Mean time a request waits in front of each step.")]
+    return [(latency, says), (queues, "Mean queue time of a request at each step.")]
 
 
 def _queue_dots(points: Sequence[Point], step: str, rate: Rate) -> Iterator[Dot]:
@@ -343,7 +354,7 @@ def _queue_dots(points: Sequence[Point], step: str, rate: Rate) -> Iterator[Dot]
 
 
 def _budget(name: str, point: Point) -> Plot:
-    """Where a request's mean time goes at one load, part by part."""
+    """Return a plot of the parts of a request's mean time at one load, with its caption."""
     parts = [part for part in point.typical.parts if number(part.us) is not None]
     positive = sum(max(part.us, 0.0) for part in parts)
     whole = sum(part.us for part in parts)
@@ -352,10 +363,10 @@ def _budget(name: str, point: Point) -> Plot:
         share = percent(part.us / positive if positive else 0.0)
         kind = f"{STEPS.get(part.where, 's4')}{' waits' if part.what == 'queue' else ''}"
         text = f"{milliseconds(part.us)} ms, {share}"
-        bars.append(Bar(part_name(part), max(part.us, 0.0) / 1e3, text, kind))
+        bars.append(PlotBar(part_name(part), max(part.us, 0.0) / 1e3, text, kind))
     total = f"{milliseconds(whole)} ms"
-    says = f"{str(point.load).capitalize()}: {total} in the mean"
-    if not point.streamed:  # the queue of an engine is not told
+    says = f"{str(point.load).capitalize()}: {total} on average"
+    if not point.streamed:  # An engine does not report its queue.
         waits = sum(part.us for part in parts if part.what == "queue")
         says += f", {percent(waits / whole) if whole > 0 else 'none'} of it in queues"
     return waterfall(name, f"A request's time with {point.load}", bars, total), f"{says}."
@@ -368,12 +379,12 @@ def _contenders(result: BenchResult) -> Markup:
     bars = []
     for kind, point in held:
         rate = achieved(point)
-        bars.append(Bar(f"{point.contender}, {point.load}", rate, f"{rounded(rate)}/s", kind))
+        bars.append(PlotBar(f"{point.contender}, {point.load}", rate, f"{rounded(rate)}/s", kind))
     return compared("contenders", "Throughput of the pipeline and of the baselines", bars)
 
 
 def _resources(points: Sequence[Point]) -> dict[str, list[str]]:
-    """Process to cores and memory at each of `points` that was watched."""
+    """Return CPU cores and memory of each process, at each point with measured resources."""
     columns = [_used(used) for point in points if (used := point.typical.resources)]
     names = dict.fromkeys(name for column in columns for name in column)
     return {
@@ -383,7 +394,7 @@ def _resources(points: Sequence[Point]) -> dict[str, list[str]]:
 
 
 def _used(used: Resources) -> dict[str, tuple[str, str]]:
-    """Name to cores and memory, for people."""
+    """Return formatted CPU cores and memory of each process, and of the machine."""
     found = {
         process.name: (rounded(process.cpu_cores), rounded(process.memory_mib))
         for process in used.processes
@@ -397,8 +408,8 @@ def _used(used: Resources) -> dict[str, tuple[str, str]]:
 
 
 def _batches(point: Point) -> list[tuple[StepUse, Markup]]:
-    """How large the batches of each step were, where it ran any."""
-    axes = ("rows a batch", "batches")
+    """Return a histogram of batch sizes for each step that ran batches."""
+    axes = ("rows per batch", "batches")
     drawn = []
     for index, use in enumerate(point.typical.steps):
         name, title = f"batches-{index}", f"Batches of {use.step}"
@@ -417,13 +428,10 @@ _STEP = ("queue_us", "compute_us", "mean_batch", "executions", "busy")
 
 
 def write_bench_report(result: BenchResult, folder: Path) -> Path:
-    """Write the three files into `folder`, made where it is missing; each appears whole or not.
-
-    Returns:
-        The page.
+    """Write page, JSON and CSV into `folder`, which is created, and return the page.
 
     Raises:
-        OSError: one of them cannot be written.
+        OSError: A file cannot be written. No file is left incomplete.
     """
     files = {
         "bench.json": json_text(to_json(result)),
@@ -435,9 +443,9 @@ def write_bench_report(result: BenchResult, folder: Path) -> Path:
 
 
 def as_csv(result: BenchResult) -> str:
-    """A row for each point and round; the columns of steps are empty where there are none.
+    """Return CSV with a row for each point and round.
 
-    Those of tokens are there where answers were streamed.
+    Columns of steps may be empty. Columns of tokens exist only if answers were streamed.
     """
     points = [
         *(("pipeline", point) for point in result.points),
@@ -481,5 +489,5 @@ def as_csv(result: BenchResult) -> str:
 
 
 def _as_text(value: Any) -> Any:
-    """A cell: a text that a spreadsheet would take for a formula is marked as text."""
+    """Return a cell value; a text that looks like a formula is quoted for spreadsheets."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

@@ -1,4 +1,4 @@
-"""Rendering of pages: in a template every value is inert text unless a filter made it HTML."""
+"""Rendering of pages. Templates escape every value unless a filter made it HTML."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from triptych.base import formatting
 from triptych.base.formatting import NOTHING, plain, shown
 from triptych.interface.report import plots
 
-PROSE = 2000
-"""Characters of a sentence (a failure, a note, a reason) that are shown."""
+MAX_PROSE_CHARACTERS = 2000
+"""Maximum length of a shown failure, note or reason, in characters."""
 
 
 def prose(text: Any) -> Markup:
-    return shown(text, PROSE)
+    return shown(text, MAX_PROSE_CHARACTERS)
 
 
 def lines(text: Any) -> Markup:
-    """`text` as `plain` shows it, its lines as they are."""
+    """Return `text` escaped by `plain`, with its line breaks."""
     return Markup("\n").join(plain(line) for line in str(text).split("\n"))
 
 
 def render(template: str, **values: Any) -> str:
-    """A page that needs nothing beside itself: no network, no script, no font.
+    """Return a self-contained page, without network access, scripts or fonts.
 
     Raises:
-        jinja2.UndefinedError: the template reads a name that is not in `values`.
+        jinja2.UndefinedError: The template reads a name that is not in `values`.
     """
     return PAGES.get_template(template).render(values)
 

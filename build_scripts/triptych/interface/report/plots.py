@@ -1,11 +1,6 @@
-"""Every plot of every page, as SVG: histograms, bars, curves, an interval, a scatter.
+"""SVG plots of the reports and for notebooks: histograms, bars, curves, intervals, scatter plots.
 
-A drawing's `name` is used once a page, its `title` says what it shows; where there is nothing to
-show it is "".
-
-What plots are made of: scales with their ticks, and marks as SVG.
-
-Plots that stand by themselves: a notebook shows them, a file of one is an image.
+Each plot has a `name`, which is unique on its page, and a `title`. A plot without data is "".
 """
 
 from __future__ import annotations
@@ -22,21 +17,19 @@ from triptych.repository.records import GateResult
 from triptych.spec.traffic import Lengths
 
 WIDTH = 440
-"""Of every plot, in its own units; the page scales it."""
+"""Width of every plot, in SVG units; the page scales it."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to positions.
+    """Mapping of values to positions on an axis.
 
     Attributes:
-        low: value at `start`.
-        high: value at `end`; above `low`.
-        start: position.
-        end: position; may be less than `start`.
-        log: equal steps multiply; both values above 0.
-        fine: a logarithmic axis has ticks at 2 and 5 as well, where there are not too many.
-        whole: a linear axis has ticks at whole numbers only.
+        low: Value at position `start`.
+        high: Value at position `end`, greater than `low`.
+        log: Whether the axis is logarithmic; `low` must then be greater than 0.
+        fine: Whether a logarithmic axis has ticks at 2 and 5 as well, if they are few.
+        whole: Whether a linear axis has ticks at whole numbers only.
     """
 
     low: float
@@ -48,7 +41,7 @@ class Scale:
     whole: bool = False
 
     def __call__(self, value: float) -> float:
-        """Position of `value`, at the axis's end where it lies beyond it."""
+        """Return the position of `value`, clamped to the axis."""
         value = min(max(value, self.low), self.high)
         if self.log:
             first = log10(self.low)
@@ -57,17 +50,17 @@ class Scale:
             share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
-    def ticks(self, most: int = 6) -> list[tuple[float, str]]:
-        """At most about `most` round values with their texts."""
+    def ticks(self, target: int = 6) -> list[tuple[float, str]]:
+        """Return round values with their labels, about `target` at most."""
         if self.log and self.fine:
             steps = _steps(self.low, self.high)
             powers = [step for step in steps if abs(log10(step) - round(log10(step))) < 1e-9]
-            return [(v, _short(v)) for v in (steps if len(steps) <= most + 2 else powers)]
+            return [(v, _short(v)) for v in (steps if len(steps) <= target + 2 else powers)]
         if self.log:
             first, last = ceil(log10(self.low) - 1e-9), floor(log10(self.high) + 1e-9)
-            step = max(1, ceil((last - first) / most))
+            step = max(1, ceil((last - first) / target))
             return [(10.0**e, power(10.0**e)) for e in range(first, last + 1, step)]
-        rough = (self.high - self.low) / most
+        rough = (self.high - self.low) / target
         unit = 10.0 ** floor(log10(rough))
         size = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough * (1 - 1e-9))
         first, last = ceil(self.low / size - 1e-9), floor(self.high / size + 1e-9)
@@ -79,41 +72,41 @@ class Scale:
 
 
 def linear(values: Iterable[float], start: float, end: float, margin: float = 0.1) -> Scale:
-    """A scale over `values`, at least one, with a `margin` (share of their range) on both sides."""
-    held = list(values)
-    low, high = min(held), max(held)
-    room = (high - low) * margin or abs(high) * 0.1 or 1.0
-    return Scale(low - room, high + room, start, end)
+    """Return a linear scale over one or more values, with a margin relative to their range."""
+    points = list(values)
+    low, high = min(points), max(points)
+    padding = (high - low) * margin or abs(high) * 0.1 or 1.0
+    return Scale(low - padding, high + padding, start, end)
 
 
 def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:
-    """A scale over `values`, at least one and all above 0, out to whole powers of ten."""
-    held = list(values)
-    first, last = floor(log10(min(held))), ceil(log10(max(held)))
+    """Return a logarithmic scale over one or more values above 0, between powers of ten."""
+    points = list(values)
+    first, last = floor(log10(min(points))), ceil(log10(max(points)))
     return Scale(10.0**first, 10.0 ** max(last, first + 1), start, end, log=True)
 
 
-def snug(values: Iterable[float], start: float, end: float) -> Scale:
-    """A logarithmic scale over `values`, at least one above 0, out to 1, 2 or 5 times a power."""
-    held = [value for value in values if value > 0]
-    low, high = min(held), max(held)
+def log_scale(values: Iterable[float], start: float, end: float) -> Scale:
+    """Return a logarithmic scale over the positive values, between 1, 2 or 5 times powers of 10."""
+    positive = [value for value in values if value > 0]
+    low, high = min(positive), max(positive)
     if high / low > 1e6:
-        return logarithmic(held, start, end)
+        return logarithmic(positive, start, end)
     around = _steps(low / 10, high * 10)
     first = max(step for step in around if step <= low * (1 + 1e-9))
     last = min(step for step in around if step >= high * (1 - 1e-9) and step > first)
     return Scale(first, last, start, end, log=True, fine=True)
 
 
-class Drawing:
-    """The marks of one plot in the order they are drawn; its axes span `top` to `bottom`."""
+class SvgCanvas:
+    """Marks of one plot, in drawing order; its axes span `top` to `bottom`."""
 
     def __init__(self, top: float = 0, bottom: float = 0) -> None:
         self.top, self.bottom = top, bottom
         self._marks: list[str] = []
 
     def svg(self, name: str, height: float, title: str, says: str) -> Markup:
-        """The plot; `says` is for who cannot see it, and `name` is used once a page."""
+        """Return the plot; `says` describes it for screen readers."""
         ids = f'role="img" aria-labelledby="{name}-t {name}-d"'
         return Markup(
             f'<svg viewBox="0 0 {WIDTH} {height:.0f}" {ids}><title id="{name}-t">{plain(title)}'
@@ -136,7 +129,7 @@ class Drawing:
         self._mark("circle", kind, _tip(tip), cx=x, cy=y, r=radius)
 
     def label(self, text: str, x: float, y: float, anchor: str = "middle", kind: str = "") -> None:
-        """Text beside, around or before a point: `anchor` is start, middle or end."""
+        """Draw a text at a point; `anchor` is start, middle or end."""
         at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
         self._marks.append(f'<text class="{kind}" {at}>{plain(text)}</text>')
 
@@ -163,7 +156,7 @@ class Drawing:
         self.named(x, text, value, "limit")
 
     def named(self, x: Scale, text: str, value: float, kind: str, y: float = 26) -> None:
-        """`text` above the plot at `value`, kept within the drawing."""
+        """Draw a text above the plot at `value`, within its width."""
         at, half = x(value), len(text) * 3.9
         if at + half > WIDTH:
             self.label(text, WIDTH, y, "end", kind)
@@ -176,25 +169,25 @@ def _tip(text: str) -> str:
 
 
 def _steps(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten from `low` to `high`."""
+    """Return 1, 2 and 5 times the powers of ten from `low` to `high`."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
     steps = (times * 10.0**exponent for exponent in powers for times in (1, 2, 5))
     return [step for step in steps if low * (1 - 1e-9) <= step <= high * (1 + 1e-9)]
 
 
 def _short(value: float) -> str:
-    """`value`, one of `_steps`, without noughts behind its last digit."""
+    """Return a value of `_steps` as text, without trailing zeros."""
     return f"{value:,.10f}".rstrip("0").rstrip(".") if 1e-4 <= value < 1e6 else rounded(value)
 
 
 MAX_BINS = 40
 MAX_BARS = 20
-LOGARITHMIC = 30
-"""Values that are so many times apart are drawn on a logarithmic axis."""
+MIN_LOG_RATIO = 30
+"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
 
-FP16_LARGEST = 65504.0
-EQUAL = 1e-12
-"""Differences below it are drawn as none: no float32 arithmetic shows them."""
+MAX_FP16 = 65504.0
+MIN_DIFFERENCE = 1e-12
+"""Minimum difference that is drawn; smaller ones are below the resolution of float32."""
 
 _LEFT, _RIGHT = 52, WIDTH - 12
 _ROW, _RANGE_ROW, _LEGEND_ROW = 22, 19, 17
@@ -206,11 +199,8 @@ Bins = list[tuple[float, float, int, int]]
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A bar with `name` before it, `value` long (0 or above), and `text` after it.
-
-    `kind` is a word of the style sheet.
-    """
+class PlotBar:
+    """A bar of length `value` (0 or more) between its name and a text; `kind` is a CSS class."""
 
     name: str
     value: float
@@ -220,9 +210,9 @@ class Bar:
 
 @dataclass(frozen=True)
 class Dot:
-    """A measured point: medians of its rounds, with the lowest and highest round as spans.
+    """A measured point: medians of its rounds, with the minimum and maximum of the rounds as spans.
 
-    `tip` says what it is, in full; `note` is a few characters beside it, where there is room.
+    `tip` is the full description, `note` a short label that is drawn if there is space.
     """
 
     x: float
@@ -235,7 +225,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one kind; `kind` is a word of the style sheet: ``s1`` to ``s4``, ``cloud``."""
+    """Points of one kind; `kind` is a CSS class: ``s1`` to ``s4``, ``cloud``."""
 
     name: str
     kind: str
@@ -244,8 +234,8 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A candidate that was measured: `x` its accuracy, `y` its throughput a second.
+class PrecisionPoint:
+    """A measured precision: accuracy `x` and throughput `y` in rows/s.
 
     `status` is ``chosen``, ``passed`` or ``failed``.
     """
@@ -259,14 +249,14 @@ class Point:
 def histogram(
     name: str, title: str, counts: Mapping[int, int], *, axes: tuple[str, str], height: float = 150
 ) -> Markup:
-    """How often each whole number (0 or above) occurs; several share a bar where there are many.
+    """Return a histogram of whole numbers (0 or more); wide ranges are binned.
 
-    `axes` name what is counted by, and what is counted; `height` is that of the bars.
+    `axes` are the titles of the horizontal and the vertical axis.
     """
     held = {value: count for value, count in sorted(counts.items()) if count > 0}
     if not held:
         return Markup()
-    draw, low, high = Drawing(30, 30 + height), min(held), max(held)
+    draw, low, high = SvgCanvas(30, 30 + height), min(held), max(held)
     step = -(-(high - low + 1) // MAX_BINS)
     bins = [0] * -(-(high - low + 1) // step)
     for value, count in held.items():
@@ -281,36 +271,40 @@ def histogram(
             width = x(first + step - 0.5) - x(first - 0.5) - 1.5
             span = f"{first:,}" if step == 1 else f"{first:,} to {first + step - 1:,}"
             tip = f"{axes[0]} {span}: {count:,} {axes[1]}"
-            # A bin of one among thousands is still a bin.
+            # A bin with a single entry stays visible.
             tall = max(draw.bottom - y(count), 1.5)
             draw.box("bar", x(first - 0.5) + 0.75, draw.bottom - tall, max(width, 1.5), tall, tip)
     total = sum(held.values())
     mean = sum(value * count for value, count in held.items()) / total
-    says = f"{total:,} {axes[1]}; {axes[0]} from {low:,} to {high:,}, {mean:,.1f} in the mean."
+    says = f"{total:,} {axes[1]}; {axes[0]} from {low:,} to {high:,}, mean {mean:,.1f}."
     return draw.svg(name, draw.bottom + 46, title, says)
 
 
-def waterfall(name: str, title: str, bars: Sequence[Bar], total: str) -> Markup:
-    """Parts of a sum, each beginning where the one before ends, then the sum (`total` in words)."""
+def waterfall(name: str, title: str, bars: Sequence[PlotBar], total: str) -> Markup:
+    """Return the parts of a sum as consecutive bars, and the sum with the text `total`."""
     values = [max(bar.value, 0.0) for bar in bars]
     starts = [sum(values[:index]) for index in range(len(bars))]
-    return _bars(name, title, [*bars, Bar("mean", sum(values), total, "whole")], [*starts, 0.0])
+    return _bars(name, title, [*bars, PlotBar("mean", sum(values), total, "whole")], [*starts, 0.0])
 
 
-def compared(name: str, title: str, bars: Sequence[Bar]) -> Markup:
-    """Bars from one line, to compare."""
+def compared(name: str, title: str, bars: Sequence[PlotBar]) -> Markup:
+    """Return bars that start at 0, for comparison."""
     return _bars(name, title, bars, [0.0] * len(bars))
 
 
-def _bars(name: str, title: str, bars: Sequence[Bar], starts: Sequence[float]) -> Markup:
-    """Horizontal bars, each from its start; a line joins one that starts above 0 to the last."""
-    most = max((bar.value for bar in bars), default=0.0)
-    if most <= 0:
+def _bars(name: str, title: str, bars: Sequence[PlotBar], starts: Sequence[float]) -> Markup:
+    """Return horizontal bars, each from its start; a line joins consecutive bars."""
+    longest = max((bar.value for bar in bars), default=0.0)
+    if longest <= 0:
         return Markup()
-    # Room for names before the bars and texts after them.
+    # Space for the names before the bars and for the texts after them.
     left = max(len(_cut(bar.name)) for bar in bars) * _CHARACTER + 10
     right = WIDTH - max(len(bar.text) for bar in bars) * 6.9 - 8
-    draw, scale, height = Drawing(), Scale(0, most, left, max(right, left + 60)), len(bars) * _ROW
+    draw, scale, height = (
+        SvgCanvas(),
+        Scale(0, longest, left, max(right, left + 60)),
+        len(bars) * _ROW,
+    )
     for index, (bar, start) in enumerate(zip(bars, starts, strict=True)):
         middle, first = index * _ROW + _ROW / 2 + 2, scale(start)
         width = max(scale(start + max(bar.value, 0.0)) - first, 1.5)
@@ -333,23 +327,23 @@ def curves(
     axes: tuple[str, str],
     limits: Mapping[str, float] | None = None,
 ) -> Markup:
-    """A plot of finite points, 0 or above, each of `limits` (text to height) a line across.
+    """Return a plot of finite points (0 or more), with a line for each of `limits` (text to value).
 
-    `axes` name what is to the right, and what is up.
+    `axes` are the titles of the horizontal and the vertical axis.
     """
     series = [one for one in series if one.dots]
     dots = [each for one in series for each in one.dots]
     if not dots:
         return Markup()
-    limits, draw = limits or {}, Drawing()
+    limits, draw = limits or {}, SvgCanvas()
     draw.top = _legend(draw, series, axes[1])
     draw.bottom = draw.top + 206
     widest = max(max(each.x, *(each.x_span or (0,))) for each in dots)
     x = Scale(0, widest * 1.06 or 1.0, _LEFT, _RIGHT)
     heights = [v for each in dots for v in (each.y, *(each.y_span or ()))]
     above = [value for value in (*heights, *limits.values()) if value > 0]
-    if above and max(above) / min(above) > LOGARITHMIC:
-        y = snug(above, draw.bottom, draw.top + 8)
+    if above and max(above) / min(above) > MIN_LOG_RATIO:
+        y = log_scale(above, draw.bottom, draw.top + 8)
     else:
         y = Scale(0, max(above, default=1.0) * 1.12, draw.bottom, draw.top)
     draw.axis_left(y, _LEFT, _RIGHT, axes[1])
@@ -370,11 +364,11 @@ def curves(
 
 
 def differences(values: Sequence[float], limit: float | None) -> Markup:
-    """A histogram of finite `values`, each 0 or above, at least one; beyond `limit` in red."""
-    above = sorted(value for value in values if value >= EQUAL)
+    """Return a histogram of one or more finite values (0 or more); values over `limit` are red."""
+    above = sorted(value for value in values if value >= MIN_DIFFERENCE)
     equal = len(values) - len(above)
-    limit = limit if limit is not None and limit >= EQUAL else None
-    draw, left = Drawing(36 if limit else 22, 214), 44
+    limit = limit if limit is not None and limit >= MIN_DIFFERENCE else None
+    draw, left = SvgCanvas(36 if limit else 22, 214), 44
     held = [*above, *([limit] if limit else [])] or [1e-7]
     x = logarithmic(held, left + (58 if equal else 0), WIDTH - 10)
     bins = _bins(above, limit, x)
@@ -383,7 +377,7 @@ def differences(values: Sequence[float], limit: float | None) -> Markup:
     draw.axis_left(y, left, x.end, "rows")
     draw.axis_below(x, "difference")
     if equal:
-        tip = f"{amount(equal, 'row')} without a difference"
+        tip = f"{amount(equal, 'row')} without difference"
         draw.box("bar", left + 4, y(equal), 24, draw.bottom - y(equal), tip)
         draw.label("equal", left + 16, draw.bottom + 16, "middle", "tick")
     for low, high, within, over in bins:
@@ -392,20 +386,20 @@ def differences(values: Sequence[float], limit: float | None) -> Markup:
         tip = f"{amount(within, 'row')} {span}" if within else ""
         draw.box("bar", place, y(within), width, draw.bottom - y(within), tip)
         if over:
-            tip = f"{amount(over, 'row')} {span}, beyond the limit"
+            tip = f"{amount(over, 'row')} {span}, over the limit"
             height = y(within) - y(within + over)
             draw.box("bar bad", place, y(within + over), width, height, tip)
     says = f"{amount(equal, 'row')} equal; {amount(len(above), 'row')} with a difference"
     says += f" from {figure(above[0])} to {figure(above[-1])}" if above else ""
     if limit:
         draw.limit(x, limit, f"limit {figure(limit)}")
-        says += f"; {sum(value > limit for value in above):,} beyond the limit"
+        says += f"; {sum(value > limit for value in above):,} over the limit"
     return draw.svg("differences", draw.bottom + 46, "Differences of rows", says)
 
 
 def interval(difference: float, low: float, high: float, max_drop: float) -> Markup:
-    """The change of the labeled metric with its 95 % confidence interval."""
-    draw, middle = Drawing(36, 116), 80
+    """Return a plot of the labeled metric's change with its 95 % confidence interval."""
+    draw, middle = SvgCanvas(36, 116), 80
     x = linear([difference, low, high, 0.0, -max_drop], 12, WIDTH - 12, 0.15)
     draw.box("loss", x.start, draw.top, x(-max_drop) - x.start, draw.bottom - draw.top)
     draw.axis_below(x, f"candidate {MINUS} reference")
@@ -413,7 +407,7 @@ def interval(difference: float, low: float, high: float, max_drop: float) -> Mar
     if max_drop:
         draw.limit(x, -max_drop, f"limit {figure(-max_drop)}")
     draw.named(x, "no change", 0, "tick", 11 if max_drop else 26)
-    draw.label("a loss", x.start + 6, draw.bottom - 8, "start", "bad")
+    draw.label("loss", x.start + 6, draw.bottom - 8, "start", "bad")
     kind = "bad" if high < -max_drop else "plain"
     tip = f"{signed(difference)}, 95 % interval from {signed(low)} to {signed(high)}"
     draw.line(f"whisker {kind}", x(low), middle, x(high), middle)
@@ -426,16 +420,16 @@ def interval(difference: float, low: float, high: float, max_drop: float) -> Mar
 
 
 def ranges(found: Mapping[str, float], kept: Sequence[str], *, fp16: bool) -> Markup:
-    """Bars of the largest magnitudes: of kept layers, marked, and of the largest others.
+    """Return bars of the largest magnitudes: excluded layers (highlighted), then other layers.
 
-    `found` is layer (or value) to its finite range, at least one, 0 or above; with `fp16` the
-    largest float16 is drawn even though no range comes near it.
+    `found` maps layers or values to their finite ranges (0 or more). With `fp16`, the maximum of
+    float16 is always drawn.
     """
     names, left = charted(found, kept), 214
-    draw = Drawing(36, 36 + _RANGE_ROW * len(names))
-    near = fp16 or max(found.values()) > FP16_LARGEST / 10
-    above = [value for name in names if (value := found[name]) >= EQUAL] or [1.0]
-    x = logarithmic([*above, *([FP16_LARGEST] if near else [])], left, WIDTH - 14)
+    draw = SvgCanvas(36, 36 + _RANGE_ROW * len(names))
+    near = fp16 or max(found.values()) > MAX_FP16 / 10
+    above = [value for name in names if (value := found[name]) >= MIN_DIFFERENCE] or [1.0]
+    x = logarithmic([*above, *([MAX_FP16] if near else [])], left, WIDTH - 14)
     head = common_head(names)
     draw.axis_below(x, "largest magnitude")
     for index, name in enumerate(names):
@@ -443,28 +437,28 @@ def ranges(found: Mapping[str, float], kept: Sequence[str], *, fp16: bool) -> Ma
         state, tip = "plain", f"{name}: {figure(found[name], 1)}"
         if name in kept:
             state, tip = "kept", f"{tip}, kept"
-        lost = " bad" if near and state == "plain" and found[name] > FP16_LARGEST else ""
+        lost = " bad" if near and state == "plain" and found[name] > MAX_FP16 else ""
         short = name[len(head) :]
         short = short if len(short) <= 30 else f"…{short[-29:]}"
         draw.label(short, left - 8, middle + 4, "end", f"mono {state}")
         width = max(x(max(found[name], x.low)) - left, 1.5)
         draw.box(f"bar {state}{lost}", left, middle - 6, width, 12, tip)
     if near:
-        draw.limit(x, FP16_LARGEST, "float16 ends at 65,504")
+        draw.limit(x, MAX_FP16, "float16 maximum 65,504")
     marks = ((name, " (kept)" if name in kept else "") for name in names)
     says = "; ".join(f"{name} {figure(found[name], 1)}{mark}" for name, mark in marks)
     return draw.svg("ranges", draw.bottom + 46, "Ranges of layers", says)
 
 
 def charted(found: Mapping[str, float], kept: Sequence[str]) -> list[str]:
-    """Which ranges `ranges` draws, the largest first: of kept layers before others."""
-    held = set(kept)
-    order = sorted(found, key=lambda name: (name not in held, -found[name]))[:MAX_BARS]
+    """Return the names that `ranges` draws, largest first; excluded layers take precedence."""
+    excluded = set(kept)
+    order = sorted(found, key=lambda name: (name not in excluded, -found[name]))[:MAX_BARS]
     return sorted(order, key=lambda name: -found[name])
 
 
 def common_head(names: Sequence[str]) -> str:
-    """What all `names` begin with, up to a dot or slash, where it is worth leaving out."""
+    """Return the common prefix of names, up to a dot or slash; "" if it is short."""
     if len(names) < 2:
         return ""
     pairs = zip(min(names), max(names), strict=False)
@@ -474,26 +468,26 @@ def common_head(names: Sequence[str]) -> str:
 
 
 def candidates(
-    points: Sequence[Point], metric: str, limit: float | None, *, higher: bool
+    points: Sequence[PrecisionPoint], metric: str, limit: float | None, *, higher: bool
 ) -> Markup:
-    """Throughput over accuracy, at least one point; better is to the upper right, or left."""
-    draw, left = Drawing(36, 254), 52
+    """Return a plot of throughput over accuracy; better is up, and right if `higher`, else left."""
+    draw, left = SvgCanvas(36, 254), 52
     xs = [point.x for point in points] + ([limit] if limit is not None else [])
     if higher:
         x = linear(xs, left + 8, WIDTH - 16, 0.12)
     else:
-        x = logarithmic([max(value, EQUAL) for value in xs], left + 8, WIDTH - 16)
+        x = logarithmic([max(value, MIN_DIFFERENCE) for value in xs], left + 8, WIDTH - 16)
     y = Scale(0, max(point.y for point in points) * 1.15 or 1.0, draw.bottom, draw.top)
-    draw.axis_left(y, left, x.end, "per second")
+    draw.axis_left(y, left, x.end, "rows/s")
     draw.axis_below(x, f"{metric} (better →)" if higher else f"(← better) {metric}")
     if limit is not None:
         draw.limit(x, limit, "limit")
     taken: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: -point.y):
         at, middle = x(point.x), y(point.y)
-        tip = f"{point.name}, {point.status}: {point.y:,.1f} a second, {metric} {figure(point.x)}"
+        tip = f"{point.name}, {point.status}: {point.y:,.1f} rows/s, {metric} {figure(point.x)}"
         draw.dot(f"point {point.status}", at, middle, 6, tip)
-        # Names beside the dots do not run into each other.
+        # Move the names so that they do not overlap.
         text = middle + 4
         while any(abs(text - other) < 15 and abs(at - beside) < 130 for beside, other in taken):
             text += 1
@@ -501,30 +495,30 @@ def candidates(
         way, anchor = (1, "start") if at + 11 + len(point.name) * 8 < WIDTH else (-1, "end")
         draw.label(point.name, at + way * 11, text, anchor, f"strong {point.status}")
     says = "; ".join(
-        f"{point.name} ({point.status}) {point.y:,.1f} a second at {figure(point.x)}"
+        f"{point.name} ({point.status}) {point.y:,.1f} rows/s at {figure(point.x)}"
         for point in points
     )
     return draw.svg("candidates", draw.bottom + 46, f"Throughput over {metric}", says)
 
 
-def _cut(name: str, most: int = 32) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+def _cut(name: str, max_characters: int = 32) -> str:
+    return name if len(name) <= max_characters else f"{name[: max_characters - 1]}…"
 
 
 def _bins(above: Sequence[float], limit: float | None, x: Scale) -> Bins:
-    """Low and high edge of each bin, and how many values are within and beyond the limit."""
+    """Return the bounds of each bin, and its numbers of values within and over the limit."""
     first = log10(x.low)
     decades = log10(x.high) - first
     count = min(40, max(20, round(decades * 5)))
     edges = [10 ** (first + decades * index / count) for index in range(count + 1)]
     counts = [[0, 0] for _ in range(count)]
     for value in above:
-        place = min(count - 1, int((log10(value) - first) / decades * count))
-        counts[place][limit is not None and value > limit] += 1
+        index = min(count - 1, int((log10(value) - first) / decades * count))
+        counts[index][limit is not None and value > limit] += 1
     return [(*span, w, o) for span, (w, o) in zip(pairwise(edges), counts, strict=True)]
 
 
-def _draw_series(draw: Drawing, one: Series, x: Scale, y: Scale) -> None:
+def _draw_series(draw: SvgCanvas, one: Series, x: Scale, y: Scale) -> None:
     if one.joined:
         draw.path(f"curve {one.kind}", [(x(each.x), y(each.y)) for each in one.dots])
     for each in one.dots:
@@ -538,8 +532,8 @@ def _draw_series(draw: Drawing, one: Series, x: Scale, y: Scale) -> None:
         draw.dot(f"mark {one.kind}", x(each.x), y(each.y), 3.5, each.tip)
 
 
-def _notes(draw: Drawing, dots: Sequence[Dot], x: Scale, y: Scale, taken: list[Place]) -> None:
-    """Notes above or below their points, where they run into nothing of `taken` (x, y, half)."""
+def _notes(draw: SvgCanvas, dots: Sequence[Dot], x: Scale, y: Scale, taken: list[Place]) -> None:
+    """Draw notes above or below their points, unless they overlap `taken` (x, y, half width)."""
     for each in (each for each in dots if each.note):
         half = len(each.note) * _CHARACTER / 2
         at = min(max(x(each.x), _LEFT + half), WIDTH - half)
@@ -550,8 +544,8 @@ def _notes(draw: Drawing, dots: Sequence[Dot], x: Scale, y: Scale, taken: list[P
                 break
 
 
-def _legend(draw: Drawing, series: Sequence[Series], up: str) -> float:
-    """The legend beside the name of the vertical axis; where the plot below it begins."""
+def _legend(draw: SvgCanvas, series: Sequence[Series], up: str) -> float:
+    """Draw the legend beside the title of the vertical axis; return the top of the plot below."""
     at = start = len(up) * _CHARACTER + 22
     height = 0.0
     for one in (one for one in series if one.name):
@@ -577,38 +571,38 @@ _RULES = {
     ".limit": "stroke:#c0392b",
     "text.limit": "fill:#c0392b;stroke:none",
 }
-# In a notebook the rules would hold for all of its page.
+# The class limits the rules to the plot; a notebook would apply them to its whole page.
 _STYLE = "".join(f".triptych {name}{{{rule}}}" for name, rule in _RULES.items())
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One plot; `svg` is a whole SVG document."""
+class SvgFigure:
+    """A plot as a complete SVG document."""
 
     svg: str
 
     def _repr_svg_(self) -> str:
-        """What a notebook shows."""
+        """Return the SVG for notebooks."""
         return self.svg
 
 
-def differences_of(gate: GateResult) -> Figure:
-    """Rows of the gate by how far they are from the reference."""
+def plot_row_differences(gate: GateResult) -> SvgFigure:
+    """Return a histogram of the rows' differences from the reference."""
     values = [v for each in gate.row_differences if (v := number(each)) is not None]
     limits = [each.limit for each in gate.verdicts if each.metric == "max_difference"]
     return _figure(differences(values, limits[0] if limits else None) if values else "")
 
 
-def lengths_of(lengths: Lengths | None) -> Figure:
-    """Rows of the traffic by their tokens."""
+def plot_row_lengths(lengths: Lengths | None) -> SvgFigure:
+    """Return a histogram of the traffic's rows by their number of tokens."""
     counts = {} if lengths is None else lengths.counts
     return _figure(histogram("lengths", "Lengths of the traffic", counts, axes=("tokens", "rows")))
 
 
-def _figure(drawing: str) -> Figure:
+def _figure(drawing: str) -> SvgFigure:
     head = '<svg xmlns="http://www.w3.org/2000/svg" class="triptych" '
     if not drawing:
-        return Figure(f'{head}width="1" height="1"/>')
+        return SvgFigure(f'{head}width="1" height="1"/>')
     inner = drawing.removeprefix("<svg ")
     tag, _, marks = inner.partition(">")
-    return Figure(f'{head}width="{WIDTH}" {tag}><style>{_STYLE}</style>{marks}')
+    return SvgFigure(f'{head}width="{WIDTH}" {tag}><style>{_STYLE}</style>{marks}')

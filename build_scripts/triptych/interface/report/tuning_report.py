@@ -1,4 +1,4 @@
-"""The report of a tuning: ``report.html`` to read and ``tune.json`` to compute with."""
+"""Report of a tuning: ``report.html`` and ``tune.json``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Labeled = tuple[str, Point]
 
 @dataclass(frozen=True)
 class Axes:
-    """What the points of a tuning are compared by.
+    """Measures by which the points of a tuning are compared.
 
     Attributes:
-        rate: the more the better, ``tokens_per_s`` of a measurement.
-        tail: the less the better, by the names of `latencies_us`.
-        titles: of both, drawn.
-        front: what the front is, in a sentence.
-        columns: of the table of points: heading to text.
+        rate: Name of the throughput of a measurement, such as ``tokens_per_s``.
+        tail: Name of the tail latency in `latencies_us`.
+        titles: Titles of both axes.
+        front: Description of the Pareto front, one sentence.
+        columns: Headings of the table of points, with functions that return their cells.
     """
 
     rate: str
@@ -40,19 +40,19 @@ class Axes:
     front: str
     columns: Mapping[str, Callable[[Point], str]]
 
-    def rate_of(self, point: Point) -> float:
+    def read_rate(self, point: Point) -> float:
         return point.median(self.rate)
 
-    def tail_of(self, point: Point) -> float:
-        """In milliseconds."""
+    def read_tail_ms(self, point: Point) -> float:
+        """Return the tail latency of a point, in ms."""
         return point.latencies_us.get(self.tail, 0.0) / 1e3
 
     def cells(self, point: Point) -> list[str]:
         return [read(point) for read in self.columns.values()]
 
     def dot(self, name: str, point: Point, *, detailed: bool = False) -> Dot:
-        """A point; with the span of its rounds and its number of clients, or without."""
-        dot = Dot(self.rate_of(point), self.tail_of(point), f"{name}: {figures_of(point)}")
+        """Return the dot of a point; if `detailed`, with the range of its rounds and clients."""
+        dot = Dot(self.read_rate(point), self.read_tail_ms(point), f"{name}: {figures_of(point)}")
         if not detailed:
             return dot
         tails = [one.latencies_us.get(self.tail, 0.0) / 1e3 for one in point.rounds]
@@ -67,9 +67,9 @@ class Axes:
 ANSWERED = Axes(
     "throughput_per_s",
     "p99",
-    ("requests answered a second", "p99, ms"),
+    ("requests/s answered", "p99, ms"),
     "p99 over throughput",
-    "On the front nothing else answers more requests with as little p99.",
+    "For a point on the front, no other point has more requests/s at the same or a lower p99.",
     {
         "Requests/s": lambda point: rounded(achieved(point)),
         "p50, ms": lambda point: latency(point, "p50"),
@@ -79,9 +79,10 @@ ANSWERED = Axes(
 STREAMED = Axes(
     "tokens_per_s",
     "ttft_p99",
-    ("tokens a second", "p99 of the first token, ms"),
-    "First token over tokens a second",
-    "On the front nothing else makes more tokens with first tokens as soon (p99).",
+    ("tokens/s", "p99 of the first token, ms"),
+    "First token over tokens/s",
+    "For a point on the front, no other point has more tokens/s at the same or a lower p99 of the "
+    "first token.",
     {
         "Tokens/s": lambda point: rounded(point.median("tokens_per_s")),
         "Goodput/s": lambda point: rounded(point.median("goodput_per_s")),
@@ -91,19 +92,16 @@ STREAMED = Axes(
 )
 
 
-def axes_of(result: TuneResult) -> Axes:
-    """Of streamed answers the wait for the first token counts, not that for the last."""
+def choose_axes(result: TuneResult) -> Axes:
+    """Return the axes; for streamed answers, the time to the first token is the latency."""
     return STREAMED if isinstance(result.slo, GenerationSlo) else ANSWERED
 
 
 def write_tune_report(result: TuneResult, folder: Path) -> Path:
-    """Write the two files into `folder`, made where it is missing; each appears whole or not.
-
-    Returns:
-        The page.
+    """Write page and JSON into `folder`, which is created, and return the page.
 
     Raises:
-        OSError: one of them cannot be written.
+        OSError: A file cannot be written. No file is left incomplete.
     """
     record = json_text(to_json(result))
     write_files(folder, {"tune.json": record, "report.html": tune_page(result)})
@@ -116,18 +114,19 @@ def tune_page(result: TuneResult) -> str:
     labeled += [(f"trial {one.number}", p) for one in result.trials for p in one.points]
     points = [point for _, point in labeled]
     names = {id(point): name for name, point in labeled}
-    axes = axes_of(result)
+    axes = choose_axes(result)
     front = [
-        (names[id(point)], point) for point in pareto_front(points, axes.rate_of, axes.tail_of)
+        (names[id(point)], point)
+        for point in pareto_front(points, axes.read_rate, axes.read_tail_ms)
     ]
     return render(
         "tune.html.j2",
         result=result,
-        word=word_of(result),
+        word=verdict_word(result),
         better=sum(one.verdict == "better" for one in result.trials),
         axes=axes,
         before_after=_before_after(result, axes),
-        change=change_of(result),
+        change=before_and_after(result),
         grown=grown,
         gained=gained,
         front=front,
@@ -138,14 +137,14 @@ def tune_page(result: TuneResult) -> str:
     )
 
 
-def word_of(result: TuneResult) -> str:
+def verdict_word(result: TuneResult) -> str:
     if result.slo.is_empty:
         return "Tuned"
     return "SLO met" if result.met else "SLO NOT MET"
 
 
-def change_of(result: TuneResult) -> dict[str, tuple[float | None, float | None]]:
-    """Figure to what it was and what it is; without those that neither has."""
+def before_and_after(result: TuneResult) -> dict[str, tuple[float | None, float | None]]:
+    """Return the values of each measure before and after, if there is one."""
     cost = result.winner.cost or result.baseline.cost
     pairs = {
         name.format(currency=cost.currency if cost else "", unit=result.unit): (
@@ -158,17 +157,17 @@ def change_of(result: TuneResult) -> dict[str, tuple[float | None, float | None]
 
 
 def grown(old: float | None, new: float | None) -> str:
-    """``+12 %``; a dash where there is nothing to grow from."""
+    """Return the relative change, such as ``+12 %``; a dash without an old value."""
     return NOTHING if not old or new is None else signed_percent(new / old - 1)
 
 
 def gained(trial: Trial) -> str:
-    """What a trial gained; a dash where that is no difference."""
+    """Return the gain of a trial; a dash if there is no significant difference."""
     return NOTHING if trial.verdict == "no difference" else grown(trial.against, trial.score)
 
 
 def _best(one: Outcome, slo: AnySlo) -> Point | None:
-    """Where most answers keep the promise; of those that come at once, with its figures."""
+    """Return the point with the highest goodput, or else the best point within the SLO."""
     if any(point.median("goodput_per_s") for point in one.points):
         return max(one.points, key=lambda point: point.median("goodput_per_s"))
     return best_point(one.points, slo)
@@ -208,14 +207,14 @@ def _before_after(result: TuneResult, axes: Axes) -> Markup:
         Series(name, kind, tuple(axes.dot(name, p, detailed=True) for p in outcome.points))
         for name, kind, outcome in outcomes
     ]
-    most = result.slo.limits_ms.get(axes.tail)
-    limits = {f"p99 limit {most:g} ms": most} if most is not None else {}
+    limit_ms = result.slo.limits_ms.get(axes.tail)
+    limits = {f"p99 limit {limit_ms:g} ms": limit_ms} if limit_ms is not None else {}
     title = f"{axes.title}, before and after"
     return curves("before-after", title, series, axes=axes.titles, limits=limits)
 
 
 def _front(labeled: Sequence[Labeled], front: Sequence[Labeled], axes: Axes) -> Markup:
-    """All points of all trials, and those of them that none beats."""
+    """Return a plot of all points of all trials, with the Pareto front."""
     answered = [(name, point) for name, point in labeled if point.median("requests") > 0]
     series = [
         Series("measured", "cloud", tuple(axes.dot(*each) for each in answered), joined=False),

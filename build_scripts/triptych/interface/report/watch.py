@@ -31,7 +31,7 @@ def write_shadow_report(found: ReplayComparison, folder: Path) -> Path:
 
 
 def shadow_page(found: ReplayComparison) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     plots = [
         (_rounds(speed), f"{speed.name}: the measurements, in turns.") for speed in found.speeds
     ]
@@ -39,7 +39,7 @@ def shadow_page(found: ReplayComparison) -> str:
 
 
 def _rounds(speed: Speed) -> Markup:
-    """A figure of latency or cost, round by round."""
+    """Return a plot of a latency or cost over the rounds."""
     series = [
         Series(
             name,
@@ -80,7 +80,7 @@ def write_watch_report(run: MonitorRun, timeline: Timeline, folder: Path) -> Pat
 
 
 def watch_page(run: MonitorRun, timeline: Timeline) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     drift = run.drift
     proposed = (
         describe_proposal(drift.proposal, drift.rate_per_s) if drift and drift.proposal else ()
@@ -98,12 +98,12 @@ def watch_page(run: MonitorRun, timeline: Timeline) -> str:
 
 
 def _hours(timeline: Timeline, at: float) -> float:
-    """Since the first run."""
+    """Return the hours from the first run to `at`."""
     return max(at - timeline.runs[0].at, 0.0) / 3600
 
 
 def _evidence(run: MonitorRun, timeline: Timeline) -> Markup:
-    """Evidence of each test over the looks at this build; from 1 on it is an alarm."""
+    """Return a plot of the evidence of each test over the runs of this build; 1 is an alarm."""
     series = [
         Series(
             test.name,
@@ -121,7 +121,7 @@ def _evidence(run: MonitorRun, timeline: Timeline) -> Markup:
 
 
 def _quality(run: MonitorRun, timeline: Timeline) -> Markup:
-    """The first metric of each run with its interval."""
+    """Return a plot of the first metric of each run, with its confidence interval."""
     name = next((one.metric for one in run.metrics if one.low is not None), None)
     dots = []
     for one in timeline.runs:
